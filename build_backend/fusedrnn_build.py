@@ -1,0 +1,153 @@
+"""The build backend: setuptools, plus the choice of the torch to compile against.
+
+With torch in ``build-system.requires``, ``pip install .`` would download the newest torch, several
+gigabytes, to build for an environment that may hold another one. So nothing is required up front:
+what the environment holds is used, also where pip hides it, and pip is asked only for the rest.
+
+What stops a build is said in one sentence and ends in SystemExit, so that pip shows no traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Distribution -> oldest version to build with. setuptools 77 is the first to know SPDX licenses.
+NEEDS = {"setuptools": "77", "torch": "2.11", "ninja": "1.10", "pybind11": "2.12"}
+
+
+def fail(sentence: str) -> NoReturn:
+    sys.exit(f"fusedrnn: {sentence}")
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """``"2.13.0+cpu"`` -> ``(2, 13)``: enough to compare with what NEEDS says."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unmet_needs() -> list[str]:
+    """Requirements that the environment does not meet, in pip's notation."""
+    unmet = []
+    for name, oldest in NEEDS.items():
+        have = installed_version(name)
+        if have is None or version_key(have) < version_key(oldest):
+            unmet.append(f"{name}>={oldest}")
+    return unmet
+
+
+def check_torch() -> None:
+    """An old torch is not replaced behind the user's back."""
+    have = installed_version("torch")
+    if have is not None and version_key(have) < version_key(NEEDS["torch"]):
+        fail(f"torch {NEEDS['torch']} or newer is needed, found {have}")
+
+
+def check_compiler() -> None:
+    """The compiler must be there before pip spends minutes on downloads."""
+    compiler = os.environ.get("CXX", "c++")  # as torch looks for it; may carry arguments
+    words = shlex.split(compiler)
+    if not words or shutil.which(words[0]) is None:
+        fail(f"no C++ compiler: '{compiler}' was not found; install one, or name it in CXX")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        fail("Python.h was not found; install the development files of this Python")
+
+
+def find_cuda_toolkit() -> Path | None:
+    """A folder with compiler and headers; the nvcc on PATH may be a wrapper far from them."""
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if nvcc is not None:
+        candidates.insert(2, str(Path(nvcc).resolve().parent.parent))
+    for folder in map(Path, filter(None, candidates)):
+        if (folder / "bin/nvcc").exists() and (folder / "include/cuda_runtime.h").exists():
+            return folder
+    return None
+
+
+def cuda_obstacle(torch_cuda: str | None) -> str:
+    """Why the CUDA kernels cannot be built. ``torch_cuda``: of which CUDA torch is, if any."""
+    if torch_cuda is None:
+        return "torch is a CPU build"
+    toolkit = find_cuda_toolkit()
+    if toolkit is None:
+        return "no CUDA toolkit was found; name its folder in CUDA_HOME"
+    said = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    nvcc = release.group(1) if release else "unknown"
+    if nvcc.split(".")[0] != torch_cuda.split(".")[0]:
+        return f"nvcc is of CUDA {nvcc} and torch of CUDA {torch_cuda}: major versions must agree"
+    return "this version of fusedrnn has no CUDA sources"
+
+
+def cuda_note(choice: str, torch_cuda: str | None) -> str | None:
+    """What to tell about FUSEDRNN_CUDA=``choice``: why ``auto`` builds for the CPU only."""
+    if choice not in ("auto", "0", "1"):
+        fail(f"FUSEDRNN_CUDA must be auto, 0 or 1, got '{choice}'")
+    if choice == "0":
+        return None
+    obstacle = cuda_obstacle(torch_cuda)
+    if choice == "1":
+        fail(f"FUSEDRNN_CUDA=1, but {obstacle}")
+    return f"fusedrnn: building for the CPU only, because {obstacle}"
+
+
+def use_environment() -> None:
+    """Make visible again what the environment holds, behind all that pip has put on sys.path.
+
+    pip isolates through PYTHONPATH, which ``-E`` ignores; the interpreter is the environment's.
+    """
+    ask = "import json, sys, sysconfig as s; print(json.dumps([sys.path, s.get_path('scripts')]))"
+    said = subprocess.run([sys.executable, "-E", "-c", ask], stdout=subprocess.PIPE, check=True)
+    folders, scripts = json.loads(said.stdout)
+    sys.path += [folder for folder in folders if folder and folder not in sys.path]
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])  # ninja
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    check_compiler()
+    check_torch()
+    return unmet_needs()
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+get_requires_for_build_sdist = get_requires_for_build_wheel
+
+
+def setuptools_hook(name: str) -> Callable[..., Any]:
+    """setuptools' own hook, once all it needs is known to be there."""
+
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        unmet = get_requires_for_build_wheel()
+        if unmet:  # pip, too, comes here without asking when told --no-build-isolation
+            fail(f"building needs {', '.join(unmet)}; install them, or let pip isolate the build")
+        from setuptools import build_meta
+
+        return getattr(build_meta, name)(*args, **kwargs)
+
+    return hook
+
+
+prepare_metadata_for_build_wheel = setuptools_hook("prepare_metadata_for_build_wheel")
+prepare_metadata_for_build_editable = setuptools_hook("prepare_metadata_for_build_editable")
+build_wheel = setuptools_hook("build_wheel")
+build_editable = setuptools_hook("build_editable")
+build_sdist = setuptools_hook("build_sdist")
+
+use_environment()

@@ -1,0 +1,55 @@
+// The CPU's kernels: a stage over a range of rows on the calling thread.  Threads are the caller's
+// business, and no result depends on how it splits the rows.
+#pragma once
+#include <cstdint>
+
+#include "../matrix.h"
+#include "../step.h"
+
+namespace fusedrnn::cpu {
+
+template <class T>
+using Forward = ForwardStep<T, Acc<T>>;
+template <class T>
+using Backward = BackwardStep<T, Acc<T>>;
+
+template <class T>
+struct Kernels {
+  void (*forward)(StageKind, const Forward<T>&, int64_t first_row, int64_t last_row);
+  void (*backward)(StageKind, const Backward<T>&, int64_t first_row, int64_t last_row);
+  // sum[c] += sum over rows of m[r][c], for the columns [first, last).
+  void (*column_sum)(const Acc<T>* m, int64_t rows, int64_t columns, int64_t first, int64_t last,
+                     Acc<T>* sum);
+};
+
+// The same code compiled for three instruction sets; see step_impl.h.
+namespace baseline {
+template <class T>
+Kernels<T> kernels();
+}
+namespace avx2 {
+template <class T>
+Kernels<T> kernels();
+}
+namespace avx512 {
+template <class T>
+Kernels<T> kernels();
+}
+
+// Those of the widest instruction set that this processor has.
+template <class T>
+const Kernels<T>& kernels() {
+#if defined(__x86_64__)
+  static const Kernels<T> widest =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+          ? avx512::kernels<T>()
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::kernels<T>()
+                                                                        : baseline::kernels<T>();
+#else
+  static const Kernels<T> widest = baseline::kernels<T>();
+#endif
+  return widest;
+}
+
+}  // namespace fusedrnn::cpu

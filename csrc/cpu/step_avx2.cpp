@@ -1,0 +1,6 @@
+// The CPU kernels for processors with AVX2 and FMA.
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma")
+#define FUSEDRNN_ISA avx2
+#include "step_impl.h"
+#endif

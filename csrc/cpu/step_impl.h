@@ -1,0 +1,177 @@
+// The CPU kernels, compiled once for each instruction set by the files that include this one.  Each
+// defines FUSEDRNN_ISA, which names the namespace of all that is emitted here and sets the width of
+// VecF; see vector.h for why nothing may be emitted outside of it.
+#pragma once
+#include "step.h"
+#include "vector.h"
+
+namespace fusedrnn::cpu::FUSEDRNN_ISA {
+
+FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// n <= kWidth neighbouring elements of a row in one vector, as forward_unit wants them.
+struct VectorUnit {
+  using Value = VecF;
+  static constexpr int64_t kWidth = kLanes;
+  int64_t n;
+  const float* normals;  // eps of these elements, where it is drawn
+
+  FUSEDRNN_HD static void draw(uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
+                               uint32_t layer, float* out) {
+    fusedrnn::normals(out, 4 * kLanes, seed, t, b, block, layer);
+  }
+
+  FUSEDRNN_HD VecF load(const float* p) const { return fusedrnn::load(p, n); }
+  FUSEDRNN_HD void store(float* p, VecF x) const { fusedrnn::store(p, x, n); }
+
+  FUSEDRNN_HD VecF load(const BFloat16* p) const {
+    uint16_t half[kLanes] = {};
+    memcpy(half, p, size_t(n) * sizeof(BFloat16));
+    VecU bits{};
+    for (int i = 0; i < kLanes; ++i) bits[i] = half[i];
+    return (VecF)(bits << 16);
+  }
+  FUSEDRNN_HD void store(BFloat16* p, VecF x) const {
+    const VecU bits = round_bits(x) >> 16;
+    uint16_t half[kLanes];
+    for (int i = 0; i < kLanes; ++i) half[i] = uint16_t(bits[i]);
+    memcpy(p, half, size_t(n) * sizeof(BFloat16));
+  }
+  template <class T>
+  FUSEDRNN_HD VecF round_to(VecF x) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return x;
+    } else {
+      return (VecF)(round_bits(x) & 0xffff0000u);
+    }
+  }
+
+ private:
+  // To nearest even in the upper half; every NaN becomes the same one, so that none turns into inf.
+  static FUSEDRNN_HD VecU round_bits(VecF x) {
+    const VecU bits = (VecU)x;
+    const VecU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return x == x ? rounded : VecU{} + 0x7fff0000u;
+  }
+
+ public:
+  template <class T>
+  FUSEDRNN_HD VecF noise(const Noise<T>& source, int64_t row, int64_t column, int64_t width) const {
+    return source.eps == nullptr ? load(normals) : load(source.eps + row * width + column);
+  }
+};
+
+// One element, in double precision.
+struct DoubleUnit {
+  using Value = double;
+  static constexpr int64_t kWidth = 1;
+  int64_t n;
+  const double* normals;
+
+  FUSEDRNN_HD static void draw(uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
+                               uint32_t layer, double* out) {
+    double normal[4];
+    normal4(seed, t, b, block, layer, normal);
+    for (int j = 0; j < 4; ++j) out[j] = normal[j];
+  }
+
+  FUSEDRNN_HD double load(const double* p) const { return *p; }
+  FUSEDRNN_HD void store(double* p, double x) const { *p = x; }
+  template <class T>
+  FUSEDRNN_HD double round_to(double x) const {
+    return x;
+  }
+  template <class T>
+  FUSEDRNN_HD double noise(const Noise<T>& source, int64_t row, int64_t column,
+                           int64_t width) const {
+    return source.eps == nullptr ? *normals : source.eps[row * width + column];
+  }
+};
+
+template <class T>
+struct UnitFor {
+  using type = VectorUnit;
+};
+template <>
+struct UnitFor<double> {
+  using type = DoubleUnit;
+};
+
+// Calls f(row, column, unit) for all elements of rows [first, last).  A row is cut into vectors
+// from its start, whichever thread has it, so an element's bits depend on nothing but its place.
+// noise: where to draw normals from, or null.
+template <class T, class Step, class F>
+FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t first, int64_t last,
+                           const F& f) {
+  using Unit = typename UnitFor<T>::type;
+  constexpr int64_t kDrawn = 4 * Unit::kWidth;  // Philox gives four normals per lane
+  Acc<T> normals[kDrawn];
+  for (int64_t row = first; row < last; ++row) {
+    for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
+      if (noise != nullptr) {
+        const int64_t at = step.first_row + row;
+        Unit::draw(uint64_t(*noise->seed), uint32_t(at / noise->batch), uint32_t(at % noise->batch),
+                   uint32_t(begin / 4), uint32_t(noise->layer), normals);
+      }
+      const int64_t end = least(step.width, begin + kDrawn);
+      for (int64_t column = begin; column < end; column += Unit::kWidth) {
+        f(row, column, Unit{least(Unit::kWidth, end - column), normals + (column - begin)});
+      }
+    }
+  }
+}
+
+template <class T>
+void forward(StageKind kind, const Forward<T>& step, int64_t first, int64_t last) {
+  dispatch_stage(kind, [&](auto stage) {
+    using Stage = decltype(stage);
+    const bool draws = Stage::kNoise && step.noise.eps == nullptr;
+    for_units<T>(step, draws ? &step.noise : nullptr, first, last,
+                 [&](int64_t row, int64_t column, const auto& unit) __attribute__((always_inline)) {
+                   forward_unit<Stage>(step, row, column, unit);
+                 });
+  });
+}
+
+template <class T>
+void backward(StageKind kind, const Backward<T>& step, int64_t first, int64_t last) {
+  dispatch_stage(kind, [&](auto stage) {
+    using Stage = decltype(stage);
+    const Noise<T>* no_noise = nullptr;
+    for_units<T>(step, no_noise, first, last,
+                 [&](int64_t row, int64_t column, const auto& unit) __attribute__((always_inline)) {
+                   backward_unit<Stage>(step, row, column, unit);
+                 });
+  });
+}
+
+// Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
+template <class A>
+void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_t last, A* sum) {
+  constexpr int64_t kColumns = 256, kRows = 16;
+  for (int64_t begin = first; begin < last; begin += kColumns) {
+    const int64_t count = least(kColumns, last - begin);
+    for (int64_t outer = 0; outer < rows; outer += kRows * kRows) {
+      A outer_sum[kColumns] = {};
+      for (int64_t inner = outer; inner < least(rows, outer + kRows * kRows); inner += kRows) {
+        A inner_sum[kColumns] = {};
+        for (int64_t r = inner; r < least(rows, inner + kRows); ++r) {
+          const A* row = m + r * columns + begin;
+          for (int64_t c = 0; c < count; ++c) inner_sum[c] += row[c];
+        }
+        for (int64_t c = 0; c < count; ++c) outer_sum[c] += inner_sum[c];
+      }
+      for (int64_t c = 0; c < count; ++c) sum[begin + c] += outer_sum[c];
+    }
+  }
+}
+
+template <class T>
+Kernels<T> kernels() {
+  return {&forward<T>, &backward<T>, &column_sum<Acc<T>>};
+}
+template Kernels<float> kernels<float>();
+template Kernels<double> kernels<double>();
+template Kernels<BFloat16> kernels<BFloat16>();
+
+}  // namespace fusedrnn::cpu::FUSEDRNN_ISA

@@ -1,0 +1,116 @@
+// The driver's backend for CPU tensors: GEMMs and copies by torch, stages by the kernels of cpu/,
+// threads of torch's pool.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+
+#include "cpu/denormals.h"
+#include "cpu/step.h"
+#include "torch_stable.h"
+
+namespace fusedrnn {
+
+template <class Element>
+class CpuBackend {
+ public:
+  using T = Element;
+  using A = Acc<T>;
+  using O = A;  // bfloat16 is widened before its GEMMs, so that they accumulate and return float
+
+  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
+    const Borrowed out_tensor(out), a_tensor(a), b_tensor(b);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
+                                                           a_tensor.get(), b_tensor.get(),
+                                                           accumulate ? 1.0 : 0.0, 1.0));
+  }
+
+  template <class To, class From>
+  void copy(Matrix<To> out, Matrix<const From> from) const {
+    copy_tensor(Borrowed(out), Borrowed(from));
+  }
+  template <class To, class From>
+  void copy(Matrix<To> out, Matrix<From> from) const {
+    copy(out, Matrix<const From>(from));
+  }
+
+  // Steps [begin, begin + steps) of a sequence, as contiguous rows.
+  template <class To, class From>
+  void copy_steps(To* out, const Sequence<const From>& from, int64_t begin, int64_t steps,
+                  int64_t batch) const {
+    const int64_t sizes[] = {steps, batch, from.width};
+    const int64_t strides[] = {batch * from.width, from.width, 1};
+    const int64_t from_strides[] = {from.stride_t, from.stride_b, from.stride_w};
+    copy_tensor(BorrowedTensor(out, 3, sizes, strides, kDeviceType, 0),
+                BorrowedTensor(from.at(begin), 3, sizes, from_strides, kDeviceType, 0));
+  }
+
+  void zero(Matrix<A> out) const { std::fill_n(out.data, out.rows * out.columns, A(0)); }
+
+  void forward(StageKind kind, const cpu::Forward<T>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.forward(kind, step, first, last); });
+  }
+
+  void backward(StageKind kind, const cpu::Backward<T>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.backward(kind, step, first, last); });
+  }
+
+  void column_sum(Matrix<const A> m, A* sum) const {
+    parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
+      kernels_.column_sum(m.data, m.rows, m.columns, first, last, sum);
+    });
+  }
+
+  // A thread takes its batch rows through all steps of a chunk, GEMMs included: one barrier per
+  // chunk instead of several per step, which matters when other programs compete for the cores.
+  // With more threads than that leaves rows for, the GEMMs use them better, each on its own.
+  template <class F>
+  void for_row_groups(int64_t batch, int64_t work, const F& f) const {
+    const int64_t threads = torch::stable::get_num_threads();
+    if (threads == 1 || batch < threads * kGroupRows || work < kGroupWork) return f(0, batch);
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+      const cpu::FlushDenormals flush;
+      for (int64_t g = first; g < last; ++g) {
+        f(batch * g / threads, batch * (g + 1) / threads);
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kGroupRows = 16;          // least rows that keep a GEMM efficient
+  static constexpr int64_t kGroupWork = 10'000'000;  // multiply-adds; about 0.1 ms
+  static constexpr int64_t kStageGrain = 16'384;     // elements; about 0.05 ms
+  static constexpr int32_t kDeviceType = 0;          // CPU
+
+  struct Borrowed : BorrowedTensor {
+    template <class M>
+    explicit Borrowed(const Matrix<M>& m) : Borrowed(m, std::array{m.rows, m.columns}) {}
+
+   private:
+    template <class M>
+    Borrowed(const Matrix<M>& m, std::array<int64_t, 2> sizes)
+        : BorrowedTensor(m.data, 2, sizes.data(), std::array{m.row_stride, m.column_stride}.data(),
+                         kDeviceType, 0) {}
+  };
+
+  static void copy_tensor(const BorrowedTensor& out, const BorrowedTensor& from) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), from.get(), 0));
+  }
+
+  // f over [0, count), each item being `size` elements of work.
+  template <class F>
+  static void parallel(int64_t count, int64_t size, const F& f) {
+    const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));
+    if (count <= grain) return f(0, count);
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+      const cpu::FlushDenormals flush;
+      f(first, last);
+    });
+  }
+
+  const cpu::Kernels<T>& kernels_ = cpu::kernels<T>();
+};
+
+}  // namespace fusedrnn

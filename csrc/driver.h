@@ -1,0 +1,366 @@
+// Any cell through time: chunks, GEMMs, stages, weight gradients.  No cell is named here and no
+// dtype is fixed; a backend supplies GEMMs, copies and the loops over rows.
+//
+// Forward keeps nothing but the output.  Every h_{t-1} is in it, so backward needs no replay: for a
+// chunk of steps, GEMMs over all its rows at once and one pass of each stage rebuild the
+// intermediates, and only the adjoint chain dh_t -> dh_{t-1} runs step by step.  The workspace is
+// that of one chunk, whatever the length of the sequence.
+//
+// Backend: types T (tensors), O (GEMM operands), A = Acc<T>, and
+//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
+//   copy(Matrix<To> out, Matrix<const From> from)                           converts
+//   forward / backward(StageKind, step, rows), column_sum(Matrix<const O>, A* sum)   sum += ...
+//   for_row_groups(batch, work, f(first, last))   f over disjoint ranges of batch rows, in parallel
+//                                                 where `work` multiply-adds are worth it
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "workspace.h"
+
+namespace fusedrnn {
+
+template <class Backend>
+class Driver {
+ public:
+  using T = typename Backend::T;
+  using O = typename Backend::O;
+  using A = Acc<T>;
+
+  Driver(const Backend& backend, const Layer<T>& layer) : backend_(backend), layer_(layer) {}
+
+  int64_t forward_workspace_bytes(bool keep) const {
+    Arena arena;
+    ForwardBuffers(layer_, keep, arena);
+    return arena.size_bytes();
+  }
+  int64_t backward_workspace_bytes(const Gradients<T>& gradients) const {
+    Arena arena;
+    BackwardBuffers(layer_, gradients, arena);
+    return arena.size_bytes();
+  }
+
+  // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.
+  void forward(T* output, T* h_n, A* keep, void* workspace) {
+    Arena arena(workspace);
+    ForwardBuffers buffers(layer_, keep != nullptr, arena);
+    prepare(buffers);
+    if (!kCarryIsOutput) {
+      const auto hx = Matrix<const T>::contiguous(layer_.hx, layer_.batch, hidden());
+      backend_.copy(Matrix<A>::contiguous(buffers.carry, layer_.batch, hidden()), hx);
+      backend_.copy(Matrix<O>::contiguous(buffers.h, layer_.batch, hidden()), hx);
+    }
+    const auto kept = PreActivations<A>::in(layer_, keep);
+    for (int64_t begin = 0; begin < layer_.seq_len; begin += layer_.chunk) {
+      forward_chunk(begin, std::min(layer_.chunk, layer_.seq_len - begin), output,
+                    keep != nullptr ? &kept : nullptr, buffers);
+    }
+    backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
+                  Matrix<const T>::contiguous(output + (layer_.rows() - layer_.batch) * hidden(),
+                                              layer_.batch, hidden()));
+  }
+
+  // keep: what forward left there, or null to compute it again.
+  void backward(const Gradients<T>& gradients, const A* keep, void* workspace) {
+    Arena arena(workspace);
+    BackwardBuffers buffers(layer_, gradients, arena);
+    prepare(buffers);
+    const auto dh = Matrix<A>::contiguous(buffers.dh, layer_.batch, hidden());
+    if (gradients.h_n != nullptr) {
+      backend_.copy(dh, Matrix<const T>::contiguous(gradients.h_n, layer_.batch, hidden()));
+    } else {
+      backend_.zero(dh);
+    }
+    const auto kept = PreActivations<A>::in(layer_, const_cast<A*>(keep));  // only read
+    const int64_t chunks = (layer_.seq_len + layer_.chunk - 1) / layer_.chunk;
+    for (int64_t begin = (chunks - 1) * layer_.chunk; begin >= 0; begin -= layer_.chunk) {
+      backward_chunk(begin, std::min(layer_.chunk, layer_.seq_len - begin), gradients,
+                     keep != nullptr ? &kept : nullptr, buffers);
+    }
+    if (gradients.hx != nullptr) {
+      backend_.copy(Matrix<T>::contiguous(gradients.hx, layer_.batch, hidden()),
+                    Matrix<const A>(dh));
+    }
+  }
+
+ private:
+  using Buffers = typename Workspace<T, O>::Buffers;
+  using ForwardBuffers = typename Workspace<T, O>::Forward;
+  using BackwardBuffers = typename Workspace<T, O>::Backward;
+  static constexpr bool kCarryIsOutput = Workspace<T, O>::kCarryIsOutput;
+  static constexpr bool kTensorIsOperand = Workspace<T, O>::kTensorIsOperand;
+
+  int64_t hidden() const { return layer_.sizes.hidden; }
+
+  template <bool kFirst, class First, class Second>
+  static auto select(First first, Second second) {
+    if constexpr (kFirst) {
+      return first;
+    } else {
+      return second;
+    }
+  }
+
+  // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
+  // serves, so that float weights are never copied.
+  void prepare(const Buffers& buffers) {
+    for (int p = 0; p < layer_.cell.num_projections; ++p) {
+      const Matrix<const T>& w = layer_.weight[p];
+      if constexpr (kTensorIsOperand) {
+        weight_[p] = w;
+      } else {
+        const auto copy = Matrix<O>::contiguous(buffers.weight[p], w.rows, w.columns);
+        backend_.copy(copy, w);
+        weight_[p] = copy;
+      }
+      const Matrix<const T>& b = layer_.bias[p];
+      if (b.data == nullptr) {
+        bias_[p] = nullptr;
+      } else if (Workspace<T, O>::bias_is_ready(b)) {
+        bias_[p] = reinterpret_cast<const A*>(b.data);
+      } else {
+        backend_.copy(Matrix<A>::contiguous(buffers.bias[p], 1, b.columns), b);
+        bias_[p] = buffers.bias[p];
+      }
+    }
+  }
+
+  Matrix<const O> input_rows(int64_t begin, int64_t steps, const Buffers& buffers) {
+    const int64_t rows = steps * layer_.batch;
+    if constexpr (kTensorIsOperand) {
+      if (buffers.x == nullptr) {
+        return {layer_.input.at(begin), rows, layer_.sizes.input,
+                layer_.input.row_stride(layer_.seq_len, layer_.batch), 1};
+      }
+    }
+    backend_.copy_steps(buffers.x, layer_.input, begin, steps, layer_.batch);
+    return Matrix<const O>::contiguous(buffers.x, rows, layer_.sizes.input);
+  }
+
+  // eps, or the output's gradient, of a chunk; null if there is none.
+  const T* plane_rows(const Sequence<const T>& sequence, int64_t begin, int64_t steps, T* scratch) {
+    if (sequence.data == nullptr) return nullptr;
+    if (scratch == nullptr) return sequence.at(begin);
+    backend_.copy_steps(scratch, sequence, begin, steps, layer_.batch);
+    return scratch;
+  }
+
+  // eps: of the chunk, or null
+  Noise<T> noise(const T* eps, int64_t row) const {
+    return {eps == nullptr ? nullptr : eps + row * layer_.sizes.latent, layer_.seed, layer_.batch,
+            layer_.layer};
+  }
+
+  Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
+    return weight_[layer_.projection(s)].row_range(0, layer_.columns(s));
+  }
+
+  // What forward and backward fill in alike.  `row` counts from the start of the chunk.
+  template <class Step>
+  Step make_step(int s, int64_t begin, int64_t row, const PreActivations<A>& pre) const {
+    Step step{};
+    step.width = layer_.width(s);
+    step.first_row = begin * layer_.batch + row;
+    if (s == layer_.last()) {
+      step.side = pre.side;
+      step.side_bias = bias_[0];
+    }
+    step.projection = pre.projection[s];
+    step.projection_bias = bias_[layer_.projection(s)];
+    return step;
+  }
+
+  int64_t step_work() const {
+    int64_t work = 0;
+    for (int s = 0; s <= layer_.last(); ++s) work += layer_.columns(s) * weight(s).columns;
+    return work * layer_.batch;
+  }
+
+  void forward_chunk(int64_t begin, int64_t steps, T* output, const PreActivations<A>* kept,
+                     ForwardBuffers& buffers) {
+    const int64_t batch = layer_.batch;
+    const PreActivations<A> pre =
+        kept != nullptr ? kept->from_row(layer_, begin * batch) : buffers.pre;
+    const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
+    backend_.gemm(Matrix<A>::contiguous(pre.side, steps * batch, layer_.side_columns()),
+                  input_rows(begin, steps, buffers), weight_[0].transposed(), false);
+
+    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last) {
+      const int64_t count = last - first;
+      for (int64_t t = 0; t < steps; ++t) {
+        const int64_t row = t * batch + first;
+        T* h = output + (begin * batch + row) * hidden();
+        const T* h_before = begin + t == 0 ? layer_.hx + first * hidden() : h - batch * hidden();
+        Matrix<const O> operand = Matrix<const O>::contiguous(
+            select<kTensorIsOperand>(h_before, buffers.h + first * hidden()), count, hidden());
+        for (int s = 0; s <= layer_.last(); ++s) {
+          // A step's projections share one buffer; kept ones have a row for every step.
+          PreActivations<A> at = pre.from_row(layer_, row);
+          if (kept == nullptr) at.projection[s] = pre.projection[s] + first * layer_.columns(s);
+          backend_.gemm(Matrix<A>::contiguous(at.projection[s], count, layer_.columns(s)), operand,
+                        weight(s).transposed(), false);
+          auto step = make_step<ForwardStep<T, O>>(s, begin, row, at);
+          step.noise = noise(eps, row);
+          if (s < layer_.last()) {
+            step.operand = buffers.operand[s] + first * layer_.width(s);
+            operand = Matrix<const O>::contiguous(step.operand, count, layer_.width(s));
+          } else {
+            step.output = h;
+            step.carry = select<kCarryIsOutput>(h_before, buffers.carry + first * hidden());
+            if (!kCarryIsOutput) step.carry_out = buffers.carry + first * hidden();
+            if (!kTensorIsOperand) step.operand = buffers.h + first * hidden();
+          }
+          backend_.forward(layer_.cell.stages[s].kind, step, count);
+        }
+      }
+    });
+  }
+
+  // h_{t-1} of a chunk's rows, in up to two pieces because that of the first step is hx.
+  // f(rows, index of the first one, their count)
+  template <class F>
+  void for_h_before(int64_t begin, int64_t steps, const F& f) const {
+    const int64_t batch = layer_.batch, from_hx = begin == 0 ? batch : 0;
+    if (from_hx > 0) f(layer_.hx, int64_t(0), from_hx);
+    if (steps * batch > from_hx) {
+      f(layer_.output + (begin * batch - batch + from_hx) * hidden(), from_hx,
+        steps * batch - from_hx);
+    }
+  }
+
+  // What stage s projects, as GEMM operands: h_{t-1}, or the result of the stage before.
+  // f(piece, index of its first row)
+  template <class F>
+  void for_source(int s, int64_t begin, int64_t steps, const BackwardBuffers& buffers,
+                  const F& f) const {
+    const int64_t rows = steps * layer_.batch;
+    if (s > 0) {
+      const int64_t width = layer_.width(s - 1);
+      f(Matrix<const O>::contiguous(buffers.operand[s - 1], rows, width), int64_t(0));
+    } else if constexpr (kTensorIsOperand) {
+      for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
+        f(Matrix<const O>::contiguous(h, count, hidden()), first);
+      });
+    } else {
+      f(Matrix<const O>::contiguous(buffers.h, rows, hidden()), int64_t(0));
+    }
+  }
+
+  void backward_chunk(int64_t begin, int64_t steps, const Gradients<T>& gradients,
+                      const PreActivations<A>* kept, BackwardBuffers& buffers) {
+    const int64_t batch = layer_.batch, rows = steps * batch, last = layer_.last();
+    const PreActivations<A> pre =
+        kept != nullptr ? kept->from_row(layer_, begin * batch) : buffers.pre;
+    const PreActivations<O>& gradient = buffers.gradient;
+    const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
+    const T* grad_output = plane_rows(gradients.output, begin, steps, buffers.grad_output);
+    const Matrix<const O> x = input_rows(begin, steps, buffers);
+    if constexpr (!kTensorIsOperand) {
+      for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
+        backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), count, hidden()),
+                      Matrix<const T>::contiguous(h, count, hidden()));
+      });
+    }
+
+    // Rebuild the intermediates, all steps at once.
+    if (kept == nullptr) {
+      backend_.gemm(Matrix<A>::contiguous(pre.side, rows, layer_.side_columns()), x,
+                    weight_[0].transposed(), false);
+    }
+    for (int s = 0; s <= last; ++s) {
+      const auto projection = Matrix<A>::contiguous(pre.projection[s], rows, layer_.columns(s));
+      if (kept == nullptr) {
+        for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
+          backend_.gemm(projection.row_range(first, source.rows), source, weight(s).transposed(),
+                        false);
+        });
+      }
+      if (s < last) {
+        auto step = make_step<ForwardStep<T, O>>(s, begin, 0, pre);
+        step.noise = noise(eps, 0);
+        step.operand = buffers.operand[s];
+        step.factors = buffers.pre.projection[s];
+        backend_.forward(layer_.cell.stages[s].kind, step, rows);
+      }
+    }
+
+    // The adjoint chain, step by step.
+    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last_row) {
+      const int64_t count = last_row - first;
+      A* dh = buffers.dh + first * hidden();
+      for (int64_t t = steps - 1; t >= 0; --t) {
+        const int64_t row = t * batch + first;
+        const PreActivations<A> at = pre.from_row(layer_, row);
+        const PreActivations<O> d = gradient.from_row(layer_, row);
+        for (int s = last; s >= 0; --s) {
+          auto step = make_step<BackwardStep<T, O>>(s, begin, row, at);
+          if (has_factors(layer_.cell.stages[s].kind)) {
+            step.projection = buffers.pre.from_row(layer_, row).projection[s];
+            step.projection_bias = nullptr;
+          }
+          if (s == last) {
+            step.carry = begin + t == 0 ? layer_.hx + first * hidden()
+                                        : layer_.output + (begin * batch + row - batch) * hidden();
+            step.dout = step.dcarry = dh;
+            if (grad_output != nullptr) step.grad_output = grad_output + row * hidden();
+            step.dside = d.side;
+          } else {
+            step.dout = buffers.dstage[s] + first * layer_.width(s);
+          }
+          step.dprojection = d.projection[s];
+          if (gradients.eps != nullptr) {
+            step.dnoise = gradients.eps + step.first_row * step.width;
+          }
+          backend_.backward(layer_.cell.stages[s].kind, step, count);
+          if (s == 0 && begin + t == 0 && gradients.hx == nullptr) break;
+          const auto dprojection =
+              Matrix<const O>::contiguous(d.projection[s], count, layer_.columns(s));
+          if (s > 0) {
+            backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1] + first * layer_.width(s - 1),
+                                                count, layer_.width(s - 1)),
+                          dprojection, weight(s), false);
+          } else {
+            backend_.gemm(Matrix<A>::contiguous(dh, count, hidden()), dprojection, weight(0), true);
+          }
+        }
+      }
+    });
+
+    // Gradients of input and weights, all steps at once again.
+    const auto dside = Matrix<O>::contiguous(gradient.side, rows, layer_.side_columns());
+    if (gradients.input != nullptr) {
+      const int64_t at = begin * batch * layer_.sizes.input;
+      const auto dx = Matrix<T>::contiguous(gradients.input + at, rows, layer_.sizes.input);
+      if constexpr (std::is_same_v<T, A>) {
+        backend_.gemm(dx, dside, weight_[0], false);
+      } else {
+        const auto wide = Matrix<A>::contiguous(buffers.dx, rows, layer_.sizes.input);
+        backend_.gemm(wide, dside, weight_[0], false);
+        backend_.copy(dx, Matrix<const A>(wide));
+      }
+    }
+    weight_gradient(0, dside, x, gradients);
+    for (int s = 0; s <= last; ++s) {
+      const auto d = Matrix<O>::contiguous(gradient.projection[s], rows, layer_.columns(s));
+      for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
+        weight_gradient(layer_.projection(s), d.row_range(first, source.rows), source, gradients);
+      });
+    }
+  }
+
+  void weight_gradient(int p, Matrix<const O> dprojection, Matrix<const O> source,
+                       const Gradients<T>& gradients) {
+    if (gradients.weight[p] != nullptr) {
+      backend_.gemm(Matrix<A>::contiguous(gradients.weight[p], dprojection.columns, source.columns),
+                    dprojection.transposed(), source, true);
+    }
+    if (gradients.bias[p] != nullptr) backend_.column_sum(dprojection, gradients.bias[p]);
+  }
+
+  Backend backend_;
+  Layer<T> layer_;
+  Matrix<const O> weight_[kMaxProjections];
+  const A* bias_[kMaxProjections];
+};
+
+}  // namespace fusedrnn

@@ -1,0 +1,12 @@
+// One spelling for functions that run on the host and on the device, so that the cell math is
+// written once. On the host they are always inlined for a second reason: csrc/cpu compiles the same
+// headers several times for different instruction sets, and a function that was emitted out of line
+// would be merged by the linker into one copy, which might then be the AVX-512 one on a machine
+// without AVX-512. A function that is always inlined has no copy to merge.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FUSEDRNN_HD __host__ __device__ __forceinline__
+#else
+#define FUSEDRNN_HD inline __attribute__((always_inline))
+#endif

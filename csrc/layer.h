@@ -1,0 +1,83 @@
+// What the driver works on: one layer with its tensors, its gradients, and the arrays of
+// pre-activations.  Pointers and sizes only; nothing here allocates or computes.
+#pragma once
+#include "layout.h"
+#include "matrix.h"
+#include "plan.h"
+#include "step.h"
+
+namespace fusedrnn {
+
+// One layer and direction of a module, as forward and backward both see it.
+template <class T>
+struct Layer {
+  Cell cell;
+  Sizes sizes;
+  int64_t seq_len, batch, chunk;  // chunk: steps
+  Sequence<const T> input, eps;   // eps.data may be null
+  const T* hx;                    // (batch, hidden)
+  const T* output;                // (seq_len, batch, hidden)
+  const int64_t* seed;
+  int64_t layer;                            // the Philox counter's last word
+  Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
+  Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
+
+  int64_t rows() const { return seq_len * batch; }
+  int last() const { return cell.num_stages - 1; }
+  int projection(int s) const { return cell.stages[s].projection; }
+  int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
+  int64_t side_columns() const { return side_blocks(cell.stages[last()].kind) * width(last()); }
+  int64_t columns(int s) const { return projection_blocks(cell.stages[s].kind) * width(s); }
+  int64_t kept_columns() const { return fusedrnn::kept_columns(cell, sizes); }
+};
+
+template <class T>
+struct Gradients {
+  Sequence<const T> output;  // data may be null
+  const T* h_n;              // (batch, hidden) or null
+  // Wanted where not null.
+  T *input, *hx, *eps;  // contiguous
+  Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
+};
+
+// Pre-activations of the whole sequence, of one chunk or of one step: planes of rows, x·W_ih first.
+template <class A>
+struct PreActivations {
+  A *side, *projection[kMaxStages];
+
+  template <class T>
+  static PreActivations carve(const Layer<T>& layer, int64_t side_rows, int64_t rows,
+                              Arena& arena) {
+    PreActivations p{};
+    p.side = arena.take<A>(side_rows * layer.side_columns());
+    for (int s = 0; s <= layer.last(); ++s) {
+      p.projection[s] = arena.take<A>(rows * layer.columns(s));
+    }
+    return p;
+  }
+
+  // Those of the whole sequence, in seq_len * batch * kept_columns() numbers at `kept`.
+  template <class T>
+  static PreActivations in(const Layer<T>& layer, A* kept) {
+    PreActivations p{};
+    p.side = kept;
+    kept += layer.rows() * layer.side_columns();
+    for (int s = 0; s <= layer.last(); ++s) {
+      p.projection[s] = kept;
+      kept += layer.rows() * layer.columns(s);
+    }
+    return p;
+  }
+
+  template <class T>
+  PreActivations from_row(const Layer<T>& layer, int64_t row) const {
+    PreActivations p{};
+    p.side = side + row * layer.side_columns();
+    for (int s = 0; s <= layer.last(); ++s) {
+      p.projection[s] = projection[s] + row * layer.columns(s);
+    }
+    return p;
+  }
+};
+
+}  // namespace fusedrnn

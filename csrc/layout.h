@@ -1,0 +1,126 @@
+// The cells as a table: which projections a cell has, which stages they feed, and where each weight
+// lies in the flat buffer.  Adding a cell is a row here (and its stages in stages.h).
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "stages.h"
+
+namespace fusedrnn {
+
+constexpr int kMaxStages = 2;
+constexpr int kMaxProjections = 3;
+
+enum class Width { Input, Hidden, Latent };
+
+struct Sizes {
+  int64_t input, hidden, latent;
+  int64_t operator[](Width width) const {
+    return width == Width::Input ? input : width == Width::Hidden ? hidden : latent;
+  }
+};
+
+// weight_<name> has shape (blocks * size(to), size(from)); bias_<name> has (blocks * size(to)).
+struct Projection {
+  const char* name;
+  int blocks;
+  Width to, from;
+};
+
+// A stage and the projection that feeds it.
+struct CellStage {
+  StageKind kind;
+  int projection;
+};
+
+// projection 0 is always that of the layer's input; it is the side input of the last stage, whose
+// result is the layer's output.
+struct Cell {
+  const char* name;
+  int num_projections;
+  Projection projections[kMaxProjections];
+  int num_stages;
+  CellStage stages[kMaxStages];
+};
+
+constexpr Cell kCells[] = {
+    {"stochastic_gru",
+     3,
+     {{"ih", 3, Width::Hidden, Width::Input},
+      {"zh", 3, Width::Hidden, Width::Latent},
+      {"hz", 2, Width::Latent, Width::Hidden}},
+     2,
+     {{StageKind::Sample, 2}, {StageKind::Gru, 1}}},
+};
+
+// The cell that takes z = loc instead of a sample.
+inline Cell without_noise(Cell cell) {
+  for (CellStage& stage : cell.stages) {
+    if (stage.kind == StageKind::Sample) stage.kind = StageKind::Location;
+  }
+  return cell;
+}
+
+// Pre-activations per step and batch entry: what is kept for backward without recompute.
+inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
+  const auto width = [&](const CellStage& stage) {
+    return sizes[cell.projections[stage.projection].to];
+  };
+  const CellStage& last = cell.stages[cell.num_stages - 1];
+  int64_t columns = side_blocks(last.kind) * width(last);
+  for (int s = 0; s < cell.num_stages; ++s) {
+    columns += projection_blocks(cell.stages[s].kind) * width(cell.stages[s]);
+  }
+  return columns;
+}
+
+// nullptr if there is no such cell.
+inline const Cell* find_cell(const char* name) {
+  for (const Cell& cell : kCells) {
+    if (std::strcmp(cell.name, name) == 0) return &cell;
+  }
+  return nullptr;
+}
+
+// One weight or bias of one layer: columns == 0 marks a bias.  offset counts elements.
+struct Parameter {
+  std::string name;
+  int64_t offset, rows, columns;
+  int64_t numel() const { return rows * (columns == 0 ? 1 : columns); }
+};
+
+// The parameters of one layer in torch.nn.GRU's order: all weights, then all biases, back to back.
+inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias,
+                                           int64_t offset = 0, const std::string& suffix = "") {
+  std::vector<Parameter> parameters;
+  for (int is_bias = 0; is_bias < (bias ? 2 : 1); ++is_bias) {
+    for (int p = 0; p < cell.num_projections; ++p) {
+      const Projection& projection = cell.projections[p];
+      const int64_t rows = projection.blocks * sizes[projection.to];
+      const int64_t columns = is_bias ? 0 : sizes[projection.from];
+      parameters.push_back({(is_bias ? "bias_" : "weight_") + std::string(projection.name) + suffix,
+                            offset, rows, columns});
+      offset += parameters.back().numel();
+    }
+  }
+  return parameters;
+}
+
+// All layers of a module back to back; layer k > 0 reads the output of layer k - 1.
+inline std::vector<Parameter> module_layout(const Cell& cell, Sizes sizes, int64_t num_layers,
+                                            bool bias) {
+  std::vector<Parameter> all;
+  int64_t offset = 0;
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    for (Parameter& p : layer_layout(cell, sizes, bias, offset, "_l" + std::to_string(layer))) {
+      offset += p.numel();
+      all.push_back(std::move(p));
+    }
+    sizes.input = sizes.hidden;
+  }
+  return all;
+}
+
+}  // namespace fusedrnn

@@ -1,0 +1,98 @@
+// The workspace of one chunk, carved from one allocation; its size is that of the same carving with
+// no memory behind it.
+#pragma once
+#include <type_traits>
+
+#include "layer.h"
+
+namespace fusedrnn {
+
+// T, O: types of tensors and of GEMM operands.  With T == Acc<T> the output itself is the carry;
+// with T == O the user's tensors are operands as they are.  Where not, copies stand here.
+template <class T, class O>
+struct Workspace {
+  using A = Acc<T>;
+  static constexpr bool kCarryIsOutput = std::is_same_v<T, A>;
+  static constexpr bool kTensorIsOperand = std::is_same_v<T, O>;
+
+  static bool bias_is_ready(const Matrix<const T>& bias) {
+    return kCarryIsOutput && (bias.column_stride == 1 || bias.columns == 1);
+  }
+
+  // Null where the user's own memory serves.
+  struct Buffers {
+    O *weight[kMaxProjections], *x;
+    A* bias[kMaxProjections];
+    T* eps;
+
+    Buffers(const Layer<T>& layer, Arena& arena) : weight{}, x{}, bias{}, eps{} {
+      const int64_t rows = layer.chunk * layer.batch;
+      for (int p = 0; p < layer.cell.num_projections; ++p) {
+        const Matrix<const T>& w = layer.weight[p];
+        if (!kTensorIsOperand) weight[p] = arena.take<O>(w.rows * w.columns);
+        if (layer.bias[p].data != nullptr && !bias_is_ready(layer.bias[p])) {
+          bias[p] = arena.take<A>(layer.bias[p].columns);
+        }
+      }
+      if (!kTensorIsOperand || !layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
+        x = arena.take<O>(rows * layer.sizes.input);
+      }
+      if (layer.eps.data != nullptr && !layer.eps.is_contiguous(layer.seq_len, layer.batch)) {
+        eps = arena.take<T>(rows * layer.sizes.latent);
+      }
+    }
+  };
+
+  struct Forward : Buffers {
+    PreActivations<A> pre;  // side of a chunk, projections of one step; unused if kept
+    O *operand[kMaxStages], *h;
+    A* carry;
+
+    Forward(const Layer<T>& layer, bool keep, Arena& arena)
+        : Buffers(layer, arena), pre{}, operand{}, h{}, carry{} {
+      if (!keep) {
+        pre = PreActivations<A>::carve(layer, layer.chunk * layer.batch, layer.batch, arena);
+      }
+      for (int s = 0; s < layer.last(); ++s) {
+        operand[s] = arena.take<O>(layer.batch * layer.width(s));
+      }
+      if (!kTensorIsOperand) h = arena.take<O>(layer.batch * layer.sizes.hidden);
+      if (!kCarryIsOutput) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
+    }
+  };
+
+  struct Backward : Buffers {
+    PreActivations<A> pre;       // of a chunk; if kept, only its factors
+    PreActivations<O> gradient;  // of a chunk; the same memory as pre where the types allow
+    O *operand[kMaxStages], *h;  // of a chunk
+    A *dh, *dstage[kMaxStages], *dx;
+    T* grad_output;
+
+    Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
+        : Buffers(layer, arena), pre{}, gradient{}, operand{}, h{}, dh{}, dstage{}, dx{},
+          grad_output{} {
+      const int64_t rows = layer.chunk * layer.batch;
+      gradient = PreActivations<O>::carve(layer, rows, rows, arena);
+      if constexpr (std::is_same_v<O, A>) {
+        pre = gradient;
+      } else {
+        pre = PreActivations<A>::carve(layer, rows, rows, arena);
+      }
+      for (int s = 0; s < layer.last(); ++s) {
+        operand[s] = arena.take<O>(rows * layer.width(s));
+        dstage[s] = arena.take<A>(layer.batch * layer.width(s));
+      }
+      if (!kTensorIsOperand) h = arena.take<O>(rows * layer.sizes.hidden);
+      dh = arena.take<A>(layer.batch * layer.sizes.hidden);
+      if (gradients.input != nullptr && !std::is_same_v<T, A>) {
+        dx = arena.take<A>(rows * layer.sizes.input);
+      }
+      if (gradients.output.data != nullptr &&
+          !gradients.output.is_contiguous(layer.seq_len, layer.batch)) {
+        grad_output = arena.take<T>(rows * layer.sizes.hidden);
+      }
+    }
+  };
+};
+
+}  // namespace fusedrnn

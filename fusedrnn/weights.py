@@ -1,0 +1,218 @@
+"""Named parameters that lie in one flat buffer.
+
+A module must offer ``weight_ih_l0`` and its like as ordinary parameters: checkpoints, weight decay
+per matrix, freezing, pruning and ``parametrize`` all go by name. What moves weights in bulk (a copy
+to the host, an all-reduce, a matrix product over neighbours) wants a single buffer. Here the names
+are views of the buffer, so both get what they want and nothing is ever copied for a call. The
+forward pass takes the named tensors, each with its own pointer; it is right, and equally fast, when
+they do not lie in one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+# (name, offset in elements, shape) of each weight.
+Layout = Sequence[tuple[str, int, tuple[int, ...]]]
+
+# Devices whose memory can be compared and replaced. Elsewhere (meta, XLA) weights are left alone.
+_DEVICES = ("cpu", "cuda")
+
+
+class Slot(NamedTuple):
+    """Where one weight lies: contiguous, ``shape``, from element ``offset`` of the flat buffer."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The offset just behind the last element."""
+        return self.offset + math.prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This weight's part of ``flat``, without a copy."""
+        return flat[self.offset : self.end].view(self.shape)
+
+
+class FlatModule(nn.Module):
+    """A module whose weights are named parameters and, at the same time, parts of one flat buffer.
+
+    A subclass says in ``_layout`` where each weight lies, and calls ``_make_weights`` once in its
+    constructor.
+    """
+
+    _slots: tuple[Slot, ...]
+
+    def _layout(self) -> Layout:
+        """Where every weight lies, in the order in which they are registered and passed on."""
+        raise NotImplementedError
+
+    def _make_weights(self, device: Device, dtype: torch.dtype) -> None:
+        """Registers every weight as a view of a new buffer, with values still to be set."""
+        self._slots = self._read_layout()
+        flat = torch.zeros(_size(self._slots), device=device, dtype=dtype)
+        for slot in self._slots:
+            # .data, so that each has a version of its own: autograd takes an in-place change of one
+            # view for a change of all that share its version.
+            self.register_parameter(slot.name, nn.Parameter(slot.view(flat).data))
+
+    def _read_layout(self) -> tuple[Slot, ...]:
+        return tuple(Slot(name, offset, tuple(shape)) for name, offset, shape in self._layout())
+
+    def _weights(self) -> list[Tensor]:
+        """The weights as they are now, in layout order.
+
+        By name at every call: whatever stands behind a name (a parametrization, a pruned or swapped
+        tensor, a replica's) is what gets used.
+        """
+        return [getattr(self, slot.name) for slot in self._slots]
+
+    @property
+    def flat_weight(self) -> Tensor:
+        """All weights as one 1-D tensor that shares their memory; no copy, detached from autograd.
+
+        Writing to it changes the weights. It holds them in the order of ``state_dict()``,
+        row-major. Ask for it anew after the module was moved or converted: an older one keeps the
+        former buffer.
+
+        Raises:
+            RuntimeError: The weights do not lie in one buffer at the moment, because one was
+                replaced, tied, parametrized, pruned or sharded, or has another dtype or device. The
+                module works all the same.
+        """
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            raise RuntimeError(
+                f"fusedrnn: flat_weight is not available because {obstacle}; "
+                "undo that and call flatten_parameters()"
+            )
+        stray = self._stray()
+        if stray is not None:
+            raise RuntimeError(
+                "fusedrnn: flat_weight is not available because the weights do not lie in one "
+                f"buffer (see {stray}); call flatten_parameters() to bring them there again"
+            )
+        first = self._plain_weights()[0]
+        start = first.storage_offset() - self._slots[0].offset
+        return first.detach().as_strided((_size(self._slots),), (1,), start)
+
+    def flatten_parameters(self) -> None:
+        """Brings the weights into one buffer again, so that ``flat_weight`` is available.
+
+        Never needed for a right or a fast ``forward``, and called wherever torch moves the weights
+        (``to``, ``copy.deepcopy``, unpickling, ``load_state_dict``). Call it after a weight was
+        replaced by hand. The parameters stay the same objects, so an optimizer made earlier stays
+        valid.
+
+        Does nothing if the weights are flat, or cannot be: on the meta device, sharded,
+        parametrized, tied, of several dtypes, or in memory shared with other processes.
+        """
+        if self._obstacle() is not None or self._stray() is None:
+            return
+        weights = self._plain_weights()
+        if any(w.is_cpu and w.untyped_storage().is_shared() for w in weights):
+            return  # another process looks at this memory
+        dtype, device = weights[0].dtype, weights[0].device
+        # An inference tensor can only lie in another one, and a weight to be trained never must.
+        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
+            # Zeros, so that no gap between the weights, where a layout has any, ever holds a NaN.
+            flat = torch.zeros(_size(self._slots), dtype=dtype, device=device)
+            for slot, weight in zip(self._slots, weights, strict=True):
+                view = slot.view(flat)
+                view.copy_(weight)
+                weight.data = view
+
+    def _plain_weights(self) -> list[nn.Parameter]:
+        """The parameters in layout order. Only if ``_obstacle`` is None."""
+        return [cast(nn.Parameter, self._parameters[slot.name]) for slot in self._slots]
+
+    def _obstacle(self) -> str | None:
+        """Why the weights can share no buffer, as part of a sentence; None if they can.
+
+        Looks into ``_parameters``, not at attributes: reading a parametrized weight computes it,
+        and may change the state of the parametrization.
+        """
+        seen: dict[int, str] = {}
+        first: nn.Parameter | None = None
+        for slot in self._slots:
+            weight = self._parameters.get(slot.name)
+            # Exactly this type: DTensor, FakeTensor and their like have no memory of this kind.
+            if weight is None or type(weight) is not nn.Parameter:
+                return f"{slot.name} is not a plain nn.Parameter of this module"
+            if tuple(weight.shape) != slot.shape:
+                return f"{slot.name} must have shape {slot.shape}, got {tuple(weight.shape)}"
+            if weight.device.type not in _DEVICES or weight.layout != torch.strided:
+                return f"{slot.name} is a {weight.layout} tensor on device {weight.device}"
+            if id(weight) in seen:
+                return f"{slot.name} and {seen[id(weight)]} are one parameter"
+            seen[id(weight)] = slot.name
+            first = weight if first is None else first
+            if _kind(weight) != _kind(first):
+                return (
+                    f"{slot.name} is {_kind(weight)}, but {self._slots[0].name} is {_kind(first)}"
+                )
+        return None
+
+    def _stray(self) -> str | None:
+        """The first weight that, seen from the very first, is not where the layout says, or None.
+
+        Only if ``_obstacle`` is None.
+        """
+        weights = self._plain_weights()
+        memory = weights[0].untyped_storage()
+        start = weights[0].storage_offset() - self._slots[0].offset
+        for slot, weight in zip(self._slots, weights, strict=True):
+            same_memory = weight.untyped_storage().data_ptr() == memory.data_ptr()
+            in_place = weight.storage_offset() == start + slot.offset and weight.is_contiguous()
+            if not (same_memory and in_place):
+                return slot.name
+        return None
+
+    def _to_be_kept_flat(self) -> bool:
+        """Whether what torch does next to the weights should leave them flat.
+
+        True if they are flat, or have no memory yet. Weights that someone has placed elsewhere stay
+        there: memory shared between processes, a trainer's own buffer.
+        """
+        if any(w is not None and w.is_meta for w in self._parameters.values()):
+            return True
+        return self._obstacle() is None and self._stray() is None
+
+    # The places where torch gives weights other memory. copy.deepcopy goes through __setstate__.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        keep = self._to_be_kept_flat()
+        super()._apply(fn, recurse)
+        if keep:
+            self.flatten_parameters()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The pickled layout is that of the release which wrote it.
+        self._slots = self._read_layout()
+        self.flatten_parameters()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        keep = self._to_be_kept_flat()
+        super()._load_from_state_dict(*args, **kwargs)
+        if keep:
+            self.flatten_parameters()
+
+
+def _kind(weight: Tensor) -> str:
+    """What all tensors in one memory have in common, as a user reads it."""
+    made = " and made in inference mode" if weight.is_inference() else ""
+    return f"{weight.dtype} on {weight.device}{made}"
+
+
+def _size(slots: Sequence[Slot]) -> int:
+    return max(slot.end for slot in slots)

@@ -1,0 +1,68 @@
+"""What is compiled and how; pyproject.toml says the rest, build_backend/ sees to the needs."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pybind11
+import torch
+from fusedrnn_build import cuda_note, fail
+from setuptools import Extension, setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+note = cuda_note(os.environ.get("FUSEDRNN_CUDA", "auto"), torch.version.cuda)
+
+# Objects of another Python or torch must not be linked, so every combination has its own folder.
+# Finished files are thrown away first: a stale one would end up in the next wheel.
+build_base = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}-cpu")
+shutil.rmtree(build_base / "lib", ignore_errors=True)
+
+
+class Build(BuildExtension):
+    def finalize_options(self):
+        super().finalize_options()
+        # An editable install would compile in a temporary folder, and so everything each time.
+        self.build_temp = str(build_base / "objects")
+
+    def run(self):
+        if note:  # here and not above, because pip runs this file several times
+            print(note, file=sys.stderr)
+        try:
+            super().run()
+        except RuntimeError as error:  # the compiler has spoken; a traceback would bury its words
+            fail(str(error))
+
+
+# torch chooses the C++ standard, since its headers decide what is needed. csrc is no include
+# folder: its files find each other by relative names, and its math.h must not become <math.h>.
+core_flags = [
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # torch 2.11: nothing newer than its ABI is used
+    # Let multiply-adds fuse and loops vectorize; NaN, infinity and signed zero stay exact.
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+]
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "fusedrnn._core",
+            ["csrc/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
+            extra_compile_args={"cxx": core_flags},
+            py_limited_api=True,  # no Python in it at all: one binary for every version
+        ),
+        Extension(
+            "fusedrnn._helpers",
+            ["csrc/helpers.cpp"],
+            include_dirs=[pybind11.get_include()],
+            extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
+        ),
+    ],
+    cmdclass={"build_ext": Build},
+    options={"build": {"build_base": str(build_base), "build_lib": str(build_base / "lib")}},
+)

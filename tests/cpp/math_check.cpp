@@ -1,0 +1,406 @@
+// Checks of csrc/math.h, csrc/philox.h and csrc/cpu/vector.h for one instruction set, chosen with
+// -DCHECK_AVX512 or -DCHECK_AVX2. Run as `math_check NAME`; test_math.py does, for every NAME.
+// Prints what it measured and exits with 1 if a bound is broken.
+#if defined(CHECK_AVX512)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define FUSEDRNN_ISA avx512
+#elif defined(CHECK_AVX2)
+#pragma GCC target("avx2,fma")
+#define FUSEDRNN_ISA avx2
+#else
+#define FUSEDRNN_ISA baseline
+#endif
+#include <cfloat>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "../../csrc/cpu/vector.h"
+
+namespace {
+
+using fusedrnn::kLanes;
+using fusedrnn::load;
+using fusedrnn::normal4;
+using fusedrnn::normals;
+using fusedrnn::store;
+using fusedrnn::VecF;
+using fusedrnn::VecU;
+namespace math = fusedrnn::math;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+int failures = 0;
+
+void expect(bool ok, const char* what, double x, double got) {
+  if (ok) return;
+  if (++failures <= 20) std::printf("FAILED %s at %.9g (%a): got %.9g\n", what, x, x, got);
+}
+
+bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+
+float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+struct Exp {
+  template <class F>
+  static F apply(F x) {
+    return math::exp(x);
+  }
+  static long double exact(long double x) { return expl(x); }
+};
+
+struct Log {
+  template <class F>
+  static F apply(F x) {
+    return math::log(x);
+  }
+  static long double exact(long double x) { return logl(x); }
+};
+
+struct Tanh {
+  template <class F>
+  static F apply(F x) {
+    return math::tanh(x);
+  }
+  static long double exact(long double x) { return tanhl(x); }
+};
+
+struct Sigmoid {
+  template <class F>
+  static F apply(F x) {
+    return math::sigmoid(x);
+  }
+  static long double exact(long double x) { return 1 / (1 + expl(-x)); }
+};
+
+template <bool kSin>
+struct TurnPart {
+  template <class F>
+  static F apply(F x) {
+    F s, c;
+    math::sincospi(x, s, c);
+    return kSin ? s : c;
+  }
+  static long double exact(long double x) {
+    constexpr long double kPi = 3.14159265358979323846264338327950288L;
+    return kSin ? sinl(kPi * x) : cosl(kPi * x);
+  }
+};
+
+// One function over every stride-th float of [first, last], in the order of their bits: all
+// magnitudes are met equally. Errors count in ulp of the exact value, or as they are if absolute.
+// Below 1.7e-38 a result may be flushed to 0.
+template <class Function>
+void sweep(const char* name, float first, float last, double bound, bool absolute = false) {
+  uint32_t begin, end;
+  std::memcpy(&begin, &first, sizeof begin);
+  std::memcpy(&end, &last, sizeof end);
+  const char* stride_text = std::getenv("MATH_CHECK_STRIDE");
+  const uint32_t stride = stride_text ? std::atoi(stride_text) : 1499;
+  double worst = 0;
+  float worst_at = 0;
+  int filled = 0;
+  float x[kLanes], y[kLanes];
+  for (uint64_t bits = begin; bits < uint64_t{end} + stride; bits += stride) {
+    x[filled++] = float_of(bits < end ? static_cast<uint32_t>(bits) : end);
+    if (filled < kLanes && bits < end) continue;
+    store(y, Function::apply(load(x, filled)), filled);
+    for (int i = 0; i < filled; ++i) {
+      const float scalar = Function::apply(x[i]);
+      expect(same_bits(y[i], scalar), "vector and scalar differ", x[i], y[i] - scalar);
+      const long double exact = Function::exact(x[i]);
+      if (std::fabs(exact) > FLT_MAX) {
+        expect(y[i] > FLT_MAX / (1 + 2 * FLT_EPSILON), "overflow", x[i], y[i]);
+      } else if (!absolute && std::fabs(exact) < 1.7e-38L && y[i] == 0) {
+        continue;
+      } else {
+        int exponent;
+        std::frexp(exact, &exponent);
+        const int least = FLT_MIN_EXP > exponent ? FLT_MIN_EXP : exponent;
+        const double unit = absolute ? 1.0 : std::ldexp(1.0, least - FLT_MANT_DIG);
+        const double error = static_cast<double>(std::fabs(y[i] - exact)) / unit;
+        if (!(error <= worst)) worst = error, worst_at = x[i];
+      }
+    }
+    filled = 0;
+  }
+  std::printf("%s: error %.4g%s at %.9g\n", name, worst, absolute ? "" : " ulp", worst_at);
+  expect(worst <= bound, name, worst_at, worst);
+}
+
+template <class Function>
+void special(const char* what, float x, float want) {
+  float y[kLanes];
+  store(y, Function::apply(math::splat<VecF>(x)));
+  const float scalar = Function::apply(x);
+  const bool both_nan = std::isnan(want) && std::isnan(y[0]) && std::isnan(scalar);
+  expect(both_nan || (same_bits(y[0], want) && same_bits(scalar, want)), what, x, y[0]);
+}
+
+// Without fused multiply-add there are more roundings.
+#if defined(CHECK_AVX512) || defined(CHECK_AVX2)
+constexpr double kExpBound = 1.2, kLogBound = 1.5, kTanhBound = 2.0, kSigmoidBound = 2.5;
+#else
+constexpr double kExpBound = 1.5, kLogBound = 1.5, kTanhBound = 2.5, kSigmoidBound = 3.0;
+#endif
+
+void check_exp() {
+  sweep<Exp>("exp, x > 0", 0.0f, kInf, kExpBound);
+  sweep<Exp>("exp, x < 0", -0.0f, -kInf, kExpBound);
+  special<Exp>("exp", 0.0f, 1.0f);
+  special<Exp>("exp", -0.0f, 1.0f);
+  special<Exp>("exp", kInf, kInf);
+  special<Exp>("exp", -kInf, 0.0f);
+  special<Exp>("exp", FLT_MAX, kInf);
+  special<Exp>("exp", -FLT_MAX, 0.0f);
+  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
+    special<Exp>("exp", float_of(payload), kNaN);
+  }
+  // The last argument with a finite result and the first without.
+  expect(std::isfinite(math::exp(88.72283f)), "exp", 88.72283, math::exp(88.72283f));
+  expect(std::isinf(math::exp(88.72284f)), "exp", 88.72284, math::exp(88.72284f));
+}
+
+void check_log() {
+  sweep<Log>("log, x < 1", FLT_MIN, 1.0f, kLogBound);
+  sweep<Log>("log, x > 1", 1.0f, FLT_MAX, kLogBound);
+  special<Log>("log", 1.0f, 0.0f);
+}
+
+void check_tanh() {
+  sweep<Tanh>("tanh, x > 0", 0.0f, kInf, kTanhBound);
+  sweep<Tanh>("tanh, x < 0", -0.0f, -kInf, kTanhBound);
+  special<Tanh>("tanh", 0.0f, 0.0f);
+  special<Tanh>("tanh", -0.0f, -0.0f);
+  special<Tanh>("tanh", FLT_MIN, FLT_MIN);
+  for (float x : {9.5f, 1e4f, FLT_MAX, kInf}) {
+    special<Tanh>("tanh", x, 1.0f);
+    special<Tanh>("tanh", -x, -1.0f);
+  }
+  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
+    special<Tanh>("tanh", float_of(payload), kNaN);
+  }
+}
+
+void check_sigmoid() {
+  sweep<Sigmoid>("sigmoid, x > 0", 0.0f, kInf, kSigmoidBound);
+  sweep<Sigmoid>("sigmoid, x < 0", -0.0f, -kInf, kSigmoidBound);
+  special<Sigmoid>("sigmoid", 0.0f, 0.5f);
+  special<Sigmoid>("sigmoid", -0.0f, 0.5f);
+  for (float x : {100.0f, FLT_MAX, kInf}) {
+    special<Sigmoid>("sigmoid", x, 1.0f);
+    special<Sigmoid>("sigmoid", -x, 0.0f);
+  }
+  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
+    special<Sigmoid>("sigmoid", float_of(payload), kNaN);
+  }
+}
+
+void check_sincospi() {
+  constexpr double kBound = 1.2e-7;
+  sweep<TurnPart<true>>("sin(pi x), x > 0", 0.0f, 1.0f, kBound, true);
+  sweep<TurnPart<true>>("sin(pi x), x < 0", -0.0f, -1.0f, kBound, true);
+  sweep<TurnPart<false>>("cos(pi x), x > 0", 0.0f, 1.0f, kBound, true);
+  sweep<TurnPart<false>>("cos(pi x), x < 0", -0.0f, -1.0f, kBound, true);
+}
+
+// The double versions are the C library's; this sees that the right ones are called.
+void check_double() {
+  for (double x = -1; x <= 1; x += 1.0 / 64) {
+    double s, c;
+    math::sincospi(x, s, c);
+    const double pi_x = 3.14159265358979323846 * x;
+    const double pairs[][2] = {{math::exp(x), std::exp(x)},
+                               {math::tanh(x), std::tanh(x)},
+                               {math::sigmoid(x), 1 / (1 + std::exp(-x))},
+                               {math::log(x + 2), std::log(x + 2)},
+                               {math::sqrt(x + 2), std::sqrt(x + 2)},
+                               {s, std::sin(pi_x)},
+                               {c, std::cos(pi_x)}};
+    for (const auto& pair : pairs) {
+      expect(std::fabs(pair[0] - pair[1]) <= 1e-15, "double", x, pair[0]);
+    }
+  }
+}
+
+void check_select() {
+  float ones[kLanes], x[kLanes], y[kLanes];
+  for (int i = 0; i < kLanes; ++i) ones[i] = 1, x[i] = i - 1.5f;
+  const VecF v = load(x);
+  store(y, math::select(v < 0.0f, load(ones), math::sqrt(v)));
+  for (int i = 0; i < kLanes; ++i) {
+    expect(same_bits(y[i], x[i] < 0 ? 1 : std::sqrt(x[i])), "select, sqrt", x[i], y[i]);
+  }
+  const float zero[] = {0.0f, -0.0f};
+  for (float z : zero) expect(same_bits(math::splat<VecF>(z)[kLanes - 1], z), "splat", z, 0);
+}
+
+// A partial access sees and writes what it should, and its results have the bits of a full one's.
+void check_tails() {
+  std::vector<float> x(3 * kLanes), y(3 * kLanes), whole(3 * kLanes);
+  for (int i = 0; i < 3 * kLanes; ++i) x[i] = std::sin(i) * 3;
+  for (int i = 0; i < 3 * kLanes; i += kLanes) store(&whole[i], math::tanh(load(&x[i])));
+  for (int offset = 0; offset < kLanes; ++offset) {
+    for (int n = 0; n <= kLanes; ++n) {
+      y.assign(y.size(), -7);
+      const VecF part = load(&x[offset], n);
+      for (int i = 0; i < kLanes; ++i) {
+        expect(part[i] == (i < n ? x[offset + i] : 0.0f), "partial load", i, part[i]);
+      }
+      store(&y[offset], math::tanh(part), n);
+      for (int i = 0; i < 3 * kLanes; ++i) {
+        const bool written = i >= offset && i < offset + n;
+        expect(same_bits(y[i], written ? whole[i] : -7), "partial store", i, y[i]);
+      }
+    }
+  }
+  // The last n floats of a block of memory: reading or writing past it is seen by a sanitizer.
+  for (int n = 1; n < kLanes; ++n) {
+    std::vector<float> exact_size(n, 2);
+    store(exact_size.data(), load(exact_size.data(), n) * 2.0f, n);
+    for (float v : exact_size) expect(v == 4, "end of memory", n, v);
+  }
+}
+
+// Prints a few counters, keys and the words they give, for a comparison with other code.
+void check_philox() {
+  const uint32_t inputs[][6] = {
+      {0, 0, 0, 0, 0, 0},
+      {~0u, ~0u, ~0u, ~0u, ~0u, ~0u},
+      {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0},
+      {1, 2, 3, 4, 5, 6},
+      {0x80000000, 0x7fffffff, 0xdeadbeef, 0x12345678, 0xfedcba98, 0x0badf00d}};
+  for (const auto& in : inputs) {
+    uint32_t words[4] = {in[0], in[1], in[2], in[3]};
+    fusedrnn::philox4x32(words, in[4], in[5]);
+    std::printf("philox");
+    for (uint32_t v : in) std::printf(" %08x", v);
+    for (uint32_t v : words) std::printf(" %08x", v);
+    std::printf("\n");
+    // Every lane its own counter, the first lane the one above.
+    VecU counter[4];
+    for (int i = 0; i < 4; ++i) {
+      for (int lane = 0; lane < kLanes; ++lane) counter[i][lane] = in[i] + lane * (2 * i + 1);
+    }
+    fusedrnn::philox4x32(counter, in[4], in[5]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t scalar[4];
+      for (int i = 0; i < 4; ++i) scalar[i] = in[i] + lane * (2 * i + 1);
+      fusedrnn::philox4x32(scalar, in[4], in[5]);
+      for (int i = 0; i < 4; ++i) {
+        expect(counter[i][lane] == scalar[i], "philox of a vector", lane, counter[i][lane]);
+      }
+    }
+  }
+}
+
+// The vector, float and double samples of a row agree; prints some doubles for other code.
+void check_normals() {
+  const uint64_t seeds[] = {0, 1, 0x8000000000000000u, 0xfedcba9876543210u};
+  double worst = 0, worst_vector = 0;
+  for (uint64_t seed : seeds) {
+    for (uint32_t t = 0; t < 12; ++t) {
+      const uint32_t b = 7 * t, layer = t % 3, n = 1 + 67 * t, first_block = t % 2 ? 0 : 5;
+      std::vector<float> row(n + 1, -7);
+      normals(row.data(), n, seed, t, b, first_block, layer);
+      expect(row[n] == -7, "normals beyond the end", n, row[n]);
+      for (uint32_t z = 0; z < n; ++z) {
+        float single[4];
+        double wide[4];
+        normal4(seed, t, b, first_block + z / 4, layer, single);
+        normal4(seed, t, b, first_block + z / 4, layer, wide);
+        worst_vector = std::fmax(worst_vector, std::fabs(row[z] - single[z % 4]));
+        // Where the uniform of the radius is near 1 its rounding to float, up to 3e-8, moves the
+        // radius by up to 3e-8 / radius.
+        const double radius = std::hypot(wide[z % 4], wide[z % 4 ^ 1]);
+        worst = std::fmax(worst, std::fabs(row[z] - wide[z % 4]) * std::fmin(1, radius));
+        if (z < 8) {
+          std::printf("normal %llu %u %u %u %u %.17g\n", static_cast<unsigned long long>(seed), t,
+                      b, 4 * first_block + z, layer, wide[z % 4]);
+        }
+      }
+    }
+  }
+  std::printf("vector and float differ by %.3g, float and double by %.3g\n", worst_vector, worst);
+  expect(worst_vector == 0, "normals of vector and float", 0, worst_vector);
+  expect(worst <= 1e-6, "normals of float and double", 0, worst);
+
+  // The ends of the uniforms: the largest normal there is, and a radius of 0.
+  float n0, n1;
+  fusedrnn::box_muller<float>(0, 0, n0, n1);
+  expect(std::fabs(n0 - 6.66043f) < 1e-4 && n1 == 0, "largest normal", 0, n0);
+  fusedrnn::box_muller<float>(~0u, 0x80000000u, n0, n1);
+  expect(n0 == 0 && n1 == 0, "smallest normal", 0, n0);
+}
+
+// Moments of 4 million samples over all counters, and products of neighbours along every one of
+// them, within 5 standard deviations of what independent standard normals give.
+void check_moments() {
+  constexpr int kT = 16, kB = 64, kZ = 1024, kLayers = 4;
+  constexpr double kCount = static_cast<double>(kT) * kB * kZ * kLayers;
+  std::vector<float> x(static_cast<size_t>(kCount));
+  const auto at = [&](int layer, int t, int b) {
+    return &x[((static_cast<size_t>(layer) * kT + t) * kB + b) * kZ];
+  };
+  for (int layer = 0; layer < kLayers; ++layer) {
+    for (int t = 0; t < kT; ++t) {
+      for (int b = 0; b < kB; ++b) normals(at(layer, t, b), kZ, 20240229, t, b, 0, layer);
+    }
+  }
+  double m1 = 0, m2 = 0, m3 = 0, m4 = 0;
+  for (float v : x) {
+    const double v2 = static_cast<double>(v) * v;
+    m1 += v, m2 += v2, m3 += v * v2, m4 += v2 * v2;
+  }
+  const struct {
+    const char* name;
+    double sum, mean, variance;
+  } moments[] = {{"mean", m1, 0, 1}, {"2nd", m2, 1, 2}, {"3rd", m3, 0, 15}, {"4th", m4, 3, 96}};
+  for (const auto& m : moments) {
+    const double sigmas = (m.sum / kCount - m.mean) / std::sqrt(m.variance / kCount);
+    std::printf("moment %s: %.6f, %.2f sigma off\n", m.name, m.sum / kCount, sigmas);
+    expect(std::fabs(sigmas) < 5, m.name, 0, sigmas);
+  }
+  const size_t lags[] = {1, 2, 3, 4, kZ, kZ * kB, kZ * kB * kT};
+  for (size_t lag : lags) {
+    double sum = 0, squares = 0;
+    for (size_t i = lag; i < x.size(); ++i) {
+      const double a = x[i], b = x[i - lag];
+      sum += a * b, squares += (a * a - 1) * (b * b - 1);
+    }
+    const double n = static_cast<double>(x.size() - lag);
+    std::printf("lag %zu: %.2f sigma, of squares %.2f sigma\n", lag, sum / std::sqrt(n),
+                squares / std::sqrt(4 * n));
+    expect(std::fabs(sum) < 5 * std::sqrt(n), "correlation", lag, sum / n);
+    expect(std::fabs(squares) < 5 * std::sqrt(4 * n), "correlation of squares", lag, squares / n);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const struct {
+    const char* name;
+    void (*run)();
+  } checks[] = {{"exp", check_exp},         {"log", check_log},           {"tanh", check_tanh},
+                {"sigmoid", check_sigmoid}, {"sincospi", check_sincospi}, {"double", check_double},
+                {"select", check_select},   {"tails", check_tails},       {"philox", check_philox},
+                {"normals", check_normals}, {"moments", check_moments}};
+  for (const auto& check : checks) {
+    if (argc == 2 && std::strcmp(argv[1], check.name) == 0) {
+      check.run();
+      std::printf("%d failures\n", failures);
+      return failures != 0;
+    }
+  }
+  std::printf("usage: math_check NAME\n");
+  return 2;
+}

@@ -1,0 +1,180 @@
+"""The layers of the house, checked on every #include and import. See docs/design.md.
+
+A new file fails here until it has its place in the table: its layer is part of its design.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A file includes files of its own layer and of lower ones.
+CPP_LAYERS = {
+    0: ["hd.h", "scalar.h", "math.h", "philox.h", "stages.h", "layout.h", "plan.h"],  # one unit
+    1: ["matrix.h", "step.h"],  # one step, as plain data
+    2: ["cpu/*"],  # a step carried out
+    3: ["layer.h", "driver.h"],  # all steps
+    4: ["torch_stable.h", "cpu_backend.h", "ops.cpp"],  # the binding
+}
+TORCH_LAYER = 4  # the only one that sees torch
+HELPERS = "helpers.cpp"  # beside the layers: torch-free, includes layer 0 only
+CELL_MATH = ["math.h", "stages.h", "philox.h"]  # the only places of exp, tanh and the like
+
+# A module imports modules of lower layers.
+PYTHON_LAYERS = {
+    0: ["_helpers", "reference"],
+    1: ["_library", "weights"],
+    2: ["functional"],
+    3: ["modules"],
+    4: ["__init__"],
+}
+TORCH_OPS_USER = "_library"  # the only user of torch.ops
+
+
+def layer_of(name: str, layers: dict[int, list[str]]) -> int | None:
+    for layer, patterns in layers.items():
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            return layer
+    return None
+
+
+def without_comments(code: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", code, flags=re.DOTALL)
+
+
+def cpp_violations(csrc: Path) -> list[str]:
+    """All breaches of the rules in a folder of C++ files, one sentence each."""
+    found = []
+    for path in sorted(path for path in csrc.rglob("*") if path.is_file()):
+        name = path.relative_to(csrc).as_posix()
+        layer = 0 if name == HELPERS else layer_of(name, CPP_LAYERS)
+        if layer is None:
+            found.append(f"csrc/{name} has no layer: give it one in CPP_LAYERS")
+            continue
+        code = without_comments(path.read_text())
+        for quote, included in re.findall(r'^\s*#\s*include\s*(["<])([^">]+)', code, re.MULTILINE):
+            if quote == "<":
+                if included.startswith(("torch/", "ATen/", "c10/")) and layer != TORCH_LAYER:
+                    found.append(f"csrc/{name} includes <{included}>: only layer 4 sees torch")
+                continue
+            target = (path.parent / included).resolve()
+            if not target.is_relative_to(csrc.resolve()) or not target.exists():
+                found.append(f'csrc/{name} includes "{included}", which is not in csrc')
+                continue
+            target_name = target.relative_to(csrc.resolve()).as_posix()
+            target_layer = layer_of(target_name, CPP_LAYERS)
+            if target_layer is not None and target_layer > layer:
+                found.append(
+                    f"csrc/{name} (layer {layer}) includes {target_name} (layer {target_layer})"
+                )
+        for call in re.findall(r"\b(exp|expm1|tanh|sigmoid|softplus|log1p)f?\s*\(", code):
+            if name not in CELL_MATH:
+                found.append(f"csrc/{name} calls {call}(): cell math stands in {CELL_MATH} only")
+    return found
+
+
+def imported_siblings(tree: ast.AST) -> set[str]:
+    """Modules of the package that a module imports, in whatever form."""
+    dotted = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            dotted |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = ".".join(filter(None, ["fusedrnn" if node.level else "", node.module]))
+            dotted |= {f"{origin}.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in dotted if name.startswith("fusedrnn.")}
+
+
+def python_violations(package: Path) -> list[str]:
+    """All breaches of the rules in a folder of Python files, one sentence each."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).with_suffix("").as_posix()
+        layer = layer_of(name, PYTHON_LAYERS)
+        if layer is None:
+            found.append(f"fusedrnn/{name}.py has no layer: give it one in PYTHON_LAYERS")
+            continue
+        tree = ast.parse(path.read_text())
+        for sibling in sorted(imported_siblings(tree)):
+            sibling_layer = layer_of(sibling, PYTHON_LAYERS)
+            if sibling_layer is not None and sibling_layer >= layer:
+                found.append(
+                    f"fusedrnn/{name}.py (layer {layer}) imports {sibling} (layer {sibling_layer})"
+                )
+        uses_torch_ops = any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops"
+            for node in ast.walk(tree)
+        )
+        if uses_torch_ops and name != TORCH_OPS_USER:
+            found.append(f"fusedrnn/{name}.py uses torch.ops: only {TORCH_OPS_USER}.py does")
+    return found
+
+
+def test_cpp_keeps_its_layers() -> None:
+    if violations := cpp_violations(ROOT / "csrc"):
+        pytest.fail("\n".join(violations), pytrace=False)
+
+
+def test_python_keeps_its_layers() -> None:
+    if violations := python_violations(ROOT / "fusedrnn"):
+        pytest.fail("\n".join(violations), pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("new.h", "", "csrc/new.h has no layer: give it one in CPP_LAYERS"),
+        ("hd.h", '#include "step.h"', "csrc/hd.h (layer 0) includes step.h (layer 1)"),
+        (
+            "cpu/a.cpp",
+            '#include "../ops.cpp"',
+            "csrc/cpu/a.cpp (layer 2) includes ops.cpp (layer 4)",
+        ),
+        (
+            "helpers.cpp",
+            '#include "step.h"',
+            "csrc/helpers.cpp (layer 0) includes step.h (layer 1)",
+        ),
+        (
+            "step.h",
+            "#include <torch/x.h>",
+            "csrc/step.h includes <torch/x.h>: only layer 4 sees torch",
+        ),
+        ("step.h", '#include "gone.h"', 'csrc/step.h includes "gone.h", which is not in csrc'),
+        ("cpu/a.cpp", "y = std::exp(x);", "csrc/cpu/a.cpp calls exp(): cell math stands in"),
+        ("cpu/a.cpp", '// exp(x)\n#include "../hd.h"', None),
+        ("math.h", "y = std::exp(x);", None),
+    ],
+)
+def test_cpp_rules_catch(tmp_path: Path, name: str, code: str, expected: str | None) -> None:
+    for file in ("hd.h", "step.h", "ops.cpp", name):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(code if file == name else "")
+    found = cpp_violations(tmp_path)
+    assert len(found) == (expected is not None)
+    assert expected is None or found[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "expected"),
+    [
+        ("new", "", "fusedrnn/new.py has no layer: give it one in PYTHON_LAYERS"),
+        ("functional", "import fusedrnn.modules", "(layer 2) imports modules (layer 3)"),
+        ("functional", "from .modules import GRU", "(layer 2) imports modules (layer 3)"),
+        ("functional", "from . import modules", "(layer 2) imports modules (layer 3)"),
+        ("modules", "torch.ops.fusedrnn.gru()", "uses torch.ops: only _library.py does"),
+        ("modules", "from fusedrnn import functional", None),
+        ("_library", "torch.ops.fusedrnn.gru()", None),
+    ],
+)
+def test_python_rules_catch(tmp_path: Path, name: str, code: str, expected: str | None) -> None:
+    (tmp_path / f"{name}.py").write_text(code)
+    found = python_violations(tmp_path)
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]

@@ -1,0 +1,217 @@
+"""The oracle itself: against torch.nn.GRU, known answers of Philox and formulas written out."""
+
+import pytest
+import torch
+
+from fusedrnn import reference
+
+F64 = torch.float64
+
+
+def gru_as_stochastic(gru: torch.nn.GRU) -> list[torch.Tensor]:
+    """Weights that make the stochastic cell the given GRU: loc = h and scale = exp(-500) = 0."""
+    hidden_size, weights = gru.hidden_size, []
+    for k in range(gru.num_layers):
+        w_ih, w_hh, b_ih, b_hh = (
+            getattr(gru, f"{name}_l{k}").detach()
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        w_hz = torch.cat(
+            [torch.eye(hidden_size, dtype=w_hh.dtype), torch.zeros_like(w_hh[:hidden_size])]
+        )
+        b_hz = torch.cat(
+            [torch.zeros_like(b_hh[:hidden_size]), torch.full_like(b_hh[:hidden_size], -1e3)]
+        )
+        weights += [w_ih, w_hh, w_hz, b_ih, b_hh, b_hz]
+    return weights
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("sample", [False, True])
+def test_equals_gru_if_the_latent_is_the_state(num_layers, batch_first, sample):
+    torch.manual_seed(0)
+    gru = torch.nn.GRU(5, 7, num_layers, batch_first=batch_first, dtype=F64)
+    x = torch.randn(*((3, 11) if batch_first else (11, 3)), 5, dtype=F64)
+    hx = torch.randn(num_layers, 3, 7, dtype=F64)
+    expected = gru(x, hx)
+    actual = reference.stochastic_gru(
+        x, gru_as_stochastic(gru), hx, num_layers=num_layers, batch_first=batch_first, sample=sample
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def make_weights(input_size=4, hidden_size=3, latent_size=2, num_layers=1, bias=True, dtype=F64):
+    weights = []
+    for k in range(num_layers):
+        shapes = [
+            (3 * hidden_size, hidden_size if k else input_size),
+            (3 * hidden_size, latent_size),
+            (2 * latent_size, hidden_size),
+        ]
+        if bias:
+            shapes += [(3 * hidden_size,), (3 * hidden_size,), (2 * latent_size,)]
+        weights += [torch.randn(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+    return weights
+
+
+def test_step_equals_the_formulas_unit_by_unit():
+    torch.manual_seed(1)
+    weights = make_weights()
+    w_ih, w_zh, w_hz, b_ih, b_zh, b_hz = (w.detach() for w in weights)
+    x, h, eps = (torch.randn(2, n, dtype=F64) for n in (4, 3, 2))
+    actual = reference.stochastic_gru_step(x, h, *weights, eps)
+    for b in range(2):
+        p = w_hz @ h[b] + b_hz
+        z = torch.stack([p[i] + eps[b, i] * (p[2 + i] / 2).exp() for i in range(2)])
+        side, gate = w_ih @ x[b] + b_ih, w_zh @ z + b_zh
+        for i in range(3):
+            r = 1 / (1 + (-side[i] - gate[i]).exp())
+            u = 1 / (1 + (-side[3 + i] - gate[3 + i]).exp())
+            n = (side[6 + i] + r * gate[6 + i]).tanh()
+            expected = (1 - u) * n + u * h[b, i]
+            torch.testing.assert_close(actual[b, i], expected, rtol=0, atol=1e-14)
+
+
+def test_gradients_reach_everything():
+    torch.manual_seed(2)
+    weights = make_weights(num_layers=2)
+    x, hx, eps = (
+        torch.randn(*shape, dtype=F64).requires_grad_()
+        for shape in [(3, 2, 4), (2, 2, 3), (2, 3, 2, 2)]
+    )
+
+    def run(x, hx, eps, *weights):
+        return reference.stochastic_gru(x, weights, hx, num_layers=2, eps=eps)
+
+    assert torch.autograd.gradcheck(run, (x, hx, eps, *weights))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_shapes_and_dtypes(bias, dtype):
+    weights = make_weights(num_layers=2, bias=bias, dtype=dtype)
+    x = torch.randn(5, 3, 4, dtype=dtype)
+    output, h_n = reference.stochastic_gru(x, weights, num_layers=2, bias=bias)
+    assert (output.shape, h_n.shape) == ((5, 3, 3), (2, 3, 3))
+    assert output.dtype == h_n.dtype == dtype
+    assert torch.equal(output[-1], h_n[-1])
+
+
+def test_no_bias_is_zero_bias():
+    weights = make_weights(num_layers=2)
+    for k in range(2):
+        for bias in weights[6 * k + 3 : 6 * k + 6]:
+            bias.data.zero_()
+    x = torch.randn(5, 3, 4, dtype=F64)
+    with_bias = reference.stochastic_gru(x, weights, num_layers=2, seed=1)
+    without = [w for w in weights if w.dim() == 2]
+    torch.testing.assert_close(
+        reference.stochastic_gru(x, without, num_layers=2, bias=False, seed=1), with_bias
+    )
+
+
+def test_wrong_number_of_weights():
+    with pytest.raises(ValueError, match="12 tensors, got 6"):
+        reference.stochastic_gru(torch.randn(5, 3, 4, dtype=F64), make_weights(), num_layers=2)
+
+
+def test_seed_is_the_noise_of_philox_normal():
+    weights, x = make_weights(num_layers=2), torch.randn(5, 3, 4, dtype=F64)
+    eps = torch.stack([reference.philox_normal(-9, 5, 3, 2, layer, F64) for layer in range(2)])
+    by_eps = reference.stochastic_gru(x, weights, num_layers=2, eps=eps)
+    by_seed = reference.stochastic_gru(x, weights, num_layers=2, seed=torch.tensor([-9]))
+    assert all(torch.equal(a, b) for a, b in zip(by_eps, by_seed, strict=True))
+    by_batch = reference.stochastic_gru(
+        x.transpose(0, 1), weights, num_layers=2, batch_first=True, eps=eps
+    )
+    assert torch.equal(by_batch[0].transpose(0, 1), by_eps[0])
+
+
+def test_without_seed_the_noise_is_torchs():
+    weights, x = make_weights(), torch.randn(5, 3, 4, dtype=F64)
+    torch.manual_seed(5)
+    first = reference.stochastic_gru(x, weights)[0]
+    second = reference.stochastic_gru(x, weights)[0]
+    torch.manual_seed(5)
+    assert torch.equal(reference.stochastic_gru(x, weights)[0], first)
+    assert not torch.equal(first, second)
+
+
+# The known answers of Random123, the library of the authors of Philox: philox4x32-10.
+KNOWN_ANSWERS = [
+    ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+def words(text):
+    return torch.tensor([int(word, 16) for word in text.split()], dtype=torch.int64)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, expected):
+    assert torch.equal(reference.philox4x32(words(counter), words(key)), words(expected))
+
+
+def test_philox_is_vectorised():
+    counters, keys, expected = (
+        torch.stack([words(row[i]) for row in KNOWN_ANSWERS]) for i in range(3)
+    )
+    assert torch.equal(reference.philox4x32(counters, keys), expected)
+    grid = reference.philox4x32(counters[:, None], keys[None])
+    assert grid.shape == (3, 3, 4)
+    assert torch.equal(grid.diagonal().T, expected)
+
+
+def test_normals_come_from_the_words_of_their_place():
+    seed = -(2**61) + 12345
+    normals = reference.philox_normal(seed, 3, 2, 6, layer=4, dtype=F64)
+    counter = torch.tensor([2, 1, 1, 4])  # t, b, z // 4, layer
+    key = torch.tensor([seed % 2**32, (seed >> 32) % 2**32])
+    w = reference.philox4x32(counter, key).to(F64)
+    radius = (-2 * ((torch.floor(w[0] / 2) + 0.5) / 2**31).log()).sqrt()
+    angle = torch.pi * w[1] / 2**31  # unsigned: the same angle, a turn further on
+    expected = torch.stack([radius * angle.cos(), radius * angle.sin()])
+    torch.testing.assert_close(normals[2, 1, 4:6], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_normal_depends_on_nothing_but_its_place():
+    large = reference.philox_normal(3, 7, 5, 10, dtype=F64)
+    small = reference.philox_normal(3, 4, 2, 3, dtype=F64)
+    assert torch.equal(large[:4, :2, :3], small)
+    for other in (
+        reference.philox_normal(4, 7, 5, 10, dtype=F64),
+        reference.philox_normal(3 + 2**32, 7, 5, 10, dtype=F64),
+        reference.philox_normal(3, 7, 5, 10, layer=1, dtype=F64),
+    ):
+        assert not torch.isclose(large, other).any()
+    assert large.unique().numel() == large.numel()
+
+
+def test_moments_of_the_normals():
+    eps = reference.philox_normal(1, 64, 64, 64, dtype=F64)
+    n = eps.numel()
+    # Five standard errors of the first four moments: of N(0, 1) they are 0, 1, 0, 3.
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((eps**power).mean() - mean) < 5 * (variance / n) ** 0.5
+    # No correlation between neighbours along any axis, the two normals of a pair included.
+    for dim in range(3):
+        size = eps.shape[dim]
+        product = eps.narrow(dim, 0, size - 1) * eps.narrow(dim, 1, size - 1)
+        assert abs(product.mean()) < 5 / product.numel() ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normals_are_rounded_last(dtype):
+    exact = reference.philox_normal(1, 3, 4, 5, dtype=F64)
+    assert torch.equal(reference.philox_normal(1, 3, 4, 5, dtype=dtype), exact.to(dtype))
