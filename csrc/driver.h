@@ -29,9 +29,9 @@ class Driver {
 
   Driver(const Backend& backend, const Layer<T>& layer) : backend_(backend), layer_(layer) {}
 
-  int64_t forward_workspace_bytes(bool keep) const {
+  int64_t forward_workspace_bytes() const {
     Arena arena;
-    ForwardBuffers(layer_, keep, arena);
+    ForwardBuffers(layer_, arena);
     return arena.size_bytes();
   }
   int64_t backward_workspace_bytes(const Gradients<T>& gradients) const {
@@ -43,17 +43,16 @@ class Driver {
   // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.
   void forward(T* output, T* h_n, A* keep, void* workspace) {
     Arena arena(workspace);
-    ForwardBuffers buffers(layer_, keep != nullptr, arena);
+    ForwardBuffers buffers(layer_, arena);
     prepare(buffers);
     if (!kCarryIsOutput) {
       const auto hx = Matrix<const T>::contiguous(layer_.hx, layer_.batch, hidden());
       backend_.copy(Matrix<A>::contiguous(buffers.carry, layer_.batch, hidden()), hx);
       backend_.copy(Matrix<O>::contiguous(buffers.h, layer_.batch, hidden()), hx);
     }
-    const auto kept = PreActivations<A>::in(layer_, keep);
+    const Kept<A> kept(layer_, keep);
     for (int64_t begin = 0; begin < layer_.seq_len; begin += layer_.chunk) {
-      forward_chunk(begin, std::min(layer_.chunk, layer_.seq_len - begin), output,
-                    keep != nullptr ? &kept : nullptr, buffers);
+      forward_chunk(begin, steps_from(begin), output, kept, buffers);
     }
     backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
                   Matrix<const T>::contiguous(output + (layer_.rows() - layer_.batch) * hidden(),
@@ -71,15 +70,16 @@ class Driver {
     } else {
       backend_.zero(dh);
     }
-    const auto kept = PreActivations<A>::in(layer_, const_cast<A*>(keep));  // only read
+    const Kept<const A> kept(layer_, keep);
     const int64_t chunks = (layer_.seq_len + layer_.chunk - 1) / layer_.chunk;
     for (int64_t begin = (chunks - 1) * layer_.chunk; begin >= 0; begin -= layer_.chunk) {
-      backward_chunk(begin, std::min(layer_.chunk, layer_.seq_len - begin), gradients,
-                     keep != nullptr ? &kept : nullptr, buffers);
+      const int64_t steps = steps_from(begin);
+      rebuild(begin, steps, kept, buffers);
+      adjoint_chain(begin, steps, gradients, kept, buffers);
+      leaf_gradients(begin, steps, gradients, buffers);
     }
     if (gradients.hx != nullptr) {
-      backend_.copy(Matrix<T>::contiguous(gradients.hx, layer_.batch, hidden()),
-                    Matrix<const A>(dh));
+      backend_.copy(Matrix<T>::contiguous(gradients.hx, layer_.batch, hidden()), dh);
     }
   }
 
@@ -91,6 +91,7 @@ class Driver {
   static constexpr bool kTensorIsOperand = Workspace<T, O>::kTensorIsOperand;
 
   int64_t hidden() const { return layer_.sizes.hidden; }
+  int64_t steps_from(int64_t begin) const { return std::min(layer_.chunk, layer_.seq_len - begin); }
 
   template <bool kFirst, class First, class Second>
   static auto select(First first, Second second) {
@@ -155,17 +156,18 @@ class Driver {
     return weight_[layer_.projection(s)].row_range(0, layer_.columns(s));
   }
 
-  // What forward and backward fill in alike.  `row` counts from the start of the chunk.
+  // What forward and backward fill in alike.  `row` counts from the start of the chunk; pre: the
+  // pre-activations from that row on, or null to combine them from side and projection.
   template <class Step>
-  Step make_step(int s, int64_t begin, int64_t row, const PreActivations<A>& pre) const {
+  Step make_step(int s, int64_t begin, int64_t row, const A* pre, const A* side,
+                 const A* projection) const {
     Step step{};
     step.width = layer_.width(s);
     step.first_row = begin * layer_.batch + row;
-    if (s == layer_.last()) {
-      step.side = pre.side;
-      step.side_bias = bias_[0];
-    }
-    step.projection = pre.projection[s];
+    step.pre = pre;
+    step.side = side;
+    step.side_bias = bias_[0];
+    step.projection = projection;
     step.projection_bias = bias_[layer_.projection(s)];
     return step;
   }
@@ -176,13 +178,11 @@ class Driver {
     return work * layer_.batch;
   }
 
-  void forward_chunk(int64_t begin, int64_t steps, T* output, const PreActivations<A>* kept,
+  void forward_chunk(int64_t begin, int64_t steps, T* output, const Kept<A>& kept,
                      ForwardBuffers& buffers) {
-    const int64_t batch = layer_.batch;
-    const PreActivations<A> pre =
-        kept != nullptr ? kept->from_row(layer_, begin * batch) : buffers.pre;
+    const int64_t batch = layer_.batch, side_columns = layer_.side_columns();
     const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
-    backend_.gemm(Matrix<A>::contiguous(pre.side, steps * batch, layer_.side_columns()),
+    backend_.gemm(Matrix<A>::contiguous(buffers.side, steps * batch, side_columns),
                   input_rows(begin, steps, buffers), weight_[0].transposed(), false);
 
     backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last) {
@@ -191,16 +191,16 @@ class Driver {
         const int64_t row = t * batch + first;
         T* h = output + (begin * batch + row) * hidden();
         const T* h_before = begin + t == 0 ? layer_.hx + first * hidden() : h - batch * hidden();
-        Matrix<const O> operand = Matrix<const O>::contiguous(
+        auto operand = Matrix<const O>::contiguous(
             select<kTensorIsOperand>(h_before, buffers.h + first * hidden()), count, hidden());
         for (int s = 0; s <= layer_.last(); ++s) {
-          // A step's projections share one buffer; kept ones have a row for every step.
-          PreActivations<A> at = pre.from_row(layer_, row);
-          if (kept == nullptr) at.projection[s] = pre.projection[s] + first * layer_.columns(s);
-          backend_.gemm(Matrix<A>::contiguous(at.projection[s], count, layer_.columns(s)), operand,
-                        weight(s).transposed(), false);
-          auto step = make_step<ForwardStep<T, O>>(s, begin, row, at);
+          const auto projection = Matrix<A>::contiguous(
+              buffers.projection[s] + first * layer_.columns(s), count, layer_.columns(s));
+          backend_.gemm(projection, operand, weight(s).transposed(), false);
+          auto step = make_step<ForwardStep<T, O>>(
+              s, begin, row, nullptr, buffers.side + row * side_columns, projection.data);
           step.noise = noise(eps, row);
+          step.keep = kept.at(s, step.first_row);
           if (s < layer_.last()) {
             step.operand = buffers.operand[s] + first * layer_.width(s);
             operand = Matrix<const O>::contiguous(step.operand, count, layer_.width(s));
@@ -246,102 +246,105 @@ class Driver {
     }
   }
 
-  void backward_chunk(int64_t begin, int64_t steps, const Gradients<T>& gradients,
-                      const PreActivations<A>* kept, BackwardBuffers& buffers) {
-    const int64_t batch = layer_.batch, rows = steps * batch, last = layer_.last();
-    const PreActivations<A> pre =
-        kept != nullptr ? kept->from_row(layer_, begin * batch) : buffers.pre;
-    const PreActivations<O>& gradient = buffers.gradient;
+  // The intermediates of a chunk, all steps at once: GEMM results unless pre-activations are kept,
+  // and of each stage but the last its result and its factors.
+  void rebuild(int64_t begin, int64_t steps, const Kept<const A>& kept, BackwardBuffers& buffers) {
+    const int64_t rows = steps * layer_.batch;
     const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
-    const T* grad_output = plane_rows(gradients.output, begin, steps, buffers.grad_output);
-    const Matrix<const O> x = input_rows(begin, steps, buffers);
     if constexpr (!kTensorIsOperand) {
       for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
         backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), count, hidden()),
                       Matrix<const T>::contiguous(h, count, hidden()));
       });
     }
-
-    // Rebuild the intermediates, all steps at once.
-    if (kept == nullptr) {
-      backend_.gemm(Matrix<A>::contiguous(pre.side, rows, layer_.side_columns()), x,
-                    weight_[0].transposed(), false);
-    }
-    for (int s = 0; s <= last; ++s) {
-      const auto projection = Matrix<A>::contiguous(pre.projection[s], rows, layer_.columns(s));
-      if (kept == nullptr) {
+    const Planes<A>& planes = buffers.planes;
+    buffers.input = input_rows(begin, steps, buffers);
+    for (int s = 0; s <= layer_.last(); ++s) {
+      const A* pre = kept.at(s, begin * layer_.batch);
+      if (pre == nullptr) {
+        const auto projection =
+            Matrix<A>::contiguous(planes.projection[s], rows, layer_.columns(s));
         for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
           backend_.gemm(projection.row_range(first, source.rows), source, weight(s).transposed(),
                         false);
         });
       }
-      if (s < last) {
-        auto step = make_step<ForwardStep<T, O>>(s, begin, 0, pre);
+      if (s < layer_.last()) {
+        auto step = make_step<ForwardStep<T, O>>(s, begin, 0, pre, nullptr, planes.projection[s]);
         step.noise = noise(eps, 0);
         step.operand = buffers.operand[s];
-        step.factors = buffers.pre.projection[s];
+        step.factors = planes.projection[s];
         backend_.forward(layer_.cell.stages[s].kind, step, rows);
+      } else if (pre == nullptr) {
+        backend_.gemm(Matrix<A>::contiguous(planes.side, rows, layer_.side_columns()),
+                      buffers.input, weight_[0].transposed(), false);
       }
     }
+  }
 
-    // The adjoint chain, step by step.
-    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last_row) {
-      const int64_t count = last_row - first;
+  // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
+  void adjoint_chain(int64_t begin, int64_t steps, const Gradients<T>& gradients,
+                     const Kept<const A>& kept, BackwardBuffers& buffers) {
+    const int64_t batch = layer_.batch;
+    const T* grad_output = plane_rows(gradients.output, begin, steps, buffers.grad_output);
+    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last) {
+      const int64_t count = last - first;
       A* dh = buffers.dh + first * hidden();
       for (int64_t t = steps - 1; t >= 0; --t) {
         const int64_t row = t * batch + first;
-        const PreActivations<A> at = pre.from_row(layer_, row);
-        const PreActivations<O> d = gradient.from_row(layer_, row);
-        for (int s = last; s >= 0; --s) {
-          auto step = make_step<BackwardStep<T, O>>(s, begin, row, at);
-          if (has_factors(layer_.cell.stages[s].kind)) {
-            step.projection = buffers.pre.from_row(layer_, row).projection[s];
-            step.projection_bias = nullptr;
-          }
-          if (s == last) {
+        const Planes<A> at = buffers.planes.from_row(layer_, row);
+        const Planes<O> d = buffers.gradient.from_row(layer_, row);
+        for (int s = layer_.last(); s >= 0; --s) {
+          const A* pre = traits(layer_.cell.stages[s].kind).has_factors
+                             ? at.projection[s]
+                             : kept.at(s, begin * batch + row);
+          auto step = make_step<BackwardStep<T, O>>(s, begin, row, pre, at.side, at.projection[s]);
+          step.dside = d.side;
+          step.dprojection = d.projection[s];
+          if (s == layer_.last()) {
             step.carry = begin + t == 0 ? layer_.hx + first * hidden()
                                         : layer_.output + (begin * batch + row - batch) * hidden();
             step.dout = step.dcarry = dh;
             if (grad_output != nullptr) step.grad_output = grad_output + row * hidden();
-            step.dside = d.side;
           } else {
             step.dout = buffers.dstage[s] + first * layer_.width(s);
           }
-          step.dprojection = d.projection[s];
-          if (gradients.eps != nullptr) {
-            step.dnoise = gradients.eps + step.first_row * step.width;
-          }
+          if (gradients.eps != nullptr) step.deps = gradients.eps + step.first_row * step.width;
           backend_.backward(layer_.cell.stages[s].kind, step, count);
-          if (s == 0 && begin + t == 0 && gradients.hx == nullptr) break;
+
           const auto dprojection =
               Matrix<const O>::contiguous(d.projection[s], count, layer_.columns(s));
           if (s > 0) {
-            backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1] + first * layer_.width(s - 1),
-                                                count, layer_.width(s - 1)),
-                          dprojection, weight(s), false);
-          } else {
+            A* dstage = buffers.dstage[s - 1] + first * layer_.width(s - 1);
+            backend_.gemm(Matrix<A>::contiguous(dstage, count, layer_.width(s - 1)), dprojection,
+                          weight(s), false);
+          } else if (begin + t > 0 || gradients.hx != nullptr) {
             backend_.gemm(Matrix<A>::contiguous(dh, count, hidden()), dprojection, weight(0), true);
           }
         }
       }
     });
+  }
 
-    // Gradients of input and weights, all steps at once again.
-    const auto dside = Matrix<O>::contiguous(gradient.side, rows, layer_.side_columns());
+  // Gradients of input and weights, all steps of a chunk at once.
+  void leaf_gradients(int64_t begin, int64_t steps, const Gradients<T>& gradients,
+                      const BackwardBuffers& buffers) {
+    const int64_t rows = steps * layer_.batch;
+    const auto dside = Matrix<O>::contiguous(buffers.gradient.side, rows, layer_.side_columns());
     if (gradients.input != nullptr) {
-      const int64_t at = begin * batch * layer_.sizes.input;
+      const int64_t at = begin * layer_.batch * layer_.sizes.input;
       const auto dx = Matrix<T>::contiguous(gradients.input + at, rows, layer_.sizes.input);
       if constexpr (std::is_same_v<T, A>) {
         backend_.gemm(dx, dside, weight_[0], false);
       } else {
         const auto wide = Matrix<A>::contiguous(buffers.dx, rows, layer_.sizes.input);
         backend_.gemm(wide, dside, weight_[0], false);
-        backend_.copy(dx, Matrix<const A>(wide));
+        backend_.copy(dx, wide);
       }
     }
-    weight_gradient(0, dside, x, gradients);
-    for (int s = 0; s <= last; ++s) {
-      const auto d = Matrix<O>::contiguous(gradient.projection[s], rows, layer_.columns(s));
+    weight_gradient(0, dside, buffers.input, gradients);
+    for (int s = 0; s <= layer_.last(); ++s) {
+      const auto d = Matrix<O>::contiguous(buffers.gradient.projection[s], rows, layer_.columns(s));
       for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
         weight_gradient(layer_.projection(s), d.row_range(first, source.rows), source, gradients);
       });

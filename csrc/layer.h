@@ -26,9 +26,11 @@ struct Layer {
   int last() const { return cell.num_stages - 1; }
   int projection(int s) const { return cell.stages[s].projection; }
   int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
-  int64_t side_columns() const { return side_blocks(cell.stages[last()].kind) * width(last()); }
-  int64_t columns(int s) const { return projection_blocks(cell.stages[s].kind) * width(s); }
-  int64_t kept_columns() const { return fusedrnn::kept_columns(cell, sizes); }
+  int64_t side_columns() const {
+    return traits(cell.stages[last()].kind).side_blocks * width(last());
+  }
+  int64_t columns(int s) const { return traits(cell.stages[s].kind).projection_blocks * width(s); }
+  int64_t pre_columns(int s) const { return traits(cell.stages[s].kind).pre_blocks * width(s); }
 };
 
 template <class T>
@@ -40,44 +42,50 @@ struct Gradients {
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 
-// Pre-activations of the whole sequence, of one chunk or of one step: planes of rows, x·W_ih first.
+// GEMM results of a chunk, or the gradients of these.
 template <class A>
-struct PreActivations {
+struct Planes {
   A *side, *projection[kMaxStages];
 
   template <class T>
-  static PreActivations carve(const Layer<T>& layer, int64_t side_rows, int64_t rows,
-                              Arena& arena) {
-    PreActivations p{};
-    p.side = arena.take<A>(side_rows * layer.side_columns());
+  static Planes carve(const Layer<T>& layer, int64_t rows, Arena& arena) {
+    Planes p{};
+    p.side = arena.take<A>(rows * layer.side_columns());
     for (int s = 0; s <= layer.last(); ++s) {
       p.projection[s] = arena.take<A>(rows * layer.columns(s));
     }
     return p;
   }
-
-  // Those of the whole sequence, in seq_len * batch * kept_columns() numbers at `kept`.
   template <class T>
-  static PreActivations in(const Layer<T>& layer, A* kept) {
-    PreActivations p{};
-    p.side = kept;
-    kept += layer.rows() * layer.side_columns();
-    for (int s = 0; s <= layer.last(); ++s) {
-      p.projection[s] = kept;
-      kept += layer.rows() * layer.columns(s);
-    }
-    return p;
-  }
-
-  template <class T>
-  PreActivations from_row(const Layer<T>& layer, int64_t row) const {
-    PreActivations p{};
+  Planes from_row(const Layer<T>& layer, int64_t row) const {
+    Planes p{};
     p.side = side + row * layer.side_columns();
-    for (int s = 0; s <= layer.last(); ++s) {
+    for (int s = 0; s <= layer.last(); ++s)
       p.projection[s] = projection[s] + row * layer.columns(s);
-    }
     return p;
   }
+};
+
+// Pre-activations of the whole sequence, in seq_len * batch * kept_columns() numbers at `base`; all
+// null if that is null.
+template <class A>
+class Kept {
+ public:
+  template <class T>
+  Kept(const Layer<T>& layer, A* base) {
+    for (int s = 0; s <= layer.last(); ++s) {
+      columns_[s] = layer.pre_columns(s);
+      stage_[s] = base;
+      if (base != nullptr) base += layer.rows() * columns_[s];
+    }
+  }
+  A* at(int s, int64_t row) const {
+    return stage_[s] == nullptr ? nullptr : stage_[s] + row * columns_[s];
+  }
+
+ private:
+  A* stage_[kMaxStages] = {};
+  int64_t columns_[kMaxStages] = {};
 };
 
 }  // namespace fusedrnn

@@ -65,13 +65,10 @@ inline Cell without_noise(Cell cell) {
 
 // Pre-activations per step and batch entry: what is kept for backward without recompute.
 inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
-  const auto width = [&](const CellStage& stage) {
-    return sizes[cell.projections[stage.projection].to];
-  };
-  const CellStage& last = cell.stages[cell.num_stages - 1];
-  int64_t columns = side_blocks(last.kind) * width(last);
+  int64_t columns = 0;
   for (int s = 0; s < cell.num_stages; ++s) {
-    columns += projection_blocks(cell.stages[s].kind) * width(cell.stages[s]);
+    const CellStage& stage = cell.stages[s];
+    columns += traits(stage.kind).pre_blocks * sizes[cell.projections[stage.projection].to];
   }
   return columns;
 }

@@ -1,13 +1,15 @@
 // The math of one unit of a recurrent layer, forward and backward, written once for every backend.
 //
-// A cell is an ordered list of (projection, stage).  A stage reads
-//   side        values that do not depend on the carry (x·W_ih + b_ih; eps),
+// A cell is an ordered list of (projection, stage).  A stage combines
+//   side        a GEMM that does not depend on the carry (x·W_ih + b_ih), and
 //   projection  a GEMM of the carry, or of the previous stage's result, with its bias,
-//   carry       the unit's own state from the step before (only where kCarry),
-// and gives one value.  backward() starts from the same inputs and rebuilds its gates, so that no
+// into its pre-activations, and from these and one more input,
+//   carry       the unit's own state from the step before (kCarry), or
+//   eps         its noise (kNoise),
+// it gives one value.  backward() starts from the same inputs and rebuilds its gates, so that no
 // stage ever needs a cache: what survives the forward pass is the carry alone.  A stage whose
 // inputs are all known before the adjoints are (kFactors) leaves in forward() the factors that
-// make its backward() linear, one per projection block, and gets them there as `projection`.
+// make its backward() linear, one per pre-activation, and gets them there instead of these.
 //
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
 // result in the order of torch's gates.  No memory access beyond the arguments.
@@ -20,72 +22,90 @@ namespace fusedrnn {
 enum class StageKind { Sample, Location, Gru };
 
 // Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
-// side: eps.  projection: loc, logvar.
+// projection and pre: loc, logvar.
 struct Sample {
-  static constexpr int kSide = 1, kProjection = 2;
+  static constexpr int kSide = 0, kProjection = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
+    pre[0] = projection[0];
+    pre[1] = projection[1];
+  }
 
   // factors: scale, eps * scale / 2.
   template <class A>
-  FUSEDRNN_HD static A forward(const A* side, const A* projection, A /*carry*/, A* factors) {
-    const A scale = math::exp(A(0.5f * projection[1]));
-    const A deviation = side[0] * scale;
+  FUSEDRNN_HD static A forward(const A* pre, A eps, A* factors) {
+    const A scale = math::exp(A(0.5f * pre[1]));
+    const A deviation = eps * scale;
     factors[0] = scale;
     factors[1] = 0.5f * deviation;
-    return projection[0] + deviation;
+    return pre[0] + deviation;
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* /*side*/, const A* factors, A /*carry*/, A dout,
-                                   A* dside, A* dprojection, A* /*dcarry*/) {
-    dside[0] = dout * factors[0];
+  FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A* /*dside*/,
+                                   A* dprojection, A* deps) {
     dprojection[0] = dout;
     dprojection[1] = dout * factors[1];
+    *deps = dout * factors[0];
   }
 };
 
 // The sample without noise, z = loc.  A stage of its own, and not Sample with eps = 0, because
 // 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half of the GEMM only.
 struct Location {
-  static constexpr int kSide = 0, kProjection = 1;
+  static constexpr int kSide = 0, kProjection = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
 
   template <class A>
-  FUSEDRNN_HD static A forward(const A* /*side*/, const A* projection, A /*carry*/,
-                               A* /*factors*/) {
-    return projection[0];
+  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
+    pre[0] = projection[0];
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* /*side*/, const A* /*projection*/, A /*carry*/, A dout,
-                                   A* /*dside*/, A* dprojection, A* /*dcarry*/) {
+  FUSEDRNN_HD static A forward(const A* pre, A /*unused*/, A* /*factors*/) {
+    return pre[0];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* /*pre*/, A /*carry*/, A dout, A* /*dside*/,
+                                   A* dprojection, A* /*unused*/) {
     dprojection[0] = dout;
   }
 };
 
 // Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, reset gate after the projection:
 //   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
-// side: x_r, x_u, x_n.  projection: p_r, p_u, p_n.  carry: h.
+// side: x_r, x_u, x_n.  projection: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
 struct Gru {
-  static constexpr int kSide = 3, kProjection = 3;
+  static constexpr int kSide = 3, kProjection = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
 
   template <class A>
-  FUSEDRNN_HD static A forward(const A* x, const A* p, A h, A* /*factors*/) {
-    const A r = math::sigmoid(A(x[0] + p[0]));
-    const A u = math::sigmoid(A(x[1] + p[1]));
-    const A n = math::tanh(A(x[2] + r * p[2]));
+  FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
+    pre[0] = x[0] + p[0];
+    pre[1] = x[1] + p[1];
+    pre[2] = x[2];
+    pre[3] = p[2];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A h, A* /*factors*/) {
+    const A r = math::sigmoid(pre[0]);
+    const A u = math::sigmoid(pre[1]);
+    const A n = math::tanh(A(pre[2] + r * pre[3]));
     return n + u * (h - n);
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* x, const A* p, A h, A dout, A* dx, A* dp, A* dh) {
+  FUSEDRNN_HD static void backward(const A* pre, A h, A dout, A* dx, A* dp, A* dh) {
     A not_r, not_u, dtanh;  // 1 - r, 1 - u, 1 - n^2
-    const A r = math::sigmoid(A(x[0] + p[0]), not_r);
-    const A u = math::sigmoid(A(x[1] + p[1]), not_u);
-    const A n = math::tanh(A(x[2] + r * p[2]), dtanh);
+    const A r = math::sigmoid(pre[0], not_r);
+    const A u = math::sigmoid(pre[1], not_u);
+    const A n = math::tanh(A(pre[2] + r * pre[3]), dtanh);
     const A dn = dout * not_u * dtanh;
-    dx[0] = dp[0] = dn * p[2] * (r * not_r);
+    dx[0] = dp[0] = dn * pre[3] * (r * not_r);
     dx[1] = dp[1] = dout * (h - n) * (u * not_u);
     dx[2] = dn;
     dp[2] = dn * r;
@@ -103,20 +123,18 @@ void dispatch_stage(StageKind kind, const F& f) {
   }
 }
 
-inline int projection_blocks(StageKind kind) {
-  int blocks = 0;
-  dispatch_stage(kind, [&](auto stage) { blocks = decltype(stage)::kProjection; });
-  return blocks;
-}
-inline bool has_factors(StageKind kind) {
-  bool has = false;
-  dispatch_stage(kind, [&](auto stage) { has = decltype(stage)::kFactors; });
-  return has;
-}
-inline int side_blocks(StageKind kind) {
-  int blocks = 0;
-  dispatch_stage(kind, [&](auto stage) { blocks = decltype(stage)::kSide; });
-  return blocks;
+struct StageTraits {
+  int side_blocks, projection_blocks, pre_blocks;
+  bool has_factors;
+};
+
+inline StageTraits traits(StageKind kind) {
+  StageTraits t{};
+  dispatch_stage(kind, [&](auto stage) {
+    using Stage = decltype(stage);
+    t = {Stage::kSide, Stage::kProjection, Stage::kPre, Stage::kFactors};
+  });
+  return t;
 }
 
 }  // namespace fusedrnn

@@ -44,14 +44,15 @@ struct Workspace {
   };
 
   struct Forward : Buffers {
-    PreActivations<A> pre;  // side of a chunk, projections of one step; unused if kept
-    O *operand[kMaxStages], *h;
+    A *side, *projection[kMaxStages];  // of a chunk; of one step
+    O *operand[kMaxStages], *h;        // of one step
     A* carry;
 
-    Forward(const Layer<T>& layer, bool keep, Arena& arena)
-        : Buffers(layer, arena), pre{}, operand{}, h{}, carry{} {
-      if (!keep) {
-        pre = PreActivations<A>::carve(layer, layer.chunk * layer.batch, layer.batch, arena);
+    Forward(const Layer<T>& layer, Arena& arena)
+        : Buffers(layer, arena), projection{}, operand{}, h{}, carry{} {
+      side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
+      for (int s = 0; s <= layer.last(); ++s) {
+        projection[s] = arena.take<A>(layer.batch * layer.columns(s));
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(layer.batch * layer.width(s));
@@ -62,21 +63,23 @@ struct Workspace {
   };
 
   struct Backward : Buffers {
-    PreActivations<A> pre;       // of a chunk; if kept, only its factors
-    PreActivations<O> gradient;  // of a chunk; the same memory as pre where the types allow
+    Planes<A> planes;            // GEMM results of a chunk, then factors where a stage has them
+    Planes<O> gradient;          // of these; the same memory where the types allow
+    Matrix<const O> input;       // of a chunk, once rebuilt
     O *operand[kMaxStages], *h;  // of a chunk
-    A *dh, *dstage[kMaxStages], *dx;
-    T* grad_output;
+    A *dh, *dstage[kMaxStages];  // of one step
+    A* dx;                       // of a chunk
+    T* grad_output;              // of a chunk
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, arena), pre{}, gradient{}, operand{}, h{}, dh{}, dstage{}, dx{},
+        : Buffers(layer, arena), planes{}, input{}, operand{}, h{}, dh{}, dstage{}, dx{},
           grad_output{} {
       const int64_t rows = layer.chunk * layer.batch;
-      gradient = PreActivations<O>::carve(layer, rows, rows, arena);
+      gradient = Planes<O>::carve(layer, rows, arena);
       if constexpr (std::is_same_v<O, A>) {
-        pre = gradient;
+        planes = gradient;
       } else {
-        pre = PreActivations<A>::carve(layer, rows, rows, arena);
+        planes = Planes<A>::carve(layer, rows, arena);
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(rows * layer.width(s));

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_core = next(Path(__file__).parent.glob("_core*.so"), None)
 try:
     from . import _helpers
-except ImportError as error:
+except ImportError:
+    _core = None
+if _core is None:
     raise ImportError(
-        "fusedrnn is not built: its compiled modules are missing beside "
-        f"{Path(__file__).parent}; run `pip install .` in the source tree and import from elsewhere"
-    ) from error
-
-torch.ops.load_library(str(next(Path(__file__).parent.glob("_core*.so"))))
+        f"fusedrnn is not built: its compiled modules are missing in {Path(__file__).parent}; "
+        "run `pip install .` in the source tree and import from elsewhere"
+    )
+torch.ops.load_library(str(_core))
 _ops = torch.ops.fusedrnn
 
 _NEEDS_INPUT, _NEEDS_HX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8  # as in csrc/ops.cpp

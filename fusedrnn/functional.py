@@ -55,7 +55,7 @@ def stochastic_gru(
             generator of ``input``'s device.  The same seed gives the same eps on every device and
             for every chunk size.
         sample: if False, z = loc, and no eps, seed or generator may be given.
-        recompute: if False, pre-activations (6H + 2Z numbers per step and batch entry) are kept
+        recompute: if False, pre-activations (4H + 2Z numbers per step and batch entry) are kept
             for backward rather than computed again: more memory, less time, same gradients.
         chunk_size: steps per chunk of workspace.  None chooses; more is more memory.
 

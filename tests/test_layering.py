@@ -19,7 +19,7 @@ CPP_LAYERS = {
     0: ["hd.h", "scalar.h", "math.h", "philox.h", "stages.h", "layout.h", "plan.h"],  # one unit
     1: ["matrix.h", "step.h"],  # one step, as plain data
     2: ["cpu/*"],  # a step carried out
-    3: ["layer.h", "driver.h"],  # all steps
+    3: ["layer.h", "workspace.h", "driver.h"],  # all steps
     4: ["torch_stable.h", "cpu_backend.h", "ops.cpp"],  # the binding
 }
 TORCH_LAYER = 4  # the only one that sees torch

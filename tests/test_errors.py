@@ -1,0 +1,208 @@
+"""Bad input gets one clear sentence and leaves everything as it was."""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case
+
+import fusedrnn
+
+CASE = Case(seq_len=4, batch=3, input_size=5, hidden_size=7, latent_size=6, num_layers=2)
+
+
+def one(tensors, index, value):
+    return [value if i == index else t for i, t in enumerate(tensors)]
+
+
+def bad_calls():
+    """(what is wrong, changed arguments, changed options, error, what its message says)."""
+    good = replace(CASE, noise="eps").tensors()
+    x, hx, eps, weights = good.input, good.hx, good.eps, good.weights
+
+    def arguments(**changes):
+        return replace(good, **changes)
+
+    seed = torch.tensor([1])
+    yield "input of rank 1", arguments(input=x[0, 0]), {}, ValueError, "2 or 3 dimensions, got 1"
+    yield "input of rank 4", arguments(input=x[None]), {}, ValueError, "2 or 3 dimensions, got 4"
+    yield "width of input", arguments(input=x[..., :4]), {}, RuntimeError, "5 features"
+    yield "no steps", arguments(input=x[:0], eps=eps[:, :0]), {}, RuntimeError, "at least one step"
+    yield "int input", arguments(input=x.long()), {}, ValueError, "got torch.int64"
+    yield "complex input", arguments(input=x.to(torch.complex64)), {}, ValueError, "complex64"
+    yield "half input", arguments(input=x.half()), {}, ValueError, "float32, float64 or bfloat16"
+    yield "dtype of input", arguments(input=x.float()), {}, ValueError, "must be torch.float32"
+    yield "input not a tensor", arguments(input=[1.0]), {}, TypeError, "input must be a tensor"
+    yield "input None", arguments(input=None), {}, TypeError, "got NoneType"
+    yield "meta input", arguments(input=x.to("meta")), {}, RuntimeError, "on meta"
+    yield "rank of hx", arguments(hx=hx[0]), {}, RuntimeError, "hx must have shape (2, 3, 7)"
+    yield "layers of hx", arguments(hx=hx[:1]), {}, RuntimeError, "got (1, 3, 7)"
+    yield "batch of hx", arguments(hx=hx[:, :2]), {}, RuntimeError, "got (2, 2, 7)"
+    yield "width of hx", arguments(hx=hx[..., :6]), {}, RuntimeError, "got (2, 3, 6)"
+    yield "dtype of hx", arguments(hx=hx.bfloat16()), {}, ValueError, "hx must be torch.float64"
+    yield "meta hx", arguments(hx=hx.to("meta")), {}, RuntimeError, "hx must be on cpu"
+    yield "hx not a tensor", arguments(hx=(hx, hx)), {}, TypeError, "hx must be a tensor"
+    yield (
+        "unbatched with hx",
+        arguments(input=x[:, 0]),
+        {},
+        RuntimeError,
+        "hx must have shape (2, 7)",
+    )
+    yield "rank of eps", arguments(eps=eps[0]), {}, RuntimeError, "eps must have shape (2, 4, 3, 6)"
+    yield "width of eps", arguments(eps=eps[..., :5]), {}, RuntimeError, "got (2, 4, 3, 5)"
+    yield "dtype of eps", arguments(eps=eps.float()), {}, ValueError, "eps must be torch.float64"
+    yield "meta eps", arguments(eps=eps.to("meta")), {}, RuntimeError, "eps must be on cpu"
+    yield "eps and seed", arguments(seed=seed), {}, ValueError, "eps and seed exclude"
+    yield "eps without sample", arguments(sample=False), {}, ValueError, "sample=False"
+    without = {"eps": None}
+    yield "dtype of seed", arguments(**without, seed=seed.int()), {}, ValueError, "one int64"
+    yield "two seeds", arguments(**without, seed=torch.tensor([1, 2])), {}, ValueError, "one int64"
+    yield "seed a number", arguments(**without, seed=3), {}, TypeError, "seed must be a tensor"
+    yield (
+        "meta seed",
+        arguments(**without, seed=seed.to("meta")),
+        {},
+        RuntimeError,
+        "seed must be on",
+    )
+    generator = {"generator": torch.Generator()}
+    yield "seed and generator", arguments(**without, seed=seed), generator, ValueError, "exclude"
+    yield "few weights", arguments(weights=weights[:-1]), {}, ValueError, "12 weights, got 11"
+    yield "no biases", good, {"bias": False}, ValueError, "6 weights, got 12"
+    yield "other layers", good, {"num_layers": 3}, ValueError, "18 weights, got 12"
+    yield "no layers", good, {"num_layers": 0}, ValueError, "at least 1, got 0"
+    for index, name in enumerate(["ih", "zh", "hz"]):
+        w = weights[index]
+        rank = arguments(weights=one(weights, index, w[0]))
+        yield f"rank of weight {name}", rank, {}, ValueError, "must have 2 dimensions, got 1"
+        rows = arguments(weights=one(weights, index, w[:-1]))
+        yield f"rows of weight {name}", rows, {}, RuntimeError, f"weight_{name}_l0 must have shape"
+        bias = arguments(weights=one(weights, index + 3, weights[index + 3][:-1]))
+        yield f"bias {name}", bias, {}, RuntimeError, f"bias_{name}_l0 must have shape"
+    later = arguments(weights=one(weights, 6, weights[0]))
+    yield "weight of layer 1", later, {}, RuntimeError, "weight_ih_l1 must have shape (21, 7)"
+    yield (
+        "weight dtype",
+        arguments(weights=one(weights, 4, weights[4].float())),
+        {},
+        ValueError,
+        "[4]",
+    )
+    yield (
+        "weight meta",
+        arguments(weights=one(weights, 4, weights[4].to("meta"))),
+        {},
+        RuntimeError,
+        "[4]",
+    )
+    yield "weight None", arguments(weights=one(weights, 4, None)), {}, TypeError, "weights[4]"
+    for chunk_size, error in (
+        (0, ValueError),
+        (-3, ValueError),
+        (2.0, TypeError),
+        (True, TypeError),
+    ):
+        yield f"chunk_size {chunk_size}", good, {"chunk_size": chunk_size}, error, "chunk_size"
+
+
+CALLS = {name: rest for name, *rest in bad_calls()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_call(name):
+    arguments, options, error, message = CALLS[name]
+    tensors = [arguments.input, arguments.hx, arguments.eps, arguments.seed, *arguments.weights]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor) and not t.is_meta]
+    before = [t.clone() for t in tensors]
+    state = torch.get_rng_state()
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        arguments.call(fusedrnn.stochastic_gru, **(CASE.options | options))
+    assert str(caught.value).startswith("fusedrnn: ")
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+def raw_forward(**changes):
+    """The operator itself, past the checks of the functional form."""
+    case = replace(CASE, num_layers=1, dtype=torch.float32)
+    a = case.tensors()
+    arguments = {
+        "cell": "stochastic_gru",
+        "input": a.input,
+        "hx": a.hx[0],
+        "weights": a.weights,
+        "eps": None,
+        "seed": a.seed,
+        "layer": 0,
+        "chunk_size": 0,
+        "keep": False,
+    }
+    return torch.ops.fusedrnn.forward(**(arguments | changes)), arguments
+
+
+def test_the_operator_itself_reads_nothing_that_is_not_there():
+    (output, _, _), good = raw_forward()
+    weights = good["weights"]
+    bad = {
+        "no cell": {"cell": "elman"},
+        "weights, or": {"weights": weights[:2]},
+        "2 dimensions": {"weights": [weights[0][0], *weights[1:]]},
+        "weight_ih must have shape": {"weights": [weights[0][1:], *weights[1:]]},
+        "bias_hz must have shape": {"weights": [*weights[:5], weights[5][1:]]},
+        "hx must have shape": {"hx": good["hx"][:2]},
+        "eps must have shape": {"eps": torch.zeros(4, 3, 5), "seed": None},
+        "seed must be one int64": {"seed": torch.zeros(1)},
+        "must have the dtype": {"hx": good["hx"].double()},
+        "at least one step": {"input": good["input"][:0]},
+        "3 dimensions": {"input": good["input"][0]},
+        "float32, float64 or bfloat16": {
+            "input": good["input"].half(),
+            "hx": good["hx"].half(),
+            "weights": [w.half() for w in weights],
+        },
+        "chunk_size": {"chunk_size": -1},
+        "layer": {"layer": -1},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(RuntimeError, match=message):
+            raw_forward(**changes)
+
+    def raw_backward(**changes):
+        arguments = {k: v for k, v in good.items() if k != "keep"}
+        arguments |= {"grad_output": torch.ones_like(output), "grad_h_n": None}
+        arguments |= {"output": output, "kept": None, "needs": 3}
+        return torch.ops.fusedrnn.backward(**(arguments | changes))
+
+    raw_backward()
+    bad = {
+        "output must have shape": {"output": output[1:]},
+        "output must be contiguous": {
+            "output": output.transpose(0, 1).contiguous().transpose(0, 1)
+        },
+        "grad_output must have shape": {"grad_output": output[..., 1:]},
+        "grad_h_n must have shape": {"grad_h_n": output},
+        "kept must be": {"kept": output},
+        "eps was drawn": {"needs": 4},
+        "needs": {"needs": 1 << 9},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(RuntimeError, match=message):
+            raw_backward(**changes)
+
+
+def test_the_library_says_when_it_is_not_built(tmp_path):
+    source = Path(fusedrnn.__file__).parent
+    (tmp_path / "fusedrnn").mkdir()
+    for file in source.glob("*.py"):
+        shutil.copy(file, tmp_path / "fusedrnn")
+    run = subprocess.run(
+        [sys.executable, "-c", "import fusedrnn"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "fusedrnn is not built" in run.stderr and "pip install ." in run.stderr
