@@ -39,7 +39,7 @@ Kernels<T> kernels();
 // Those of the widest instruction set that this processor has.
 template <class T>
 const Kernels<T>& kernels() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)
   static const Kernels<T> widest =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
