@@ -4,12 +4,43 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
+#include <array>
+#include <optional>
 
 #include "cpu/denormals.h"
 #include "cpu/step.h"
 #include "torch_stable.h"
 
 namespace fusedrnn {
+
+// Multiply-adds from which on threads are worth their barriers; about 0.1 ms.
+constexpr int64_t kParallelWork = 10'000'000;
+
+// While it lives, denormals are zero on this thread, and on those of torch's pool that run the
+// GEMMs of `work` multiply-adds; then all are as they were.
+class FlushDenormalsInPool {
+ public:
+  explicit FlushDenormalsInPool(int64_t work)
+      : threads_(work < kParallelWork ? 1 : torch::stable::get_num_threads()) {
+    if (threads_ > 1) on_each_thread([] { worker().emplace(); });
+  }
+  ~FlushDenormalsInPool() {
+    if (threads_ > 1) on_each_thread([] { worker().reset(); });
+  }
+
+ private:
+  static std::optional<cpu::FlushDenormals>& worker() {
+    static thread_local std::optional<cpu::FlushDenormals> flush;
+    return flush;
+  }
+  template <class F>
+  void on_each_thread(const F& f) const {
+    torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) { f(); });
+  }
+
+  cpu::FlushDenormals caller_;
+  int64_t threads_;
+};
 
 template <class Element>
 class CpuBackend {
@@ -69,7 +100,7 @@ class CpuBackend {
   template <class F>
   void for_row_groups(int64_t batch, int64_t work, const F& f) const {
     const int64_t threads = torch::stable::get_num_threads();
-    if (threads == 1 || batch < threads * kGroupRows || work < kGroupWork) return f(0, batch);
+    if (threads == 1 || batch < threads * kGroupRows || work < kParallelWork) return f(0, batch);
     torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
       const cpu::FlushDenormals flush;
       for (int64_t g = first; g < last; ++g) {
@@ -79,10 +110,9 @@ class CpuBackend {
   }
 
  private:
-  static constexpr int64_t kGroupRows = 16;          // least rows that keep a GEMM efficient
-  static constexpr int64_t kGroupWork = 10'000'000;  // multiply-adds; about 0.1 ms
-  static constexpr int64_t kStageGrain = 16'384;     // elements; about 0.05 ms
-  static constexpr int32_t kDeviceType = 0;          // CPU
+  static constexpr int64_t kGroupRows = 16;       // least rows that keep a GEMM efficient
+  static constexpr int64_t kStageGrain = 16'384;  // elements; about 0.05 ms
+  static constexpr int32_t kDeviceType = 0;       // CPU
 
   struct Borrowed : BorrowedTensor {
     template <class M>

@@ -40,6 +40,15 @@ class Driver {
     return arena.size_bytes();
   }
 
+  // Multiply-adds of the recurrent GEMMs of a step.
+  int64_t step_work() const {
+    int64_t work = 0;
+    for (int s = 0; s <= layer_.last(); ++s) {
+      work += layer_.columns(s) * layer_.weight[layer_.projection(s)].columns;
+    }
+    return work * layer_.batch;
+  }
+
   // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.
   void forward(T* output, T* h_n, A* keep, void* workspace) {
     Arena arena(workspace);
@@ -170,12 +179,6 @@ class Driver {
     step.projection = projection;
     step.projection_bias = bias_[layer_.projection(s)];
     return step;
-  }
-
-  int64_t step_work() const {
-    int64_t work = 0;
-    for (int s = 0; s <= layer_.last(); ++s) work += layer_.columns(s) * weight(s).columns;
-    return work * layer_.batch;
   }
 
   void forward_chunk(int64_t begin, int64_t steps, T* output, const Kept<A>& kept,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "plan.h"
 
 namespace py = pybind11;
 
@@ -41,4 +42,6 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
+  m.def("chunk_length", &fusedrnn::chunk_length, py::arg("requested"), py::arg("seq_len"),
+        py::arg("batch"), "Steps per chunk of workspace; requested = 0 is automatic.");
 }

@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_cpu(std::string cell, Tensor input, T
     Tensor kept = torch::stable::new_empty(input, {keep ? args.kept_numel() : 0}, kScalarType<A>);
     if (batch > 0) {
       const Tensor workspace = allocate_bytes(input, driver.forward_workspace_bytes());
-      const cpu::FlushDenormals flush;
+      const FlushDenormalsInPool flush(args.seq_len() * driver.step_work());
       driver.forward(
           static_cast<T*>(output.mutable_data_ptr()), static_cast<T*>(h_n.mutable_data_ptr()),
           keep ? static_cast<A*>(kept.mutable_data_ptr()) : nullptr, workspace.mutable_data_ptr());
@@ -199,7 +199,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(
   if (grad_h_n) args.check("grad_h_n", *grad_h_n, {batch, hidden});
   STD_TORCH_CHECK(eps || (needs & kEps) == 0, "fusedrnn: eps was drawn and has no gradient");
   STD_TORCH_CHECK(needs >= 0 && needs < (kFirstWeight << args.num_weights()),
-                  "fusedrnn: needs must have a bit for input, hx, eps and each weight, got ", needs);
+                  "fusedrnn: needs must have a bit for input, hx, eps and each weight, got ",
+                  needs);
 
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
@@ -247,7 +248,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_cpu(
 
     if (batch > 0) {
       const Tensor workspace = allocate_bytes(input, driver.backward_workspace_bytes(gradients));
-      const cpu::FlushDenormals flush;
+      const FlushDenormalsInPool flush(args.seq_len() * driver.step_work());
       driver.backward(gradients, kept ? Arguments::data<A>(*kept) : nullptr,
                       workspace.mutable_data_ptr());
     }

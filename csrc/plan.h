@@ -6,9 +6,9 @@
 
 namespace fusedrnn {
 
-// Rows (steps x batch) of a chunk's time-parallel GEMMs.  On the CPU their speed is flat from about
-// 256 rows on, and the workspace grows with every row.
-constexpr int64_t kCpuChunkRows = 512;
+// Rows (steps x batch) of a chunk's time-parallel GEMMs.  On the CPU their speed is flat from here
+// on, while the workspace grows with every row and leaves the cache.
+constexpr int64_t kCpuChunkRows = 256;
 
 // Steps per chunk: `requested` if positive, else what fills kCpuChunkRows.
 inline int64_t chunk_length(int64_t requested, int64_t seq_len, int64_t batch) {

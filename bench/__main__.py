@@ -1,0 +1,8 @@
+"""All benchmarks: memory, speed, and a language model trained on real text."""
+
+from __future__ import annotations
+
+from . import memory, speed, train_text
+from .report import main
+
+main([memory.run, speed.run, train_text.run], __doc__)

@@ -1,0 +1,116 @@
+"""One timer and one memory meter: every number of the benchmark comes from here."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over rounds of how much longer one call takes than another; least and most."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} {self.spread}"
+
+    @property
+    def spread(self) -> str:
+        """Least and most, as text."""
+        return f"({self.least:.2f}–{self.most:.2f})"
+
+
+def interleaved_ms(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    budget_s: float,
+    on_call: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Times of each call in milliseconds, one per round; the caller warms up.
+
+    A round runs every call once, so that whatever slows the machine for a while slows all of them,
+    and ratios within a round stay fair. Ends after ``rounds``, or earlier, but not before
+    ``LEAST_ROUNDS``, when ``budget_s`` seconds are over.
+    """
+    times_ms: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
+    for done in range(rounds):
+        gc.collect()
+        if done >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+            break
+        for name, call in calls.items():
+            times_ms[name].append(time_ms(call))
+            on_call()
+    return times_ms
+
+
+def time_ms(call: Callable[[], object]) -> float:
+    """Time of one call, in milliseconds, during which Python collects no garbage."""
+    gc.disable()
+    begin = time.perf_counter()
+    call()
+    end = time.perf_counter()
+    gc.enable()
+    return 1e3 * (end - begin)
+
+
+def ratio(times_ms: Iterable[float], other_ms: Iterable[float]) -> Ratio:
+    """How much longer one call takes than another, from times of the same rounds."""
+    ratios = [a / b for a, b in zip(times_ms, other_ms, strict=True)]
+    return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a call takes from torch's allocator: most bytes at once, and how many allocations."""
+
+    peak_bytes: int
+    allocations: int
+
+
+def measure_memory(call: Callable[[], object]) -> Memory:
+    """Runs a call under the profiler, which sees temporaries inside of operators too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    sizes.sort(key=lambda event: event[0])  # stable: events of one nanosecond keep their order
+    now_bytes = peak_bytes = 0
+    for _, size_bytes in sizes:
+        now_bytes += size_bytes
+        peak_bytes = max(peak_bytes, now_bytes)
+    return Memory(peak_bytes, sum(size_bytes > 0 for _, size_bytes in sizes))
+
+
+def saved_sizes_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> list[int]:
+    """Sizes of the memory blocks that a forward pass keeps for backward, largest first.
+
+    A block counts once, and as a whole, however many views of it are saved. Those of ``known``
+    tensors, which live anyway, do not count: parameters and input.
+    """
+    known_blocks = {tensor.untyped_storage().data_ptr() for tensor in known}
+    blocks: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known_blocks:
+            blocks[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = forward()  # held until the end, so that no block is freed and used again
+    del output
+    return sorted(blocks.values(), reverse=True)

@@ -1,0 +1,239 @@
+"""Time of a training step, as ratios within one run: ``python -m bench.speed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+
+import torch
+
+from fusedrnn import _helpers
+
+from .cases import (
+    COMPILED,
+    CONTENDERS,
+    DENORMAL_LIMIT,
+    GEMMS,
+    GRU,
+    KEPT_GEMMS,
+    LARGE,
+    LOOP,
+    LSTM,
+    OURS,
+    SMALL,
+    SPEED_LIMITS,
+    Shape,
+    TrainingStep,
+    why_not_compiled,
+)
+from .clock import interleaved_ms, ratio
+from .report import Report, Run, Table, Target, main
+
+Calls = dict[str, Callable[[], object]]
+REBUILD = "rebuilding GEMMs"
+FORWARD_ONLY = (LSTM, GRU, LOOP, OURS)
+QUICK = Shape(16, 32, 32)
+DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
+
+
+def run(run: Run) -> Report:
+    """Training step and forward pass at two shapes, and a backward pass through denormals."""
+    shapes = {QUICK: 3} if run.quick else {LARGE: 4, SMALL: 15}  # and the rounds of each
+    contenders = [name for name in CONTENDERS if not (run.quick and name == COMPILED)]
+    denormal_rounds = 3 if run.quick else 9
+    calls_in_round = len(contenders) + 2 + len(FORWARD_ONLY)
+    total = 1 + sum(shapes.values()) * calls_in_round + denormal_rounds * 4
+    task = run.progress.add_task("speed", total=total)
+
+    not_compiled = None if run.quick else why_not_compiled(list(shapes))
+    run.progress.advance(task)
+    if not_compiled:
+        contenders.remove(COMPILED)
+
+    def measure(calls: Calls, rounds: int, budget_s: float) -> dict[str, list[float]]:
+        def advance() -> None:
+            run.progress.advance(task)
+
+        return interleaved_ms(calls, rounds=rounds, budget_s=budget_s, on_call=advance)
+
+    results, tables, targets = [], [], []
+    for shape, rounds in shapes.items():
+        train_ms = measure(_training_calls(shape, contenders), rounds, budget_s=40)
+        rebuild_ms = train_ms.pop(REBUILD)
+        train_ms[GEMMS] = [a + b for a, b in zip(train_ms[KEPT_GEMMS], rebuild_ms, strict=True)]
+        forward_ms = measure(_forward_calls(shape), rounds, budget_s=12)
+        ratios = {pair: ratio(*(train_ms[name] for name in pair)) for pair in SPEED_LIMITS}
+        if not run.quick:  # the bounds are for sizes that have work to do
+            targets += [
+                Target(f"time, {a} / {b}", str(shape), r.median, SPEED_LIMITS[a, b], r.spread)
+                for (a, b), r in ratios.items()
+            ]
+        tables += [
+            _table(f"Training step, {shape}", train_ms),
+            _table(f"Forward under no_grad, {shape}", forward_ms),
+        ]
+        results.append(
+            {
+                "shape": vars(shape),
+                "train_ms": train_ms,
+                "forward_ms": forward_ms,
+                "ratios": {f"{a} / {b}": asdict(r) for (a, b), r in ratios.items()},
+            }
+        )
+
+    shape = DENORMAL_QUICK if run.quick else DENORMAL
+    backward_ms = measure(_backward_calls(shape), denormal_rounds, budget_s=15)
+    slowdown = {
+        name: ratio(backward_ms[f"{name}, denormals"], backward_ms[name]) for name in (LOOP, OURS)
+    }
+    rows = [
+        [name, *(f"{median(backward_ms[name + case]):.1f}" for case in ("", ", denormals")), str(r)]
+        for name, r in slowdown.items()
+    ]
+    columns = ["", "ordinary ms", "denormals ms", "denormals / ordinary"]
+    tables.append(Table(f"Backward, adjoints through denormals, {shape}", columns, rows))
+    if not run.quick:
+        r = slowdown[OURS]
+        what = f"backward time, {OURS}, denormals / ordinary"
+        targets.append(Target(what, str(shape), r.median, DENORMAL_LIMIT, r.spread))
+    run.progress.update(task, completed=total)  # a budget may have ended it with rounds to go
+    numbers = {
+        "shapes": results,
+        "denormals": {
+            "shape": vars(shape),
+            "backward_ms": backward_ms,
+            "slowdown": {name: asdict(r) for name, r in slowdown.items()},
+        },
+        "compiled_loop": not_compiled or ("left out" if run.quick else "ran"),
+    }
+    if not_compiled:
+        tables.append(Table(COMPILED, [not_compiled], []))
+    return Report("speed", numbers, tables, targets)
+
+
+def _training_calls(shape: Shape, contenders: list[str]) -> Calls:
+    calls: Calls = {}
+    for name in contenders:
+        step = TrainingStep(name, shape)
+        _warm_up(step, step.train)
+        calls[name] = step.train
+    gemms = Gemms(shape)
+    gemms.kept()
+    gemms.rebuild()
+    return calls | {KEPT_GEMMS: gemms.kept, REBUILD: gemms.rebuild}
+
+
+def _forward_calls(shape: Shape) -> Calls:
+    calls: Calls = {}
+    for name in FORWARD_ONLY:
+        step = TrainingStep(name, shape)
+        _warm_up(step, step.infer)
+        calls[name] = step.infer
+    return calls
+
+
+def _warm_up(step: TrainingStep, call: Callable[[], object]) -> None:
+    """On a few steps: a whole sequence would cost as much as a round."""
+    whole = step.input, step.grad_output
+    step.input, step.grad_output = (tensor[:16] for tensor in whole)
+    call()
+    step.input, step.grad_output = whole
+
+
+class Gemms:
+    """The op's matrix products and nothing else, back to back, into memory allocated before.
+
+    Those over several steps go over the rows of a chunk, as in the op. Chunks must be whole here.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        width = shape.hidden_size
+        steps = _helpers.chunk_length(0, shape.seq_len, shape.batch)
+        rows = steps * shape.batch  # of the op's products over several steps at once
+        chunks, rest = divmod(shape.seq_len, steps)
+        if rest:
+            raise ValueError(f"{shape} has no whole number of chunks of {steps} steps")
+        self.x, self.h, self.z = torch.randn(3, chunks, rows, width).unbind()
+        self.w_ih, self.w_zh = torch.randn(2, 3 * width, width).unbind()
+        self.w_hz = torch.randn(2 * width, width)
+        self.grad_ih, self.grad_zh = torch.zeros(2, 3 * width, width).unbind()
+        self.grad_hz = torch.zeros(2 * width, width)
+        self.side, self.gates = torch.randn(2, rows, 3 * width).unbind()
+        self.posterior = torch.randn(rows, 2 * width)
+        self.of_step = torch.empty(shape.batch, width)
+        self.batch = shape.batch
+
+    def kept(self) -> None:
+        """Forward and backward with ``recompute=False``."""
+        gates, posterior = self.gates.split(self.batch), self.posterior.split(self.batch)
+        for x, h, z in zip(self.x, self.h, self.z, strict=True):
+            torch.mm(x, self.w_ih.t(), out=self.side)
+            steps = zip(h.split(self.batch), z.split(self.batch), gates, posterior, strict=True)
+            for h_t, z_t, gates_t, posterior_t in steps:
+                torch.mm(h_t, self.w_hz.t(), out=posterior_t)
+                torch.mm(z_t, self.w_zh.t(), out=gates_t)
+        for x, h, z in zip(self.x, self.h, self.z, strict=True):
+            for gates_t, posterior_t in zip(gates, posterior, strict=True):
+                torch.mm(gates_t, self.w_zh, out=self.of_step)
+                torch.mm(posterior_t, self.w_hz, out=self.of_step)
+            self.grad_ih.addmm_(self.side.t(), x)
+            self.grad_zh.addmm_(self.gates.t(), z)
+            self.grad_hz.addmm_(self.posterior.t(), h)
+
+    def rebuild(self) -> None:
+        """What backward does in addition with ``recompute=True``."""
+        for x, h, z in zip(self.x, self.h, self.z, strict=True):
+            torch.mm(x, self.w_ih.t(), out=self.side)
+            torch.mm(h, self.w_hz.t(), out=self.posterior)
+            torch.mm(z, self.w_zh.t(), out=self.gates)
+
+
+def _backward_calls(shape: Shape) -> Calls:
+    calls: Calls = {}
+    for name in (LOOP, OURS):
+        for case in ("", ", denormals"):
+            step = TrainingStep(name, shape)
+            if case:
+                _saturate(step)
+            calls[name + case] = _backward(step, step.forward())
+            calls[name + case]()  # warm-up
+    return calls
+
+
+def _saturate(step: TrainingStep) -> None:
+    """The update gate keeps the state, and the gradient comes from the last state alone.
+
+    From there the adjoints get smaller by a constant factor with each step, and so small that
+    first their products with weights and then they themselves are denormal.
+    """
+    biases = dict(step.module.named_parameters(remove_duplicate=False))
+    name = next(name for name in biases if name.endswith("bias_ih_l0"))
+    with torch.no_grad():
+        biases[name].chunk(3)[1].fill_(3.0)
+    step.grad_output[:-1] = 0
+    step.grad_output *= 1e-34
+
+
+def _backward(step: TrainingStep, output: torch.Tensor) -> Callable[[], None]:
+    def backward() -> None:
+        output.backward(step.grad_output, retain_graph=True)
+        step.module.zero_grad(set_to_none=True)
+
+    return backward
+
+
+def _table(title: str, times_ms: dict[str, list[float]]) -> Table:
+    rows = [
+        [
+            name,
+            f"{median(times):.1f}",
+            *(str(ratio(times, times_ms[o])) if o in times_ms else "" for o in (LSTM, LOOP)),
+        ]
+        for name, times in times_ms.items()
+    ]
+    return Table(title, ["", "ms", "/ LSTM", "/ loop"], rows)
+
+
+if __name__ == "__main__":
+    main([run], __doc__)
