@@ -94,25 +94,11 @@ class CpuBackend {
     });
   }
 
-  // A thread takes its batch rows through all steps of a chunk, GEMMs included: one barrier per
-  // chunk instead of several per step, which matters when other programs compete for the cores.
-  // With more threads than that leaves rows for, the GEMMs use them better, each on its own.
-  template <class F>
-  void for_row_groups(int64_t batch, int64_t work, const F& f) const {
-    const int64_t threads = torch::stable::get_num_threads();
-    if (threads == 1 || batch < threads * kGroupRows || work < kParallelWork) return f(0, batch);
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-      const cpu::FlushDenormals flush;
-      for (int64_t g = first; g < last; ++g) {
-        f(batch * g / threads, batch * (g + 1) / threads);
-      }
-    });
-  }
-
  private:
-  static constexpr int64_t kGroupRows = 16;       // least rows that keep a GEMM efficient
-  static constexpr int64_t kStageGrain = 16'384;  // elements; about 0.05 ms
-  static constexpr int32_t kDeviceType = 0;       // CPU
+  // Elements of a stage per thread, below which one thread does it: about 10 us, several times a
+  // barrier's cost.
+  static constexpr int64_t kStageGrain = 4'096;
+  static constexpr int32_t kDeviceType = 0;  // CPU
 
   struct Borrowed : BorrowedTensor {
     template <class M>

@@ -10,8 +10,6 @@
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), column_sum(Matrix<const O>, A* sum)   sum += ...
-//   for_row_groups(batch, work, f(first, last))   f over disjoint ranges of batch rows, in parallel
-//                                                 where `work` multiply-adds are worth it
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -188,35 +186,32 @@ class Driver {
     backend_.gemm(Matrix<A>::contiguous(buffers.side, steps * batch, side_columns),
                   input_rows(begin, steps, buffers), weight_[0].transposed(), false);
 
-    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last) {
-      const int64_t count = last - first;
-      for (int64_t t = 0; t < steps; ++t) {
-        const int64_t row = t * batch + first;
-        T* h = output + (begin * batch + row) * hidden();
-        const T* h_before = begin + t == 0 ? layer_.hx + first * hidden() : h - batch * hidden();
-        auto operand = Matrix<const O>::contiguous(
-            select<kTensorIsOperand>(h_before, buffers.h + first * hidden()), count, hidden());
-        for (int s = 0; s <= layer_.last(); ++s) {
-          const auto projection = Matrix<A>::contiguous(
-              buffers.projection[s] + first * layer_.columns(s), count, layer_.columns(s));
-          backend_.gemm(projection, operand, weight(s).transposed(), false);
-          auto step = make_step<ForwardStep<T, O>>(
-              s, begin, row, nullptr, buffers.side + row * side_columns, projection.data);
-          step.noise = noise(eps, row);
-          step.keep = kept.at(s, step.first_row);
-          if (s < layer_.last()) {
-            step.operand = buffers.operand[s] + first * layer_.width(s);
-            operand = Matrix<const O>::contiguous(step.operand, count, layer_.width(s));
-          } else {
-            step.output = h;
-            step.carry = select<kCarryIsOutput>(h_before, buffers.carry + first * hidden());
-            if (!kCarryIsOutput) step.carry_out = buffers.carry + first * hidden();
-            if (!kTensorIsOperand) step.operand = buffers.h + first * hidden();
-          }
-          backend_.forward(layer_.cell.stages[s].kind, step, count);
+    for (int64_t t = 0; t < steps; ++t) {
+      const int64_t row = t * batch;
+      T* h = output + (begin * batch + row) * hidden();
+      const T* h_before = begin + t == 0 ? layer_.hx : h - batch * hidden();
+      auto operand = Matrix<const O>::contiguous(select<kTensorIsOperand>(h_before, buffers.h),
+                                                 batch, hidden());
+      for (int s = 0; s <= layer_.last(); ++s) {
+        const auto projection =
+            Matrix<A>::contiguous(buffers.projection[s], batch, layer_.columns(s));
+        backend_.gemm(projection, operand, weight(s).transposed(), false);
+        auto step = make_step<ForwardStep<T, O>>(
+            s, begin, row, nullptr, buffers.side + row * side_columns, projection.data);
+        step.noise = noise(eps, row);
+        step.keep = kept.at(s, step.first_row);
+        if (s < layer_.last()) {
+          step.operand = buffers.operand[s];
+          operand = Matrix<const O>::contiguous(step.operand, batch, layer_.width(s));
+        } else {
+          step.output = h;
+          step.carry = select<kCarryIsOutput>(h_before, buffers.carry);
+          if (!kCarryIsOutput) step.carry_out = buffers.carry;
+          if (!kTensorIsOperand) step.operand = buffers.h;
         }
+        backend_.forward(layer_.cell.stages[s].kind, step, batch);
       }
-    });
+    }
   }
 
   // h_{t-1} of a chunk's rows, in up to two pieces because that of the first step is hx.
@@ -290,43 +285,39 @@ class Driver {
                      const Kept<const A>& kept, BackwardBuffers& buffers) {
     const int64_t batch = layer_.batch;
     const T* grad_output = plane_rows(gradients.output, begin, steps, buffers.grad_output);
-    backend_.for_row_groups(batch, steps * step_work(), [&](int64_t first, int64_t last) {
-      const int64_t count = last - first;
-      A* dh = buffers.dh + first * hidden();
-      for (int64_t t = steps - 1; t >= 0; --t) {
-        const int64_t row = t * batch + first;
-        const Planes<A> at = buffers.planes.from_row(layer_, row);
-        const Planes<O> d = buffers.gradient.from_row(layer_, row);
-        for (int s = layer_.last(); s >= 0; --s) {
-          const A* pre = traits(layer_.cell.stages[s].kind).has_factors
-                             ? at.projection[s]
-                             : kept.at(s, begin * batch + row);
-          auto step = make_step<BackwardStep<T, O>>(s, begin, row, pre, at.side, at.projection[s]);
-          step.dside = d.side;
-          step.dprojection = d.projection[s];
-          if (s == layer_.last()) {
-            step.carry = begin + t == 0 ? layer_.hx + first * hidden()
-                                        : layer_.output + (begin * batch + row - batch) * hidden();
-            step.dout = step.dcarry = dh;
-            if (grad_output != nullptr) step.grad_output = grad_output + row * hidden();
-          } else {
-            step.dout = buffers.dstage[s] + first * layer_.width(s);
-          }
-          if (gradients.eps != nullptr) step.deps = gradients.eps + step.first_row * step.width;
-          backend_.backward(layer_.cell.stages[s].kind, step, count);
+    const auto dh = Matrix<A>::contiguous(buffers.dh, batch, hidden());
+    for (int64_t t = steps - 1; t >= 0; --t) {
+      const int64_t row = t * batch, from_start = begin * batch + row;
+      const Planes<A> at = buffers.planes.from_row(layer_, row);
+      const Planes<O> d = buffers.gradient.from_row(layer_, row);
+      for (int s = layer_.last(); s >= 0; --s) {
+        const StageKind kind = layer_.cell.stages[s].kind;
+        const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
+        auto step = make_step<BackwardStep<T, O>>(s, begin, row, pre, at.side, at.projection[s]);
+        step.dside = d.side;
+        step.dprojection = d.projection[s];
+        if (s == layer_.last()) {
+          step.carry =
+              from_start == 0 ? layer_.hx : layer_.output + (from_start - batch) * hidden();
+          step.dout = step.dcarry = dh.data;
+          if (grad_output != nullptr) step.grad_output = grad_output + row * hidden();
+        } else {
+          step.dout = buffers.dstage[s];
+        }
+        if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
+        backend_.backward(kind, step, batch);
 
-          const auto dprojection =
-              Matrix<const O>::contiguous(d.projection[s], count, layer_.columns(s));
-          if (s > 0) {
-            A* dstage = buffers.dstage[s - 1] + first * layer_.width(s - 1);
-            backend_.gemm(Matrix<A>::contiguous(dstage, count, layer_.width(s - 1)), dprojection,
-                          weight(s), false);
-          } else if (begin + t > 0 || gradients.hx != nullptr) {
-            backend_.gemm(Matrix<A>::contiguous(dh, count, hidden()), dprojection, weight(0), true);
-          }
+        const auto dprojection =
+            Matrix<const O>::contiguous(d.projection[s], batch, layer_.columns(s));
+        if (s > 0) {
+          const int64_t width = layer_.width(s - 1);
+          backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], batch, width), dprojection,
+                        weight(s), false);
+        } else if (from_start > 0 || gradients.hx != nullptr) {
+          backend_.gemm(dh, dprojection, weight(0), true);
         }
       }
-    });
+    }
   }
 
   // Gradients of input and weights, all steps of a chunk at once.
