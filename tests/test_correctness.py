@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CASES, DTYPES, Case, reference_results, relative_errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import fusedrnn
@@ -12,12 +14,32 @@ from fusedrnn import reference
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_loop_in_float64(case):
+def test_equals_the_loop_in_float64(case: Case):
     arguments = case.tensors().to(torch.float64)
     truth = reference_results(arguments, torch.float64, case)
     results = arguments.results(fusedrnn.stochastic_gru, **case.options)
     for name, error in relative_errors(results, truth).items():
         assert error < 1e-12, name
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.builds(
+        Case,
+        seq_len=st.integers(1, 20),
+        batch=st.integers(1, 40),
+        input_size=st.integers(1, 40),
+        hidden_size=st.integers(1, 80),
+        latent_size=st.integers(1, 80),
+        num_layers=st.integers(1, 3),
+        bias=st.booleans(),
+        noise=st.sampled_from(["seed", "eps", "none"]),
+        recompute=st.booleans(),
+        chunk_size=st.none() | st.integers(1, 25),
+    )
+)
+def test_equals_the_loop_for_any_sizes(case):
+    test_equals_the_loop_in_float64(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -1,0 +1,21 @@
+"""Numbers in the README are those that the benchmark printed."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_shows_the_results_of_the_benchmark():
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split("<!-- results")[1].split("<!-- end of results")[0].splitlines()[1:]
+    printed = (ROOT / "bench" / "results" / "cpu.md").read_text().splitlines()
+    assert len(shown) > 20
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_readme_example_runs():
+    readme = (ROOT / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(example, names)
+    assert names["output"].shape == (128, 16, 256)
