@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 ROOT = Path(__file__).parents[1]
 OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
 

@@ -124,6 +124,7 @@ def test_long_memory_is_not_lost_in_rounding():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_bits_from_run_to_run_and_for_any_number_of_threads(case, threads):
+    """GEMMs are torch's; at these sizes they too do not depend on threads, as stages never do."""
     arguments = replace(case, dtype=torch.float32).tensors().to(torch.float32)
     threads(1)
     first = arguments.results(fusedrnn.stochastic_gru, **case.options)
