@@ -83,7 +83,9 @@ class Memory:
 
 def measure_memory(call: Callable[[], object]) -> Memory:
     """Runs a call under the profiler, which sees temporaries inside of operators too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         call()
     events = profiler.profiler.kineto_results.events()
     sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]

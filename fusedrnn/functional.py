@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _library
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
 
 def stochastic_gru(
@@ -91,8 +92,7 @@ def stochastic_gru(
     _check_types(tensors)
 
     device_type = input.device.type
-    has_autocast = torch.amp.is_autocast_available(device_type)
-    if has_autocast and torch.is_autocast_enabled(device_type):
+    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             return stochastic_gru(
@@ -210,7 +210,8 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor | None]) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is not None and tensor.shape != shape:
+    # Tuples of plain numbers: torch.compile of torch 2.11 compares nothing else with a torch.Size.
+    if tensor is not None and tuple(tensor.shape) != tuple(shape):
         raise RuntimeError(
             f"fusedrnn: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}"
         )

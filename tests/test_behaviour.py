@@ -105,7 +105,9 @@ def test_second_derivatives_are_refused():
 
 def allocations(function):
     """Sizes in bytes of what torch's allocator gave out while ``function`` ran."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()
     sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
