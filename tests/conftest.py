@@ -1,12 +1,7 @@
 """What every test shares."""
 
-import os
-
 import pytest
 import torch
-
-# Threads that spin while they wait slow down tests on machines that are busy otherwise.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_same_bits_from_run_to_run_and_for_any_number_of_threads(case, threads):
 
 
 @pytest.mark.parametrize("noise", ["seed", "eps"])
-def test_recompute_gives_the_same_bits(noise):
+def test_recompute_gives_the_same(noise):
     case = Case(seq_len=20, batch=7, hidden_size=33, latent_size=20, noise=noise, chunk_size=6)
     arguments = replace(case, dtype=torch.float32).tensors().to(torch.float32)
     kept, rebuilt = (
