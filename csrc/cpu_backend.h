@@ -13,7 +13,7 @@
 
 namespace fusedrnn {
 
-// Multiply-adds from which on threads are worth their barriers; about 0.1 ms.
+// Multiply-adds from which on torch may run GEMMs on several threads.
 constexpr int64_t kParallelWork = 10'000'000;
 
 // While it lives, denormals are zero on this thread, and on those of torch's pool that run the
@@ -95,8 +95,8 @@ class CpuBackend {
   }
 
  private:
-  // Elements of a stage per thread, below which one thread does it: about 10 us, several times a
-  // barrier's cost.
+  // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
+  // it saves.
   static constexpr int64_t kStageGrain = 4'096;
   static constexpr int32_t kDeviceType = 0;  // CPU
 

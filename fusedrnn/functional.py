@@ -96,13 +96,13 @@ def stochastic_gru(
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             return stochastic_gru(
-                input.to(dtype),
-                [w.to(dtype) for w in weights],
-                None if hx is None else hx.to(dtype),
+                _autocast(input, dtype),
+                [_autocast(w, dtype) for w in weights],
+                None if hx is None else _autocast(hx, dtype),
                 num_layers=num_layers,
                 bias=bias,
                 batch_first=batch_first,
-                eps=None if eps is None else eps.to(dtype),
+                eps=None if eps is None else _autocast(eps, dtype),
                 seed=seed,
                 generator=generator,
                 sample=sample,
@@ -159,6 +159,12 @@ def stochastic_gru(
     if not is_batched:
         return sequence.squeeze(1), h_n.squeeze(1)
     return sequence.transpose(0, 1) if batch_first else sequence, h_n
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # As torch's own autocast: float64 stays what it is, and so does what is no float at all.
+    is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_eligible else tensor
 
 
 def _draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -401,6 +401,10 @@ def test_autocast_runs_in_its_dtype():
     assert rnn.weight_ih_l0.grad.dtype == torch.float32
     with torch.autocast("cpu", enabled=False):
         assert rnn(input)[0].dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fusedrnn.StochasticGRU(5, 7).double()(input.double())[0].dtype == torch.float64
+        with pytest.raises(ValueError, match=r"got torch\.int64"):
+            rnn(input.long())
 
 
 def test_meta_tensors_have_the_right_shapes():

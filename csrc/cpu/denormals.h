@@ -1,4 +1,4 @@
-// Denormal numbers cost a hundred cycles each on most processors, and the adjoints of a saturated
+// Arithmetic on denormal numbers is slow on most processors, and the adjoints of a saturated
 // cell decay through them.
 #pragma once
 #include <cstdint>
