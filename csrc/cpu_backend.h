@@ -20,8 +20,10 @@ constexpr int64_t kParallelWork = 10'000'000;
 // GEMMs of `work` multiply-adds; then all are as they were.
 class FlushDenormalsInPool {
  public:
-  explicit FlushDenormalsInPool(int64_t work)
-      : threads_(work < kParallelWork ? 1 : torch::stable::get_num_threads()) {
+  explicit FlushDenormalsInPool(int64_t work) : threads_(torch::stable::get_num_threads()) {
+    start_pool();
+    caller_.emplace();
+    if (work < kParallelWork) threads_ = 1;
     if (threads_ > 1) on_each_thread([] { worker().emplace(); });
   }
   ~FlushDenormalsInPool() {
@@ -33,12 +35,18 @@ class FlushDenormalsInPool {
     static thread_local std::optional<cpu::FlushDenormals> flush;
     return flush;
   }
+  // A thread inherits the mode of the one that starts it, so the pool has to be there before.
+  void start_pool() const {
+    static thread_local int64_t started = 1;
+    if (threads_ > 1 && threads_ != started) on_each_thread([] {});
+    started = threads_;
+  }
   template <class F>
   void on_each_thread(const F& f) const {
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) { f(); });
   }
 
-  cpu::FlushDenormals caller_;
+  std::optional<cpu::FlushDenormals> caller_;
   int64_t threads_;
 };
 
@@ -48,32 +56,33 @@ class CpuBackend {
   using T = Element;
   using A = Acc<T>;
   using O = A;  // bfloat16 is widened before its GEMMs, so that they accumulate and return float
+  static constexpr bool kReplays = false, kGemmRounds = false;
+  struct Recording {};
+
+  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*summed_columns*/) { return 0; }
+  void use_scratch(void*) const {}
+
+  template <class F>
+  void enqueue(Recording&, bool /*repeats*/, int64_t /*first_row*/, const F& steps) const {
+    steps(nullptr);
+  }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
-    const Borrowed out_tensor(out), a_tensor(a), b_tensor(b);
+    const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
+                         b_tensor = borrower_.borrow(b);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
                                                            a_tensor.get(), b_tensor.get(),
                                                            accumulate ? 1.0 : 0.0, 1.0));
   }
 
   template <class To, class From>
-  void copy(Matrix<To> out, Matrix<const From> from) const {
-    copy_tensor(Borrowed(out), Borrowed(from));
-  }
-  template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
-    copy(out, Matrix<const From>(from));
+    borrower_.copy(out, Matrix<const From>(from));
   }
-
-  // Steps [begin, begin + steps) of a sequence, as contiguous rows.
   template <class To, class From>
-  void copy_steps(To* out, const Sequence<const From>& from, int64_t begin, int64_t steps,
+  void copy_steps(To* out, const Sequence<From>& from, int64_t begin, int64_t steps,
                   int64_t batch) const {
-    const int64_t sizes[] = {steps, batch, from.width};
-    const int64_t strides[] = {batch * from.width, from.width, 1};
-    const int64_t from_strides[] = {from.stride_t, from.stride_b, from.stride_w};
-    copy_tensor(BorrowedTensor(out, 3, sizes, strides, kDeviceType, 0),
-                BorrowedTensor(from.at(begin), 3, sizes, from_strides, kDeviceType, 0));
+    borrower_.copy_steps(out, from, begin, steps, batch);
   }
 
   void zero(Matrix<A> out) const { std::fill_n(out.data, out.rows * out.columns, A(0)); }
@@ -98,23 +107,6 @@ class CpuBackend {
   // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
   // it saves.
   static constexpr int64_t kStageGrain = 4'096;
-  static constexpr int32_t kDeviceType = 0;  // CPU
-
-  struct Borrowed : BorrowedTensor {
-    template <class M>
-    explicit Borrowed(const Matrix<M>& m) : Borrowed(m, std::array{m.rows, m.columns}) {}
-
-   private:
-    template <class M>
-    Borrowed(const Matrix<M>& m, std::array<int64_t, 2> sizes)
-        : BorrowedTensor(m.data, 2, sizes.data(), std::array{m.row_stride, m.column_stride}.data(),
-                         kDeviceType, 0) {}
-  };
-
-  static void copy_tensor(const BorrowedTensor& out, const BorrowedTensor& from) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), from.get(), 0));
-  }
-
   // f over [0, count), each item being `size` elements of work.
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {
@@ -126,6 +118,7 @@ class CpuBackend {
     });
   }
 
+  const Borrower borrower_{0, 0};  // the CPU
   const cpu::Kernels<T>& kernels_ = cpu::kernels<T>();
 };
 

@@ -10,6 +10,10 @@
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), column_sum(Matrix<const O>, A* sum)   sum += ...
+//   enqueue(Recording, repeats, first_row, steps)   calls steps(shift), or replays what an earlier
+//       call with `repeats` did, further on in the sequence by the difference of first_row
+//   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
+//   scratch_bytes(rows, summed columns), use_scratch(pointer): memory of its own in the workspace
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -52,14 +56,17 @@ class Driver {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
     prepare(buffers);
+    const auto hx = Matrix<const T>::contiguous(layer_.hx, layer_.batch, hidden());
     if (!kCarryIsOutput) {
-      const auto hx = Matrix<const T>::contiguous(layer_.hx, layer_.batch, hidden());
       backend_.copy(Matrix<A>::contiguous(buffers.carry, layer_.batch, hidden()), hx);
+    }
+    if (!kStateIsOperand) {
       backend_.copy(Matrix<O>::contiguous(buffers.h, layer_.batch, hidden()), hx);
     }
     const Kept<A> kept(layer_, keep);
+    Recording recording;
     for (int64_t begin = 0; begin < layer_.seq_len; begin += layer_.chunk) {
-      forward_chunk(begin, steps_from(begin), output, kept, buffers);
+      forward_chunk(begin, steps_from(begin), output, kept, buffers, recording);
     }
     backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
                   Matrix<const T>::contiguous(output + (layer_.rows() - layer_.batch) * hidden(),
@@ -78,11 +85,12 @@ class Driver {
       backend_.zero(dh);
     }
     const Kept<const A> kept(layer_, keep);
+    Recording recording;
     const int64_t chunks = (layer_.seq_len + layer_.chunk - 1) / layer_.chunk;
     for (int64_t begin = (chunks - 1) * layer_.chunk; begin >= 0; begin -= layer_.chunk) {
       const int64_t steps = steps_from(begin);
       rebuild(begin, steps, kept, buffers);
-      adjoint_chain(begin, steps, gradients, kept, buffers);
+      adjoint_chain(begin, steps, gradients, kept, buffers, recording);
       leaf_gradients(begin, steps, gradients, buffers);
     }
     if (gradients.hx != nullptr) {
@@ -91,14 +99,23 @@ class Driver {
   }
 
  private:
-  using Buffers = typename Workspace<T, O>::Buffers;
-  using ForwardBuffers = typename Workspace<T, O>::Forward;
-  using BackwardBuffers = typename Workspace<T, O>::Backward;
-  static constexpr bool kCarryIsOutput = Workspace<T, O>::kCarryIsOutput;
-  static constexpr bool kTensorIsOperand = Workspace<T, O>::kTensorIsOperand;
+  using Space = Workspace<Backend>;
+  using Buffers = typename Space::Buffers;
+  using ForwardBuffers = typename Space::Forward;
+  using BackwardBuffers = typename Space::Backward;
+  using Recording = typename Backend::Recording;
+  static constexpr bool kCarryIsOutput = Space::kCarryIsOutput;
+  static constexpr bool kStateIsOperand = Space::kStateIsOperand;
+  static constexpr bool kTensorIsOperand = Space::kTensorIsOperand;
 
   int64_t hidden() const { return layer_.sizes.hidden; }
   int64_t steps_from(int64_t begin) const { return std::min(layer_.chunk, layer_.seq_len - begin); }
+
+  // The steps of a chunk, all but the first and a short last of which are alike.
+  template <class F>
+  void enqueue_steps(Recording& recording, int64_t begin, int64_t steps, const F& enqueue) {
+    backend_.enqueue(recording, begin > 0 && steps == layer_.chunk, begin * layer_.batch, enqueue);
+  }
 
   template <bool kFirst, class First, class Second>
   static auto select(First first, Second second) {
@@ -112,10 +129,11 @@ class Driver {
   // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
   // serves, so that float weights are never copied.
   void prepare(const Buffers& buffers) {
+    backend_.use_scratch(buffers.scratch);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
       const Matrix<const T>& w = layer_.weight[p];
-      if constexpr (kTensorIsOperand) {
-        weight_[p] = w;
+      if (Space::weight_is_ready(w)) {
+        if constexpr (kTensorIsOperand) weight_[p] = w;
       } else {
         const auto copy = Matrix<O>::contiguous(buffers.weight[p], w.rows, w.columns);
         backend_.copy(copy, w);
@@ -124,7 +142,7 @@ class Driver {
       const Matrix<const T>& b = layer_.bias[p];
       if (b.data == nullptr) {
         bias_[p] = nullptr;
-      } else if (Workspace<T, O>::bias_is_ready(b)) {
+      } else if (Space::bias_is_ready(b)) {
         bias_[p] = reinterpret_cast<const A*>(b.data);
       } else {
         backend_.copy(Matrix<A>::contiguous(buffers.bias[p], 1, b.columns), b);
@@ -146,17 +164,20 @@ class Driver {
   }
 
   // eps, or the output's gradient, of a chunk; null if there is none.
-  const T* plane_rows(const Sequence<const T>& sequence, int64_t begin, int64_t steps, T* scratch) {
-    if (sequence.data == nullptr) return nullptr;
-    if (scratch == nullptr) return sequence.at(begin);
-    backend_.copy_steps(scratch, sequence, begin, steps, layer_.batch);
-    return scratch;
+  Rows<const T> rows_of(const Sequence<const T>& sequence, int64_t begin, int64_t steps, T* copy) {
+    if (sequence.data == nullptr) return {};
+    if (copy == nullptr) return {sequence.at(begin), true};
+    backend_.copy_steps(copy, sequence, begin, steps, layer_.batch);
+    return {copy, false};
+  }
+  static Rows<const T> from_row(Rows<const T> rows, int64_t row, int64_t width) {
+    if (rows.data != nullptr) rows.data += row * width;
+    return rows;
   }
 
-  // eps: of the chunk, or null
-  Noise<T> noise(const T* eps, int64_t row) const {
-    return {eps == nullptr ? nullptr : eps + row * layer_.sizes.latent, layer_.seed, layer_.batch,
-            layer_.layer};
+  // eps: of the chunk
+  Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
+    return {from_row(eps, row, layer_.sizes.latent), layer_.seed, layer_.batch, layer_.layer};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
@@ -180,17 +201,23 @@ class Driver {
   }
 
   void forward_chunk(int64_t begin, int64_t steps, T* output, const Kept<A>& kept,
-                     ForwardBuffers& buffers) {
-    const int64_t batch = layer_.batch, side_columns = layer_.side_columns();
-    const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
-    backend_.gemm(Matrix<A>::contiguous(buffers.side, steps * batch, side_columns),
+                     ForwardBuffers& buffers, Recording& recording) {
+    const Rows<const T> eps = rows_of(layer_.eps, begin, steps, buffers.eps);
+    backend_.gemm(Matrix<A>::contiguous(buffers.side, steps * layer_.batch, layer_.side_columns()),
                   input_rows(begin, steps, buffers), weight_[0].transposed(), false);
+    enqueue_steps(recording, begin, steps, [&](const int64_t* shift) {
+      forward_steps(begin, steps, eps, shift, output, kept, buffers);
+    });
+  }
 
+  void forward_steps(int64_t begin, int64_t steps, const Rows<const T>& eps, const int64_t* shift,
+                     T* output, const Kept<A>& kept, ForwardBuffers& buffers) {
+    const int64_t batch = layer_.batch, side_columns = layer_.side_columns();
     for (int64_t t = 0; t < steps; ++t) {
       const int64_t row = t * batch;
       T* h = output + (begin * batch + row) * hidden();
       const T* h_before = begin + t == 0 ? layer_.hx : h - batch * hidden();
-      auto operand = Matrix<const O>::contiguous(select<kTensorIsOperand>(h_before, buffers.h),
+      auto operand = Matrix<const O>::contiguous(select<kStateIsOperand>(h_before, buffers.h),
                                                  batch, hidden());
       for (int s = 0; s <= layer_.last(); ++s) {
         const auto projection =
@@ -198,6 +225,7 @@ class Driver {
         backend_.gemm(projection, operand, weight(s).transposed(), false);
         auto step = make_step<ForwardStep<T, O>>(
             s, begin, row, nullptr, buffers.side + row * side_columns, projection.data);
+        step.shift = shift;
         step.noise = noise(eps, row);
         step.keep = kept.at(s, step.first_row);
         if (s < layer_.last()) {
@@ -207,7 +235,7 @@ class Driver {
           step.output = h;
           step.carry = select<kCarryIsOutput>(h_before, buffers.carry);
           if (!kCarryIsOutput) step.carry_out = buffers.carry;
-          if (!kTensorIsOperand) step.operand = buffers.h;
+          if (!kStateIsOperand) step.operand = buffers.h;
         }
         backend_.forward(layer_.cell.stages[s].kind, step, batch);
       }
@@ -248,7 +276,7 @@ class Driver {
   // and of each stage but the last its result and its factors.
   void rebuild(int64_t begin, int64_t steps, const Kept<const A>& kept, BackwardBuffers& buffers) {
     const int64_t rows = steps * layer_.batch;
-    const T* eps = plane_rows(layer_.eps, begin, steps, buffers.eps);
+    const Rows<const T> eps = rows_of(layer_.eps, begin, steps, buffers.eps);
     if constexpr (!kTensorIsOperand) {
       for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
         backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), count, hidden()),
@@ -282,9 +310,17 @@ class Driver {
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
   void adjoint_chain(int64_t begin, int64_t steps, const Gradients<T>& gradients,
-                     const Kept<const A>& kept, BackwardBuffers& buffers) {
+                     const Kept<const A>& kept, BackwardBuffers& buffers, Recording& recording) {
+    const Rows<const T> grad_output = rows_of(gradients.output, begin, steps, buffers.grad_output);
+    enqueue_steps(recording, begin, steps, [&](const int64_t* shift) {
+      adjoint_steps(begin, steps, grad_output, shift, gradients, kept, buffers);
+    });
+  }
+
+  void adjoint_steps(int64_t begin, int64_t steps, const Rows<const T>& grad_output,
+                     const int64_t* shift, const Gradients<T>& gradients, const Kept<const A>& kept,
+                     const BackwardBuffers& buffers) {
     const int64_t batch = layer_.batch;
-    const T* grad_output = plane_rows(gradients.output, begin, steps, buffers.grad_output);
     const auto dh = Matrix<A>::contiguous(buffers.dh, batch, hidden());
     for (int64_t t = steps - 1; t >= 0; --t) {
       const int64_t row = t * batch, from_start = begin * batch + row;
@@ -294,13 +330,14 @@ class Driver {
         const StageKind kind = layer_.cell.stages[s].kind;
         const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
         auto step = make_step<BackwardStep<T, O>>(s, begin, row, pre, at.side, at.projection[s]);
+        step.shift = shift;
         step.dside = d.side;
         step.dprojection = d.projection[s];
         if (s == layer_.last()) {
           step.carry =
               from_start == 0 ? layer_.hx : layer_.output + (from_start - batch) * hidden();
           step.dout = step.dcarry = dh.data;
-          if (grad_output != nullptr) step.grad_output = grad_output + row * hidden();
+          step.grad_output = from_row(grad_output, row, hidden());
         } else {
           step.dout = buffers.dstage[s];
         }
@@ -328,7 +365,7 @@ class Driver {
     if (gradients.input != nullptr) {
       const int64_t at = begin * layer_.batch * layer_.sizes.input;
       const auto dx = Matrix<T>::contiguous(gradients.input + at, rows, layer_.sizes.input);
-      if constexpr (std::is_same_v<T, A>) {
+      if constexpr (Space::kTensorIsResult) {
         backend_.gemm(dx, dside, weight_[0], false);
       } else {
         const auto wide = Matrix<A>::contiguous(buffers.dx, rows, layer_.sizes.input);

@@ -14,6 +14,11 @@ struct Matrix {
   }
   operator Matrix<const T>() const { return {data, rows, columns, row_stride, column_stride}; }
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
+  // True if a GEMM can read it: neighbours in a row or in a column are neighbours in memory.
+  bool is_operand() const {
+    return ((column_stride == 1 || columns == 1) && (row_stride >= columns || rows == 1)) ||
+           ((row_stride == 1 || rows == 1) && (column_stride >= rows || columns == 1));
+  }
   Matrix row_range(int64_t begin, int64_t count) const {
     return {data + begin * row_stride, count, columns, row_stride, column_stride};
   }

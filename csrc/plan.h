@@ -32,7 +32,8 @@ class Arena {
   int64_t size_bytes() const { return int64_t(size_); }
 
  private:
-  static constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
+  static constexpr size_t kAlignment =
+      256;  // what GEMMs on a GPU like best; a CPU's vectors need 64
   char* base_;
   size_t size_ = 0;
 };

@@ -51,4 +51,39 @@ class BorrowedTensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
+// Tensors borrowed on one device, and the copies between them that every backend needs.
+class Borrower {
+ public:
+  Borrower(int32_t device_type, int32_t device_index) : type_(device_type), index_(device_index) {}
+
+  template <class T>
+  BorrowedTensor borrow(const Matrix<T>& m) const {
+    const int64_t sizes[] = {m.rows, m.columns}, strides[] = {m.row_stride, m.column_stride};
+    return BorrowedTensor(m.data, 2, sizes, strides, type_, index_);
+  }
+
+  template <class To, class From>
+  void copy(const Matrix<To>& out, const Matrix<const From>& from) const {
+    copy(borrow(out), borrow(from));
+  }
+
+  // Steps [begin, begin + steps) of a sequence, as contiguous rows.
+  template <class To, class From>
+  void copy_steps(To* out, const Sequence<const From>& from, int64_t begin, int64_t steps,
+                  int64_t batch) const {
+    const int64_t sizes[] = {steps, batch, from.width};
+    const int64_t strides[] = {batch * from.width, from.width, 1};
+    const int64_t from_strides[] = {from.stride_t, from.stride_b, from.stride_w};
+    copy(BorrowedTensor(out, 3, sizes, strides, type_, index_),
+         BorrowedTensor(from.at(begin), 3, sizes, from_strides, type_, index_));
+  }
+
+ private:
+  static void copy(const BorrowedTensor& out, const BorrowedTensor& from) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), from.get(), 0));
+  }
+
+  int32_t type_, index_;
+};
+
 }  // namespace fusedrnn

@@ -1,22 +1,32 @@
 // The workspace of one chunk, carved from one allocation; its size is that of the same carving with
 // no memory behind it.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "layer.h"
 
 namespace fusedrnn {
 
-// T, O: types of tensors and of GEMM operands.  With T == Acc<T> the output itself is the carry;
-// with T == O the user's tensors are operands as they are.  Where not, copies stand here.
-template <class T, class O>
+// T, O: types of tensors and of GEMM operands.  With T == O the user's tensors are operands as they
+// are, and with T == Acc<T> the output itself is the carry; but steps that are replayed hand the
+// state on at addresses that stay.  Where the user's memory does not serve, copies stand here.
+template <class Backend>
 struct Workspace {
+  using T = typename Backend::T;
+  using O = typename Backend::O;
   using A = Acc<T>;
-  static constexpr bool kCarryIsOutput = std::is_same_v<T, A>;
   static constexpr bool kTensorIsOperand = std::is_same_v<T, O>;
+  static constexpr bool kStateIsOperand = kTensorIsOperand && !Backend::kReplays;
+  static constexpr bool kCarryIsOutput = std::is_same_v<T, A> && !Backend::kReplays;
+  // Of the input's gradient: if not, it is rounded after its GEMM.
+  static constexpr bool kTensorIsResult = std::is_same_v<T, A> || Backend::kGemmRounds;
 
+  static bool weight_is_ready(const Matrix<const T>& weight) {
+    return kTensorIsOperand && weight.is_operand();
+  }
   static bool bias_is_ready(const Matrix<const T>& bias) {
-    return kCarryIsOutput && (bias.column_stride == 1 || bias.columns == 1);
+    return std::is_same_v<T, A> && (bias.column_stride == 1 || bias.columns == 1);
   }
 
   // Null where the user's own memory serves.
@@ -24,12 +34,15 @@ struct Workspace {
     O *weight[kMaxProjections], *x;
     A* bias[kMaxProjections];
     T* eps;
+    char* scratch;  // the backend's own
 
-    Buffers(const Layer<T>& layer, Arena& arena) : weight{}, x{}, bias{}, eps{} {
+    Buffers(const Layer<T>& layer, int64_t summed_columns, Arena& arena)
+        : weight{}, x{}, bias{}, eps{} {
       const int64_t rows = layer.chunk * layer.batch;
+      scratch = arena.take<char>(Backend::scratch_bytes(rows, summed_columns));
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
-        if (!kTensorIsOperand) weight[p] = arena.take<O>(w.rows * w.columns);
+        if (!weight_is_ready(w)) weight[p] = arena.take<O>(w.rows * w.columns);
         if (layer.bias[p].data != nullptr && !bias_is_ready(layer.bias[p])) {
           bias[p] = arena.take<A>(layer.bias[p].columns);
         }
@@ -49,7 +62,7 @@ struct Workspace {
     A* carry;
 
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, arena), projection{}, operand{}, h{}, carry{} {
+        : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{} {
       side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
       for (int s = 0; s <= layer.last(); ++s) {
         projection[s] = arena.take<A>(layer.batch * layer.columns(s));
@@ -57,7 +70,7 @@ struct Workspace {
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(layer.batch * layer.width(s));
       }
-      if (!kTensorIsOperand) h = arena.take<O>(layer.batch * layer.sizes.hidden);
+      if (!kStateIsOperand) h = arena.take<O>(layer.batch * layer.sizes.hidden);
       if (!kCarryIsOutput) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
     }
   };
@@ -72,8 +85,8 @@ struct Workspace {
     T* grad_output;              // of a chunk
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, arena), planes{}, input{}, operand{}, h{}, dh{}, dstage{}, dx{},
-          grad_output{} {
+        : Buffers(layer, summed_columns(layer, gradients), arena), planes{}, input{}, operand{},
+          h{}, dh{}, dstage{}, dx{}, grad_output{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -87,13 +100,22 @@ struct Workspace {
       }
       if (!kTensorIsOperand) h = arena.take<O>(rows * layer.sizes.hidden);
       dh = arena.take<A>(layer.batch * layer.sizes.hidden);
-      if (gradients.input != nullptr && !std::is_same_v<T, A>) {
+      if (gradients.input != nullptr && !kTensorIsResult) {
         dx = arena.take<A>(rows * layer.sizes.input);
       }
       if (gradients.output.data != nullptr &&
           !gradients.output.is_contiguous(layer.seq_len, layer.batch)) {
         grad_output = arena.take<T>(rows * layer.sizes.hidden);
       }
+    }
+
+   private:
+    static int64_t summed_columns(const Layer<T>& layer, const Gradients<T>& gradients) {
+      int64_t most = 0;
+      for (int p = 0; p < layer.cell.num_projections; ++p) {
+        if (gradients.bias[p] != nullptr) most = std::max(most, layer.weight[p].rows);
+      }
+      return most;
     }
   };
 };

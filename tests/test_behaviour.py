@@ -1,5 +1,7 @@
 """What a user of torch.nn expects of the operator beyond its values."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -323,6 +325,19 @@ def test_the_floating_point_mode_is_left_as_it_was(flush):
     finally:
         torch.set_flush_denormal(False)
     assert (denormal * 1.0 != 0).all()
+
+
+def test_threads_that_a_call_starts_are_left_as_they_were():
+    code = """
+import torch, fusedrnn
+rnn = fusedrnn.StochasticGRU(64, 300, 300)
+x = torch.randn(4, 64, 64)
+for threads in (1, 2, 1, 2):
+    torch.set_num_threads(threads)
+    rnn(x)
+    assert (torch.full((200_000,), 1e-40) * 1.0 != 0).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- torch's own machinery -----------------------------------------------------------------------

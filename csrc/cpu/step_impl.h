@@ -56,8 +56,8 @@ struct VectorUnit {
 
  public:
   template <class T>
-  FUSEDRNN_HD VecF noise(const Noise<T>& source, int64_t row, int64_t column, int64_t width) const {
-    return source.eps == nullptr ? load(normals) : load(source.eps + row * width + column);
+  FUSEDRNN_HD VecF drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
+    return load(normals);
   }
 };
 
@@ -82,9 +82,8 @@ struct DoubleUnit {
     return x;
   }
   template <class T>
-  FUSEDRNN_HD double noise(const Noise<T>& source, int64_t row, int64_t column,
-                           int64_t width) const {
-    return source.eps == nullptr ? *normals : source.eps[row * width + column];
+  FUSEDRNN_HD double drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
+    return *normals;
   }
 };
 
@@ -125,7 +124,7 @@ template <class T>
 void forward(StageKind kind, const Forward<T>& step, int64_t first, int64_t last) {
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    const bool draws = Stage::kNoise && step.noise.eps == nullptr;
+    const bool draws = Stage::kNoise && step.noise.eps.data == nullptr;
     for_units<T>(step, draws ? &step.noise : nullptr, first, last,
                  [&](int64_t row, int64_t column, const auto& unit) __attribute__((always_inline)) {
                    forward_unit<Stage>(step, row, column, unit);
