@@ -55,7 +55,7 @@ class CpuBackend {
  public:
   using T = Element;
   using A = Acc<T>;
-  using O = A;  // bfloat16 is widened before its GEMMs, so that they accumulate and return float
+  using O = A;  // 16-bit types are widened before its GEMMs, so that they accumulate and return float
   static constexpr bool kReplays = false, kGemmRounds = false;
   struct Recording {};
 

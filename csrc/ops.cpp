@@ -153,8 +153,9 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
     case ScalarType::Float: return f(float{});
     case ScalarType::Double: return f(double{});
     case ScalarType::BFloat16: return f(BFloat16{});
+    case ScalarType::Half: return f(Half{});
     default:
-      STD_TORCH_CHECK(false, "fusedrnn: input must be float32, float64 or bfloat16, got ",
+      STD_TORCH_CHECK(false, "fusedrnn: input must be float32, float64, bfloat16 or float16, got ",
                       torch::headeronly::toString(input.scalar_type()));
   }
 }

@@ -1,16 +1,87 @@
-// The storage types of tensors and the type that each is computed in.  torch-free, so that kernels
-// and their emulation compile without torch.
+// The storage types of tensors, the type that each is computed in, and the ways between them.
+// torch-free, so that kernels and their emulation compile without torch.
 #pragma once
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 
 #include "hd.h"
+#include "math.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
 
 namespace fusedrnn {
+
+// The formulas of a type of 16 bits are written once for one number and for a vector of them: F is
+// float or, on the CPU, a vector of floats, and the 16 bits stand in the low half of each word.
+// narrow() rounds to nearest even, and every NaN becomes 0x7fff.  No step of them is arithmetic on
+// denormal floats, so they are right also where those are flushed.
+template <class F>
+using Words = typename Traits<F>::UInt;
 
 // bfloat16 as stored in a tensor: the upper half of a float.
 struct BFloat16 {
   uint16_t bits;
+
+  template <class F>
+  static FUSEDRNN_HD F widen(Words<F> word) {
+    return Traits<F>::from_bits(word << 16);
+  }
+
+  template <class F>
+  static FUSEDRNN_HD Words<F> narrow(F x) {
+#if defined(__CUDA_ARCH__)
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#else
+    const Words<F> wide = Traits<F>::bits(x);
+    const Words<F> rounded = wide + 0x7fffu + ((wide >> 16) & 1u);
+    return math::select(x == x, rounded, Words<F>{} + 0x7fff0000u) >> 16;
+#endif
+  }
+};
+
+// float16 as stored in a tensor: 5 bits of exponent, 10 of fraction.
+struct Half {
+  uint16_t bits;
+
+  template <class F>
+  static FUSEDRNN_HD F widen(Words<F> word) {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
+#else
+    using Float = Traits<F>;
+    const Words<F> places = (word & 0x7fffu) << 13;  // exponent and fraction where a float has them
+    const Words<F> exponent = places & (31u << 23);
+    // The exponent counts from 15 and a float's from 127; that of inf and NaN is the largest in
+    // both.  A denormal lacks the leading 1 that a float has: it comes and goes as 2^-14.
+    const Words<F> shift =
+        math::select(exponent == (31u << 23), Words<F>{} + (224u << 23), Words<F>{} + (112u << 23));
+    const F denormal = Float::from_bits(places + (113u << 23)) - 0x1p-14f;
+    const Words<F> wide = math::select(exponent == 0u, Float::bits(denormal), places + shift);
+    return Float::from_bits(wide | ((word & 0x8000u) << 16));
+#endif
+  }
+
+  template <class F>
+  static FUSEDRNN_HD Words<F> narrow(F x) {
+#if defined(__CUDA_ARCH__)
+    return __half_as_ushort(__float2half_rn(x));
+#else
+    using Float = Traits<F>;
+    const Words<F> sign = Float::bits(x) & 0x80000000u;
+    const F size = math::min(Float::from_bits(Float::bits(x) ^ sign), 0x1p16f);  // 2^16 is inf
+    // The power of two at or below `size`; denormals are spaced as the smallest normal halves are.
+    // Floats 2^13 times as large are spaced as halves at `size`, so adding one of them rounds, and
+    // the last bits of the sum count that spacing, the leading 1 included.
+    const Words<F> power = Float::bits(math::max(size, 0x1p-14f)) & 0x7f800000u;
+    const Words<F> large = power + (13u << 23);
+    const Words<F> count = Float::bits(size + Float::from_bits(large)) - large;
+    const Words<F> word = (((power - (113u << 23)) >> 13) + count) | (sign >> 16);
+    return math::select(x == x, word, Words<F>{} + 0x7fffu);
+#endif
+  }
 };
 
 // Accumulation type: carry, gates, pre-activations, adjoints and weight gradients are kept in it.
@@ -22,16 +93,29 @@ template <>
 struct AccumulateIn<BFloat16> {
   using type = float;
 };
+template <>
+struct AccumulateIn<Half> {
+  using type = float;
+};
 template <class T>
 using Acc = typename AccumulateIn<T>::type;
 
-FUSEDRNN_HD float widen(BFloat16 value) {
-  const uint32_t bits = uint32_t(value.bits) << 16;
-  float wide;
-  memcpy(&wide, &bits, sizeof wide);
-  return wide;
+template <class T>
+FUSEDRNN_HD Acc<T> widen(T value) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    return value;
+  } else {
+    return T::template widen<Acc<T>>(value.bits);
+  }
 }
-FUSEDRNN_HD float widen(float value) { return value; }
-FUSEDRNN_HD double widen(double value) { return value; }
+
+template <class T>
+FUSEDRNN_HD T narrow(Acc<T> value) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    return value;
+  } else {
+    return T{static_cast<uint16_t>(T::narrow(value))};
+  }
+}
 
 }  // namespace fusedrnn

@@ -28,6 +28,8 @@ template <>
 constexpr ScalarType kScalarType<double> = ScalarType::Double;
 template <>
 constexpr ScalarType kScalarType<BFloat16> = ScalarType::BFloat16;
+template <>
+constexpr ScalarType kScalarType<Half> = ScalarType::Half;
 
 // A tensor over memory that someone else owns, for the length of one call of an ATen kernel.
 class BorrowedTensor {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _library
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
 
@@ -43,7 +43,7 @@ def stochastic_gru(
 
     Args:
         input: (T, B, I), (B, T, I) if ``batch_first``, or (T, I) for a sequence without batch;
-            float32, float64 or bfloat16.
+            float32, float64, bfloat16 or float16.
         weights: for each layer weight_ih (3H, I), weight_zh (3H, Z), weight_hz (2Z, H), and with
             ``bias`` bias_ih (3H), bias_zh (3H), bias_hz (2Z).  Layers after the first have I = H.
         hx: initial states (num_layers, B, H), or (num_layers, H) without batch.  Zeros if None.
@@ -201,7 +201,9 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor | None]) -> None:
     input = tensors["input"]
     assert input is not None
     if input.dtype not in _DTYPES:
-        raise ValueError(f"fusedrnn: input must be float32, float64 or bfloat16, got {input.dtype}")
+        raise ValueError(
+            f"fusedrnn: input must be float32, float64, bfloat16 or float16, got {input.dtype}"
+        )
     for name, tensor in tensors.items():
         if tensor is None:
             continue

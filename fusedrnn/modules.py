@@ -116,7 +116,8 @@ class StochasticGRU(RNNBase):
             computing them again: more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
             the sizes if None. Has no influence on which noise is drawn.
-        device, dtype: Of the weights: float32, float64 or bfloat16; torch's defaults if None.
+        device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
+            None.
 
     Attributes:
         weight_ih_l{k}: (3 * hidden_size, input_size), for k > 0 (3 * hidden_size, hidden_size);
@@ -230,7 +231,8 @@ class StochasticGRUCell(FlatModule):
         hidden_size: Features of the state.
         latent_size: Features of the latent; ``hidden_size`` if None.
         bias: False for a cell whose ``bias_*`` are None.
-        device, dtype: Of the weights: float32, float64 or bfloat16; torch's defaults if None.
+        device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
+            None.
 
     Attributes:
         weight_ih: (3 * hidden_size, input_size); rows of r, u, n.

@@ -162,4 +162,4 @@ OPTIONS = [
     {"num_layers": 3},
 ]
 CASES = [replace(shape, **options) for shape in SHAPES for options in OPTIONS]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -153,7 +153,7 @@ def test_nothing_is_kept_without_gradients():
         assert max(sizes) == output_size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("recompute", [True, False])
 def test_number_of_allocations_does_not_depend_on_the_length(recompute, dtype):
     counts = []
@@ -265,7 +265,7 @@ def test_an_empty_batch_works():
     assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in arguments.weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_strides_do_not_matter(dtype):
     case = replace(CASE, dtype=dtype, noise="eps")
     dense = case.tensors().to(dtype)
@@ -406,17 +406,18 @@ def test_func_grad():
     torch.testing.assert_close(torch.func.grad(loss)(weight.detach()), expected)
 
 
-def test_autocast_runs_in_its_dtype():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_runs_in_its_dtype(dtype):
     rnn = fusedrnn.StochasticGRU(5, 7)
     input = torch.randn(4, 3, 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         output, h_n = rnn(input, torch.zeros(1, 3, 7), sample=False)
-    assert output.dtype == h_n.dtype == torch.bfloat16
+    assert output.dtype == h_n.dtype == dtype
     output.float().sum().backward()
     assert rnn.weight_ih_l0.grad.dtype == torch.float32
     with torch.autocast("cpu", enabled=False):
         assert rnn(input)[0].dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=dtype):
         assert fusedrnn.StochasticGRU(5, 7).double()(input.double())[0].dtype == torch.float64
         with pytest.raises(ValueError, match=r"got torch\.int64"):
             rnn(input.long())

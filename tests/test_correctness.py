@@ -111,15 +111,29 @@ def test_equals_torch_gru_when_the_latent_is_the_state(scale):
     assert grad_hz[size:].abs().sum() == 0  # and a scale of zero is flat
 
 
-def test_long_memory_is_not_lost_in_rounding():
-    """With u near 1 the state moves by far less than bfloat16 resolves, for hundreds of steps."""
-    dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_long_memory_is_not_lost_in_rounding(dtype):
+    """With u near 1 the state moves by far less than ``dtype`` resolves, for hundreds of steps."""
     case = Case(seq_len=600, batch=2, hidden_size=4, latent_size=4, noise="none", dtype=dtype)
     arguments = case.tensors()
     arguments.weights[3][4:8] += 7.0  # bias of the update gate
     results, _ = arguments.call(fusedrnn.stochastic_gru, **case.options)
     truth, _ = arguments.to(torch.float64).call(reference.stochastic_gru)
     assert (results.double() - truth).norm() / truth.norm() < 4 * torch.finfo(dtype).eps
+
+
+def test_float16_keeps_its_denormals():
+    """With u = 1 the state is carried as it is, and so is its gradient; float's are flushed."""
+    size = 1023
+    denormals = torch.arange(1, size + 1).short().view(torch.float16)
+    shapes = [(3 * size, 1), (3 * size, 1), (2, size), (3 * size,), (3 * size,), (2,)]
+    weights = [torch.zeros(shape, dtype=torch.float16) for shape in shapes]
+    weights[3][size : 2 * size] = 40  # bias of the update gate
+    hx = denormals.expand(1, 2, size).clone().requires_grad_()
+    output, h_n = fusedrnn.stochastic_gru(torch.zeros(3, 2, 1).half(), weights, hx)
+    assert torch.equal(output, denormals.expand(3, 2, size))
+    (grad,) = torch.autograd.grad(h_n, hx, hx.detach().flip(-1))
+    assert torch.equal(grad, hx.flip(-1))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -35,7 +35,8 @@ def bad_calls():
     yield "no steps", arguments(input=x[:0], eps=eps[:, :0]), {}, RuntimeError, "at least one step"
     yield "int input", arguments(input=x.long()), {}, ValueError, "got torch.int64"
     yield "complex input", arguments(input=x.to(torch.complex64)), {}, ValueError, "complex64"
-    yield "half input", arguments(input=x.half()), {}, ValueError, "float32, float64 or bfloat16"
+    float8 = x.to(torch.float8_e4m3fn)
+    yield "float8 input", arguments(input=float8), {}, ValueError, "bfloat16 or float16, got"
     yield "dtype of input", arguments(input=x.float()), {}, ValueError, "must be torch.float32"
     yield "input not a tensor", arguments(input=[1.0]), {}, TypeError, "input must be a tensor"
     yield "input None", arguments(input=None), {}, TypeError, "got NoneType"
@@ -161,10 +162,10 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
         "must have the dtype": {"hx": good["hx"].double()},
         "at least one step": {"input": good["input"][:0]},
         "3 dimensions": {"input": good["input"][0]},
-        "float32, float64 or bfloat16": {
-            "input": good["input"].half(),
-            "hx": good["hx"].half(),
-            "weights": [w.half() for w in weights],
+        "float32, float64, bfloat16 or float16": {
+            "input": good["input"].int(),
+            "hx": good["hx"].int(),
+            "weights": [w.int() for w in weights],
         },
         "chunk_size": {"chunk_size": -1},
         "layer": {"layer": -1},

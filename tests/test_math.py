@@ -1,7 +1,7 @@
-"""The elementary functions and the normals of the C++ kernels, for every CPU instruction set here.
+"""Elementary functions, types and normals of the C++ kernels, for every CPU instruction set here.
 
 The bounds are in cpp/math_check.cpp; here it is compiled and run, and its random numbers are
-compared with Python code that knows nothing of it.
+compared with Python code that knows nothing of it, its conversions with torch's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 SOURCE = pathlib.Path(__file__).parent / "cpp" / "math_check.cpp"
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -24,7 +25,7 @@ NEEDED = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 CHECKS = ["exp", "log", "tanh", "sigmoid", "sincospi", "double", "select", "tails"]
-CHECKS += ["philox", "normals", "moments"]
+CHECKS += ["narrow", "philox", "normals", "moments"]
 
 
 def cpu_flags() -> set[str]:
@@ -59,6 +60,25 @@ def run_check(request, tmp_path_factory):
 @pytest.mark.parametrize("check", CHECKS)
 def test_math(run_check, check):
     run_check(check)
+
+
+def test_conversions_are_those_of_torch(run_check):
+    rows = {"widen": [], "narrow": []}
+    for name, *words in map(str.split, run_check("narrow").splitlines()[:-1]):
+        rows[name].append([int(word, 16) for word in words])
+    bits, *all_wide = torch.tensor(rows["widen"]).T
+    x, *all_narrow = torch.tensor(rows["narrow"]).T
+    x = x.int().view(torch.float32)
+    assert torch.equal(bits, torch.arange(2**16)) and len(x) > 600_000
+    for dtype, wide, narrow in zip(
+        (torch.bfloat16, torch.float16), all_wide, all_narrow, strict=True
+    ):
+        expected = bits.short().view(dtype).float()
+        is_nan = expected.isnan()
+        assert torch.equal(wide.int().view(torch.float32).isnan(), is_nan)
+        assert torch.equal(wide.int()[~is_nan], expected.view(torch.int32)[~is_nan])
+        expected = x.to(dtype).view(torch.int16)
+        assert torch.equal(narrow.short(), torch.where(x.isnan(), 0x7FFF, expected).short())
 
 
 def philox4x32(counter: list[int], key: list[int]) -> list[int]:

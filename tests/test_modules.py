@@ -71,9 +71,9 @@ def test_chunk_size():
 
 
 @pytest.mark.parametrize("cls", [StochasticGRU, StochasticGRUCell])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int64])
 def test_dtypes_that_are_not_supported(cls, dtype):
-    names = "torch.float32, torch.float64, torch.bfloat16"
+    names = "torch.float32, torch.float64, torch.bfloat16, torch.float16"
     with pytest.raises(ValueError, match=f"fusedrnn: dtype must be one of {names}, got {dtype}"):
         cls(3, 4, dtype=dtype)
     with pytest.raises(ValueError, match="fusedrnn: dtype"):
@@ -88,11 +88,9 @@ def test_dtype_must_be_a_dtype():
 def test_the_default_dtype():
     default = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64)
-        assert StochasticGRU(3, 4).weight_ih_l0.dtype == torch.float64
-        torch.set_default_dtype(torch.float16)
-        with pytest.raises(ValueError, match="float16"):
-            StochasticGRU(3, 4)
+        for dtype in (torch.float64, torch.float16):
+            torch.set_default_dtype(dtype)
+            assert StochasticGRU(3, 4).weight_ih_l0.dtype == dtype
     finally:
         torch.set_default_dtype(default)
 
@@ -134,7 +132,9 @@ def test_names_and_shapes_of_the_parameters(bias):
     assert (cell.bias_hz is None) == (not bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 def test_initialised_with_the_draws_of_torch(dtype):
     """One uniform_ per parameter in order of registration, as torch.nn.GRU does it."""
     torch.manual_seed(7)
@@ -323,9 +323,10 @@ def test_train_and_eval_do_the_same():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_half_is_refused_in_forward():
-    with pytest.raises(ValueError, match="float16"):
-        StochasticGRU(5, 4).half()(torch.randn(7, 2, 5).half())
+def test_float8_is_refused_in_forward():
+    dtype = torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="float8"):
+        StochasticGRU(5, 4).to(dtype)(torch.randn(7, 2, 5).to(dtype))
 
 
 def test_copies_compute_the_same():

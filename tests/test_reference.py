@@ -88,7 +88,7 @@ def test_gradients_reach_everything():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_shapes_and_dtypes(bias, dtype):
     weights = make_weights(num_layers=2, bias=bias, dtype=dtype)
     x = torch.randn(5, 3, 4, dtype=dtype)
@@ -211,7 +211,7 @@ def test_moments_of_the_normals():
         assert abs(product.mean()) < 5 / product.numel() ** 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_normals_are_rounded_last(dtype):
     exact = reference.philox_normal(1, 3, 4, 5, dtype=F64)
     assert torch.equal(reference.philox_normal(1, 3, 4, 5, dtype=dtype), exact.to(dtype))

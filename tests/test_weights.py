@@ -128,7 +128,7 @@ def test_flatten_parameters_is_harmless(rnn):
     assert rnn.flat_weight.data_ptr() == flat.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_conversion(rnn, dtype):
     before = values(rnn)
     assert rnn.to(dtype) is rnn

@@ -24,37 +24,32 @@ struct VectorUnit {
   FUSEDRNN_HD VecF load(const float* p) const { return fusedrnn::load(p, n); }
   FUSEDRNN_HD void store(float* p, VecF x) const { fusedrnn::store(p, x, n); }
 
-  FUSEDRNN_HD VecF load(const BFloat16* p) const {
-    uint16_t half[kLanes] = {};
-    memcpy(half, p, size_t(n) * sizeof(BFloat16));
-    VecU bits{};
-    for (int i = 0; i < kLanes; ++i) bits[i] = half[i];
-    return (VecF)(bits << 16);
-  }
-  FUSEDRNN_HD void store(BFloat16* p, VecF x) const {
-    const VecU bits = round_bits(x) >> 16;
-    uint16_t half[kLanes];
-    for (int i = 0; i < kLanes; ++i) half[i] = uint16_t(bits[i]);
-    memcpy(p, half, size_t(n) * sizeof(BFloat16));
+  // A type of 16 bits.
+  template <class T>
+  FUSEDRNN_HD VecF load(const T* p) const {
+    uint16_t bits[kLanes] = {};
+    memcpy(bits, p, size_t(n) * sizeof(T));
+    VecU words{};
+    for (int i = 0; i < kLanes; ++i) words[i] = bits[i];
+    return T::template widen<VecF>(words);
   }
   template <class T>
+  FUSEDRNN_HD void store(T* p, VecF x) const {
+    const VecU words = T::narrow(x);
+    uint16_t bits[kLanes];
+    for (int i = 0; i < kLanes; ++i) bits[i] = uint16_t(words[i]);
+    memcpy(p, bits, size_t(n) * sizeof(T));
+  }
+
+  template <class T>
   FUSEDRNN_HD VecF round_to(VecF x) const {
-    if constexpr (sizeof(T) == sizeof(float)) {
+    if constexpr (std::is_same_v<T, float>) {
       return x;
     } else {
-      return (VecF)(round_bits(x) & 0xffff0000u);
+      return T::template widen<VecF>(T::narrow(x));
     }
   }
 
- private:
-  // To nearest even in the upper half; every NaN becomes the same one, so that none turns into inf.
-  static FUSEDRNN_HD VecU round_bits(VecF x) {
-    const VecU bits = (VecU)x;
-    const VecU rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return x == x ? rounded : VecU{} + 0x7fff0000u;
-  }
-
- public:
   template <class T>
   FUSEDRNN_HD VecF drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
     return load(normals);
@@ -172,5 +167,6 @@ Kernels<T> kernels() {
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();
 template Kernels<BFloat16> kernels<BFloat16>();
+template Kernels<Half> kernels<Half>();
 
 }  // namespace fusedrnn::cpu::FUSEDRNN_ISA

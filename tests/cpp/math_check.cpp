@@ -1,4 +1,4 @@
-// Checks of csrc/math.h, csrc/philox.h and csrc/cpu/vector.h for one instruction set, chosen with
+// Checks of csrc/math.h, scalar.h, philox.h and cpu/vector.h for one instruction set, chosen with
 // -DCHECK_AVX512 or -DCHECK_AVX2. Run as `math_check NAME`; test_math.py does, for every NAME.
 // Prints what it measured and exits with 1 if a bound is broken.
 #if defined(CHECK_AVX512)
@@ -18,17 +18,23 @@
 #include <limits>
 #include <vector>
 
+#include "../../csrc/cpu/denormals.h"
 #include "../../csrc/cpu/vector.h"
+#include "../../csrc/scalar.h"
 
 namespace {
 
+using fusedrnn::BFloat16;
+using fusedrnn::Half;
 using fusedrnn::kLanes;
 using fusedrnn::load;
+using fusedrnn::narrow;
 using fusedrnn::normal4;
 using fusedrnn::normals;
 using fusedrnn::store;
 using fusedrnn::VecF;
 using fusedrnn::VecU;
+using fusedrnn::widen;
 namespace math = fusedrnn::math;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -270,6 +276,75 @@ void check_tails() {
   }
 }
 
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// One number, and the same in a vector.  Out of line and of a volatile, so that no second call,
+// with denormals flushed, is taken for a repetition of the first.
+template <class T>
+__attribute__((noinline)) uint32_t widen_once(volatile uint16_t bits) {
+  const T x{bits};
+  const VecF wide = T::template widen<VecF>(VecU{} + x.bits);
+  expect(same_bits(wide[kLanes - 1], widen(x)), "widen of a vector", x.bits, wide[kLanes - 1]);
+  return bits_of(widen(x));
+}
+template <class T>
+__attribute__((noinline)) uint32_t narrow_once(volatile float value) {
+  const float x = value;
+  const VecU words = T::narrow(math::splat<VecF>(x));
+  expect(words[kLanes - 1] == narrow<T>(x).bits, "narrow of a vector", x, words[kLanes - 1]);
+  return narrow<T>(x).bits;
+}
+
+// f(x), which must not depend on what is done with denormals.
+template <class X>
+uint32_t in_both_modes(uint32_t (*f)(X), X x) {
+  const uint32_t want = f(x);
+  const fusedrnn::cpu::FlushDenormals flush;
+  const uint32_t flushed = f(x);
+  expect(flushed == want, "conversion with denormals flushed", x, flushed);
+  return want;
+}
+
+template <class T>
+uint32_t widened(uint16_t bits) {
+  const uint32_t wide = in_both_modes<uint16_t>(widen_once<T>, bits);
+  const uint32_t back = in_both_modes<float>(narrow_once<T>, float_of(wide));
+  expect(back == (std::isnan(float_of(wide)) ? 0x7fff : bits), "narrow of widen", bits, back);
+  return wide;
+}
+
+void print_narrowed(float x) {
+  std::printf("narrow %08x %04x %04x\n", bits_of(x), in_both_modes<float>(narrow_once<BFloat16>, x),
+              in_both_modes<float>(narrow_once<Half>, x));
+}
+
+// Prints what all 16 bits are as bfloat16 and as float16; then floats as both: random ones, and the
+// middle between each two neighbours with its own neighbours.
+void check_narrow() {
+  expect(widen(0.1f) == 0.1f && narrow<float>(0.1f) == 0.1f, "float", 0.1f, 0);
+  expect(widen(0.1) == 0.1 && narrow<double>(0.1) == 0.1, "double", 0.1, 0);
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    std::printf("widen %04x %08x %08x\n", bits, widened<BFloat16>(bits), widened<Half>(bits));
+  }
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    for (uint32_t low : {0x7fffu, 0x8000u, 0x8001u}) print_narrowed(float_of(bits << 16 | low));
+    const float half = float_of(widened<Half>(bits));
+    const bool is_last = (bits & 0x7fff) == 0x7bff;
+    const float next = is_last ? std::copysign(0x1p16f, half) : float_of(widened<Half>(bits + 1));
+    const float middle = (half + next) / 2;
+    for (float x : {std::nextafter(middle, half), middle, std::nextafter(middle, next)}) {
+      print_narrowed(x);
+    }
+    uint32_t random[4] = {bits, 0, 0, 0};
+    fusedrnn::philox4x32(random, 0, 0);
+    for (uint32_t word : random) print_narrowed(float_of(word));
+  }
+}
+
 // Prints a few counters, keys and the words they give, for a comparison with other code.
 void check_philox() {
   const uint32_t inputs[][6] = {
@@ -390,10 +465,11 @@ int main(int argc, char** argv) {
   const struct {
     const char* name;
     void (*run)();
-  } checks[] = {{"exp", check_exp},         {"log", check_log},           {"tanh", check_tanh},
-                {"sigmoid", check_sigmoid}, {"sincospi", check_sincospi}, {"double", check_double},
-                {"select", check_select},   {"tails", check_tails},       {"philox", check_philox},
-                {"normals", check_normals}, {"moments", check_moments}};
+  } checks[] = {
+      {"exp", check_exp},         {"log", check_log},           {"tanh", check_tanh},
+      {"sigmoid", check_sigmoid}, {"sincospi", check_sincospi}, {"double", check_double},
+      {"select", check_select},   {"tails", check_tails},       {"narrow", check_narrow},
+      {"philox", check_philox},   {"normals", check_normals},   {"moments", check_moments}};
   for (const auto& check : checks) {
     if (argc == 2 && std::strcmp(argv[1], check.name) == 0) {
       check.run();
