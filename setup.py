@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pybind11
 import torch
-from fusedrnn_build import cuda_note, fail
+from fusedrnn_build import choose_cuda, cuda_headers, fail, prepare_cuda
 from setuptools import Extension, setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-note = cuda_note(os.environ.get("FUSEDRNN_CUDA", "auto"), torch.version.cuda)
+toolkit, note = choose_cuda(os.environ.get("FUSEDRNN_CUDA", "auto"), torch.version.cuda)
+if toolkit:
+    prepare_cuda(toolkit, torch)  # torch.utils.cpp_extension reads the environment when imported
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 # Objects of another Python or torch must not be linked, so every combination has its own folder.
 # Finished files are thrown away first: a stale one would end up in the next wheel.
-build_base = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}-cpu")
+variant = f"cuda{torch.version.cuda}" if toolkit else "cpu"
+build_base = Path("build", f"{sys.implementation.cache_tag}-torch{torch.__version__}-{variant}")
 shutil.rmtree(build_base / "lib", ignore_errors=True)
 
 
@@ -36,7 +39,7 @@ class Build(BuildExtension):
 
 # torch chooses the C++ standard, since its headers decide what is needed. csrc is no include
 # folder: its files find each other by relative names, and its math.h must not become <math.h>.
-core_flags = [
+cxx_flags = [
     "-O3",
     "-g0",
     "-fvisibility=hidden",
@@ -48,21 +51,36 @@ core_flags = [
     "-Wno-psabi",
 ]
 
+extensions = [
+    CppExtension(
+        "fusedrnn._core",
+        ["csrc/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
+        extra_compile_args={"cxx": cxx_flags},
+        py_limited_api=True,  # no Python in it at all: one binary for every version
+    ),
+    Extension(
+        "fusedrnn._helpers",
+        ["csrc/helpers.cpp"],
+        include_dirs=[pybind11.get_include()],
+        extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
+    ),
+]
+if toolkit:
+    extensions.append(
+        CUDAExtension(
+            "fusedrnn._cuda",
+            ["csrc/ops_cuda.cpp", *map(str, sorted(Path("csrc/cuda").glob("*.cu")))],
+            include_dirs=cuda_headers(toolkit),
+            extra_compile_args={
+                "cxx": [*cxx_flags, "-DUSE_CUDA"],  # shows the CUDA part of torch's stable ABI
+                "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden"],
+            },
+            py_limited_api=True,
+        )
+    )
+
 setup(
-    ext_modules=[
-        CppExtension(
-            "fusedrnn._core",
-            ["csrc/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
-            extra_compile_args={"cxx": core_flags},
-            py_limited_api=True,  # no Python in it at all: one binary for every version
-        ),
-        Extension(
-            "fusedrnn._helpers",
-            ["csrc/helpers.cpp"],
-            include_dirs=[pybind11.get_include()],
-            extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
-        ),
-    ],
+    ext_modules=extensions,
     cmdclass={"build_ext": Build},
     options={"build": {"build_base": str(build_base), "build_lib": str(build_base / "lib")}},
 )

@@ -81,7 +81,16 @@ def find_cuda_toolkit() -> Path | None:
     return None
 
 
-def cuda_obstacle(torch_cuda: str | None) -> str:
+def cuda_headers(toolkit: Path) -> list[str]:
+    """Include folders: the toolkit's, then those of the libraries that torch came with."""
+    folders = [toolkit / "include"]
+    for place in map(Path, sys.path):
+        folders += sorted(place.glob("nvidia/cu*/include"))  # CUDA 13: all in one
+        folders += sorted(place.glob("nvidia/cublas/include"))
+    return [str(folder) for folder in folders]
+
+
+def cuda_obstacle(torch_cuda: str | None) -> str | None:
     """Why the CUDA kernels cannot be built. ``torch_cuda``: of which CUDA torch is, if any."""
     if torch_cuda is None:
         return "torch is a CPU build"
@@ -93,19 +102,40 @@ def cuda_obstacle(torch_cuda: str | None) -> str:
     nvcc = release.group(1) if release else "unknown"
     if nvcc.split(".")[0] != torch_cuda.split(".")[0]:
         return f"nvcc is of CUDA {nvcc} and torch of CUDA {torch_cuda}: major versions must agree"
-    return "this version of fusedrnn has no CUDA sources"
+    if not any(Path(folder, "cublasLt.h").exists() for folder in cuda_headers(toolkit)):
+        return "cublasLt.h was not found, neither in the CUDA toolkit nor beside torch"
+    return None
 
 
-def cuda_note(choice: str, torch_cuda: str | None) -> str | None:
-    """What to tell about FUSEDRNN_CUDA=``choice``: why ``auto`` builds for the CPU only."""
+def choose_cuda(choice: str, torch_cuda: str | None) -> tuple[Path | None, str | None]:
+    """The toolkit to build the CUDA kernels with, and what to tell if there is none.
+
+    ``choice`` is FUSEDRNN_CUDA: 0 never builds them, 1 fails if they cannot be built.
+    """
     if choice not in ("auto", "0", "1"):
         fail(f"FUSEDRNN_CUDA must be auto, 0 or 1, got '{choice}'")
     if choice == "0":
-        return None
+        return None, None
     obstacle = cuda_obstacle(torch_cuda)
+    if obstacle is None:
+        return find_cuda_toolkit(), None
     if choice == "1":
         fail(f"FUSEDRNN_CUDA=1, but {obstacle}")
-    return f"fusedrnn: building for the CPU only, because {obstacle}"
+    return None, f"fusedrnn: building for the CPU only, because {obstacle}"
+
+
+# Where no GPU is to be seen; the last one also as PTX, which newer GPUs compile when first used.
+DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+
+
+def prepare_cuda(toolkit: Path, torch: Any) -> None:
+    """Tells torch.utils.cpp_extension, which reads the environment, where and for what to build.
+
+    It finds neither a toolkit behind a wrapper of nvcc, nor what to do without a GPU.
+    """
+    os.environ["CUDA_HOME"] = str(toolkit)
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
+        os.environ["TORCH_CUDA_ARCH_LIST"] = DEFAULT_ARCHITECTURES
 
 
 def use_environment() -> None:

@@ -55,12 +55,13 @@ class CpuBackend {
  public:
   using T = Element;
   using A = Acc<T>;
-  using O = A;  // 16-bit types are widened before its GEMMs, so that they accumulate and return float
+  using O =
+      A;  // 16-bit types are widened before its GEMMs, so that they accumulate and return float
   static constexpr bool kReplays = false, kGemmRounds = false;
   struct Recording {};
 
-  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*summed_columns*/) { return 0; }
-  void use_scratch(void*) const {}
+  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*columns*/) { return 0; }
+  void use_scratch(void*, int64_t /*rows*/, int64_t /*columns*/) const {}
 
   template <class F>
   void enqueue(Recording&, bool /*repeats*/, int64_t /*first_row*/, const F& steps) const {

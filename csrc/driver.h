@@ -13,7 +13,8 @@
 //   enqueue(Recording, repeats, first_row, steps)   calls steps(shift), or replays what an earlier
 //       call with `repeats` did, further on in the sequence by the difference of first_row
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
-//   scratch_bytes(rows, summed columns), use_scratch(pointer): memory of its own in the workspace
+//   scratch_bytes(rows, columns), use_scratch(pointer, rows, columns): memory of its own in the
+//       workspace; enough for column sums of such a matrix
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -107,14 +108,18 @@ class Driver {
   static constexpr bool kCarryIsOutput = Space::kCarryIsOutput;
   static constexpr bool kStateIsOperand = Space::kStateIsOperand;
   static constexpr bool kTensorIsOperand = Space::kTensorIsOperand;
+  static constexpr int64_t kLeastReplays = 3;
 
   int64_t hidden() const { return layer_.sizes.hidden; }
   int64_t steps_from(int64_t begin) const { return std::min(layer_.chunk, layer_.seq_len - begin); }
 
-  // The steps of a chunk, all but the first and a short last of which are alike.
+  // The steps of a chunk.  All chunks but the first and a short last one are alike; to record them
+  // pays for a few of these.
   template <class F>
   void enqueue_steps(Recording& recording, int64_t begin, int64_t steps, const F& enqueue) {
-    backend_.enqueue(recording, begin > 0 && steps == layer_.chunk, begin * layer_.batch, enqueue);
+    const bool repeats =
+        begin > 0 && steps == layer_.chunk && layer_.seq_len > kLeastReplays * layer_.chunk;
+    backend_.enqueue(recording, repeats, begin * layer_.batch, enqueue);
   }
 
   template <bool kFirst, class First, class Second>
@@ -129,7 +134,7 @@ class Driver {
   // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
   // serves, so that float weights are never copied.
   void prepare(const Buffers& buffers) {
-    backend_.use_scratch(buffers.scratch);
+    backend_.use_scratch(buffers.scratch, layer_.chunk * layer_.batch, buffers.summed_columns);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
       const Matrix<const T>& w = layer_.weight[p];
       if (Space::weight_is_ready(w)) {

@@ -42,6 +42,12 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
-  m.def("chunk_length", &fusedrnn::chunk_length, py::arg("requested"), py::arg("seq_len"),
-        py::arg("batch"), "Steps per chunk of workspace; requested = 0 is automatic.");
+  m.def(
+      "chunk_length",
+      [](int64_t requested, int64_t seq_len, int64_t batch, bool cuda) {
+        const auto& plan = cuda ? fusedrnn::kGpuChunks : fusedrnn::kCpuChunks;
+        return plan.length(requested, seq_len, batch);
+      },
+      py::arg("requested"), py::arg("seq_len"), py::arg("batch"), py::arg("cuda") = false,
+      "Steps per chunk of workspace; requested = 0 is automatic.");
 }

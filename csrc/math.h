@@ -223,9 +223,13 @@ FUSEDRNN_HD F log(F x) {
 template <class F>
 FUSEDRNN_HD void sincospi(F x, F& s, F& c) {
   if constexpr (std::is_same_v<F, double>) {
+#if defined(__CUDA_ARCH__)  // ::sin would need a stack for angles that do not occur here
+    ::sincospi(x, &s, &c);
+#else
     constexpr double kPi = 3.14159265358979323846;
     s = ::sin(kPi * x);
     c = ::cos(kPi * x);
+#endif
   } else {
     using T = Traits<F>;
     // x = k / 2 + r with |r| <= 1/4, exactly; k counts quarter turns.

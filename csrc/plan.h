@@ -6,16 +6,32 @@
 
 namespace fusedrnn {
 
-// Rows (steps x batch) of a chunk's time-parallel GEMMs.  On the CPU their speed is flat from here
-// on, while the workspace grows with every row and leaves the cache.
-constexpr int64_t kCpuChunkRows = 256;
+// How many steps a chunk has.
+//
+// On the CPU the speed of time-parallel GEMMs is flat from 256 rows (steps x batch) on, while the
+// workspace grows with every row and leaves the cache.
+//
+// A GPU gains up to some 4,096 rows.  But a chunk of 1/32 of the sequence needs as much memory as
+// its whole output, so a chunk is no longer than that while it has 256 rows, and the workspace is
+// the smaller part of what training takes.  (Counted for 16 bits; with float it is a third.)
+struct ChunkPlan {
+  int64_t least_rows, most_rows, chunks;
 
-// Steps per chunk: `requested` if positive, else what fills kCpuChunkRows.
-inline int64_t chunk_length(int64_t requested, int64_t seq_len, int64_t batch) {
-  const int64_t wanted =
-      requested > 0 ? requested : (kCpuChunkRows + batch - 1) / std::max<int64_t>(batch, 1);
-  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(seq_len, 1));
-}
+  // `requested` steps if positive
+  constexpr int64_t length(int64_t requested, int64_t seq_len, int64_t batch) const {
+    const auto steps_of = [batch](int64_t rows) {
+      return (rows + batch - 1) / std::max<int64_t>(batch, 1);
+    };
+    int64_t steps = requested;
+    if (requested <= 0) {
+      steps = std::min(steps_of(most_rows), (seq_len + chunks - 1) / chunks);
+      steps = std::max(steps, steps_of(least_rows));
+    }
+    return std::clamp<int64_t>(steps, 1, std::max<int64_t>(seq_len, 1));
+  }
+};
+inline constexpr ChunkPlan kCpuChunks{256, 256, 1};
+inline constexpr ChunkPlan kGpuChunks{256, 4'096, 32};
 
 // Divides one allocation into arrays.  With base == nullptr it only counts, so that the code that
 // carves the workspace is also the code that says how large it is.

@@ -34,12 +34,13 @@ struct Workspace {
     O *weight[kMaxProjections], *x;
     A* bias[kMaxProjections];
     T* eps;
-    char* scratch;  // the backend's own
+    int64_t summed_columns;  // at most, at once
+    char* scratch;           // the backend's own
 
-    Buffers(const Layer<T>& layer, int64_t summed_columns, Arena& arena)
-        : weight{}, x{}, bias{}, eps{} {
+    Buffers(const Layer<T>& layer, int64_t summed, Arena& arena)
+        : weight{}, x{}, bias{}, eps{}, summed_columns(summed) {
       const int64_t rows = layer.chunk * layer.batch;
-      scratch = arena.take<char>(Backend::scratch_bytes(rows, summed_columns));
+      scratch = arena.take<char>(Backend::scratch_bytes(rows, summed));
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
         if (!weight_is_ready(w)) weight[p] = arena.take<O>(w.rows * w.columns);
@@ -85,8 +86,8 @@ struct Workspace {
     T* grad_output;              // of a chunk
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, summed_columns(layer, gradients), arena), planes{}, input{}, operand{},
-          h{}, dh{}, dstage{}, dx{}, grad_output{} {
+        : Buffers(layer, most_summed(layer, gradients), arena), planes{}, input{}, operand{}, h{},
+          dh{}, dstage{}, dx{}, grad_output{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -110,7 +111,7 @@ struct Workspace {
     }
 
    private:
-    static int64_t summed_columns(const Layer<T>& layer, const Gradients<T>& gradients) {
+    static int64_t most_summed(const Layer<T>& layer, const Gradients<T>& gradients) {
       int64_t most = 0;
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         if (gradients.bias[p] != nullptr) most = std::max(most, layer.weight[p].rows);

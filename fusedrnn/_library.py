@@ -22,6 +22,30 @@ if _core is None:
 torch.ops.load_library(str(_core))
 _ops = torch.ops.fusedrnn
 
+replay_chunks = True
+"""Whether steps on a GPU are recorded once per call and replayed (the benchmark shows both)."""
+
+
+def _load_cuda() -> str | None:
+    """Loads the operators on CUDA; says why there are none."""
+    library = next(Path(__file__).parent.glob("_cuda*.so"), None)
+    if library is None:
+        return (
+            "fusedrnn was built for the CPU only; reinstall it where torch has CUDA and there is a "
+            "CUDA compiler (FUSEDRNN_CUDA=1 says what is missing)"
+        )
+    if torch.version.cuda is None:
+        return "fusedrnn has CUDA kernels, but torch is a CPU build"
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:  # a CUDA of another major version
+        return f"the CUDA kernels of fusedrnn cannot be loaded under CUDA {torch.version.cuda}: {error}"
+    return None
+
+
+cuda_obstacle = _load_cuda()
+"""Why CUDA tensors cannot be computed on, or None."""
+
 _NEEDS_INPUT, _NEEDS_HX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8  # as in csrc/ops.cpp
 
 
@@ -63,6 +87,20 @@ def run_layer(
     return output, h_n
 
 
+def _call(operator: Any, *arguments: Any) -> Any:
+    """Calls an operator; torch's stable ABI lets only RuntimeErrors through, which this amends."""
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        if "fusedrnn: out of memory" in str(error) and any(
+            isinstance(a, Tensor) and a.is_cuda for a in arguments
+        ):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
 class _Layer(torch.autograd.Function):
     """A layer that saves its arguments and its output, and nothing else unless told to ``keep``."""
 
@@ -78,7 +116,8 @@ class _Layer(torch.autograd.Function):
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _ops.forward(cell, input, hx, list(weights), eps, seed, layer, chunk_size, keep)
+        arguments = (cell, input, hx, list(weights), eps, seed, layer, chunk_size, keep)
+        return _call(_ops.forward, *arguments, replay_chunks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -101,7 +140,7 @@ class _Layer(torch.autograd.Function):
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         arguments = (grad_output, grad_h_n, ctx.cell, input, hx, output, kept, weights, eps, seed)
         with torch.no_grad():
-            grads = _ops.backward(*arguments, ctx.layer, ctx.chunk_size, needs)
+            grads = _call(_ops.backward, *arguments, ctx.layer, ctx.chunk_size, needs, replay_chunks)
         if torch.is_grad_enabled():  # create_graph=True
             sources = (grad_output, grad_h_n, input, hx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))
@@ -145,7 +184,7 @@ class _FirstOrder(torch.autograd.Function):
 # The fake kernels repeat the operators' schemas, so their types stand there (csrc/ops.cpp).
 @torch.library.register_fake("fusedrnn::forward")
 def _(  # type: ignore[no-untyped-def]
-    cell, input, hx, weights, eps, seed, layer, chunk_size, keep
+    cell, input, hx, weights, eps, seed, layer, chunk_size, keep, replay
 ):
     seq_len, batch, _ = input.shape
     hidden_size, latent_size = hx.shape[1], weights[1].shape[1]
@@ -174,6 +213,7 @@ def _(  # type: ignore[no-untyped-def]
     layer,
     chunk_size,
     needs,
+    replay,
 ):
     def like(tensor: Tensor, bit: int) -> Tensor:
         return input.new_empty(tensor.shape if needs & bit else 0)

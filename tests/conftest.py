@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from emulator import emulated_operators
+
+from fusedrnn import _library
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +18,26 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+BACKENDS = ["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=BACKENDS)
+def device(request, monkeypatch):
+    """The device to compute on: a test that takes it runs for every backend.
+
+    "emulated" is the backend for GPUs, run on the CPU: see emulator/emulator.cpp.
+    """
+    if request.param == "emulated":
+        monkeypatch.setattr(_library, "_ops", emulated_operators())
+        return "cpu"
+    return request.param
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,0 +1,286 @@
+// The bodies of the GPU's kernels, one object per kernel: body(i) is what thread i does.  Written
+// for any compiler, and included by one source: the one that defines `launch`, which runs a body
+// for all i, on a GPU (step.cu) or in a loop (tests/emulator).
+#pragma once
+#include <type_traits>
+
+#include "../philox.h"
+#include "step.h"
+
+namespace fusedrnn {
+namespace cuda {
+
+template <class Body>
+Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream);
+
+// Neighbours of a row that one thread computes: 16 bytes of float, and what one call of Philox
+// draws noise for.
+constexpr int kLanes = 4;
+
+template <class A>
+struct Pack {
+  A lane[kLanes];
+
+  FUSEDRNN_HD friend Pack operator+(const Pack& a, const Pack& b) {
+    Pack sum;
+    for (int i = 0; i < kLanes; ++i) sum.lane[i] = a.lane[i] + b.lane[i];
+    return sum;
+  }
+};
+
+// 64-bit division takes a GPU some 100 instructions, 32-bit division 20.
+FUSEDRNN_HD int64_t divide(int64_t a, int64_t b) {
+  return ((a | b) >> 32) == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
+}
+
+// Memory of kLanes neighbours, read and written 16 bytes at a time, or all at once if it is less.
+template <class P>
+struct alignas(sizeof(P) * kLanes < 16 ? sizeof(P) * kLanes : 16) Chunk {
+  P lane[kLanes];
+
+  FUSEDRNN_HD void store(P* p) const {
+#if defined(__CUDA_ARCH__)  // where the compiler splits the assignment below into one for each lane
+    uint32_t w[sizeof(Chunk) / 4];
+    memcpy(w, lane, sizeof lane);
+    if constexpr (sizeof(Chunk) == 8) {
+      __stwb(reinterpret_cast<uint2*>(p), make_uint2(w[0], w[1]));
+    } else {
+      for (size_t k = 0; k < sizeof(Chunk) / 16; ++k) {
+        __stwb(reinterpret_cast<uint4*>(p) + k,
+               make_uint4(w[4 * k], w[4 * k + 1], w[4 * k + 2], w[4 * k + 3]));
+      }
+    }
+#else
+    *reinterpret_cast<Chunk*>(p) = *this;
+#endif
+  }
+};
+
+// kAligned: all kLanes neighbours are there, at addresses aligned for Chunk.  Else the first `n`.
+template <class A, bool kAligned>
+struct Unit {
+  using Value = Pack<A>;
+  int n;
+
+  template <class P>
+  FUSEDRNN_HD Value load(const P* p) const {
+    Value value;
+    if constexpr (kAligned) {
+      const Chunk<P> chunk = *reinterpret_cast<const Chunk<P>*>(p);
+      for (int i = 0; i < kLanes; ++i) value.lane[i] = widen(chunk.lane[i]);
+    } else {
+      for (int i = 0; i < kLanes; ++i) value.lane[i] = i < n ? widen(p[i]) : A(0);
+    }
+    return value;
+  }
+  template <class P>
+  FUSEDRNN_HD void store(P* p, const Value& value) const {
+    if constexpr (kAligned) {
+      Chunk<P> chunk;
+      for (int i = 0; i < kLanes; ++i) chunk.lane[i] = narrow<P>(value.lane[i]);
+      chunk.store(p);
+    } else {
+      for (int i = 0; i < kLanes; ++i) {
+        if (i < n) p[i] = narrow<P>(value.lane[i]);
+      }
+    }
+  }
+  template <class T>
+  FUSEDRNN_HD Value round_to(const Value& value) const {
+    Value rounded;
+    for (int i = 0; i < kLanes; ++i) rounded.lane[i] = widen(narrow<T>(value.lane[i]));
+    return rounded;
+  }
+  // row: counted from the start of the sequence
+  template <class T>
+  FUSEDRNN_HD Value drawn(const Noise<T>& noise, int64_t row, int64_t column) const {
+    const int64_t t = divide(row, noise.batch);
+    Value value;
+    normal4(uint64_t(*noise.seed), uint32_t(t), uint32_t(row - t * noise.batch),
+            uint32_t(column / kLanes), uint32_t(noise.layer), value.lane);
+    return value;
+  }
+};
+
+}  // namespace cuda
+
+// A stage on a pack of numbers: lane by lane.
+template <class Stage, class A>
+struct Lanes<Stage, cuda::Pack<A>> {
+  using V = cuda::Pack<A>;
+  static constexpr int kSide = Stage::kSide > 0 ? Stage::kSide : 1;
+
+  FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors) {
+    V out;
+    for (int i = 0; i < cuda::kLanes; ++i) {
+      A p[Stage::kPre], f[Stage::kPre];
+      for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
+      out.lane[i] = Stage::forward(p, input.lane[i], f);
+      if constexpr (Stage::kFactors) {
+        for (int k = 0; k < Stage::kPre; ++k) factors[k].lane[i] = f[k];
+      }
+    }
+    return out;
+  }
+
+  FUSEDRNN_HD static void backward(const V* pre, const V& carry, const V& dout, V* dside,
+                                   V* dprojection, V* dinput) {
+    for (int i = 0; i < cuda::kLanes; ++i) {
+      A p[Stage::kPre], ds[kSide], dp[Stage::kProjection], di = 0;
+      for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
+      Stage::backward(p, carry.lane[i], dout.lane[i], ds, dp, &di);
+      for (int k = 0; k < Stage::kSide; ++k) dside[k].lane[i] = ds[k];
+      for (int k = 0; k < Stage::kProjection; ++k) dprojection[k].lane[i] = dp[k];
+      dinput->lane[i] = di;
+    }
+  }
+};
+
+namespace cuda {
+
+// f(row, column, unit) for group i of kLanes neighbours, counted along the rows.
+template <class A, bool kAligned, class F>
+FUSEDRNN_HD void with_unit(int64_t i, int64_t width, const F& f) {
+  const int64_t groups = (width + kLanes - 1) / kLanes;
+  const int64_t row = divide(i, groups), column = (i - row * groups) * kLanes;
+  const int64_t left = width - column;
+  f(row, column, Unit<A, kAligned>{left < kLanes ? int(left) : kLanes});
+}
+
+template <class Stage, class T, bool kAligned>
+struct ForwardBody {
+  Forward<T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    with_unit<Acc<T>, kAligned>(i, step.width, *this);
+  }
+  template <class U>
+  FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
+    forward_unit<Stage>(step, row, column, unit);
+  }
+};
+
+template <class Stage, class T, bool kAligned>
+struct BackwardBody {
+  Backward<T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    with_unit<Acc<T>, kAligned>(i, step.width, *this);
+  }
+  template <class U>
+  FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
+    backward_unit<Stage>(step, row, column, unit);
+  }
+};
+
+template <class T>
+struct PartialSumBody {
+  const T* m;
+  int64_t rows, columns;
+  Acc<T>* partial;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    const int64_t slab = divide(i, columns), column = i - slab * columns;
+    const int64_t first = slab * kSumRows, left = rows - first;
+    const T* at = m + first * columns + column;
+    Acc<T> sum = 0;
+    for (int64_t r = 0; r < (left < kSumRows ? left : kSumRows); ++r) sum += widen(at[r * columns]);
+    partial[i] = sum;
+  }
+};
+
+template <class A>
+struct TotalSumBody {
+  const A* partial;
+  int64_t slabs, columns;
+  A* sum;
+  FUSEDRNN_HD void operator()(int64_t column) const {
+    A total = 0;
+    for (int64_t s = 0; s < slabs; ++s) total += partial[s * columns + column];
+    sum[column] += total;
+  }
+};
+
+struct SetBody {
+  int64_t *at, value;
+  FUSEDRNN_HD void operator()(int64_t) const { *at = value; }
+};
+
+template <class... P>
+bool aligned(const P*... p) {
+  return ((reinterpret_cast<uintptr_t>(p) % alignof(Chunk<P>) == 0) && ...);
+}
+template <class T>
+bool all_aligned(const Forward<T>& s) {
+  return s.width % kLanes == 0 &&
+         aligned(s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
+                 s.noise.eps.data, s.operand, s.output, s.carry_out, s.keep, s.factors);
+}
+template <class T>
+bool all_aligned(const Backward<T>& s) {
+  return s.width % kLanes == 0 &&
+         aligned(s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry, s.dout,
+                 s.grad_output.data, s.dside, s.dprojection, s.dcarry, s.deps);
+}
+
+inline const char* name_of(StageKind kind, bool is_forward) {
+  switch (kind) {
+    case StageKind::Sample: return is_forward ? "sample_forward" : "sample_backward";
+    case StageKind::Location: return is_forward ? "location_forward" : "location_backward";
+    case StageKind::Gru: return is_forward ? "gru_forward" : "gru_backward";
+  }
+  return "";
+}
+
+template <template <class, class, bool> class Body, class T, class Step>
+Launch launch_step(const char* kernel, StageKind kind, const Step& step, int64_t rows,
+                   Stream stream) {
+  const int64_t count = rows * ((step.width + kLanes - 1) / kLanes);
+  Launch launched{};
+  dispatch_stage(kind, [&](auto stage) {
+    using Stage = decltype(stage);
+    launched = all_aligned(step) ? launch(kernel, Body<Stage, T, true>{step}, count, stream)
+                                 : launch(kernel, Body<Stage, T, false>{step}, count, stream);
+  });
+  return launched;
+}
+
+template <class T>
+Launch forward(StageKind kind, const Forward<T>& step, int64_t rows, Stream stream) {
+  return launch_step<ForwardBody, T>(name_of(kind, true), kind, step, rows, stream);
+}
+
+template <class T>
+Launch backward(StageKind kind, const Backward<T>& step, int64_t rows, Stream stream) {
+  return launch_step<BackwardBody, T>(name_of(kind, false), kind, step, rows, stream);
+}
+
+template <class T>
+Launch column_sum(const T* m, int64_t rows, int64_t columns, Acc<T>* partial, Acc<T>* sum,
+                  Stream stream) {
+  const int64_t slabs = (rows + kSumRows - 1) / kSumRows;
+  const Launch first = launch("column_sum_partial", PartialSumBody<T>{m, rows, columns, partial},
+                              slabs * columns, stream);
+  if (first.error != 0) return first;
+  return launch("column_sum_total", TotalSumBody<Acc<T>>{partial, slabs, columns, sum}, columns,
+                stream);
+}
+
+Launch set_shift(int64_t* shift, int64_t value, Stream stream) {
+  return launch("set_shift", SetBody{shift, value}, 1, stream);
+}
+
+template Launch forward<float>(StageKind, const Forward<float>&, int64_t, Stream);
+template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stream);
+template Launch column_sum<float>(const float*, int64_t, int64_t, Acc<float>*, Acc<float>*, Stream);
+template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
+template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
+template Launch column_sum<double>(const double*, int64_t, int64_t, Acc<double>*, Acc<double>*,
+                                   Stream);
+template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
+template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
+template Launch column_sum<BFloat16>(const BFloat16*, int64_t, int64_t, Acc<BFloat16>*,
+                                     Acc<BFloat16>*, Stream);
+template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
+template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
+template Launch column_sum<Half>(const Half*, int64_t, int64_t, Acc<Half>*, Acc<Half>*, Stream);
+
+}  // namespace cuda
+}  // namespace fusedrnn

@@ -1,0 +1,26 @@
+// The kernels on a GPU.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace fusedrnn::cuda {
+
+constexpr int kThreads = 128;
+
+template <class Body>
+__global__ void __launch_bounds__(kThreads) run(const __grid_constant__ Body body, int64_t count) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < count) body(i);
+}
+
+template <class Body>
+Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream) {
+  const int64_t blocks = (count + kThreads - 1) / kThreads;
+  if (blocks > INT32_MAX) return {kernel, cudaErrorInvalidConfiguration};
+  run<<<unsigned(blocks), kThreads, 0, stream>>>(body, count);
+  return {kernel, cudaGetLastError()};
+}
+
+}  // namespace fusedrnn::cuda

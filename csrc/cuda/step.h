@@ -1,0 +1,42 @@
+// The GPU's kernels as the backend calls them.  No torch and no CUDA header here, so that a build
+// for the CPU can put its emulation behind the same names (tests/emulator).
+#pragma once
+#include <cstdint>
+
+#include "../step.h"
+
+struct CUstream_st;
+
+namespace fusedrnn::cuda {
+
+using Stream = CUstream_st*;
+
+// What became of a launch.  error: a cudaError_t, 0 for success.
+struct Launch {
+  const char* kernel;
+  int error;
+};
+
+template <class T>
+using Forward = ForwardStep<T, T>;
+template <class T>
+using Backward = BackwardStep<T, T>;
+
+template <class T>
+Launch forward(StageKind kind, const Forward<T>& step, int64_t rows, Stream stream);
+template <class T>
+Launch backward(StageKind kind, const Backward<T>& step, int64_t rows, Stream stream);
+
+// Rows that one thread sums.
+constexpr int64_t kSumRows = 64;
+
+// sum[c] += sum over rows of m[r][c], in a fixed order.  partial: room for one row of sums for each
+// kSumRows rows of m.
+template <class T>
+Launch column_sum(const T* m, int64_t rows, int64_t columns, Acc<T>* partial, Acc<T>* sum,
+                  Stream stream);
+
+// *shift = value, once the stream is there.
+Launch set_shift(int64_t* shift, int64_t value, Stream stream);
+
+}  // namespace fusedrnn::cuda

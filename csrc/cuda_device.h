@@ -1,0 +1,95 @@
+// What the GPU backend asks of CUDA besides kernels, for the length of one call of an operator.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cuda/gemm.h"
+#include "cuda/graph.h"
+#include "cuda/step.h"
+#include "torch_stable.h"
+
+namespace fusedrnn {
+
+class CudaDevice {
+ public:
+  using Graph = cuda::Graph;
+  static constexpr int64_t kGemmWorkspaceBytes = cuda::kGemmWorkspaceBytes;
+
+  // replay: whether steps may be recorded and replayed
+  CudaDevice(const Tensor& input, bool replay)
+      : index_(input.get_device_index()), guard_(index_), stream_(current_stream(index_)),
+        may_record_(replay && !is_capturing(stream_)),
+        gemms_(index_, input.scalar_type() == ScalarType::Float && torch_allows_tf32()) {}
+
+  Borrower borrower() const { return Borrower(aoti_torch_device_type_cuda(), index_); }
+  cuda::Stream stream() const { return stream_; }
+  bool may_record() const { return may_record_; }
+  static const char* message(int error) { return cudaGetErrorString(cudaError_t(error)); }
+
+  template <class C, class T>
+  void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+            bool accumulate, void* workspace) {
+    const cublasStatus_t status = gemms_(out, a, b, accumulate, workspace, stream_);
+    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fusedrnn: the product of (", a.rows, ", ",
+                    a.columns, ") and (", b.rows, ", ", b.columns, ") matrices in ",
+                    torch::headeronly::toString(kScalarType<T>),
+                    " failed: ", cublasLtGetStatusString(status), kCaptureHint);
+  }
+
+  void zero(void* data, size_t size_bytes) const {
+    check(cudaMemsetAsync(data, 0, size_bytes, stream_), "zeroing memory");
+  }
+
+  template <class F>
+  void record(Graph& graph, const F& enqueue) {
+    const cuda::Stream stream = stream_;
+    struct Restore {  // also when a kernel fails
+      cuda::Stream &current, before;
+      ~Restore() { current = before; }
+    } restore{stream_, stream};
+    check(graph.record(index_,
+                       [&](cudaStream_t recording) {
+                         stream_ = recording;
+                         enqueue();
+                       }),
+          "recording a graph");
+  }
+  void launch(const Graph& graph) const { check(graph.launch(stream_), "launching a graph"); }
+
+ private:
+  // cuBLASLt of CUDA 13.3 cannot choose an algorithm while a stream is being captured.
+  static constexpr const char* kCaptureHint =
+      " (if this is being captured into a CUDA graph, call it once before with the same shapes)";
+
+  static void check(cudaError_t error, const char* what) {
+    STD_TORCH_CHECK(error == cudaSuccess, "fusedrnn: ", what,
+                    " failed: ", cudaGetErrorString(error));
+  }
+  static cuda::Stream current_stream(int32_t index) {
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+    return static_cast<cuda::Stream>(stream);
+  }
+  static bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "asking for the state of the stream");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  // torch puts what its flags say into its own handle whenever it hands that out.
+  static bool torch_allows_tf32() {
+    void* handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+    const cublasStatus_t status = cublasGetMathMode(static_cast<cublasHandle_t>(handle), &mode);
+    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fusedrnn: asking for cuBLAS' math mode ",
+                    "failed: ", cublasGetStatusString(status));
+    return (mode & CUBLAS_TF32_TENSOR_OP_MATH) == CUBLAS_TF32_TENSOR_OP_MATH;
+  }
+
+  int32_t index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  cuda::Stream stream_;
+  bool may_record_;
+  cuda::Gemms gemms_;
+};
+
+}  // namespace fusedrnn

@@ -1,0 +1,119 @@
+// The driver's backend for a GPU: stages by the kernels of cuda/, everything on one stream, nothing
+// allocated and nothing waited for.  Device is what it asks of CUDA: cuda_device.h, or its
+// emulation on the CPU (tests/emulator).
+//
+// Launching a kernel costs about as much as running a small one, so the steps of a chunk are
+// recorded into a graph, which later chunks launch at once.
+#pragma once
+#include "cuda/step.h"
+#include "plan.h"
+#include "torch_stable.h"
+
+namespace fusedrnn {
+
+template <class Element, class Device>
+class GpuBackend {
+ public:
+  using T = Element;
+  using A = Acc<T>;
+  using O = T;  // GEMMs accumulate in A and give either
+  static constexpr bool kReplays = true, kGemmRounds = true;
+
+  struct Recording {
+    int64_t first_row = 0;
+    bool is_warm = false;  // the kernels are loaded, the algorithms of the GEMMs chosen
+    typename Device::Graph graph{};
+  };
+
+  explicit GpuBackend(Device& device) : device_(device), borrower_(device.borrower()) {}
+
+  template <class C>
+  void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+            bool accumulate) {
+    if (a.columns > 0) {
+      device_.gemm(out, a, b, accumulate, gemm_workspace_);
+    } else if (!accumulate) {
+      zero(out);
+    }
+  }
+
+  template <class To, class From>
+  void copy(const Matrix<To>& out, const Matrix<From>& from) const {
+    borrower_.copy(out, Matrix<const From>(from));
+  }
+  template <class To, class From>
+  void copy_steps(To* out, const Sequence<From>& from, int64_t begin, int64_t steps,
+                  int64_t batch) const {
+    borrower_.copy_steps(out, from, begin, steps, batch);
+  }
+
+  template <class C>
+  void zero(const Matrix<C>& out) {
+    device_.zero(out.data, size_t(out.rows * out.columns) * sizeof(C));
+  }
+
+  void forward(StageKind kind, const cuda::Forward<T>& step, int64_t rows) {
+    check(cuda::forward<T>(kind, step, rows, device_.stream()), rows, step.width);
+  }
+  void backward(StageKind kind, const cuda::Backward<T>& step, int64_t rows) {
+    check(cuda::backward<T>(kind, step, rows, device_.stream()), rows, step.width);
+  }
+  void column_sum(const Matrix<const T>& m, A* sum) {
+    check(cuda::column_sum<T>(m.data, m.rows, m.columns, partial_sums_, sum, device_.stream()),
+          m.rows, m.columns);
+  }
+
+  static int64_t scratch_bytes(int64_t rows, int64_t summed_columns) {
+    Arena arena;
+    GpuBackend::carve(arena, rows, summed_columns);
+    return arena.size_bytes();
+  }
+  // With room for column sums over `rows` rows of up to `summed_columns` columns.
+  void use_scratch(void* scratch, int64_t rows, int64_t summed_columns) {
+    Arena arena(scratch);
+    const Scratch s = carve(arena, rows, summed_columns);
+    shift_ = s.shift;
+    gemm_workspace_ = s.gemm_workspace;
+    partial_sums_ = s.partial_sums;
+  }
+
+  template <class F>
+  void enqueue(Recording& recording, bool repeats, int64_t first_row, const F& steps) {
+    if (!repeats || !recording.is_warm || !device_.may_record()) {
+      recording.is_warm = true;
+      return steps(nullptr);
+    }
+    if (!recording.graph.is_recorded()) {
+      recording.first_row = first_row;
+      device_.record(recording.graph, [&] { steps(shift_); });
+    }
+    check(cuda::set_shift(shift_, first_row - recording.first_row, device_.stream()), 1, 1);
+    device_.launch(recording.graph);
+  }
+
+ private:
+  struct Scratch {
+    int64_t* shift;
+    char* gemm_workspace;
+    A* partial_sums;
+  };
+  static Scratch carve(Arena& arena, int64_t rows, int64_t summed_columns) {
+    const int64_t slabs = (rows + cuda::kSumRows - 1) / cuda::kSumRows;
+    return {arena.take<int64_t>(1), arena.take<char>(Device::kGemmWorkspaceBytes),
+            arena.take<A>(slabs * summed_columns)};
+  }
+
+  void check(const cuda::Launch& launched, int64_t rows, int64_t width) const {
+    STD_TORCH_CHECK(launched.error == 0, "fusedrnn: kernel ", launched.kernel, " over ", rows,
+                    " rows of ", width, " in ", torch::headeronly::toString(kScalarType<T>),
+                    " failed to launch: ", Device::message(launched.error));
+  }
+
+  Device& device_;
+  Borrower borrower_;
+  int64_t* shift_ = nullptr;
+  void* gemm_workspace_ = nullptr;
+  A* partial_sums_ = nullptr;
+};
+
+}  // namespace fusedrnn

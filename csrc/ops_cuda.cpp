@@ -1,0 +1,30 @@
+// The operators on CUDA: a library of its own, loaded where torch has CUDA.
+#include "cuda_device.h"
+#include "gpu_backend.h"
+#include "ops.h"
+
+namespace fusedrnn {
+namespace {
+
+class CudaPlatform {
+ public:
+  static constexpr ChunkPlan kChunkPlan = kGpuChunks;
+  CudaPlatform(const Tensor& input, bool replay) : device_(input, replay) {}
+
+  template <class T>
+  GpuBackend<T, CudaDevice> backend() {
+    return GpuBackend<T, CudaDevice>(device_);
+  }
+  int computing(int64_t) const { return 0; }  // nothing to be done
+
+ private:
+  CudaDevice device_;
+};
+
+}  // namespace
+}  // namespace fusedrnn
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CudaPlatform>));
+  m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CudaPlatform>));
+}

@@ -1,0 +1,141 @@
+// The GPU backend on the CPU: the unchanged operators, driver, planner and kernel bodies, where a
+// launch is a loop over threads, a stream runs or records at once, and a GEMM is three loops.
+// What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../../csrc/cuda/kernels.h"
+#include "../../csrc/gpu_backend.h"
+#include "../../csrc/ops.h"
+
+struct CUstream_st {
+  std::vector<std::function<void()>>* recording = nullptr;
+
+  void enqueue(std::function<void()> work) {
+    if (recording != nullptr) {
+      recording->push_back(std::move(work));
+    } else {
+      work();
+    }
+  }
+};
+
+namespace fusedrnn {
+namespace {
+
+bool backwards = false;      // in which order threads run
+std::string failing_kernel;  // refuses to be launched
+int64_t launches = 0, replays = 0;
+
+struct EmulatedDevice {
+  struct Graph {
+    std::vector<std::function<void()>> work;
+    bool is_recorded() const { return !work.empty(); }
+  };
+  static constexpr int64_t kGemmWorkspaceBytes = 16;
+
+  explicit EmulatedDevice(bool replay) : replay_(replay) {}
+
+  Borrower borrower() const { return Borrower(0, 0); }
+  cuda::Stream stream() { return &stream_; }
+  bool may_record() const { return replay_; }
+  static const char* message(int) { return "it was told to"; }
+
+  template <class C, class T>
+  void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+            bool accumulate, void*) {
+    STD_TORCH_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
+                        out.row_stride == out.columns && out.rows == a.rows,
+                    "not a product that a GPU computes");
+    stream_.enqueue([=] {
+      for (int64_t i = 0; i < out.rows; ++i) {
+        for (int64_t j = 0; j < out.columns; ++j) {
+          C& at = out.data[i * out.columns + j];
+          Acc<T> sum = accumulate ? widen(at) : Acc<T>(0);
+          for (int64_t k = 0; k < a.columns; ++k) {
+            sum += widen(a.data[i * a.row_stride + k * a.column_stride]) *
+                   widen(b.data[k * b.row_stride + j * b.column_stride]);
+          }
+          at = narrow<C>(sum);
+        }
+      }
+    });
+  }
+  void zero(void* data, size_t size_bytes) {
+    stream_.enqueue([=] { memset(data, 0, size_bytes); });
+  }
+  template <class F>
+  void record(Graph& graph, const F& enqueue) {
+    stream_.recording = &graph.work;
+    enqueue();
+    stream_.recording = nullptr;
+  }
+  void launch(const Graph& graph) {
+    ++replays;
+    for (const auto& work : graph.work) work();
+  }
+
+ private:
+  bool replay_;
+  CUstream_st stream_;
+};
+
+class EmulatedPlatform {
+ public:
+  static constexpr ChunkPlan kChunkPlan = kGpuChunks;
+  EmulatedPlatform(const Tensor& /*input*/, bool replay) : device_(replay) {}
+
+  template <class T>
+  GpuBackend<T, EmulatedDevice> backend() {
+    return GpuBackend<T, EmulatedDevice>(device_);
+  }
+  int computing(int64_t) const { return 0; }
+
+ private:
+  EmulatedDevice device_;
+};
+
+void control(bool run_backwards, std::string kernel) {
+  backwards = run_backwards;
+  failing_kernel = kernel;
+  launches = replays = 0;
+}
+std::tuple<int64_t, int64_t> counts() { return {launches, replays}; }
+
+}  // namespace
+
+namespace cuda {
+template <class Body>
+Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream) {
+  if (kernel == failing_kernel) return {kernel, 1};
+  ++launches;
+  stream->enqueue([=] {
+    for (int64_t i = 0; i < count; ++i) body(backwards ? count - 1 - i : i);
+  });
+  return {kernel, 0};
+}
+}  // namespace cuda
+}  // namespace fusedrnn
+
+STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
+  m.def(
+      "forward(str cell, Tensor input, Tensor hx, Tensor[] weights, Tensor? eps, Tensor? seed, "
+      "int layer, int chunk_size, bool keep, bool replay) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "backward(Tensor? grad_output, Tensor? grad_h_n, str cell, Tensor input, Tensor hx, "
+      "Tensor output, Tensor? kept, Tensor[] weights, Tensor? eps, Tensor? seed, int layer, "
+      "int chunk_size, int needs, bool replay) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("control(bool run_backwards, str failing_kernel) -> ()");
+  m.def("counts() -> (int, int)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
+  m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::EmulatedPlatform>));
+  m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::EmulatedPlatform>));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CompositeExplicitAutograd, m) {
+  m.impl("control", TORCH_BOX(&fusedrnn::control));
+  m.impl("counts", TORCH_BOX(&fusedrnn::counts));
+}
