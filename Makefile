@@ -1,21 +1,26 @@
 # Everything happens in .venv, which is made on first use. PYTHON and TORCH may be given:
 #   make test PYTHON=python3.12 TORCH=torch==2.14.1
+# Only gpu-check takes PYTHON as it is, with the torch for CUDA that it holds, and no network.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+OUT ?= build/gpu-check
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp)
 
-.PHONY: test bench lint format clean FORCE
+.PHONY: test bench gpu-check lint format clean FORCE
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
+
+gpu-check:
+	$(PYTHON) -m bench.gpu_check $(OUT)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check

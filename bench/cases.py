@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
-from fusedrnn import reference
+from fusedrnn import _library, reference
 
 THREADS = 2
 
 LSTM, GRU = "nn.LSTM", "nn.GRU"
 LOOP, COMPILED = "plain loop", "compiled loop"
 OURS, KEPT = "fusedrnn", "fusedrnn, recompute=False"
+# These need a GPU.
+LAUNCHED, CAPTURED = "fusedrnn, without replay", "fusedrnn, CUDA graph"
+GRAPHED = "plain loop, CUDA graph"
+CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
+
+ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT)
+# Measured side by side at every shape and dtype, and only then the others, one by one: they are
+# slow to run or to compile, and what the time budget does not reach is said to be missing.
+ON_CUDA = (OURS, KEPT, LAUNCHED, LSTM, GRU, LOOP, GRAPHED, CAPTURED)
+ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,11 @@ class Shape:
     @property
     def output_bytes(self) -> int:
         """Size of the output in float32."""
-        return 4 * self.seq_len * self.batch * self.hidden_size
+        return self.output_bytes_in(torch.float32)
+
+    def output_bytes_in(self, dtype: torch.dtype) -> int:
+        """Size of the output."""
+        return dtype.itemsize * self.seq_len * self.batch * self.hidden_size
 
 
 LARGE = Shape(256, 64, 512)
@@ -55,6 +73,23 @@ SPEED_LIMITS = {
 }
 # Time of a backward pass whose adjoints decay through denormals over that of an ordinary one.
 DENORMAL_LIMIT = 1.2
+
+# On a GPU, by value: what is measured first, in case that time runs out.
+CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CUDA_SHAPES = (
+    Shape(1024, 16, 256),
+    Shape(512, 64, 256),
+    Shape(512, 64, 512),
+    Shape(1024, 16, 768),
+    Shape(512, 32, 1024),
+    Shape(256, 128, 1024),
+    Shape(256, 64, 2048),
+)
+CUDA_QUICK = Shape(16, 32, 32)
+CUDA_BUDGET_S = 150  # of each benchmark: five minutes for both
+# At every shape and dtype.
+CUDA_MEMORY_LIMITS = {(OURS, LSTM): 0.25, (OURS, LOOP): 0.12}
+CUDA_SPEED_LIMITS = {(OURS, LOOP): 0.12, (OURS, GRAPHED): 0.55}
 
 
 class Loop(nn.Module):
@@ -92,7 +127,7 @@ class CompiledLoop(nn.Module):
         h = input.new_zeros(batch, self.rnn.hidden_size)
         output = []
         for t, x in enumerate(input):
-            eps = torch.randn(batch, self.rnn.latent_size)
+            eps = torch.randn(batch, self.rnn.latent_size, dtype=x.dtype, device=x.device)
             # The first state needs no gradient. That would be a second graph to compile.
             step = compiled_step if t > 0 else eager_step
             h = step(x, h, *weights, eps=eps)
@@ -100,19 +135,31 @@ class CompiledLoop(nn.Module):
         return torch.stack(output), h.unsqueeze(0)
 
 
-def _stochastic_gru(hidden_size: int, *, recompute: bool = True) -> fusedrnn.StochasticGRU:
-    return fusedrnn.StochasticGRU(hidden_size, hidden_size, recompute=recompute)
+class CheckpointedLoop(Loop):
+    """The loop in about sqrt(T) segments that keep their first state and run again in backward."""
+
+    def forward(
+        self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the loop; eps is drawn."""
+        if hx is None:
+            hx = input.new_zeros(1, input.shape[1], self.rnn.hidden_size)
+        output = []
+        for segment in input.split(math.isqrt(len(input))):
+            part, hx = checkpoint(super().forward, segment, hx, use_reentrant=False)
+            output.append(part)
+        return torch.cat(output), hx
 
 
-# From a width to a module that maps (T, B, H) to (output, state).
-CONTENDERS: dict[str, Callable[[int], nn.Module]] = {
-    LSTM: lambda hidden_size: nn.LSTM(hidden_size, hidden_size),
-    GRU: lambda hidden_size: nn.GRU(hidden_size, hidden_size),
-    LOOP: lambda hidden_size: Loop(_stochastic_gru(hidden_size)),
-    COMPILED: lambda hidden_size: CompiledLoop(_stochastic_gru(hidden_size)),
-    OURS: _stochastic_gru,
-    KEPT: lambda hidden_size: _stochastic_gru(hidden_size, recompute=False),
-}
+class OffloadedLoop(Loop):
+    """The loop with all that it saves on the host: weights too, which the hooks cannot tell."""
+
+    def forward(
+        self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the loop."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return super().forward(input, hx, eps=eps)
 
 
 class TrainingStep:
@@ -122,11 +169,18 @@ class TrainingStep:
     dropped after each step, as an optimizer's ``zero_grad`` does.
     """
 
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], nn.Module],
+        shape: Shape,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         torch.manual_seed(0)
         size = (shape.seq_len, shape.batch, shape.hidden_size)
-        self.input, self.grad_output = torch.randn(size), torch.randn(size)
-        self.module = CONTENDERS[name](shape.hidden_size)
+        with torch.device(device):
+            self.input, self.grad_output = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
+            self.module = make(shape.hidden_size).to(dtype)
 
     def forward(self) -> Tensor:
         """The output, with its graph."""
@@ -148,11 +202,135 @@ class TrainingStep:
             self.module(self.input)
 
 
+class LaunchedStep(TrainingStep):
+    """A step whose kernels are launched one by one, where the op would replay a CUDA graph."""
+
+    def forward(self) -> Tensor:
+        with _launched():
+            return super().forward()
+
+    def backward(self, output: Tensor) -> None:
+        with _launched():
+            super().backward(output)
+
+    def infer(self) -> None:
+        with _launched():
+            super().infer()
+
+
+@contextmanager
+def _launched() -> Iterator[None]:
+    _library.replay_chunks = False
+    try:
+        yield
+    finally:
+        _library.replay_chunks = True
+
+
+class GraphedStep(TrainingStep):
+    """A step that its user captures in a CUDA graph; noise, or its seed, is drawn inside."""
+
+    @functools.cached_property
+    def _train(self) -> torch.cuda.CUDAGraph:
+        return _captured(super().train)
+
+    @functools.cached_property
+    def _infer(self) -> torch.cuda.CUDAGraph:
+        return _captured(super().infer)
+
+    def train(self) -> None:
+        """Captures the first time, and replays."""
+        self._train.replay()
+
+    def infer(self) -> None:
+        """Captures the first time, and replays."""
+        self._infer.replay()
+
+
+def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = _capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # a capture that fails does not come back from it by itself
+        call()  # what libraries do once on a stream must not end up in the graph
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    return graph
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps a workspace for every stream that it ever ran on."""
+    return torch.cuda.Stream()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a recurrent cell over a sequence, and to train it.
+
+    Attributes:
+        make: From a width to a module that maps (T, B, H) to (output, state).
+        gemms: Products of a row of the sequence with an (H, H) matrix, in forward and in backward:
+            one per matrix, again for its gradient, again to go back through it unless that leads
+            to the input, and again for each time that it is computed anew.
+        step: How a training step of the module runs.
+    """
+
+    make: Callable[[int], nn.Module]
+    gemms: tuple[int, int]
+    step: type[TrainingStep] = TrainingStep
+
+    def tflops(self, shape: Shape, time_ms: float, *, training: bool) -> float:
+        """The rate of its GEMMs, in 10**12 operations a second; a multiply-add is two."""
+        forward, backward = self.gemms
+        products = forward + backward if training else forward
+        operations = 2 * products * shape.seq_len * shape.batch * shape.hidden_size**2
+        return operations / (1e9 * time_ms)
+
+
+def _stochastic_gru(hidden_size: int) -> fusedrnn.StochasticGRU:
+    return fusedrnn.StochasticGRU(hidden_size, hidden_size)
+
+
+def _kept(hidden_size: int) -> fusedrnn.StochasticGRU:
+    return fusedrnn.StochasticGRU(hidden_size, hidden_size, recompute=False)
+
+
+def _over(loop: Callable[[fusedrnn.StochasticGRU], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda hidden_size: loop(_stochastic_gru(hidden_size))
+
+
+# W_ih and W_zh are 3 matrices each, W_hz is 2. All have a gradient, and W_ih leads to the input.
+STOCHASTIC = (8, 8 + 5)
+REBUILT = (8, 8 + 8 + 5)
+CONTENDERS: dict[str, Contender] = {
+    LSTM: Contender(lambda hidden_size: nn.LSTM(hidden_size, hidden_size), (4 + 4, 8 + 4)),
+    GRU: Contender(lambda hidden_size: nn.GRU(hidden_size, hidden_size), (3 + 3, 6 + 3)),
+    LOOP: Contender(_over(Loop), STOCHASTIC),
+    COMPILED: Contender(_over(CompiledLoop), STOCHASTIC),
+    GRAPHED: Contender(_over(Loop), STOCHASTIC, GraphedStep),
+    CHECKPOINTED: Contender(_over(CheckpointedLoop), REBUILT),
+    OFFLOADED: Contender(_over(OffloadedLoop), STOCHASTIC),
+    OURS: Contender(_stochastic_gru, REBUILT),
+    KEPT: Contender(_kept, STOCHASTIC),
+    LAUNCHED: Contender(_stochastic_gru, REBUILT, LaunchedStep),
+    CAPTURED: Contender(_stochastic_gru, REBUILT, GraphedStep),
+}
+
+
+def training_step(
+    name: str, shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> TrainingStep:
+    """A training step of the contender of this name."""
+    contender = CONTENDERS[name]
+    return contender.step(contender.make, shape, device, dtype)
+
+
 def why_not_compiled(shapes: list[Shape]) -> str | None:
     """Compiles the step for these widths, out of every clock; says why that is not possible."""
     try:
         for shape in shapes:
-            TrainingStep(COMPILED, Shape(3, shape.batch, shape.hidden_size)).train()
+            training_step(COMPILED, Shape(3, shape.batch, shape.hidden_size)).train()
     except Exception as error:  # a compiler fails in many ways, each of them a fine answer
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"does not compile: {lines[0]}"

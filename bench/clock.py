@@ -1,10 +1,11 @@
-"""One timer and one memory meter: every number of the benchmark comes from here."""
+"""Timers and memory meters, for the CPU and for a GPU: every number comes from here."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -32,12 +33,43 @@ class Ratio:
         return f"({self.least:.2f}–{self.most:.2f})"
 
 
+def time_ms(call: Callable[[], object]) -> float:
+    """Time of one call, in milliseconds, during which Python collects no garbage."""
+    with _no_garbage_collection():
+        begin = time.perf_counter()
+        call()
+        end = time.perf_counter()
+    return 1e3 * (end - begin)
+
+
+def cuda_time_ms(call: Callable[[], object]) -> float:
+    """The same between two CUDA events. The GPU idles before, so that launching counts too."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with _no_garbage_collection():
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def interleaved_ms(
     calls: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
     budget_s: float,
     on_call: Callable[[], object] = lambda: None,
+    timer: Callable[[Callable[[], object]], float] = time_ms,
 ) -> dict[str, list[float]]:
     """Times of each call in milliseconds, one per round; the caller warms up.
 
@@ -52,19 +84,9 @@ def interleaved_ms(
         if done >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
             break
         for name, call in calls.items():
-            times_ms[name].append(time_ms(call))
+            times_ms[name].append(timer(call))
             on_call()
     return times_ms
-
-
-def time_ms(call: Callable[[], object]) -> float:
-    """Time of one call, in milliseconds, during which Python collects no garbage."""
-    gc.disable()
-    begin = time.perf_counter()
-    call()
-    end = time.perf_counter()
-    gc.enable()
-    return 1e3 * (end - begin)
 
 
 def ratio(times_ms: Iterable[float], other_ms: Iterable[float]) -> Ratio:
@@ -116,3 +138,30 @@ def saved_sizes_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) ->
         output = forward()  # held until the end, so that no block is freed and used again
     del output
     return sorted(blocks.values(), reverse=True)
+
+
+def cuda_peak_bytes(call: Callable[[], object]) -> int:
+    """Most memory of the GPU that a call takes at once, over what is taken before it."""
+    torch.cuda.synchronize()
+    before_bytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before_bytes
+
+
+def cuda_saved_bytes(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """What a forward pass leaves for backward, output included: on the GPU, pinned on the host.
+
+    Counted by the allocators, because hooks on saved tensors do not see what checkpointing keeps.
+    """
+    before_bytes = torch.cuda.memory_allocated(), _pinned_bytes()
+    output = forward()
+    torch.cuda.synchronize()
+    after_bytes = torch.cuda.memory_allocated(), _pinned_bytes()
+    del output
+    return after_bytes[0] - before_bytes[0], after_bytes[1] - before_bytes[1]
+
+
+def _pinned_bytes() -> int:
+    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))

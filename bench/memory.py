@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 from .cases import (
     COMPILED,
-    CONTENDERS,
+    CUDA_MEMORY_LIMITS,
     LARGE,
     LOOP,
     LSTM,
     MEMORY_LIMITS,
+    ON_CPU,
     OURS,
     OVER_SEQ_LEN,
     OVER_SEQ_LEN_QUICK,
     SMALL,
     Shape,
-    TrainingStep,
+    training_step,
     why_not_compiled,
 )
-from .clock import measure_memory, saved_sizes_bytes
+from .clock import cuda_peak_bytes, cuda_saved_bytes, measure_memory, saved_sizes_bytes
 from .report import Report, Run, Table, Target, main, mib
+from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_none
 
 
 def run(run: Run) -> Report:
     """Peaks at two shapes, and how everything grows with the sequence."""
     shapes = [SMALL] if run.quick else [LARGE, SMALL]
     over_seq_len = OVER_SEQ_LEN_QUICK if run.quick else OVER_SEQ_LEN
-    contenders = [name for name in CONTENDERS if not (run.quick and name == COMPILED)]
+    contenders = [name for name in ON_CPU if not (run.quick and name == COMPILED)]
     steps = 1 + len(contenders) * (len(shapes) + len(over_seq_len))
     task = run.progress.add_task("memory", total=steps)
 
@@ -60,13 +59,18 @@ def run(run: Run) -> Report:
     tables += [_growth_table(over), _peak_table(over, contenders)]
     if not_compiled:
         tables.append(Table(COMPILED, [not_compiled], []))
-    numbers = {"shapes": at_shapes, "over_seq_len": over, "compiled_loop": not_compiled or "ran"}
-    return Report("memory", numbers, tables, targets)
+    content = {"shapes": at_shapes, "over_seq_len": over, "compiled_loop": not_compiled or "ran"}
+    return Report("memory", content, tables, targets)
+
+
+def run_on_cuda(run: Run) -> Report:
+    """Peaks, and what waits for backward, over shapes and dtypes."""
+    return sweep(run, _measure_on_cuda, _report_on_cuda)
 
 
 def _measure(name: str, shape: Shape) -> dict[str, Any]:
     """Everything in bytes. Workspace is what the peak holds beyond output, gradients and saved."""
-    step = TrainingStep(name, shape)
+    step = training_step(name, shape)
     weights = list(step.module.parameters())
     saved = saved_sizes_bytes(step.forward, [step.input, *weights])
     memory = measure_memory(step.train)
@@ -138,7 +142,13 @@ def _fixed(over: list[dict[str, Any]]) -> str:
 
 
 def _plot(run: Run, over: list[dict[str, Any]], contenders: list[str]) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed: no plot is drawn")
+        return
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     seq_lens = [r["shape"]["seq_len"] for r in over]
     for name in contenders:
         peaks = [r["contenders"][name]["peak_bytes"] / 2**20 for r in over]
@@ -152,8 +162,63 @@ def _plot(run: Run, over: list[dict[str, Any]], contenders: list[str]) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(run.out / "memory_over_seq_len.png", dpi=130)
-    pyplot.close(figure)
+
+
+def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
+    def measure(name: str) -> Row:
+        # The first one compiles, and allocates what libraries keep for good. A graph is captured by
+        # the second one too, and takes its memory then: replay allocates nothing.
+        training_step(name, case.shape, "cuda", case.dtype).train()
+        step = training_step(name, case.shape, "cuda", case.dtype)
+        saved_bytes, host_bytes = cuda_saved_bytes(step.forward)
+        return {
+            "peak_bytes": cuda_peak_bytes(step.train),
+            "saved_bytes": saved_bytes,
+            "host_bytes": host_bytes,
+        }
+
+    return {name: attempt(partial(measure, name)) for name in names}
+
+
+def _report_on_cuda(results: Results) -> Report:
+    targets = [
+        Target(
+            f"peak memory, {a} / {b}", str(case), rows[a]["peak_bytes"] / rows[b]["peak_bytes"], m
+        )
+        for (a, b), m in CUDA_MEMORY_LIMITS.items()
+        for case, rows in results.items()
+        if not (why_none(rows[a]) or why_none(rows[b]))
+    ]
+    tables = [_case_table(case, rows) for case, rows in results.items()]
+    return Report("memory", numbers(results), tables, targets, failures(results))
+
+
+def _case_table(case: Case, rows: dict[str, Row]) -> Table:
+    def over(row: Row, other: str) -> str:
+        other_bytes = rows[other].get("peak_bytes")
+        return f"{row['peak_bytes'] / other_bytes:.3f}" if other_bytes else ""
+
+    output_bytes = case.shape.output_bytes_in(case.dtype)
+    columns = ["", "peak MiB", "/ LSTM", "/ loop", "saved MiB", "saved / output", "host MiB"]
+    lines = []
+    for name, row in rows.items():
+        if reason := why_none(row):
+            lines.append([name, reason, *[""] * (len(columns) - 2)])
+            continue
+        saved_bytes = row["saved_bytes"]
+        lines.append(
+            [
+                name,
+                mib(row["peak_bytes"]),
+                over(row, LSTM),
+                over(row, LOOP),
+                mib(saved_bytes),
+                f"{saved_bytes / output_bytes:.2f}",
+                mib(row["host_bytes"]),
+            ]
+        )
+    return Table(f"Memory of a training step, {case}", columns, lines)
 
 
 if __name__ == "__main__":
-    main([run], __doc__)
+    main([run], __doc__, on_cuda=[run_on_cuda])

@@ -13,14 +13,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rich.table
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+try:
+    import rich.table
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.text import Text
+except ImportError:  # tables are then written as Markdown, and there is no bar
+    rich = None
 
 import fusedrnn
 
-from .cases import THREADS
+from .cases import CUDA_BUDGET_S, CUDA_DTYPES, THREADS, Shape
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CUDA_DTYPES}
 
 # bench/results holds what the README shows; it is only written to when asked for by --out.
 RESULTS = Path("build/bench")
@@ -64,64 +77,170 @@ class Report:
 
 @dataclass(frozen=True)
 class Run:
-    """What a benchmark is given: its options and the bar to advance."""
+    """What a benchmark is given: its options, the bar to advance, and where results go."""
 
     quick: bool
     out: Path
-    progress: Progress
+    progress: Progress | NoProgress
     options: argparse.Namespace
+    about: dict[str, Any]
+
+    def write(self, report: Report) -> None:
+        """Writes the JSON of a report, which may be one so far."""
+        targets = [asdict(target) | {"passed": target.passed} for target in report.targets]
+        content = {"environment": self.about, "targets": targets, **report.numbers}
+        whole = self.out / f"{report.name}.json"
+        partial = whole.with_suffix(".partial")  # whoever stops us finds no half of a file
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.replace(whole)
+
+
+class NoProgress:
+    """In the place of rich's bar where rich is not installed."""
+
+    def __enter__(self) -> NoProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add_task(self, description: str, total: int) -> Any:
+        """Does nothing, as all here."""
+        return 0
+
+    def advance(self, task: Any, steps: int = 1) -> None:
+        """Does nothing, as all here."""
+
+    def update(self, task: Any, *, completed: int) -> None:
+        """Does nothing, as all here."""
+
+
+class Screen:
+    """The terminal: by way of rich, or plain where rich is not installed."""
+
+    def __init__(self) -> None:
+        self.console = Console() if rich else None
+        if self.console and not self.console.is_terminal:
+            self.console.width = 120  # a file has no width of its own, and 80 breaks the lines
+
+    def progress(self) -> Progress | NoProgress:
+        """A bar for each benchmark."""
+        if not self.console:
+            return NoProgress()
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+
+    def table(self, table: Table, *, mark: bool = False) -> None:
+        """Prints a table; with ``mark``, its last column in colours."""
+        if self.console:
+            self.console.print(_rich_table(table, mark=mark))
+        else:
+            print(_markdown_table(table))
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Prints a line."""
+        if self.console:
+            self.console.print(text, style=style, markup=False)
+        else:
+            print(text)
+
+
+Benchmark = Callable[[Run], Report]
 
 
 def main(
-    benchmarks: Sequence[Callable[[Run], Report]],
+    benchmarks: Sequence[Benchmark],
     description: str | None,
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
+    *,
+    on_cuda: Sequence[Benchmark] = (),
 ) -> None:
     """Runs benchmarks as a command and exits: with status 1 if a result is wrong.
 
-    A missed target is no wrong result: a busy machine misses them too.
+    A missed target is no wrong result: a busy machine misses them too. ``on_cuda`` are those to run
+    with ``--device cuda``.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
+    parser.set_defaults(device="cpu")
     add_options(parser)
+    if on_cuda:
+        _add_cuda_options(parser)
     options = parser.parse_args()
+    if options.device == "cuda":
+        benchmarks = on_cuda
+        # torch allows cuDNN's unless told otherwise: nn.LSTM's float32 would be no float32.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    elif on_cuda and (options.dtype or options.shape or options.budget_s is not None):
+        parser.error("--dtype, --shape and --budget-s need --device cuda")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(THREADS)
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # a file has no width of its own, and 80 breaks the lines
-    about = _environment(sys.argv[1:])
+    screen = Screen()
+    about = _environment(sys.argv[1:], options.device)
     reports = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
+    with screen.progress() as progress:
         for benchmark in benchmarks:
-            report = benchmark(Run(options.quick, out, progress, options))
+            run = Run(options.quick, out, progress, options, about)
+            report = benchmark(run)
             reports.append(report)
             for table in report.tables:
-                progress.console.print(_rich_table(table))
-            _write_json(out / f"{report.name}.json", report, about)
+                screen.table(table)
+            run.write(report)
 
     targets = [target for report in reports for target in report.targets]
     if targets:
-        console.print(_rich_table(_target_table(targets), mark=True))
+        screen.table(_target_table(targets), mark=True)
     if len(reports) > 1:
-        (out / "cpu.md").write_text(_markdown(reports, targets, about))
-    console.print(f"{about['command']}: {about['cpu']}, {THREADS} threads, torch {about['torch']}")
-    console.print(f"Results are in {out}")
+        (out / f"{options.device}.md").write_text(_markdown(reports, targets, about))
+    screen.line(f"{about['command']}: {_machine(about)}")
+    screen.line(f"Results are in {out}")
     failures = [failure for report in reports for failure in report.failures]
     for failure in failures:
-        console.print(f"[red]{failure}")
+        screen.line(failure, style="red")
     sys.exit(1 if failures else 0)
+
+
+def _add_cuda_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
+    cuda = parser.add_argument_group("with --device cuda")
+    cuda.add_argument(
+        "--dtype", action="append", choices=[*DTYPES, "all"], help="may be repeated (all)"
+    )
+    cuda.add_argument(
+        "--shape", action="append", type=_shape, metavar="T,B,H", help="may be repeated"
+    )
+    cuda.add_argument(
+        "--budget-s",
+        type=float,
+        metavar="S",
+        help=f"seconds after which a benchmark begins nothing new ({CUDA_BUDGET_S})",
+    )
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU")
+    return name
+
+
+def _shape(text: str) -> Shape:
+    try:
+        seq_len, batch, hidden_size = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be T,B,H, got {text}") from None
+    return Shape(seq_len, batch, hidden_size)
 
 
 def mib(size_bytes: float) -> str:
@@ -129,10 +248,10 @@ def mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:.1f}"
 
 
-def _environment(arguments: list[str]) -> dict[str, Any]:
+def _environment(arguments: list[str], device: str) -> dict[str, Any]:
     module = Path(sys.argv[0])
     name = "bench" if module.stem == "__main__" else f"bench.{module.stem}"
-    return {
+    about = {
         "command": " ".join(["python -m", name, *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -143,6 +262,20 @@ def _environment(arguments: list[str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "fusedrnn": fusedrnn.__version__,
     }
+    if device == "cuda":
+        about |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "tf32": False,
+        }
+    return about
+
+
+def _machine(about: dict[str, Any]) -> str:
+    if "gpu" in about:
+        return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, TF32 off"
+    return f"{about['cpu']}, {THREADS} threads, torch {about['torch']}"
 
 
 def _cpu_name() -> str:
@@ -152,12 +285,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _write_json(path: Path, report: Report, about: dict[str, Any]) -> None:
-    targets = [asdict(target) | {"passed": target.passed} for target in report.targets]
-    content = {"environment": about, "targets": targets, **report.numbers}
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _target_table(targets: list[Target]) -> Table:
@@ -180,16 +307,14 @@ def _rich_table(table: Table, *, mark: bool = False) -> rich.table.Table:
         result.add_column(column, justify="left" if i == 0 else "right")
     for row in table.rows:
         colour = ("green" if row[-1] == "met" else "red") if mark else None
-        result.add_row(*row[:-1], f"[{colour}]{row[-1]}" if colour else row[-1])
+        result.add_row(*map(Text, row[:-1]), Text(row[-1], style=colour or ""))
     return result
 
 
 def _markdown(reports: list[Report], targets: list[Target], about: dict[str, Any]) -> str:
     tables = [_target_table(targets), *(table for report in reports for table in report.tables)]
-    head = (
-        f"`{about['command']}` on {about['cpu']}, {THREADS} threads, torch {about['torch']}, "
-        f"float32, {about['date'][:10]}.\n"
-    )
+    dtype = "" if "gpu" in about else "float32, "
+    head = f"`{about['command']}` on {_machine(about)}, {dtype}{about['date'][:10]}.\n"
     return "\n".join([head, *(_markdown_table(table) for table in tables)])
 
 
@@ -197,5 +322,6 @@ def _markdown_table(table: Table) -> str:
     lines = [f"**{table.title}**", ""]
     lines.append("| " + " | ".join(table.columns) + " |")
     lines.append("|" + "|".join([":--", *["--:"] * (len(table.columns) - 1)]) + "|")
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    for row in table.rows:
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     return "\n".join(lines) + "\n"

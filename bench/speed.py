@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 
 import torch
@@ -13,6 +14,7 @@ from fusedrnn import _helpers
 from .cases import (
     COMPILED,
     CONTENDERS,
+    CUDA_SPEED_LIMITS,
     DENORMAL_LIMIT,
     GEMMS,
     GRU,
@@ -20,27 +22,32 @@ from .cases import (
     LARGE,
     LOOP,
     LSTM,
+    ON_CPU,
     OURS,
     SMALL,
     SPEED_LIMITS,
     Shape,
     TrainingStep,
+    training_step,
     why_not_compiled,
 )
-from .clock import interleaved_ms, ratio
+from .clock import cuda_time_ms, interleaved_ms, ratio
 from .report import Report, Run, Table, Target, main
+from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_none
 
 Calls = dict[str, Callable[[], object]]
 REBUILD = "rebuilding GEMMs"
 FORWARD_ONLY = (LSTM, GRU, LOOP, OURS)
 QUICK = Shape(16, 32, 32)
+# At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
+CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S = 20, 3.0, 1.0
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 
 def run(run: Run) -> Report:
     """Training step and forward pass at two shapes, and a backward pass through denormals."""
     shapes = {QUICK: 3} if run.quick else {LARGE: 4, SMALL: 15}  # and the rounds of each
-    contenders = [name for name in CONTENDERS if not (run.quick and name == COMPILED)]
+    contenders = [name for name in ON_CPU if not (run.quick and name == COMPILED)]
     denormal_rounds = 3 if run.quick else 9
     calls_in_round = len(contenders) + 2 + len(FORWARD_ONLY)
     total = 1 + sum(shapes.values()) * calls_in_round + denormal_rounds * 4
@@ -98,7 +105,7 @@ def run(run: Run) -> Report:
         what = f"backward time, {OURS}, denormals / ordinary"
         targets.append(Target(what, str(shape), r.median, DENORMAL_LIMIT, r.spread))
     run.progress.update(task, completed=total)  # a budget may have ended it with rounds to go
-    numbers = {
+    content = {
         "shapes": results,
         "denormals": {
             "shape": vars(shape),
@@ -109,13 +116,18 @@ def run(run: Run) -> Report:
     }
     if not_compiled:
         tables.append(Table(COMPILED, [not_compiled], []))
-    return Report("speed", numbers, tables, targets)
+    return Report("speed", content, tables, targets)
+
+
+def run_on_cuda(run: Run) -> Report:
+    """Training step and forward pass over shapes and dtypes."""
+    return sweep(run, _measure_on_cuda, _report_on_cuda)
 
 
 def _training_calls(shape: Shape, contenders: list[str]) -> Calls:
     calls: Calls = {}
     for name in contenders:
-        step = TrainingStep(name, shape)
+        step = training_step(name, shape)
         _warm_up(step, step.train)
         calls[name] = step.train
     gemms = Gemms(shape)
@@ -127,7 +139,7 @@ def _training_calls(shape: Shape, contenders: list[str]) -> Calls:
 def _forward_calls(shape: Shape) -> Calls:
     calls: Calls = {}
     for name in FORWARD_ONLY:
-        step = TrainingStep(name, shape)
+        step = training_step(name, shape)
         _warm_up(step, step.infer)
         calls[name] = step.infer
     return calls
@@ -193,7 +205,7 @@ def _backward_calls(shape: Shape) -> Calls:
     calls: Calls = {}
     for name in (LOOP, OURS):
         for case in ("", ", denormals"):
-            step = TrainingStep(name, shape)
+            step = training_step(name, shape)
             if case:
                 _saturate(step)
             calls[name + case] = _backward(step, step.forward())
@@ -235,5 +247,82 @@ def _table(title: str, times_ms: dict[str, list[float]]) -> Table:
     return Table(title, ["", "ms", "/ LSTM", "/ loop"], rows)
 
 
+def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
+    steps: dict[str, TrainingStep] = {}
+
+    def prepare(name: str) -> Row:
+        step = training_step(name, case.shape, "cuda", case.dtype)
+        for _ in range(2):  # the first compiles or captures, the second is as all that follow
+            step.train()
+            step.infer()
+        steps[name] = step
+        return {}
+
+    def measure() -> Row:
+        def times_ms(calls: Calls, budget_s: float) -> dict[str, list[float]]:
+            return interleaved_ms(calls, rounds=CUDA_ROUNDS, budget_s=budget_s, timer=cuda_time_ms)
+
+        train_ms = times_ms({name: step.train for name, step in steps.items()}, CUDA_TRAIN_S)
+        forward_ms = times_ms({name: step.infer for name, step in steps.items()}, CUDA_FORWARD_S)
+        return {name: _row(name, case, train_ms[name], forward_ms[name]) for name in steps}
+
+    rows = {name: attempt(partial(prepare, name)) for name in names}
+    measured = attempt(measure)
+    return rows | (dict.fromkeys(steps, measured) if "error" in measured else measured)
+
+
+def _row(name: str, case: Case, train_ms: list[float], forward_ms: list[float]) -> Row:
+    contender = CONTENDERS[name]
+    return {
+        "train_ms": train_ms,
+        "train_tflops": contender.tflops(case.shape, median(train_ms), training=True),
+        "forward_ms": forward_ms,
+        "forward_tflops": contender.tflops(case.shape, median(forward_ms), training=False),
+    }
+
+
+def _report_on_cuda(results: Results) -> Report:
+    targets = []
+    for (a, b), limit in CUDA_SPEED_LIMITS.items():
+        for case, rows in results.items():
+            if why_none(rows[a]) or why_none(rows[b]):
+                continue
+            r = ratio(rows[a]["train_ms"], rows[b]["train_ms"])
+            targets.append(Target(f"time, {a} / {b}", str(case), r.median, limit, r.spread))
+    tables = [_case_table(case, rows) for case, rows in results.items()]
+    return Report("speed", numbers(results), tables, targets, failures(results))
+
+
+def _case_table(case: Case, rows: dict[str, Row]) -> Table:
+    def over(times: list[float], other: str) -> str:
+        other_ms = rows[other].get("train_ms")
+        return f"{median(times) / median(other_ms):.3f}" if other_ms else ""
+
+    def ms(times: list[float]) -> list[str]:
+        return [f"{median(times):.2f}", f"{min(times):.2f}–{max(times):.2f}"]
+
+    columns = ["", "training ms", "spread", "/ LSTM", "/ loop", "TFLOP/s"]
+    columns += ["forward ms", "spread", "TFLOP/s"]
+    lines = []
+    for name, row in rows.items():
+        if reason := why_none(row):
+            lines.append([name, reason, *[""] * (len(columns) - 2)])
+            continue
+        train_ms = row["train_ms"]
+        lines.append(
+            [
+                name,
+                *ms(train_ms),
+                over(train_ms, LSTM),
+                over(train_ms, LOOP),
+                f"{row['train_tflops']:.1f}",
+                *ms(row["forward_ms"]),
+                f"{row['forward_tflops']:.1f}",
+            ]
+        )
+    tf32 = " (TF32 off)" if case.dtype is torch.float32 else ""
+    return Table(f"Training step and forward pass, {case}{tf32}", columns, lines)
+
+
 if __name__ == "__main__":
-    main([run], __doc__)
+    main([run], __doc__, on_cuda=[run_on_cuda])

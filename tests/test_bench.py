@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
+from bench import cases, clock, gpu_check, memory, report, speed, sweep  # noqa: E402
+
 OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
 
 
@@ -107,3 +113,271 @@ def test_sizes_are_checked(tmp_path: Path) -> None:
     run = bench("bench.train_text", "--steps", "0", "--out", str(tmp_path))
     assert run.returncode != 0
     assert run.stderr.strip() == "--steps must be at least 1, got 0"
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--device", "tpu"], "argument --device: must be cpu or cuda, got tpu"),
+        (["--dtype", "bfloat16"], "--dtype, --shape and --budget-s need --device cuda"),
+        (["--budget-s", "0"], "--dtype, --shape and --budget-s need --device cuda"),
+        (["--shape", "1,2"], "argument --shape: must be T,B,H, got 1,2"),
+        pytest.param(
+            ["--device", "cuda"],
+            "argument --device: torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+)
+def test_options_are_checked(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    with pytest.raises(SystemExit) as stopped:
+        report.main([memory.run], None, on_cuda=[memory.run_on_cuda])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_gemm_rate_against_a_count_by_hand() -> None:
+    shape = cases.Shape(10, 20, 30)
+    rows, square = 10 * 20, 2 * 30 * 30
+    # x to 3H, h to 2Z, z to 3H; their three gradients; back from 3H to z and from 2Z to h.
+    forward, gradients, chain = 3 + 2 + 3, 3 + 2 + 3, 3 + 2
+    counts = {
+        cases.LOOP: forward + gradients + chain,
+        cases.KEPT: forward + gradients + chain,
+        cases.OURS: forward + forward + gradients + chain,
+        cases.LSTM: (4 + 4) + (4 + 4) + 4,
+        cases.GRU: (3 + 3) + (3 + 3) + 3,
+    }
+    for name, count in counts.items():
+        rate = cases.CONTENDERS[name].tflops(shape, 2.0, training=True)
+        assert rate == pytest.approx(rows * square * count / 2e-3 / 1e12)
+    rate = cases.CONTENDERS[cases.OURS].tflops(shape, 2.0, training=False)
+    assert rate == pytest.approx(rows * square * forward / 2e-3 / 1e12)
+
+
+@pytest.mark.parametrize("name", [cases.CHECKPOINTED, cases.OFFLOADED])
+def test_loops_that_save_less_learn_the_same(name: str) -> None:
+    def gradients(name: str) -> list[torch.Tensor]:
+        step = cases.training_step(name, cases.Shape(10, 2, 4))
+        torch.manual_seed(1)
+        step.forward().backward(step.grad_output)
+        return [weight.grad for weight in step.module.parameters()]
+
+    torch.testing.assert_close(gradients(name), gradients(LOOP))
+
+
+class OnCpu:
+    """Stands for a GPU: the same steps without one, as far as that goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+        later = (cases.CHECKPOINTED, cases.OFFLOADED)
+        monkeypatch.setattr(sweep, "ON_CUDA_LATER", later)
+        monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
+        monkeypatch.setattr(cases._library, "replay_chunks", True, raising=False)
+        for benchmark in (memory, speed):
+            monkeypatch.setattr(benchmark, "training_step", self.training_step)
+        monkeypatch.setattr(speed, "cuda_time_ms", clock.time_ms)
+        monkeypatch.setattr(speed, "CUDA_ROUNDS", 3)
+        monkeypatch.setattr(memory, "cuda_saved_bytes", lambda forward: (forward().nbytes, 0))
+        monkeypatch.setattr(memory, "cuda_peak_bytes", lambda train: train() or 1000)
+        self.failing: dict[str, str] = {}
+        self.out = out
+
+    def training_step(self, name: str, shape: cases.Shape, device: str, dtype: torch.dtype) -> Any:
+        assert device == "cuda"
+        if name in self.failing:
+            raise RuntimeError(self.failing[name])
+        return cases.training_step(name, shape, "cpu", dtype)
+
+    def run(self, budget_s: float = 100) -> report.Run:
+        options = argparse.Namespace(dtype=["float32"], shape=None, budget_s=budget_s)
+        return report.Run(True, self.out, report.NoProgress(), options, {"gpu": "none"})
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnCpu:
+    return OnCpu(monkeypatch, tmp_path)
+
+
+def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
+    for benchmark, targets in ((memory, 2), (speed, 2)):
+        result = benchmark.run_on_cuda(on_cpu.run())
+        (case,) = load(on_cpu.out, result.name)["cases"]
+        assert case["shape"] == vars(cases.CUDA_QUICK)
+        assert case["dtype"] == "float32"
+        assert list(case["contenders"]) == [*cases.ON_CUDA, *sweep.ON_CUDA_LATER]
+        assert not any(map(sweep.why_none, case["contenders"].values()))
+        (table,) = result.tables
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+        assert len(result.targets) == targets
+        assert result.failures == []
+
+
+def test_gpu_benchmark_goes_on_after_a_failure(on_cpu: OnCpu) -> None:
+    on_cpu.failing = {LOOP: "out of memory\nsecond line", cases.KEPT: "broken"}
+    for benchmark in (memory, speed):
+        result = benchmark.run_on_cuda(on_cpu.run())
+        (case,) = load(on_cpu.out, result.name)["cases"]
+        assert case["contenders"][LOOP] == {"error": "RuntimeError: out of memory"}
+        assert "error" not in case["contenders"][OURS]
+        shown = {row[0]: row[1] for row in result.tables[0].rows}
+        assert shown[LOOP] == "RuntimeError: out of memory"
+        assert not any(LOOP in target.what.split(" / ") for target in result.targets)
+        # What others cannot do is a result; what we cannot do is wrong.
+        where = f"{cases.CUDA_QUICK}, float32"
+        assert result.failures == [f"{cases.KEPT} failed at {where}: RuntimeError: broken"]
+
+
+def test_gpu_benchmark_says_what_time_did_not_reach(on_cpu: OnCpu) -> None:
+    result = speed.run_on_cuda(on_cpu.run(budget_s=-1))
+    assert {row[1] for row in result.tables[0].rows} == {"not reached within -1 s"}
+    assert result.targets == result.failures == []
+
+
+def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu) -> None:
+    shown = []
+
+    def measure(names: Any, case: sweep.Case) -> dict[str, sweep.Row]:
+        file = on_cpu.out / "name.json"
+        shown.append(json.loads(file.read_text())["cases"] if file.exists() else None)
+        return {name: {"peak_bytes": 1} for name in names}
+
+    sweep.sweep(on_cpu.run(), measure, lambda r: report.Report("name", sweep.numbers(r), []))
+    before, (after_first,), *_ = shown
+    assert before is None
+    rows = after_first["contenders"]
+    assert {name for name in rows if "missing" not in rows[name]} == set(cases.ON_CUDA)
+
+
+def test_markdown_stands_for_rich_where_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "rich", None)
+    screen = report.Screen()
+    with screen.progress() as progress:
+        progress.advance(progress.add_task("task", total=1))
+    screen.table(report.Table("Title", ["", "a"], [["x", "1|2"]]), mark=True)
+    screen.line("[text]", style="red")
+    assert capsys.readouterr().out.split("\n") == [
+        *("**Title**", "", "|  | a |", "|:--|--:|", "| x | 1\\|2 |", "", "[text]", "")
+    ]
+
+
+def python_part(name: str, code: str, limit_s: float = 60, **options: Any) -> gpu_check.Part:
+    return gpu_check.Part(name, limit_s, lambda _: [sys.executable, "-c", code], **options)
+
+
+def check(
+    parts: list[gpu_check.Part], out: Path, monkeypatch: pytest.MonkeyPatch, sees_gpu: bool = True
+) -> tuple[bool, dict[str, dict[str, Any]]]:
+    names = ("gpu", "torch", "nvcc", "commit", "date")
+    about = dict.fromkeys(names, "some") | {"torch_sees_gpu": sees_gpu}
+    monkeypatch.setattr(gpu_check, "about", lambda: about)
+    passed = gpu_check.check(parts, out)
+    outcomes = load(out, "summary")["parts"]
+    return passed, {outcome["part"]: outcome for outcome in outcomes}
+
+
+def test_gpu_check_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [
+        python_part("fails", "print('fusedrnn: no GPU'); print('hint: none'); raise SystemExit(3)"),
+        gpu_check.Part("lacks", 1, lambda _: ["no-such-command"]),
+        python_part("env", "import os; print(os.environ['A'])", env={"A": "b"}, log="other.txt"),
+        python_part("denied", "print('fine')", verdict=lambda: (False, "a target is missed")),
+    ]
+    passed, outcomes = check(parts, tmp_path, monkeypatch)
+    assert not passed
+    assert {name: (o["passed"], o["note"]) for name, o in outcomes.items()} == {
+        "environment": (True, "some"),
+        "fails": (False, "fusedrnn: no GPU"),
+        "lacks": (False, "no-such-command: No such file or directory"),
+        "env": (True, "b"),
+        "denied": (False, "a target is missed"),
+    }
+    assert "hint: none" in (tmp_path / "log.txt").read_text()
+    assert "b" in (tmp_path / "other.txt").read_text().split("\n")
+    assert "| fails | failed |" in (tmp_path / "summary.md").read_text()
+
+
+def test_gpu_check_passes_if_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [python_part("one", "print(1)")]
+    assert check(parts, tmp_path, monkeypatch)[0]
+    passed, outcomes = check(parts, tmp_path, monkeypatch, sees_gpu=False)
+    assert not passed
+    assert outcomes["environment"]["note"] == "torch sees no GPU"
+    assert outcomes["one"]["passed"]
+
+
+def test_gpu_check_stops_a_part_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "ENVIRONMENT_S", 0)
+    child = "import time; time.sleep(60); open('late', 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    limits: list[float] = []
+
+    def after(limit_s: float) -> list[str]:
+        limits.append(limit_s)
+        return [sys.executable, "-c", "print('ran')"]
+
+    parts = [python_part("hangs", code, limit_s=1), gpu_check.Part("after", 30, after)]
+    passed, outcomes = check(parts, tmp_path, monkeypatch)
+    assert not passed
+    assert outcomes["hangs"]["note"] == "stopped after 1 s"
+    assert outcomes["hangs"]["seconds"] < 30
+    assert outcomes["after"]["passed"]
+    assert 20 < limits[0] <= 30
+
+
+def test_gpu_check_takes_nine_minutes_at_most(tmp_path: Path) -> None:
+    parts = gpu_check.parts(tmp_path)
+    names = ["build", "tests", *gpu_check.SANITIZERS, "memory", "speed"]
+    assert [part.name for part in parts] == names
+    assert gpu_check.ENVIRONMENT_S + sum(part.limit_s for part in parts) <= 9 * 60
+    written = {*gpu_check.RESULTS, *(part.log for part in parts)}
+    assert len(written) <= 8
+
+    def budget_s(part: gpu_check.Part, limit_s: float) -> float:
+        return float(part.command(limit_s)[-1])
+
+    memory_part, speed_part = parts[-2:]
+    assert budget_s(memory_part, 50) == budget_s(speed_part, 50) == 50 - gpu_check.SLACK_S
+    assert budget_s(memory_part, 400) < budget_s(speed_part, 400) == 400 - gpu_check.SLACK_S
+
+
+def test_gpu_check_reads_the_results_of_tests(tmp_path: Path) -> None:
+    file = tmp_path / "tests.xml"
+    assert gpu_check._tests(file) == (False, "")
+    suite = '<testsuites><testsuite tests="{}" failures="{}" errors="0" skipped="{}"/></testsuites>'
+    for counts, verdict in {
+        (5, 0, 1): (True, "4 passed, 0 failed, 1 skipped"),
+        (5, 1, 1): (False, "3 passed, 1 failed, 1 skipped"),
+        (2, 0, 2): (False, "0 passed, 0 failed, 2 skipped"),
+    }.items():
+        file.write_text(suite.format(*counts))
+        assert gpu_check._tests(file) == verdict
+
+
+def test_gpu_check_reads_the_targets(tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    assert gpu_check._targets(file) == (False, "")
+    target = {"what": "time, a / b", "limit": 0.5}
+    targets = [
+        target | {"where": "here", "value": 0.4, "passed": True},
+        target | {"where": "there", "value": 0.6, "passed": False},
+    ]
+    rows = {"a": {}, "b": {"missing": "time"}}
+    for count, verdict in {1: (True, "0.4", "here"), 2: (False, "0.6", "there")}.items():
+        file.write_text(json.dumps({"targets": targets[:count], "cases": [{"contenders": rows}]}))
+        met, value, where = verdict
+        note = f"1 of {count} targets met; time, a / b ≤ {value} (target 0.5) at {where}"
+        assert gpu_check._targets(file) == (met, f"{note}; 1 of 2 rows: missing")
+
+
+def test_evidence_names_parts_that_there_are(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "gpu-evidence.md").read_text()
+    named = set(re.findall(r"part `(\w+)`", text))
+    assert named == {part.name for part in gpu_check.parts(tmp_path)}

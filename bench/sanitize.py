@@ -1,0 +1,50 @@
+"""Small calls of every kind, for compute-sanitizer to watch: ``python -m bench.sanitize``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import torch
+
+from fusedrnn import StochasticGRU, _library
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# T, B, I, H, Z: odd widths and a last chunk that is shorter, and the least there can be.
+SHAPES = ((7, 3, 5, 9, 3), (1, 1, 1, 1, 1))
+CHUNK_SIZE = 3
+NOISE = ("drawn", "given", "none")
+
+
+def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str) -> None:
+    """Forward and backward, with every gradient there is."""
+    seq_len, batch, input_size, hidden_size, latent_size = shape
+    rnn = StochasticGRU(
+        input_size, hidden_size, latent_size, recompute=recompute, chunk_size=CHUNK_SIZE
+    ).to("cuda", dtype)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda").to(dtype).requires_grad_()
+
+    inputs = [random(seq_len, batch, input_size), random(1, batch, hidden_size)]
+    eps = random(1, seq_len, batch, latent_size) if noise == "given" else None
+    output, h_n = rnn(*inputs, eps=eps, sample=noise != "none")
+    (output.sum() + h_n.sum()).backward()
+    given = [*inputs, *rnn.parameters(), *([] if eps is None else [eps])]
+    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in given)
+
+
+def main() -> None:
+    """All combinations."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        _library.replay_chunks = False  # without torch's cache nothing can allocate in a capture
+    torch.manual_seed(0)
+    calls = list(itertools.product(SHAPES, DTYPES, (True, False), NOISE))
+    for arguments in calls:
+        call(*arguments)
+    torch.cuda.synchronize()
+    print(f"{len(calls)} calls", flush=True)
+
+
+if __name__ == "__main__":
+    main()
