@@ -35,11 +35,11 @@ def _load_cuda() -> str | None:
             "CUDA compiler (FUSEDRNN_CUDA=1 says what is missing)"
         )
     if torch.version.cuda is None:
-        return "fusedrnn has CUDA kernels, but torch is a CPU build"
+        return "torch is a CPU build"
     try:
         torch.ops.load_library(str(library))
     except OSError as error:  # a CUDA of another major version
-        return f"the CUDA kernels of fusedrnn cannot be loaded under CUDA {torch.version.cuda}: {error}"
+        return f"the CUDA kernels cannot be loaded under CUDA {torch.version.cuda}: {error}"
     return None
 
 
@@ -140,7 +140,9 @@ class _Layer(torch.autograd.Function):
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         arguments = (grad_output, grad_h_n, ctx.cell, input, hx, output, kept, weights, eps, seed)
         with torch.no_grad():
-            grads = _call(_ops.backward, *arguments, ctx.layer, ctx.chunk_size, needs, replay_chunks)
+            grads = _call(
+                _ops.backward, *arguments, ctx.layer, ctx.chunk_size, needs, replay_chunks
+            )
         if torch.is_grad_enabled():  # create_graph=True
             sources = (grad_output, grad_h_n, input, hx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))

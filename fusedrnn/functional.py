@@ -204,6 +204,8 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor | None]) -> None:
         raise ValueError(
             f"fusedrnn: input must be float32, float64, bfloat16 or float16, got {input.dtype}"
         )
+    if input.is_cuda and _library.cuda_obstacle is not None:
+        raise RuntimeError(f"fusedrnn: input is on {input.device}, but {_library.cuda_obstacle}")
     for name, tensor in tensors.items():
         if tensor is None:
             continue

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 CPP_LAYERS = {
     0: ["hd.h", "scalar.h", "math.h", "philox.h", "stages.h", "layout.h", "plan.h"],  # one unit
     1: ["matrix.h", "step.h"],  # one step, as plain data
-    2: ["cpu/*"],  # a step carried out
+    2: ["cpu/*", "cuda/*"],  # a step carried out
     3: ["layer.h", "workspace.h", "driver.h"],  # all steps
-    4: ["torch_stable.h", "cpu_backend.h", "ops.cpp"],  # the binding
+    4: ["torch_stable.h", "*_backend.h", "cuda_device.h", "ops.*", "ops_cuda.cpp"],  # the binding
 }
 TORCH_LAYER = 4  # the only one that sees torch
 HELPERS = "helpers.cpp"  # beside the layers: torch-free, includes layer 0 only

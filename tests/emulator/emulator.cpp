@@ -52,12 +52,12 @@ struct EmulatedDevice {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
           C& at = out.data[i * out.columns + j];
-          Acc<T> sum = accumulate ? widen(at) : Acc<T>(0);
+          double sum = accumulate ? widen(at) : 0;
           for (int64_t k = 0; k < a.columns; ++k) {
-            sum += widen(a.data[i * a.row_stride + k * a.column_stride]) *
+            sum += double(widen(a.data[i * a.row_stride + k * a.column_stride])) *
                    widen(b.data[k * b.row_stride + j * b.column_stride]);
           }
-          at = narrow<C>(sum);
+          at = narrow<C>(Acc<C>(sum));
         }
       }
     });

@@ -1,0 +1,28 @@
+"""The stochastic GRU against the plain loop, at sizes that hypothesis chooses."""
+
+from cases import Case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_correctness import check_equal_to_the_loop
+
+SHARED = [HealthCheck.function_scoped_fixture]  # `device` is the same for all examples
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SHARED)
+@given(
+    st.builds(
+        Case,
+        seq_len=st.integers(1, 20),
+        batch=st.integers(1, 40),
+        input_size=st.integers(1, 40),
+        hidden_size=st.integers(1, 80),
+        latent_size=st.integers(1, 80),
+        num_layers=st.integers(1, 3),
+        bias=st.booleans(),
+        noise=st.sampled_from(["seed", "eps", "none"]),
+        recompute=st.booleans(),
+        chunk_size=st.none() | st.integers(1, 25),
+    )
+)
+def test_equals_the_loop(device, case):
+    check_equal_to_the_loop(device, case)
