@@ -1,15 +1,20 @@
 // Any cell through time: chunks, GEMMs, stages, weight gradients.  No cell is named here and no
 // dtype is fixed; a backend supplies GEMMs, copies and the loops over rows.
 //
-// Forward keeps nothing but the output.  Every h_{t-1} is in it, so backward needs no replay: for a
-// chunk of steps, GEMMs over all its rows at once and one pass of each stage rebuild the
-// intermediates, and only the adjoint chain dh_t -> dh_{t-1} runs step by step.  The workspace is
-// that of one chunk, whatever the length of the sequence.
+// Forward keeps nothing but the output, and of a cell with a state beside it the states before each
+// chunk.  Every h_{t-1} is in the output, so backward needs no replay: for a chunk of steps, GEMMs
+// over all its rows at once and one pass of each stage rebuild the intermediates, and only the
+// adjoint chain dh_t -> dh_{t-1} runs step by step (and before it the states, without GEMMs).  The
+// workspace is that of one chunk, whatever the length of the sequence.
+//
+// Time may run backwards.  Then "begin" and "t" of a chunk still count in the order of work, and
+// rows lie as they do in memory: Chunk knows where.
 //
 // Backend: types T (tensors), O (GEMM operands), A = Acc<T>, and
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
-//   forward / backward(StageKind, step, rows), column_sum(Matrix<const O>, A* sum)   sum += ...
+//   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
+//   column_sum(Matrix<const O>, A* sum)   sum += ...
 //   enqueue(Recording, repeats, first_row, steps)   calls steps(shift), or replays what an earlier
 //       call with `repeats` did, further on in the sequence by the difference of first_row
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
@@ -52,26 +57,31 @@ class Driver {
     return work * layer_.batch;
   }
 
-  // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.
-  void forward(T* output, T* h_n, A* keep, void* workspace) {
+  // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.  c_n: null if
+  // the cell has no state but h.
+  void forward(T* h_n, T* c_n, A* keep, void* workspace) {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
     prepare(buffers);
-    const auto hx = Matrix<const T>::contiguous(layer_.hx, layer_.batch, hidden());
-    if (!kCarryIsOutput) {
-      backend_.copy(Matrix<A>::contiguous(buffers.carry, layer_.batch, hidden()), hx);
+    if (buffers.carry != nullptr) {
+      copy_state(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx);
     }
-    if (!kStateIsOperand) {
-      backend_.copy(Matrix<O>::contiguous(buffers.h, layer_.batch, hidden()), hx);
-    }
+    if (buffers.h != nullptr) copy_state(buffers.h, layer_.hx);
     const Kept<A> kept(layer_, keep);
     Recording recording;
-    for (int64_t begin = 0; begin < layer_.seq_len; begin += layer_.chunk) {
-      forward_chunk(begin, steps_from(begin), output, kept, buffers, recording);
+    for (int64_t index = 0; index < layer_.chunks(); ++index) {
+      const Chunk chunk = chunk_at(index);
+      if (layer_.states != nullptr) copy_state(state_before(chunk), buffers.carry);
+      if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
     }
-    backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
-                  Matrix<const T>::contiguous(output + (layer_.rows() - layer_.batch) * hidden(),
-                                              layer_.batch, hidden()));
+    if (buffers.h != nullptr) {
+      copy_state(h_n, buffers.h);
+    } else {
+      const Chunk last = chunk_at(layer_.chunks() - 1);
+      backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
+                    layer_.output_rows(last.first_row + last.row(last.steps - 1), layer_.batch));
+    }
+    if (c_n != nullptr) copy_state(c_n, buffers.carry);
   }
 
   // keep: what forward left there, or null to compute it again.
@@ -79,24 +89,19 @@ class Driver {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
     prepare(buffers);
-    const auto dh = Matrix<A>::contiguous(buffers.dh, layer_.batch, hidden());
-    if (gradients.h_n != nullptr) {
-      backend_.copy(dh, Matrix<const T>::contiguous(gradients.h_n, layer_.batch, hidden()));
-    } else {
-      backend_.zero(dh);
-    }
+    start_adjoint(buffers.dh, gradients.h_n);
+    if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n);
     const Kept<const A> kept(layer_, keep);
     Recording recording;
-    const int64_t chunks = (layer_.seq_len + layer_.chunk - 1) / layer_.chunk;
-    for (int64_t begin = (chunks - 1) * layer_.chunk; begin >= 0; begin -= layer_.chunk) {
-      const int64_t steps = steps_from(begin);
-      rebuild(begin, steps, kept, buffers);
-      adjoint_chain(begin, steps, gradients, kept, buffers, recording);
-      leaf_gradients(begin, steps, gradients, buffers);
+    for (int64_t index = layer_.chunks() - 1; index >= 0; --index) {
+      const Chunk chunk = chunk_at(index);
+      if (is_finished(chunk)) continue;
+      rebuild(chunk, kept, buffers);
+      adjoint_chain(chunk, gradients, kept, buffers, recording);
+      leaf_gradients(chunk, gradients, buffers);
     }
-    if (gradients.hx != nullptr) {
-      backend_.copy(Matrix<T>::contiguous(gradients.hx, layer_.batch, hidden()), dh);
-    }
+    if (gradients.hx != nullptr) copy_state(gradients.hx, buffers.dh);
+    if (gradients.cx != nullptr) copy_state(gradients.cx, buffers.dc);
   }
 
  private:
@@ -105,30 +110,64 @@ class Driver {
   using ForwardBuffers = typename Space::Forward;
   using BackwardBuffers = typename Space::Backward;
   using Recording = typename Backend::Recording;
-  static constexpr bool kCarryIsOutput = Space::kCarryIsOutput;
-  static constexpr bool kStateIsOperand = Space::kStateIsOperand;
   static constexpr bool kTensorIsOperand = Space::kTensorIsOperand;
   static constexpr int64_t kLeastReplays = 3;
 
+  // Steps that are worked on at once, and where their rows lie.
+  struct Chunk {
+    int64_t index, begin, steps;  // begin: steps done before it
+    int64_t first, first_row;     // the earliest step in memory, and its first row
+    int64_t batch;
+    bool is_reversed;
+
+    int64_t step(int64_t t) const { return is_reversed ? steps - 1 - t : t; }  // from `first` on
+    int64_t row(int64_t t) const { return step(t) * batch; }
+    int64_t rows() const { return steps * batch; }
+  };
+
+  Chunk chunk_at(int64_t index) const {
+    Chunk c{};
+    c.index = index;
+    c.begin = index * layer_.chunk;
+    c.steps = std::min(layer_.chunk, layer_.seq_len - c.begin);
+    c.is_reversed = layer_.mask.direction < 0;
+    c.first = c.is_reversed ? layer_.seq_len - c.begin - c.steps : c.begin;
+    c.batch = layer_.batch;
+    c.first_row = c.first * c.batch;
+    return c;
+  }
+  bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
+
   int64_t hidden() const { return layer_.sizes.hidden; }
-  int64_t steps_from(int64_t begin) const { return std::min(layer_.chunk, layer_.seq_len - begin); }
+  A* state_before(const Chunk& chunk) const {
+    return layer_.states + chunk.index * layer_.batch * hidden();
+  }
+  template <class To, class From>
+  void copy_state(To* out, const From* from) {
+    backend_.copy(Matrix<To>::contiguous(out, layer_.batch, hidden()),
+                  Matrix<const From>::contiguous(from, layer_.batch, hidden()));
+  }
+  void start_adjoint(A* d, const T* gradient) {
+    if (gradient != nullptr) {
+      copy_state(d, gradient);
+    } else {
+      backend_.zero(Matrix<A>::contiguous(d, layer_.batch, hidden()));
+    }
+  }
 
   // The steps of a chunk.  All chunks but the first and a short last one are alike; to record them
   // pays for a few of these.
   template <class F>
-  void enqueue_steps(Recording& recording, int64_t begin, int64_t steps, const F& enqueue) {
-    const bool repeats =
-        begin > 0 && steps == layer_.chunk && layer_.seq_len > kLeastReplays * layer_.chunk;
-    backend_.enqueue(recording, repeats, begin * layer_.batch, enqueue);
+  void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
+    const bool repeats = chunk.begin > 0 && chunk.steps == layer_.chunk &&
+                         layer_.chunks() > kLeastReplays && layer_.rows_at == nullptr;
+    backend_.enqueue(recording, repeats, chunk.first_row, enqueue);
   }
 
-  template <bool kFirst, class First, class Second>
-  static auto select(First first, Second second) {
-    if constexpr (kFirst) {
-      return first;
-    } else {
-      return second;
-    }
+  // The same memory as another type, which it is wherever this is called.
+  template <class To, class From>
+  static To* same(From* p) {
+    return reinterpret_cast<To*>(p);
   }
 
   // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
@@ -156,33 +195,44 @@ class Driver {
     }
   }
 
-  Matrix<const O> input_rows(int64_t begin, int64_t steps, const Buffers& buffers) {
-    const int64_t rows = steps * layer_.batch;
+  Matrix<const O> input_rows(const Chunk& chunk, const Buffers& buffers) {
     if constexpr (kTensorIsOperand) {
       if (buffers.x == nullptr) {
-        return {layer_.input.at(begin), rows, layer_.sizes.input,
+        return {layer_.input.at(chunk.first), chunk.rows(), layer_.sizes.input,
                 layer_.input.row_stride(layer_.seq_len, layer_.batch), 1};
       }
     }
-    backend_.copy_steps(buffers.x, layer_.input, begin, steps, layer_.batch);
-    return Matrix<const O>::contiguous(buffers.x, rows, layer_.sizes.input);
+    backend_.copy_steps(buffers.x, layer_.input, chunk.first, chunk.steps, layer_.batch);
+    if (layer_.mask.lengths != nullptr) {
+      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, buffers.x},
+                     chunk.rows());
+    }
+    return Matrix<const O>::contiguous(buffers.x, chunk.rows(), layer_.sizes.input);
   }
 
   // eps, or the output's gradient, of a chunk; null if there is none.
-  Rows<const T> rows_of(const Sequence<const T>& sequence, int64_t begin, int64_t steps, T* copy) {
+  Rows<const T> rows_of(const Sequence<const T>& sequence, const Chunk& chunk, T* copy) {
     if (sequence.data == nullptr) return {};
-    if (copy == nullptr) return {sequence.at(begin), true};
-    backend_.copy_steps(copy, sequence, begin, steps, layer_.batch);
-    return {copy, false};
+    if (copy == nullptr) {
+      return {sequence.at(chunk.first), sequence.row_stride(layer_.seq_len, layer_.batch), true};
+    }
+    backend_.copy_steps(copy, sequence, chunk.first, chunk.steps, layer_.batch);
+    return {copy, sequence.width, false};
   }
-  static Rows<const T> from_row(Rows<const T> rows, int64_t row, int64_t width) {
-    if (rows.data != nullptr) rows.data += row * width;
+  template <class P>
+  static Rows<P> from_row(Rows<P> rows, int64_t row) {
+    if (rows.data != nullptr) rows.data += row * rows.stride;
     return rows;
+  }
+  // The output from a row on.
+  template <class P = T>
+  Rows<P> output_from(int64_t row) const {
+    return {same<P>(layer_.output + row * layer_.output_stride), layer_.output_stride, true};
   }
 
   // eps: of the chunk
   Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
-    return {from_row(eps, row, layer_.sizes.latent), layer_.seed, layer_.batch, layer_.layer};
+    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
@@ -192,11 +242,12 @@ class Driver {
   // What forward and backward fill in alike.  `row` counts from the start of the chunk; pre: the
   // pre-activations from that row on, or null to combine them from side and projection.
   template <class Step>
-  Step make_step(int s, int64_t begin, int64_t row, const A* pre, const A* side,
+  Step make_step(int s, const Chunk& chunk, int64_t row, const A* pre, const A* side,
                  const A* projection) const {
     Step step{};
     step.width = layer_.width(s);
-    step.first_row = begin * layer_.batch + row;
+    step.first_row = chunk.first_row + row;
+    step.mask = layer_.mask;
     step.pre = pre;
     step.side = side;
     step.side_bias = bias_[0];
@@ -205,183 +256,228 @@ class Driver {
     return step;
   }
 
-  void forward_chunk(int64_t begin, int64_t steps, T* output, const Kept<A>& kept,
-                     ForwardBuffers& buffers, Recording& recording) {
-    const Rows<const T> eps = rows_of(layer_.eps, begin, steps, buffers.eps);
-    backend_.gemm(Matrix<A>::contiguous(buffers.side, steps * layer_.batch, layer_.side_columns()),
-                  input_rows(begin, steps, buffers), weight_[0].transposed(), false);
-    enqueue_steps(recording, begin, steps, [&](const int64_t* shift) {
-      forward_steps(begin, steps, eps, shift, output, kept, buffers);
+  // Whether the GEMM of stage s adds to what there is of the input's.
+  bool adds_up(int s) const { return s == layer_.last() && layer_.is_sum(); }
+
+  void forward_chunk(const Chunk& chunk, const Kept<A>& kept, ForwardBuffers& buffers,
+                     Recording& recording) {
+    const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    backend_.gemm(Matrix<A>::contiguous(buffers.side, chunk.rows(), layer_.side_columns()),
+                  input_rows(chunk, buffers), weight_[0].transposed(), false);
+    enqueue_steps(recording, chunk, [&](const int64_t* shift) {
+      for (int64_t t = 0; t < chunk.steps; ++t) {
+        forward_step(chunk, t, eps, shift, kept, buffers);
+      }
     });
   }
 
-  void forward_steps(int64_t begin, int64_t steps, const Rows<const T>& eps, const int64_t* shift,
-                     T* output, const Kept<A>& kept, ForwardBuffers& buffers) {
-    const int64_t batch = layer_.batch, side_columns = layer_.side_columns();
-    for (int64_t t = 0; t < steps; ++t) {
-      const int64_t row = t * batch;
-      T* h = output + (begin * batch + row) * hidden();
-      const T* h_before = begin + t == 0 ? layer_.hx : h - batch * hidden();
-      auto operand = Matrix<const O>::contiguous(select<kStateIsOperand>(h_before, buffers.h),
-                                                 batch, hidden());
-      for (int s = 0; s <= layer_.last(); ++s) {
-        const auto projection =
-            Matrix<A>::contiguous(buffers.projection[s], batch, layer_.columns(s));
-        backend_.gemm(projection, operand, weight(s).transposed(), false);
-        auto step = make_step<ForwardStep<T, O>>(
-            s, begin, row, nullptr, buffers.side + row * side_columns, projection.data);
-        step.shift = shift;
-        step.noise = noise(eps, row);
-        step.keep = kept.at(s, step.first_row);
-        if (s < layer_.last()) {
-          step.operand = buffers.operand[s];
-          operand = Matrix<const O>::contiguous(step.operand, batch, layer_.width(s));
-        } else {
-          step.output = h;
-          step.carry = select<kCarryIsOutput>(h_before, buffers.carry);
-          if (!kCarryIsOutput) step.carry_out = buffers.carry;
-          if (!kStateIsOperand) step.operand = buffers.h;
+  void forward_step(const Chunk& chunk, int64_t t, const Rows<const T>& eps, const int64_t* shift,
+                    const Kept<A>& kept, const ForwardBuffers& buffers) {
+    const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
+    const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
+    if (rows == 0) return;
+    A* side = buffers.side + row * layer_.side_columns();
+    // h_{t-1}: where it does not stand in the output, stages leave it in buffers.
+    const int64_t before = from_start - layer_.mask.direction * layer_.batch;
+    const bool is_first = chunk.begin + t == 0;
+    const T* h = is_first ? layer_.hx : layer_.output + before * layer_.output_stride;
+    Matrix<const O> operand = Matrix<const O>::contiguous(buffers.h, rows, hidden());
+    if (buffers.h == nullptr) {
+      operand = {same<const O>(h), rows, hidden(), is_first ? hidden() : layer_.output_stride, 1};
+    }
+    for (int s = 0; s <= layer_.last(); ++s) {
+      const auto projection =
+          Matrix<A>::contiguous(adds_up(s) ? side : buffers.projection[s], rows, layer_.columns(s));
+      backend_.gemm(projection, operand, weight(s).transposed(), adds_up(s));
+      auto step = make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection.data);
+      step.shift = shift;
+      step.noise = noise(eps, row);
+      step.keep = kept.at(s, from_start);
+      if (s < layer_.last()) {
+        step.operand = buffers.operand[s];
+        operand = Matrix<const O>::contiguous(step.operand, rows, layer_.width(s));
+      } else {
+        step.output = output_from(from_start);
+        step.operand = buffers.h;
+        step.carry = {buffers.carry, hidden()};
+        step.carry_out = buffers.carry;
+        if (buffers.carry == nullptr) {
+          step.carry = {same<const A>(h), is_first ? hidden() : layer_.output_stride};
         }
-        backend_.forward(layer_.cell.stages[s].kind, step, batch);
       }
+      backend_.forward(layer_.cell.stages[s].kind, step, rows);
     }
   }
 
   // h_{t-1} of a chunk's rows, in up to two pieces because that of the first step is hx.
-  // f(rows, index of the first one, their count)
+  // f(piece, index of its first row)
   template <class F>
-  void for_h_before(int64_t begin, int64_t steps, const F& f) const {
-    const int64_t batch = layer_.batch, from_hx = begin == 0 ? batch : 0;
-    if (from_hx > 0) f(layer_.hx, int64_t(0), from_hx);
-    if (steps * batch > from_hx) {
-      f(layer_.output + (begin * batch - batch + from_hx) * hidden(), from_hx,
-        steps * batch - from_hx);
+  void for_h_before(const Chunk& chunk, const F& f) const {
+    const int64_t from_hx = chunk.begin == 0 ? layer_.batch : 0, others = chunk.rows() - from_hx;
+    const int64_t first = chunk.is_reversed ? chunk.first_row + layer_.batch
+                                            : chunk.first_row + from_hx - layer_.batch;
+    if (from_hx > 0) {
+      f(Matrix<const T>::contiguous(layer_.hx, from_hx, hidden()), chunk.row(0));
+    }
+    if (others > 0) {
+      f(Matrix<const T>(layer_.output_rows(first, others)), chunk.is_reversed ? 0 : from_hx);
     }
   }
 
   // What stage s projects, as GEMM operands: h_{t-1}, or the result of the stage before.
   // f(piece, index of its first row)
   template <class F>
-  void for_source(int s, int64_t begin, int64_t steps, const BackwardBuffers& buffers,
-                  const F& f) const {
-    const int64_t rows = steps * layer_.batch;
-    if (s > 0) {
-      const int64_t width = layer_.width(s - 1);
-      f(Matrix<const O>::contiguous(buffers.operand[s - 1], rows, width), int64_t(0));
+  void for_source(int s, const Chunk& chunk, const BackwardBuffers& buffers, const F& f) const {
+    const O* dense = s > 0 ? buffers.operand[s - 1] : buffers.h;
+    if (dense != nullptr) {
+      const int64_t width = s > 0 ? layer_.width(s - 1) : hidden();
+      f(Matrix<const O>::contiguous(dense, chunk.rows(), width), int64_t(0));
     } else if constexpr (kTensorIsOperand) {
-      for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
-        f(Matrix<const O>::contiguous(h, count, hidden()), first);
-      });
-    } else {
-      f(Matrix<const O>::contiguous(buffers.h, rows, hidden()), int64_t(0));
+      for_h_before(chunk, f);
     }
   }
 
   // The intermediates of a chunk, all steps at once: GEMM results unless pre-activations are kept,
   // and of each stage but the last its result and its factors.
-  void rebuild(int64_t begin, int64_t steps, const Kept<const A>& kept, BackwardBuffers& buffers) {
-    const int64_t rows = steps * layer_.batch;
-    const Rows<const T> eps = rows_of(layer_.eps, begin, steps, buffers.eps);
-    if constexpr (!kTensorIsOperand) {
-      for_h_before(begin, steps, [&](const T* h, int64_t first, int64_t count) {
-        backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), count, hidden()),
-                      Matrix<const T>::contiguous(h, count, hidden()));
+  void rebuild(const Chunk& chunk, const Kept<const A>& kept, BackwardBuffers& buffers) {
+    const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    if (layer_.mask.any()) {
+      const GatherStep<T, O> step{hidden(),  chunk.first_row, output_from<const T>(chunk.first_row),
+                                  layer_.hx, layer_.mask,     buffers.h};
+      backend_.gather(step, chunk.rows());
+    } else if (buffers.h != nullptr) {
+      for_h_before(chunk, [&](const Matrix<const T>& h, int64_t first) {
+        backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), h.rows, hidden()), h);
       });
     }
+    if (layer_.has_state()) {
+      copy_state(buffers.state + chunk.row(0) * hidden(), state_before(chunk));
+    }
     const Planes<A>& planes = buffers.planes;
-    buffers.input = input_rows(begin, steps, buffers);
+    buffers.input = input_rows(chunk, buffers);
+    const bool is_kept = kept.at(layer_.last(), chunk.first_row) != nullptr;
+    if (!is_kept) {
+      backend_.gemm(Matrix<A>::contiguous(planes.side, chunk.rows(), layer_.side_columns()),
+                    buffers.input, weight_[0].transposed(), false);
+    }
     for (int s = 0; s <= layer_.last(); ++s) {
-      const A* pre = kept.at(s, begin * layer_.batch);
-      if (pre == nullptr) {
+      if (!is_kept) {
         const auto projection =
-            Matrix<A>::contiguous(planes.projection[s], rows, layer_.columns(s));
-        for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
+            Matrix<A>::contiguous(planes.projection[s], chunk.rows(), layer_.columns(s));
+        for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
           backend_.gemm(projection.row_range(first, source.rows), source, weight(s).transposed(),
-                        false);
+                        adds_up(s));
         });
       }
       if (s < layer_.last()) {
-        auto step = make_step<ForwardStep<T, O>>(s, begin, 0, pre, nullptr, planes.projection[s]);
+        auto step = make_step<ForwardStep<T, O>>(s, chunk, 0, kept.at(s, chunk.first_row), nullptr,
+                                                 planes.projection[s]);
         step.noise = noise(eps, 0);
         step.operand = buffers.operand[s];
         step.factors = planes.projection[s];
-        backend_.forward(layer_.cell.stages[s].kind, step, rows);
-      } else if (pre == nullptr) {
-        backend_.gemm(Matrix<A>::contiguous(planes.side, rows, layer_.side_columns()),
-                      buffers.input, weight_[0].transposed(), false);
+        backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
       }
     }
   }
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
-  void adjoint_chain(int64_t begin, int64_t steps, const Gradients<T>& gradients,
-                     const Kept<const A>& kept, BackwardBuffers& buffers, Recording& recording) {
-    const Rows<const T> grad_output = rows_of(gradients.output, begin, steps, buffers.grad_output);
-    enqueue_steps(recording, begin, steps, [&](const int64_t* shift) {
-      adjoint_steps(begin, steps, grad_output, shift, gradients, kept, buffers);
+  void adjoint_chain(const Chunk& chunk, const Gradients<T>& gradients, const Kept<const A>& kept,
+                     BackwardBuffers& buffers, Recording& recording) {
+    const Rows<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
+    enqueue_steps(recording, chunk, [&](const int64_t* shift) {
+      if (layer_.has_state()) {
+        for (int64_t t = 0; t + 1 < chunk.steps; ++t) state_step(chunk, t, shift, kept, buffers);
+      }
+      for (int64_t t = chunk.steps - 1; t >= 0; --t) {
+        adjoint_step(chunk, t, grad_output, shift, gradients, kept, buffers);
+      }
     });
   }
 
-  void adjoint_steps(int64_t begin, int64_t steps, const Rows<const T>& grad_output,
-                     const int64_t* shift, const Gradients<T>& gradients, const Kept<const A>& kept,
-                     const BackwardBuffers& buffers) {
-    const int64_t batch = layer_.batch;
-    const auto dh = Matrix<A>::contiguous(buffers.dh, batch, hidden());
-    for (int64_t t = steps - 1; t >= 0; --t) {
-      const int64_t row = t * batch, from_start = begin * batch + row;
-      const Planes<A> at = buffers.planes.from_row(layer_, row);
-      const Planes<O> d = buffers.gradient.from_row(layer_, row);
-      for (int s = layer_.last(); s >= 0; --s) {
-        const StageKind kind = layer_.cell.stages[s].kind;
-        const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
-        auto step = make_step<BackwardStep<T, O>>(s, begin, row, pre, at.side, at.projection[s]);
-        step.shift = shift;
-        step.dside = d.side;
-        step.dprojection = d.projection[s];
-        if (s == layer_.last()) {
-          step.carry =
-              from_start == 0 ? layer_.hx : layer_.output + (from_start - batch) * hidden();
-          step.dout = step.dcarry = dh.data;
-          step.grad_output = from_row(grad_output, row, hidden());
-        } else {
-          step.dout = buffers.dstage[s];
-        }
-        if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
-        backend_.backward(kind, step, batch);
+  // The state before step t + 1 from that before step t.
+  void state_step(const Chunk& chunk, int64_t t, const int64_t* shift, const Kept<const A>& kept,
+                  const BackwardBuffers& buffers) {
+    const int s = layer_.last();
+    const int64_t row = chunk.row(t);
+    const Planes<A> at = buffers.planes.from_row(layer_, row);
+    auto step = make_step<ForwardStep<T, O>>(s, chunk, row, kept.at(s, chunk.first_row + row),
+                                             at.side, at.projection[s]);
+    step.shift = shift;
+    step.carry = {buffers.state + row * hidden(), hidden()};
+    step.carry_out = buffers.state + chunk.row(t + 1) * hidden();
+    backend_.forward(layer_.cell.stages[s].kind, step, layer_.batch);
+  }
 
-        const auto dprojection =
-            Matrix<const O>::contiguous(d.projection[s], batch, layer_.columns(s));
-        if (s > 0) {
-          const int64_t width = layer_.width(s - 1);
-          backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], batch, width), dprojection,
-                        weight(s), false);
-        } else if (from_start > 0 || gradients.hx != nullptr) {
-          backend_.gemm(dh, dprojection, weight(0), true);
+  void adjoint_step(const Chunk& chunk, int64_t t, const Rows<const T>& grad_output,
+                    const int64_t* shift, const Gradients<T>& gradients, const Kept<const A>& kept,
+                    const BackwardBuffers& buffers) {
+    const int64_t batch = layer_.batch, row = chunk.row(t), from_start = chunk.first_row + row;
+    const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
+    const bool is_first = chunk.begin + t == 0;
+    const Planes<A> at = buffers.planes.from_row(layer_, row);
+    const Planes<O> d = buffers.gradient.from_row(layer_, row);
+    for (int s = layer_.last(); s >= 0; --s) {
+      const StageKind kind = layer_.cell.stages[s].kind;
+      const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
+      auto step = make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side, at.projection[s]);
+      step.shift = shift;
+      step.dside = d.side;
+      step.dprojection = d.projection[s];
+      if (s == layer_.last()) {
+        if (layer_.has_state()) {
+          step.state = buffers.state + row * hidden();
+        } else if (buffers.h != nullptr) {
+          step.carry = {buffers.h + row * hidden(), hidden(), false};
+        } else if (is_first) {
+          step.carry = {same<const O>(layer_.hx), hidden(), true};
+        } else {
+          step.carry = output_from<const O>(from_start - layer_.mask.direction * batch);
         }
+        step.dout = buffers.dh;
+        step.dcarry = layer_.has_state() ? buffers.dc : buffers.dh;
+        step.grad_output = from_row(grad_output, row);
+      } else {
+        step.dout = buffers.dstage[s];
+      }
+      if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
+      backend_.backward(kind, step, batch);
+
+      const auto dprojection =
+          Matrix<const O>::contiguous(d.projection[s], rows, layer_.columns(s));
+      if (rows == 0) continue;
+      if (s > 0) {
+        const int64_t width = layer_.width(s - 1);
+        backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dprojection,
+                      weight(s), false);
+      } else if (!is_first || gradients.hx != nullptr) {
+        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, hidden()), dprojection, weight(0),
+                      true);
       }
     }
   }
 
   // Gradients of input and weights, all steps of a chunk at once.
-  void leaf_gradients(int64_t begin, int64_t steps, const Gradients<T>& gradients,
+  void leaf_gradients(const Chunk& chunk, const Gradients<T>& gradients,
                       const BackwardBuffers& buffers) {
-    const int64_t rows = steps * layer_.batch;
-    const auto dside = Matrix<O>::contiguous(buffers.gradient.side, rows, layer_.side_columns());
+    const auto dside =
+        Matrix<O>::contiguous(buffers.gradient.side, chunk.rows(), layer_.side_columns());
     if (gradients.input != nullptr) {
-      const int64_t at = begin * layer_.batch * layer_.sizes.input;
-      const auto dx = Matrix<T>::contiguous(gradients.input + at, rows, layer_.sizes.input);
+      const int64_t at = chunk.first_row * layer_.sizes.input;
+      const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
       if constexpr (Space::kTensorIsResult) {
-        backend_.gemm(dx, dside, weight_[0], false);
+        backend_.gemm(dx, dside, weight_[0], gradients.adds_to_input);
       } else {
-        const auto wide = Matrix<A>::contiguous(buffers.dx, rows, layer_.sizes.input);
-        backend_.gemm(wide, dside, weight_[0], false);
+        const auto wide = Matrix<A>::contiguous(buffers.dx, chunk.rows(), layer_.sizes.input);
+        if (gradients.adds_to_input) backend_.copy(wide, dx);
+        backend_.gemm(wide, dside, weight_[0], gradients.adds_to_input);
         backend_.copy(dx, wide);
       }
     }
     weight_gradient(0, dside, buffers.input, gradients);
     for (int s = 0; s <= layer_.last(); ++s) {
-      const auto d = Matrix<O>::contiguous(buffers.gradient.projection[s], rows, layer_.columns(s));
-      for_source(s, begin, steps, buffers, [&](Matrix<const O> source, int64_t first) {
+      const auto d =
+          Matrix<O>::contiguous(buffers.gradient.projection[s], chunk.rows(), layer_.columns(s));
+      for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
         weight_gradient(layer_.projection(s), d.row_range(first, source.rows), source, gradients);
       });
     }

@@ -58,6 +58,12 @@ class GpuBackend {
   void backward(StageKind kind, const cuda::Backward<T>& step, int64_t rows) {
     check(cuda::backward<T>(kind, step, rows, device_.stream()), rows, step.width);
   }
+  void gather(const GatherStep<T, T>& step, int64_t rows) {
+    check(cuda::gather<T>(step, rows, device_.stream()), rows, step.width);
+  }
+  void clear(const ClearStep<T>& step, int64_t rows) {
+    check(cuda::clear<T>(step, rows, device_.stream()), rows, step.width);
+  }
   void column_sum(const Matrix<const T>& m, A* sum) {
     check(cuda::column_sum<T>(m.data, m.rows, m.columns, partial_sums_, sum, device_.stream()),
           m.rows, m.columns);

@@ -20,10 +20,11 @@ PYBIND11_MODULE(_helpers, m) {
   m.def(
       "layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
-         int64_t num_layers, bool bias) {
+         int64_t num_layers, int64_t directions, bool bias) {
         py::list parameters;
-        for (const fusedrnn::Parameter& p : fusedrnn::module_layout(
-                 cell_named(cell), {input_size, hidden_size, latent_size}, num_layers, bias)) {
+        for (const fusedrnn::Parameter& p :
+             fusedrnn::module_layout(cell_named(cell), {input_size, hidden_size, latent_size},
+                                     num_layers, directions, bias)) {
           std::vector<int64_t> shape{p.rows};
           if (p.columns != 0) shape.push_back(p.columns);
           parameters.append(py::make_tuple(p.name, p.offset, py::tuple(py::cast(shape))));
@@ -31,7 +32,7 @@ PYBIND11_MODULE(_helpers, m) {
         return parameters;
       },
       py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"), py::arg("latent_size"),
-      py::arg("num_layers"), py::arg("bias"),
+      py::arg("num_layers"), py::arg("directions"), py::arg("bias"),
       "[(name, offset in elements, shape)] of a module's parameters in its flat buffer.");
   m.def(
       "kept_columns",
@@ -42,6 +43,15 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
+  m.def(
+      "states",
+      [](const std::string& cell, int64_t seq_len, int64_t batch, int64_t chunk_size, bool cuda) {
+        const auto& plan = cuda ? fusedrnn::kGpuChunks : fusedrnn::kCpuChunks;
+        const int64_t chunk = plan.length(chunk_size, seq_len, batch);
+        return fusedrnn::has_state(cell_named(cell)) ? (seq_len + chunk - 1) / chunk : 0;
+      },
+      py::arg("cell"), py::arg("seq_len"), py::arg("batch"), py::arg("chunk_size"),
+      py::arg("cuda"), "How many states of a sequence are saved for backward beside the output.");
   m.def(
       "chunk_length",
       [](int64_t requested, int64_t seq_len, int64_t batch, bool cuda) {

@@ -15,14 +15,26 @@ struct Layer {
   Sizes sizes;
   int64_t seq_len, batch, chunk;  // chunk: steps
   Sequence<const T> input, eps;   // eps.data may be null
-  const T* hx;                    // (batch, hidden)
-  const T* output;                // (seq_len, batch, hidden)
+  const T *hx, *cx;               // (batch, hidden); cx: of a cell with a state beside h, or null
+  T* output;                      // seq_len * batch rows of hidden numbers
+  int64_t output_stride;          // from row to row; backward only reads
+  Acc<T>* states;                 // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
   int64_t layer;                            // the Philox counter's last word
   Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
+  Mask mask;
+  const int64_t* rows_at;  // [seq_len], all rows from there on are finished; or null
 
   int64_t rows() const { return seq_len * batch; }
+  int64_t chunks() const { return (seq_len + chunk - 1) / chunk; }
+  // Rows that take step t, counted from the first.
+  int64_t rows_of_step(int64_t t) const { return rows_at == nullptr ? batch : rows_at[t]; }
+  Matrix<T> output_rows(int64_t first, int64_t count) const {
+    return {output + first * output_stride, count, sizes.hidden, output_stride, 1};
+  }
+  bool has_state() const { return fusedrnn::has_state(cell); }
+  bool is_sum() const { return traits(cell.stages[last()].kind).is_sum; }
   int last() const { return cell.num_stages - 1; }
   int projection(int s) const { return cell.stages[s].projection; }
   int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
@@ -36,9 +48,10 @@ struct Layer {
 template <class T>
 struct Gradients {
   Sequence<const T> output;  // data may be null
-  const T* h_n;              // (batch, hidden) or null
+  const T *h_n, *c_n;        // (batch, hidden) or null
   // Wanted where not null.
-  T *input, *hx, *eps;  // contiguous
+  T *input, *hx, *cx, *eps;  // contiguous
+  bool adds_to_input;        // that of another direction is there already
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 
@@ -52,7 +65,9 @@ struct Planes {
     Planes p{};
     p.side = arena.take<A>(rows * layer.side_columns());
     for (int s = 0; s <= layer.last(); ++s) {
-      p.projection[s] = arena.take<A>(rows * layer.columns(s));
+      p.projection[s] = s == layer.last() && layer.is_sum()
+                            ? p.side  // one array for the sum of both
+                            : arena.take<A>(rows * layer.columns(s));
     }
     return p;
   }

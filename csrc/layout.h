@@ -53,7 +53,21 @@ constexpr Cell kCells[] = {
       {"hz", 2, Width::Latent, Width::Hidden}},
      2,
      {{StageKind::Sample, 2}, {StageKind::Gru, 1}}},
+    {"gru",
+     2,
+     {{"ih", 3, Width::Hidden, Width::Input}, {"hh", 3, Width::Hidden, Width::Hidden}},
+     1,
+     {{StageKind::Gru, 1}}},
+    {"lstm",
+     2,
+     {{"ih", 4, Width::Hidden, Width::Input}, {"hh", 4, Width::Hidden, Width::Hidden}},
+     1,
+     {{StageKind::Lstm, 1}}},
 };
+
+inline bool has_state(const Cell& cell) {
+  return traits(cell.stages[cell.num_stages - 1].kind).has_state;
+}
 
 // The cell that takes z = loc instead of a sample.
 inline Cell without_noise(Cell cell) {
@@ -105,17 +119,21 @@ inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes,
   return parameters;
 }
 
-// All layers of a module back to back; layer k > 0 reads the output of layer k - 1.
+// All layers of a module back to back, the directions of each too; layer k > 0 reads the output of
+// layer k - 1, all directions of it.
 inline std::vector<Parameter> module_layout(const Cell& cell, Sizes sizes, int64_t num_layers,
-                                            bool bias) {
+                                            int64_t directions, bool bias) {
   std::vector<Parameter> all;
   int64_t offset = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
-    for (Parameter& p : layer_layout(cell, sizes, bias, offset, "_l" + std::to_string(layer))) {
-      offset += p.numel();
-      all.push_back(std::move(p));
+    for (int64_t direction = 0; direction < directions; ++direction) {
+      const std::string suffix = "_l" + std::to_string(layer) + (direction == 0 ? "" : "_reverse");
+      for (Parameter& p : layer_layout(cell, sizes, bias, offset, suffix)) {
+        offset += p.numel();
+        all.push_back(std::move(p));
+      }
     }
-    sizes.input = sizes.hidden;
+    sizes.input = directions * sizes.hidden;
   }
   return all;
 }

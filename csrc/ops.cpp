@@ -23,15 +23,8 @@ struct CpuPlatform {
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn, m) {
-  m.def(
-      "forward(str cell, Tensor input, Tensor hx, Tensor[] weights, Tensor? eps, Tensor? seed, "
-      "int layer, int chunk_size, bool keep, bool replay) "
-      "-> (Tensor output, Tensor h_n, Tensor kept)");
-  m.def(
-      "backward(Tensor? grad_output, Tensor? grad_h_n, str cell, Tensor input, Tensor hx, "
-      "Tensor output, Tensor? kept, Tensor[] weights, Tensor? eps, Tensor? seed, int layer, "
-      "int chunk_size, int needs, bool replay) "
-      "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_eps, Tensor grad_weights)");
+  m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
+  m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {

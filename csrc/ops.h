@@ -29,91 +29,116 @@ inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   return text.str();
 }
 
-// The arguments that forward and backward share, checked.  Everything that a kernel will read is
-// known to be there before anything is allocated.
+// What the operators are called with, apart from gradients and results: one layer, all directions.
+struct Call {
+  std::string cell;
+  Tensor input;  // (T, B, I)
+  Tensor hx;     // (D, B, H)
+  MaybeTensor cx;
+  Weights weights;
+  MaybeTensor lengths, host_lengths, reset;  // (B), the same on the CPU; (T, B)
+  MaybeTensor eps, seed;                     // (D, T, B, Z); one element
+  int64_t layer, chunk_size;
+};
+
+// A call whose arguments are checked.  Everything that a kernel will read is known to be there
+// before anything is allocated.
 class Arguments {
  public:
-  Arguments(const std::string& cell_name, const Tensor& input, const Tensor& hx,
-            const Weights& weights, const MaybeTensor& eps, const MaybeTensor& seed, int64_t layer,
-            int64_t chunk_size)
-      : input_(input), hx_(torch::stable::contiguous(hx)), weights_(weights), eps_(eps),
-        seed_(seed), layer_(layer), chunk_size_(chunk_size) {
-    const Cell* cell = find_cell(cell_name.c_str());
-    STD_TORCH_CHECK(cell != nullptr, "fusedrnn: there is no cell ", cell_name);
+  explicit Arguments(const Call& call)
+      : call_(call), hx_(torch::stable::contiguous(call.hx)), input_(call.input) {
+    const Cell* cell = find_cell(call.cell.c_str());
+    STD_TORCH_CHECK(cell != nullptr, "fusedrnn: there is no cell ", call.cell);
     cell_ = *cell;
-    STD_TORCH_CHECK(input.dim() == 3, "fusedrnn: input must have 3 dimensions, got ",
-                    shape_text(input.sizes()));
-    STD_TORCH_CHECK(hx.dim() == 2, "fusedrnn: hx must have 2 dimensions, got ",
-                    shape_text(hx.sizes()));
+    STD_TORCH_CHECK(input_.dim() == 3, "fusedrnn: input must have 3 dimensions, got ",
+                    shape_text(input_.sizes()));
+    STD_TORCH_CHECK(hx_.dim() == 3 && (hx_.size(0) == 1 || hx_.size(0) == 2),
+                    "fusedrnn: hx must have shape (directions, batch, hidden_size), got ",
+                    shape_text(hx_.sizes()));
+    const size_t of_direction = call.weights.size() / directions();
     const size_t projections = cell_.num_projections;
-    STD_TORCH_CHECK(weights.size() == projections || weights.size() == 2 * projections,
-                    "fusedrnn: ", cell_name, " takes ", projections, " weights, or ",
-                    2 * projections, " with biases, got ", weights.size());
-    has_bias_ = weights.size() == 2 * projections;
-    STD_TORCH_CHECK(chunk_size >= 0, "fusedrnn: chunk_size must be 0 (automatic) or more, got ",
-                    chunk_size);
-    STD_TORCH_CHECK(layer >= 0 && layer <= UINT32_MAX, "fusedrnn: layer must be in [0, 2^32), got ",
-                    layer);
-    sizes_ = {input.size(2), hx.size(1), 0};
+    STD_TORCH_CHECK(call.weights.size() % directions() == 0 &&
+                        (of_direction == projections || of_direction == 2 * projections),
+                    "fusedrnn: ", call.cell, " takes ", projections, " weights, or ",
+                    2 * projections, " with biases, for each direction, got ", call.weights.size());
+    has_bias_ = of_direction == 2 * projections;
+    STD_TORCH_CHECK(call.chunk_size >= 0,
+                    "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
+    STD_TORCH_CHECK(call.layer >= 0 && call.layer < UINT32_MAX,
+                    "fusedrnn: layer must be in [0, 2^32 - 1), got ", call.layer);
+    sizes_ = {input_.size(2), hx_.size(2), 0};
     for (size_t p = 0; p < projections; ++p) {
-      STD_TORCH_CHECK(weights[p].dim() == 2, "fusedrnn: weights[", p,
-                      "] must have 2 dimensions, got ", shape_text(weights[p].sizes()));
-      if (cell_.projections[p].from == Width::Latent) sizes_.latent = weights[p].size(1);
+      STD_TORCH_CHECK(call.weights[p].dim() == 2, "fusedrnn: weights[", p,
+                      "] must have 2 dimensions, got ", shape_text(call.weights[p].sizes()));
+      if (cell_.projections[p].from == Width::Latent) sizes_.latent = call.weights[p].size(1);
     }
-    check("hx", hx, {batch(), sizes_.hidden});
-    const std::vector<Parameter> layout = layer_layout(cell_, sizes_, has_bias_);
-    for (size_t i = 0; i < weights.size(); ++i) {
-      const Parameter& p = layout[i];
+    check("hx", hx_, {directions(), batch(), sizes_.hidden});
+    STD_TORCH_CHECK(call.cx.has_value() == has_state(), "fusedrnn: ", call.cell,
+                    has_state() ? " needs cx" : " takes no cx");
+    if (call.cx) {
+      check("cx", *call.cx, {directions(), batch(), sizes_.hidden});
+      cx_ = torch::stable::contiguous(*call.cx);
+    }
+    layout_ = layer_layout(cell_, sizes_, has_bias_);
+    for (size_t i = 0; i < call.weights.size(); ++i) {
+      const Parameter& p = layout_[i % layout_.size()];
       if (p.columns == 0) {
-        check(p.name.c_str(), weights[i], {p.rows});
+        check(p.name.c_str(), call.weights[i], {p.rows});
       } else {
-        check(p.name.c_str(), weights[i], {p.rows, p.columns});
+        check(p.name.c_str(), call.weights[i], {p.rows, p.columns});
       }
     }
-    if (eps) check("eps", *eps, {seq_len(), batch(), sizes_.latent});
-    if (seed) {
-      STD_TORCH_CHECK(seed->scalar_type() == ScalarType::Long && seed->numel() == 1,
-                      "fusedrnn: seed must be one int64, got ", shape_text(seed->sizes()));
-      check_device("seed", *seed);
+    if (call.eps) check("eps", *call.eps, {directions(), seq_len(), batch(), sizes_.latent});
+    if (call.seed) {
+      check_dtype("seed", *call.seed, ScalarType::Long);
+      STD_TORCH_CHECK(call.seed->numel() == 1, "fusedrnn: seed must have one element, got ",
+                      shape_text(call.seed->sizes()));
+      check_device("seed", *call.seed);
     }
-    STD_TORCH_CHECK(!(eps && seed), "fusedrnn: eps and seed exclude each other");
+    STD_TORCH_CHECK(!(call.eps && call.seed), "fusedrnn: eps and seed exclude each other");
     STD_TORCH_CHECK(seq_len() > 0, "fusedrnn: expected a sequence of at least one step, got ",
-                    shape_text(input.sizes()));
-    if (!eps && !seed) cell_ = without_noise(cell_);
+                    shape_text(input_.sizes()));
+    if (!call.eps && !call.seed) cell_ = without_noise(cell_);
+    check_mask();
   }
 
   void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
-    const torch::headeronly::IntHeaderOnlyArrayRef expected(shape.begin(), shape.size());
-    const auto sizes = tensor.sizes();
-    STD_TORCH_CHECK(
-        sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin()),
-        "fusedrnn: ", name, " must have shape ", shape_text(expected), ", got ", shape_text(sizes));
-    STD_TORCH_CHECK(tensor.scalar_type() == input_.scalar_type(), "fusedrnn: ", name,
-                    " must have the dtype of input");
+    check_shape(name, tensor, shape);
+    check_dtype(name, tensor, input_.scalar_type());
     check_device(name, tensor);
   }
 
-  // plan: chooses the steps per chunk where the caller does not
+  // One direction.  plan: chooses the steps per chunk where the caller does not.
   template <class T>
-  Layer<T> layer(const ChunkPlan& plan) const {
+  Layer<T> layer(const ChunkPlan& plan, int64_t direction) const {
     Layer<T> l{};
     l.cell = cell_;
     l.sizes = sizes_;
     l.seq_len = seq_len();
     l.batch = batch();
-    l.chunk = plan.length(chunk_size_, seq_len(), batch());
+    l.chunk = plan.length(call_.chunk_size, seq_len(), batch());
     l.input = sequence<T>(input_);
-    if (eps_) l.eps = sequence<T>(*eps_);
-    l.hx = data<T>(hx_);
-    l.seed = seed_ ? data<int64_t>(*seed_) : nullptr;
-    l.layer = layer_;
+    if (call_.eps) {
+      const Tensor& e = *call_.eps;
+      l.eps = {data<T>(e) + direction * e.stride(0), e.size(3), e.stride(1), e.stride(2),
+               e.stride(3)};
+    }
+    l.hx = data<T>(hx_) + direction * state_numel();
+    if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
+    l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
+    l.layer = call_.layer + direction;
     for (int p = 0; p < cell_.num_projections; ++p) {
-      const Tensor& w = weights_[p];
+      const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
+      const Tensor& w = weights[p];
       l.weight[p] = {data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)};
       if (!has_bias_) continue;
-      const Tensor& b = weights_[cell_.num_projections + p];
+      const Tensor& b = weights[cell_.num_projections + p];
       l.bias[p] = {data<T>(b), 1, b.size(0), b.size(0), b.stride(0)};
     }
+    l.mask = {call_.lengths ? data<int64_t>(*call_.lengths) : nullptr,
+              call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
+              direction == 0 ? 1 : -1};
+    if (!rows_at_.empty()) l.rows_at = rows_at_.data();
     return l;
   }
 
@@ -127,27 +152,87 @@ class Arguments {
   }
 
   const Tensor& input() const { return input_; }
+  int64_t directions() const { return hx_.size(0); }
   int64_t seq_len() const { return input_.size(0); }
   int64_t batch() const { return input_.size(1); }
   const Sizes& sizes() const { return sizes_; }
-  int64_t kept_numel() const { return seq_len() * batch() * kept_columns(cell_, sizes_); }
-  size_t num_weights() const { return weights_.size(); }
-  std::vector<Parameter> layout() const { return layer_layout(cell_, sizes_, has_bias_); }
+  int64_t state_numel() const { return batch() * sizes_.hidden; }
+  bool has_state() const { return fusedrnn::has_state(cell_); }
+  bool has_lengths() const { return call_.lengths.has_value(); }
+  bool has_eps() const { return call_.eps.has_value(); }
+  int64_t kept_numel() const {  // of a direction
+    return seq_len() * batch() * kept_columns(cell_, sizes_);
+  }
+  int64_t states_numel(const ChunkPlan& plan) const {  // of a direction
+    const int64_t chunk = plan.length(call_.chunk_size, seq_len(), batch());
+    return has_state() ? (seq_len() + chunk - 1) / chunk * state_numel() : 0;
+  }
   int num_projections() const { return cell_.num_projections; }
+  // Of one direction; its numbers lie back to back, and so do those of the directions.
+  const std::vector<Parameter>& layout() const { return layout_; }
+  int64_t weights_numel() const { return layout_.back().offset + layout_.back().numel(); }
 
  private:
+  void check_shape(const char* name, const Tensor& tensor,
+                   std::initializer_list<int64_t> shape) const {
+    const torch::headeronly::IntHeaderOnlyArrayRef expected(shape.begin(), shape.size());
+    const auto sizes = tensor.sizes();
+    STD_TORCH_CHECK(
+        sizes.size() == expected.size() && std::equal(sizes.begin(), sizes.end(), expected.begin()),
+        "fusedrnn: ", name, " must have shape ", shape_text(expected), ", got ", shape_text(sizes));
+  }
+  void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype) const {
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype, "fusedrnn: ", name, " must be ",
+                    torch::headeronly::toString(dtype), ", got ",
+                    torch::headeronly::toString(tensor.scalar_type()));
+  }
   void check_device(const char* name, const Tensor& tensor) const {
     STD_TORCH_CHECK(tensor.device() == input_.device(), "fusedrnn: ", name,
                     " must be on the device of input");
   }
 
-  Tensor input_, hx_;
-  Weights weights_;
-  MaybeTensor eps_, seed_;
-  int64_t layer_, chunk_size_;
+  void check_mask() {
+    STD_TORCH_CHECK(call_.lengths.has_value() == call_.host_lengths.has_value(),
+                    "fusedrnn: lengths are needed on the input's device and on the CPU");
+    if (call_.lengths) {
+      for (const Tensor* lengths : {&*call_.lengths, &*call_.host_lengths}) {
+        check_shape("lengths", *lengths, {batch()});
+        check_dtype("lengths", *lengths, ScalarType::Long);
+        STD_TORCH_CHECK(lengths->is_contiguous(), "fusedrnn: lengths must be contiguous");
+      }
+      check_device("lengths", *call_.lengths);
+      STD_TORCH_CHECK(call_.host_lengths->is_cpu(), "fusedrnn: host_lengths must be on the CPU");
+      count_rows(data<int64_t>(*call_.host_lengths));
+    }
+    if (call_.reset) {
+      check_shape("reset", *call_.reset, {seq_len(), batch()});
+      check_dtype("reset", *call_.reset, ScalarType::Bool);
+      check_device("reset", *call_.reset);
+      STD_TORCH_CHECK(call_.reset->is_contiguous(), "fusedrnn: reset must be contiguous");
+    }
+  }
+
+  // rows_at_[t]: one more than the last row that takes step t.
+  void count_rows(const int64_t* lengths) {
+    rows_at_.assign(size_t(seq_len()), 0);
+    for (int64_t b = 0; b < batch(); ++b) {
+      STD_TORCH_CHECK(lengths[b] >= 0 && lengths[b] <= seq_len(),
+                      "fusedrnn: lengths must be in [0, ", seq_len(), "], got ", lengths[b]);
+      if (lengths[b] > 0) rows_at_[size_t(lengths[b] - 1)] = b + 1;
+    }
+    for (int64_t t = seq_len() - 2; t >= 0; --t) {
+      rows_at_[size_t(t)] = std::max(rows_at_[size_t(t)], rows_at_[size_t(t + 1)]);
+    }
+  }
+
+  Call call_;
+  Tensor hx_, input_;
+  MaybeTensor cx_;
   Cell cell_;
   Sizes sizes_;
   bool has_bias_;
+  std::vector<Parameter> layout_;
+  std::vector<int64_t> rows_at_;
 };
 
 // A tensor of zeros or of anything.  torch's own error does not get through its stable ABI, and in
@@ -164,6 +249,11 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
   }
 }
 
+template <class T>
+T* pointer(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
 template <class F>
 auto dispatch_dtype(const Tensor& input, const F& f) {
   switch (input.scalar_type()) {
@@ -177,110 +267,145 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
   }
 }
 
-// -> output (T, B, H), h_n (B, H), kept: the pre-activations for backward, empty unless `keep`
+// -> output (T, B, D H), h_n (D, B, H), c_n like it or empty, kept: the pre-activations for
+// backward, empty unless `keep`, states: those before each chunk, or empty
 template <class Platform>
-std::tuple<Tensor, Tensor, Tensor> forward(std::string cell, Tensor input, Tensor hx,
-                                           Weights weights, MaybeTensor eps, MaybeTensor seed,
-                                           int64_t layer, int64_t chunk_size, bool keep,
-                                           bool replay) {
-  const Arguments args(cell, input, hx, weights, eps, seed, layer, chunk_size);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+    std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
+    MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, int64_t layer,
+    int64_t chunk_size, bool keep, bool replay) {
+  const Arguments args(
+      {cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed, layer, chunk_size});
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
-    Driver driver(platform.template backend<T>(), args.layer<T>(Platform::kChunkPlan));
-    const int64_t batch = args.batch(), hidden = args.sizes().hidden;
     const ScalarType dtype = input.scalar_type();
-    Tensor output = allocate(input, {args.seq_len(), batch, hidden}, dtype, "the output");
-    Tensor h_n = allocate(input, {batch, hidden}, dtype, "h_n");
-    Tensor kept = allocate(input, {keep ? args.kept_numel() : 0}, kScalarType<A>,
-                           "what recompute=False keeps");
-    if (batch > 0) {
+    const int64_t directions = args.directions(), batch = args.batch(),
+                  hidden = args.sizes().hidden;
+    const int64_t kept_numel = keep ? args.kept_numel() : 0;
+    const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
+    // Of finished rows nothing is written.
+    Tensor output = allocate(input, {args.seq_len(), batch, directions * hidden}, dtype,
+                             "the output", args.has_lengths());
+    Tensor h_n = allocate(input, {directions, batch, hidden}, dtype, "h_n");
+    Tensor c_n = allocate(input, {args.has_state() ? directions : 0, batch, hidden}, dtype, "c_n");
+    Tensor kept = allocate(input, {directions * kept_numel}, kScalarType<A>,
+                           "what recompute=False keeps", args.has_lengths());
+    Tensor states = allocate(input, {directions * states_numel}, kScalarType<A>,
+                             "the states before each chunk");
+    for (int64_t d = 0; d < directions && batch > 0; ++d) {
+      Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
+      problem.output = pointer<T>(output) + d * hidden;
+      problem.output_stride = directions * hidden;
+      if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
+      Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
       [[maybe_unused]] const auto computing =
           platform.computing(args.seq_len() * driver.step_work());
-      driver.forward(
-          static_cast<T*>(output.mutable_data_ptr()), static_cast<T*>(h_n.mutable_data_ptr()),
-          keep ? static_cast<A*>(kept.mutable_data_ptr()) : nullptr, workspace.mutable_data_ptr());
+      driver.forward(pointer<T>(h_n) + d * args.state_numel(),
+                     args.has_state() ? pointer<T>(c_n) + d * args.state_numel() : nullptr,
+                     keep ? pointer<A>(kept) + d * kept_numel : nullptr,
+                     workspace.mutable_data_ptr());
     }
-    return std::make_tuple(output, h_n, kept);
+    return std::make_tuple(output, h_n, c_n, kept, states);
   });
 }
 
 // Bits of `needs`, in the order of the results; then one for each of `weights`.
-enum Needs : int64_t { kInput = 1, kHx = 2, kEps = 4, kFirstWeight = 8 };
+enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16 };
 
-// -> gradients of input, hx, eps and of the weights in one flat buffer; empty where not needed
+// -> gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed
 template <class Platform>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-    MaybeTensor grad_output, MaybeTensor grad_h_n, std::string cell, Tensor input, Tensor hx,
-    Tensor output, MaybeTensor kept, Weights weights, MaybeTensor eps, MaybeTensor seed,
-    int64_t layer, int64_t chunk_size, int64_t needs, bool replay) {
-  const Arguments args(cell, input, hx, weights, eps, seed, layer, chunk_size);
-  const int64_t seq_len = args.seq_len(), batch = args.batch(), hidden = args.sizes().hidden;
-  args.check("output", output, {seq_len, batch, hidden});
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, std::string cell,
+    Tensor input, Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states,
+    Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
+    MaybeTensor eps, MaybeTensor seed, int64_t layer, int64_t chunk_size, int64_t needs,
+    bool replay) {
+  const Arguments args(
+      {cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed, layer, chunk_size});
+  const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch(),
+                hidden = args.sizes().hidden;
+  args.check("output", output, {seq_len, batch, directions * hidden});
   STD_TORCH_CHECK(output.is_contiguous(), "fusedrnn: output must be contiguous");
-  if (grad_output) args.check("grad_output", *grad_output, {seq_len, batch, hidden});
-  if (grad_h_n) args.check("grad_h_n", *grad_h_n, {batch, hidden});
-  STD_TORCH_CHECK(eps || (needs & kEps) == 0, "fusedrnn: eps was drawn and has no gradient");
-  STD_TORCH_CHECK(needs >= 0 && needs < (kFirstWeight << args.num_weights()),
-                  "fusedrnn: needs must have a bit for input, hx, eps and each weight, got ",
+  if (grad_output) args.check("grad_output", *grad_output, {seq_len, batch, directions * hidden});
+  if (grad_h_n) args.check("grad_h_n", *grad_h_n, {directions, batch, hidden});
+  if (grad_c_n && args.has_state()) args.check("grad_c_n", *grad_c_n, {directions, batch, hidden});
+  STD_TORCH_CHECK(args.has_eps() || (needs & kEps) == 0,
+                  "fusedrnn: eps was drawn and has no gradient");
+  STD_TORCH_CHECK(args.has_state() || (needs & kCx) == 0, "fusedrnn: there is no cx");
+  STD_TORCH_CHECK(needs >= 0 && needs < (kFirstWeight << weights.size()),
+                  "fusedrnn: needs must have a bit for input, hx, cx, eps and each weight, got ",
                   needs);
 
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
-    Layer<T> problem = args.layer<T>(Platform::kChunkPlan);
-    problem.output = Arguments::data<T>(output);
-    Driver driver(platform.template backend<T>(), problem);
-    if (kept) {
-      STD_TORCH_CHECK(kept->numel() == args.kept_numel() && kept->scalar_type() == kScalarType<A> &&
-                          kept->is_contiguous(),
-                      "fusedrnn: kept must be what forward returned for these arguments");
-    }
-
-    const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what) {
-      return allocate(input, needed ? shape : std::vector<int64_t>{0}, input.scalar_type(), what);
+    const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
+    const auto check_saved = [](const char* name, const Tensor& t, int64_t numel) {
+      STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous(),
+                      "fusedrnn: ", name, " must be what forward returned for these arguments");
     };
-    Tensor grad_input =
-        gradient(needs & kInput, {seq_len, batch, args.sizes().input}, "the gradient of the input");
-    Tensor grad_hx = gradient(needs & kHx, {batch, hidden}, "the gradient of hx");
-    Tensor grad_eps =
-        gradient(needs & kEps, {seq_len, batch, args.sizes().latent}, "the gradient of eps");
-    const std::vector<Parameter> layout = args.layout();
-    const bool any_weight = needs >= kFirstWeight;
-    const int64_t flat_size = any_weight ? layout.back().offset + layout.back().numel() : 0;
+    STD_TORCH_CHECK(states.has_value() == args.has_state(), "fusedrnn: states must be given for a ",
+                    "cell that has a state beside h, and for no other");
+    if (states) check_saved("states", *states, directions * states_numel);
+    if (kept) check_saved("kept", *kept, directions * args.kept_numel());
+
+    const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what,
+                              bool zeros = false) {
+      return allocate(input, needed ? shape : std::vector<int64_t>{0}, input.scalar_type(), what,
+                      zeros);
+    };
+    const bool zeros = args.has_lengths();  // nothing is written where all rows are finished
+    Tensor grad_input = gradient(needs & kInput, {seq_len, batch, args.sizes().input},
+                                 "the gradient of the input", zeros);
+    Tensor grad_hx = gradient(needs & kHx, {directions, batch, hidden}, "the gradient of hx");
+    Tensor grad_cx = gradient(needs & kCx, {directions, batch, hidden}, "the gradient of cx");
+    Tensor grad_eps = gradient(needs & kEps, {directions, seq_len, batch, args.sizes().latent},
+                               "the gradient of eps", zeros);
+    const int64_t flat_size = needs >= kFirstWeight ? directions * args.weights_numel() : 0;
     Tensor grad_weights = allocate(input, {flat_size}, kScalarType<A>,
                                    "the gradients of the weights", /*zeros=*/true);
+    MaybeTensor dense_h_n, dense_c_n;
+    if (grad_h_n) dense_h_n = torch::stable::contiguous(*grad_h_n);
+    if (grad_c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad_c_n);
 
-    Gradients<T> gradients{};
-    const auto pointer = [](const Tensor& t) {
-      return t.numel() > 0 ? static_cast<T*>(t.mutable_data_ptr()) : nullptr;
-    };
-    if (grad_output) gradients.output = Arguments::sequence<T>(*grad_output);
-    Tensor dense_grad_h_n;
-    if (grad_h_n) {
-      dense_grad_h_n = torch::stable::contiguous(*grad_h_n);
-      gradients.h_n = Arguments::data<T>(dense_grad_h_n);
-    }
-    gradients.input = pointer(grad_input);
-    gradients.hx = pointer(grad_hx);
-    gradients.eps = pointer(grad_eps);
-    for (size_t i = 0; i < args.num_weights(); ++i) {
-      if ((needs & (kFirstWeight << i)) == 0) continue;
-      auto* at = static_cast<A*>(grad_weights.mutable_data_ptr()) + layout[i].offset;
-      const int p = int(i) % args.num_projections();
-      (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = at;
-    }
-
-    if (batch > 0) {
+    for (int64_t d = 0; d < directions && batch > 0; ++d) {
+      Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
+      problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * hidden;  // only read
+      problem.output_stride = directions * hidden;
+      if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
+      Gradients<T> gradients{};
+      if (grad_output) {
+        gradients.output = Arguments::sequence<T>(*grad_output);
+        gradients.output.data += d * hidden * grad_output->stride(2);
+        gradients.output.width = hidden;
+      }
+      const int64_t state = d * args.state_numel();
+      if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + state;
+      if (dense_c_n) gradients.c_n = Arguments::data<T>(*dense_c_n) + state;
+      if (needs & kInput) gradients.input = pointer<T>(grad_input);
+      gradients.adds_to_input = d > 0;
+      if (needs & kHx) gradients.hx = pointer<T>(grad_hx) + state;
+      if (needs & kCx) gradients.cx = pointer<T>(grad_cx) + state;
+      if (needs & kEps) {
+        gradients.eps = pointer<T>(grad_eps) + d * seq_len * batch * args.sizes().latent;
+      }
+      const std::vector<Parameter>& layout = args.layout();
+      for (size_t i = 0; i < layout.size(); ++i) {
+        if ((needs & (kFirstWeight << (size_t(d) * layout.size() + i))) == 0) continue;
+        A* at = pointer<A>(grad_weights) + d * args.weights_numel() + layout[i].offset;
+        const int p = int(i) % args.num_projections();
+        (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = at;
+      }
+      Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
-      [[maybe_unused]] const auto computing =
-          platform.computing(args.seq_len() * driver.step_work());
-      driver.backward(gradients, kept ? Arguments::data<A>(*kept) : nullptr,
+      [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
+      driver.backward(gradients, kept ? Arguments::data<A>(*kept) + d * args.kept_numel() : nullptr,
                       workspace.mutable_data_ptr());
     }
     if constexpr (!std::is_same_v<T, A>) {
@@ -288,8 +413,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       grad_weights = allocate(input, {flat_size}, kScalarType<T>, "the gradients of the weights");
       torch::stable::copy_(grad_weights, wide);
     }
-    return std::make_tuple(grad_input, grad_hx, grad_eps, grad_weights);
+    return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, grad_weights);
   });
 }
+
+// The operators' schemas, without their names.
+constexpr const char* kForwardSchema =
+    "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
+    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, int layer, int chunk_size, "
+    "bool keep, bool replay) "
+    "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
+constexpr const char* kBackwardSchema =
+    "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
+    "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
+    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, int layer, int chunk_size, "
+    "int needs, bool replay) "
+    "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

@@ -11,6 +11,10 @@
 // inputs are all known before the adjoints are (kFactors) leaves in forward() the factors that
 // make its backward() linear, one per pre-activation, and gets them there instead of these.
 //
+// The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
+// through `state` and its adjoint, in and out, through `dstate`.  If all that a stage reads of side
+// and projection is their sum (kSum), GEMMs add them up in one array.
+//
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
 // result in the order of torch's gates.  No memory access beyond the arguments.
 #pragma once
@@ -19,13 +23,14 @@
 
 namespace fusedrnn {
 
-enum class StageKind { Sample, Location, Gru };
+enum class StageKind { Sample, Location, Gru, Lstm };
 
 // Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
 // projection and pre: loc, logvar.
 struct Sample {
   static constexpr int kSide = 0, kProjection = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
+  static constexpr bool kState = false, kSum = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -35,7 +40,7 @@ struct Sample {
 
   // factors: scale, eps * scale / 2.
   template <class A>
-  FUSEDRNN_HD static A forward(const A* pre, A eps, A* factors) {
+  FUSEDRNN_HD static A forward(const A* pre, A eps, A* factors, A* /*state*/) {
     const A scale = math::exp(A(0.5f * pre[1]));
     const A deviation = eps * scale;
     factors[0] = scale;
@@ -44,8 +49,8 @@ struct Sample {
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A* /*dside*/,
-                                   A* dprojection, A* deps) {
+  FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A /*dstate*/,
+                                   A* /*dside*/, A* dprojection, A* deps) {
     dprojection[0] = dout;
     dprojection[1] = dout * factors[1];
     *deps = dout * factors[0];
@@ -57,6 +62,7 @@ struct Sample {
 struct Location {
   static constexpr int kSide = 0, kProjection = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
+  static constexpr bool kState = false, kSum = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -64,13 +70,13 @@ struct Location {
   }
 
   template <class A>
-  FUSEDRNN_HD static A forward(const A* pre, A /*unused*/, A* /*factors*/) {
+  FUSEDRNN_HD static A forward(const A* pre, A /*unused*/, A* /*factors*/, A* /*state*/) {
     return pre[0];
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* /*pre*/, A /*carry*/, A dout, A* /*dside*/,
-                                   A* dprojection, A* /*unused*/) {
+  FUSEDRNN_HD static void backward(const A* /*pre*/, A /*carry*/, A dout, A /*dstate*/,
+                                   A* /*dside*/, A* dprojection, A* /*unused*/) {
     dprojection[0] = dout;
   }
 };
@@ -81,6 +87,7 @@ struct Location {
 struct Gru {
   static constexpr int kSide = 3, kProjection = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
+  static constexpr bool kState = false, kSum = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -91,7 +98,7 @@ struct Gru {
   }
 
   template <class A>
-  FUSEDRNN_HD static A forward(const A* pre, A h, A* /*factors*/) {
+  FUSEDRNN_HD static A forward(const A* pre, A h, A* /*factors*/, A* /*state*/) {
     const A r = math::sigmoid(pre[0]);
     const A u = math::sigmoid(pre[1]);
     const A n = math::tanh(A(pre[2] + r * pre[3]));
@@ -99,7 +106,7 @@ struct Gru {
   }
 
   template <class A>
-  FUSEDRNN_HD static void backward(const A* pre, A h, A dout, A* dx, A* dp, A* dh) {
+  FUSEDRNN_HD static void backward(const A* pre, A h, A dout, A /*dstate*/, A* dx, A* dp, A* dh) {
     A not_r, not_u, dtanh;  // 1 - r, 1 - u, 1 - n^2
     const A r = math::sigmoid(pre[0], not_r);
     const A u = math::sigmoid(pre[1], not_u);
@@ -113,6 +120,47 @@ struct Gru {
   }
 };
 
+// Long short-term memory (Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000)
+// in torch.nn.LSTM's form:
+//   i, f, o = sigmoid(.),  g = tanh(.),  c' = f c + i g,  h' = o tanh(c').
+// side and projection: of i, f, g, o.  pre: their sums.  The state is c.
+struct Lstm {
+  static constexpr int kSide = 4, kProjection = 4, kPre = 4;
+  static constexpr bool kCarry = true, kNoise = false, kFactors = false;
+  static constexpr bool kState = true, kSum = true;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
+    for (int k = 0; k < kPre; ++k) pre[k] = x[k] + p[k];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A c, A* /*factors*/, A* state) {
+    const A i = math::sigmoid(pre[0]);
+    const A f = math::sigmoid(pre[1]);
+    const A g = math::tanh(pre[2]);
+    const A o = math::sigmoid(pre[3]);
+    *state = f * c + i * g;
+    return o * math::tanh(*state);
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* pre, A c, A dout, A dstate, A* /*dx*/, A* dp, A* dc) {
+    A not_i, not_f, not_o, dg_tanh, dc_tanh;  // 1 - i, ..., 1 - g^2, 1 - tanh(c')^2
+    const A i = math::sigmoid(pre[0], not_i);
+    const A f = math::sigmoid(pre[1], not_f);
+    const A g = math::tanh(pre[2], dg_tanh);
+    const A o = math::sigmoid(pre[3], not_o);
+    const A tanh_c = math::tanh(A(f * c + i * g), dc_tanh);
+    const A dnew = dstate + dout * o * dc_tanh;
+    dp[0] = dnew * g * (i * not_i);
+    dp[1] = dnew * c * (f * not_f);
+    dp[2] = dnew * i * dg_tanh;
+    dp[3] = dout * tanh_c * (o * not_o);
+    *dc = dnew * f;
+  }
+};
+
 // Calls f(Stage{}) for the stage that `kind` names: the only such switch.
 template <class F>
 void dispatch_stage(StageKind kind, const F& f) {
@@ -120,19 +168,21 @@ void dispatch_stage(StageKind kind, const F& f) {
     case StageKind::Sample: return f(Sample{});
     case StageKind::Location: return f(Location{});
     case StageKind::Gru: return f(Gru{});
+    case StageKind::Lstm: return f(Lstm{});
   }
 }
 
 struct StageTraits {
   int side_blocks, projection_blocks, pre_blocks;
-  bool has_factors;
+  bool has_factors, has_state, is_sum;
 };
 
 inline StageTraits traits(StageKind kind) {
   StageTraits t{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    t = {Stage::kSide, Stage::kProjection, Stage::kPre, Stage::kFactors};
+    t = {Stage::kSide,    Stage::kProjection, Stage::kPre,
+         Stage::kFactors, Stage::kState,      Stage::kSum};
   });
   return t;
 }

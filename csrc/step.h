@@ -21,14 +21,42 @@
 
 namespace fusedrnn {
 
-// [rows, width], or null.  in_sequence: in an array of the whole sequence, not of a chunk.
+// Rows at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
 template <class P>
 struct Rows {
   P* data;
+  int64_t stride;
   bool in_sequence;
 
-  FUSEDRNN_HD P* at(int64_t row, int64_t shift, int64_t width) const {
-    return data + (in_sequence ? row + shift : row) * width;
+  FUSEDRNN_HD P* at(int64_t row, int64_t shift) const {
+    return data + (in_sequence ? row + shift : row) * stride;
+  }
+};
+
+// What rows of a batch do besides computing.  A row is finished from its length on: there it keeps
+// its state, and nothing else of it counts.  Where `reset` is set, its state is zero before the
+// step.  Rows are counted from the start of the sequence, t = row / batch.
+struct Mask {
+  const int64_t* lengths;  // [batch], or null: none is finished
+  const bool* reset;       // [seq_len, batch], or null
+  int64_t seq_len, batch;
+  int direction;  // 1, or -1 if time runs backwards
+
+  FUSEDRNN_HD bool any() const { return lengths != nullptr || reset != nullptr; }
+  FUSEDRNN_HD bool is_active(int64_t row) const {
+    return lengths == nullptr || row / batch < lengths[row % batch];
+  }
+  FUSEDRNN_HD bool is_reset(int64_t row) const { return reset != nullptr && reset[row]; }
+  // Of an active row: whether its state is zeroed before the step that it takes next.
+  FUSEDRNN_HD bool is_reset_next(int64_t row) const {
+    if (reset == nullptr) return false;
+    const int64_t next = row + direction * batch;
+    return next >= 0 && next < seq_len * batch && is_reset(next) && is_active(next);
+  }
+  // Whether the row takes its first step, from the initial state.
+  FUSEDRNN_HD bool is_first(int64_t row) const {
+    const int64_t before = row - direction * batch;
+    return before < 0 || before >= seq_len * batch || (direction < 0 && !is_active(before));
   }
 };
 
@@ -42,19 +70,21 @@ struct Noise {
 };
 
 // Pre-activations come from `pre` [rows, kPre * width], or where that is null from side and
-// projection, [rows, k * width] each, with biases [k * width] that may be null.
+// projection, [rows, k * width] each, with biases [k * width] that may be null.  With kSum the two
+// are one array, side.
 template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
   const A *pre, *side, *side_bias, *projection, *projection_bias;
-  const A* carry;  // [rows, width], h_{t-1} unrounded
+  Rows<const A> carry;  // h_{t-1} unrounded, or the state
   Noise<T> noise;
+  Mask mask;
   // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
   // result rounded to T, whatever O is, so that backward can rebuild it from the output.
   O* operand;
-  T* output;  // in the sequence
+  Rows<T> output;
   A* carry_out;
   // What backward wants, [rows, kPre * width]; each may be null.  keep is in the sequence, factors
   // may be projection's memory.
@@ -66,13 +96,15 @@ struct BackwardStep {
   using A = Acc<T>;
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
-  // pre: the stage's factors if it has some, else in the sequence
+  // pre: in the sequence, or if the stage has factors these
   const A *pre, *side, *side_bias, *projection, *projection_bias;
-  const T* carry;             // [rows, width], h_{t-1} as it stands in the output: in the sequence
-  const A* dout;              // [rows, width], adjoint from the step or stage behind
+  Rows<const O> carry;  // h_{t-1} as it stands in the output
+  const A* state;       // [rows, width], of the step before
+  Mask mask;
+  A* dout;                    // [rows, width], adjoint from the step or stage behind
   Rows<const T> grad_output;  // added to dout
   O *dside, *dprojection;     // may be the memory of what they are the gradients of, or of factors
-  A* dcarry;                  // [rows, width], may be dout
+  A* dcarry;                  // [rows, width]: dout's memory; of a state: its adjoint, in and out
   T* deps;                    // [rows, width] in the sequence, or null
 };
 
@@ -102,6 +134,15 @@ FUSEDRNN_HD void load_pre(V* pre, const Step& step, int64_t row, int64_t pre_row
     const A* no_bias = nullptr;
     return load_blocks<Stage::kPre>(pre, step.pre, no_bias, step.width, pre_row, column, unit);
   }
+  if constexpr (Stage::kSum) {
+    load_blocks<Stage::kPre>(pre, step.side, step.side_bias, step.width, row, column, unit);
+    if (step.projection_bias != nullptr) {
+      for (int k = 0; k < Stage::kPre; ++k) {
+        pre[k] = pre[k] + unit.load(step.projection_bias + k * step.width + column);
+      }
+    }
+    return;
+  }
   V side[Stage::kSide > 0 ? Stage::kSide : 1], projection[Stage::kProjection];
   load_blocks<Stage::kSide>(side, step.side, step.side_bias, step.width, row, column, unit);
   load_blocks<Stage::kProjection>(projection, step.projection, step.projection_bias, step.width,
@@ -113,35 +154,59 @@ FUSEDRNN_HD void load_pre(V* pre, const Step& step, int64_t row, int64_t pre_row
 // without arithmetic of their own.
 template <class Stage, class V>
 struct Lanes {
-  FUSEDRNN_HD static V forward(const V* pre, V input, V* factors) {
-    return Stage::forward(pre, input, factors);
+  FUSEDRNN_HD static V forward(const V* pre, V input, V* factors, V* state) {
+    return Stage::forward(pre, input, factors, state);
   }
-  FUSEDRNN_HD static void backward(const V* pre, V carry, V dout, V* dside, V* dprojection,
-                                   V* dinput) {
-    Stage::backward(pre, carry, dout, dside, dprojection, dinput);
+  FUSEDRNN_HD static void backward(const V* pre, V carry, V dout, V dstate, V* dside,
+                                   V* dprojection, V* dinput) {
+    Stage::backward(pre, carry, dout, dstate, dside, dprojection, dinput);
   }
 };
+
+template <int kBlocks, class P, class Unit>
+FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t column,
+                              const Unit& unit) {
+  typename Unit::Value zeros[kBlocks > 0 ? kBlocks : 1] = {};
+  store_blocks<kBlocks>(zeros, plane, width, row, column, unit);
+}
 
 template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_t column,
                               const Unit& unit) {
   using V = typename Unit::Value;
   const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t at = row * width + column, at_in_sequence = at + shift * width;
-  V pre[Stage::kPre], factors[Stage::kPre], input{};
-  load_pre<Stage>(pre, step, row, row, column, unit);
-  if constexpr (Stage::kCarry) input = unit.load(step.carry + at);
+  const int64_t at = row * width + column, from_start = step.first_row + row + shift;
+  if (!step.mask.is_active(from_start)) {
+    if constexpr (Stage::kCarry) {
+      if (step.carry_out != nullptr)
+        unit.store(step.carry_out + at, unit.load(step.carry.at(row, 0) + column));
+    } else {  // GEMMs over all rows of a chunk read it
+      if (step.operand != nullptr) unit.store(step.operand + at, V{});
+    }
+    if constexpr (Stage::kFactors) {
+      if (step.factors != nullptr) {
+        clear_blocks<Stage::kPre>(step.factors, width, row, column, unit);
+      }
+    }
+    return;
+  }
+  V pre[Stage::kPre], factors[Stage::kPre], input{}, state{};
+  load_pre<Stage>(pre, step, row, row + shift, column, unit);
+  if constexpr (Stage::kCarry) input = unit.load(step.carry.at(row, 0) + column);
   if constexpr (Stage::kNoise) {
-    input = step.noise.eps.data == nullptr
-                ? unit.drawn(step.noise, step.first_row + row + shift, column)
-                : unit.load(step.noise.eps.at(row, shift, width) + column);
+    input = step.noise.eps.data == nullptr ? unit.drawn(step.noise, from_start, column)
+                                           : unit.load(step.noise.eps.at(row, shift) + column);
   }
 
-  const V out = Lanes<Stage, V>::forward(pre, input, factors);
+  const V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
 
-  if (step.operand != nullptr) unit.store(step.operand + at, unit.template round_to<T>(out));
-  if (step.output != nullptr) unit.store(step.output + at_in_sequence, out);
-  if (step.carry_out != nullptr) unit.store(step.carry_out + at, out);
+  V next = out, carry = Stage::kState ? state : out;
+  if constexpr (Stage::kCarry) {
+    if (step.mask.is_reset_next(from_start)) next = carry = V{};
+  }
+  if (step.operand != nullptr) unit.store(step.operand + at, unit.template round_to<T>(next));
+  if (step.output.data != nullptr) unit.store(step.output.at(row, shift) + column, out);
+  if (step.carry_out != nullptr) unit.store(step.carry_out + at, carry);
   if (step.keep != nullptr) {
     store_blocks<Stage::kPre>(pre, step.keep, width, row + shift, column, unit);
   }
@@ -157,24 +222,88 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
                                const Unit& unit) {
   using V = typename Unit::Value;
   const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t at = row * width + column, at_in_sequence = at + shift * width;
-  V pre[Stage::kPre], carry{};
+  const int64_t at = row * width + column, from_start = step.first_row + row + shift;
+  if (!step.mask.is_active(from_start)) {  // its adjoints wait where they are
+    clear_blocks<Stage::kProjection>(step.dprojection, width, row, column, unit);
+    if constexpr (!Stage::kSum) {
+      clear_blocks<Stage::kSide>(step.dside, width, row, column, unit);
+    }
+    if constexpr (Stage::kNoise) {
+      if (step.deps != nullptr) unit.store(step.deps + at + shift * width, V{});
+    }
+    return;
+  }
+  V pre[Stage::kPre], carry{}, dstate{};
   load_pre<Stage>(pre, step, row, Stage::kFactors ? row : row + shift, column, unit);
-  if constexpr (Stage::kCarry) carry = unit.load(step.carry + at_in_sequence);
   V dout = unit.load(step.dout + at);
+  if constexpr (Stage::kState) {
+    carry = unit.load(step.state + at);
+    dstate = unit.load(step.dcarry + at);
+    unit.store(step.dout + at, V{});  // all of it comes from the GEMM
+  } else if constexpr (Stage::kCarry) {
+    carry = unit.load(step.carry.at(row, shift) + column);
+  }
+  if constexpr (Stage::kCarry) {
+    if (step.mask.is_reset_next(from_start)) dout = dstate = V{};
+  }
   if (step.grad_output.data != nullptr) {
-    dout = dout + unit.load(step.grad_output.at(row, shift, width) + column);
+    dout = dout + unit.load(step.grad_output.at(row, shift) + column);
   }
 
   V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection], dinput;
-  Lanes<Stage, V>::backward(pre, carry, dout, dside, dprojection, &dinput);
+  Lanes<Stage, V>::backward(pre, carry, dout, dstate, dside, dprojection, &dinput);
 
   store_blocks<Stage::kProjection>(dprojection, step.dprojection, width, row, column, unit);
-  store_blocks<Stage::kSide>(dside, step.dside, width, row, column, unit);
+  if constexpr (!Stage::kSum) {
+    store_blocks<Stage::kSide>(dside, step.dside, width, row, column, unit);
+  }
   if constexpr (Stage::kCarry) unit.store(step.dcarry + at, dinput);
   if constexpr (Stage::kNoise) {
-    if (step.deps != nullptr) unit.store(step.deps + at_in_sequence, dinput);
+    if (step.deps != nullptr) unit.store(step.deps + at + shift * width, dinput);
   }
+}
+
+// x of finished rows is nobody's business: it may be NaN, and must not get into sums over all rows.
+template <class O>
+struct ClearStep {
+  int64_t width, first_row;
+  Mask mask;
+  O* x;  // [rows, width]
+};
+
+template <class O, class Unit>
+FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, int64_t column,
+                            const Unit& unit) {
+  if (!step.mask.is_active(step.first_row + row)) {
+    unit.store(step.x + row * step.width + column, typename Unit::Value{});
+  }
+}
+
+// h_{t-1} of the rows of a chunk, for GEMMs and for backward(): what the step read.
+template <class T, class O>
+struct GatherStep {
+  int64_t width, first_row;
+  Rows<const T> output;  // of the row itself, in the sequence
+  const T* hx;           // [batch, width]
+  Mask mask;
+  O* h;  // [rows, width]
+};
+
+template <class T, class O, class Unit>
+FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, int64_t column,
+                             const Unit& unit) {
+  using V = typename Unit::Value;
+  const Mask& mask = step.mask;
+  const int64_t from_start = step.first_row + row;
+  V h{};
+  if (mask.is_active(from_start)) {
+    if (mask.is_first(from_start)) {  // hx has been reset by whoever gave it
+      h = unit.load(step.hx + from_start % mask.batch * step.width + column);
+    } else if (!mask.is_reset(from_start)) {
+      h = unit.load(step.output.at(row - mask.direction * mask.batch, 0) + column);
+    }
+  }
+  unit.store(step.h + row * step.width + column, h);
 }
 
 }  // namespace fusedrnn

@@ -9,18 +9,28 @@
 namespace fusedrnn {
 
 // T, O: types of tensors and of GEMM operands.  With T == O the user's tensors are operands as they
-// are, and with T == Acc<T> the output itself is the carry; but steps that are replayed hand the
-// state on at addresses that stay.  Where the user's memory does not serve, copies stand here.
+// are, and with T == Acc<T> the output itself is the carry; but steps that are replayed hand both
+// on at addresses that stay, and rows with a mask do not read what stands in the output.  Where the
+// user's memory does not serve, copies stand here.
 template <class Backend>
 struct Workspace {
   using T = typename Backend::T;
   using O = typename Backend::O;
   using A = Acc<T>;
   static constexpr bool kTensorIsOperand = std::is_same_v<T, O>;
-  static constexpr bool kStateIsOperand = kTensorIsOperand && !Backend::kReplays;
-  static constexpr bool kCarryIsOutput = std::is_same_v<T, A> && !Backend::kReplays;
   // Of the input's gradient: if not, it is rounded after its GEMM.
   static constexpr bool kTensorIsResult = std::is_same_v<T, A> || Backend::kGemmRounds;
+
+  static bool state_is_operand(const Layer<T>& layer) {
+    return kTensorIsOperand && !Backend::kReplays && !layer.mask.any();
+  }
+  static bool carry_is_output(const Layer<T>& layer) {
+    return std::is_same_v<T, A> && !Backend::kReplays && !layer.mask.any() && !layer.has_state();
+  }
+  // In backward, of all steps of a chunk.
+  static bool states_are_operands(const Layer<T>& layer) {
+    return kTensorIsOperand && !layer.mask.any();
+  }
 
   static bool weight_is_ready(const Matrix<const T>& weight) {
     return kTensorIsOperand && weight.is_operand();
@@ -48,10 +58,11 @@ struct Workspace {
           bias[p] = arena.take<A>(layer.bias[p].columns);
         }
       }
-      if (!kTensorIsOperand || !layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
+      if (!kTensorIsOperand || layer.mask.lengths != nullptr ||
+          !layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
         x = arena.take<O>(rows * layer.sizes.input);
       }
-      if (layer.eps.data != nullptr && !layer.eps.is_contiguous(layer.seq_len, layer.batch)) {
+      if (layer.eps.data != nullptr && !layer.eps.has_uniform_rows(layer.seq_len, layer.batch)) {
         eps = arena.take<T>(rows * layer.sizes.latent);
       }
     }
@@ -66,13 +77,14 @@ struct Workspace {
         : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{} {
       side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
       for (int s = 0; s <= layer.last(); ++s) {
+        if (s == layer.last() && layer.is_sum()) continue;  // added to side
         projection[s] = arena.take<A>(layer.batch * layer.columns(s));
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(layer.batch * layer.width(s));
       }
-      if (!kStateIsOperand) h = arena.take<O>(layer.batch * layer.sizes.hidden);
-      if (!kCarryIsOutput) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
+      if (!state_is_operand(layer)) h = arena.take<O>(layer.batch * layer.sizes.hidden);
+      if (!carry_is_output(layer)) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
     }
   };
 
@@ -81,13 +93,13 @@ struct Workspace {
     Planes<O> gradient;          // of these; the same memory where the types allow
     Matrix<const O> input;       // of a chunk, once rebuilt
     O *operand[kMaxStages], *h;  // of a chunk
-    A *dh, *dstage[kMaxStages];  // of one step
-    A* dx;                       // of a chunk
-    T* grad_output;              // of a chunk
+    A *dh, *dc, *dstage[kMaxStages];  // of one step
+    A *dx, *state;                    // of a chunk; state: before each step
+    T* grad_output;                   // of a chunk
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : Buffers(layer, most_summed(layer, gradients), arena), planes{}, input{}, operand{}, h{},
-          dh{}, dstage{}, dx{}, grad_output{} {
+          dh{}, dc{}, dstage{}, dx{}, state{}, grad_output{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -99,13 +111,17 @@ struct Workspace {
         operand[s] = arena.take<O>(rows * layer.width(s));
         dstage[s] = arena.take<A>(layer.batch * layer.width(s));
       }
-      if (!kTensorIsOperand) h = arena.take<O>(rows * layer.sizes.hidden);
+      if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.hidden);
+      if (layer.has_state()) {
+        dc = arena.take<A>(layer.batch * layer.sizes.hidden);
+        state = arena.take<A>(rows * layer.sizes.hidden);
+      }
       dh = arena.take<A>(layer.batch * layer.sizes.hidden);
       if (gradients.input != nullptr && !kTensorIsResult) {
         dx = arena.take<A>(rows * layer.sizes.input);
       }
       if (gradients.output.data != nullptr &&
-          !gradients.output.is_contiguous(layer.seq_len, layer.batch)) {
+          !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {
         grad_output = arena.take<T>(rows * layer.sizes.hidden);
       }
     }

@@ -2,8 +2,18 @@
 
 from importlib.metadata import version as _version
 
-from .functional import stochastic_gru
-from .modules import StochasticGRU, StochasticGRUCell
+from .functional import gru, lstm, stochastic_gru
+from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 
 __version__ = _version("fusedrnn")
-__all__ = ["StochasticGRU", "StochasticGRUCell", "stochastic_gru"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "GRUCell",
+    "LSTMCell",
+    "StochasticGRU",
+    "StochasticGRUCell",
+    "gru",
+    "lstm",
+    "stochastic_gru",
+]

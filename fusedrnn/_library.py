@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ def _load_cuda() -> str | None:
 cuda_obstacle = _load_cuda()
 """Why CUDA tensors cannot be computed on, or None."""
 
-_NEEDS_INPUT, _NEEDS_HX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8  # as in csrc/ops.cpp
+# As in csrc/ops.h.
+_NEEDS_INPUT, _NEEDS_HX, _NEEDS_CX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
 
 
 @torch.compiler.assume_constant_result
@@ -56,35 +57,53 @@ def layout(
     hidden_size: int,
     latent_size: int,
     num_layers: int,
+    directions: int,
     bias: bool,
 ) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, offset in elements and shape of each parameter in a module's flat buffer."""
-    return _helpers.layout(cell, input_size, hidden_size, latent_size, num_layers, bias)
+    return _helpers.layout(cell, input_size, hidden_size, latent_size, num_layers, directions, bias)
+
+
+class Mask(NamedTuple):
+    """What the rows of a batch do besides computing; see csrc/step.h."""
+
+    lengths: Tensor | None = None
+    """(B,) int64 on the input's device: steps of each row."""
+    host_lengths: Tensor | None = None
+    """The same on the CPU."""
+    reset: Tensor | None = None
+    """(T, B) bool: whether a row's state is zero before the step."""
 
 
 def run_layer(
     cell: str,
     input: Tensor,
     hx: Tensor,
+    cx: Tensor | None,
     weights: Sequence[Tensor],
     *,
+    mask: Mask,
     eps: Tensor | None,
     seed: Tensor | None,
     layer: int,
     chunk_size: int,
     recompute: bool,
-) -> tuple[Tensor, Tensor]:
-    """One layer over a sequence: input (T, B, I), hx (B, H) -> output (T, B, H), h_n (B, H).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer over a sequence, in D = 1 or 2 directions.
 
-    Without eps (T, B, Z) and seed (1,) there is no noise.  ``chunk_size`` 0 is automatic.
+    input (T, B, I), hx and cx (D, B, H), weights of each direction -> output (T, B, D * H), h_n and
+    c_n (D, B, H), or c_n (0, B, H) if the cell has none. Without eps (D, T, B, Z) and seed (1,)
+    there is no noise; the counter of the first direction's noise is ``layer``. ``chunk_size`` 0 is
+    automatic.
     """
     keep = (
         not recompute
         and torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in (input, hx, eps, *weights))
+        and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
-    output, h_n, _ = _Layer.apply(cell, input, hx, eps, seed, layer, chunk_size, keep, *weights)
-    return output, h_n
+    options = (layer, chunk_size, keep)
+    output, h_n, c_n, _, _ = _Layer.apply(cell, input, hx, cx, eps, seed, *mask, *options, *weights)
+    return output, h_n, c_n
 
 
 def _call(operator: Any, *arguments: Any) -> Any:
@@ -102,51 +121,65 @@ def _call(operator: Any, *arguments: Any) -> Any:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer that saves its arguments and its output, and nothing else unless told to ``keep``."""
+    """A layer that saves its arguments and its output, and little else unless told to ``keep``."""
 
     @staticmethod
     def forward(
         cell: str,
         input: Tensor,
         hx: Tensor,
+        cx: Tensor | None,
         eps: Tensor | None,
         seed: Tensor | None,
+        lengths: Tensor | None,
+        host_lengths: Tensor | None,
+        reset: Tensor | None,
         layer: int,
         chunk_size: int,
         keep: bool,
         *weights: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        arguments = (cell, input, hx, list(weights), eps, seed, layer, chunk_size, keep)
+    ) -> tuple[Tensor, ...]:
+        masks = (lengths, host_lengths, reset)
+        arguments = (cell, input, hx, cx, list(weights), *masks, eps, seed, layer, chunk_size, keep)
         return _call(_ops.forward, *arguments, replay_chunks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.cell, input, hx, eps, seed, ctx.layer, ctx.chunk_size, keep, *weights = inputs
-        out, _, kept = output
-        ctx.mark_non_differentiable(kept)
+        ctx.cell, *tensors, ctx.layer, ctx.chunk_size, keep = inputs[:12]
+        weights = inputs[12:]
+        out, _, _, kept, states = output
+        ctx.mark_non_differentiable(kept, states)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, hx, eps, seed, out, kept if keep else None, *weights)
+        extras = (kept if keep else None, None if inputs[3] is None else states)
+        ctx.save_for_backward(*tensors, out, *extras, *weights)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: Tensor | None, grad_h_n: Tensor | None, _: None
+        ctx: Any,
+        grad_output: Tensor | None,
+        grad_h_n: Tensor | None,
+        grad_c_n: Tensor | None,
+        _kept: None,
+        _states: None,
     ) -> tuple[Any, ...]:
-        input, hx, eps, seed, output, kept, *weights = ctx.saved_tensors
-        need_input, need_hx, need_eps = ctx.needs_input_grad[1:4]
-        need_weights = ctx.needs_input_grad[8:]
-        if grad_output is None and grad_h_n is None:
+        input, hx, cx, eps, seed, *masks, output, kept, states = ctx.saved_tensors[:11]
+        weights = list(ctx.saved_tensors[11:])
+        need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
+        need_weights = ctx.needs_input_grad[12:]
+        cotangents = (grad_output, grad_h_n, grad_c_n)
+        if all(grad is None for grad in cotangents):
             return (None,) * len(ctx.needs_input_grad)
-        needs = _NEEDS_INPUT * need_input + _NEEDS_HX * need_hx + _NEEDS_EPS * need_eps
+        needs = _NEEDS_INPUT * need_input + _NEEDS_HX * need_hx
+        needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
-        arguments = (grad_output, grad_h_n, ctx.cell, input, hx, output, kept, weights, eps, seed)
+        tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
+        options = (ctx.layer, ctx.chunk_size, needs, replay_chunks)
         with torch.no_grad():
-            grads = _call(
-                _ops.backward, *arguments, ctx.layer, ctx.chunk_size, needs, replay_chunks
-            )
+            grads = _call(_ops.backward, *cotangents, ctx.cell, *tensors, *options)
         if torch.is_grad_enabled():  # create_graph=True
-            sources = (grad_output, grad_h_n, input, hx, eps, *weights)
+            sources = (*cotangents, input, hx, cx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))
-        grad_input, grad_hx, grad_eps, flat = grads
+        grad_input, grad_hx, grad_cx, grad_eps, flat = grads
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(need_weights):
             parts = flat.split([w.numel() for w in weights])
@@ -156,11 +189,9 @@ class _Layer(torch.autograd.Function):
             None,
             grad_input if need_input else None,
             grad_hx if need_hx else None,
+            grad_cx if need_cx else None,
             grad_eps if need_eps else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 7,
             *grad_weights,
         )
 
@@ -169,8 +200,8 @@ class _FirstOrder(torch.autograd.Function):
     """Gradients that depend on ``sources``, in a way that autograd must not take for constant."""
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, c: Tensor, d: Tensor, *sources: Tensor) -> Any:
-        return a.view_as(a), b.view_as(b), c.view_as(c), d.view_as(d)
+    def forward(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, *sources: Tensor) -> Any:
+        return a.view_as(a), b.view_as(b), c.view_as(c), d.view_as(d), e.view_as(e)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -183,20 +214,37 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
-# The fake kernels repeat the operators' schemas, so their types stand there (csrc/ops.cpp).
+# The fake kernels repeat the operators' schemas, so their types stand there (csrc/ops.h).
 @torch.library.register_fake("fusedrnn::forward")
 def _(  # type: ignore[no-untyped-def]
-    cell, input, hx, weights, eps, seed, layer, chunk_size, keep, replay
+    cell,
+    input,
+    hx,
+    cx,
+    weights,
+    lengths,
+    host_lengths,
+    reset,
+    eps,
+    seed,
+    layer,
+    chunk_size,
+    keep,
+    replay,
 ):
     seq_len, batch, _ = input.shape
-    hidden_size, latent_size = hx.shape[1], weights[1].shape[1]
+    directions, _, hidden_size = hx.shape
+    latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
     columns = _helpers.kept_columns(cell, hidden_size, latent_size, has_noise) if keep else 0
+    states = 0 if cx is None else _helpers.states(cell, seq_len, batch, chunk_size, input.is_cuda)
     accumulate_in = torch.promote_types(input.dtype, torch.float32)
     return (
-        input.new_empty(seq_len, batch, hidden_size),
-        input.new_empty(batch, hidden_size),
-        input.new_empty(seq_len * batch * columns, dtype=accumulate_in),
+        input.new_empty(seq_len, batch, directions * hidden_size),
+        input.new_empty(directions, batch, hidden_size),
+        input.new_empty(0 if cx is None else directions, batch, hidden_size),
+        input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
+        input.new_empty(directions * states * batch * hidden_size, dtype=accumulate_in),
     )
 
 
@@ -204,12 +252,18 @@ def _(  # type: ignore[no-untyped-def]
 def _(  # type: ignore[no-untyped-def]
     grad_output,
     grad_h_n,
+    grad_c_n,
     cell,
     input,
     hx,
+    cx,
     output,
     kept,
+    states,
     weights,
+    lengths,
+    host_lengths,
+    reset,
     eps,
     seed,
     layer,
@@ -224,6 +278,7 @@ def _(  # type: ignore[no-untyped-def]
     return (
         like(input, _NEEDS_INPUT),
         like(hx, _NEEDS_HX),
+        like(cx, _NEEDS_CX),
         like(eps, _NEEDS_EPS),
         input.new_empty(flat_size),
     )

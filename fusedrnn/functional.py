@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import _library
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WEIGHTS = {"stochastic_gru": 3, "gru": 2, "lstm": 2}  # of a layer and direction, without biases
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
 
+# A padded batch, a single sequence, or a PackedSequence: the output is of the same kind.
+S = TypeVar("S", Tensor, PackedSequence)
+
+
 def stochastic_gru(
-    input: Tensor,
+    input: S,
     weights: Sequence[Tensor],
     hx: Tensor | None = None,
     *,
     num_layers: int = 1,
     bias: bool = True,
     batch_first: bool = False,
+    bidirectional: bool = False,
+    dropout: float = 0.0,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
     eps: Tensor | None = None,
     seed: Tensor | None = None,
     generator: torch.Generator | None = None,
     sample: bool = True,
     recompute: bool = True,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[S, Tensor]:
     r"""Applies a stack of stochastic GRU layers; see :class:`fusedrnn.StochasticGRU`.
 
     Each step draws a latent from the state and updates the state from input and latent::
@@ -69,25 +81,159 @@ def stochastic_gru(
         RuntimeError: for a wrong shape or device, or an empty sequence.
         TypeError: for an argument of a wrong type.
     """
-    if not isinstance(chunk_size, int | None) or isinstance(chunk_size, bool):
-        raise TypeError(f"fusedrnn: chunk_size must be an int or None, got {chunk_size!r}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"fusedrnn: chunk_size must be at least 1, got {chunk_size}")
-    if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
-        raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {num_layers!r}")
-    sources = {"eps": eps is not None, "seed": seed is not None, "generator": generator is not None}
-    given = [name for name, is_given in sources.items() if is_given]
-    if len(given) > 1:
-        raise ValueError(f"fusedrnn: {' and '.join(given)} exclude each other: give one of them")
-    if given and not sample:
-        raise ValueError(f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given")
-    per_layer = 6 if bias else 3
-    if len(weights) != num_layers * per_layer:
+    noise = _Noise(eps, seed, generator, sample)
+    noise.check()
+    options = _Options(
+        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+    )
+    output, h_n, _ = _run("stochastic_gru", input, weights, hx, None, options, noise)
+    return output, h_n
+
+
+def gru(
+    input: S,
+    weights: Sequence[Tensor],
+    hx: Tensor | None = None,
+    *,
+    num_layers: int = 1,
+    bias: bool = True,
+    batch_first: bool = False,
+    bidirectional: bool = False,
+    dropout: float = 0.0,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
+    recompute: bool = True,
+    chunk_size: int | None = None,
+) -> tuple[S, Tensor]:
+    r"""Applies a stack of gated recurrent units, as torch.nn.GRU; see :class:`fusedrnn.GRU`.
+
+    Args:
+        weights: for each layer and direction weight_ih (3H, I), weight_hh (3H, H), and with
+            ``bias`` bias_ih (3H), bias_hh (3H).  Layers after the first have I = D * H.
+
+    The other arguments, the results and the errors are those of :func:`stochastic_gru`.
+    """
+    options = _Options(
+        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+    )
+    output, h_n, _ = _run("gru", input, weights, hx, None, options, _Noise())
+    return output, h_n
+
+
+def lstm(
+    input: S,
+    weights: Sequence[Tensor],
+    hx: tuple[Tensor, Tensor] | None = None,
+    *,
+    num_layers: int = 1,
+    bias: bool = True,
+    batch_first: bool = False,
+    bidirectional: bool = False,
+    dropout: float = 0.0,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
+    recompute: bool = True,
+    chunk_size: int | None = None,
+) -> tuple[S, tuple[Tensor, Tensor]]:
+    r"""Applies a stack of long short-term memories, as torch.nn.LSTM; see :class:`fusedrnn.LSTM`.
+
+    Args:
+        weights: for each layer and direction weight_ih (4H, I), weight_hh (4H, H), and with
+            ``bias`` bias_ih (4H), bias_hh (4H).  Layers after the first have I = D * H.
+        hx: initial states h and cell states c, each (num_layers * D, B, H), or (num_layers * D, H)
+            without batch.  Zeros if None.
+
+    Returns:
+        output: (T, B, D * H), (B, T, D * H) or (T, D * H), the states h of the last layer.
+        (h_n, c_n): the last states and cell states of all layers, shaped as ``hx``.
+
+    The other arguments and the errors are those of :func:`stochastic_gru`.
+    """
+    h_0, c_0 = split_lstm_state(hx)
+    options = _Options(
+        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+    )
+    output, h_n, c_n = _run("lstm", input, weights, h_0, c_0, options, _Noise())
+    assert c_n is not None
+    return output, (h_n, c_n)
+
+
+class _Noise(NamedTuple):
+    """Where eps comes from; the default is none."""
+
+    eps: Tensor | None = None
+    seed: Tensor | None = None
+    generator: torch.Generator | None = None
+    sample: bool = False
+
+    def check(self) -> None:
+        sources = {"eps": self.eps, "seed": self.seed, "generator": self.generator}
+        given = [name for name, source in sources.items() if source is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"fusedrnn: {' and '.join(given)} exclude each other: give one of them"
+            )
+        if given and not self.sample:
+            raise ValueError(
+                f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given"
+            )
+
+
+class _Options(NamedTuple):
+    """What every cell takes besides tensors of its own."""
+
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    bidirectional: bool
+    dropout: float
+    lengths: Tensor | Sequence[int] | None
+    reset: Tensor | None
+    recompute: bool
+    chunk_size: int | None
+
+    def check(self) -> None:
+        if not isinstance(self.chunk_size, int | None) or isinstance(self.chunk_size, bool):
+            raise TypeError(f"fusedrnn: chunk_size must be an int or None, got {self.chunk_size!r}")
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ValueError(f"fusedrnn: chunk_size must be at least 1, got {self.chunk_size}")
+        layers = self.num_layers
+        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+            raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout <= 1:
+            raise ValueError(
+                f"fusedrnn: dropout must be a probability in [0, 1], got {self.dropout!r}"
+            )
+
+
+def _run(cell: str, input: S, *arguments: Any) -> tuple[S, Tensor, Tensor | None]:
+    """Any cell over layers -> output, h_n, c_n if any."""
+    run = _run_packed if isinstance(input, PackedSequence) else _run_padded
+    return cast(Any, run)(cell, input, *arguments)
+
+
+def _run_padded(
+    cell: str,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    hx: Tensor | None,
+    cx: Tensor | None,
+    options: _Options,
+    noise: _Noise,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Checks, then one operator per layer."""
+    options.check()
+    has_state = cell == "lstm"
+    directions = 2 if options.bidirectional else 1
+    rows = options.num_layers * directions  # of hx
+    per_direction = _WEIGHTS[cell] * (2 if options.bias else 1)
+    if len(weights) != rows * per_direction:
         raise ValueError(
-            f"fusedrnn: {num_layers} layer(s) with bias={bias} take {num_layers * per_layer} "
-            f"weights, got {len(weights)}"
+            f"fusedrnn: {options.num_layers} layer(s) with bias={options.bias} and "
+            f"bidirectional={options.bidirectional} take {rows * per_direction} weights, "
+            f"got {len(weights)}"
         )
-    tensors = {"input": input, "hx": hx, "eps": eps}
+    tensors = {"input": input, "hx": hx, "cx": cx, "eps": noise.eps}
     tensors |= {f"weights[{i}]": w for i, w in enumerate(weights)}
     _check_types(tensors)
 
@@ -95,28 +241,24 @@ def stochastic_gru(
     if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
-            return stochastic_gru(
+            return _run_padded(
+                cell,
                 _autocast(input, dtype),
                 [_autocast(w, dtype) for w in weights],
                 None if hx is None else _autocast(hx, dtype),
-                num_layers=num_layers,
-                bias=bias,
-                batch_first=batch_first,
-                eps=None if eps is None else _autocast(eps, dtype),
-                seed=seed,
-                generator=generator,
-                sample=sample,
-                recompute=recompute,
-                chunk_size=chunk_size,
+                None if cx is None else _autocast(cx, dtype),
+                options,
+                noise._replace(eps=None if noise.eps is None else _autocast(noise.eps, dtype)),
             )
     _check_dtypes_and_devices(tensors)
 
-    hidden_size, latent_size = _check_weights("stochastic_gru", weights, num_layers, bias)
+    hidden_size, latent_size = _check_weights(cell, weights, options)
     if input.dim() not in (2, 3):
         raise ValueError(f"fusedrnn: input must have 2 or 3 dimensions, got {input.dim()}")
     is_batched = input.dim() == 3
+    batch_dim = 0 if options.batch_first else 1
     sequence = input if is_batched else input.unsqueeze(1)
-    if is_batched and batch_first:
+    if is_batched and options.batch_first:
         sequence = sequence.transpose(0, 1)
     seq_len, batch, input_size = sequence.shape
     if input_size != weights[0].shape[1]:
@@ -129,36 +271,168 @@ def stochastic_gru(
             f"fusedrnn: expected a sequence of at least one step, got shape {tuple(input.shape)}"
         )
     maybe_batch = (batch,) if is_batched else ()
-    _check_shape("hx", hx, (num_layers, *maybe_batch, hidden_size))
-    _check_shape("eps", eps, (num_layers, seq_len, *maybe_batch, latent_size))
-    if hx is None:
-        hx = sequence.new_zeros(num_layers, batch, hidden_size)
-    elif not is_batched:
-        hx = hx.unsqueeze(1)
+    eps = noise.eps
+    _check_shape("hx", hx, (rows, *maybe_batch, hidden_size))
+    _check_shape("cx", cx, (rows, *maybe_batch, hidden_size))
+    _check_shape("eps", eps, (rows, seq_len, *maybe_batch, latent_size))
+    mask = _mask(options, input, seq_len, batch, is_batched, batch_dim)
+    zeros = sequence.new_zeros(rows, batch, hidden_size)
+    h = zeros if hx is None else hx if is_batched else hx.unsqueeze(1)
+    c = None
+    if has_state:
+        c = zeros if cx is None else cx if is_batched else cx.unsqueeze(1)
     if eps is not None and not is_batched:
         eps = eps.unsqueeze(2)
-    seed = _check_seed(seed, input.device)
-    if sample and eps is None and seed is None:
-        seed = _draw_seed(generator, input.device)
+    seed = _check_seed(noise.seed, input.device)
+    if noise.sample and eps is None and seed is None:
+        seed = _draw_seed(noise.generator, input.device)
 
-    last_states = []
-    for layer in range(num_layers):
-        sequence, h_n = _library.run_layer(
-            "stochastic_gru",
+    last_h, last_c = [], []
+    for layer in range(options.num_layers):
+        here = slice(layer * directions, (layer + 1) * directions)
+        h_0 = _reset_first(h[here], mask)
+        c_0 = None if c is None else _reset_first(c[here], mask)
+        if layer > 0 and options.dropout > 0:
+            sequence = F.dropout(sequence, options.dropout)
+        sequence, h_n, c_n = _library.run_layer(
+            cell,
             sequence,
-            hx[layer],
-            weights[layer * per_layer : (layer + 1) * per_layer],
-            eps=None if eps is None else eps[layer],
+            h_0,
+            c_0,
+            weights[here.start * per_direction : here.stop * per_direction],
+            mask=mask,
+            eps=None if eps is None else eps[here],
             seed=seed,
-            layer=layer,
-            chunk_size=chunk_size or 0,
-            recompute=recompute,
+            layer=here.start,
+            chunk_size=options.chunk_size or 0,
+            recompute=options.recompute,
         )
-        last_states.append(h_n)
-    h_n = torch.stack(last_states) if num_layers > 1 else last_states[0].unsqueeze(0)
+        last_h.append(h_n)
+        last_c.append(c_n)
+    h_n = torch.cat(last_h) if len(last_h) > 1 else last_h[0]
+    c_n = torch.cat(last_c) if len(last_c) > 1 else last_c[0]
     if not is_batched:
-        return sequence.squeeze(1), h_n.squeeze(1)
-    return sequence.transpose(0, 1) if batch_first else sequence, h_n
+        sequence, h_n, c_n = sequence.squeeze(1), h_n.squeeze(1), c_n.squeeze(1)
+    elif options.batch_first:
+        sequence = sequence.transpose(0, 1)
+    return sequence, h_n, c_n if has_state else None
+
+
+def _run_packed(
+    cell: str,
+    input: PackedSequence,
+    weights: Sequence[Tensor],
+    hx: Tensor | None,
+    cx: Tensor | None,
+    options: _Options,
+    noise: _Noise,
+) -> tuple[PackedSequence, Tensor, Tensor | None]:
+    """A packed sequence is padded, in its own order of rows, which falls by length."""
+    if options.lengths is not None:
+        raise ValueError("fusedrnn: lengths must not be given for a PackedSequence, which has them")
+    data, batch_sizes, sorted_indices, unsorted_indices = input
+
+    def reorder(tensor: Tensor | None, order: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or order is None else tensor.index_select(dim, order)
+
+    padded, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
+    batch_dim = 0 if options.batch_first else 1  # of reset, which is padded as the input was
+    reset = reorder(options.reset, sorted_indices, batch_dim)
+    reset = reset.t() if reset is not None and options.batch_first else reset
+    sorted_noise = noise._replace(eps=reorder(noise.eps, sorted_indices, 2))
+    output, h_n, c_n = _run_padded(
+        cell,
+        padded,
+        weights,
+        reorder(hx, sorted_indices, 1),
+        reorder(cx, sorted_indices, 1),
+        options._replace(lengths=lengths, reset=reset, batch_first=False),
+        sorted_noise,
+    )
+    packed = pack_padded_sequence(output, lengths)
+    packed = PackedSequence(packed.data, packed.batch_sizes, sorted_indices, unsorted_indices)
+    if unsorted_indices is not None:
+        h_n = h_n.index_select(1, unsorted_indices)
+    return packed, h_n, reorder(c_n, unsorted_indices, 1)
+
+
+def _mask(
+    options: _Options, input: Tensor, seq_len: int, batch: int, is_batched: bool, batch_dim: int
+) -> _library.Mask:
+    """Checked lengths and resets, as the operator takes them."""
+    lengths, reset = options.lengths, options.reset
+    host_lengths = None
+    if lengths is not None:
+        host_lengths = _check_lengths(lengths, seq_len, batch, is_batched)
+        lengths = host_lengths.to(input.device, non_blocking=True)
+    if reset is not None:
+        if not isinstance(reset, Tensor):
+            raise TypeError(f"fusedrnn: reset must be a tensor, got {type(reset).__name__}")
+        if reset.dtype != torch.bool:
+            raise ValueError(f"fusedrnn: reset must be torch.bool, got {reset.dtype}")
+        _check_shape("reset", reset, tuple(input.shape[:-1]))
+        if reset.device != input.device:
+            raise RuntimeError(
+                f"fusedrnn: reset must be on {input.device} as input is, got {reset.device}"
+            )
+        reset = reset if is_batched else reset.unsqueeze(1)
+        reset = (reset.t() if is_batched and batch_dim == 0 else reset).contiguous()
+    return _library.Mask(lengths, host_lengths, reset)
+
+
+def _check_lengths(
+    lengths: Tensor | Sequence[int], seq_len: int, batch: int, is_batched: bool
+) -> Tensor:
+    if not is_batched:
+        raise ValueError("fusedrnn: lengths are for a batch of sequences, got input without batch")
+    if isinstance(lengths, Tensor):
+        if lengths.dtype != torch.int64:
+            raise ValueError(f"fusedrnn: lengths must be int64, got {lengths.dtype}")
+        if not lengths.is_cpu:
+            raise RuntimeError(
+                "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
+                f"got {lengths.device}"
+            )
+    elif not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
+        raise TypeError("fusedrnn: lengths must be an int64 tensor or a sequence of ints")
+    host = torch.as_tensor(lengths, dtype=torch.int64)
+    if tuple(host.shape) != (batch,):
+        raise RuntimeError(f"fusedrnn: lengths must have shape {(batch,)}, got {tuple(host.shape)}")
+    least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
+    if least < 1 or most > seq_len:
+        raise ValueError(
+            f"fusedrnn: lengths must be in [1, {seq_len}], got {least if least < 1 else most}"
+        )
+    return host.contiguous()
+
+
+def _reset_first(state: Tensor, mask: _library.Mask) -> Tensor:
+    """The initial state (D, B, H), zero where the first step of a row is a reset."""
+    if mask.reset is None:
+        return state
+    first = [mask.reset[0]]
+    if state.shape[0] == 2:  # the second direction begins at the end of each row
+        last = mask.reset[-1]
+        if mask.lengths is not None:
+            last = mask.reset.gather(0, (mask.lengths - 1).unsqueeze(0)).squeeze(0)
+        first.append(last)
+    return state.masked_fill(torch.stack(first).unsqueeze(-1), 0)
+
+
+def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    """(h_0, c_0), both None for none.
+
+    Raises:
+        TypeError: ``hx`` is not a pair of tensors.
+    """
+    if hx is None:
+        return None, None
+    if not isinstance(hx, tuple | list) or [isinstance(t, Tensor) for t in hx] != [True, True]:
+        raise TypeError(
+            f"fusedrnn: hx must be a pair of tensors (h_0, c_0), got {type(hx).__name__}"
+        )
+    h_0, c_0 = hx
+    return h_0, c_0
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -193,7 +467,9 @@ def _check_seed(seed: Tensor | None, device: torch.device) -> Tensor | None:
 
 def _check_types(tensors: dict[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or name not in ("hx", "eps")):
+        if not isinstance(tensor, Tensor) and (
+            tensor is not None or name not in ("hx", "cx", "eps")
+        ):
             raise TypeError(f"fusedrnn: {name} must be a tensor, got {type(tensor).__name__}")
 
 
@@ -227,17 +503,25 @@ def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> No
         )
 
 
-def _check_weights(
-    cell: str, weights: Sequence[Tensor], num_layers: int, bias: bool
-) -> tuple[int, int]:
+def _check_weights(cell: str, weights: Sequence[Tensor], options: _Options) -> tuple[int, int]:
     """hidden_size and latent_size, after all shapes are known to fit together."""
-    for i in range(3):
+    for i in range(_WEIGHTS[cell]):
         if weights[i].dim() != 2:
             raise ValueError(
                 f"fusedrnn: weights[{i}] must have 2 dimensions, got {weights[i].dim()}"
             )
-    input_size, hidden_size, latent_size = (weights[i].shape[1] for i in (0, 2, 1))
-    layout = _library.layout(cell, input_size, hidden_size, latent_size, num_layers, bias)
+    input_size, hidden_size, latent_size = weights[0].shape[1], weights[1].shape[1], 0
+    if cell == "stochastic_gru":
+        latent_size, hidden_size = hidden_size, weights[2].shape[1]
+    layout = _library.layout(
+        cell,
+        input_size,
+        hidden_size,
+        latent_size,
+        options.num_layers,
+        2 if options.bidirectional else 1,
+        options.bias,
+    )
     for (name, _, shape), weight in zip(layout, weights, strict=True):
         _check_shape(name, weight, shape)
     return hidden_size, latent_size

@@ -7,18 +7,21 @@ functional form, so that both forms refuse the same inputs with the same words.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from . import _library, functional
+from .functional import S
 from .weights import FlatModule, Layout
 
 
 class RNNBase(FlatModule):
-    """What every recurrent module shares: checked sizes, weights, initialisation and repr.
+    """What every recurrent module shares: checked options, weights, initialisation and repr.
 
     A cell's module names its cell in ``_cell`` and adds a ``forward``.
     """
@@ -29,11 +32,13 @@ class RNNBase(FlatModule):
         self,
         input_size: int,
         hidden_size: int,
-        latent_size: int,
         num_layers: int,
         bias: bool,
         batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
         *,
+        latent_size: int | None = None,
         recompute: bool,
         chunk_size: int | None,
         device: Device,
@@ -42,12 +47,21 @@ class RNNBase(FlatModule):
         super().__init__()
         self.input_size = _positive_int("input_size", input_size)
         self.hidden_size = _positive_int("hidden_size", hidden_size)
-        self.latent_size = _positive_int("latent_size", latent_size)
+        if latent_size is not None:
+            self.latent_size = _positive_int("latent_size", latent_size)
         self.num_layers = _positive_int("num_layers", num_layers)
         self.bias = _flag("bias", bias)
         self.batch_first = _flag("batch_first", batch_first)
+        self.dropout = _probability("dropout", dropout)
+        self.bidirectional = _flag("bidirectional", bidirectional)
         self.recompute = _flag("recompute", recompute)
         self.chunk_size = None if chunk_size is None else _positive_int("chunk_size", chunk_size)
+        if dropout > 0 and num_layers == 1:
+            warnings.warn(
+                f"fusedrnn: dropout={dropout} stands between layers, so with num_layers=1 it does "
+                "nothing",
+                stacklevel=3,
+            )
         self._make_weights(device, _dtype(dtype))
         self.reset_parameters()
 
@@ -56,11 +70,31 @@ class RNNBase(FlatModule):
             self._cell,
             self.input_size,
             self.hidden_size,
-            self.latent_size,
+            getattr(self, "latent_size", 0),
             self.num_layers,
+            2 if self.bidirectional else 1,
             self.bias,
         )
         return layout
+
+    def _options(self) -> dict[str, Any]:
+        """What the functional form takes besides tensors."""
+        return {
+            "num_layers": self.num_layers,
+            "bias": self.bias,
+            "batch_first": self.batch_first,
+            "bidirectional": self.bidirectional,
+            "dropout": self.dropout if self.training else 0.0,
+            "recompute": self.recompute,
+            "chunk_size": self.chunk_size,
+        }
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights of each layer and direction, in a list of their own, as in torch.nn."""
+        weights = self._weights()
+        size = len(weights) // (self.num_layers * (2 if self.bidirectional else 1))
+        return [weights[i : i + size] for i in range(0, len(weights), size)]
 
     def reset_parameters(self) -> None:
         """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
@@ -74,8 +108,228 @@ class RNNBase(FlatModule):
             num_layers=1,
             bias=True,
             batch_first=False,
+            dropout=0.0,
+            bidirectional=False,
             recompute=True,
             chunk_size=None,
+        )
+
+
+class GRU(RNNBase):
+    """Gated recurrent units over a sequence: a drop-in for torch.nn.GRU.
+
+    Constructor, shapes, defaults, initialisation, parameter names and state dicts are
+    torch.nn.GRU's. At each step::
+
+        r  = sigmoid(W_ir x + b_ir + W_hr h + b_hr)
+        u  = sigmoid(W_iu x + b_iu + W_hu h + b_hu)          (torch calls it z)
+        n  = tanh(W_in x + b_in + r * (W_hn h + b_hn))
+        h' = n + u * (h - n)
+
+    from Cho et al. 2014, "Learning Phrase Representations using RNN Encoder-Decoder for Statistical
+    Machine Translation". For backward it keeps the output only, and computes the gates again.
+
+    Args:
+        input_size: Features of the input.
+        hidden_size: Features of the state, and of the output for each direction.
+        num_layers: Layers on top of each other.
+        bias: False for a module without ``bias_*``.
+        batch_first: True if input and output are (batch, seq_len, features). Does not change ``hx``
+            and ``h_n``.
+        dropout: Probability with which, in training, an output of every layer but the last is
+            zeroed.
+        bidirectional: True for a second set of weights that reads the sequence from its end; the
+            outputs of both stand side by side.
+        recompute: False keeps the pre-activations for backward instead of computing them again:
+            more memory, less work.
+        chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
+            the sizes if None.
+        device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
+            None.
+
+    Attributes:
+        weight_ih_l{k}: (3 * hidden_size, input_size), for k > 0 (3 * hidden_size, D * hidden_size),
+            D being the number of directions; rows of r, u, n.
+        weight_hh_l{k}: (3 * hidden_size, hidden_size); rows of r, u, n.
+        bias_ih_l{k}, bias_hh_l{k}: (3 * hidden_size,).
+        weight_ih_l{k}_reverse and so on: Those of the other direction.
+        flat_weight: All of them as one 1-D tensor that shares their memory.
+
+    Raises:
+        TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
+        ValueError: A size is not positive, dropout is no probability, or the dtype is not
+            supported.
+
+    Example::
+
+        >>> rnn = fusedrnn.GRU(12, 32, num_layers=2, bidirectional=True)
+        >>> output, h_n = rnn(torch.randn(50, 4, 12))
+        >>> output.shape, h_n.shape
+        (torch.Size([50, 4, 64]), torch.Size([4, 4, 32]))
+    """
+
+    _cell = "gru"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = True,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            recompute=recompute,
+            chunk_size=chunk_size,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(
+        self,
+        input: S,
+        hx: Tensor | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[S, Tensor]:
+        """Runs the cell over a sequence.
+
+        Args:
+            input: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
+                without a batch (seq_len, input_size), or a PackedSequence.
+            hx: State before the first step, (D * num_layers, batch, hidden_size) or without a batch
+                (D * num_layers, hidden_size); zeros if None.
+            lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints,
+                from 1 to seq_len. Outputs behind a sequence's end are zero, h_n is its last state,
+                what ``input`` holds there is not looked at, and steps that no sequence of the rest
+                of the batch takes cost nothing: sort by falling length for most of that.
+            reset: Where the state is zeroed before a step, bool of ``input``'s shape without its
+                features: in reinforcement learning, where an episode begins.
+
+        Returns:
+            output: The states after every step of the last layer, (seq_len, batch, D *
+            hidden_size), (batch, seq_len, D * hidden_size) if ``batch_first``, (seq_len, D *
+            hidden_size), or a PackedSequence if ``input`` is one.
+
+            h_n: The state after the last step of every layer and direction, shaped as ``hx``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
+        """
+        return functional.gru(
+            input, self._weights(), hx, lengths=lengths, reset=reset, **self._options()
+        )
+
+
+class LSTM(RNNBase):
+    """Long short-term memory over a sequence: a drop-in for torch.nn.LSTM.
+
+    Constructor, shapes, defaults, initialisation, parameter names and state dicts are
+    torch.nn.LSTM's. At each step::
+
+        i, f, o = sigmoid(W_i. x + b_i. + W_h. h + b_h.)
+        g       = tanh(W_ig x + b_ig + W_hg h + b_hg)
+        c'      = f * c + i * g
+        h'      = o * tanh(c')
+
+    from Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers,
+    Schmidhuber & Cummins 2000, "Learning to Forget". For backward it keeps the output, and c once
+    for each chunk of time; gates and the other c are computed again.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, recompute,
+        chunk_size, device, dtype: As for :class:`GRU`.
+
+    Attributes:
+        weight_ih_l{k}: (4 * hidden_size, input_size), for k > 0 (4 * hidden_size, D * hidden_size),
+            D being the number of directions; rows of i, f, g, o.
+        weight_hh_l{k}: (4 * hidden_size, hidden_size); rows of i, f, g, o.
+        bias_ih_l{k}, bias_hh_l{k}: (4 * hidden_size,).
+        weight_ih_l{k}_reverse and so on: Those of the other direction.
+        flat_weight: All of them as one 1-D tensor that shares their memory.
+
+    Raises:
+        TypeError, ValueError: As :class:`GRU`.
+
+    Example::
+
+        >>> rnn = fusedrnn.LSTM(12, 32, num_layers=2)
+        >>> output, (h_n, c_n) = rnn(torch.randn(50, 4, 12))
+        >>> output.shape, h_n.shape, c_n.shape
+        (torch.Size([50, 4, 32]), torch.Size([2, 4, 32]), torch.Size([2, 4, 32]))
+    """
+
+    _cell = "lstm"
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = True,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            recompute=recompute,
+            chunk_size=chunk_size,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(
+        self,
+        input: S,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[S, tuple[Tensor, Tensor]]:
+        """Runs the cell over a sequence.
+
+        Args:
+            input, lengths, reset: As :meth:`GRU.forward`; a reset zeroes h and c.
+            hx: (h_0, c_0), each (D * num_layers, batch, hidden_size) or without a batch
+                (D * num_layers, hidden_size); zeros if None.
+
+        Returns:
+            output: As :meth:`GRU.forward`.
+
+            (h_n, c_n): The states after the last step, shaped as ``hx``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
+        """
+        return functional.lstm(
+            input, self._weights(), hx, lengths=lengths, reset=reset, **self._options()
         )
 
 
@@ -112,6 +366,10 @@ class StochasticGRU(RNNBase):
         bias: False for a module without ``bias_*``.
         batch_first: True if input and output are (batch, seq_len, features). Does not change
             ``hx``, ``h_n``, ``eps``.
+        dropout: Probability with which, in training, an output of every layer but the last is
+            zeroed.
+        bidirectional: True for a second set of weights that reads the sequence from its end; the
+            outputs of both stand side by side.
         recompute: False keeps the intermediates of the forward pass for backward instead of
             computing them again: more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
@@ -154,6 +412,8 @@ class StochasticGRU(RNNBase):
         num_layers: int = 1,
         bias: bool = True,
         batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
         *,
         recompute: bool = True,
         chunk_size: int | None = None,
@@ -163,10 +423,12 @@ class StochasticGRU(RNNBase):
         super().__init__(
             input_size,
             hidden_size,
-            hidden_size if latent_size is None else latent_size,
             num_layers,
             bias,
             batch_first,
+            dropout,
+            bidirectional,
+            latent_size=hidden_size if latent_size is None else latent_size,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,
@@ -175,13 +437,15 @@ class StochasticGRU(RNNBase):
 
     def forward(
         self,
-        input: Tensor,
+        input: S,
         hx: Tensor | None = None,
         *,
+        lengths: Tensor | Sequence[int] | None = None,
+        reset: Tensor | None = None,
         eps: Tensor | None = None,
         generator: torch.Generator | None = None,
         sample: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[S, Tensor]:
         """Runs the cell over a sequence, with noise in train and in eval mode alike.
 
         Args:
@@ -189,6 +453,7 @@ class StochasticGRU(RNNBase):
                 without a batch (seq_len, input_size).
             hx: State before the first step, (num_layers, batch, hidden_size) or without a batch
                 (num_layers, hidden_size); zeros if None.
+            lengths, reset: As :meth:`GRU.forward`.
             eps: Noise to use instead of drawn noise, (num_layers, seq_len, batch, latent_size)
                 whatever ``batch_first``, or (num_layers, seq_len, latent_size); differentiable.
             generator: Where the seed of the drawn noise comes from; the default generator of the
@@ -209,18 +474,215 @@ class StochasticGRU(RNNBase):
             input,
             self._weights(),
             hx,
-            num_layers=self.num_layers,
-            bias=self.bias,
-            batch_first=self.batch_first,
+            lengths=lengths,
+            reset=reset,
             eps=eps,
             generator=generator,
             sample=sample,
-            recompute=self.recompute,
-            chunk_size=self.chunk_size,
+            **self._options(),
         )
 
 
-class StochasticGRUCell(FlatModule):
+class RNNCellBase(FlatModule):
+    """One step of a cell, with the interface of torch.nn's: weights without a layer's number."""
+
+    _cell: ClassVar[str]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        *,
+        latent_size: int | None = None,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.input_size = _positive_int("input_size", input_size)
+        self.hidden_size = _positive_int("hidden_size", hidden_size)
+        if latent_size is not None:
+            self.latent_size = _positive_int("latent_size", latent_size)
+        self.bias = _flag("bias", bias)
+        self._make_weights(device, _dtype(dtype))
+        if not bias:  # as in torch.nn, where the names exist in any case
+            for name, _, _ in self._layer_layout(bias=True):
+                if name.startswith("bias_"):
+                    self.register_parameter(name, None)
+        self.reset_parameters()
+
+    def _layer_layout(self, bias: bool) -> Layout:
+        latent_size = getattr(self, "latent_size", 0)
+        layout: Layout = _library.layout(
+            self._cell, self.input_size, self.hidden_size, latent_size, 1, 1, bias
+        )
+        return [(name.removesuffix("_l0"), offset, shape) for name, offset, shape in layout]
+
+    def _layout(self) -> Layout:
+        return self._layer_layout(self.bias)
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
+        _init_uniform(self, self.hidden_size)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what differs from the defaults."""
+        return _repr(self, latent_size=self.hidden_size, bias=True)
+
+    @staticmethod
+    def _as_sequence(input: Tensor, **states: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """A sequence of one step, and states with a layer, of tensors that have neither."""
+        if not isinstance(input, Tensor):
+            raise TypeError(f"fusedrnn: input must be a tensor, got {type(input).__name__}")
+        if input.dim() not in (1, 2):
+            raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
+        for name, state in states.items():
+            if isinstance(state, Tensor) and state.dim() != input.dim():
+                raise ValueError(
+                    f"fusedrnn: {name} must have {input.dim()} dimensions, as input has, "
+                    f"got {state.dim()}"
+                )
+        layered = [t.unsqueeze(0) if isinstance(t, Tensor) else t for t in states.values()]
+        return input.unsqueeze(0), layered
+
+
+class GRUCell(RNNCellBase):
+    """One step of :class:`GRU`: a drop-in for torch.nn.GRUCell.
+
+    Equations, initialisation and papers are those of :class:`GRU`. For a whole sequence use that
+    module: it is faster, and keeps less for backward.
+
+    Args:
+        input_size: Features of the input.
+        hidden_size: Features of the state.
+        bias: False for a cell whose ``bias_*`` are None.
+        device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
+            None.
+
+    Attributes:
+        weight_ih: (3 * hidden_size, input_size); rows of r, u, n.
+        weight_hh: (3 * hidden_size, hidden_size); rows of r, u, n.
+        bias_ih, bias_hh: (3 * hidden_size,).
+        flat_weight: All of them as one 1-D tensor that shares their memory.
+
+    Raises:
+        TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
+        ValueError: A size is not positive, or the dtype is not supported.
+
+    Example::
+
+        >>> cell = fusedrnn.GRUCell(12, 32)
+        >>> h = torch.zeros(4, 32)
+        >>> for x in torch.randn(50, 4, 12):
+        ...     h = cell(x, h)
+        >>> h.shape
+        torch.Size([4, 32])
+    """
+
+    _cell = "gru"
+    weight_ih: Tensor
+    weight_hh: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """Runs one step.
+
+        Args:
+            input: (batch, input_size), or (input_size,).
+            hx: State before the step, (batch, hidden_size) or (hidden_size,); zeros if None.
+
+        Returns:
+            The state after the step, (batch, hidden_size) or (hidden_size,).
+
+        Raises:
+            ValueError: A tensor has not the number of dimensions that it must have.
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`, which sees a
+                sequence of one step: its messages speak of shapes with a leading 1.
+        """
+        sequence, (h_0,) = self._as_sequence(input, hx=hx)
+        _, h_n = functional.gru(sequence, self._weights(), h_0, bias=self.bias)
+        return h_n.squeeze(0)
+
+
+class LSTMCell(RNNCellBase):
+    """One step of :class:`LSTM`: a drop-in for torch.nn.LSTMCell.
+
+    Equations, initialisation and papers are those of :class:`LSTM`. For a whole sequence use that
+    module: it is faster, and keeps less for backward.
+
+    Args:
+        input_size, hidden_size, bias, device, dtype: As for :class:`GRUCell`.
+
+    Attributes:
+        weight_ih: (4 * hidden_size, input_size); rows of i, f, g, o.
+        weight_hh: (4 * hidden_size, hidden_size); rows of i, f, g, o.
+        bias_ih, bias_hh: (4 * hidden_size,).
+        flat_weight: All of them as one 1-D tensor that shares their memory.
+
+    Raises:
+        TypeError, ValueError: As :class:`GRUCell`.
+
+    Example::
+
+        >>> cell = fusedrnn.LSTMCell(12, 32)
+        >>> h, c = cell(torch.randn(4, 12))
+        >>> h, c = cell(torch.randn(4, 12), (h, c))
+        >>> h.shape, c.shape
+        (torch.Size([4, 32]), torch.Size([4, 32]))
+    """
+
+    _cell = "lstm"
+    weight_ih: Tensor
+    weight_hh: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs one step.
+
+        Args:
+            input: (batch, input_size), or (input_size,).
+            hx: (h, c) before the step, each (batch, hidden_size) or (hidden_size,); zeros if None.
+
+        Returns:
+            (h, c) after the step, each (batch, hidden_size) or (hidden_size,).
+
+        Raises:
+            ValueError: A tensor has not the number of dimensions that it must have.
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`, which sees a
+                sequence of one step: its messages speak of shapes with a leading 1.
+        """
+        h, c = functional.split_lstm_state(hx)
+        sequence, (h_0, c_0) = self._as_sequence(input, hx=h, cx=c)
+        state = None if h_0 is None or c_0 is None else (h_0, c_0)
+        _, (h_n, c_n) = functional.lstm(sequence, self._weights(), state, bias=self.bias)
+        return h_n.squeeze(0), c_n.squeeze(0)
+
+
+class StochasticGRUCell(RNNCellBase):
     """One step of :class:`StochasticGRU`, with the interface of torch.nn.GRUCell.
 
     Equations, initialisation and papers are those of :class:`StochasticGRU`. For a whole sequence
@@ -256,6 +718,7 @@ class StochasticGRUCell(FlatModule):
         torch.Size([4, 32])
     """
 
+    _cell = "stochastic_gru"
     weight_ih: Tensor
     weight_zh: Tensor
     weight_hz: Tensor
@@ -272,33 +735,14 @@ class StochasticGRUCell(FlatModule):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.input_size = _positive_int("input_size", input_size)
-        self.hidden_size = _positive_int("hidden_size", hidden_size)
-        self.latent_size = _positive_int(
-            "latent_size", hidden_size if latent_size is None else latent_size
+        super().__init__(
+            input_size,
+            hidden_size,
+            bias,
+            latent_size=hidden_size if latent_size is None else latent_size,
+            device=device,
+            dtype=dtype,
         )
-        self.bias = _flag("bias", bias)
-        self._make_weights(device, _dtype(dtype))
-        if not bias:  # as in torch.nn.GRUCell, where the names exist in any case
-            for name in ("bias_ih", "bias_zh", "bias_hz"):
-                self.register_parameter(name, None)
-        self.reset_parameters()
-
-    def _layout(self) -> Layout:
-        """The layout of a single layer, under names without its number."""
-        layout: Layout = _library.layout(
-            StochasticGRU._cell, self.input_size, self.hidden_size, self.latent_size, 1, self.bias
-        )
-        return [(name.removesuffix("_l0"), offset, shape) for name, offset, shape in layout]
-
-    def reset_parameters(self) -> None:
-        """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
-        _init_uniform(self, self.hidden_size)
-
-    def extra_repr(self) -> str:
-        """Sizes, and what differs from the defaults."""
-        return _repr(self, latent_size=self.hidden_size, bias=True)
 
     def forward(
         self,
@@ -327,25 +771,13 @@ class StochasticGRUCell(FlatModule):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`,
                 which sees a sequence of one step: its messages speak of shapes with a leading 1.
         """
-        if input.dim() not in (1, 2):
-            raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
-        for name, tensor in (("hx", hx), ("eps", eps)):
-            if tensor is not None and tensor.dim() != input.dim():
-                raise ValueError(
-                    f"fusedrnn: {name} must have {input.dim()} dimensions, as input has, "
-                    f"got {tensor.dim()}"
-                )
-        if input.dim() == 1:
-            hx = None if hx is None else hx.unsqueeze(0)
-            eps = None if eps is None else eps.unsqueeze(0)
-            h = self.forward(input.unsqueeze(0), hx, eps=eps, generator=generator, sample=sample)
-            return h.squeeze(0)
+        sequence, (h_0, noise) = self._as_sequence(input, hx=hx, eps=eps)
         _, h_n = functional.stochastic_gru(
-            input.unsqueeze(0),
+            sequence,
             self._weights(),
-            None if hx is None else hx.unsqueeze(0),
+            h_0,
             bias=self.bias,
-            eps=None if eps is None else eps[None, None],
+            eps=None if noise is None else noise.unsqueeze(0),
             generator=generator,
             sample=sample,
         )
@@ -364,6 +796,12 @@ def _flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"fusedrnn: {name} must be a bool, got {type(value).__name__}")
     return value
+
+
+def _probability(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {value!r}")
+    return float(value)
 
 
 def _dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -386,6 +824,6 @@ def _init_uniform(module: nn.Module, hidden_size: int) -> None:
 def _repr(module: nn.Module, **defaults: object) -> str:
     parts = [str(getattr(module, name)) for name in ("input_size", "hidden_size")]
     for name, default in defaults.items():
-        if getattr(module, name) != default:
+        if getattr(module, name, default) != default:
             parts.append(f"{name}={getattr(module, name)}")
     return ", ".join(parts)

@@ -55,7 +55,7 @@ class Case:
             values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
             return values.to(device, self.dtype)
 
-        sizes = (self.input_size, self.hidden_size, self.latent_size, self.num_layers, self.bias)
+        sizes = (self.input_size, self.hidden_size, self.latent_size, self.num_layers, 1, self.bias)
         scale = self.hidden_size**-0.5
         eps_shape = (self.num_layers, self.seq_len, self.batch, self.latent_size)
         return Arguments(

@@ -139,6 +139,22 @@ void backward(StageKind kind, const Backward<T>& step, int64_t first, int64_t la
   });
 }
 
+template <class T>
+void gather(const GatherStep<T, Acc<T>>& step, int64_t first, int64_t last) {
+  const Noise<T>* no_noise = nullptr;
+  for_units<T>(step, no_noise, first, last,
+               [&](int64_t row, int64_t column, const auto& unit)
+                   __attribute__((always_inline)) { gather_unit(step, row, column, unit); });
+}
+
+template <class T>
+void clear(const ClearStep<Acc<T>>& step, int64_t first, int64_t last) {
+  const Noise<T>* no_noise = nullptr;
+  for_units<T>(step, no_noise, first, last,
+               [&](int64_t row, int64_t column, const auto& unit)
+                   __attribute__((always_inline)) { clear_unit(step, row, column, unit); });
+}
+
 // Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
 template <class A>
 void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_t last, A* sum) {
@@ -162,7 +178,7 @@ void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_
 
 template <class T>
 Kernels<T> kernels() {
-  return {&forward<T>, &backward<T>, &column_sum<Acc<T>>};
+  return {&forward<T>, &backward<T>, &gather<T>, &clear<T>, &column_sum<Acc<T>>};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();

@@ -110,12 +110,12 @@ struct Lanes<Stage, cuda::Pack<A>> {
   using V = cuda::Pack<A>;
   static constexpr int kSide = Stage::kSide > 0 ? Stage::kSide : 1;
 
-  FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors) {
+  FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors, V* state) {
     V out;
     for (int i = 0; i < cuda::kLanes; ++i) {
       A p[Stage::kPre], f[Stage::kPre];
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
-      out.lane[i] = Stage::forward(p, input.lane[i], f);
+      out.lane[i] = Stage::forward(p, input.lane[i], f, &state->lane[i]);
       if constexpr (Stage::kFactors) {
         for (int k = 0; k < Stage::kPre; ++k) factors[k].lane[i] = f[k];
       }
@@ -123,13 +123,15 @@ struct Lanes<Stage, cuda::Pack<A>> {
     return out;
   }
 
-  FUSEDRNN_HD static void backward(const V* pre, const V& carry, const V& dout, V* dside,
-                                   V* dprojection, V* dinput) {
+  FUSEDRNN_HD static void backward(const V* pre, const V& carry, const V& dout, const V& dstate,
+                                   V* dside, V* dprojection, V* dinput) {
     for (int i = 0; i < cuda::kLanes; ++i) {
       A p[Stage::kPre], ds[kSide], dp[Stage::kProjection], di = 0;
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
-      Stage::backward(p, carry.lane[i], dout.lane[i], ds, dp, &di);
-      for (int k = 0; k < Stage::kSide; ++k) dside[k].lane[i] = ds[k];
+      Stage::backward(p, carry.lane[i], dout.lane[i], dstate.lane[i], ds, dp, &di);
+      if constexpr (!Stage::kSum) {
+        for (int k = 0; k < Stage::kSide; ++k) dside[k].lane[i] = ds[k];
+      }
       for (int k = 0; k < Stage::kProjection; ++k) dprojection[k].lane[i] = dp[k];
       dinput->lane[i] = di;
     }
@@ -171,6 +173,30 @@ struct BackwardBody {
   }
 };
 
+template <class T, bool kAligned>
+struct GatherBody {
+  GatherStep<T, T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    with_unit<Acc<T>, kAligned>(i, step.width, *this);
+  }
+  template <class U>
+  FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
+    gather_unit(step, row, column, unit);
+  }
+};
+
+template <class T, bool kAligned>
+struct ClearBody {
+  ClearStep<T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    with_unit<Acc<T>, kAligned>(i, step.width, *this);
+  }
+  template <class U>
+  FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
+    clear_unit(step, row, column, unit);
+  }
+};
+
 template <class T>
 struct PartialSumBody {
   const T* m;
@@ -203,21 +229,35 @@ struct SetBody {
   FUSEDRNN_HD void operator()(int64_t) const { *at = value; }
 };
 
+template <class P>
+bool aligned(const P* p) {
+  return reinterpret_cast<uintptr_t>(p) % alignof(Chunk<P>) == 0;
+}
+template <class P>
+bool aligned(const Rows<P>& rows) {
+  return aligned(rows.data) && rows.stride % kLanes == 0;
+}
 template <class... P>
-bool aligned(const P*... p) {
-  return ((reinterpret_cast<uintptr_t>(p) % alignof(Chunk<P>) == 0) && ...);
+bool all_aligned(int64_t width, const P&... arrays) {
+  return width % kLanes == 0 && (aligned(arrays) && ...);
 }
 template <class T>
 bool all_aligned(const Forward<T>& s) {
-  return s.width % kLanes == 0 &&
-         aligned(s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
-                 s.noise.eps.data, s.operand, s.output, s.carry_out, s.keep, s.factors);
+  return all_aligned(s.width, s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
+                     s.noise.eps, s.operand, s.output, s.carry_out, s.keep, s.factors);
 }
 template <class T>
 bool all_aligned(const Backward<T>& s) {
-  return s.width % kLanes == 0 &&
-         aligned(s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry, s.dout,
-                 s.grad_output.data, s.dside, s.dprojection, s.dcarry, s.deps);
+  return all_aligned(s.width, s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
+                     s.state, s.dout, s.grad_output, s.dside, s.dprojection, s.dcarry, s.deps);
+}
+template <class T>
+bool all_aligned(const GatherStep<T, T>& s) {
+  return all_aligned(s.width, s.output, s.hx, s.h);
+}
+template <class T>
+bool all_aligned(const ClearStep<T>& s) {
+  return all_aligned(s.width, s.x);
 }
 
 inline const char* name_of(StageKind kind, bool is_forward) {
@@ -225,21 +265,38 @@ inline const char* name_of(StageKind kind, bool is_forward) {
     case StageKind::Sample: return is_forward ? "sample_forward" : "sample_backward";
     case StageKind::Location: return is_forward ? "location_forward" : "location_backward";
     case StageKind::Gru: return is_forward ? "gru_forward" : "gru_backward";
+    case StageKind::Lstm: return is_forward ? "lstm_forward" : "lstm_backward";
   }
   return "";
+}
+
+template <class Aligned, class Ragged, class Step>
+Launch launch_units(const char* kernel, const Step& step, int64_t rows, Stream stream) {
+  const int64_t count = rows * ((step.width + kLanes - 1) / kLanes);
+  return all_aligned(step) ? launch(kernel, Aligned{step}, count, stream)
+                           : launch(kernel, Ragged{step}, count, stream);
 }
 
 template <template <class, class, bool> class Body, class T, class Step>
 Launch launch_step(const char* kernel, StageKind kind, const Step& step, int64_t rows,
                    Stream stream) {
-  const int64_t count = rows * ((step.width + kLanes - 1) / kLanes);
   Launch launched{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    launched = all_aligned(step) ? launch(kernel, Body<Stage, T, true>{step}, count, stream)
-                                 : launch(kernel, Body<Stage, T, false>{step}, count, stream);
+    launched =
+        launch_units<Body<Stage, T, true>, Body<Stage, T, false>>(kernel, step, rows, stream);
   });
   return launched;
+}
+
+template <class T>
+Launch gather(const GatherStep<T, T>& step, int64_t rows, Stream stream) {
+  return launch_units<GatherBody<T, true>, GatherBody<T, false>>("gather", step, rows, stream);
+}
+
+template <class T>
+Launch clear(const ClearStep<T>& step, int64_t rows, Stream stream) {
+  return launch_units<ClearBody<T, true>, ClearBody<T, false>>("clear", step, rows, stream);
 }
 
 template <class T>
@@ -269,17 +326,25 @@ Launch set_shift(int64_t* shift, int64_t value, Stream stream) {
 
 template Launch forward<float>(StageKind, const Forward<float>&, int64_t, Stream);
 template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stream);
+template Launch gather<float>(const GatherStep<float, float>&, int64_t, Stream);
+template Launch clear<float>(const ClearStep<float>&, int64_t, Stream);
 template Launch column_sum<float>(const float*, int64_t, int64_t, Acc<float>*, Acc<float>*, Stream);
 template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
 template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
+template Launch gather<double>(const GatherStep<double, double>&, int64_t, Stream);
+template Launch clear<double>(const ClearStep<double>&, int64_t, Stream);
 template Launch column_sum<double>(const double*, int64_t, int64_t, Acc<double>*, Acc<double>*,
                                    Stream);
 template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
 template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
+template Launch gather<BFloat16>(const GatherStep<BFloat16, BFloat16>&, int64_t, Stream);
+template Launch clear<BFloat16>(const ClearStep<BFloat16>&, int64_t, Stream);
 template Launch column_sum<BFloat16>(const BFloat16*, int64_t, int64_t, Acc<BFloat16>*,
                                      Acc<BFloat16>*, Stream);
 template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
 template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
+template Launch gather<Half>(const GatherStep<Half, Half>&, int64_t, Stream);
+template Launch clear<Half>(const ClearStep<Half>&, int64_t, Stream);
 template Launch column_sum<Half>(const Half*, int64_t, int64_t, Acc<Half>*, Acc<Half>*, Stream);
 
 }  // namespace cuda

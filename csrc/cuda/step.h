@@ -27,6 +27,11 @@ Launch forward(StageKind kind, const Forward<T>& step, int64_t rows, Stream stre
 template <class T>
 Launch backward(StageKind kind, const Backward<T>& step, int64_t rows, Stream stream);
 
+template <class T>
+Launch gather(const GatherStep<T, T>& step, int64_t rows, Stream stream);
+template <class T>
+Launch clear(const ClearStep<T>& step, int64_t rows, Stream stream);
+
 // Rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 

@@ -119,13 +119,8 @@ Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
-  m.def(
-      "forward(str cell, Tensor input, Tensor hx, Tensor[] weights, Tensor? eps, Tensor? seed, "
-      "int layer, int chunk_size, bool keep, bool replay) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "backward(Tensor? grad_output, Tensor? grad_h_n, str cell, Tensor input, Tensor hx, "
-      "Tensor output, Tensor? kept, Tensor[] weights, Tensor? eps, Tensor? seed, int layer, "
-      "int chunk_size, int needs, bool replay) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
+  m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def("control(bool run_backwards, str failing_kernel) -> ()");
   m.def("counts() -> (int, int)");
 }
