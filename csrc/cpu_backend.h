@@ -108,6 +108,11 @@ class CpuBackend {
              [&](int64_t first, int64_t last) { kernels_.clear(step, first, last); });
   }
 
+  void dropout(const DropoutStep<A>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.dropout(step, first, last); });
+  }
+
   void column_sum(Matrix<const A> m, A* sum) const {
     parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
       kernels_.column_sum(m.data, m.rows, m.columns, first, last, sum);

@@ -207,7 +207,22 @@ class Driver {
       backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, buffers.x},
                      chunk.rows());
     }
+    if (layer_.dropout > 0) drop(buffers.x, chunk);
     return Matrix<const O>::contiguous(buffers.x, chunk.rows(), layer_.sizes.input);
+  }
+
+  // The input of a chunk, or the gradient of what is left of it.
+  void drop(O* x, const Chunk& chunk) {
+    const double p = layer_.dropout;
+    const DropoutStep<O> step{layer_.sizes.input,
+                              chunk.first_row,
+                              layer_.batch,
+                              layer_.zoneout.seed,
+                              layer_.layer - (chunk.is_reversed ? 1 : 0),  // for both directions
+                              uint64_t(p * 0x1p32),
+                              p < 1 ? 1 / (1 - p) : 0,
+                              x};
+    backend_.dropout(step, chunk.rows());
   }
 
   // eps, or the output's gradient, of a chunk; null if there is none.
@@ -248,6 +263,7 @@ class Driver {
     step.width = layer_.width(s);
     step.first_row = chunk.first_row + row;
     step.mask = layer_.mask;
+    step.zoneout = layer_.zoneout;
     step.pre = pre;
     step.side = side;
     step.side_bias = bias_[0];
@@ -299,6 +315,7 @@ class Driver {
       } else {
         step.output = output_from(from_start);
         step.operand = buffers.h;
+        if (layer_.has_state()) step.h = {operand.data, operand.row_stride, false};
         step.carry = {buffers.carry, hidden()};
         step.carry_out = buffers.carry;
         if (buffers.carry == nullptr) {
@@ -462,14 +479,17 @@ class Driver {
     const auto dside =
         Matrix<O>::contiguous(buffers.gradient.side, chunk.rows(), layer_.side_columns());
     if (gradients.input != nullptr) {
+      const bool drops = layer_.dropout > 0 && gradients.completes_input;
       const int64_t at = chunk.first_row * layer_.sizes.input;
       const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
       if constexpr (Space::kTensorIsResult) {
         backend_.gemm(dx, dside, weight_[0], gradients.adds_to_input);
+        if (drops) drop(same<O>(dx.data), chunk);
       } else {
         const auto wide = Matrix<A>::contiguous(buffers.dx, chunk.rows(), layer_.sizes.input);
         if (gradients.adds_to_input) backend_.copy(wide, dx);
         backend_.gemm(wide, dside, weight_[0], gradients.adds_to_input);
+        if (drops) drop(same<O>(wide.data), chunk);
         backend_.copy(dx, wide);
       }
     }

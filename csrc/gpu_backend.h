@@ -64,6 +64,9 @@ class GpuBackend {
   void clear(const ClearStep<T>& step, int64_t rows) {
     check(cuda::clear<T>(step, rows, device_.stream()), rows, step.width);
   }
+  void dropout(const DropoutStep<T>& step, int64_t rows) {
+    check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);
+  }
   void column_sum(const Matrix<const T>& m, A* sum) {
     check(cuda::column_sum<T>(m.data, m.rows, m.columns, partial_sums_, sum, device_.stream()),
           m.rows, m.columns);

@@ -50,8 +50,8 @@ PYBIND11_MODULE(_helpers, m) {
         const int64_t chunk = plan.length(chunk_size, seq_len, batch);
         return fusedrnn::has_state(cell_named(cell)) ? (seq_len + chunk - 1) / chunk : 0;
       },
-      py::arg("cell"), py::arg("seq_len"), py::arg("batch"), py::arg("chunk_size"),
-      py::arg("cuda"), "How many states of a sequence are saved for backward beside the output.");
+      py::arg("cell"), py::arg("seq_len"), py::arg("batch"), py::arg("chunk_size"), py::arg("cuda"),
+      "How many states of a sequence are saved for backward beside the output.");
   m.def(
       "chunk_length",
       [](int64_t requested, int64_t seq_len, int64_t batch, bool cuda) {

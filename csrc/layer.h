@@ -21,6 +21,8 @@ struct Layer {
   Acc<T>* states;                 // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
   int64_t layer;                            // the Philox counter's last word
+  double dropout;                           // of the input
+  Zoneout zoneout;                          // its seed is that of dropout too
   Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
   Mask mask;
@@ -51,7 +53,8 @@ struct Gradients {
   const T *h_n, *c_n;        // (batch, hidden) or null
   // Wanted where not null.
   T *input, *hx, *cx, *eps;  // contiguous
-  bool adds_to_input;        // that of another direction is there already
+  // The input's is a sum over directions: whether some of it is there already, and all of it then.
+  bool adds_to_input, completes_input;
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 

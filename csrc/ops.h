@@ -38,6 +38,9 @@ struct Call {
   Weights weights;
   MaybeTensor lengths, host_lengths, reset;  // (B), the same on the CPU; (T, B)
   MaybeTensor eps, seed;                     // (D, T, B, Z); one element
+  double dropout;                            // of the input
+  double zoneout, state_zoneout;             // of h and of c
+  MaybeTensor mask_seed;                     // of dropout and zoneout, like seed
   int64_t layer, chunk_size;
 };
 
@@ -64,8 +67,8 @@ class Arguments {
     has_bias_ = of_direction == 2 * projections;
     STD_TORCH_CHECK(call.chunk_size >= 0,
                     "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
-    STD_TORCH_CHECK(call.layer >= 0 && call.layer < UINT32_MAX,
-                    "fusedrnn: layer must be in [0, 2^32 - 1), got ", call.layer);
+    STD_TORCH_CHECK(call.layer >= 0 && call.layer < (1 << 29) - 1,
+                    "fusedrnn: layer must be in [0, 2^29 - 1), got ", call.layer);
     sizes_ = {input_.size(2), hx_.size(2), 0};
     for (size_t p = 0; p < projections; ++p) {
       STD_TORCH_CHECK(call.weights[p].dim() == 2, "fusedrnn: weights[", p,
@@ -89,12 +92,13 @@ class Arguments {
       }
     }
     if (call.eps) check("eps", *call.eps, {directions(), seq_len(), batch(), sizes_.latent});
-    if (call.seed) {
-      check_dtype("seed", *call.seed, ScalarType::Long);
-      STD_TORCH_CHECK(call.seed->numel() == 1, "fusedrnn: seed must have one element, got ",
-                      shape_text(call.seed->sizes()));
-      check_device("seed", *call.seed);
+    if (call.seed) check_seed("seed", *call.seed);
+    if (call.mask_seed) check_seed("mask_seed", *call.mask_seed);
+    for (const double p : {call.dropout, call.zoneout, call.state_zoneout}) {
+      STD_TORCH_CHECK(p >= 0 && p <= 1,
+                      "fusedrnn: dropout and zoneout must be probabilities in [0, 1], got ", p);
     }
+    STD_TORCH_CHECK(call.dropout == 0 || call.mask_seed, "fusedrnn: dropout needs a mask_seed");
     STD_TORCH_CHECK(!(call.eps && call.seed), "fusedrnn: eps and seed exclude each other");
     STD_TORCH_CHECK(seq_len() > 0, "fusedrnn: expected a sequence of at least one step, got ",
                     shape_text(input_.sizes()));
@@ -139,6 +143,9 @@ class Arguments {
               call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
               direction == 0 ? 1 : -1};
     if (!rows_at_.empty()) l.rows_at = rows_at_.data();
+    l.dropout = call_.dropout;
+    l.zoneout = {call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr, l.layer, batch(),
+                 call_.zoneout, has_state() ? call_.state_zoneout : 0};
     return l;
   }
 
@@ -189,6 +196,13 @@ class Arguments {
   void check_device(const char* name, const Tensor& tensor) const {
     STD_TORCH_CHECK(tensor.device() == input_.device(), "fusedrnn: ", name,
                     " must be on the device of input");
+  }
+
+  void check_seed(const char* name, const Tensor& seed) const {
+    check_dtype(name, seed, ScalarType::Long);
+    STD_TORCH_CHECK(seed.numel() == 1, "fusedrnn: ", name, " must have one element, got ",
+                    shape_text(seed.sizes()));
+    check_device(name, seed);
   }
 
   void check_mask() {
@@ -272,10 +286,11 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
 template <class Platform>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
-    MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, int64_t layer,
-    int64_t chunk_size, bool keep, bool replay) {
-  const Arguments args(
-      {cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed, layer, chunk_size});
+    MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
+    double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t chunk_size,
+    bool keep, bool replay) {
+  const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
+                        dropout, zoneout, state_zoneout, mask_seed, layer, chunk_size});
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
@@ -322,10 +337,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, std::string cell,
     Tensor input, Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states,
     Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
-    MaybeTensor eps, MaybeTensor seed, int64_t layer, int64_t chunk_size, int64_t needs,
-    bool replay) {
-  const Arguments args(
-      {cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed, layer, chunk_size});
+    MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
+    MaybeTensor mask_seed, int64_t layer, int64_t chunk_size, int64_t needs, bool replay) {
+  const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
+                        dropout, zoneout, state_zoneout, mask_seed, layer, chunk_size});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch(),
                 hidden = args.sizes().hidden;
   args.check("output", output, {seq_len, batch, directions * hidden});
@@ -389,6 +404,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       if (dense_c_n) gradients.c_n = Arguments::data<T>(*dense_c_n) + state;
       if (needs & kInput) gradients.input = pointer<T>(grad_input);
       gradients.adds_to_input = d > 0;
+      gradients.completes_input = d + 1 == directions;
       if (needs & kHx) gradients.hx = pointer<T>(grad_hx) + state;
       if (needs & kCx) gradients.cx = pointer<T>(grad_cx) + state;
       if (needs & kEps) {
@@ -420,13 +436,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // The operators' schemas, without their names.
 constexpr const char* kForwardSchema =
     "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
-    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, int layer, int chunk_size, "
+    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int chunk_size, "
     "bool keep, bool replay) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
-    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, int layer, int chunk_size, "
+    "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int chunk_size, "
     "int needs, bool replay) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 

@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "hd.h"
+#include "philox.h"
 #include "scalar.h"
 #include "stages.h"
 
@@ -69,6 +70,35 @@ struct Noise {
   int64_t batch, layer;
 };
 
+// The Philox counter's last word, for what is drawn beside a layer's noise.
+constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateStream = 3u << 29;
+
+// Zoneout (Krueger et al. 2017): with some probability a unit keeps its h, and with another its
+// state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
+struct Zoneout {
+  const int64_t* seed;
+  int64_t layer, batch;
+  double h, state;  // probabilities
+
+  FUSEDRNN_HD bool any() const { return h > 0 || state > 0; }
+
+  // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.  row: counted
+  // from the start of the sequence.
+  template <class A>
+  FUSEDRNN_HD void kept(double probability, uint32_t stream, int64_t row, uint32_t block,
+                        A (&kept)[4]) const {
+    if (seed == nullptr || probability == 0) {
+      for (int j = 0; j < 4; ++j) kept[j] = A(probability);
+      return;
+    }
+    uint32_t words[4] = {uint32_t(row / batch), uint32_t(row % batch), block,
+                         uint32_t(layer) | stream};
+    philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
+    const auto threshold = uint64_t(probability * 0x1p32);
+    for (int j = 0; j < 4; ++j) kept[j] = words[j] < threshold ? A(1) : A(0);
+  }
+};
+
 // Pre-activations come from `pre` [rows, kPre * width], or where that is null from side and
 // projection, [rows, k * width] each, with biases [k * width] that may be null.  With kSum the two
 // are one array, side.
@@ -79,8 +109,10 @@ struct ForwardStep {
   const int64_t* shift;  // or null: 0
   const A *pre, *side, *side_bias, *projection, *projection_bias;
   Rows<const A> carry;  // h_{t-1} unrounded, or the state
+  Rows<const O> h;      // h_{t-1} beside a state
   Noise<T> noise;
   Mask mask;
+  Zoneout zoneout;
   // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
   // result rounded to T, whatever O is, so that backward can rebuild it from the output.
   O* operand;
@@ -101,6 +133,7 @@ struct BackwardStep {
   Rows<const O> carry;  // h_{t-1} as it stands in the output
   const A* state;       // [rows, width], of the step before
   Mask mask;
+  Zoneout zoneout;
   A* dout;                    // [rows, width], adjoint from the step or stage behind
   Rows<const T> grad_output;  // added to dout
   O *dside, *dprojection;     // may be the memory of what they are the gradients of, or of factors
@@ -170,6 +203,12 @@ FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t colu
   store_blocks<kBlocks>(zeros, plane, width, row, column, unit);
 }
 
+// k a + (1 - k) b
+template <class V>
+FUSEDRNN_HD V mix(const V& k, const V& a, const V& b) {
+  return k * a + (math::splat<V>(1.0f) - k) * b;
+}
+
 template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_t column,
                               const Unit& unit) {
@@ -198,7 +237,20 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
                                            : unit.load(step.noise.eps.at(row, shift) + column);
   }
 
-  const V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
+  V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
+  if constexpr (Stage::kCarry) {
+    if (step.zoneout.any()) {
+      V h = input;
+      if constexpr (Stage::kState) {
+        const V kept =
+            unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+        state = mix(kept, input, state);
+        h = step.h.data == nullptr ? out : unit.load(step.h.at(row, 0) + column);
+      }
+      out =
+          mix(unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column), h, out);
+    }
+  }
 
   V next = out, carry = Stage::kState ? state : out;
   if constexpr (Stage::kCarry) {
@@ -239,7 +291,6 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
   if constexpr (Stage::kState) {
     carry = unit.load(step.state + at);
     dstate = unit.load(step.dcarry + at);
-    unit.store(step.dout + at, V{});  // all of it comes from the GEMM
   } else if constexpr (Stage::kCarry) {
     carry = unit.load(step.carry.at(row, shift) + column);
   }
@@ -250,8 +301,27 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
     dout = dout + unit.load(step.grad_output.at(row, shift) + column);
   }
 
+  V dh{}, dkept{};  // of h_{t-1} and of the carry, past the stage
+  if constexpr (Stage::kCarry) {
+    if (step.zoneout.any()) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
+      dh = kept * dout;
+      dout = mix(kept, V{}, dout);
+      if constexpr (Stage::kState) {
+        const V kept_state =
+            unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+        dkept = kept_state * dstate;
+        dstate = mix(kept_state, V{}, dstate);
+      } else {
+        dkept = dh;
+      }
+    }
+  }
+
   V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection], dinput;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, dside, dprojection, &dinput);
+  if constexpr (Stage::kCarry) dinput = dinput + dkept;
+  if constexpr (Stage::kState) unit.store(step.dout + at, dh);  // the GEMM adds the rest
 
   store_blocks<Stage::kProjection>(dprojection, step.dprojection, width, row, column, unit);
   if constexpr (!Stage::kSum) {
@@ -260,6 +330,33 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
   if constexpr (Stage::kCarry) unit.store(step.dcarry + at, dinput);
   if constexpr (Stage::kNoise) {
     if (step.deps != nullptr) unit.store(step.deps + at + shift * width, dinput);
+  }
+}
+
+// Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is
+// zero with some probability, else scaled up.  Which ones is a function of the seed and of the
+// element's place, so that nobody keeps them.
+template <class O>
+struct DropoutStep {
+  int64_t width, first_row, batch;
+  const int64_t* seed;
+  int64_t layer;
+  uint64_t threshold;  // of 32 random bits, below which an element is zero
+  double scale;
+  O* x;  // [rows, width]
+};
+
+// Four neighbours from `column` on.
+template <class O>
+FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
+  const int64_t from_start = step.first_row + row;
+  uint32_t words[4] = {uint32_t(from_start / step.batch), uint32_t(from_start % step.batch),
+                       uint32_t(column / 4), uint32_t(step.layer) | kDropoutStream};
+  philox4x32(words, uint32_t(uint64_t(*step.seed)), uint32_t(uint64_t(*step.seed) >> 32));
+  O* x = step.x + row * step.width + column;
+  for (int j = 0; j < 4 && column + j < step.width; ++j) {
+    const bool is_zero = words[j] < step.threshold;
+    x[j] = narrow<O>(is_zero ? Acc<O>(0) : Acc<O>(widen(x[j]) * Acc<O>(step.scale)));
   }
 }
 

@@ -58,7 +58,7 @@ struct Workspace {
           bias[p] = arena.take<A>(layer.bias[p].columns);
         }
       }
-      if (!kTensorIsOperand || layer.mask.lengths != nullptr ||
+      if (!kTensorIsOperand || layer.mask.lengths != nullptr || layer.dropout > 0 ||
           !layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
         x = arena.take<O>(rows * layer.sizes.input);
       }

@@ -64,6 +64,19 @@ def layout(
     return _helpers.layout(cell, input_size, hidden_size, latent_size, num_layers, directions, bias)
 
 
+class Dropout(NamedTuple):
+    """What is left out at random, or on the average if there is no seed."""
+
+    input: float = 0.0
+    """Probability that an element of the layer's input is zero."""
+    h: float = 0.0
+    """Zoneout: probability that a unit keeps its h."""
+    state: float = 0.0
+    """The same of the state beside h."""
+    seed: Tensor | None = None
+    """One int64; needed for the input's."""
+
+
 class Mask(NamedTuple):
     """What the rows of a batch do besides computing; see csrc/step.h."""
 
@@ -85,6 +98,7 @@ def run_layer(
     mask: Mask,
     eps: Tensor | None,
     seed: Tensor | None,
+    dropout: Dropout,
     layer: int,
     chunk_size: int,
     recompute: bool,
@@ -102,7 +116,9 @@ def run_layer(
         and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
     options = (layer, chunk_size, keep)
-    output, h_n, c_n, _, _ = _Layer.apply(cell, input, hx, cx, eps, seed, *mask, *options, *weights)
+    *probabilities, mask_seed = dropout
+    tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
+    output, h_n, c_n, _, _ = _Layer.apply(cell, *tensors, *probabilities, *options, *weights)
     return output, h_n, c_n
 
 
@@ -134,19 +150,25 @@ class _Layer(torch.autograd.Function):
         lengths: Tensor | None,
         host_lengths: Tensor | None,
         reset: Tensor | None,
+        mask_seed: Tensor | None,
+        dropout: float,
+        zoneout: float,
+        state_zoneout: float,
         layer: int,
         chunk_size: int,
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        masks = (lengths, host_lengths, reset)
-        arguments = (cell, input, hx, cx, list(weights), *masks, eps, seed, layer, chunk_size, keep)
-        return _call(_ops.forward, *arguments, replay_chunks)
+        tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
+        probabilities = (dropout, zoneout, state_zoneout)
+        options = (layer, chunk_size, keep, replay_chunks)
+        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.cell, *tensors, ctx.layer, ctx.chunk_size, keep = inputs[:12]
-        weights = inputs[12:]
+        ctx.cell, *tensors = inputs[:10]
+        ctx.probabilities = inputs[10:13]
+        ctx.layer, ctx.chunk_size, keep, *weights = inputs[13:]
         out, _, _, kept, states = output
         ctx.mark_non_differentiable(kept, states)
         ctx.set_materialize_grads(False)
@@ -162,10 +184,11 @@ class _Layer(torch.autograd.Function):
         _kept: None,
         _states: None,
     ) -> tuple[Any, ...]:
-        input, hx, cx, eps, seed, *masks, output, kept, states = ctx.saved_tensors[:11]
-        weights = list(ctx.saved_tensors[11:])
+        saved = ctx.saved_tensors
+        input, hx, cx, eps, seed, *masks, mask_seed, output, kept, states = saved[:12]
+        weights = list(saved[12:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
-        need_weights = ctx.needs_input_grad[12:]
+        need_weights = ctx.needs_input_grad[16:]
         cotangents = (grad_output, grad_h_n, grad_c_n)
         if all(grad is None for grad in cotangents):
             return (None,) * len(ctx.needs_input_grad)
@@ -175,7 +198,15 @@ class _Layer(torch.autograd.Function):
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
         options = (ctx.layer, ctx.chunk_size, needs, replay_chunks)
         with torch.no_grad():
-            grads = _call(_ops.backward, *cotangents, ctx.cell, *tensors, *options)
+            grads = _call(
+                _ops.backward,
+                *cotangents,
+                ctx.cell,
+                *tensors,
+                *ctx.probabilities,
+                mask_seed,
+                *options,
+            )
         if torch.is_grad_enabled():  # create_graph=True
             sources = (*cotangents, input, hx, cx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))
@@ -191,7 +222,7 @@ class _Layer(torch.autograd.Function):
             grad_hx if need_hx else None,
             grad_cx if need_cx else None,
             grad_eps if need_eps else None,
-            *(None,) * 7,
+            *(None,) * 11,
             *grad_weights,
         )
 
@@ -227,6 +258,10 @@ def _(  # type: ignore[no-untyped-def]
     reset,
     eps,
     seed,
+    dropout,
+    zoneout,
+    state_zoneout,
+    mask_seed,
     layer,
     chunk_size,
     keep,
@@ -266,6 +301,10 @@ def _(  # type: ignore[no-untyped-def]
     reset,
     eps,
     seed,
+    dropout,
+    zoneout,
+    state_zoneout,
+    mask_seed,
     layer,
     chunk_size,
     needs,

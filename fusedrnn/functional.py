@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -31,6 +30,8 @@ def stochastic_gru(
     batch_first: bool = False,
     bidirectional: bool = False,
     dropout: float = 0.0,
+    zoneout: float = 0.0,
+    training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     eps: Tensor | None = None,
@@ -84,7 +85,17 @@ def stochastic_gru(
     noise = _Noise(eps, seed, generator, sample)
     noise.check()
     options = _Options(
-        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+        num_layers,
+        bias,
+        batch_first,
+        bidirectional,
+        dropout,
+        zoneout,
+        training,
+        lengths,
+        reset,
+        recompute,
+        chunk_size,
     )
     output, h_n, _ = _run("stochastic_gru", input, weights, hx, None, options, noise)
     return output, h_n
@@ -100,6 +111,8 @@ def gru(
     batch_first: bool = False,
     bidirectional: bool = False,
     dropout: float = 0.0,
+    zoneout: float = 0.0,
+    training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     recompute: bool = True,
@@ -114,7 +127,17 @@ def gru(
     The other arguments, the results and the errors are those of :func:`stochastic_gru`.
     """
     options = _Options(
-        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+        num_layers,
+        bias,
+        batch_first,
+        bidirectional,
+        dropout,
+        zoneout,
+        training,
+        lengths,
+        reset,
+        recompute,
+        chunk_size,
     )
     output, h_n, _ = _run("gru", input, weights, hx, None, options, _Noise())
     return output, h_n
@@ -130,6 +153,8 @@ def lstm(
     batch_first: bool = False,
     bidirectional: bool = False,
     dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0,
+    training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     recompute: bool = True,
@@ -151,7 +176,17 @@ def lstm(
     """
     h_0, c_0 = split_lstm_state(hx)
     options = _Options(
-        num_layers, bias, batch_first, bidirectional, dropout, lengths, reset, recompute, chunk_size
+        num_layers,
+        bias,
+        batch_first,
+        bidirectional,
+        dropout,
+        zoneout,
+        training,
+        lengths,
+        reset,
+        recompute,
+        chunk_size,
     )
     output, h_n, c_n = _run("lstm", input, weights, h_0, c_0, options, _Noise())
     assert c_n is not None
@@ -187,6 +222,8 @@ class _Options(NamedTuple):
     batch_first: bool
     bidirectional: bool
     dropout: float
+    zoneout: float | tuple[float, float]
+    training: bool
     lengths: Tensor | Sequence[int] | None
     reset: Tensor | None
     recompute: bool
@@ -200,10 +237,19 @@ class _Options(NamedTuple):
         layers = self.num_layers
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout <= 1:
-            raise ValueError(
-                f"fusedrnn: dropout must be a probability in [0, 1], got {self.dropout!r}"
-            )
+        _check_probability("dropout", self.dropout)
+        for p in self.zoneout_pair():
+            _check_probability("zoneout", p)
+
+    def zoneout_pair(self) -> tuple[float, float]:
+        """Of h, and of the state beside it."""
+        h, state = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout,) * 2
+        return h, state
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {value!r}")
 
 
 def _run(cell: str, input: S, *arguments: Any) -> tuple[S, Tensor, Tensor | None]:
@@ -287,13 +333,16 @@ def _run_padded(
     if noise.sample and eps is None and seed is None:
         seed = _draw_seed(noise.generator, input.device)
 
+    zoneout = options.zoneout_pair()
+    mask_seed = None
+    if options.training and (max(zoneout) > 0 or (options.dropout > 0 and options.num_layers > 1)):
+        mask_seed = _draw_seed(None, input.device)
+
     last_h, last_c = [], []
     for layer in range(options.num_layers):
         here = slice(layer * directions, (layer + 1) * directions)
         h_0 = _reset_first(h[here], mask)
         c_0 = None if c is None else _reset_first(c[here], mask)
-        if layer > 0 and options.dropout > 0:
-            sequence = F.dropout(sequence, options.dropout)
         sequence, h_n, c_n = _library.run_layer(
             cell,
             sequence,
@@ -303,6 +352,9 @@ def _run_padded(
             mask=mask,
             eps=None if eps is None else eps[here],
             seed=seed,
+            dropout=_library.Dropout(
+                options.dropout if layer > 0 and options.training else 0.0, *zoneout, seed=mask_seed
+            ),
             layer=here.start,
             chunk_size=options.chunk_size or 0,
             recompute=options.recompute,

@@ -39,6 +39,7 @@ class RNNBase(FlatModule):
         bidirectional: bool,
         *,
         latent_size: int | None = None,
+        zoneout: float | tuple[float, float],
         recompute: bool,
         chunk_size: int | None,
         device: Device,
@@ -49,6 +50,12 @@ class RNNBase(FlatModule):
         self.hidden_size = _positive_int("hidden_size", hidden_size)
         if latent_size is not None:
             self.latent_size = _positive_int("latent_size", latent_size)
+        self.zoneout: float | tuple[float, float]
+        if isinstance(zoneout, tuple):
+            h, c = (_probability("zoneout", p) for p in zoneout)
+            self.zoneout = h, c
+        else:
+            self.zoneout = _probability("zoneout", zoneout)
         self.num_layers = _positive_int("num_layers", num_layers)
         self.bias = _flag("bias", bias)
         self.batch_first = _flag("batch_first", batch_first)
@@ -84,7 +91,9 @@ class RNNBase(FlatModule):
             "bias": self.bias,
             "batch_first": self.batch_first,
             "bidirectional": self.bidirectional,
-            "dropout": self.dropout if self.training else 0.0,
+            "dropout": self.dropout,
+            "zoneout": self.zoneout,
+            "training": self.training,
             "recompute": self.recompute,
             "chunk_size": self.chunk_size,
         }
@@ -110,6 +119,7 @@ class RNNBase(FlatModule):
             batch_first=False,
             dropout=0.0,
             bidirectional=False,
+            zoneout=0.0,
             recompute=True,
             chunk_size=None,
         )
@@ -182,6 +192,7 @@ class GRU(RNNBase):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
+        zoneout: float = 0.0,
         recompute: bool = True,
         chunk_size: int | None = None,
     ) -> None:
@@ -193,6 +204,7 @@ class GRU(RNNBase):
             batch_first,
             dropout,
             bidirectional,
+            zoneout=zoneout,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,
@@ -288,6 +300,7 @@ class LSTM(RNNBase):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
+        zoneout: float | tuple[float, float] = 0.0,
         recompute: bool = True,
         chunk_size: int | None = None,
     ) -> None:
@@ -299,6 +312,7 @@ class LSTM(RNNBase):
             batch_first,
             dropout,
             bidirectional,
+            zoneout=zoneout,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,
@@ -415,6 +429,7 @@ class StochasticGRU(RNNBase):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
+        zoneout: float = 0.0,
         recompute: bool = True,
         chunk_size: int | None = None,
         device: Device = None,
@@ -429,6 +444,7 @@ class StochasticGRU(RNNBase):
             dropout,
             bidirectional,
             latent_size=hidden_size if latent_size is None else latent_size,
+            zoneout=zoneout,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,

@@ -19,6 +19,7 @@ struct Kernels {
   void (*backward)(StageKind, const Backward<T>&, int64_t first_row, int64_t last_row);
   void (*gather)(const GatherStep<T, Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*clear)(const ClearStep<Acc<T>>&, int64_t first_row, int64_t last_row);
+  void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   // sum[c] += sum over rows of m[r][c], for the columns [first, last).
   void (*column_sum)(const Acc<T>* m, int64_t rows, int64_t columns, int64_t first, int64_t last,
                      Acc<T>* sum);

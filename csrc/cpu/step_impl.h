@@ -50,6 +50,16 @@ struct VectorUnit {
     }
   }
 
+  FUSEDRNN_HD VecF kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
+                        int64_t column) const {
+    float all[kLanes];
+    for (int i = 0; i < kLanes; i += 4) {
+      float four[4];
+      zoneout.kept(probability, stream, row, uint32_t((column + i) / 4), four);
+      for (int j = 0; j < 4; ++j) all[i + j] = four[j];
+    }
+    return load(all);
+  }
   template <class T>
   FUSEDRNN_HD VecF drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
     return load(normals);
@@ -75,6 +85,12 @@ struct DoubleUnit {
   template <class T>
   FUSEDRNN_HD double round_to(double x) const {
     return x;
+  }
+  FUSEDRNN_HD double kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
+                          int64_t column) const {
+    double four[4];
+    zoneout.kept(probability, stream, row, uint32_t(column / 4), four);
+    return four[column % 4];
   }
   template <class T>
   FUSEDRNN_HD double drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
@@ -155,6 +171,13 @@ void clear(const ClearStep<Acc<T>>& step, int64_t first, int64_t last) {
                    __attribute__((always_inline)) { clear_unit(step, row, column, unit); });
 }
 
+template <class A>
+void dropout(const DropoutStep<A>& step, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    for (int64_t column = 0; column < step.width; column += 4) dropout_unit(step, row, column);
+  }
+}
+
 // Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
 template <class A>
 void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_t last, A* sum) {
@@ -178,7 +201,7 @@ void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_
 
 template <class T>
 Kernels<T> kernels() {
-  return {&forward<T>, &backward<T>, &gather<T>, &clear<T>, &column_sum<Acc<T>>};
+  return {&forward<T>, &backward<T>, &gather<T>, &clear<T>, &dropout<Acc<T>>, &column_sum<Acc<T>>};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();

@@ -26,6 +26,16 @@ struct Pack {
     for (int i = 0; i < kLanes; ++i) sum.lane[i] = a.lane[i] + b.lane[i];
     return sum;
   }
+  FUSEDRNN_HD friend Pack operator*(const Pack& a, const Pack& b) {
+    Pack product;
+    for (int i = 0; i < kLanes; ++i) product.lane[i] = a.lane[i] * b.lane[i];
+    return product;
+  }
+  FUSEDRNN_HD friend Pack mix(const Pack& k, const Pack& a, const Pack& b) {
+    Pack mixed;
+    for (int i = 0; i < kLanes; ++i) mixed.lane[i] = mix(k.lane[i], a.lane[i], b.lane[i]);
+    return mixed;
+  }
 };
 
 // 64-bit division takes a GPU some 100 instructions, 32-bit division 20.
@@ -92,6 +102,12 @@ struct Unit {
     return rounded;
   }
   // row: counted from the start of the sequence
+  FUSEDRNN_HD Value kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
+                         int64_t column) const {
+    Value value;
+    zoneout.kept(probability, stream, row, uint32_t(column / kLanes), value.lane);
+    return value;
+  }
   template <class T>
   FUSEDRNN_HD Value drawn(const Noise<T>& noise, int64_t row, int64_t column) const {
     const int64_t t = divide(row, noise.batch);
@@ -198,6 +214,15 @@ struct ClearBody {
 };
 
 template <class T>
+struct DropoutBody {
+  DropoutStep<T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    const int64_t groups = (step.width + kLanes - 1) / kLanes, row = divide(i, groups);
+    dropout_unit(step, row, (i - row * groups) * kLanes);
+  }
+};
+
+template <class T>
 struct PartialSumBody {
   const T* m;
   int64_t rows, columns;
@@ -244,7 +269,7 @@ bool all_aligned(int64_t width, const P&... arrays) {
 template <class T>
 bool all_aligned(const Forward<T>& s) {
   return all_aligned(s.width, s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
-                     s.noise.eps, s.operand, s.output, s.carry_out, s.keep, s.factors);
+                     s.h, s.noise.eps, s.operand, s.output, s.carry_out, s.keep, s.factors);
 }
 template <class T>
 bool all_aligned(const Backward<T>& s) {
@@ -310,6 +335,12 @@ Launch backward(StageKind kind, const Backward<T>& step, int64_t rows, Stream st
 }
 
 template <class T>
+Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream) {
+  const int64_t count = rows * ((step.width + kLanes - 1) / kLanes);
+  return launch("dropout", DropoutBody<T>{step}, count, stream);
+}
+
+template <class T>
 Launch column_sum(const T* m, int64_t rows, int64_t columns, Acc<T>* partial, Acc<T>* sum,
                   Stream stream) {
   const int64_t slabs = (rows + kSumRows - 1) / kSumRows;
@@ -328,23 +359,27 @@ template Launch forward<float>(StageKind, const Forward<float>&, int64_t, Stream
 template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stream);
 template Launch gather<float>(const GatherStep<float, float>&, int64_t, Stream);
 template Launch clear<float>(const ClearStep<float>&, int64_t, Stream);
+template Launch dropout<float>(const DropoutStep<float>&, int64_t, Stream);
 template Launch column_sum<float>(const float*, int64_t, int64_t, Acc<float>*, Acc<float>*, Stream);
 template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
 template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
 template Launch gather<double>(const GatherStep<double, double>&, int64_t, Stream);
 template Launch clear<double>(const ClearStep<double>&, int64_t, Stream);
+template Launch dropout<double>(const DropoutStep<double>&, int64_t, Stream);
 template Launch column_sum<double>(const double*, int64_t, int64_t, Acc<double>*, Acc<double>*,
                                    Stream);
 template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
 template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
 template Launch gather<BFloat16>(const GatherStep<BFloat16, BFloat16>&, int64_t, Stream);
 template Launch clear<BFloat16>(const ClearStep<BFloat16>&, int64_t, Stream);
+template Launch dropout<BFloat16>(const DropoutStep<BFloat16>&, int64_t, Stream);
 template Launch column_sum<BFloat16>(const BFloat16*, int64_t, int64_t, Acc<BFloat16>*,
                                      Acc<BFloat16>*, Stream);
 template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
 template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
 template Launch gather<Half>(const GatherStep<Half, Half>&, int64_t, Stream);
 template Launch clear<Half>(const ClearStep<Half>&, int64_t, Stream);
+template Launch dropout<Half>(const DropoutStep<Half>&, int64_t, Stream);
 template Launch column_sum<Half>(const Half*, int64_t, int64_t, Acc<Half>*, Acc<Half>*, Stream);
 
 }  // namespace cuda

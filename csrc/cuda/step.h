@@ -32,6 +32,9 @@ Launch gather(const GatherStep<T, T>& step, int64_t rows, Stream stream);
 template <class T>
 Launch clear(const ClearStep<T>& step, int64_t rows, Stream stream);
 
+template <class T>
+Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream);
+
 // Rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 
