@@ -215,10 +215,10 @@ class Driver {
   void drop(O* x, const Chunk& chunk) {
     const double p = layer_.dropout;
     const DropoutStep<O> step{layer_.sizes.input,
-                              chunk.first_row,
+                              layer_.first_step * layer_.batch + chunk.first_row,
                               layer_.batch,
                               layer_.zoneout.seed,
-                              layer_.layer - (chunk.is_reversed ? 1 : 0),  // for both directions
+                              layer_.dropout_layer,
                               uint64_t(p * 0x1p32),
                               p < 1 ? 1 / (1 - p) : 0,
                               x};
@@ -247,7 +247,8 @@ class Driver {
 
   // eps: of the chunk
   Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
-    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer};
+    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer,
+            layer_.first_step * layer_.batch};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection

@@ -41,7 +41,10 @@ struct Call {
   double dropout;                            // of the input
   double zoneout, state_zoneout;             // of h and of c
   MaybeTensor mask_seed;                     // of dropout and zoneout, like seed
-  int64_t layer, chunk_size;
+  int64_t layer;
+  int64_t first_step;  // where the sequence is a part of a longer one
+  bool reverse;        // with one direction: that time runs backwards
+  int64_t chunk_size;
 };
 
 // A call whose arguments are checked.  Everything that a kernel will read is known to be there
@@ -65,6 +68,10 @@ class Arguments {
                     "fusedrnn: ", call.cell, " takes ", projections, " weights, or ",
                     2 * projections, " with biases, for each direction, got ", call.weights.size());
     has_bias_ = of_direction == 2 * projections;
+    STD_TORCH_CHECK(call.first_step >= 0, "fusedrnn: first_step must be 0 or more, got ",
+                    call.first_step);
+    STD_TORCH_CHECK(!call.reverse || (directions() == 1 && call.layer > 0),
+                    "fusedrnn: reverse is for the second of two directions, alone");
     STD_TORCH_CHECK(call.chunk_size >= 0,
                     "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
     STD_TORCH_CHECK(call.layer >= 0 && call.layer < (1 << 29) - 1,
@@ -131,6 +138,7 @@ class Arguments {
     if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
     l.layer = call_.layer + direction;
+    l.first_step = call_.first_step;
     for (int p = 0; p < cell_.num_projections; ++p) {
       const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
       const Tensor& w = weights[p];
@@ -141,11 +149,16 @@ class Arguments {
     }
     l.mask = {call_.lengths ? data<int64_t>(*call_.lengths) : nullptr,
               call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
-              direction == 0 ? 1 : -1};
+              direction == 1 || call_.reverse ? -1 : 1};
     if (!rows_at_.empty()) l.rows_at = rows_at_.data();
     l.dropout = call_.dropout;
-    l.zoneout = {call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr, l.layer, batch(),
-                 call_.zoneout, has_state() ? call_.state_zoneout : 0};
+    l.dropout_layer = call_.layer - (call_.reverse ? 1 : 0);
+    l.zoneout = {call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr,
+                 l.layer,
+                 batch(),
+                 l.first_step * batch(),
+                 call_.zoneout,
+                 has_state() ? call_.state_zoneout : 0};
     return l;
   }
 
@@ -287,10 +300,11 @@ template <class Platform>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
     MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
-    double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t chunk_size,
-    bool keep, bool replay) {
+    double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
+    bool reverse, int64_t chunk_size, bool keep, bool replay) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
-                        dropout, zoneout, state_zoneout, mask_seed, layer, chunk_size});
+                        dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
+                        chunk_size});
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
@@ -338,9 +352,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor input, Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states,
     Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
     MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
-    MaybeTensor mask_seed, int64_t layer, int64_t chunk_size, int64_t needs, bool replay) {
+    MaybeTensor mask_seed, int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size,
+    int64_t needs, bool replay) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
-                        dropout, zoneout, state_zoneout, mask_seed, layer, chunk_size});
+                        dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
+                        chunk_size});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch(),
                 hidden = args.sizes().hidden;
   args.check("output", output, {seq_len, batch, directions * hidden});
@@ -437,14 +453,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 constexpr const char* kForwardSchema =
     "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int chunk_size, "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, bool "
+    "reverse, int chunk_size, "
     "bool keep, bool replay) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int chunk_size, "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, bool "
+    "reverse, int chunk_size, "
     "int needs, bool replay) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 

@@ -68,6 +68,7 @@ struct Noise {
   Rows<const T> eps;    // null: drawn from the seed
   const int64_t* seed;  // one element, or null if eps is given
   int64_t batch, layer;
+  int64_t first_row;  // of the sequence, where it is a part of a longer one
 };
 
 // The Philox counter's last word, for what is drawn beside a layer's noise.
@@ -77,8 +78,8 @@ constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateS
 // state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
 struct Zoneout {
   const int64_t* seed;
-  int64_t layer, batch;
-  double h, state;  // probabilities
+  int64_t layer, batch, first_row;  // as those of Noise
+  double h, state;                  // probabilities
 
   FUSEDRNN_HD bool any() const { return h > 0 || state > 0; }
 
@@ -91,8 +92,8 @@ struct Zoneout {
       for (int j = 0; j < 4; ++j) kept[j] = A(probability);
       return;
     }
-    uint32_t words[4] = {uint32_t(row / batch), uint32_t(row % batch), block,
-                         uint32_t(layer) | stream};
+    const int64_t t = (first_row + row) / batch, b = row % batch;
+    uint32_t words[4] = {uint32_t(t), uint32_t(b), block, uint32_t(layer) | stream};
     philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
     const auto threshold = uint64_t(probability * 0x1p32);
     for (int j = 0; j < 4; ++j) kept[j] = words[j] < threshold ? A(1) : A(0);
@@ -233,8 +234,9 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
   load_pre<Stage>(pre, step, row, row + shift, column, unit);
   if constexpr (Stage::kCarry) input = unit.load(step.carry.at(row, 0) + column);
   if constexpr (Stage::kNoise) {
-    input = step.noise.eps.data == nullptr ? unit.drawn(step.noise, from_start, column)
-                                           : unit.load(step.noise.eps.at(row, shift) + column);
+    input = step.noise.eps.data == nullptr
+                ? unit.drawn(step.noise, from_start + step.noise.first_row, column)
+                : unit.load(step.noise.eps.at(row, shift) + column);
   }
 
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);

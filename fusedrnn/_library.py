@@ -100,6 +100,8 @@ def run_layer(
     seed: Tensor | None,
     dropout: Dropout,
     layer: int,
+    first_step: int = 0,
+    reverse: bool = False,
     chunk_size: int,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,15 +109,16 @@ def run_layer(
 
     input (T, B, I), hx and cx (D, B, H), weights of each direction -> output (T, B, D * H), h_n and
     c_n (D, B, H), or c_n (0, B, H) if the cell has none. Without eps (D, T, B, Z) and seed (1,)
-    there is no noise; the counter of the first direction's noise is ``layer``. ``chunk_size`` 0 is
-    automatic.
+    there is no noise; the counter of the first direction's noise is ``layer``. A part of a sequence
+    has the noise of its place from ``first_step`` on. ``reverse``: the one direction there is runs
+    backwards. ``chunk_size`` 0 is automatic.
     """
     keep = (
         not recompute
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
-    options = (layer, chunk_size, keep)
+    options = (layer, first_step, reverse, chunk_size, keep)
     *probabilities, mask_seed = dropout
     tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
     output, h_n, c_n, _, _ = _Layer.apply(cell, *tensors, *probabilities, *options, *weights)
@@ -155,20 +158,23 @@ class _Layer(torch.autograd.Function):
         zoneout: float,
         state_zoneout: float,
         layer: int,
+        first_step: int,
+        reverse: bool,
         chunk_size: int,
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
-        options = (layer, chunk_size, keep, replay_chunks)
+        options = (layer, first_step, reverse, chunk_size, keep, replay_chunks)
         return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.cell, *tensors = inputs[:10]
         ctx.probabilities = inputs[10:13]
-        ctx.layer, ctx.chunk_size, keep, *weights = inputs[13:]
+        *ctx.options, keep = inputs[13:18]
+        weights = inputs[18:]
         out, _, _, kept, states = output
         ctx.mark_non_differentiable(kept, states)
         ctx.set_materialize_grads(False)
@@ -188,7 +194,7 @@ class _Layer(torch.autograd.Function):
         input, hx, cx, eps, seed, *masks, mask_seed, output, kept, states = saved[:12]
         weights = list(saved[12:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
-        need_weights = ctx.needs_input_grad[16:]
+        need_weights = ctx.needs_input_grad[18:]
         cotangents = (grad_output, grad_h_n, grad_c_n)
         if all(grad is None for grad in cotangents):
             return (None,) * len(ctx.needs_input_grad)
@@ -196,7 +202,7 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (ctx.layer, ctx.chunk_size, needs, replay_chunks)
+        options = (*ctx.options, needs, replay_chunks)
         with torch.no_grad():
             grads = _call(
                 _ops.backward,
@@ -222,7 +228,7 @@ class _Layer(torch.autograd.Function):
             grad_hx if need_hx else None,
             grad_cx if need_cx else None,
             grad_eps if need_eps else None,
-            *(None,) * 11,
+            *(None,) * 13,
             *grad_weights,
         )
 
@@ -263,6 +269,8 @@ def _(  # type: ignore[no-untyped-def]
     state_zoneout,
     mask_seed,
     layer,
+    first_step,
+    reverse,
     chunk_size,
     keep,
     replay,
@@ -306,6 +314,8 @@ def _(  # type: ignore[no-untyped-def]
     state_zoneout,
     mask_seed,
     layer,
+    first_step,
+    reverse,
     chunk_size,
     needs,
     replay,

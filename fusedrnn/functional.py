@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from . import _library
+from .stack import Stack, States
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WEIGHTS = {"stochastic_gru": 3, "gru": 2, "lstm": 2}  # of a layer and direction, without biases
@@ -31,7 +33,9 @@ def stochastic_gru(
     bidirectional: bool = False,
     dropout: float = 0.0,
     zoneout: float = 0.0,
+    weight_dropout: float = 0.0,
     training: bool = True,
+    return_sequence: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     eps: Tensor | None = None,
@@ -91,7 +95,9 @@ def stochastic_gru(
         bidirectional,
         dropout,
         zoneout,
+        weight_dropout,
         training,
+        return_sequence,
         lengths,
         reset,
         recompute,
@@ -112,7 +118,9 @@ def gru(
     bidirectional: bool = False,
     dropout: float = 0.0,
     zoneout: float = 0.0,
+    weight_dropout: float = 0.0,
     training: bool = True,
+    return_sequence: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     recompute: bool = True,
@@ -133,7 +141,9 @@ def gru(
         bidirectional,
         dropout,
         zoneout,
+        weight_dropout,
         training,
+        return_sequence,
         lengths,
         reset,
         recompute,
@@ -154,7 +164,9 @@ def lstm(
     bidirectional: bool = False,
     dropout: float = 0.0,
     zoneout: float | tuple[float, float] = 0.0,
+    weight_dropout: float = 0.0,
     training: bool = True,
+    return_sequence: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     recompute: bool = True,
@@ -182,7 +194,9 @@ def lstm(
         bidirectional,
         dropout,
         zoneout,
+        weight_dropout,
         training,
+        return_sequence,
         lengths,
         reset,
         recompute,
@@ -223,7 +237,9 @@ class _Options(NamedTuple):
     bidirectional: bool
     dropout: float
     zoneout: float | tuple[float, float]
+    weight_dropout: float
     training: bool
+    return_sequence: bool
     lengths: Tensor | Sequence[int] | None
     reset: Tensor | None
     recompute: bool
@@ -238,6 +254,7 @@ class _Options(NamedTuple):
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
         _check_probability("dropout", self.dropout)
+        _check_probability("weight_dropout", self.weight_dropout)
         for p in self.zoneout_pair():
             _check_probability("zoneout", p)
 
@@ -338,36 +355,45 @@ def _run_padded(
     if options.training and (max(zoneout) > 0 or (options.dropout > 0 and options.num_layers > 1)):
         mask_seed = _draw_seed(None, input.device)
 
-    last_h, last_c = [], []
-    for layer in range(options.num_layers):
-        here = slice(layer * directions, (layer + 1) * directions)
-        h_0 = _reset_first(h[here], mask)
-        c_0 = None if c is None else _reset_first(c[here], mask)
-        sequence, h_n, c_n = _library.run_layer(
-            cell,
-            sequence,
-            h_0,
-            c_0,
-            weights[here.start * per_direction : here.stop * per_direction],
-            mask=mask,
-            eps=None if eps is None else eps[here],
-            seed=seed,
-            dropout=_library.Dropout(
-                options.dropout if layer > 0 and options.training else 0.0, *zoneout, seed=mask_seed
-            ),
-            layer=here.start,
-            chunk_size=options.chunk_size or 0,
-            recompute=options.recompute,
-        )
-        last_h.append(h_n)
-        last_c.append(c_n)
-    h_n = torch.cat(last_h) if len(last_h) > 1 else last_h[0]
-    c_n = torch.cat(last_c) if len(last_c) > 1 else last_c[0]
+    stack = Stack(
+        cell,
+        options.num_layers,
+        directions,
+        _drop_recurrent_weights(cell, weights, options),
+        mask,
+        eps,
+        seed,
+        _library.Dropout(options.dropout if options.training else 0.0, *zoneout, seed=mask_seed),
+        options.chunk_size or 0,
+        options.recompute,
+    )
+    if options.return_sequence:
+        output, (h_n, c_n) = stack.run(sequence, States(h, c))
+        if options.batch_first and is_batched:
+            output = output.transpose(0, 1)
+        elif not is_batched:
+            output = output.squeeze(1)
+    else:
+        h_n, c_n = stack.run_for_last_states(sequence, States(h, c))
+        output = torch.cat(h_n[-directions:].unbind(), -1)
+        output = output if is_batched else output.squeeze(0)
     if not is_batched:
-        sequence, h_n, c_n = sequence.squeeze(1), h_n.squeeze(1), c_n.squeeze(1)
-    elif options.batch_first:
-        sequence = sequence.transpose(0, 1)
-    return sequence, h_n, c_n if has_state else None
+        h_n, c_n = h_n.squeeze(1), None if c_n is None else c_n.squeeze(1)
+    return output, h_n, c_n
+
+
+def _drop_recurrent_weights(
+    cell: str, weights: Sequence[Tensor], options: _Options
+) -> Sequence[Tensor]:
+    """DropConnect on every weight matrix that the state goes through: one mask for a call."""
+    if options.weight_dropout == 0 or not options.training:
+        return weights
+    matrices = _WEIGHTS[cell]
+    per_row = matrices * (2 if options.bias else 1)
+    return [
+        F.dropout(w, options.weight_dropout) if 0 < i % per_row < matrices else w
+        for i, w in enumerate(weights)
+    ]
 
 
 def _run_packed(
@@ -401,8 +427,12 @@ def _run_packed(
         options._replace(lengths=lengths, reset=reset, batch_first=False),
         sorted_noise,
     )
-    packed = pack_padded_sequence(output, lengths)
-    packed = PackedSequence(packed.data, packed.batch_sizes, sorted_indices, unsorted_indices)
+    packed: Any
+    if options.return_sequence:
+        packed = pack_padded_sequence(output, lengths)
+        packed = PackedSequence(packed.data, packed.batch_sizes, sorted_indices, unsorted_indices)
+    else:
+        packed = reorder(output, unsorted_indices, 0)
     if unsorted_indices is not None:
         h_n = h_n.index_select(1, unsorted_indices)
     return packed, h_n, reorder(c_n, unsorted_indices, 1)
@@ -456,19 +486,6 @@ def _check_lengths(
             f"fusedrnn: lengths must be in [1, {seq_len}], got {least if least < 1 else most}"
         )
     return host.contiguous()
-
-
-def _reset_first(state: Tensor, mask: _library.Mask) -> Tensor:
-    """The initial state (D, B, H), zero where the first step of a row is a reset."""
-    if mask.reset is None:
-        return state
-    first = [mask.reset[0]]
-    if state.shape[0] == 2:  # the second direction begins at the end of each row
-        last = mask.reset[-1]
-        if mask.lengths is not None:
-            last = mask.reset.gather(0, (mask.lengths - 1).unsqueeze(0)).squeeze(0)
-        first.append(last)
-    return state.masked_fill(torch.stack(first).unsqueeze(-1), 0)
 
 
 def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:

@@ -40,6 +40,8 @@ class RNNBase(FlatModule):
         *,
         latent_size: int | None = None,
         zoneout: float | tuple[float, float],
+        weight_dropout: float,
+        return_sequence: bool,
         recompute: bool,
         chunk_size: int | None,
         device: Device,
@@ -56,6 +58,8 @@ class RNNBase(FlatModule):
             self.zoneout = h, c
         else:
             self.zoneout = _probability("zoneout", zoneout)
+        self.weight_dropout = _probability("weight_dropout", weight_dropout)
+        self.return_sequence = _flag("return_sequence", return_sequence)
         self.num_layers = _positive_int("num_layers", num_layers)
         self.bias = _flag("bias", bias)
         self.batch_first = _flag("batch_first", batch_first)
@@ -93,6 +97,8 @@ class RNNBase(FlatModule):
             "bidirectional": self.bidirectional,
             "dropout": self.dropout,
             "zoneout": self.zoneout,
+            "weight_dropout": self.weight_dropout,
+            "return_sequence": self.return_sequence,
             "training": self.training,
             "recompute": self.recompute,
             "chunk_size": self.chunk_size,
@@ -120,6 +126,8 @@ class RNNBase(FlatModule):
             dropout=0.0,
             bidirectional=False,
             zoneout=0.0,
+            weight_dropout=0.0,
+            return_sequence=True,
             recompute=True,
             chunk_size=None,
         )
@@ -193,6 +201,8 @@ class GRU(RNNBase):
         dtype: torch.dtype | None = None,
         *,
         zoneout: float = 0.0,
+        weight_dropout: float = 0.0,
+        return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
     ) -> None:
@@ -205,6 +215,8 @@ class GRU(RNNBase):
             dropout,
             bidirectional,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
+            return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,
@@ -301,6 +313,8 @@ class LSTM(RNNBase):
         dtype: torch.dtype | None = None,
         *,
         zoneout: float | tuple[float, float] = 0.0,
+        weight_dropout: float = 0.0,
+        return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
     ) -> None:
@@ -313,6 +327,8 @@ class LSTM(RNNBase):
             dropout,
             bidirectional,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
+            return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,
@@ -430,6 +446,8 @@ class StochasticGRU(RNNBase):
         bidirectional: bool = False,
         *,
         zoneout: float = 0.0,
+        weight_dropout: float = 0.0,
+        return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
         device: Device = None,
@@ -445,6 +463,8 @@ class StochasticGRU(RNNBase):
             bidirectional,
             latent_size=hidden_size if latent_size is None else latent_size,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
+            return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
             device=device,

@@ -119,7 +119,7 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
   for (int64_t row = first; row < last; ++row) {
     for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
       if (noise != nullptr) {
-        const int64_t at = step.first_row + row;
+        const int64_t at = noise->first_row + step.first_row + row;
         Unit::draw(uint64_t(*noise->seed), uint32_t(at / noise->batch), uint32_t(at % noise->batch),
                    uint32_t(begin / 4), uint32_t(noise->layer), normals);
       }

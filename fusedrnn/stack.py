@@ -1,0 +1,173 @@
+"""Layers on top of each other, once every argument is known to be right.
+
+Either over the whole sequence at once, each layer from the output of the one below; or part by part
+for the last states alone, when no layer's output is needed as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from . import _library
+from ._library import Dropout, Mask
+
+LEAST_PART = 16  # steps; shorter ones would save little and cost time
+
+
+class States(NamedTuple):
+    """(L * D, B, H) each, layers before directions; c is None for a cell without."""
+
+    h: Tensor
+    c: Tensor | None
+
+    def of(self, rows: slice) -> States:
+        """Those of some layers or directions."""
+        return States(self.h[rows], None if self.c is None else self.c[rows])
+
+
+def _joined(states: Sequence[States]) -> States:
+    if len(states) == 1:
+        return states[0]
+    cells = [s.c for s in states if s.c is not None]
+    return States(torch.cat([s.h for s in states]), torch.cat(cells) if cells else None)
+
+
+class Stack(NamedTuple):
+    """Layers of a cell, and what they are to do besides it.
+
+    ``eps`` is (L * D, T, B, Z), ``weights`` those of all layers and directions one after the other.
+    ``dropout`` is that of every layer but the first.
+    """
+
+    cell: str
+    num_layers: int
+    directions: int
+    weights: Sequence[Tensor]
+    mask: Mask
+    eps: Tensor | None
+    seed: Tensor | None
+    dropout: Dropout
+    chunk_size: int
+    recompute: bool
+    first_step: int = 0
+
+    def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
+        """sequence (T, B, I) -> output (T, B, D * H) of the last layer, last states of all."""
+        last = []
+        for layer in range(self.num_layers):
+            here = slice(layer * self.directions, (layer + 1) * self.directions)
+            sequence, state = self._run_rows(here, sequence, states.of(here))
+            last.append(state)
+        return sequence, _joined(last)
+
+    def run_for_last_states(self, sequence: Tensor, states: States) -> States:
+        """The last states of all layers, in memory for about the square root of T steps.
+
+        Only the states between parts of the sequence are kept for backward, which goes through each
+        part again. A layer that reads the one below in both directions needs it as a whole, so with
+        two directions only the last layer is run like this.
+        """
+        if self.directions == 1:
+            return self._in_parts(slice(0, self.num_layers), sequence, states)
+        last = []
+        for layer in range(self.num_layers - 1):
+            here = slice(2 * layer, 2 * layer + 2)
+            sequence, state = self._run_rows(here, sequence, states.of(here))
+            last.append(state)
+        for row in (2 * self.num_layers - 2, 2 * self.num_layers - 1):
+            here = slice(row, row + 1)
+            last.append(self._in_parts(here, sequence, states.of(here)))
+        return _joined(last)
+
+    def _run_rows(self, rows: slice, sequence: Tensor, states: States) -> tuple[Tensor, States]:
+        """One layer: both its directions, or one of them. ``rows`` count from the first layer."""
+        layer = rows.start // self.directions
+        reverse = rows.stop - rows.start < self.directions and rows.start % 2 == 1
+        per_row = len(self.weights) // (self.num_layers * self.directions)
+        h, c = (
+            None if state is None else _reset_first(state, self.mask, reverse) for state in states
+        )
+        assert h is not None
+        output, h_n, c_n = _library.run_layer(
+            self.cell,
+            sequence,
+            h,
+            c,
+            self.weights[rows.start * per_row : rows.stop * per_row],
+            mask=self.mask,
+            eps=None if self.eps is None else self.eps[rows],
+            seed=self.seed,
+            dropout=self.dropout if layer > 0 else self.dropout._replace(input=0.0),
+            layer=rows.start,
+            first_step=self.first_step,
+            reverse=reverse,
+            chunk_size=self.chunk_size,
+            recompute=self.recompute,
+        )
+        return output, States(h_n, None if c is None else c_n)
+
+    def _in_parts(self, rows: slice, sequence: Tensor, states: States) -> States:
+        """All layers in one direction, or one direction of the last layer."""
+        seq_len = len(sequence)
+        steps = max(LEAST_PART, math.isqrt(seq_len))
+        begins = range(0, seq_len, steps)
+        backwards = self.directions == 2 and rows.start % 2 == 1
+        tensors = (sequence, *states, self.eps, *self.weights)
+        needs_grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in tensors
+        )
+        for begin in reversed(begins) if backwards else begins:
+            part = self._part(begin, min(begin + steps, seq_len))
+            arguments = (rows, sequence[begin : begin + steps], *states)
+            if needs_grad:
+                # All that is random here comes from seeds that are tensors.
+                h, c = checkpoint(
+                    part._last_states, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                h, c = part._last_states(*arguments)
+            states = States(h, c)
+        return states
+
+    def _last_states(
+        self, rows: slice, sequence: Tensor, h: Tensor, c: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        states = States(h, c)
+        if self.directions == 2:
+            return self._run_rows(rows, sequence, states)[1]
+        return self.run(sequence, states)[1]
+
+    def _part(self, begin: int, end: int) -> Stack:
+        """The same over steps [begin, end) of the sequence."""
+        lengths, host_lengths, reset = self.mask
+        lengths, host_lengths = (
+            None if n is None else (n - begin).clamp(0, end - begin)
+            for n in (lengths, host_lengths)
+        )
+        return self._replace(
+            mask=Mask(lengths, host_lengths, None if reset is None else reset[begin:end]),
+            eps=None if self.eps is None else self.eps[:, begin:end],
+            first_step=self.first_step + begin,
+        )
+
+
+def _reset_first(state: Tensor, mask: Mask, reverse: bool) -> Tensor:
+    """The initial state (D, B, H), zero where the first step of a row is a reset.
+
+    ``reverse``: the one direction there is runs backwards, from the end of each row.
+    """
+    if mask.reset is None:
+        return state
+    first, last = mask.reset[0], mask.reset[-1]
+    if mask.lengths is not None:
+        some = mask.lengths > 0
+        at = (mask.lengths - 1).clamp(min=0).unsqueeze(0)
+        first, last = first & some, mask.reset.gather(0, at).squeeze(0) & some
+    zeroed = [last] if reverse else [first, last][: state.shape[0]]
+    return state.masked_fill(torch.stack(zeroed).unsqueeze(-1), 0)
