@@ -10,8 +10,9 @@
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), column_sum(Matrix<const O>, A* sum)   sum += ...
-//   enqueue(Recording, repeats, first_row, steps)   calls steps(shift), or replays what an earlier
-//       call with `repeats` did, further on in the sequence by the difference of first_row
+//   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
+//       an earlier call with `repeats` did, further on in the sequence by the difference of
+//       first_row; is_whole: no step of a chunk is missing
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
 //   scratch_bytes(rows, columns), use_scratch(pointer, rows, columns): memory of its own in the
 //       workspace; enough for column sums of such a matrix
@@ -117,9 +118,9 @@ class Driver {
   // pays for a few of these.
   template <class F>
   void enqueue_steps(Recording& recording, int64_t begin, int64_t steps, const F& enqueue) {
-    const bool repeats =
-        begin > 0 && steps == layer_.chunk && layer_.seq_len > kLeastReplays * layer_.chunk;
-    backend_.enqueue(recording, repeats, begin * layer_.batch, enqueue);
+    const bool is_whole = steps == layer_.chunk;
+    const bool repeats = begin > 0 && is_whole && layer_.seq_len > kLeastReplays * layer_.chunk;
+    backend_.enqueue(recording, is_whole, repeats, begin * layer_.batch, enqueue);
   }
 
   template <bool kFirst, class First, class Second>

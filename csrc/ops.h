@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     Driver driver(platform.template backend<T>(), problem);
     if (kept) {
       STD_TORCH_CHECK(kept->numel() == args.kept_numel() && kept->scalar_type() == kScalarType<A> &&
-                          kept->is_contiguous(),
+                          kept->is_contiguous() && kept->device() == input.device(),
                       "fusedrnn: kept must be what forward returned for these arguments");
     }
 

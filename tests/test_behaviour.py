@@ -350,16 +350,15 @@ def test_opcheck():
         forward = ("stochastic_gru", arguments.input, arguments.hx[0], arguments.weights, *noise)
         forward = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, forward)
         tests = ("test_schema", "test_faketensor")
-        torch.library.opcheck(
-            torch.ops.fusedrnn.forward.default, (*forward, 0, 8, False), test_utils=tests
-        )
-        torch.library.opcheck(
-            torch.ops.fusedrnn.forward.default, (*forward, 0, 8, True), test_utils=tests
-        )
-        output, h_n, _ = torch.ops.fusedrnn.forward(*forward, 0, 8, False)
+        for keep in (True, False):
+            options = (0, 8, keep, True)
+            torch.library.opcheck(
+                torch.ops.fusedrnn.forward.default, (*forward, *options), test_utils=tests
+            )
+        output, h_n, _ = torch.ops.fusedrnn.forward(*forward, *options)
         cell, *rest = forward
         for needs in (0, 1, 2, 8, 4 * (noise[0] is not None) + 3 + 8 * 63):
-            backward = (output, h_n, cell, *rest[:2], output, None, *rest[2:], 0, 8, needs)
+            backward = (output, h_n, cell, *rest[:2], output, None, *rest[2:], 0, 8, needs, True)
             torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
 
 
