@@ -13,6 +13,14 @@ def _seeded():
 
 
 @pytest.fixture
+def deterministic():
+    """Switches torch's deterministic algorithms, which also fill fresh memory with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def threads():
     """Sets the number of torch's threads for one test."""
     before = torch.get_num_threads()
