@@ -64,7 +64,8 @@ class CpuBackend {
   void use_scratch(void*, int64_t /*rows*/, int64_t /*columns*/) const {}
 
   template <class F>
-  void enqueue(Recording&, bool /*repeats*/, int64_t /*first_row*/, const F& steps) const {
+  void enqueue(Recording&, bool /*is_whole*/, bool /*repeats*/, int64_t /*first_row*/,
+               const F& steps) const {
     steps(nullptr);
   }
 

@@ -29,6 +29,7 @@ class CudaDevice {
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate, void* workspace) {
     const cublasStatus_t status = gemms_(out, a, b, accumulate, workspace, stream_);
+    if (status != CUBLAS_STATUS_SUCCESS) forget_error();
     STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fusedrnn: the product of (", a.rows, ", ",
                     a.columns, ") and (", b.rows, ", ", b.columns, ") matrices in ",
                     torch::headeronly::toString(kScalarType<T>),
@@ -61,9 +62,13 @@ class CudaDevice {
       " (if this is being captured into a CUDA graph, call it once before with the same shapes)";
 
   static void check(cudaError_t error, const char* what) {
-    STD_TORCH_CHECK(error == cudaSuccess, "fusedrnn: ", what,
-                    " failed: ", cudaGetErrorString(error));
+    if (error == cudaSuccess) return;
+    forget_error();
+    const char* kind = error == cudaErrorMemoryAllocation ? "out of memory: " : "";
+    STD_TORCH_CHECK(false, "fusedrnn: ", kind, what, " failed: ", cudaGetErrorString(error));
   }
+  // Told once, an error must not be told again by torch's next kernel.
+  static void forget_error() { (void)cudaGetLastError(); }
   static cuda::Stream current_stream(int32_t index) {
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));

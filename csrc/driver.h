@@ -15,8 +15,9 @@
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
 //   column_sum(Matrix<const O>, A* sum)   sum += ...
-//   enqueue(Recording, repeats, first_row, steps)   calls steps(shift), or replays what an earlier
-//       call with `repeats` did, further on in the sequence by the difference of first_row
+//   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
+//       an earlier call with `repeats` did, further on in the sequence by the difference of
+//       first_row; is_whole: no step of a chunk is missing
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
 //   scratch_bytes(rows, columns), use_scratch(pointer, rows, columns): memory of its own in the
 //       workspace; enough for column sums of such a matrix
@@ -159,9 +160,10 @@ class Driver {
   // pays for a few of these.
   template <class F>
   void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
-    const bool repeats = chunk.begin > 0 && chunk.steps == layer_.chunk &&
-                         layer_.chunks() > kLeastReplays && layer_.rows_at == nullptr;
-    backend_.enqueue(recording, repeats, chunk.first_row, enqueue);
+    const bool is_whole = chunk.steps == layer_.chunk;
+    const bool repeats = chunk.begin > 0 && is_whole && layer_.rows_at == nullptr &&
+                         layer_.seq_len > kLeastReplays * layer_.chunk;
+    backend_.enqueue(recording, is_whole, repeats, chunk.first_row, enqueue);
   }
 
   // The same memory as another type, which it is wherever this is called.

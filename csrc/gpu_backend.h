@@ -21,7 +21,9 @@ class GpuBackend {
 
   struct Recording {
     int64_t first_row = 0;
-    bool is_warm = false;  // the kernels are loaded, the algorithms of the GEMMs chosen
+    // All kernels of a whole chunk are loaded and all algorithms of its GEMMs chosen, which depend
+    // on addresses too.  Neither may be left to a recording.
+    bool is_warm = false;
     typename Device::Graph graph{};
   };
 
@@ -30,11 +32,7 @@ class GpuBackend {
   template <class C>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate) {
-    if (a.columns > 0) {
-      device_.gemm(out, a, b, accumulate, gemm_workspace_);
-    } else if (!accumulate) {
-      zero(out);
-    }
+    device_.gemm(out, a, b, accumulate, gemm_workspace_);
   }
 
   template <class To, class From>
@@ -87,9 +85,10 @@ class GpuBackend {
   }
 
   template <class F>
-  void enqueue(Recording& recording, bool repeats, int64_t first_row, const F& steps) {
+  void enqueue(Recording& recording, bool is_whole, bool repeats, int64_t first_row,
+               const F& steps) {
     if (!repeats || !recording.is_warm || !device_.may_record()) {
-      recording.is_warm = true;
+      recording.is_warm = recording.is_warm || is_whole;
       return steps(nullptr);
     }
     if (!recording.graph.is_recorded()) {

@@ -376,8 +376,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     using T = decltype(element);
     using A = Acc<T>;
     const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
-    const auto check_saved = [](const char* name, const Tensor& t, int64_t numel) {
-      STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous(),
+    const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
+      STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> &&
+                          t.is_contiguous() && t.device() == input.device(),
                       "fusedrnn: ", name, " must be what forward returned for these arguments");
     };
     STD_TORCH_CHECK(states.has_value() == args.has_state(), "fusedrnn: states must be given for a ",

@@ -13,6 +13,14 @@ def _seeded():
 
 
 @pytest.fixture
+def deterministic():
+    """Switches torch's deterministic algorithms, which also fill fresh memory with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def threads():
     """Sets the number of torch's threads for one test."""
     before = torch.get_num_threads()
@@ -20,17 +28,27 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def emulator(monkeypatch):
+    """Computes by the emulation of the GPU backend; the operators, some of which control it."""
+    operators = emulated_operators()
+    monkeypatch.setattr(_library, "_ops", operators)
+    operators.control(False, "")
+    yield operators
+    operators.control(False, "")
+
+
 BACKENDS = ["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(params=BACKENDS)
-def device(request, monkeypatch):
+def device(request):
     """The device to compute on: a test that takes it runs for every backend.
 
     "emulated" is the backend for GPUs, run on the CPU: see emulator/emulator.cpp.
     """
     if request.param == "emulated":
-        monkeypatch.setattr(_library, "_ops", emulated_operators())
+        request.getfixturevalue("emulator")
         return "cpu"
     return request.param
 

@@ -143,6 +143,7 @@ def raw_forward(**changes):
         "layer": 0,
         "chunk_size": 0,
         "keep": False,
+        "replay": False,
     }
     return torch.ops.fusedrnn.forward(**(arguments | changes)), arguments
 

@@ -243,12 +243,15 @@ def test_equals_gru_if_the_latent_is_the_state():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_every_argument_is_passed_on(batch_first, recompute, bias):
+def test_every_argument_is_passed_on(device, batch_first, recompute, bias):
     rnn = StochasticGRU(
         5, 4, 3, 2, bias, batch_first, recompute=recompute, chunk_size=2, dtype=torch.float64
+    ).to(device)
+    x, hx = (
+        torch.randn(7, 7, 5, dtype=torch.float64).to(device),
+        torch.randn(2, 7, 4, dtype=torch.float64).to(device),
     )
-    x, hx = torch.randn(7, 7, 5, dtype=torch.float64), torch.randn(2, 7, 4, dtype=torch.float64)
-    eps = torch.randn(2, 7, 7, 3, dtype=torch.float64)
+    eps = torch.randn(2, 7, 7, 3, dtype=torch.float64).to(device)
     for kwargs in ({"eps": eps}, {"sample": False}):
         expected = reference.stochastic_gru(
             x,
@@ -275,9 +278,9 @@ def test_options_without_influence_on_the_result_are_passed_on(monkeypatch):
         assert calls.pop().items() >= kwargs.items()
 
 
-def test_noise():
-    rnn = StochasticGRU(5, 4, 3)
-    x = torch.randn(7, 2, 5)
+def test_noise(device):
+    rnn = StochasticGRU(5, 4, 3).to(device)
+    x = torch.randn(7, 2, 5, device=device)
 
     def seeded(seed):
         return rnn(x, generator=torch.Generator().manual_seed(seed))[0]
@@ -301,9 +304,9 @@ def test_a_generator_of_ones_own_leaves_torchs_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_chunk_size_does_not_change_the_noise():
-    rnn = StochasticGRU(5, 4, num_layers=2, dtype=torch.float64)
-    x = torch.randn(50, 2, 5, dtype=torch.float64)
+def test_chunk_size_does_not_change_the_noise(device):
+    rnn = StochasticGRU(5, 4, num_layers=2, dtype=torch.float64).to(device)
+    x = torch.randn(50, 2, 5, dtype=torch.float64).to(device)
     outputs = []
     for chunk_size in (None, 1, 7, 50):
         rnn.chunk_size = chunk_size
@@ -312,8 +315,8 @@ def test_chunk_size_does_not_change_the_noise():
         torch.testing.assert_close(output, outputs[0])
 
 
-def test_train_and_eval_do_the_same():
-    rnn, x = StochasticGRU(5, 4), torch.randn(7, 2, 5)
+def test_train_and_eval_do_the_same(device):
+    rnn, x = StochasticGRU(5, 4).to(device), torch.randn(7, 2, 5, device=device)
     results = []
     for training in (True, False):
         rnn.train(training).zero_grad()
@@ -329,8 +332,9 @@ def test_float8_is_refused_in_forward():
         StochasticGRU(5, 4).to(dtype)(torch.randn(7, 2, 5).to(dtype))
 
 
-def test_copies_compute_the_same():
-    rnn, x = StochasticGRU(5, 4, num_layers=2), torch.randn(7, 2, 5)
+def test_copies_compute_the_same(device):
+    rnn = StochasticGRU(5, 4, num_layers=2).to(device)
+    x = torch.randn(7, 2, 5, device=device)
     expected = rnn(x, sample=False)
     for other in (copy.deepcopy(rnn), copy.deepcopy(nn.Sequential(rnn))[0]):
         assert all(torch.equal(a, b) for a, b in zip(other(x, sample=False), expected, strict=True))
@@ -338,11 +342,11 @@ def test_copies_compute_the_same():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_lowers_the_loss(optimizer, recompute):
-    rnn = StochasticGRU(1, 8, 4, recompute=recompute)
-    head = nn.Linear(8, 1)
+def test_training_lowers_the_loss(device, optimizer, recompute):
+    rnn = StochasticGRU(1, 8, 4, recompute=recompute).to(device)
+    head = nn.Linear(8, 1, device=device)
     optimizer = optimizer([*rnn.parameters(), *head.parameters()], lr=0.02)
-    x = torch.randn(12, 16, 1)
+    x = torch.randn(12, 16, 1, device=device)
     target = x.cumsum(0).tanh()
     losses = []
     for _ in range(60):
@@ -399,9 +403,9 @@ def test_cell_without_a_batch():
     assert torch.equal(cell(x, eps=eps), cell(x, torch.zeros(4), eps=eps))
 
 
-def test_noise_of_the_cell():
-    cell, x = StochasticGRUCell(5, 4), torch.randn(2, 5)
-    h = torch.randn(2, 4)
+def test_noise_of_the_cell(device):
+    cell, x = StochasticGRUCell(5, 4).to(device), torch.randn(2, 5, device=device)
+    h = torch.randn(2, 4, device=device)
 
     def seeded(seed):
         return cell(x, h, generator=torch.Generator().manual_seed(seed))
@@ -409,7 +413,8 @@ def test_noise_of_the_cell():
     assert torch.equal(seeded(1), seeded(1))
     assert not torch.equal(seeded(1), seeded(2))
     assert not torch.equal(cell(x, h), cell(x, h))
-    assert torch.equal(cell(x, h, sample=False), cell(x, h, eps=torch.zeros(2, 4)))
+    eps = torch.zeros(2, 4, device=device)
+    torch.testing.assert_close(cell(x, h, sample=False), cell(x, h, eps=eps))
 
 
 def test_ranks_that_the_cell_refuses():

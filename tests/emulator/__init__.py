@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import load
+from torch.utils.cpp_extension import include_paths, load
 
 FOLDER = Path(__file__).parent
-BUILD = FOLDER.parents[1] / "build" / f"emulator-torch{torch.__version__}"
+ROOT = FOLDER.parents[1]
+BUILD = ROOT / "build" / f"emulator-torch{torch.__version__}"
+SOURCE = FOLDER / "emulator.cpp"
+FLAGS = ["-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
 
 
 @functools.cache
 def emulated_operators() -> Any:
     """The operators of ``fusedrnn``, with the same schemas, for CPU tensors."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    flags = ["-O2", "-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
     load(
         name="fusedrnn_emulated",
-        sources=[str(FOLDER / "emulator.cpp")],
-        extra_cflags=flags,
+        sources=[str(SOURCE)],
+        extra_cflags=[*FLAGS, "-O2"],
         build_directory=str(BUILD),
         is_python_module=False,
     )
     return torch.ops.fusedrnn_emulated
+
+
+def build_sanitized() -> Path:
+    """The same library, which aborts on accesses outside of a tensor or at a wrong address."""
+    library = BUILD / "sanitized.so"
+    sources = [*(ROOT / "csrc").rglob("*.h"), SOURCE]
+    if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
+        return library
+    BUILD.mkdir(parents=True, exist_ok=True)
+    flags = ["-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags += [f"-isystem{path}" for path in include_paths()]
+    torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    files = [str(SOURCE), "-o", str(library)]
+    subprocess.run(["c++", *FLAGS, *flags, *files, *torch_libraries], check=True)
+    return library

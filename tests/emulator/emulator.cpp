@@ -2,7 +2,9 @@
 // launch is a loop over threads, a stream runs or records at once, and a GEMM is three loops.
 // What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
 #include <functional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../../csrc/cuda/kernels.h"
@@ -48,6 +50,10 @@ struct EmulatedDevice {
     STD_TORCH_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
                         out.row_stride == out.columns && out.rows == a.rows,
                     "not a product that a GPU computes");
+    const bool is_known =
+        !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
+    STD_TORCH_CHECK(is_known || stream_.recording == nullptr,
+                    "a product whose algorithm would have to be chosen while recording");
     stream_.enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
@@ -77,8 +83,17 @@ struct EmulatedDevice {
   }
 
  private:
+  // All that the choice of an algorithm depends on.
+  using Layout = std::array<int64_t, 5>;
+  template <class M>
+  static Layout layout(const M& m) {
+    const auto address = reinterpret_cast<uintptr_t>(m.data);
+    return {m.rows, m.columns, m.row_stride, m.column_stride, int64_t(address & -address & 255)};
+  }
+
   bool replay_;
   CUstream_st stream_;
+  std::set<std::tuple<Layout, Layout, Layout, bool>> known_;
 };
 
 class EmulatedPlatform {

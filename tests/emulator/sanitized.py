@@ -1,0 +1,48 @@
+"""Calls of every kind by the library that is the argument: see ``build_sanitized``."""
+
+import sys
+from dataclasses import replace
+
+import torch
+from cases import DTYPES, OPTIONS, Case
+
+import fusedrnn
+from fusedrnn import _library
+
+# Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.
+SHAPES = [
+    Case(seq_len=18, batch=2, input_size=4, hidden_size=8, latent_size=4, chunk_size=4),
+    Case(seq_len=17, chunk_size=4),
+    Case(seq_len=5, batch=1, input_size=1, hidden_size=1, latent_size=1, chunk_size=1),
+]
+
+
+def shifted(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """At an address that is no multiple of 16."""
+    if tensor is None:
+        return None
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
+
+
+def main() -> None:
+    """All combinations, with tensors at addresses that suit a GPU and at others."""
+    torch.ops.load_library(sys.argv[1])
+    _library._ops = torch.ops.fusedrnn_emulated
+    for shape in SHAPES:
+        for options in [*OPTIONS, {"noise": "eps"}]:
+            for dtype in DTYPES:
+                case = replace(shape, dtype=dtype, **options)
+                aligned = case.tensors()
+                names = ("input", "hx", "eps", "grad_output", "grad_h_n")
+                moved = {name: shifted(getattr(aligned, name)) for name in names}
+                moved["weights"] = [shifted(w) for w in aligned.weights]
+                for arguments in (aligned, replace(aligned, **moved)):
+                    for tensor in arguments.differentiable():
+                        tensor.requires_grad_()
+                    arguments.results(fusedrnn.stochastic_gru, **case.options)
+    launches, replays = torch.ops.fusedrnn_emulated.counts()
+    print(f"{launches} launches, {replays} replays")
+
+
+if __name__ == "__main__":
+    main()
