@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from .convert import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 
@@ -9,11 +10,14 @@ __version__ = _version("fusedrnn")
 __all__ = [
     "GRU",
     "LSTM",
+    "ConversionReport",
     "GRUCell",
     "LSTMCell",
     "StochasticGRU",
     "StochasticGRUCell",
+    "convert",
     "gru",
     "lstm",
     "stochastic_gru",
+    "to_torch",
 ]

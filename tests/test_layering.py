@@ -32,7 +32,8 @@ PYTHON_LAYERS = {
     1: ["_library", "weights"],
     2: ["functional"],
     3: ["modules"],
-    4: ["__init__"],
+    4: ["convert"],
+    5: ["__init__"],
 }
 TORCH_OPS_USER = "_library"  # the only user of torch.ops
 

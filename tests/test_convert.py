@@ -1,0 +1,454 @@
+"""Replacing torch.nn's modules in a model: same results, same Parameters, and reasons."""
+
+import copy
+import io
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.rnn import pack_sequence
+
+import fusedrnn
+from fusedrnn import convert, to_torch
+from fusedrnn.convert import _CannotReplace, _check_device
+
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    {"num_layers": 2, "dropout": 0.5},
+]
+INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
+
+
+def the_reason(report):
+    """Why the only module was kept."""
+    assert report.replaced == []
+    (kept,) = report.kept
+    return kept.reason
+
+
+def assert_kept(model, match, way=convert):
+    before = dict(model.named_modules())
+    same, report = way(model)
+    assert same is model
+    assert match in the_reason(report)
+    assert all(m is before[name] for name, m in model.named_modules())
+
+
+def gradients(model, input):
+    model.zero_grad()
+    model(input)[0].square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# Results
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["GRU", "LSTM"])
+def test_there_and_back(name, options):
+    old = getattr(nn, name)(5, 7, **options).eval()
+    expected, expected_grads = old(INPUT), gradients(old, INPUT)
+    state = {key: value.clone() for key, value in old.state_dict().items()}
+
+    new, report = convert(old)
+    assert type(new) is getattr(fusedrnn, name)
+    assert new.extra_repr() == old.extra_repr()
+    assert len(report.replaced) == 1 and report.kept == []
+    torch.testing.assert_close(new(INPUT), expected)
+    torch.testing.assert_close(gradients(new, INPUT), expected_grads)
+
+    back, report = to_torch(new)
+    assert type(back) is type(old)
+    assert back.extra_repr() == old.extra_repr()
+    assert len(report.replaced) == 1 and report.kept == []
+    torch.testing.assert_close(back(INPUT), expected)
+    torch.testing.assert_close(gradients(back, INPUT), expected_grads)
+    for module in (new, back):
+        assert list(module.state_dict()) == list(state)
+        assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["GRUCell", "LSTMCell"])
+def test_cells_there_and_back(name, bias):
+    old = getattr(nn, name)(5, 7, bias)
+    expected = old(INPUT[0])
+    new, _ = convert(old)
+    assert type(new) is getattr(fusedrnn, name)
+    torch.testing.assert_close(new(INPUT[0]), expected)
+    back, _ = to_torch(new)
+    assert type(back) is type(old)
+    torch.testing.assert_close(back(INPUT[0]), expected)
+    assert list(new.state_dict()) == list(back.state_dict()) == list(old.state_dict())
+
+
+def test_packed_sequences_go_on_working():
+    packed = pack_sequence([INPUT[:3, 0], INPUT[:, 1]], enforce_sorted=False)
+    old = nn.LSTM(5, 7)
+    new, _ = convert(copy.deepcopy(old))
+    torch.testing.assert_close(new(packed)[0].data, old(packed)[0].data)
+
+
+def test_checkpoints_go_both_ways():
+    old, new = nn.LSTM(5, 7), convert(nn.LSTM(5, 7))[0]
+    new.load_state_dict(old.state_dict())
+    torch.testing.assert_close(new(INPUT), old(INPUT))
+    file = io.BytesIO()
+    torch.save(new.state_dict(), file)
+    file.seek(0)
+    other = nn.LSTM(5, 7)
+    other.load_state_dict(torch.load(file))
+    torch.testing.assert_close(other(INPUT), old(INPUT))
+
+
+def test_the_result_can_be_copied_and_moved():
+    for module in (convert(nn.LSTM(5, 7))[0], to_torch(fusedrnn.LSTM(5, 7))[0]):
+        expected = module(INPUT)
+        moved = copy.deepcopy(module).double()
+        torch.testing.assert_close(moved(INPUT.double())[0].float(), expected[0])
+
+
+# The very Parameters
+
+
+@pytest.mark.parametrize(
+    ("way", "make"), [(convert, nn.LSTM), (to_torch, fusedrnn.LSTM), (convert, nn.GRUCell)]
+)
+def test_the_parameters_are_the_same_objects(way, make):
+    old = make(5, 7)
+    before = dict(old.named_parameters())
+    new, _ = way(old)
+    assert new is not old
+    after = dict(new.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_an_optimizer_stays_valid():
+    model = nn.Sequential(nn.LSTM(5, 7))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    gradients(model, INPUT)
+    optimizer.step()
+    reference, reference_optimizer = copy.deepcopy((model, optimizer))
+    convert(model)
+    for m, o in ((model, optimizer), (reference, reference_optimizer)):
+        gradients(m, INPUT)
+        o.step()
+    torch.testing.assert_close(model(INPUT)[0], reference(INPUT)[0])
+
+
+def test_the_weights_are_laid_out_flat():
+    model = nn.ModuleList([nn.LSTM(5, 7, num_layers=2), nn.GRUCell(5, 7)])
+    for rnn in convert(model)[0]:
+        assert rnn.flat_weight.numel() == sum(p.numel() for p in rnn.parameters())
+
+
+def test_weights_in_a_larger_memory_stay_there():
+    old = nn.GRU(5, 7)
+    buffer = torch.zeros(1000)
+    for i, p in enumerate(old.parameters()):
+        place = buffer[200 * i : 200 * i + p.numel()].view(p.shape)
+        p.data = place.copy_(p.data)
+    new, _ = convert(old)
+    assert new.weight_ih_l0.data_ptr() == buffer.data_ptr()
+
+
+def test_gradients_flags_and_training_mode_are_carried_over():
+    old = nn.GRU(5, 7).eval()
+    old.weight_ih_l0.requires_grad_(False)
+    old(INPUT)[0].sum().backward()
+    grad = old.weight_hh_l0.grad
+    new, _ = convert(old)
+    assert not new.training and not new.weight_ih_l0.requires_grad
+    assert new.weight_hh_l0.requires_grad and new.weight_hh_l0.grad is grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_dtype_is_carried_over(dtype):
+    new, _ = convert(nn.LSTM(5, 7, dtype=dtype))
+    assert new.weight_ih_l0.dtype == new.flat_weight.dtype == dtype
+
+
+def test_meta():
+    for way, make in ((convert, nn.GRU), (to_torch, fusedrnn.GRU)):
+        new, _ = way(make(5, 7, device="meta"))
+        assert all(p.is_meta for p in new.parameters())
+        new.to_empty(device="cpu").reset_parameters()
+        assert new(INPUT)[0].isfinite().all()
+
+
+@pytest.mark.cuda
+def test_cuda():
+    old = nn.LSTM(5, 7).cuda()
+    expected = old(INPUT.cuda())
+    new, _ = convert(old)
+    assert all(p.is_cuda for p in new.parameters())
+    torch.testing.assert_close(new(INPUT.cuda()), expected)
+    assert new.flat_weight.is_cuda
+    back, _ = to_torch(new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(back(INPUT.cuda()), expected)
+
+
+def test_no_random_numbers_are_drawn_and_nothing_is_warned_of():
+    with pytest.warns(UserWarning, match="dropout"):
+        old = nn.GRU(5, 7, dropout=0.5)
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new, _ = convert(old)
+        back, _ = to_torch(new)
+    assert new.dropout == back.dropout == 0.5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Models
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoders = nn.ModuleList([nn.LSTM(5, 7), nn.GRU(7, 7)])
+        self.cells = nn.ModuleDict({"a": nn.GRUCell(7, 7)})
+        self.none = None
+        self.register_module("also_none", None)
+        self.head = nn.Sequential(nn.Linear(7, 3), nn.Tanh())
+
+    def forward(self, input):
+        for encoder in self.encoders:
+            input, _ = encoder(input)
+        return self.head(self.cells["a"](input[-1]))
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel], ids=["plain", "DataParallel"])
+def test_models_are_changed_in_place(wrap):
+    model = wrap(Tagger())
+    expected, keys = model(INPUT), list(model.state_dict())
+    same, report = convert(model)
+    assert same is model and list(model.state_dict()) == keys
+    prefix = "module." if isinstance(model, nn.DataParallel) else ""
+    assert [r.name for r in report.replaced] == [
+        f"{prefix}encoders.0",
+        f"{prefix}encoders.1",
+        f"{prefix}cells.a",
+    ]
+    assert report.kept == []
+    torch.testing.assert_close(model(INPUT), expected)
+    assert not any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
+
+    assert convert(model) == (model, fusedrnn.ConversionReport())  # nothing is left to do
+    assert len(to_torch(model)[1].replaced) == 3
+    torch.testing.assert_close(model(INPUT), expected)
+
+
+def test_a_shared_module_stays_shared():
+    rnn = nn.GRU(5, 5)
+    model = nn.Sequential()
+    model.a, model.b, model.inner = rnn, rnn, nn.Sequential(rnn)
+    _, report = convert(model)
+    assert type(model.a) is fusedrnn.GRU
+    assert model.a is model.b is model.inner[0]
+    assert [r.name for r in report.replaced] == ["a"]
+
+
+def test_tied_parameters_stay_tied():
+    model = nn.ModuleDict({"a": nn.GRU(5, 7), "b": nn.GRU(5, 7), "c": nn.GRU(7, 7, num_layers=2)})
+    model["b"].weight_hh_l0 = model["a"].weight_hh_l0
+    model["c"].weight_hh_l1 = model["c"].weight_hh_l0
+    expected = {name: copy.deepcopy(model[name]) for name in model}
+    for way in (convert, to_torch):
+        _, report = way(model)
+        assert len(report.replaced) == 3
+        assert model["b"].weight_hh_l0 is model["a"].weight_hh_l0
+        assert model["c"].weight_hh_l1 is model["c"].weight_hh_l0
+        for name, input in (("a", INPUT), ("b", INPUT), ("c", torch.ones(3, 2, 7))):
+            torch.testing.assert_close(model[name](input), expected[name](input))
+
+
+def test_attributes_are_carried_over():
+    old = nn.GRU(5, 7)
+    old.note = "mine"
+    assert convert(old)[0].note == "mine"
+
+
+def test_hooks_are_carried_over_with_their_handles():
+    old, calls = nn.GRU(5, 7), []
+    handles = [
+        old.register_forward_pre_hook(lambda m, args: calls.append("pre")),
+        old.register_forward_hook(lambda m, args, kwargs, out: calls.append("f"), with_kwargs=True),
+        old.register_full_backward_hook(lambda m, gi, go: calls.append("backward")),
+        old.register_state_dict_post_hook(lambda m, *args: calls.append(type(m))),
+        old.register_load_state_dict_post_hook(lambda m, keys: calls.append("load")),
+    ]
+    for way, kind in ((convert, fusedrnn.GRU), (to_torch, nn.GRU)):
+        old, _ = way(old)
+        old(INPUT.clone().requires_grad_())[0].sum().backward()
+        old.load_state_dict(old.state_dict())
+        assert calls == ["pre", "f", "backward", kind, "load"]
+        calls.clear()
+    for handle in handles:
+        handle.remove()
+    old.load_state_dict(old.state_dict())
+    old(INPUT)
+    assert calls == []
+
+
+# What is kept
+
+
+class OwnLSTM(nn.LSTM):
+    def forward(self, input, hx=None):
+        return super().forward(2 * input, hx)
+
+
+def test_subclasses_are_kept():
+    assert_kept(OwnLSTM(5, 7), "subclass of torch.nn.LSTM")
+    assert_kept(type("Own", (fusedrnn.GRU,), {})(5, 7), "subclass of fusedrnn.GRU", to_torch)
+
+
+def test_modules_without_counterpart_are_kept():
+    assert_kept(nn.RNN(5, 7), "fusedrnn has no counterpart of torch.nn.RNN")
+    assert_kept(nn.RNNCell(5, 7), "fusedrnn has no counterpart of torch.nn.RNNCell")
+    message = "torch.nn has no counterpart of fusedrnn.StochasticGRU"
+    assert_kept(fusedrnn.StochasticGRU(5, 7), message, to_torch)
+    assert_kept(fusedrnn.StochasticGRUCell(5, 7), message, to_torch)
+
+
+def test_a_projection_is_asked_for_from_the_constructor():
+    old = nn.LSTM(5, 7, proj_size=3)
+    expected = old(INPUT)
+    new, report = convert(old)
+    if report.replaced:
+        torch.testing.assert_close(new(INPUT), expected)
+    else:
+        assert the_reason(report) == "fusedrnn.LSTM has no proj_size"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_kept(dtype):
+    old = nn.LSTM(5, 7)
+    for p in old.parameters():
+        p.data = p.data.to(dtype)
+    names = "torch.float32, torch.float64, torch.bfloat16, torch.float16"
+    assert_kept(old, f"dtype must be one of {names}, got {dtype}")
+
+
+def test_other_devices_are_kept(monkeypatch):
+    with pytest.raises(_CannotReplace, match="fusedrnn does not run on mps:0"):
+        _check_device(torch.device("mps:0"), fusedrnn.GRU)
+    _check_device(torch.device("mps:0"), nn.GRU)
+    monkeypatch.setattr(fusedrnn._library, "cuda_obstacle", "there is no CUDA")
+    with pytest.raises(_CannotReplace, match="it is on cuda:0, but there is no CUDA"):
+        _check_device(torch.device("cuda:0"), fusedrnn.GRU)
+
+
+def test_parametrized_modules_are_kept():
+    old = nn.LSTM(5, 7)
+    parametrizations.weight_norm(old, "weight_hh_l0")
+    assert_kept(nn.Sequential(old), "it is parametrized: weight_hh_l0")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", [convert, to_torch])
+def test_weight_normed_and_pruned_modules_are_kept(way):
+    make = nn.LSTM if way is convert else fusedrnn.LSTM
+    normed, spectral, pruned = make(5, 7), make(5, 7), make(5, 7)
+    nn.utils.weight_norm(normed, "weight_hh_l0")
+    nn.utils.spectral_norm(spectral, "weight_hh_l0")
+    prune.random_unstructured(pruned, "weight_hh_l0", 0.5)
+    more = "it holds more than its weights: "
+    assert_kept(normed, f"{more}weight_hh_l0_g, weight_hh_l0_v", way)
+    assert_kept(spectral, f"{more}weight_hh_l0_orig, weight_hh_l0_u", way)
+    assert_kept(pruned, f"{more}weight_hh_l0_mask, weight_hh_l0_orig", way)
+
+
+def test_other_weights_are_kept():
+    odd, mixed, special = nn.GRU(5, 7), nn.GRU(5, 7), nn.GRU(5, 7)
+    odd.weight_hh_l0 = nn.Parameter(torch.zeros(3))
+    assert_kept(odd, "weight_hh_l0 is (3,) of torch.float32, where (21, 7)")
+    mixed.bias_hh_l0.data = mixed.bias_hh_l0.data.double()
+    assert_kept(mixed, "bias_hh_l0 is (21,) of torch.float64")
+    special.bias_hh_l0 = type("Sharded", (nn.Parameter,), {})(torch.zeros(21))
+    assert_kept(special, "bias_hh_l0 is not a plain nn.Parameter")
+
+
+@pytest.mark.parametrize("name", ["forward", "_compiled_call_impl", "recompute"])
+def test_overridden_attributes_are_kept(name):
+    old = nn.GRU(5, 7)
+    setattr(old, name, lambda input: input)
+    assert_kept(old, f"{name} was overridden on this very module")
+
+
+def test_bound_hooks_are_kept():
+    old = nn.GRU(5, 7)
+    old.register_load_state_dict_pre_hook(lambda m, *args: None)
+    assert_kept(old, "a hook for load_state_dict is bound to this very module")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("make", ["script", "trace"])
+def test_script_modules_are_kept(make):
+    model = nn.Sequential(nn.LSTM(5, 7))
+    scripted = (
+        torch.jit.script(model)
+        if make == "script"
+        else torch.jit.trace(model, INPUT, check_trace=False)
+    )
+    assert_kept(nn.Sequential(scripted), "it is compiled by TorchScript")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["quantizable", "quantized.dynamic"])
+def test_quantized_modules_are_kept(kind):
+    rnn = pytest.importorskip(f"torch.ao.nn.{kind}").LSTM(5, 7)
+    assert_kept(nn.Sequential(rnn), f"fusedrnn has no counterpart of torch.ao.nn.{kind}")
+
+
+def test_compiled_modules_are_kept():
+    rnn = nn.GRU(5, 7)
+    compiled = torch.compile(rnn, backend="eager")
+    assert_kept(compiled, "torch.compile has wrapped it")
+    assert_kept(nn.ModuleList([rnn, compiled]), "torch.compile has wrapped it")
+
+
+def test_models_within_torch_compile_are_converted():
+    torch._dynamo.reset()
+    model = torch.compile(nn.Sequential(nn.GRU(5, 7)), backend="eager")
+    expected = model(INPUT)
+    assert [r.name for r in convert(model)[1].replaced] == ["_orig_mod.0"]
+    torch.testing.assert_close(model(INPUT), expected)
+
+
+# The report
+
+
+def test_the_report_is_readable():
+    model = nn.ModuleDict({"a": nn.LSTM(5, 7, num_layers=2), "b": nn.RNN(5, 7)})
+    _, report = convert(model)
+    assert str(report).splitlines() == [
+        "Replaced 1:",
+        "  a: torch.nn.LSTM(5, 7, num_layers=2) -> fusedrnn.LSTM(5, 7, num_layers=2)",
+        "Kept 1:",
+        "  b: torch.nn.RNN(5, 7): fusedrnn has no counterpart of torch.nn.RNN",
+    ]
+    assert report.replaced[0].name == "a" and report.kept[0].name == "b"
+    assert str(convert(nn.Linear(5, 7))[1]) == "Nothing to replace."
+    assert str(convert(nn.RNN(5, 7))[1]).splitlines()[1].startswith("  (the model): torch.nn.RNN")
+
+
+def test_lost_options_are_reported():
+    _, report = to_torch(nn.Sequential(fusedrnn.GRU(5, 7, recompute=False, chunk_size=3)))
+    assert report.replaced[0].lost == ("recompute=False", "chunk_size=3")
+    assert str(report).endswith("torch.nn.GRU(5, 7) (without recompute=False, chunk_size=3)")
+
+
+def test_only_modules_are_taken():
+    for way, wrong in itertools.product((convert, to_torch), (nn.LSTM, [nn.LSTM(5, 7)], None)):
+        with pytest.raises(TypeError, match=r"^fusedrnn: module must be a torch\.nn\.Module, got"):
+            way(wrong)
