@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +22,20 @@ THREADS = 2
 LSTM, GRU = "nn.LSTM", "nn.GRU"
 LOOP, COMPILED = "plain loop", "compiled loop"
 OURS, KEPT = "fusedrnn", "fusedrnn, recompute=False"
+OUR_GRU, KEPT_GRU = "fusedrnn.GRU", "fusedrnn.GRU, recompute=False"
+OUR_LSTM, KEPT_LSTM = "fusedrnn.LSTM", "fusedrnn.LSTM, recompute=False"
+# And what each drops in for.
+DROP_INS = {OUR_GRU: GRU, KEPT_GRU: GRU, OUR_LSTM: LSTM, KEPT_LSTM: LSTM}
+LAST_GRU, LAST_LSTM = "fusedrnn.GRU, last state only", "fusedrnn.LSTM, last state only"
 # These need a GPU.
 LAUNCHED, CAPTURED = "fusedrnn, without replay", "fusedrnn, CUDA graph"
 GRAPHED = "plain loop, CUDA graph"
 CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
 
-ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT)
+ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT, *DROP_INS)
 # Measured side by side at every shape and dtype, and only then the others, one by one: they are
 # slow to run or to compile, and what the time budget does not reach is said to be missing.
-ON_CUDA = (OURS, KEPT, LAUNCHED, LSTM, GRU, LOOP, GRAPHED, CAPTURED)
+ON_CUDA = (OURS, KEPT, LAUNCHED, LSTM, GRU, LOOP, GRAPHED, CAPTURED, *DROP_INS)
 ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
 
 
@@ -59,17 +66,32 @@ OVER_SEQ_LEN = tuple(Shape(seq_len, 32, 256) for seq_len in (32, 64, 128, 256, 5
 # Two lengths of more than one chunk of time, so that the workspace has its full size.
 OVER_SEQ_LEN_QUICK = tuple(Shape(seq_len, 32, 32) for seq_len in (32, 64))
 
-# Upper bounds of ratios. Memory: peak of a training step over that of nn.LSTM.
-MEMORY_LIMITS = {LARGE: 0.15, SMALL: 0.20}
+LONG, LONG_QUICK = Shape(4096, 32, 256), Shape(256, 32, 32)  # whose last state is asked for
+HAS_LAST_STATE_ONLY = "return_sequence" in inspect.signature(fusedrnn.GRU).parameters
+
+# Upper bounds of ratios. Memory: peak of a training step over that of the other one.
+MEMORY_LIMITS = {
+    LARGE: {(OURS, LSTM): 0.15, (OUR_GRU, GRU): 0.35, (OUR_LSTM, LSTM): 0.2},
+    SMALL: {(OURS, LSTM): 0.20, (OUR_GRU, GRU): 0.35, (OUR_LSTM, LSTM): 0.2},
+    LONG: {(LAST_GRU, LSTM): 0.02, (LAST_LSTM, LSTM): 0.02},
+}
 # Time of a training step over that of the other one.
 GEMMS, KEPT_GEMMS = "GEMMs alone", "GEMMs alone, recompute=False"
 SPEED_LIMITS = {
-    (OURS, GEMMS): 1.15,
-    (OURS, LSTM): 1.6,
-    (OURS, LOOP): 1.05,
-    (KEPT, KEPT_GEMMS): 1.15,
-    (KEPT, LSTM): 1.2,
-    (KEPT, LOOP): 0.85,
+    SMALL: {
+        (OURS, GEMMS): 1.15,
+        (OURS, LSTM): 1.6,
+        (OURS, LOOP): 1.05,
+        (KEPT, KEPT_GEMMS): 1.15,
+        (KEPT, LSTM): 1.2,
+        (KEPT, LOOP): 0.85,
+    }
+}
+SPEED_LIMITS[LARGE] = SPEED_LIMITS[SMALL] | {
+    (OUR_GRU, GRU): 1.45,
+    (KEPT_GRU, GRU): 1.1,
+    (OUR_LSTM, LSTM): 1.45,
+    (KEPT_LSTM, LSTM): 1.1,
 }
 # Time of a backward pass whose adjoints decay through denormals over that of an ordinary one.
 DENORMAL_LIMIT = 1.2
@@ -88,7 +110,12 @@ CUDA_SHAPES = (
 CUDA_QUICK = Shape(16, 32, 32)
 CUDA_BUDGET_S = 150  # of each benchmark: five minutes for both
 # At every shape and dtype.
-CUDA_MEMORY_LIMITS = {(OURS, LSTM): 0.25, (OURS, LOOP): 0.12}
+CUDA_MEMORY_LIMITS = {
+    (OURS, LSTM): 0.25,
+    (OURS, LOOP): 0.12,
+    (OUR_GRU, GRU): 0.3,
+    (OUR_LSTM, LSTM): 0.3,
+}
 CUDA_SPEED_LIMITS = {(OURS, LOOP): 0.12, (OURS, GRAPHED): 0.55}
 
 
@@ -202,6 +229,14 @@ class TrainingStep:
             self.module(self.input)
 
 
+class LastStateStep(TrainingStep):
+    """A step of a module whose output is its last state."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.grad_output = self.grad_output[-1]
+
+
 class LaunchedStep(TrainingStep):
     """A step whose kernels are launched one by one, where the op would replay a CUDA graph."""
 
@@ -288,34 +323,76 @@ class Contender:
         return operations / (1e9 * time_ms)
 
 
-def _stochastic_gru(hidden_size: int) -> fusedrnn.StochasticGRU:
-    return fusedrnn.StochasticGRU(hidden_size, hidden_size)
+def _like(module: Callable[..., nn.Module], **options: bool) -> Callable[[int], nn.Module]:
+    return lambda hidden_size: module(hidden_size, hidden_size, **options)
 
 
-def _kept(hidden_size: int) -> fusedrnn.StochasticGRU:
-    return fusedrnn.StochasticGRU(hidden_size, hidden_size, recompute=False)
+_stochastic_gru = _like(fusedrnn.StochasticGRU)
 
 
 def _over(loop: Callable[[fusedrnn.StochasticGRU], nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda hidden_size: loop(_stochastic_gru(hidden_size))
+    return lambda hidden_size: loop(fusedrnn.StochasticGRU(hidden_size, hidden_size))
 
 
 # W_ih and W_zh are 3 matrices each, W_hz is 2. All have a gradient, and W_ih leads to the input.
 STOCHASTIC = (8, 8 + 5)
 REBUILT = (8, 8 + 8 + 5)
+# W_ih and W_hh are 3 or 4 matrices each.
+GRU_GEMMS, REBUILT_GRU = (3 + 3, 6 + 3), (3 + 3, 6 + 6 + 3)
+LSTM_GEMMS, REBUILT_LSTM = (4 + 4, 8 + 4), (4 + 4, 8 + 8 + 4)
 CONTENDERS: dict[str, Contender] = {
-    LSTM: Contender(lambda hidden_size: nn.LSTM(hidden_size, hidden_size), (4 + 4, 8 + 4)),
-    GRU: Contender(lambda hidden_size: nn.GRU(hidden_size, hidden_size), (3 + 3, 6 + 3)),
+    LSTM: Contender(_like(nn.LSTM), LSTM_GEMMS),
+    GRU: Contender(_like(nn.GRU), GRU_GEMMS),
     LOOP: Contender(_over(Loop), STOCHASTIC),
     COMPILED: Contender(_over(CompiledLoop), STOCHASTIC),
     GRAPHED: Contender(_over(Loop), STOCHASTIC, GraphedStep),
     CHECKPOINTED: Contender(_over(CheckpointedLoop), REBUILT),
     OFFLOADED: Contender(_over(OffloadedLoop), STOCHASTIC),
     OURS: Contender(_stochastic_gru, REBUILT),
-    KEPT: Contender(_kept, STOCHASTIC),
+    KEPT: Contender(_like(fusedrnn.StochasticGRU, recompute=False), STOCHASTIC),
     LAUNCHED: Contender(_stochastic_gru, REBUILT, LaunchedStep),
     CAPTURED: Contender(_stochastic_gru, REBUILT, GraphedStep),
+    OUR_GRU: Contender(_like(fusedrnn.GRU), REBUILT_GRU),
+    KEPT_GRU: Contender(_like(fusedrnn.GRU, recompute=False), GRU_GEMMS),
+    OUR_LSTM: Contender(_like(fusedrnn.LSTM), REBUILT_LSTM),
+    KEPT_LSTM: Contender(_like(fusedrnn.LSTM, recompute=False), LSTM_GEMMS),
+    LAST_GRU: Contender(_like(fusedrnn.GRU, return_sequence=False), REBUILT_GRU, LastStateStep),
+    LAST_LSTM: Contender(_like(fusedrnn.LSTM, return_sequence=False), REBUILT_LSTM, LastStateStep),
 }
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contenders that share a table.
+
+    Attributes:
+        title: Goes into the table's.
+        over: Headings of columns of ratios, and from a contender to the one it is divided by.
+    """
+
+    title: str
+    names: Sequence[str]
+    over: dict[str, Callable[[str], str]]
+
+
+def groups(names: Collection[str]) -> list[Group]:
+    """StochasticGRU among its competitors; and GRU and LSTM, each next to torch's."""
+    drop_ins = [GRU, OUR_GRU, KEPT_GRU, LSTM, OUR_LSTM, KEPT_LSTM]
+    return [
+        Group(
+            "",
+            [name for name in names if name not in DROP_INS],
+            {"/ LSTM": lambda _: LSTM, "/ loop": lambda _: LOOP},
+        ),
+        Group(
+            "GRU and LSTM, ",
+            [name for name in drop_ins if name in names],
+            {"/ torch.nn": lambda name: DROP_INS.get(name, name)},
+        ),
+    ]
+
+
+LAST_STATE = Group("last state only, ", (LSTM, LAST_GRU, LAST_LSTM), {"/ LSTM": lambda _: LSTM})
 
 
 def training_step(

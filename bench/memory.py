@@ -9,16 +9,21 @@ from typing import Any
 from .cases import (
     COMPILED,
     CUDA_MEMORY_LIMITS,
+    DROP_INS,
+    HAS_LAST_STATE_ONLY,
     LARGE,
-    LOOP,
-    LSTM,
+    LAST_STATE,
+    LONG,
+    LONG_QUICK,
     MEMORY_LIMITS,
     ON_CPU,
     OURS,
     OVER_SEQ_LEN,
     OVER_SEQ_LEN_QUICK,
     SMALL,
+    Group,
     Shape,
+    groups,
     training_step,
     why_not_compiled,
 )
@@ -28,38 +33,53 @@ from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_no
 
 
 def run(run: Run) -> Report:
-    """Peaks at two shapes, and how everything grows with the sequence."""
+    """Peaks at two shapes, how everything grows with the sequence, and a long one's last state."""
     shapes = [SMALL] if run.quick else [LARGE, SMALL]
     over_seq_len = OVER_SEQ_LEN_QUICK if run.quick else OVER_SEQ_LEN
+    long = LONG_QUICK if run.quick else LONG
+    on_long = LAST_STATE.names if HAS_LAST_STATE_ONLY else ()
     contenders = [name for name in ON_CPU if not (run.quick and name == COMPILED)]
-    steps = 1 + len(contenders) * (len(shapes) + len(over_seq_len))
-    task = run.progress.add_task("memory", total=steps)
+    over_contenders = [name for name in contenders if name not in DROP_INS]
+    steps = 1 + len(contenders) * len(shapes) + len(over_contenders) * len(over_seq_len)
+    task = run.progress.add_task("memory", total=steps + len(on_long))
 
     not_compiled = None if run.quick else why_not_compiled([*shapes, *over_seq_len])
     run.progress.advance(task)
     if not_compiled:
         contenders.remove(COMPILED)
+        over_contenders.remove(COMPILED)
 
-    def measure_all(shape: Shape) -> dict[str, Any]:
+    def measure_all(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
         measured = {}
-        for name in contenders:
+        for name in names:
             measured[name] = _measure(name, shape)
             run.progress.advance(task)
         return {"shape": vars(shape), "output_bytes": shape.output_bytes, "contenders": measured}
 
-    at_shapes = [measure_all(shape) for shape in shapes]
-    over = [measure_all(shape) for shape in over_seq_len]
-    _plot(run, over, contenders)
+    at_shapes = {shape: measure_all(shape, contenders) for shape in shapes}
+    over = [measure_all(shape, over_contenders) for shape in over_seq_len]
+    at_long = {long: measure_all(long, on_long)} if on_long else {}
+    _plot(run, over, over_contenders)
     targets = [
-        Target(f"peak memory, {OURS} / {LSTM}", str(shape), _ratio(result, LSTM), limit)
-        for shape, result in zip(shapes, at_shapes, strict=True)
-        for limit in [MEMORY_LIMITS[shape]]
+        Target(f"peak memory, {a} / {b}", str(shape), _ratio(result, a, b), limit)
+        for shape, result in (at_shapes | at_long).items()
+        for (a, b), limit in MEMORY_LIMITS.get(shape, {}).items()
     ]
-    tables = [_shape_table(shape, r) for shape, r in zip(shapes, at_shapes, strict=True)]
-    tables += [_growth_table(over), _peak_table(over, contenders)]
+    tables = [
+        _shape_table(group, shape, result)
+        for shape, result in at_shapes.items()
+        for group in groups(contenders)
+    ]
+    tables += [_shape_table(LAST_STATE, shape, result) for shape, result in at_long.items()]
+    tables += [_growth_table(over), _peak_table(over, over_contenders)]
     if not_compiled:
         tables.append(Table(COMPILED, [not_compiled], []))
-    content = {"shapes": at_shapes, "over_seq_len": over, "compiled_loop": not_compiled or "ran"}
+    content = {
+        "shapes": list(at_shapes.values()),
+        "over_seq_len": over,
+        "last_state": list(at_long.values()),
+        "compiled_loop": not_compiled or "ran",
+    }
     return Report("memory", content, tables, targets)
 
 
@@ -75,38 +95,39 @@ def _measure(name: str, shape: Shape) -> dict[str, Any]:
     saved = saved_sizes_bytes(step.forward, [step.input, *weights])
     memory = measure_memory(step.train)
     gradient_bytes = sum(w.nbytes for w in weights)
+    output_bytes = step.grad_output.nbytes
     return {
         "peak_bytes": memory.peak_bytes,
         "allocations": memory.allocations,
         "saved_bytes": sum(saved),
         "largest_saved_bytes": saved[:4],
         "gradient_bytes": gradient_bytes,
-        "workspace_bytes": memory.peak_bytes - gradient_bytes - max(sum(saved), shape.output_bytes),
+        "workspace_bytes": memory.peak_bytes - gradient_bytes - max(sum(saved), output_bytes),
     }
 
 
-def _ratio(result: dict[str, Any], other: str) -> float:
+def _ratio(result: dict[str, Any], name: str, other: str) -> float:
     measured = result["contenders"]
-    return float(measured[OURS]["peak_bytes"] / measured[other]["peak_bytes"])
+    return float(measured[name]["peak_bytes"] / measured[other]["peak_bytes"])
 
 
-def _shape_table(shape: Shape, result: dict[str, Any]) -> Table:
-    contenders = result["contenders"]
-    lstm, loop = (contenders[name]["peak_bytes"] for name in (LSTM, LOOP))
-    rows = [
-        [
-            name,
-            mib(m["peak_bytes"]),
-            f"{m['peak_bytes'] / lstm:.3f}",
-            f"{m['peak_bytes'] / loop:.3f}",
-            mib(m["saved_bytes"]),
-            f"{m['saved_bytes'] / shape.output_bytes:.2f}",
-            str(m["allocations"]),
-        ]
-        for name, m in contenders.items()
-    ]
-    columns = ["", "peak MiB", "/ LSTM", "/ loop", "saved MiB", "saved / output", "allocations"]
-    return Table(f"Memory of a training step, {shape}", columns, rows)
+def _shape_table(group: Group, shape: Shape, result: dict[str, Any]) -> Table:
+    rows = []
+    for name in group.names:
+        measured = result["contenders"][name]
+        saved_bytes = measured["saved_bytes"]
+        rows.append(
+            [
+                name,
+                mib(measured["peak_bytes"]),
+                *(f"{_ratio(result, name, other(name)):.3f}" for other in group.over.values()),
+                mib(saved_bytes),
+                f"{saved_bytes / shape.output_bytes:.2f}",
+                str(measured["allocations"]),
+            ]
+        )
+    columns = ["", "peak MiB", *group.over, "saved MiB", "saved / output", "allocations"]
+    return Table(f"Memory of a training step, {group.title}{shape}", columns, rows)
 
 
 def _growth_table(over: list[dict[str, Any]]) -> Table:
@@ -189,19 +210,22 @@ def _report_on_cuda(results: Results) -> Report:
         for case, rows in results.items()
         if not (why_none(rows[a]) or why_none(rows[b]))
     ]
-    tables = [_case_table(case, rows) for case, rows in results.items()]
+    tables = [
+        _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
+    ]
     return Report("memory", numbers(results), tables, targets, failures(results))
 
 
-def _case_table(case: Case, rows: dict[str, Row]) -> Table:
+def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
     def over(row: Row, other: str) -> str:
         other_bytes = rows[other].get("peak_bytes")
         return f"{row['peak_bytes'] / other_bytes:.3f}" if other_bytes else ""
 
     output_bytes = case.shape.output_bytes_in(case.dtype)
-    columns = ["", "peak MiB", "/ LSTM", "/ loop", "saved MiB", "saved / output", "host MiB"]
+    columns = ["", "peak MiB", *group.over, "saved MiB", "saved / output", "host MiB"]
     lines = []
-    for name, row in rows.items():
+    for name in group.names:
+        row = rows[name]
         if reason := why_none(row):
             lines.append([name, reason, *[""] * (len(columns) - 2)])
             continue
@@ -210,14 +234,13 @@ def _case_table(case: Case, rows: dict[str, Row]) -> Table:
             [
                 name,
                 mib(row["peak_bytes"]),
-                over(row, LSTM),
-                over(row, LOOP),
+                *(over(row, other(name)) for other in group.over.values()),
                 mib(saved_bytes),
                 f"{saved_bytes / output_bytes:.2f}",
                 mib(row["host_bytes"]),
             ]
         )
-    return Table(f"Memory of a training step, {case}", columns, lines)
+    return Table(f"Memory of a training step, {group.title}{case}", columns, lines)
 
 
 if __name__ == "__main__":

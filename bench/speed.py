@@ -23,11 +23,15 @@ from .cases import (
     LOOP,
     LSTM,
     ON_CPU,
+    OUR_GRU,
+    OUR_LSTM,
     OURS,
     SMALL,
     SPEED_LIMITS,
+    Group,
     Shape,
     TrainingStep,
+    groups,
     training_step,
     why_not_compiled,
 )
@@ -37,7 +41,7 @@ from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_no
 
 Calls = dict[str, Callable[[], object]]
 REBUILD = "rebuilding GEMMs"
-FORWARD_ONLY = (LSTM, GRU, LOOP, OURS)
+FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
 # At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
 CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S = 20, 3.0, 1.0
@@ -70,15 +74,13 @@ def run(run: Run) -> Report:
         rebuild_ms = train_ms.pop(REBUILD)
         train_ms[GEMMS] = [a + b for a, b in zip(train_ms[KEPT_GEMMS], rebuild_ms, strict=True)]
         forward_ms = measure(_forward_calls(shape), rounds, budget_s=12)
-        ratios = {pair: ratio(*(train_ms[name] for name in pair)) for pair in SPEED_LIMITS}
-        if not run.quick:  # the bounds are for sizes that have work to do
-            targets += [
-                Target(f"time, {a} / {b}", str(shape), r.median, SPEED_LIMITS[a, b], r.spread)
-                for (a, b), r in ratios.items()
-            ]
+        ratios = {pair: ratio(*(train_ms[name] for name in pair)) for pair in SPEED_LIMITS[LARGE]}
+        for (a, b), limit in SPEED_LIMITS.get(shape, {}).items():
+            r = ratios[a, b]
+            targets.append(Target(f"time, {a} / {b}", str(shape), r.median, limit, r.spread))
+        tables += [_table("Training step, ", g, shape, train_ms) for g in groups(train_ms)]
         tables += [
-            _table(f"Training step, {shape}", train_ms),
-            _table(f"Forward under no_grad, {shape}", forward_ms),
+            _table("Forward under no_grad, ", g, shape, forward_ms) for g in groups(forward_ms)
         ]
         results.append(
             {
@@ -235,16 +237,16 @@ def _backward(step: TrainingStep, output: torch.Tensor) -> Callable[[], None]:
     return backward
 
 
-def _table(title: str, times_ms: dict[str, list[float]]) -> Table:
+def _table(title: str, group: Group, shape: Shape, times_ms: dict[str, list[float]]) -> Table:
     rows = [
         [
             name,
-            f"{median(times):.1f}",
-            *(str(ratio(times, times_ms[o])) if o in times_ms else "" for o in (LSTM, LOOP)),
+            f"{median(times_ms[name]):.1f}",
+            *(str(ratio(times_ms[name], times_ms[other(name)])) for other in group.over.values()),
         ]
-        for name, times in times_ms.items()
+        for name in group.names
     ]
-    return Table(title, ["", "ms", "/ LSTM", "/ loop"], rows)
+    return Table(f"{title}{group.title}{shape}", ["", "ms", *group.over], rows)
 
 
 def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
@@ -289,11 +291,13 @@ def _report_on_cuda(results: Results) -> Report:
                 continue
             r = ratio(rows[a]["train_ms"], rows[b]["train_ms"])
             targets.append(Target(f"time, {a} / {b}", str(case), r.median, limit, r.spread))
-    tables = [_case_table(case, rows) for case, rows in results.items()]
+    tables = [
+        _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
+    ]
     return Report("speed", numbers(results), tables, targets, failures(results))
 
 
-def _case_table(case: Case, rows: dict[str, Row]) -> Table:
+def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
     def over(times: list[float], other: str) -> str:
         other_ms = rows[other].get("train_ms")
         return f"{median(times) / median(other_ms):.3f}" if other_ms else ""
@@ -301,10 +305,11 @@ def _case_table(case: Case, rows: dict[str, Row]) -> Table:
     def ms(times: list[float]) -> list[str]:
         return [f"{median(times):.2f}", f"{min(times):.2f}–{max(times):.2f}"]
 
-    columns = ["", "training ms", "spread", "/ LSTM", "/ loop", "TFLOP/s"]
+    columns = ["", "training ms", "spread", *group.over, "TFLOP/s"]
     columns += ["forward ms", "spread", "TFLOP/s"]
     lines = []
-    for name, row in rows.items():
+    for name in group.names:
+        row = rows[name]
         if reason := why_none(row):
             lines.append([name, reason, *[""] * (len(columns) - 2)])
             continue
@@ -313,15 +318,14 @@ def _case_table(case: Case, rows: dict[str, Row]) -> Table:
             [
                 name,
                 *ms(train_ms),
-                over(train_ms, LSTM),
-                over(train_ms, LOOP),
+                *(over(train_ms, other(name)) for other in group.over.values()),
                 f"{row['train_tflops']:.1f}",
                 *ms(row["forward_ms"]),
                 f"{row['forward_tflops']:.1f}",
             ]
         )
     tf32 = " (TF32 off)" if case.dtype is torch.float32 else ""
-    return Table(f"Training step and forward pass, {case}{tf32}", columns, lines)
+    return Table(f"Training step and forward pass, {group.title}{case}{tf32}", columns, lines)
 
 
 if __name__ == "__main__":

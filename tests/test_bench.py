@@ -78,12 +78,36 @@ def test_memory_target(results: Path) -> None:
     peak = {name: m["peak_bytes"] for name, m in memory["shapes"][0]["contenders"].items()}
     assert peak[OURS] <= 0.20 * peak[LSTM]
     assert peak[OURS] < peak[LOOP]
+    pairs = [f"peak memory, {ours} / {other}" for ours, other in cases.MEMORY_LIMITS[cases.SMALL]]
+    assert [target["what"] for target in memory["targets"]] == pairs
+
+
+def test_memory_of_the_last_state_is_measured_once_modules_give_it(results: Path) -> None:
+    memory = load(results, "memory")
+    assert len(memory["last_state"]) == cases.HAS_LAST_STATE_ONLY
+    for result in memory["last_state"]:
+        peak = {name: measured["peak_bytes"] for name, measured in result["contenders"].items()}
+        assert max(peak[cases.LAST_GRU], peak[cases.LAST_LSTM]) < peak[LSTM]
+
+
+def test_last_state_has_a_gradient() -> None:
+    class LastState(torch.nn.GRU):
+        def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output, h_n = super().forward(input)
+            return output[-1], h_n
+
+    step = cases.LastStateStep(lambda width: LastState(width, width), cases.Shape(10, 2, 4))
+    output = step.forward()
+    assert step.grad_output.shape == output.shape == (2, 4)
+    step.backward(output)
 
 
 def test_speed_has_all_ratios(results: Path) -> None:
     speed = load(results, "speed")
     (result,) = speed["shapes"]
     assert {f"{OURS} / {other}" for other in (LSTM, LOOP, "GEMMs alone")} <= set(result["ratios"])
+    assert {f"{ours} / {other}" for ours, other in cases.DROP_INS.items()} <= set(result["ratios"])
+    assert set(cases.DROP_INS) <= set(result["train_ms"])
     rounds = {len(times) for times in result["train_ms"].values()}
     assert len(rounds) == 1, "ratios need all times of a round"
     assert set(speed["denormals"]["slowdown"]) == {OURS, LOOP}
@@ -150,12 +174,26 @@ def test_gemm_rate_against_a_count_by_hand() -> None:
         cases.OURS: forward + forward + gradients + chain,
         cases.LSTM: (4 + 4) + (4 + 4) + 4,
         cases.GRU: (3 + 3) + (3 + 3) + 3,
+        cases.KEPT_LSTM: (4 + 4) + (4 + 4) + 4,
+        cases.KEPT_GRU: (3 + 3) + (3 + 3) + 3,
+        cases.OUR_LSTM: (4 + 4) + (4 + 4) + (4 + 4) + 4,
+        cases.OUR_GRU: (3 + 3) + (3 + 3) + (3 + 3) + 3,
     }
     for name, count in counts.items():
         rate = cases.CONTENDERS[name].tflops(shape, 2.0, training=True)
         assert rate == pytest.approx(rows * square * count / 2e-3 / 1e12)
     rate = cases.CONTENDERS[cases.OURS].tflops(shape, 2.0, training=False)
     assert rate == pytest.approx(rows * square * forward / 2e-3 / 1e12)
+
+
+def test_every_contender_stands_in_one_table_with_what_it_is_compared_with() -> None:
+    names = (*cases.ON_CUDA, *cases.ON_CUDA_LATER)
+    stochastic, drop_ins = cases.groups(names)
+    assert {*stochastic.names, *drop_ins.names} == set(names)
+    assert not set(cases.DROP_INS) & set(stochastic.names)
+    assert {*cases.DROP_INS, *cases.DROP_INS.values()} == set(drop_ins.names)
+    (other,) = drop_ins.over.values()
+    assert other(cases.KEPT_GRU) == other(cases.GRU) == cases.GRU
 
 
 @pytest.mark.parametrize("name", [cases.CHECKPOINTED, cases.OFFLOADED])
@@ -203,15 +241,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnCpu:
 
 
 def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
-    for benchmark, targets in ((memory, 2), (speed, 2)):
+    for benchmark, targets in ((memory, 4), (speed, 2)):
         result = benchmark.run_on_cuda(on_cpu.run())
         (case,) = load(on_cpu.out, result.name)["cases"]
         assert case["shape"] == vars(cases.CUDA_QUICK)
         assert case["dtype"] == "float32"
         assert list(case["contenders"]) == [*cases.ON_CUDA, *sweep.ON_CUDA_LATER]
         assert not any(map(sweep.why_none, case["contenders"].values()))
-        (table,) = result.tables
-        assert {len(row) for row in table.rows} == {len(table.columns)}
+        assert len(result.tables) == 2
+        for table in result.tables:
+            assert {len(row) for row in table.rows} == {len(table.columns)}
         assert len(result.targets) == targets
         assert result.failures == []
 
