@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
-from fusedrnn import _library, reference
+from fusedrnn import reference
 
 THREADS = 2
 
@@ -28,14 +28,14 @@ OUR_LSTM, KEPT_LSTM = "fusedrnn.LSTM", "fusedrnn.LSTM, recompute=False"
 DROP_INS = {OUR_GRU: GRU, KEPT_GRU: GRU, OUR_LSTM: LSTM, KEPT_LSTM: LSTM}
 LAST_GRU, LAST_LSTM = "fusedrnn.GRU, last state only", "fusedrnn.LSTM, last state only"
 # These need a GPU.
-LAUNCHED, CAPTURED = "fusedrnn, without replay", "fusedrnn, CUDA graph"
+REPLAYED, CAPTURED = "fusedrnn, replayed chunks", "fusedrnn, CUDA graph"
 GRAPHED = "plain loop, CUDA graph"
 CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
 
 ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT, *DROP_INS)
 # Measured side by side at every shape and dtype, and only then the others, one by one: they are
 # slow to run or to compile, and what the time budget does not reach is said to be missing.
-ON_CUDA = (OURS, KEPT, LAUNCHED, LSTM, GRU, LOOP, GRAPHED, CAPTURED, *DROP_INS)
+ON_CUDA = (OURS, KEPT, REPLAYED, LSTM, GRU, LOOP, GRAPHED, CAPTURED, *DROP_INS)
 ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
 
 
@@ -237,29 +237,29 @@ class LastStateStep(TrainingStep):
         self.grad_output = self.grad_output[-1]
 
 
-class LaunchedStep(TrainingStep):
-    """A step whose kernels are launched one by one, where the op would replay a CUDA graph."""
+class ReplayedStep(TrainingStep):
+    """A step whose chunks are replayed, where the op would launch kernel by kernel."""
 
     def forward(self) -> Tensor:
-        with _launched():
+        with _replayed():
             return super().forward()
 
     def backward(self, output: Tensor) -> None:
-        with _launched():
+        with _replayed():
             super().backward(output)
 
     def infer(self) -> None:
-        with _launched():
+        with _replayed():
             super().infer()
 
 
 @contextmanager
-def _launched() -> Iterator[None]:
-    _library.replay_chunks = False
+def _replayed() -> Iterator[None]:
+    fusedrnn.set_chunk_replay(True)
     try:
         yield
     finally:
-        _library.replay_chunks = True
+        fusedrnn.set_chunk_replay(False)
 
 
 class GraphedStep(TrainingStep):
@@ -350,7 +350,7 @@ CONTENDERS: dict[str, Contender] = {
     OFFLOADED: Contender(_over(OffloadedLoop), STOCHASTIC),
     OURS: Contender(_stochastic_gru, REBUILT),
     KEPT: Contender(_like(fusedrnn.StochasticGRU, recompute=False), STOCHASTIC),
-    LAUNCHED: Contender(_stochastic_gru, REBUILT, LaunchedStep),
+    REPLAYED: Contender(_stochastic_gru, REBUILT, ReplayedStep),
     CAPTURED: Contender(_stochastic_gru, REBUILT, GraphedStep),
     OUR_GRU: Contender(_like(fusedrnn.GRU), REBUILT_GRU),
     KEPT_GRU: Contender(_like(fusedrnn.GRU, recompute=False), GRU_GEMMS),

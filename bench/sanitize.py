@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from fusedrnn import StochasticGRU
+from fusedrnn import StochasticGRU, set_chunk_replay
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # T, B, I, H, Z: odd widths, replayed chunks and a shorter one, and the least there can be.
@@ -36,6 +36,7 @@ def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str
 def main() -> None:
     """All combinations."""
     torch.manual_seed(0)
+    set_chunk_replay(True)
     calls = list(itertools.product(SHAPES, DTYPES, (True, False), NOISE))
     for arguments in calls:
         call(*arguments)

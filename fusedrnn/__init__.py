@@ -2,7 +2,8 @@
 
 from importlib.metadata import version as _version
 
-from .convert import ConversionReport, convert, to_torch
+from ._library import set_chunk_replay
+from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 
@@ -18,6 +19,7 @@ __all__ = [
     "convert",
     "gru",
     "lstm",
+    "set_chunk_replay",
     "stochastic_gru",
     "to_torch",
 ]

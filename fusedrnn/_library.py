@@ -22,8 +22,25 @@ if _core is None:
 torch.ops.load_library(str(_core))
 _ops = torch.ops.fusedrnn
 
-replay_chunks = True
-"""Whether steps on a GPU are recorded once per call and replayed (the benchmark shows both)."""
+replay_chunks = False
+
+
+def set_chunk_replay(enabled: bool) -> None:
+    """Whether the steps of a chunk are recorded into a CUDA graph, once per call, and replayed.
+
+    That saves most of the time that launching small kernels takes, and changes no bit of a result.
+    It is off at first, because CUDA lets no thread synchronise a device (``torch.cuda.synchronize``)
+    while another one records: turn it on where none does. It is not needed where the call is
+    captured in a CUDA graph anyway, as ``torch.cuda.graph`` and ``torch.compile(mode=
+    "reduce-overhead")`` do, which saves more. On the CPU it means nothing.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"fusedrnn: enabled must be a bool, got {type(enabled).__name__}")
+    global replay_chunks
+    replay_chunks = enabled
 
 
 def _load_cuda() -> str | None:

@@ -12,6 +12,12 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _chunks_are_replayed(monkeypatch):
+    """Off by default, and more that can go wrong: tests go that way."""
+    monkeypatch.setattr(_library, "replay_chunks", True)
+
+
 @pytest.fixture
 def deterministic():
     """Switches torch's deterministic algorithms, which also fill fresh memory with NaN."""

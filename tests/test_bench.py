@@ -214,7 +214,6 @@ class OnCpu:
         later = (cases.CHECKPOINTED, cases.OFFLOADED)
         monkeypatch.setattr(sweep, "ON_CUDA_LATER", later)
         monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
-        monkeypatch.setattr(cases._library, "replay_chunks", True, raising=False)
         for benchmark in (memory, speed):
             monkeypatch.setattr(benchmark, "training_step", self.training_step)
         monkeypatch.setattr(speed, "cuda_time_ms", clock.time_ms)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import fusedrnn
 from fusedrnn import convert, to_torch
-from fusedrnn.convert import _CannotReplace, _check_device
+from fusedrnn.conversion import _CannotReplace, _check_device
 
 OPTIONS = [
     {},
