@@ -29,10 +29,10 @@ def set_chunk_replay(enabled: bool) -> None:
     """Whether the steps of a chunk are recorded into a CUDA graph, once per call, and replayed.
 
     That saves most of the time that launching small kernels takes, and changes no bit of a result.
-    It is off at first, because CUDA lets no thread synchronise a device (``torch.cuda.synchronize``)
-    while another one records: turn it on where none does. It is not needed where the call is
-    captured in a CUDA graph anyway, as ``torch.cuda.graph`` and ``torch.compile(mode=
-    "reduce-overhead")`` do, which saves more. On the CPU it means nothing.
+    It is off at first, because CUDA lets no thread synchronise a device while another one records,
+    as ``torch.cuda.synchronize`` does: turn it on where no other thread needs that. Where the call
+    is captured in a CUDA graph anyway, by ``torch.cuda.graph`` or ``torch.compile``, it does
+    nothing, and is not needed. On the CPU it means nothing.
 
     Raises:
         TypeError: ``enabled`` is not a bool.

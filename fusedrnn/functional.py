@@ -67,6 +67,11 @@ def stochastic_gru(
         num_layers: number of stacked layers.
         bias: whether ``weights`` holds biases.
         batch_first: whether ``input`` and ``output`` are (B, T, ...).  Never changes hx and eps.
+        bidirectional, dropout, zoneout, weight_dropout, return_sequence: see :class:`fusedrnn.GRU`.
+            With D = 2 directions, weights, hx, eps and h_n have those of each layer one after the
+            other, and output has 2H features.
+        training: whether dropout, zoneout and weight_dropout draw anything.
+        lengths, reset: see :meth:`fusedrnn.GRU.forward`.
         eps: the noise, (num_layers, T, B, Z), or (num_layers, T, Z) without batch; differentiable.
         seed: one int64 on ``input``'s device that determines eps; see ``generator``.
         generator: draws the seed if neither ``eps`` nor ``seed`` is given.  None is the default

@@ -158,12 +158,26 @@ class GRU(RNNBase):
             zeroed.
         bidirectional: True for a second set of weights that reads the sequence from its end; the
             outputs of both stand side by side.
+        zoneout: Probability with which, in training, a unit keeps its state through a step; in
+            evaluation the state is the expectation of the old and the new one. Krueger et al. 2017,
+            "Zoneout: Regularizing RNNs by Randomly Preserving Hidden Activations".
+        weight_dropout: Probability with which, in training, an element of a recurrent weight matrix
+            is zero, the same ones for all steps of a call. Wan et al. 2013, "Regularization of
+            Neural Networks using DropConnect", as in Merity et al. 2018, "Regularizing and
+            Optimizing LSTM Language Models".
+        return_sequence: False gives only the last state in the place of the output, and takes
+            memory for about the square root of seq_len steps: states are kept here and there, and
+            backward goes through the steps between them again. With two directions and several
+            layers this holds for the last layer; those below keep their output.
         recompute: False keeps the pre-activations for backward instead of computing them again:
             more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
             the sizes if None.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
             None.
+
+    What dropout and zoneout leave out is drawn from a seed and drawn again in backward; no mask is
+    kept. The seed comes from torch's default generator of the input's device.
 
     Attributes:
         weight_ih_l{k}: (3 * hidden_size, input_size), for k > 0 (3 * hidden_size, D * hidden_size),
@@ -248,7 +262,8 @@ class GRU(RNNBase):
         Returns:
             output: The states after every step of the last layer, (seq_len, batch, D *
             hidden_size), (batch, seq_len, D * hidden_size) if ``batch_first``, (seq_len, D *
-            hidden_size), or a PackedSequence if ``input`` is one.
+            hidden_size), or a PackedSequence if ``input`` is one. With ``return_sequence=False``
+            the last states of the last layer, (batch, D * hidden_size) or (D * hidden_size,).
 
             h_n: The state after the last step of every layer and direction, shaped as ``hx``.
 
@@ -276,8 +291,9 @@ class LSTM(RNNBase):
     for each chunk of time; gates and the other c are computed again.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, recompute,
-        chunk_size, device, dtype: As for :class:`GRU`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+        weight_dropout, return_sequence, recompute, chunk_size, device, dtype: As for :class:`GRU`.
+        zoneout: As for :class:`GRU`, of h and c alike, or a pair: of h, and of c.
 
     Attributes:
         weight_ih_l{k}: (4 * hidden_size, input_size), for k > 0 (4 * hidden_size, D * hidden_size),
@@ -400,6 +416,8 @@ class StochasticGRU(RNNBase):
             zeroed.
         bidirectional: True for a second set of weights that reads the sequence from its end; the
             outputs of both stand side by side.
+        zoneout, weight_dropout, return_sequence: As for :class:`GRU`; recurrent are both
+            ``weight_zh`` and ``weight_hz``.
         recompute: False keeps the intermediates of the forward pass for backward instead of
             computing them again: more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from

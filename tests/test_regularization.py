@@ -1,0 +1,233 @@
+"""Dropout, zoneout, dropped weights, and the last state alone: options that every cell has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fusedrnn
+from fusedrnn import functional
+
+KINDS = ["GRU", "LSTM", "StochasticGRU"]
+DROPPED = {"dropout": 0.4, "num_layers": 2}
+ZONED = {"zoneout": 0.3}
+PAIR = {"zoneout": (0.3, 0.6)}
+
+
+def make(kind, device, input_size=3, hidden_size=5, **options):
+    return getattr(fusedrnn, kind)(
+        input_size, hidden_size, dtype=torch.float64, device=device, **options
+    )
+
+
+def states_of(state):
+    return list(state) if isinstance(state, tuple) else [state]
+
+
+def random(*shape, device):
+    return torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [DROPPED, ZONED, DROPPED | ZONED], ids=str)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(device, kind, bidirectional, options, training):
+    """Also that backward draws what forward drew, in chunks, with lengths and resets."""
+    options = options | (PAIR if kind == "LSTM" and "zoneout" in options else {})
+    rnn = make(kind, device, 2, 3, bidirectional=bidirectional, chunk_size=2, **options)
+    rnn.train(training)
+    rows = rnn.num_layers * (2 if bidirectional else 1)
+    leaves = [random(5, 2, 2, device=device)]
+    leaves += [random(rows, 2, 3, device=device) for _ in range(2 if kind == "LSTM" else 1)]
+    reset = torch.zeros(5, 2, dtype=torch.bool, device=device)
+    reset[2, 0] = reset[1, 1] = True
+
+    def run(input, h, c=None, *_):
+        torch.manual_seed(5)
+        hx = h if c is None else (h, c)
+        output, state = rnn(input, hx, reset=reset, lengths=[5, 3])
+        return output, *states_of(state)
+
+    weights = list(rnn.parameters())
+    count = len(leaves)
+    inputs = [*leaves, *weights]
+    assert torch.autograd.gradcheck(lambda *t: run(*t[:count]), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_recompute_change_nothing(device, kind, recompute):
+    results = []
+    for chunk_size in (20, 3):
+        torch.manual_seed(1)
+        rnn = make(kind, device, chunk_size=chunk_size, recompute=recompute, zoneout=0.5, **DROPPED)
+        input = random(20, 4, 3, device=device)
+        output, _ = rnn(input)
+        results.append([output, *torch.autograd.grad(output.sum(), [input, *rnn.parameters()])])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+def test_zoneout_of_gru_is_that_of_the_paper():
+    """In evaluation every step is the expectation; in training each unit is old or new."""
+    rnn = make("GRU", "cpu", 3, 50, zoneout=0.3)
+    input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, 50).double()
+    plain = functional.gru(input, list(rnn.parameters()), h)[0]
+    torch.testing.assert_close(rnn.eval()(input, h)[0], 0.3 * h + 0.7 * plain)
+    output = rnn.train()(input, h)[0]
+    kept = output == h
+    assert torch.where(kept, h, plain).equal(output)
+    assert abs(kept.double().mean() - 0.3) < 4 * math.sqrt(0.3 * 0.7 / kept.numel())
+
+
+def test_zoneout_of_lstm_is_that_of_the_paper():
+    """Of h and c with probabilities of their own; the new h comes from the whole new c."""
+    rnn = make("LSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
+    input = torch.randn(1, 40, 3).double()
+    h, c = torch.randn(2, 1, 40, 50).double()
+    _, (new_h, new_c) = functional.lstm(input, list(rnn.parameters()), (h, c))
+    _, (h_n, c_n) = rnn.eval()(input, (h, c))
+    torch.testing.assert_close(h_n, 0.2 * h + 0.8 * new_h)
+    torch.testing.assert_close(c_n, 0.6 * c + 0.4 * new_c)
+    _, (h_n, c_n) = rnn.train()(input, (h, c))
+    kept_h, kept_c = h_n == h, c_n == c
+    assert torch.where(kept_h, h, new_h).equal(h_n) and torch.where(kept_c, c, new_c).equal(c_n)
+    for kept, p in ((kept_h, 0.2), (kept_c, 0.6), (kept_h & kept_c, 0.12)):
+        assert abs(kept.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / kept.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dropout_between_layers(device, dtype):
+    """The second layer sees zeros and scaled values, in the same places whatever the chunk."""
+    size = 64
+    weights = [torch.zeros(3 * size, size), torch.zeros(3 * size, size)] * 2
+    weights[0][2 * size :] = torch.eye(size)  # n = tanh(x), h = n / 2
+    weights[2][2 * size :] = 0.1 * torch.eye(size)
+    weights = [w.to(device, dtype) for w in weights]
+    input = torch.full((12, 30, size), 0.5, device=device, dtype=dtype)
+    below = functional.gru(input, weights[:2], bias=False)[0]
+    outputs = []
+    for chunk_size in (12, 5):
+        torch.manual_seed(2)
+        output, _ = functional.gru(
+            input, weights, num_layers=2, bias=False, dropout=0.25, chunk_size=chunk_size
+        )
+        outputs.append(output)
+    torch.testing.assert_close(*outputs)
+    first = outputs[0][0]  # h = tanh(0.1 x) / 2
+    dropped = first == 0
+    assert abs(dropped.double().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / dropped.numel())
+    expected = torch.tanh(0.1 * below[0].double() / 0.75) / 2
+    torch.testing.assert_close(first[~dropped].double(), expected[~dropped], rtol=0.02, atol=1e-4)
+
+
+def test_dropout_masks_differ_between_steps_rows_layers_and_calls(device):
+    rnn = make("GRU", device, 4, 40, num_layers=4, dropout=0.5)
+    input = torch.randn(2, 2, 4, dtype=torch.float64, device=device)
+    first, second = rnn(input)[0], rnn(input)[0]
+    assert not torch.equal(first, second)
+    assert torch.equal(rnn.eval()(input)[0], rnn(input)[0])
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_extreme_probabilities(device, p):
+    rnn = make("GRU", device, num_layers=2, dropout=p, zoneout=p)
+    input = random(4, 2, 3, device=device)
+    output, h_n = rnn(input)
+    plain, _ = functional.gru(input, list(rnn.parameters()), num_layers=2)
+    torch.testing.assert_close(output, plain if p == 0 else torch.zeros_like(plain))
+    assert h_n.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_dropout(device, kind):
+    """As if the dropped elements were zero; input weights and biases are left alone."""
+    rnn = make(kind, device, weight_dropout=0.5)
+    recurrent = {"weight_hh_l0", "weight_zh_l0", "weight_hz_l0"}
+    input = random(6, 2, 3, device=device)
+    torch.manual_seed(3)
+    output = rnn(input)[0]
+    output.sum().backward()
+    for name, weight in rnn.named_parameters():
+        zeros = (weight.grad == 0).double().mean()
+        assert (0.2 < zeros < 0.9) if name in recurrent else zeros == 0, name
+    options = {} if kind != "StochasticGRU" else {"sample": False}
+    same = rnn.eval()(input, **options)[0]
+    assert torch.equal(same, rnn(input, **options)[0])
+
+
+@pytest.mark.parametrize("name", ["dropout", "zoneout", "weight_dropout"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, "x", None, True])
+def test_what_is_no_probability_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"fusedrnn: {name} must be a probability in \[0, 1\]"):
+        fusedrnn.GRU(3, 4, num_layers=2, **{name: value})
+    weights = list(fusedrnn.GRU(3, 4).parameters())
+    with pytest.raises(ValueError, match=rf"fusedrnn: {name} must be a probability in \[0, 1\]"):
+        fusedrnn.gru(torch.zeros(2, 1, 3), weights, **{name: value})
+
+
+# --- the last state alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_last_states_are_those_of_the_whole_sequence(
+    device, kind, bidirectional, num_layers, batch_first, masked
+):
+    options = {"bidirectional": bidirectional, "num_layers": num_layers, "zoneout": 0.2}
+    options |= {"batch_first": batch_first, "dropout": 0.3 if num_layers > 1 else 0.0}
+    whole = make(kind, device, **options)
+    last = make(kind, device, **options, return_sequence=False)
+    last.load_state_dict(whole.state_dict())
+    shape = (3, 40) if batch_first else (40, 3)
+    input = random(*shape, 3, device=device)
+    masks = {}
+    if masked:
+        masks["reset"] = torch.rand(shape, device=device) < 0.05
+        masks["lengths"] = torch.tensor([40, 2, 17])
+    results = []
+    for rnn in (whole, last):
+        torch.manual_seed(7)
+        output, state = rnn(input, **masks)
+        states = states_of(state)
+        if rnn is whole:
+            output = torch.cat(list(states[0][-2 if bidirectional else -1 :]), -1)
+        loss = output.square().sum() + sum(s.pow(3).sum() for s in states)
+        results.append([output, *states, *torch.autograd.grad(loss, [input, *rnn.parameters()])])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
+
+
+def test_last_state_of_unbatched_and_packed_input():
+    rnn = fusedrnn.LSTM(3, 5, bidirectional=True, return_sequence=False)
+    output, (h_n, c_n) = rnn(torch.randn(30, 3))
+    assert output.shape == (10,) and h_n.shape == c_n.shape == (2, 5)
+    sequences = [torch.randn(n, 3) for n in (4, 30, 17)]
+    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    output, _ = rnn(packed)
+    expected = torch.stack([rnn(sequence)[0] for sequence in sequences])
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_last_state_saves_the_square_root_of_the_sequence(kind):
+    rnn = getattr(fusedrnn, kind)(4, 8, return_sequence=False)
+    input = torch.randn(1024, 2, 4)
+    sizes = []
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
+            sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output, _ = rnn(input)
+    states = 2 if kind == "LSTM" else 1
+    parameters = sum(p.numel() for p in rnn.parameters())
+    assert sum(sizes) <= 32 * (states * 2 * 8 + parameters + 64)  # 32 parts; weights are no copies
+    output.sum().backward()
+    assert all(p.grad.isfinite().all() for p in rnn.parameters())
