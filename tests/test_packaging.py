@@ -165,7 +165,11 @@ def test_cuda_architectures(
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"FUSEDRNN_CUDA": "1"}, "fusedrnn: FUSEDRNN_CUDA=1, but "),
+        pytest.param(
+            {"FUSEDRNN_CUDA": "1"},
+            "fusedrnn: FUSEDRNN_CUDA=1, but torch is a CPU build",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
+        ),
         ({"FUSEDRNN_CUDA": "yes"}, "fusedrnn: FUSEDRNN_CUDA must be auto, 0 or 1, got 'yes'"),
         ({"CXX": "/nowhere/c++ -pipe"}, "fusedrnn: no C++ compiler: '/nowhere/c++ -pipe' was not"),
     ],
