@@ -1,20 +1,42 @@
-# Everything happens in .venv, which is made on first use. PYTHON and TORCH may be given:
-#   make test PYTHON=python3.12 TORCH=torch==2.14.1
+# Everything happens in VENV, which is made on first use. It, PYTHON and TORCH may be given:
+#   make test VENV=.venv-new PYTHON=python3.12 TORCH=torch==2.14.1
 # Only gpu-check takes PYTHON as it is, with the torch for CUDA that it holds, and no network.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VENV ?= .venv
 OUT ?= build/gpu-check
 
-VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp)
 
-.PHONY: test bench gpu-check lint format clean FORCE
+WHEELS := build/wheels
+
+.PHONY: test test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest
+
+# All that CUDA can be tested for without a GPU, where there is nvcc: everything on a torch for
+# CUDA, then both wheels on the oldest torch and on the newest.
+test-cuda: wheel
+	FUSEDRNN_CUDA=1 $(MAKE) test wheel VENV=.venv-cuda TORCH=torch==2.14.1
+	$(MAKE) test-wheels VENV=.venv-oldest TORCH=torch==2.11.0
+	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
+
+wheel: $(VENV)/test.stamp
+	rm -rf $(WHEELS)/$(notdir $(VENV))
+	$(PIP) wheel --no-deps --wheel-dir $(WHEELS)/$(notdir $(VENV)) .
+
+# Values and operators of what was built elsewhere. From another folder, because `import fusedrnn`
+# must not find the source tree.
+test-wheels: $(VENV)/torch.txt
+	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
+	    $(PIP) install --force-reinstall --no-deps "$$wheel"; $(PIP) install "$$wheel[test]"; \
+	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -k 'not emulated' \
+	        $(CURDIR)/tests/test_any_sizes.py $(CURDIR)/tests/test_cuda_library.py); \
+	done
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
@@ -34,14 +56,18 @@ format: $(VENV)/lint.stamp
 	$(BIN)/clang-format -i $(CPP)
 
 clean: # keeps what was downloaded
-	rm -rf $(VENV)/*.stamp build *.egg-info fusedrnn/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv*/*.stamp build *.egg-info fusedrnn/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp per extra. Only what runs the compiled code has to wait for it.
-$(VENV)/test.stamp $(VENV)/bench.stamp: $(CPP)
+$(VENV)/test.stamp $(VENV)/bench.stamp: $(CPP) build/built-for.txt
 $(VENV)/%.stamp: $(VENV)/torch.txt setup.py pyproject.toml $(wildcard build_backend/*.py)
 	$(PIP) install --editable '.[$*]'
 	@touch $@
+
+# Names whose the compiled libraries in the source tree are: another environment builds its own.
+build/built-for.txt: FORCE
+	@mkdir -p build; echo '$(VENV)' | cmp --quiet - $@ || echo '$(VENV)' > $@
 
 # Names the torch that is installed. torch comes first, because the package is compiled against it.
 $(VENV)/torch.txt: FORCE | $(BIN)/python

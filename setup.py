@@ -31,10 +31,13 @@ class Build(BuildExtension):
     def run(self):
         if note:  # here and not above, because pip runs this file several times
             print(note, file=sys.stderr)
+        if self.editable_mode or self.inplace:
+            for stale in Path("fusedrnn").glob("_cuda*.so"):  # this build may be for the CPU only
+                stale.unlink()
         try:
             super().run()
-        except RuntimeError as error:  # the compiler has spoken; a traceback would bury its words
-            fail(str(error))
+        except (RuntimeError, ValueError) as error:  # a traceback would bury the compiler's words
+            fail(f"{error}; FUSEDRNN_CUDA=0 builds for the CPU only" if toolkit else str(error))
 
 
 # torch chooses the C++ standard, since its headers decide what is needed. csrc is no include
@@ -73,9 +76,14 @@ if toolkit:
             include_dirs=cuda_headers(toolkit),
             extra_compile_args={
                 "cxx": [*cxx_flags, "-DUSE_CUDA"],  # shows the CUDA part of torch's stable ABI
-                "nvcc": ["-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden"],
+                "nvcc": [
+                    "-O3",
+                    "-std=c++17",
+                    "-Xcompiler=-fvisibility=hidden",
+                    f"--threads={os.environ.get('MAX_JOBS') or 0}",  # architectures in parallel
+                ],
             },
-            py_limited_api=True,
+            py_limited_api=True,  # cuBLAS is not linked: torch has loaded its own
         )
     )
 

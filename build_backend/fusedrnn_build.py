@@ -69,6 +69,11 @@ def check_compiler() -> None:
         fail("Python.h was not found; install the development files of this Python")
 
 
+def runtime_headers(toolkit: Path) -> Path | None:
+    folders = [toolkit / "include", *sorted(toolkit.glob("targets/*/include"))]  # conda's place
+    return next((folder for folder in folders if (folder / "cuda_runtime.h").exists()), None)
+
+
 def find_cuda_toolkit() -> Path | None:
     """A folder with compiler and headers; the nvcc on PATH may be a wrapper far from them."""
     nvcc = shutil.which("nvcc")
@@ -76,18 +81,23 @@ def find_cuda_toolkit() -> Path | None:
     if nvcc is not None:
         candidates.insert(2, str(Path(nvcc).resolve().parent.parent))
     for folder in map(Path, filter(None, candidates)):
-        if (folder / "bin/nvcc").exists() and (folder / "include/cuda_runtime.h").exists():
+        if (folder / "bin/nvcc").exists() and runtime_headers(folder):
             return folder
     return None
 
 
 def cuda_headers(toolkit: Path) -> list[str]:
-    """Include folders: the toolkit's, then those of the libraries that torch came with."""
-    folders = [toolkit / "include"]
+    """Include folders: the toolkit's, then those of the cuBLAS that torch came with."""
+    folders = [runtime_headers(toolkit)]
     for place in map(Path, sys.path):
-        folders += sorted(place.glob("nvidia/cu*/include"))  # CUDA 13: all in one
+        folders += sorted(place.glob("nvidia/cu[0-9]*/include"))  # CUDA 13: all in one
         folders += sorted(place.glob("nvidia/cublas/include"))
     return [str(folder) for folder in folders]
+
+
+def ask_nvcc(toolkit: Path, question: str) -> str:
+    nvcc = toolkit / "bin/nvcc"
+    return subprocess.run([nvcc, question], stdout=subprocess.PIPE, text=True).stdout
 
 
 def cuda_obstacle(torch_cuda: str | None) -> str | None:
@@ -97,8 +107,7 @@ def cuda_obstacle(torch_cuda: str | None) -> str | None:
     toolkit = find_cuda_toolkit()
     if toolkit is None:
         return "no CUDA toolkit was found; name its folder in CUDA_HOME"
-    said = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
-    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    release = re.search(r"release (\d+\.\d+)", ask_nvcc(toolkit, "--version"))
     nvcc = release.group(1) if release else "unknown"
     if nvcc.split(".")[0] != torch_cuda.split(".")[0]:
         return f"nvcc is of CUDA {nvcc} and torch of CUDA {torch_cuda}: major versions must agree"
@@ -124,18 +133,26 @@ def choose_cuda(choice: str, torch_cuda: str | None) -> tuple[Path | None, str |
     return None, f"fusedrnn: building for the CPU only, because {obstacle}"
 
 
-# Where no GPU is to be seen; the last one also as PTX, which newer GPUs compile when first used.
-DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# Where no GPU is to be seen.
+DEFAULT_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+
+
+def default_architectures(toolkit: Path) -> str:
+    """Those that this nvcc knows; the last also as PTX, for newer GPUs to compile at first use."""
+    known = ask_nvcc(toolkit, "--list-gpu-code").split()
+    chosen = [a for a in DEFAULT_ARCHITECTURES if f"sm_{a.replace('.', '')}" in known]
+    return ";".join(chosen or DEFAULT_ARCHITECTURES) + "+PTX"
 
 
 def prepare_cuda(toolkit: Path, torch: Any) -> None:
     """Tells torch.utils.cpp_extension, which reads the environment, where and for what to build.
 
-    It finds neither a toolkit behind a wrapper of nvcc, nor what to do without a GPU.
+    It finds neither a toolkit behind a wrapper of nvcc, nor what to do without a GPU; with GPUs it
+    builds for those.
     """
     os.environ["CUDA_HOME"] = str(toolkit)
     if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
-        os.environ["TORCH_CUDA_ARCH_LIST"] = DEFAULT_ARCHITECTURES
+        os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(toolkit)
 
 
 def use_environment() -> None:

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 BACKEND = ROOT / "build_backend"
@@ -41,13 +43,16 @@ def call_hook(hook: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def fake_toolkit(folder: Path, release: str) -> Path:
+def fake_toolkit(folder: Path, release: str, codes: str = "") -> Path:
     """A CUDA toolkit as far as the backend looks at it."""
     nvcc = folder / "bin/nvcc"
     header = folder / "include/cuda_runtime.h"
     for file in (nvcc, header):
         file.parent.mkdir(parents=True)
-    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.48\n")
+    answers = {"--version": f"Cuda compilation tools, release {release}, V{release}.48"}
+    answers["--list-gpu-code"] = codes
+    cases = " ".join(f"{question}) echo {answer};;" for question, answer in answers.items())
+    nvcc.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\n")
     nvcc.chmod(0o755)
     header.touch()
     return folder
@@ -85,7 +90,14 @@ def test_cuda_obstacles(
     toolkit = fake_toolkit(tmp_path / "cuda", "12.8")
     monkeypatch.setattr(backend, "find_cuda_toolkit", lambda: toolkit)
     assert backend.cuda_obstacle("13.0").startswith("nvcc is of CUDA 12.8 and torch of CUDA 13.0")
-    assert backend.cuda_obstacle("12.9") == "this version of fusedrnn has no CUDA sources"
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert backend.cuda_obstacle("12.9").startswith("cublasLt.h was not found")
+    beside_torch = tmp_path / "nvidia/cublas/include"
+    beside_torch.mkdir(parents=True)
+    (beside_torch / "cublasLt.h").touch()
+    assert backend.cuda_obstacle("12.9") is None
+    assert backend.cuda_headers(toolkit) == [str(toolkit / "include"), str(beside_torch)]
 
 
 def test_cuda_toolkit_needs_compiler_and_headers(
@@ -98,20 +110,66 @@ def test_cuda_toolkit_needs_compiler_and_headers(
     monkeypatch.setenv("CUDA_PATH", str(whole))
     assert backend.find_cuda_toolkit() == whole
 
+    by_target = wrapper_only / "targets/x86_64-linux/include"
+    by_target.mkdir(parents=True)
+    (by_target / "cuda_runtime.h").touch()
+    assert backend.find_cuda_toolkit() == wrapper_only
+    assert backend.cuda_headers(wrapper_only)[0] == str(by_target)
 
-def test_cuda_choice(backend: ModuleType) -> None:
-    assert backend.cuda_note("0", None) is None
-    assert backend.cuda_note("auto", None) == (
-        "fusedrnn: building for the CPU only, because torch is a CPU build"
-    )
+
+def test_cuda_choice(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    note = "fusedrnn: building for the CPU only, because torch is a CPU build"
+    assert backend.choose_cuda("0", None) == (None, None)
+    assert backend.choose_cuda("auto", None) == (None, note)
     with pytest.raises(SystemExit, match="FUSEDRNN_CUDA=1, but torch is a CPU build"):
-        backend.cuda_note("1", None)
+        backend.choose_cuda("1", None)
+
+    toolkit = fake_toolkit(tmp_path / "cuda", "13.0")
+    (toolkit / "include/cublasLt.h").touch()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    assert backend.choose_cuda("0", "13.2") == (None, None)
+    assert backend.choose_cuda("auto", "13.2") == (toolkit, None)
+    assert backend.choose_cuda("1", "13.2") == (toolkit, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "sees_gpu", "codes", "expected"),
+    [
+        ("9.0a", False, "sm_80 sm_90", "9.0a"),
+        (None, True, "sm_80 sm_90", None),  # torch asks the GPUs
+        (None, False, "sm_75 sm_80 sm_86 sm_89 sm_90 sm_90a", "8.0;8.6;8.9;9.0+PTX"),
+        ("", False, "sm_80 sm_90 sm_100 sm_103 sm_120", "8.0;9.0;10.0;12.0+PTX"),
+        (None, False, "", "8.0;8.6;8.9;9.0;10.0;12.0+PTX"),  # nvcc does not say
+    ],
+)
+def test_cuda_architectures(
+    backend: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: str | None,
+    sees_gpu: bool,
+    codes: str,
+    expected: str | None,
+) -> None:
+    environment = {} if given is None else {"TORCH_CUDA_ARCH_LIST": given}
+    monkeypatch.setattr(os, "environ", os.environ.copy() | environment)
+    if given is None:
+        os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
+    toolkit = fake_toolkit(tmp_path / "cuda", "13.0", codes)
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: sees_gpu))
+    backend.prepare_cuda(toolkit, torch)
+    assert os.environ["CUDA_HOME"] == str(toolkit)
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"FUSEDRNN_CUDA": "1"}, "fusedrnn: FUSEDRNN_CUDA=1, but "),
+        pytest.param(
+            {"FUSEDRNN_CUDA": "1"},
+            "fusedrnn: FUSEDRNN_CUDA=1, but torch is a CPU build",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
+        ),
         ({"FUSEDRNN_CUDA": "yes"}, "fusedrnn: FUSEDRNN_CUDA must be auto, 0 or 1, got 'yes'"),
         ({"CXX": "/nowhere/c++ -pipe"}, "fusedrnn: no C++ compiler: '/nowhere/c++ -pipe' was not"),
     ],
@@ -165,17 +223,30 @@ assert all(p.grad is not None and p.grad.isfinite().all() for p in rnn.parameter
 def test_wheel_works_in_another_environment(tmp_path: Path) -> None:
     """Built offline by pip, installed in a venv that sees this one's packages, used elsewhere."""
     pytest.importorskip("pip")
-    offline = os.environ | {"PIP_NO_INDEX": "1"}
+    on_cpu_torch = torch.version.cuda is None  # else it is told to build for the CPU
+    offline = os.environ | {"PIP_NO_INDEX": "1", "FUSEDRNN_CUDA": "auto" if on_cpu_torch else "0"}
     pip = [sys.executable, "-m", "pip"]
     venv = tmp_path / "venv"
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=offline, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=offline,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
         return done.stdout
 
-    run(*pip, "wheel", ROOT, "--no-deps", "--wheel-dir", tmp_path)
+    said = run(*pip, "wheel", ROOT, "--no-deps", "--wheel-dir", tmp_path, "--verbose")
+    assert said.count("fusedrnn: building for the CPU only") == on_cpu_torch
     (wheel,) = tmp_path.glob("*.whl")
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert {name.partition(".")[0] for name in packed} == {"fusedrnn/_core", "fusedrnn/_helpers"}
+    assert len(packed) == 2  # nothing of earlier builds, for other Pythons or CUDA
+
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin/python"
     # The paths alone: the hook of an editable install, in a .pth file there, stays asleep.

@@ -1,0 +1,153 @@
+"""The CUDA kernels as nvcc compiles them: registers suffice, and memory is read in wide words.
+
+Needs nvcc, but neither a GPU nor a torch with CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCES = sorted(Path(__file__).parents[1].glob("csrc/cuda/*.cu"))
+CUDA_BIN = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=CUDA_BIN)
+
+needs_nvcc = pytest.mark.skipif(NVCC is None or not SOURCES, reason="needs nvcc and the sources")
+each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
+
+
+@dataclass(frozen=True)
+class Function:
+    """What ptxas says of a kernel, or of a function that it calls."""
+
+    name: str
+    architecture: str
+    stack_frame: int
+    spill_stores: int
+    spill_loads: int
+
+    def __str__(self) -> str:
+        return (
+            f"{demangled(self.name)} for {self.architecture}: {self.stack_frame} bytes of local "
+            f"memory, {self.spill_stores} bytes spilled and {self.spill_loads} bytes read back"
+        )
+
+    @property
+    def uses_local_memory(self) -> bool:
+        return max(self.stack_frame, self.spill_stores, self.spill_loads) > 0
+
+
+def functions(log: str) -> list[Function]:
+    """All functions in what ``nvcc -Xptxas -v`` says."""
+    pattern = re.compile(
+        r"Compiling entry function '\S+' for '(?P<architecture>\S+)'"
+        r"|Function properties for (?P<name>\S+)\s+(?P<stack_frame>\d+) bytes stack frame, "
+        r"(?P<spill_stores>\d+) bytes spill stores, (?P<spill_loads>\d+) bytes spill loads"
+    )
+    found, architecture = [], ""
+    for match in pattern.finditer(log):
+        architecture = match["architecture"] or architecture
+        if match["name"]:
+            sizes = [
+                int(size) for size in match.group("stack_frame", "spill_stores", "spill_loads")
+            ]
+            found.append(Function(match["name"], architecture, *sizes))
+    return found
+
+
+def global_accesses(ptx: str) -> dict[str, list[str]]:
+    """The instructions that access global memory, by kernel: ``ld.global.v4.f32`` and the like."""
+    kernels = re.finditer(r"^\.visible \.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE)
+    instruction = re.compile(r"\b(?:ld|st)\.global[.\w]*")
+    return {demangled(kernel[1]): instruction.findall(kernel[2]) for kernel in kernels}
+
+
+def width_bits(instruction: str) -> int:
+    lanes = re.search(r"\.v(\d)", instruction)
+    return int(instruction.rpartition(".")[2][1:]) * (int(lanes[1]) if lanes else 1)
+
+
+def demangled(name: str) -> str:
+    done = subprocess.run(["c++filt", "--no-params", name], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@functools.cache
+def compiled(architecture: str) -> tuple[str, str]:
+    """What ptxas says of all sources, and their PTX."""
+    log, ptx = "", ""
+    for source in SOURCES:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [NVCC, "-std=c++17", f"-arch={architecture}", "-Xptxas=-v", "-cubin"]
+            command += ["--keep", "--keep-dir", folder, "-o", f"{folder}/out.cubin", source]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            log += done.stderr
+            ptx += Path(folder, f"{source.stem}.ptx").read_text()
+    return log, ptx
+
+
+@needs_nvcc
+@each_architecture
+def test_kernels_need_no_local_memory(architecture: str) -> None:
+    log, ptx = compiled(architecture)
+    found = functions(log)
+    assert {f.architecture for f in found} == {architecture}
+    assert {demangled(f.name) for f in found} >= global_accesses(ptx).keys()
+    if bad := [str(f) for f in found if f.uses_local_memory]:
+        pytest.fail("\n".join(bad), pytrace=False)
+
+
+@needs_nvcc
+@each_architecture
+def test_aligned_kernels_access_memory_in_wide_words(architecture: str) -> None:
+    _, ptx = compiled(architecture)
+    body = re.compile(r"run<fusedrnn::cuda::((\w+)Body<fusedrnn::(\w+), [\w:]+, true>)")
+    aligned = {m: used for name, used in global_accesses(ptx).items() if (m := body.search(name))}
+    grus = [m[1] for m in aligned if m[3] == "Gru"]
+    assert len(grus) == 8, f"expected forward and backward in four dtypes, got {grus}"
+    for match, used in aligned.items():
+        # Seed and row are one number each.
+        assert {i for i in used if ".v" not in i} <= {"ld.global.u64"}, match[1]
+        if match[3] == "Gru":
+            wide = {i[:2] for i in used if width_bits(i) == 128}
+            assert wide == {"ld", "st"}, match[1]
+
+
+WITH_A_SPILL = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5cleanPdi' for 'sm_80'
+ptxas info    : Function properties for _Z5cleanPdi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 10 registers, used 0 barriers, 364 bytes cmem[0]
+ptxas info    : Compiling entry function '_Z6spillsPdi' for 'sm_80'
+ptxas info    : Function properties for _Z6spillsPdi
+    1152 bytes stack frame, 720 bytes spill stores, 800 bytes spill loads
+ptxas info    : Used 24 registers, used 1 barriers, 1152 bytes cumulative stack size
+ptxas info    : Compile time = 27.787 ms
+ptxas info    : Function properties for _Z6helperPdi
+    512 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+
+
+def test_a_spill_is_seen() -> None:
+    clean, spills, helper = functions(WITH_A_SPILL)
+    assert not clean.uses_local_memory
+    assert spills == Function("_Z6spillsPdi", "sm_80", 1152, 720, 800)
+    assert helper.uses_local_memory
+    assert str(spills) == (
+        "spills for sm_80: 1152 bytes of local memory, 720 bytes spilled and 800 bytes read back"
+    )
+
+
+def test_width_of_an_access() -> None:
+    assert width_bits("ld.global.v4.f32") == width_bits("st.global.v2.f64") == 128
+    assert width_bits("ld.global.nc.u16") == 16
