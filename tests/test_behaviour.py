@@ -17,7 +17,7 @@ CASE = Case(seq_len=20, batch=6, chunk_size=8, dtype=torch.float32)
 
 
 def call(arguments, **options):
-    return arguments.call(fusedrnn.stochastic_gru, **(CASE.options | options))
+    return arguments.call(fusedrnn, **(CASE.options | options))
 
 
 def gradients(outputs, cotangents, inputs, **options):
@@ -77,7 +77,7 @@ def test_no_memory_for_gradients_that_nobody_needs():
     arguments = Case(seq_len=64, batch=8, input_size=512, chunk_size=4, dtype=torch.float32)
     arguments = arguments.tensors()
     arguments.weights[0].requires_grad_()
-    output, _ = arguments.call(fusedrnn.stochastic_gru, chunk_size=4)
+    output, _ = arguments.call(fusedrnn, chunk_size=4)
     events = allocations(lambda: output.backward(arguments.grad_output))
     assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be as large
 
