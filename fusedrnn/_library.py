@@ -162,8 +162,9 @@ class _Layer(torch.autograd.Function):
         _kept: None,
         _states: None,
     ) -> tuple[Any, ...]:
-        input, hx, cx, eps, seed, *masks, output, kept, states = ctx.saved_tensors[:11]
-        weights = list(ctx.saved_tensors[11:])
+        saved = ctx.saved_tensors  # once: a checkpoint allows no second time
+        input, hx, cx, eps, seed, *masks, output, kept, states = saved[:11]
+        weights = list(saved[11:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
         need_weights = ctx.needs_input_grad[12:]
         cotangents = (grad_output, grad_h_n, grad_c_n)
