@@ -390,14 +390,17 @@ def test_opcheck(case):
         torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize(
+    ("cell", "recompute"), [("gru", True), ("lstm", False), ("stochastic_gru", True)]
+)
 def test_compile_fullgraph(cell, recompute):
     rnn = module(
         cell, 5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
     )
     compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
     input = torch.randn(3, 4, 5, requires_grad=True)
-    every_options = [{}, {"reset": torch.rand(3, 4) < 0.3}]
+    lengths, reset = torch.tensor([4, 1, 3]), torch.rand(3, 4) < 0.3
+    every_options = [{}, {"lengths": [4, 1, 3]}, {"lengths": lengths, "reset": reset}]
     if cell == "stochastic_gru":
         every_options = [{"sample": False}, {"eps": torch.randn(4, 4, 3, 7)}]
     for options in every_options:
