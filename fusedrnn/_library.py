@@ -207,7 +207,7 @@ class _Layer(torch.autograd.Function):
         _kept: None,
         _states: None,
     ) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint allows no second time
         input, hx, cx, eps, seed, *masks, mask_seed, output, kept, states = saved[:12]
         weights = list(saved[12:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]

@@ -451,7 +451,8 @@ def _mask(
     host_lengths = None
     if lengths is not None:
         host_lengths = _check_lengths(lengths, seq_len, batch, is_batched)
-        lengths = host_lengths.to(input.device, non_blocking=True)
+        # A copy on the CPU too: torch.compile takes no tensor for two arguments.
+        lengths = host_lengths.to(input.device, non_blocking=True, copy=True)
     if reset is not None:
         if not isinstance(reset, Tensor):
             raise TypeError(f"fusedrnn: reset must be a tensor, got {type(reset).__name__}")
@@ -485,6 +486,8 @@ def _check_lengths(
     host = torch.as_tensor(lengths, dtype=torch.int64)
     if tuple(host.shape) != (batch,):
         raise RuntimeError(f"fusedrnn: lengths must have shape {(batch,)}, got {tuple(host.shape)}")
+    if torch.compiler.is_compiling():  # no values yet; the operator looks at them, and takes 0
+        return host.contiguous()
     least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
     if least < 1 or most > seq_len:
         raise ValueError(

@@ -8,13 +8,18 @@ benchmarks. It keeps every intermediate for backward, which the kernels do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
+
+States = tuple[Tensor, ...]  # h, and of an LSTM c
+# input, states, weights in the module's order (biases or None), eps or None -> states
+Step = Callable[[Tensor, States, Sequence[Tensor | None], Tensor | None], States]
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ def philox_normal(
     Args:
         seed: int64 tensor with one element, or a number in [-2**63, 2**63).
         seq_len, batch, latent_size: Sizes of the result.
-        layer: Index of the layer.
+        layer: Index of the layer, and with two directions layer * 2 + direction.
         dtype: Dtype of the result; computed in float64.
 
     Returns:
@@ -101,6 +106,76 @@ def philox_normal(
     angle = signed.double() * (math.pi * 2.0**-31)
     normals = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1)
     return normals.reshape(seq_len, batch, groups * 4)[..., :latent_size].to(dtype)
+
+
+def gru_step(
+    input: Tensor,
+    h: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+) -> Tensor:
+    """One step of one layer, by the equations of :class:`fusedrnn.GRU`.
+
+    Args:
+        input: (batch, input_size).
+        h: (batch, hidden_size), the state before the step.
+        weight_ih, weight_hh: (3 * hidden_size, input_size) and (3 * hidden_size, hidden_size).
+        bias_ih, bias_hh: (3 * hidden_size,), or None.
+
+    Returns:
+        (batch, hidden_size), the state after the step.
+
+    Example::
+
+        >>> gru_step(torch.ones(5, 4), torch.zeros(5, 3), torch.ones(9, 4), torch.ones(9, 3)).shape
+        torch.Size([5, 3])
+    """
+    return _gates(F.linear(input, weight_ih, bias_ih), F.linear(h, weight_hh, bias_hh), h)
+
+
+def _gates(side: Tensor, projection: Tensor, h: Tensor) -> Tensor:
+    """What a GRU makes of the projections of its input and of its state."""
+    x_r, x_u, x_n = side.chunk(3, -1)
+    p_r, p_u, p_n = projection.chunk(3, -1)
+    r = torch.sigmoid(x_r + p_r)
+    u = torch.sigmoid(x_u + p_u)
+    n = torch.tanh(x_n + r * p_n)
+    return n + u * (h - n)
+
+
+def lstm_step(
+    input: Tensor,
+    h: Tensor,
+    c: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of one layer, by the equations of :class:`fusedrnn.LSTM`.
+
+    Args:
+        input: (batch, input_size).
+        h, c: (batch, hidden_size), the state before the step.
+        weight_ih, weight_hh: (4 * hidden_size, input_size) and (4 * hidden_size, hidden_size).
+        bias_ih, bias_hh: (4 * hidden_size,), or None.
+
+    Returns:
+        h, c after the step, (batch, hidden_size).
+
+    Example::
+
+        >>> h = c = torch.zeros(5, 3)
+        >>> h, c = lstm_step(torch.ones(5, 4), h, c, torch.ones(12, 4), torch.ones(12, 3))
+        >>> h.shape, c.shape
+        (torch.Size([5, 3]), torch.Size([5, 3]))
+    """
+    gates = F.linear(input, weight_ih, bias_ih) + F.linear(h, weight_hh, bias_hh)
+    i, f, g, o = gates.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
 
 
 def stochastic_gru_step(
@@ -137,12 +212,93 @@ def stochastic_gru_step(
     """
     loc, logvar = F.linear(h, weight_hz, bias_hz).chunk(2, -1)
     z = loc if eps is None else loc + eps * torch.exp(0.5 * logvar)
-    x_r, x_u, x_n = F.linear(input, weight_ih, bias_ih).chunk(3, -1)
-    g_r, g_u, g_n = F.linear(z, weight_zh, bias_zh).chunk(3, -1)
-    r = torch.sigmoid(x_r + g_r)
-    u = torch.sigmoid(x_u + g_u)
-    n = torch.tanh(x_n + r * g_n)
-    return n + u * (h - n)
+    return _gates(F.linear(input, weight_ih, bias_ih), F.linear(z, weight_zh, bias_zh), h)
+
+
+def gru(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    hx: Tensor | None = None,
+    *,
+    num_layers: int = 1,
+    bias: bool = True,
+    batch_first: bool = False,
+    bidirectional: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The twin of ``fusedrnn.gru``: a loop over layers, directions and steps.
+
+    Args:
+        input: (seq_len, batch, input_size), or (batch, seq_len, input_size) if ``batch_first``.
+        weights: For each layer and direction weight_ih, weight_hh and, if ``bias``, bias_ih,
+            bias_hh.
+        hx: (num_layers * D, batch, hidden_size) with D directions; None for zeros.
+        num_layers, bias, batch_first, bidirectional: As in the module.
+        lengths: (batch,), steps of each row; None for all of them.
+        reset: bool (seq_len, batch), or (batch, seq_len) if ``batch_first``: where the state is
+            zeroed before the step.
+
+    Returns:
+        output: (seq_len, batch, D * hidden_size), or (batch, seq_len, D * hidden_size) if
+        ``batch_first``; zero from a row's length on.
+        h_n: (num_layers * D, batch, hidden_size).
+
+    Example::
+
+        >>> rnn = fusedrnn.GRU(4, 3)
+        >>> output, h_n = gru(torch.randn(7, 2, 4), list(rnn.parameters()))
+        >>> output.shape, h_n.shape
+        (torch.Size([7, 2, 3]), torch.Size([1, 2, 3]))
+    """
+
+    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
+        return (gru_step(x, *states, *w),)
+
+    sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
+    output, (h_n,) = _loop(step, 2, sizes, input, weights, (hx,), lengths, reset)
+    return output, h_n
+
+
+def lstm(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    hx: tuple[Tensor, Tensor] | None = None,
+    *,
+    num_layers: int = 1,
+    bias: bool = True,
+    batch_first: bool = False,
+    bidirectional: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The twin of ``fusedrnn.lstm``: a loop over layers, directions and steps.
+
+    Args:
+        hx: h and c before the first step, each (num_layers * D, batch, hidden_size); None for
+            zeros.
+        input, weights, num_layers, bias, batch_first, bidirectional, lengths, reset: As for
+            :func:`gru`.
+
+    Returns:
+        output: As :func:`gru`.
+        (h_n, c_n): Each (num_layers * D, batch, hidden_size).
+
+    Example::
+
+        >>> rnn = fusedrnn.LSTM(4, 3)
+        >>> output, (h_n, c_n) = lstm(torch.randn(7, 2, 4), list(rnn.parameters()))
+        >>> output.shape, h_n.shape, c_n.shape
+        (torch.Size([7, 2, 3]), torch.Size([1, 2, 3]), torch.Size([1, 2, 3]))
+    """
+
+    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
+        return lstm_step(x, *states, *w)
+
+    sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
+    states = (None, None) if hx is None else hx
+    output, (h_n, c_n) = _loop(step, 2, sizes, input, weights, states, lengths, reset)
+    return output, (h_n, c_n)
 
 
 def stochastic_gru(
@@ -153,27 +309,28 @@ def stochastic_gru(
     num_layers: int = 1,
     bias: bool = True,
     batch_first: bool = False,
+    bidirectional: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    reset: Tensor | None = None,
     eps: Tensor | None = None,
     seed: Tensor | int | None = None,
     sample: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The twin of ``fusedrnn.stochastic_gru``: a loop over layers and steps.
+    """The twin of ``fusedrnn.stochastic_gru``: a loop over layers, directions and steps.
 
     Args:
-        input: (seq_len, batch, input_size), or (batch, seq_len, input_size) if ``batch_first``.
-        weights: Per layer weight_ih, weight_zh, weight_hz and, if ``bias``, bias_ih, bias_zh,
-            bias_hz.
-        hx: (num_layers, batch, hidden_size); None for zeros.
-        num_layers, bias, batch_first: As in the module.
-        eps: (num_layers, seq_len, batch, latent_size) whatever ``batch_first``, the noise to use.
+        weights: For each layer and direction weight_ih, weight_zh, weight_hz and, if ``bias``,
+            bias_ih, bias_zh, bias_hz.
+        eps: (num_layers * D, seq_len, batch, latent_size) whatever ``batch_first``, the noise to
+            use; like ``input`` in the order of time for both directions.
         seed: The seed of :func:`philox_normal`, used if ``eps`` is None. Without both, each step
             draws from torch's generator, as a loop written by hand does.
         sample: False takes the mean of the latent, without noise; ``eps`` and ``seed`` are then not
             used.
+        input, hx, num_layers, bias, batch_first, bidirectional, lengths, reset: As for :func:`gru`.
 
     Returns:
-        output: (seq_len, batch, hidden_size), or (batch, seq_len, hidden_size) if ``batch_first``.
-        h_n: (num_layers, batch, hidden_size).
+        As :func:`gru`.
 
     Example::
 
@@ -182,34 +339,93 @@ def stochastic_gru(
         >>> output.shape, h_n.shape
         (torch.Size([7, 2, 3]), torch.Size([1, 2, 3]))
     """
-    per_layer = 6 if bias else 3
-    if len(weights) != num_layers * per_layer:
+    latent_size = weights[2].shape[0] // 2
+    batch, seq_len = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
+
+    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
+        if sample and eps is None:
+            eps = torch.randn(batch, latent_size, dtype=x.dtype, device=x.device)
+        return (stochastic_gru_step(x, *states, *w, eps=eps),)  # type: ignore[misc]
+
+    def noise(layer: int) -> Tensor | None:
+        if not sample or (eps is None and seed is None):
+            return None
+        if eps is not None:
+            return eps[layer]
+        assert seed is not None
+        drawn = philox_normal(seed, seq_len, batch, latent_size, layer, input.dtype)
+        return drawn.to(input.device)
+
+    sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
+    output, (h_n,) = _loop(step, 3, sizes, input, weights, (hx,), lengths, reset, noise)
+    return output, h_n
+
+
+class _Sizes(NamedTuple):
+    num_layers: int
+    bias: bool
+    batch_first: bool
+    bidirectional: bool
+
+
+def _loop(
+    step: Step,
+    projections: int,
+    sizes: _Sizes,
+    input: Tensor,
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor | None],
+    lengths: Tensor | Sequence[int] | None,
+    reset: Tensor | None,
+    noise: Callable[[int], Tensor | None] = lambda layer: None,
+) -> tuple[Tensor, States]:
+    """Any cell over layers, directions and steps -> output, last states."""
+    num_layers, bias, batch_first, bidirectional = sizes
+    directions = 2 if bidirectional else 1
+    rows = num_layers * directions
+    per_row = projections * (2 if bias else 1)
+    if len(weights) != rows * per_row:
         raise ValueError(
-            f"fusedrnn: weights must hold {num_layers * per_layer} tensors, got {len(weights)}"
+            f"fusedrnn: weights must hold {rows * per_row} tensors, got {len(weights)}"
         )
     x = input.transpose(0, 1) if batch_first else input
+    if reset is not None and batch_first:
+        reset = reset.transpose(0, 1)
     seq_len, batch, _ = x.shape
-    latent_size, hidden_size = weights[2].shape[0] // 2, weights[2].shape[1]
-    if hx is None:
-        hx = input.new_zeros(num_layers, batch, hidden_size)
+    hidden_size = weights[projections - 1].shape[1]
+    zeros = input.new_zeros(rows, batch, hidden_size)
+    initial = [zeros if s is None else s for s in states]
+    active = None  # (seq_len, batch, 1): whether a row takes the step
+    if lengths is not None:
+        ends = torch.as_tensor(lengths).to(x.device)
+        active = (torch.arange(seq_len, device=x.device)[:, None] < ends)[..., None]
+        x = x.masked_fill(~active, 0)  # whatever stands there has no gradient, be it NaN
 
-    h_n = []
+    last = []
     for layer in range(num_layers):
-        w_ih, w_zh, w_hz, *biases = weights[layer * per_layer : (layer + 1) * per_layer]
-        b_ih, b_zh, b_hz = biases if bias else (None, None, None)
-        noise = eps[layer] if eps is not None else None
-        if noise is None and seed is not None:
-            noise = philox_normal(seed, seq_len, batch, latent_size, layer, x.dtype).to(x.device)
-        h = hx[layer]
         outputs = []
-        for t in range(seq_len):
-            eps_t = None
-            if sample and noise is not None:
-                eps_t = noise[t]
-            elif sample:
-                eps_t = torch.randn(batch, latent_size, dtype=x.dtype, device=x.device)
-            h = stochastic_gru_step(x[t], h, w_ih, w_zh, w_hz, b_ih, b_zh, b_hz, eps_t)
-            outputs.append(h)
-        x = torch.stack(outputs)
-        h_n.append(h)
-    return x.transpose(0, 1) if batch_first else x, torch.stack(h_n)
+        for direction in range(directions):
+            row = layer * directions + direction
+            w: list[Tensor | None] = list(weights[row * per_row : (row + 1) * per_row])
+            w += [None] * (2 * projections - per_row)
+            eps = noise(row)
+            if eps is not None and active is not None:
+                eps = eps.masked_fill(~active, 0)
+            now: States = tuple(s[row] for s in initial)
+            output = [zeros[0]] * seq_len
+            for t in range(seq_len) if direction == 0 else reversed(range(seq_len)):
+                before = now
+                if reset is not None:
+                    now = tuple(s.masked_fill(reset[t][:, None], 0) for s in now)
+                now = step(x[t], now, w, None if eps is None else eps[t])
+                output[t] = now[0]
+                if active is not None:
+                    output[t] = now[0].masked_fill(~active[t], 0)
+                    now = tuple(
+                        torch.where(active[t], a, b) for a, b in zip(now, before, strict=True)
+                    )
+            outputs.append(torch.stack(output))
+            last.append(now)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+    last_states = tuple(torch.stack(s) for s in zip(*last, strict=True))
+    return x.transpose(0, 1) if batch_first else x, last_states

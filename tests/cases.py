@@ -1,7 +1,8 @@
-"""One list of cases for every backend's tests: shapes x dtypes x options."""
+"""One list of cases for every backend's tests: cells x shapes x dtypes x options."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from fusedrnn import reference
 from fusedrnn._library import layout
 
+CELLS = ["gru", "lstm", "stochastic_gru"]
+
 
 @dataclass(frozen=True)
 class Case:
     """Sizes and options of one call; ``tensors`` makes its arguments."""
 
+    cell: str = "stochastic_gru"
     seq_len: int = 9
     batch: int = 3
     input_size: int = 5
@@ -23,7 +27,10 @@ class Case:
     latent_size: int = 6
     num_layers: int = 1
     bias: bool = True
-    noise: str = "seed"  # | "eps" | "none"
+    bidirectional: bool = False
+    lengths: bool = False
+    reset: bool = False
+    noise: str = "seed"  # | "eps" | "none"; of the stochastic GRU
     recompute: bool = True
     chunk_size: int | None = None
     dtype: torch.dtype = torch.float64
@@ -31,21 +38,29 @@ class Case:
     def __str__(self) -> str:
         default = Case()
         changed = [
-            f"{name}={getattr(self, name)}".replace("torch.", "")
+            f"{name}={getattr(self, name)}".replace("torch.", "").replace("cell=", "")
             for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(default, name)
+            if name == "cell" or getattr(self, name) != getattr(default, name)
         ]
-        return ",".join(changed) or "default"
+        return ",".join(changed)
+
+    def same_for_torch(self) -> Case:
+        """Without what makes no difference to a loop."""
+        return replace(self, recompute=True, chunk_size=None)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What the reference takes besides tensors."""
+        return {
+            "num_layers": self.num_layers,
+            "bias": self.bias,
+            "bidirectional": self.bidirectional,
+        }
 
     @property
     def options(self) -> dict[str, Any]:
         """What the functional form takes besides tensors."""
-        return {
-            "num_layers": self.num_layers,
-            "bias": self.bias,
-            "recompute": self.recompute,
-            "chunk_size": self.chunk_size,
-        }
+        return self.sizes | {"recompute": self.recompute, "chunk_size": self.chunk_size}
 
     def tensors(self, device: str = "cpu") -> Arguments:
         """Random arguments, the same for the same sizes whatever the dtype and the device."""
@@ -55,18 +70,30 @@ class Case:
             values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
             return values.to(device, self.dtype)
 
-        sizes = (self.input_size, self.hidden_size, self.latent_size, self.num_layers, 1, self.bias)
-        scale = self.hidden_size**-0.5
-        eps_shape = (self.num_layers, self.seq_len, self.batch, self.latent_size)
+        directions = 2 if self.bidirectional else 1
+        rows, steps = self.num_layers * directions, (self.seq_len, self.batch)
+        is_lstm, is_stochastic = self.cell == "lstm", self.cell == "stochastic_gru"
+        sizes = (self.input_size, self.hidden_size, self.latent_size, self.num_layers, directions)
+        weights = [shape for _, _, shape in layout(self.cell, *sizes, self.bias)]
+        state = (rows, self.batch, self.hidden_size)
+        needs_seed = is_stochastic and self.noise == "seed"
+        needs_eps = is_stochastic and self.noise == "eps"
+        lengths = torch.randint(1, self.seq_len + 1, (self.batch,), generator=generator)
+        reset = torch.rand(steps, generator=generator) < 0.25
         return Arguments(
-            input=normal(self.seq_len, self.batch, self.input_size),
-            hx=normal(self.num_layers, self.batch, self.hidden_size, scale=0.5),
-            weights=[normal(*s, scale=scale) for _, _, s in layout("stochastic_gru", *sizes)],
-            eps=normal(*eps_shape) if self.noise == "eps" else None,
-            seed=torch.tensor([-(3**37)], device=device) if self.noise == "seed" else None,
+            cell=self.cell,
+            input=normal(*steps, self.input_size),
+            hx=normal(*state, scale=0.5),
+            cx=normal(*state) if is_lstm else None,
+            weights=[normal(*shape, scale=self.hidden_size**-0.5) for shape in weights],
+            eps=normal(rows, *steps, self.latent_size) if needs_eps else None,
+            seed=torch.tensor([-(3**37)], device=device) if needs_seed else None,
             sample=self.noise != "none",
-            grad_output=normal(self.seq_len, self.batch, self.hidden_size),
-            grad_h_n=normal(self.num_layers, self.batch, self.hidden_size),
+            lengths=lengths if self.lengths else None,
+            reset=reset.to(device) if self.reset else None,
+            grad_output=normal(*steps, directions * self.hidden_size),
+            grad_h_n=normal(*state),
+            grad_c_n=normal(*state) if is_lstm else None,
         )
 
 
@@ -74,55 +101,103 @@ class Case:
 class Arguments:
     """Tensors of one call, and cotangents of its results."""
 
+    cell: str
     input: Tensor
     hx: Tensor
+    cx: Tensor | None
     weights: list[Tensor]
     eps: Tensor | None
     seed: Tensor | None
     sample: bool
+    lengths: Tensor | None
+    reset: Tensor | None
     grad_output: Tensor
     grad_h_n: Tensor
+    grad_c_n: Tensor | None
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor that has a gradient."""
+        tensors = {"input": self.input, "hx": self.hx, "cx": self.cx, "eps": self.eps}
+        tensors |= {f"weights[{i}]": w for i, w in enumerate(self.weights)}
+        return {name: t for name, t in tensors.items() if t is not None}
 
     def differentiable(self) -> list[Tensor]:
-        """Every tensor that has a gradient: input, hx, eps if given, weights."""
-        return [t for t in (self.input, self.hx, self.eps, *self.weights) if t is not None]
+        """Every tensor that has a gradient."""
+        return list(self.named().values())
+
+    def with_differentiable(self, tensors: Any) -> Arguments:
+        """The same call with these in the place of ``differentiable()``."""
+        named = dict(zip(self.named(), tensors, strict=True))
+        weights = [named.pop(f"weights[{i}]") for i in range(len(self.weights))]
+        return replace(self, weights=weights, **named)
+
+    def cotangents(self) -> list[Tensor]:
+        """One for each result."""
+        every = (self.grad_output, self.grad_h_n, self.grad_c_n)
+        return [t for t in every if t is not None]
 
     def to(self, dtype: torch.dtype) -> Arguments:
         """The same values in another dtype, as fresh leaves that require gradients."""
-
-        def leaf(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
-
+        leaves = [t.detach().to(dtype).requires_grad_() for t in self.differentiable()]
         return replace(
-            self,
-            input=leaf(self.input),
-            hx=leaf(self.hx),
-            weights=[leaf(w) for w in self.weights],
-            eps=leaf(self.eps),
+            self.with_differentiable(leaves),
             grad_output=self.grad_output.to(dtype),
             grad_h_n=self.grad_h_n.to(dtype),
+            grad_c_n=None if self.grad_c_n is None else self.grad_c_n.to(dtype),
         )
 
-    def call(self, function: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """``function`` is fusedrnn.stochastic_gru or the reference."""
-        noise = {"eps": self.eps, "seed": self.seed, "sample": self.sample}
-        return function(self.input, self.weights, self.hx, **noise, **options)
+    def call(self, library: Any, **options: Any) -> tuple[Tensor, ...]:
+        """The cell's function in fusedrnn or its reference -> output, h_n, c_n if any."""
+        if self.cell == "stochastic_gru":
+            options |= {"eps": self.eps, "seed": self.seed, "sample": self.sample}
+        output, last = getattr(library, self.cell)(
+            self.input,
+            self.weights,
+            self.hx if self.cx is None else (self.hx, self.cx),
+            lengths=self.lengths,
+            reset=self.reset,
+            **options,
+        )
+        return (output, last) if isinstance(last, Tensor) else (output, *last)
 
-    def results(self, function: Any, **options: Any) -> dict[str, Tensor]:
+    def results(self, library: Any, **options: Any) -> dict[str, Tensor]:
         """Outputs and all gradients by name."""
-        output, h_n = self.call(function, **options)
-        wanted = self.differentiable()
-        grads = torch.autograd.grad([output, h_n], wanted, [self.grad_output, self.grad_h_n])
-        names = ["grad_input", "grad_hx"] + ["grad_eps"] * (self.eps is not None)
-        names += [f"grad_weights[{i}]" for i in range(len(self.weights))]
-        return {"output": output, "h_n": h_n} | dict(zip(names, grads, strict=True))
+        outputs = self.call(library, **options)
+        wanted = self.named()
+        grads = torch.autograd.grad(outputs, list(wanted.values()), self.cotangents())
+        results = dict(zip(("output", "h_n", "c_n"), outputs, strict=False))
+        return results | {f"grad_{n}": g for n, g in zip(wanted, grads, strict=True)}
 
 
-def reference_results(arguments: Arguments, dtype: torch.dtype, case: Case) -> dict[str, Tensor]:
-    """Outputs and gradients of the plain loop, computed in ``dtype``."""
-    return arguments.to(dtype).results(
-        reference.stochastic_gru, num_layers=case.num_layers, bias=case.bias
-    )
+class TorchLibrary:
+    """The functions behind torch.nn.GRU and torch.nn.LSTM, in our form."""
+
+    @staticmethod
+    def gru(input, weights, hx, *, num_layers, bias, bidirectional, lengths, reset):  # type: ignore
+        assert lengths is None and reset is None
+        return torch.gru(input, hx, weights, bias, num_layers, 0.0, True, bidirectional, False)
+
+    @staticmethod
+    def lstm(input, weights, hx, *, num_layers, bias, bidirectional, lengths, reset):  # type: ignore
+        assert lengths is None and reset is None
+        output, h_n, c_n = torch.lstm(
+            input, hx, weights, bias, num_layers, 0.0, True, bidirectional, False
+        )
+        return output, (h_n, c_n)
+
+
+@functools.cache
+def truth(case: Case, device: str) -> dict[str, Tensor]:
+    """Outputs and gradients of the plain loop in float64, of arguments in ``case.dtype``."""
+    return case.tensors(device).to(torch.float64).results(reference, **case.sizes)
+
+
+@functools.cache
+def baseline(case: Case, device: str) -> dict[str, Tensor]:
+    """What torch's own kernel makes of a case in its dtype, or the loop where there is none."""
+    has_kernel = case.cell != "stochastic_gru" and not case.lengths and not case.reset
+    library = TorchLibrary if has_kernel else reference
+    return case.tensors(device).to(case.dtype).results(library, **case.sizes)
 
 
 def relative_errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
@@ -135,8 +210,9 @@ def relative_errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dic
     return errors
 
 
+MASKED: dict[str, Any] = {"bidirectional": True, "lengths": True, "reset": True}
+# Plain and masked.
 SHAPES = [
-    Case(),
     Case(seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
     Case(seq_len=1, batch=5),
     Case(seq_len=13, batch=1),
@@ -144,22 +220,47 @@ SHAPES = [
     Case(seq_len=10, batch=4, input_size=16, hidden_size=64, latent_size=32),
     Case(seq_len=5, batch=2, input_size=31, hidden_size=130, latent_size=67),
     Case(seq_len=12, chunk_size=4),  # whole chunks
-    Case(seq_len=13, chunk_size=4),  # one step more
-    Case(seq_len=13, chunk_size=1),
+    Case(seq_len=7, batch=2, chunk_size=1),
     Case(seq_len=13, chunk_size=100),  # longer than the sequence
-    Case(seq_len=1030, batch=1, hidden_size=4, latent_size=3),  # the automatic chunk is shorter
-    Case(seq_len=9, batch=130, hidden_size=33),  # enough rows for several threads
+    Case(seq_len=9, batch=130, hidden_size=33),  # several automatic chunks and threads
     Case(seq_len=3, batch=600, hidden_size=3),  # more rows in a step than in a chunk
 ]
-OPTIONS = [
+# With all options: enough chunks for all but the first and the last to be alike, and for these to
+# be replayed on a GPU.
+CHUNKED = Case(seq_len=21, chunk_size=4)
+OPTIONS: list[dict[str, Any]] = [
     {},
-    {"noise": "eps"},
-    {"noise": "none"},
     {"bias": False},
     {"recompute": False},
-    {"recompute": False, "noise": "eps", "num_layers": 2},
-    {"recompute": False, "noise": "none", "bias": False},
     {"num_layers": 3},
+    {"bidirectional": True},
+    {"lengths": True},
+    {"reset": True},
+    {"bidirectional": True, "reset": True, "recompute": False},
+    {"bidirectional": True, "lengths": True, "bias": False},
+    {**MASKED, "num_layers": 2},
+    {**MASKED, "num_layers": 2, "recompute": False},
 ]
-CASES = [replace(shape, **options) for shape in SHAPES for options in OPTIONS]
+NOISE: list[dict[str, Any]] = [
+    {"noise": "eps"},
+    {"noise": "none"},
+    {"noise": "eps", "num_layers": 2, "recompute": False},
+    {"noise": "none", "bias": False, "recompute": False},
+    {"noise": "eps", **MASKED, "num_layers": 2},
+    {"noise": "none", **MASKED, "recompute": False},
+]
+ALL_OPTIONS = [{"cell": cell, **options} for cell in CELLS for options in OPTIONS] + NOISE
+SHAPE_CASES = [
+    replace(shape, cell=cell, **options)
+    for cell in CELLS
+    for shape in SHAPES
+    for options in ({}, MASKED)
+]
+CASES = SHAPE_CASES + [replace(CHUNKED, **options) for options in ALL_OPTIONS]
+CASES += [Case(cell=cell, seq_len=300, batch=1, hidden_size=4, latent_size=3) for cell in CELLS]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# float32 and float16 take the ways of float64 and bfloat16, so the options are not tried again.
+DTYPE_CASES = [replace(case, dtype=torch.bfloat16) for case in CASES]
+DTYPE_CASES += [
+    replace(case, dtype=dtype) for case in SHAPE_CASES for dtype in (torch.float32, torch.float16)
+]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, relative_errors
+from cases import CELLS, MASKED, Case
 from torch.profiler import ProfilerActivity, profile
 
 import fusedrnn
@@ -14,10 +14,26 @@ from fusedrnn import reference
 from fusedrnn._library import layout
 
 CASE = Case(seq_len=20, batch=6, chunk_size=8, dtype=torch.float32)
+MASKED_CASE = replace(CASE, **MASKED, cell="lstm", num_layers=2)
 
 
-def call(arguments, **options):
-    return arguments.call(fusedrnn.stochastic_gru, **(CASE.options | options))
+@pytest.fixture(params=[*(replace(CASE, cell=cell) for cell in CELLS), MASKED_CASE], ids=str)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(params=CELLS)
+def cell(request):
+    return request.param
+
+
+def call(case, arguments, **options):
+    return arguments.call(fusedrnn, **(case.options | options))
+
+
+def module(cell, *sizes, **options):
+    names = {"gru": "GRU", "lstm": "LSTM", "stochastic_gru": "StochasticGRU"}
+    return getattr(fusedrnn, names[cell])(*sizes, **options)
 
 
 def gradients(outputs, cotangents, inputs, **options):
@@ -27,76 +43,61 @@ def gradients(outputs, cotangents, inputs, **options):
 # --- gradients -----------------------------------------------------------------------------------
 
 
-def test_backward_twice_and_with_retain_graph_gives_the_same(device):
-    arguments = CASE.tensors(device).to(torch.float32)
+def test_backward_twice_and_with_retain_graph_gives_the_same(case):
+    arguments = case.tensors().to(torch.float32)
     for recompute in (True, False):
-        output, h_n = call(arguments, recompute=recompute)
-        cotangents = [arguments.grad_output, arguments.grad_h_n]
-        wanted = arguments.differentiable()
-        first = gradients([output, h_n], cotangents, wanted, retain_graph=True)
-        second = gradients([output, h_n], cotangents, wanted)
+        results = call(case, arguments, recompute=recompute)
+        cotangents, wanted = arguments.cotangents(), arguments.differentiable()
+        first = gradients(results, cotangents, wanted, retain_graph=True)
+        second = gradients(results, cotangents, wanted)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         with pytest.raises(RuntimeError, match="second time"):
-            gradients([output, h_n], cotangents, wanted)
+            gradients(results, cotangents, wanted)
 
 
-@pytest.mark.parametrize("through", ["output", "h_n"])
-def test_backward_through_one_result_alone(device, through):
-    arguments = CASE.tensors(device).to(torch.float64)
+@pytest.mark.parametrize("through", [0, 1, 2])
+def test_backward_through_one_result_alone(case, through):
+    arguments = case.tensors().to(torch.float64)
     wanted = arguments.differentiable()
+    through = min(through, len(arguments.cotangents()) - 1)
     grads = []
-    for function in (fusedrnn.stochastic_gru, reference.stochastic_gru):
-        output, h_n = arguments.call(function)
-        result, cotangent = (
-            (output, arguments.grad_output) if through == "output" else (h_n, arguments.grad_h_n)
-        )
-        grads.append(gradients([result], [cotangent], wanted))
+    for library, options in ((fusedrnn, case.options), (reference, case.sizes)):
+        result = arguments.call(library, **options)[through]
+        cotangent = arguments.cotangents()[through]
+        # h_n of a layer has nothing to do with the weights of the next.
+        grads.append(gradients([result], [cotangent], wanted, materialize_grads=True))
     for ours, loop in zip(*grads, strict=True):
         torch.testing.assert_close(ours, loop, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_of_exactly_the_inputs_that_need_them(device):
-    everything = CASE.tensors(device).to(torch.float64)
-    eps = torch.randn(1, 20, 6, 6, dtype=torch.float64, device=device, requires_grad=True)
-    everything = replace(everything, seed=None, eps=eps)
+def test_gradients_of_exactly_the_inputs_that_need_them(case):
+    everything = replace(case, noise="eps").tensors().to(torch.float64)
     wanted = everything.differentiable()
-    full = gradients([call(everything)[0]], [everything.grad_output], wanted)
+    full = gradients(call(case, everything)[:1], [everything.grad_output], wanted)
     for chosen, expected in zip(wanted, full, strict=True):
         for tensor in wanted:
             tensor.requires_grad_(tensor is chosen)
             tensor.grad = None
-        call(everything)[0].backward(everything.grad_output)
+        call(case, everything)[0].backward(everything.grad_output)
         torch.testing.assert_close(chosen.grad, expected, rtol=1e-12, atol=1e-14)
         assert all(tensor.grad is None for tensor in wanted if tensor is not chosen)
     for tensor in wanted:
         tensor.requires_grad_(False)
-    assert not call(everything)[0].requires_grad
+    assert not any(result.requires_grad for result in call(case, everything))
 
 
-def test_no_memory_for_gradients_that_nobody_needs():
-    arguments = Case(seq_len=64, batch=8, input_size=512, chunk_size=4, dtype=torch.float32)
-    arguments = arguments.tensors()
+def test_no_memory_for_gradients_that_nobody_needs(cell):
+    case = Case(cell, seq_len=64, batch=8, input_size=512, chunk_size=4, dtype=torch.float32)
+    arguments = case.tensors()
     arguments.weights[0].requires_grad_()
-    output, _ = arguments.call(fusedrnn.stochastic_gru, chunk_size=4)
+    output = call(case, arguments)[0]
     events = allocations(lambda: output.backward(arguments.grad_output))
     assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be as large
 
 
-def test_modules_train_the_same_in_train_and_eval_mode(device):
-    rnn = fusedrnn.StochasticGRU(5, 7).to(device)
-    input = torch.randn(4, 3, 5, device=device)
-    grads = []
-    for mode in (True, False):
-        rnn.train(mode).zero_grad()
-        output, _ = rnn(input, generator=torch.Generator().manual_seed(3))
-        output.square().sum().backward()
-        grads.append([p.grad.clone() for p in rnn.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_second_derivatives_are_refused(device):
-    arguments = CASE.tensors(device).to(torch.float64)
-    output, _ = call(arguments)
+def test_second_derivatives_are_refused(case):
+    arguments = case.tensors().to(torch.float64)
+    output = call(case, arguments)[0]
     (grad,) = gradients([output.sum()], None, [arguments.input], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         (grad.sum() + arguments.input.sum()).backward()
@@ -116,7 +117,8 @@ def allocations(function):
     return [size for size in sizes if size > 0]
 
 
-def saved_storages(arguments, **options):
+def saved_storages(case, arguments, **options):
+    """The output, and what is saved for backward besides the arguments and the output."""
     saved = {}
 
     def pack(tensor):
@@ -124,45 +126,51 @@ def saved_storages(arguments, **options):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output, _ = call(arguments, **options)
-    given = {t.untyped_storage().data_ptr() for t in [*arguments.differentiable(), arguments.seed]}
-    return output, {pointer: t for pointer, t in saved.items() if pointer not in given}
+        output = call(case, arguments, **options)[0]
+    known = [output, *arguments.differentiable(), arguments.seed]
+    known = [t.untyped_storage().data_ptr() for t in known if t is not None]
+    assert known[0] in saved
+    return [tensor for pointer, tensor in saved.items() if pointer not in known]
 
 
-def test_saves_its_arguments_and_the_output_and_nothing_else(device):
-    arguments = CASE.tensors(device).to(torch.float32)
-    output, saved = saved_storages(arguments)
-    assert list(saved) == [output.untyped_storage().data_ptr()]
-    output, saved = saved_storages(arguments, recompute=False)
-    kept = [t for p, t in saved.items() if p != output.untyped_storage().data_ptr()]
-    hidden, latent = CASE.hidden_size, CASE.latent_size
-    pre_activations = CASE.seq_len * CASE.batch * (4 * hidden + 2 * latent) * 4
-    assert len(kept) == 1 and kept[0].nbytes == pre_activations
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_saves_its_arguments_and_the_output_and_little_else(cell, bidirectional):
+    """An LSTM also one c for each chunk; recompute=False the pre-activations."""
+    case = replace(CASE, cell=cell, bidirectional=bidirectional)
+    arguments = case.tensors().to(torch.float32)
+    directions, state = 2 if bidirectional else 1, case.batch * case.hidden_size * 4
+    chunks = -(-case.seq_len // case.chunk_size)
+    states = [directions * chunks * state] if cell == "lstm" else []
+    assert [t.nbytes for t in saved_storages(case, arguments)] == states
+    columns = 4 * case.hidden_size + 2 * case.latent_size * (cell == "stochastic_gru")
+    pre_activations = directions * case.seq_len * case.batch * columns * 4
+    kept = saved_storages(case, arguments, recompute=False)
+    assert sorted(t.nbytes for t in kept) == sorted([pre_activations, *states])
 
 
-def test_nothing_is_kept_without_gradients():
-    case = replace(CASE, seq_len=200)
+def test_nothing_is_kept_without_gradients(cell):
+    case = replace(CASE, cell=cell, seq_len=200)
     constants = case.tensors()
     variables = constants.to(torch.float32)
     output_size = 200 * 6 * 7 * 4
     for recompute in (True, False):
-        sizes = allocations(lambda r=recompute: call(constants, recompute=r))
+        sizes = allocations(lambda r=recompute: call(case, constants, recompute=r))
         assert max(sizes) == output_size
         with torch.no_grad():
-            sizes = allocations(lambda r=recompute: call(variables, recompute=r))
+            sizes = allocations(lambda r=recompute: call(case, variables, recompute=r))
         assert max(sizes) == output_size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("recompute", [True, False])
-def test_number_of_allocations_does_not_depend_on_the_length(recompute, dtype):
+def test_number_of_allocations_does_not_depend_on_the_length(case, recompute, dtype):
     counts = []
     for seq_len in (16, 64, 256):
-        case = replace(CASE, seq_len=seq_len, dtype=dtype)
-        arguments = case.tensors().to(dtype)
+        longer = replace(case, seq_len=seq_len, dtype=dtype)
+        arguments = longer.tensors().to(dtype)
 
         def train(arguments=arguments):
-            output, _ = call(arguments, recompute=recompute)
+            output = call(case, arguments, recompute=recompute)[0]
             output.backward(arguments.grad_output)
             for tensor in arguments.differentiable():
                 tensor.grad = None
@@ -175,37 +183,47 @@ def test_number_of_allocations_does_not_depend_on_the_length(recompute, dtype):
 # --- eps -----------------------------------------------------------------------------------------
 
 
-def drawn_eps(seed, seq_len, batch, latent_size, num_layers=1, **options):
-    """The noise that the kernels use, read back through a layer built to show it: h' = tanh(z)."""
-    size = latent_size
+def drawn_eps(
+    seed, seq_len, batch, latent_size, num_layers=1, bidirectional=False, chunk_size=None
+):
+    """The noise that the kernels use, read back through layers built to show it: h' = tanh(z)."""
+    size, directions = latent_size, 2 if bidirectional else 1
+    parameters = layout("stochastic_gru", size, size, size, num_layers, directions, True)
     weights = []
-    for _ in range(num_layers):
-        shapes = [s for _, _, s in layout("stochastic_gru", size, size, size, 1, True)]
-        weights_of_layer = [torch.zeros(s, dtype=torch.float64, device=seed.device) for s in shapes]
-        weight_ih, weight_zh, _, bias_ih, _, _ = weights_of_layer
-        weight_zh[2 * size :].fill_diagonal_(1)  # n = tanh(z)
-        bias_ih[:size], bias_ih[size : 2 * size] = 50.0, -50.0  # r = 1, u = 0
-        weights += weights_of_layer
-    input = weight_ih.new_zeros(seq_len, batch, size)
-    outputs = []
-    for layer in range(num_layers):  # a stack shows its last layer only
+    for name, _, shape in parameters:
+        weights.append(torch.zeros(shape, dtype=torch.float64))
+        if name.startswith("weight_zh"):
+            weights[-1][2 * size :] = torch.eye(size)  # n = tanh(z)
+        if name.startswith("bias_ih"):
+            weights[-1][:size], weights[-1][size : 2 * size] = 50.0, -50.0  # r = 1, u = 0
+    input = torch.zeros(seq_len, batch, size, dtype=torch.float64)
+    eps = []
+    for layers in range(1, num_layers + 1):  # a stack shows its last layer only
         output, _ = fusedrnn.stochastic_gru(
-            input, weights[: 6 * (layer + 1)], num_layers=layer + 1, seed=seed, **options
+            input,
+            weights[: 6 * layers * directions],
+            num_layers=layers,
+            bidirectional=bidirectional,
+            seed=seed,
+            chunk_size=chunk_size,
         )
-        outputs.append(torch.atanh(output))
-    return torch.stack(outputs)
+        eps += torch.atanh(output).split(size, -1)
+    return torch.stack(eps)
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**62 - 1, -(2**62)])
-def test_eps_is_philox_of_seed_step_row_unit_and_layer(device, seed):
-    eps = drawn_eps(torch.tensor([seed], device=device), 5, 3, 11, num_layers=2, chunk_size=2)
-    for layer in range(2):
+def test_eps_is_philox_of_seed_step_row_unit_and_layer(device, seed, bidirectional):
+    seed = torch.tensor([seed], device=device)
+    eps = drawn_eps(seed, 5, 3, 11, 2, bidirectional, chunk_size=2)
+    assert len(eps) == (4 if bidirectional else 2)
+    for layer, drawn in enumerate(eps):
         expected = reference.philox_normal(seed, 5, 3, 11, layer, torch.float64)
-        torch.testing.assert_close(eps[layer].cpu(), expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(drawn, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_eps_does_not_depend_on_chunks_or_on_the_size_of_the_batch(device):
-    seed = torch.tensor([99], device=device)
+def test_eps_does_not_depend_on_chunks_or_on_the_size_of_the_batch():
+    seed = torch.tensor([99])
     whole = drawn_eps(seed, 40, 6, 9)
     assert torch.equal(whole, drawn_eps(seed, 40, 6, 9, chunk_size=7))
     assert torch.equal(whole[:, :13, :4], drawn_eps(seed, 13, 4, 9))
@@ -256,58 +274,54 @@ def test_sources_of_the_seed():
 # --- shapes and strides --------------------------------------------------------------------------
 
 
-def test_an_empty_batch_works(device):
-    arguments = replace(CASE, batch=0).tensors(device).to(torch.float32)
-    output, h_n = call(arguments)
-    assert output.shape == (20, 0, 7) and h_n.shape == (1, 0, 7)
-    (output.sum() + h_n.sum()).backward()
+def test_an_empty_batch_works(case):
+    arguments = replace(case, batch=0).tensors().to(torch.float32)
+    output, *last = call(case, arguments)
+    assert output.shape == arguments.grad_output.shape
+    assert all(t.shape == arguments.hx.shape for t in last)
+    (output.sum() + sum(t.sum() for t in last)).backward()
     assert arguments.input.grad.shape == arguments.input.shape
     assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in arguments.weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_strides_do_not_matter(device, dtype):
-    case = replace(CASE, dtype=dtype, noise="eps")
+def test_strides_do_not_matter(device, case, dtype):
+    case = replace(case, dtype=dtype, noise="eps")
     dense = case.tensors(device).to(dtype)
-    expected = dense.results(fusedrnn.stochastic_gru, **case.options)
+    expected = dense.results(fusedrnn, **case.options)
 
     def strided(tensor):
         """The same values with gaps, and with the last two dimensions swapped in memory."""
         dims = tensor.dim()
-        gaps = tensor.new_full([2 * n for n in tensor.shape], torch.nan)
+        if tensor.is_floating_point():
+            gaps = torch.full([2 * n for n in tensor.shape], torch.nan).to(tensor)
+        else:
+            gaps = torch.ones([2 * n for n in tensor.shape]).to(tensor)
         if dims > 1:
             gaps = gaps.transpose(-1, -2).contiguous().transpose(-1, -2)
         view = gaps[tuple([slice(1, None, 2)] * dims)]
         view.copy_(tensor.detach())
-        return view.requires_grad_()
+        return view.requires_grad_(tensor.requires_grad)
 
-    arguments = replace(
-        dense,
-        input=strided(dense.input),
-        hx=strided(dense.hx),
-        eps=strided(dense.eps),
-        weights=[strided(w) for w in dense.weights],
-        grad_output=strided(dense.grad_output).detach(),
-        grad_h_n=strided(dense.grad_h_n).detach(),
-    )
-    results = arguments.results(fusedrnn.stochastic_gru, **case.options)
-    # cuBLAS may add in another order where a matrix lies otherwise; then latents round otherwise.
-    limit = max(4 * torch.finfo(dtype).eps, 1e-10) if device == "cuda" else 1e-6
-    for name, error in relative_errors(results, expected).items():
-        assert error < limit, name
+    arguments = dense.with_differentiable(map(strided, dense.differentiable()))
+    for name in ("lengths", "reset", "grad_output", "grad_h_n", "grad_c_n"):
+        if getattr(dense, name) is not None:
+            setattr(arguments, name, strided(getattr(dense, name)))
+    for name, value in arguments.results(fusedrnn, **case.options).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_expanded_inputs_work(device):
-    arguments = CASE.tensors(device)
-    row = torch.randn(1, 1, 5, device=device, requires_grad=True)
-    state = torch.randn(1, 1, 7, device=device, requires_grad=True)
-    expanded = replace(
-        arguments, input=row.expand(20, 6, 5), hx=state.expand(1, 6, 7), grad_output=None
-    )
+def test_expanded_inputs_work(cell):
+    case = replace(CASE, cell=cell)
+    arguments = case.tensors()
+    row = torch.randn(1, 1, 5, requires_grad=True)
+    state = torch.randn(1, 1, 7, requires_grad=True)
+    arguments.cx = None if arguments.cx is None else state.expand(1, 6, 7)
+    expanded = replace(arguments, input=row.expand(20, 6, 5), hx=state.expand(1, 6, 7))
     dense = replace(expanded, input=expanded.input.contiguous(), hx=expanded.hx.contiguous())
     results = []
     for a in (expanded, dense):
-        output, _ = call(a)
+        output = call(case, a)[0]
         results.append([output, *gradients([output.sum()], None, [row, state])])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected)
@@ -323,7 +337,7 @@ def test_the_floating_point_mode_is_left_as_it_was(flush):
     denormal = torch.full((200_000,), 1e-40)  # large enough for all threads
     torch.set_flush_denormal(flush)  # this thread's
     try:
-        arguments.results(fusedrnn.stochastic_gru)
+        arguments.results(fusedrnn)
         assert (denormal[:8] * 1.0 == 0).all() == flush
     finally:
         torch.set_flush_denormal(False)
@@ -346,62 +360,89 @@ for threads in (1, 2, 1, 2):
 # --- torch's own machinery -----------------------------------------------------------------------
 
 
-def test_opcheck():
-    arguments = CASE.tensors().to(torch.float64)
-    eps = torch.randn(20, 6, 6).double()
-    for noise in ((eps, None), (None, arguments.seed), (None, None)):
-        forward = ("stochastic_gru", arguments.input, arguments.hx[0], arguments.weights, *noise)
-        forward = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, forward)
-        tests = ("test_schema", "test_faketensor")
-        for keep in (True, False):
-            options = (0, 8, keep, True)
-            torch.library.opcheck(
-                torch.ops.fusedrnn.forward.default, (*forward, *options), test_utils=tests
-            )
-        output, h_n, _ = torch.ops.fusedrnn.forward(*forward, *options)
-        cell, *rest = forward
-        for needs in (0, 1, 2, 8, 4 * (noise[0] is not None) + 3 + 8 * 63):
-            backward = (output, h_n, cell, *rest[:2], output, None, *rest[2:], 0, 8, needs, True)
-            torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
+def raw_arguments(case, arguments):
+    """What the operators take from the cell to chunk_size."""
+    a = arguments
+    masks = (a.lengths, a.lengths, a.reset)
+    raw = (a.cell, a.input, a.hx, a.cx, a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
+    raw += (0, 0, False, case.chunk_size)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_compile_fullgraph(recompute):
-    rnn = fusedrnn.StochasticGRU(5, 7, num_layers=2, batch_first=True, recompute=recompute)
+OPCHECK = [Case(cell, chunk_size=4, noise=n) for cell in CELLS for n in ("seed", "eps", "none")][2:]
+OPCHECK += [Case(cell, chunk_size=4, noise="eps", **MASKED) for cell in CELLS]
+
+
+@pytest.mark.parametrize("case", OPCHECK, ids=str)
+def test_opcheck(case):
+    raw = raw_arguments(case, case.tensors())
+    tests = ("test_schema", "test_faketensor")
+    for keep in (False, True):
+        forward = (*raw, keep, False)
+        torch.library.opcheck(torch.ops.fusedrnn.forward.default, forward, test_utils=tests)
+    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, False, False)
+    cell, input, hx, cx, weights, *others = raw
+    bits = [1, 2, 4 * (cx is not None), 8 * (case.tensors().eps is not None)]
+    bits += [16 << i for i in range(len(weights))]
+    for needs in (0, *{*bits}, sum(bits)):
+        cotangents = (output, h_n, c_n if cx is not None else None)
+        saved = (output, None, states if cx is not None else None)
+        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs, False)
+        torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    ("cell", "recompute"), [("gru", True), ("lstm", False), ("stochastic_gru", True)]
+)
+def test_compile_fullgraph(cell, recompute):
+    rnn = module(
+        cell, 5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
+    )
     compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
     input = torch.randn(3, 4, 5, requires_grad=True)
-    for options in ({"sample": False}, {"eps": torch.randn(2, 4, 3, 7)}):
+    lengths, reset = torch.tensor([4, 1, 3]), torch.rand(3, 4) < 0.3
+    every_options = [{}, {"lengths": [4, 1, 3]}, {"lengths": lengths, "reset": reset}]
+    if cell == "stochastic_gru":
+        every_options = [{"sample": False}, {"eps": torch.randn(4, 4, 3, 7)}]
+    for options in every_options:
         results = []
-        for module in (rnn, compiled):
-            output, h_n = module(input, **options)
-            grads = gradients([output.sum() + h_n.sum()], None, [input, *rnn.parameters()])
-            results.append([output, h_n, *grads])
+        for function in (rnn, compiled):
+            output, last = function(input, **options)
+            last = last[-1] if cell == "lstm" else last
+            grads = gradients([output.sum() + last.sum()], None, [input, *rnn.parameters()])
+            results.append([output, last, *grads])
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected)
-    assert compiled(input)[0].shape == (3, 4, 7)
+    assert compiled(input)[0].shape == (3, 4, 14)
 
 
-def test_checkpoint_draws_the_same_noise_again(device):
-    rnn = fusedrnn.StochasticGRU(5, 7).to(device)
-    input = torch.randn(4, 3, 5, device=device, requires_grad=True)
+def test_checkpoint_computes_the_same_again(cell):
+    """Also the noise."""
+    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True)
+    input = torch.randn(4, 3, 5, requires_grad=True)
+    options = {"lengths": torch.tensor([4, 2, 3]), "reset": torch.rand(4, 3) < 0.3}
+
+    def run(x):
+        return rnn(x, **options)[0]
+
     grads = []
     for wrap in (False, True):
         torch.manual_seed(2)
         output = (
-            torch.utils.checkpoint.checkpoint(lambda x: rnn(x)[0], input, use_reentrant=False)
+            torch.utils.checkpoint.checkpoint(run, input, use_reentrant=False)
             if wrap
-            else rnn(input)[0]
+            else run(input)
         )
         grads.append(gradients([output.square().sum()], None, [input, *rnn.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_func_grad(device):
-    arguments = CASE.tensors(device)
+def test_func_grad(case):
+    arguments = case.tensors()
 
     def loss(weight):
         weights = [weight, *arguments.weights[1:]]
-        return replace(arguments, weights=weights).call(fusedrnn.stochastic_gru)[0].sum()
+        return call(case, replace(arguments, weights=weights))[0].sum()
 
     weight = arguments.weights[0].requires_grad_()
     (expected,) = gradients([loss(weight)], None, [weight])
@@ -409,23 +450,25 @@ def test_func_grad(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_runs_in_its_dtype(device, dtype):
-    rnn = fusedrnn.StochasticGRU(5, 7).to(device)
-    input = torch.randn(4, 3, 5, device=device)
-    with torch.autocast(device, dtype=dtype):
-        output, h_n = rnn(input, torch.zeros(1, 3, 7, device=device), sample=False)
-    assert output.dtype == h_n.dtype == dtype
+def test_autocast_runs_in_its_dtype(cell, dtype):
+    rnn = module(cell, 5, 7, bidirectional=True)
+    input, state = torch.randn(4, 3, 5), torch.zeros(2, 3, 7)
+    with torch.autocast("cpu", dtype=dtype):
+        output, last = rnn(input, (state, state) if cell == "lstm" else state)
+    for result in (output, *(last if cell == "lstm" else (last,))):
+        assert result.dtype == dtype
     output.float().sum().backward()
     assert rnn.weight_ih_l0.grad.dtype == torch.float32
-    with torch.autocast(device, enabled=False):
+    with torch.autocast("cpu", enabled=False):
         assert rnn(input)[0].dtype == torch.float32
-    with torch.autocast(device, dtype=dtype):
-        assert rnn.double()(input.double())[0].dtype == torch.float64
+    with torch.autocast("cpu", dtype=dtype):
+        assert module(cell, 5, 7).double()(input.double())[0].dtype == torch.float64
         with pytest.raises(ValueError, match=r"got torch\.int64"):
             rnn(input.long())
 
 
-def test_meta_tensors_have_the_right_shapes():
-    rnn = fusedrnn.StochasticGRU(5, 7, num_layers=2, device="meta")
-    output, h_n = rnn(torch.empty(4, 3, 5, device="meta"))
-    assert output.shape == (4, 3, 7) and h_n.shape == (2, 3, 7) and output.is_meta
+def test_meta_tensors_have_the_right_shapes(cell):
+    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True, device="meta")
+    output, last = rnn(torch.empty(4, 3, 5, device="meta"))
+    assert output.shape == (4, 3, 14) and output.is_meta
+    assert all(t.shape == (4, 3, 7) for t in (last if cell == "lstm" else (last,)))

@@ -22,7 +22,7 @@ CASE = Case(seq_len=41, batch=3, hidden_size=12, latent_size=6, chunk_size=4, dt
 
 
 def results(arguments, case):
-    return arguments.results(fusedrnn.stochastic_gru, **case.options)
+    return arguments.results(fusedrnn, **case.options)
 
 
 def assert_same_bits(ours, expected):
@@ -189,7 +189,7 @@ def test_tf32_is_asked_for_at_the_time_of_the_call(allow_tf32):
 
     def train(in_forward, in_backward):
         allow_tf32(in_forward)
-        output, _ = arguments.call(fusedrnn.stochastic_gru)
+        output, _ = arguments.call(fusedrnn)
         allow_tf32(in_backward)
         (grad,) = torch.autograd.grad(output, arguments.weights[0], arguments.grad_output)
         return output, grad
@@ -284,12 +284,12 @@ def test_training_in_a_cuda_graph(options, dtype):
 def test_inference_in_a_cuda_graph():
     arguments = CASE.tensors("cuda")
     with torch.no_grad():
-        graph, kept = captured(lambda: arguments.call(fusedrnn.stochastic_gru, **CASE.options))
+        graph, kept = captured(lambda: arguments.call(fusedrnn, **CASE.options))
         outputs = []
         for seed in (5, 6, 5):
             arguments.seed.fill_(seed)
             graph.replay()
-            expected = arguments.call(fusedrnn.stochastic_gru, **CASE.options)
+            expected = arguments.call(fusedrnn, **CASE.options)
             assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
             outputs.append(kept[0].clone())
     assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
@@ -339,20 +339,20 @@ MIB = 2**20
 
 def test_out_of_memory_in_forward(allow_memory):
     arguments = LARGE.tensors("cuda")
-    expected, _ = arguments.call(fusedrnn.stochastic_gru)
+    expected, _ = arguments.call(fusedrnn)
     expected = expected.cpu()
     before = torch.cuda.memory_allocated()
     allow_memory(32 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"fusedrnn: out of memory: .* the output"):
-        arguments.call(fusedrnn.stochastic_gru)
+        arguments.call(fusedrnn)
     allow_memory(1024 * MIB)
     assert torch.cuda.memory_allocated() == before
-    assert torch.equal(arguments.call(fusedrnn.stochastic_gru)[0].cpu(), expected)
+    assert torch.equal(arguments.call(fusedrnn)[0].cpu(), expected)
 
 
 def test_out_of_memory_in_backward(allow_memory):
     arguments = LARGE.tensors("cuda").to(torch.float32)
-    output, _ = arguments.call(fusedrnn.stochastic_gru, chunk_size=LARGE.seq_len)
+    output, _ = arguments.call(fusedrnn, chunk_size=LARGE.seq_len)
     wanted = arguments.differentiable()
 
     def backward():
@@ -443,7 +443,7 @@ def test_arguments_on_two_devices_are_refused():
     arguments = CASE.tensors("cuda:0")
     moved = replace(arguments, hx=arguments.hx.to("cuda:1"))
     with pytest.raises(RuntimeError, match="hx must be on cuda:0 as input is, got cuda:1"):
-        moved.call(fusedrnn.stochastic_gru)
+        moved.call(fusedrnn)
 
 
 @pytest.mark.parametrize("what", ["input", "hx", "eps", "seed", "weights"])
@@ -455,26 +455,30 @@ def test_arguments_on_the_cpu_are_refused(what):
     name = {"input": "hx", "weights": r"weights\[0\]"}.get(what, what)
     where = r"cpu as input is, got cuda:0" if what == "input" else r"cuda:0 as input is, got cpu"
     with pytest.raises(RuntimeError, match=f"fusedrnn: {name} must be on {where}"):
-        replace(arguments, **{what: value}).call(fusedrnn.stochastic_gru)
+        replace(arguments, **{what: value}).call(fusedrnn)
     assert torch.equal(state, torch.cuda.get_rng_state())
     torch.cuda.synchronize()  # raises an error if a kernel has read what it must not
 
 
 def test_the_operator_itself_reads_no_memory_of_the_cpu():
     a = CASE.tensors("cuda")
-    good = {"input": a.input, "hx": a.hx[0], "weights": a.weights, "eps": None, "seed": a.seed}
-    rest = {"cell": "stochastic_gru", "layer": 0, "chunk_size": 0, "replay": True}
+    good = {"input": a.input, "hx": a.hx, "weights": a.weights, "eps": None, "seed": a.seed}
+    rest = {"cell": "stochastic_gru", "cx": None, "lengths": None, "host_lengths": None}
+    rest |= {"reset": None, "dropout": 0.0, "zoneout": 0.0, "state_zoneout": 0.0, "layer": 0}
+    rest |= {"mask_seed": None, "first_step": 0, "reverse": False, "chunk_size": 0, "replay": True}
     changes = [
-        {"hx": a.hx[0].cpu()},
+        {"hx": a.hx.cpu()},
         {"seed": a.seed.cpu()},
         {"weights": [a.weights[0].cpu(), *a.weights[1:]]},
-        {"eps": torch.zeros(41, 3, 6), "seed": None},
+        {"eps": torch.zeros(1, 41, 3, 6), "seed": None},
+        {"reset": torch.zeros(41, 3, dtype=torch.bool)},
     ]
     for change in changes:
         with pytest.raises(RuntimeError, match="must be on the device of input"):
             torch.ops.fusedrnn.forward(**(good | rest | change), keep=False)
-    output, _, kept = torch.ops.fusedrnn.forward(**good, **rest, keep=True)
-    backward = {**good, **rest, "grad_output": output, "grad_h_n": None, "output": output}
+    output, _, _, kept, _ = torch.ops.fusedrnn.forward(**good, **rest, keep=True)
+    backward = {**good, **rest, "grad_output": output, "grad_h_n": None, "grad_c_n": None}
+    backward |= {"output": output, "states": None}
     for change in ({"kept": kept.cpu()}, {"grad_output": output.cpu(), "kept": kept}):
         with pytest.raises(RuntimeError, match="fusedrnn: "):
             torch.ops.fusedrnn.backward(**(backward | change), needs=3)

@@ -21,7 +21,7 @@ LONG_OPTIONS = [*OPTIONS, {"noise": "eps", "num_layers": 2}]
 
 
 def results(arguments, case):
-    return arguments.results(fusedrnn.stochastic_gru, **case.options)
+    return arguments.results(fusedrnn, **case.options)
 
 
 def assert_same_bits(ours, expected):
@@ -69,7 +69,7 @@ def test_replayed_chunks_read_copies_of_expanded_tensors(emulator, monkeypatch, 
 )
 def test_all_chunks_but_the_outermost_are_replayed(emulator, seq_len, in_forward, in_backward):
     arguments = replace(LONG, seq_len=seq_len).tensors().to(torch.float32)
-    output, _ = arguments.call(fusedrnn.stochastic_gru, **LONG.options)
+    output, _ = arguments.call(fusedrnn, **LONG.options)
     assert emulator.counts()[1] == in_forward
     output.backward(arguments.grad_output)
     assert emulator.counts()[1] == in_forward + in_backward
@@ -114,7 +114,7 @@ def test_fresh_memory_is_never_read(emulator, deterministic, options, dtype):
 def test_fresh_memory_is_never_read_for_one_gradient(emulator, deterministic, through):
     arguments = LONG.tensors().to(torch.float32)
     deterministic(True)
-    output, h_n = arguments.call(fusedrnn.stochastic_gru, **LONG.options)
+    output, h_n = arguments.call(fusedrnn, **LONG.options)
     result, grad = {
         "output": (output, arguments.grad_output),
         "h_n": (h_n, arguments.grad_h_n),
@@ -155,7 +155,7 @@ def test_only_what_is_returned_or_kept_grows_with_the_sequence(emulator, dtype, 
 
 
 def forward_of(arguments, case):
-    return arguments.call(fusedrnn.stochastic_gru, **case.options)[0]
+    return arguments.call(fusedrnn, **case.options)[0]
 
 
 @pytest.mark.parametrize(
@@ -288,5 +288,5 @@ def test_a_failure_while_recording(emulator):
     arguments = LONG.tensors().to(torch.float32)
     emulator.control(False, "set_shift")
     with pytest.raises(RuntimeError, match="set_shift"):
-        arguments.call(fusedrnn.stochastic_gru, **LONG.options)
+        arguments.call(fusedrnn, **LONG.options)
     assert emulator.counts() == (2 * LONG.chunk_size * 2, 0)  # recorded, but never replayed

@@ -123,7 +123,7 @@ def test_bad_call(name):
     before = [t.clone() for t in tensors]
     state = torch.get_rng_state()
     with pytest.raises(error, match=re.escape(message)) as caught:
-        arguments.call(fusedrnn.stochastic_gru, **(CASE.options | options))
+        arguments.call(fusedrnn, **(CASE.options | options))
     assert str(caught.value).startswith("fusedrnn: ")
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
@@ -136,11 +136,21 @@ def raw_forward(**changes):
     arguments = {
         "cell": "stochastic_gru",
         "input": a.input,
-        "hx": a.hx[0],
+        "hx": a.hx,
+        "cx": None,
         "weights": a.weights,
+        "lengths": None,
+        "host_lengths": None,
+        "reset": None,
         "eps": None,
         "seed": a.seed,
+        "dropout": 0.0,
+        "zoneout": 0.0,
+        "state_zoneout": 0.0,
+        "mask_seed": None,
         "layer": 0,
+        "first_step": 0,
+        "reverse": False,
         "chunk_size": 0,
         "keep": False,
         "replay": False,
@@ -149,7 +159,7 @@ def raw_forward(**changes):
 
 
 def test_the_operator_itself_reads_nothing_that_is_not_there():
-    (output, _, _), good = raw_forward()
+    (output, *_), good = raw_forward()
     weights = good["weights"]
     bad = {
         "no cell": {"cell": "elman"},
@@ -157,10 +167,18 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
         "2 dimensions": {"weights": [weights[0][0], *weights[1:]]},
         "weight_ih must have shape": {"weights": [weights[0][1:], *weights[1:]]},
         "bias_hz must have shape": {"weights": [*weights[:5], weights[5][1:]]},
-        "hx must have shape": {"hx": good["hx"][:2]},
-        "eps must have shape": {"eps": torch.zeros(4, 3, 5), "seed": None},
-        "seed must be one int64": {"seed": torch.zeros(1)},
-        "must have the dtype": {"hx": good["hx"].double()},
+        "hx must have shape": {"hx": good["hx"][:, :2]},
+        "takes no cx": {"cx": good["hx"]},
+        "eps must have shape": {"eps": torch.zeros(1, 4, 3, 5), "seed": None},
+        "seed must be Long": {"seed": torch.zeros(1)},
+        "seed must have one element": {"seed": torch.zeros(2, dtype=torch.int64)},
+        "hx must be Float": {"hx": good["hx"].double()},
+        "lengths are needed on": {"lengths": torch.ones(3, dtype=torch.int64)},
+        "reset must be Bool": {"reset": torch.zeros(5, 3)},
+        "dropout needs a mask_seed": {"dropout": 0.5},
+        "must be probabilities": {"zoneout": 1.5},
+        "first_step": {"first_step": -1},
+        "reverse is for": {"reverse": True},
         "at least one step": {"input": good["input"][:0]},
         "3 dimensions": {"input": good["input"][0]},
         "float32, float64, bfloat16 or float16": {
@@ -177,8 +195,8 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
 
     def raw_backward(**changes):
         arguments = {k: v for k, v in good.items() if k != "keep"}
-        arguments |= {"grad_output": torch.ones_like(output), "grad_h_n": None}
-        arguments |= {"output": output, "kept": None, "needs": 3}
+        arguments |= {"grad_output": torch.ones_like(output), "grad_h_n": None, "grad_c_n": None}
+        arguments |= {"output": output, "kept": None, "states": None, "needs": 3}
         return torch.ops.fusedrnn.backward(**(arguments | changes))
 
     raw_backward()
@@ -190,8 +208,10 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
         "grad_output must have shape": {"grad_output": output[..., 1:]},
         "grad_h_n must have shape": {"grad_h_n": output},
         "kept must be": {"kept": output},
-        "eps was drawn": {"needs": 4},
-        "needs": {"needs": 1 << 9},
+        "there is no cx": {"needs": 4},
+        "eps was drawn": {"needs": 8},
+        "states must be given": {"states": output},
+        "needs": {"needs": 1 << 10},
     }
     for message, changes in bad.items():
         with pytest.raises(RuntimeError, match=message):
