@@ -170,7 +170,7 @@ def allow_tf32(request):
 
 
 def test_tf32_only_where_torch_allows_it(allow_tf32):
-    case = Case(32, 32, 64, 128, 128, dtype=torch.float32)
+    case = Case("stochastic_gru", 32, 32, 64, 128, 128, dtype=torch.float32)
     arguments = case.tensors("cuda").to(torch.float32)
     allow_tf32(False)
     truth = reference_results(arguments, torch.float64, case)
@@ -184,7 +184,7 @@ def test_tf32_only_where_torch_allows_it(allow_tf32):
 
 
 def test_tf32_is_asked_for_at_the_time_of_the_call(allow_tf32):
-    case = Case(16, 32, 64, 128, 128, dtype=torch.float32)
+    case = Case("stochastic_gru", 16, 32, 64, 128, 128, dtype=torch.float32)
     arguments = case.tensors("cuda").to(torch.float32)
 
     def train(in_forward, in_backward):
@@ -333,7 +333,9 @@ def allow_memory():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-LARGE = Case(512, 64, 512, 512, 8, dtype=torch.float32)  # 64 MiB of input and of output
+LARGE = Case(
+    "stochastic_gru", 512, 64, 512, 512, 8, dtype=torch.float32
+)  # 64 MiB of input and of output
 MIB = 2**20
 
 

@@ -38,7 +38,8 @@ def test_replayed_chunks_give_the_same_bits(emulator, monkeypatch, options, dtyp
     case = replace(LONG, dtype=dtype, **options)
     arguments = case.tensors().to(dtype)
     replayed = results(arguments, case)
-    assert emulator.counts()[1] > 0
+    # Steps with fewer and fewer rows are not alike.
+    assert (emulator.counts()[1] > 0) == (not case.lengths)
     monkeypatch.setattr(_library, "replay_chunks", False)
     emulator.control(False, "")
     assert_same_bits(replayed, results(arguments, case))
@@ -80,7 +81,16 @@ def test_all_chunks_but_the_outermost_are_replayed(emulator, seq_len, in_forward
 @pytest.mark.parametrize("seq_len", range(13, 21))
 def test_nothing_new_happens_while_recording(emulator, seq_len, latent_size, hidden_size):
     """The emulation refuses to choose an algorithm then, and addresses are part of the choice."""
-    case = Case(seq_len, 1, 5, hidden_size, latent_size, chunk_size=4, dtype=torch.bfloat16)
+    case = Case(
+        "stochastic_gru",
+        seq_len,
+        1,
+        5,
+        hidden_size,
+        latent_size,
+        chunk_size=4,
+        dtype=torch.bfloat16,
+    )
     results(case.tensors().to(torch.bfloat16), case)
     assert emulator.counts()[1] > 0
 

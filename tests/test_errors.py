@@ -174,7 +174,7 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
         "seed must have one element": {"seed": torch.zeros(2, dtype=torch.int64)},
         "hx must be Float": {"hx": good["hx"].double()},
         "lengths are needed on": {"lengths": torch.ones(3, dtype=torch.int64)},
-        "reset must be Bool": {"reset": torch.zeros(5, 3)},
+        "reset must be Bool": {"reset": torch.zeros(4, 3)},
         "dropout needs a mask_seed": {"dropout": 0.5},
         "must be probabilities": {"zoneout": 1.5},
         "first_step": {"first_step": -1},
