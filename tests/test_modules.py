@@ -240,15 +240,32 @@ def test_equals_gru_if_the_latent_is_the_state():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_every_argument_is_passed_on(batch_first, recompute, bias):
+def test_every_argument_is_passed_on(batch_first, bidirectional, bias):
     rnn = StochasticGRU(
-        5, 4, 3, 2, bias, batch_first, recompute=recompute, chunk_size=2, dtype=torch.float64
+        5,
+        4,
+        3,
+        2,
+        bias,
+        batch_first,
+        bidirectional=bidirectional,
+        recompute=not bias,
+        chunk_size=2,
+        dtype=torch.float64,
     )
-    x, hx = torch.randn(7, 7, 5, dtype=torch.float64), torch.randn(2, 7, 4, dtype=torch.float64)
-    eps = torch.randn(2, 7, 7, 3, dtype=torch.float64)
-    for kwargs in ({"eps": eps}, {"sample": False}):
+    rows = 4 if bidirectional else 2
+    x, hx = torch.randn(7, 7, 5, dtype=torch.float64), torch.randn(rows, 7, 4, dtype=torch.float64)
+    eps = torch.randn(rows, 7, 7, 3, dtype=torch.float64)
+    lengths, reset = torch.randint(1, 8, (7,)), torch.rand(7, 7) < 0.3
+    for kwargs in (
+        {"eps": eps},
+        {"sample": False},
+        {"eps": eps, "lengths": lengths},
+        {"eps": eps, "reset": reset},
+        {"sample": False, "lengths": lengths},
+    ):
         expected = reference.stochastic_gru(
             x,
             list(rnn.parameters()),
@@ -256,9 +273,23 @@ def test_every_argument_is_passed_on(batch_first, recompute, bias):
             num_layers=2,
             bias=bias,
             batch_first=batch_first,
+            bidirectional=bidirectional,
             **kwargs,
         )
         torch.testing.assert_close(rnn(x, hx, **kwargs), expected)
+
+
+def test_a_packed_sequence_is_a_batch_with_lengths():
+    """hx, eps and reset belong to the rows as they were before packing sorted them."""
+    rnn = StochasticGRU(5, 4, 3, 2, bidirectional=True, dtype=torch.float64)
+    x, hx = torch.randn(7, 3, 5, dtype=torch.float64), torch.randn(4, 3, 4, dtype=torch.float64)
+    eps, reset = torch.randn(4, 7, 3, 3, dtype=torch.float64), torch.rand(7, 3) < 0.3
+    lengths = torch.tensor([3, 7, 5])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    output, h_n = rnn(packed, hx, eps=eps, reset=reset)
+    output, _ = nn.utils.rnn.pad_packed_sequence(output)
+    expected = rnn(x, hx, eps=eps, reset=reset, lengths=lengths)
+    torch.testing.assert_close((output, h_n), expected)
 
 
 def test_options_without_influence_on_the_result_are_passed_on(monkeypatch):
