@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DTYPES, OPTIONS, Case, reference_results, relative_errors
+from cases import DTYPES, OPTIONS, Case, relative_errors
 from torch import nn
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import _library, reference
 
 pytestmark = pytest.mark.cuda
 
@@ -173,8 +173,8 @@ def test_tf32_only_where_torch_allows_it(allow_tf32):
     case = Case("stochastic_gru", 32, 32, 64, 128, 128, dtype=torch.float32)
     arguments = case.tensors("cuda").to(torch.float32)
     allow_tf32(False)
-    truth = reference_results(arguments, torch.float64, case)
-    loop = relative_errors(reference_results(arguments, torch.float32, case), truth)
+    truth = arguments.to(torch.float64).results(reference, **case.sizes)
+    loop = relative_errors(arguments.to(torch.float32).results(reference, **case.sizes), truth)
     exact = relative_errors(results(arguments, case), truth)
     allow_tf32(True)
     rounded = relative_errors(results(arguments, case), truth)

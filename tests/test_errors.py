@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case
+from cases import CELLS, MASKED, Case
 
 import fusedrnn
 
@@ -103,6 +103,34 @@ def bad_calls():
         "[4]",
     )
     yield "weight None", arguments(weights=one(weights, 4, None)), {}, TypeError, "weights[4]"
+    for wrong in (-0.1, 1.5, "a"):
+        yield f"dropout {wrong}", good, {"dropout": wrong}, ValueError, "probability in [0, 1]"
+    # Lengths and resets, of 3 rows of 4 steps.
+    for wrong, error, message in (
+        ([1, 2], RuntimeError, "lengths must have shape (3,), got (2,)"),
+        (torch.ones(3, 1).long(), RuntimeError, "lengths must have shape (3,), got (3, 1)"),
+        ([0, 1, 2], ValueError, "lengths must be in [1, 4], got 0"),
+        ([-1, 1, 2], ValueError, "lengths must be in [1, 4], got -1"),
+        (torch.tensor([1, 5, 2]), ValueError, "lengths must be in [1, 4], got 5"),
+        (torch.tensor([1.0, 2.0, 3.0]), ValueError, "lengths must be int64, got torch.float32"),
+        (torch.tensor([1, 2, 3]).int(), ValueError, "lengths must be int64, got torch.int32"),
+        ([1.0, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
+        ([True, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
+        (torch.ones(3, device="meta").long(), RuntimeError, "lengths must be on the CPU"),
+    ):
+        yield f"lengths {wrong}", arguments(lengths=wrong), {}, error, message
+    unbatched = arguments(input=x[:, 0], hx=hx[:, 0], eps=eps[:, :, 0], lengths=[1])
+    yield "lengths without batch", unbatched, {}, ValueError, "lengths are for a batch"
+    reset = torch.zeros(4, 3, dtype=torch.bool)
+    for name, wrong, error, message in (
+        ("shape", reset[:3], RuntimeError, "reset must have shape (4, 3), got (3, 3)"),
+        ("order", reset.t(), RuntimeError, "reset must have shape (4, 3), got (3, 4)"),
+        ("rank", reset[..., None], RuntimeError, "reset must have shape (4, 3), got (4, 3, 1)"),
+        ("dtype", reset.float(), ValueError, "reset must be torch.bool, got torch.float32"),
+        ("type", reset.tolist(), TypeError, "reset must be a tensor, got list"),
+        ("device", reset.to("meta"), RuntimeError, "reset must be on cpu"),
+    ):
+        yield f"{name} of reset", arguments(reset=wrong), {}, error, message
     for chunk_size, error in (
         (0, ValueError),
         (-3, ValueError),
@@ -129,20 +157,19 @@ def test_bad_call(name):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-def raw_forward(**changes):
+def raw_forward(case, **changes):
     """The operator itself, past the checks of the functional form."""
-    case = replace(CASE, num_layers=1, dtype=torch.float32)
     a = case.tensors()
     arguments = {
-        "cell": "stochastic_gru",
+        "cell": a.cell,
         "input": a.input,
         "hx": a.hx,
-        "cx": None,
+        "cx": a.cx,
         "weights": a.weights,
-        "lengths": None,
-        "host_lengths": None,
-        "reset": None,
-        "eps": None,
+        "lengths": a.lengths,
+        "host_lengths": a.lengths,
+        "reset": a.reset,
+        "eps": a.eps,
         "seed": a.seed,
         "dropout": 0.0,
         "zoneout": 0.0,
@@ -151,52 +178,72 @@ def raw_forward(**changes):
         "layer": 0,
         "first_step": 0,
         "reverse": False,
-        "chunk_size": 0,
+        "chunk_size": 2,
         "keep": False,
-        "replay": False,
+        "replay": True,
     }
-    return torch.ops.fusedrnn.forward(**(arguments | changes)), arguments
+    arguments |= changes
+    return torch.ops.fusedrnn.forward(**arguments), arguments
 
 
-def test_the_operator_itself_reads_nothing_that_is_not_there():
-    (output, *_), good = raw_forward()
-    weights = good["weights"]
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
+    case = replace(CASE, cell=cell, num_layers=1, **MASKED, dtype=torch.float32)
+    (output, _, _, _, states), good = raw_forward(case)
+    weights, lengths, reset = (good[name] for name in ("weights", "lengths", "reset"))
+    is_lstm = cell == "lstm"
+    last = {"gru": "bias_hh", "lstm": "bias_hh", "stochastic_gru": "bias_hz"}[cell]
+    size = len(weights) // 2
     bad = {
         "no cell": {"cell": "elman"},
         "weights, or": {"weights": weights[:2]},
         "2 dimensions": {"weights": [weights[0][0], *weights[1:]]},
         "weight_ih must have shape": {"weights": [weights[0][1:], *weights[1:]]},
-        "bias_hz must have shape": {"weights": [*weights[:5], weights[5][1:]]},
+        f"{last} must have shape": {"weights": [*weights[:-1], weights[-1][1:]]},
+        "weight_ih must have": {"weights": [*weights[:size], weights[0][1:], *weights[size + 1 :]]},
         "hx must have shape": {"hx": good["hx"][:, :2]},
-        "takes no cx": {"cx": good["hx"]},
-        "eps must have shape": {"eps": torch.zeros(1, 4, 3, 5), "seed": None},
+        "hx must have shape .directions": {"hx": good["hx"][0]},
+        "cx" if is_lstm else "takes no cx": {"cx": None if is_lstm else good["hx"]},
+        "eps must have shape": {"eps": torch.zeros(2, 4, 3, 5), "seed": None},
         "seed must be Long": {"seed": torch.zeros(1)},
-        "seed must have one element": {"seed": torch.zeros(2, dtype=torch.int64)},
+        "seed must have one": {"seed": torch.zeros(2).long()},
+        "exclude": {"eps": torch.zeros(2, 4, 3, 6), "seed": torch.zeros(1).long()},
         "hx must be Float": {"hx": good["hx"].double()},
-        "lengths are needed on": {"lengths": torch.ones(3, dtype=torch.int64)},
-        "reset must be Bool": {"reset": torch.zeros(4, 3)},
         "dropout needs a mask_seed": {"dropout": 0.5},
         "must be probabilities": {"zoneout": 1.5},
         "first_step": {"first_step": -1},
         "reverse is for": {"reverse": True},
         "at least one step": {"input": good["input"][:0]},
         "3 dimensions": {"input": good["input"][0]},
+        "lengths are needed": {"host_lengths": None},
+        "lengths must have shape": {"lengths": lengths[1:]},
+        "lengths must be Long": {"lengths": lengths.int()},
+        r"lengths must be in \[0, 4\], got 5": {"host_lengths": lengths.clamp(min=5)},
+        r"lengths must be in \[0, 4\], got -1": {"host_lengths": lengths.clamp(max=-1)},
+        "reset must have shape": {"reset": reset.t().contiguous()},
+        "reset must be Bool": {"reset": reset.float()},
+        "reset must be contiguous": {"reset": reset.t().contiguous().t()},
         "float32, float64, bfloat16 or float16": {
             "input": good["input"].int(),
             "hx": good["hx"].int(),
+            "cx": good["cx"].int() if is_lstm else None,
             "weights": [w.int() for w in weights],
         },
         "chunk_size": {"chunk_size": -1},
         "layer": {"layer": -1},
     }
+    if cell != "stochastic_gru":
+        for message in ("eps must have shape", "exclude"):
+            del bad[message]
     for message, changes in bad.items():
         with pytest.raises(RuntimeError, match=message):
-            raw_forward(**changes)
+            raw_forward(case, **changes)
 
     def raw_backward(**changes):
         arguments = {k: v for k, v in good.items() if k != "keep"}
         arguments |= {"grad_output": torch.ones_like(output), "grad_h_n": None, "grad_c_n": None}
-        arguments |= {"output": output, "kept": None, "states": None, "needs": 3}
+        arguments |= {"output": output, "kept": None, "needs": 3}
+        arguments |= {"states": states if is_lstm else None}
         return torch.ops.fusedrnn.backward(**(arguments | changes))
 
     raw_backward()
@@ -208,11 +255,17 @@ def test_the_operator_itself_reads_nothing_that_is_not_there():
         "grad_output must have shape": {"grad_output": output[..., 1:]},
         "grad_h_n must have shape": {"grad_h_n": output},
         "kept must be": {"kept": output},
-        "there is no cx": {"needs": 4},
         "eps was drawn": {"needs": 8},
-        "states must be given": {"states": output},
-        "needs": {"needs": 1 << 10},
+        "needs": {"needs": 16 << len(weights)},
     }
+    if is_lstm:
+        bad |= {
+            "states must be given": {"states": None},
+            "states must be what forward returned": {"states": states[1:]},
+            "grad_c_n must have shape": {"grad_c_n": output},
+        }
+    else:
+        bad |= {"there is no cx": {"needs": 4}, "states must be given": {"states": output}}
     for message, changes in bad.items():
         with pytest.raises(RuntimeError, match=message):
             raw_backward(**changes)

@@ -83,11 +83,14 @@ def test_new_modules_are_flat(num_layers, bias):
     rnn = fusedrnn.StochasticGRU(5, 4, 3, num_layers, bias)
     assert_flat(rnn)
     assert_right(rnn)
+    for cls in (fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU):
+        assert_flat(cls(5, 4, num_layers=num_layers, bias=bias, bidirectional=True))
 
 
 def test_new_cells_are_flat():
     for bias in (False, True):
-        assert_flat(fusedrnn.StochasticGRUCell(5, 4, 3, bias))
+        for cls in (fusedrnn.GRUCell, fusedrnn.LSTMCell, fusedrnn.StochasticGRUCell):
+            assert_flat(cls(5, 4, bias=bias))
 
 
 def test_the_layout_is_that_of_the_library(rnn):
