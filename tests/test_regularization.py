@@ -119,6 +119,9 @@ def test_dropout_between_layers(device, dtype):
     first = outputs[0][0]  # h = tanh(0.1 x) / 2
     dropped = first == 0
     assert abs(dropped.double().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / dropped.numel())
+    centred = dropped.double() - 0.25
+    for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1])):
+        assert abs((a * b).mean()) < 4 * 0.25 * 0.75 / math.sqrt(a.numel())  # neighbours differ
     expected = torch.tanh(0.1 * below[0].double() / 0.75) / 2
     torch.testing.assert_close(first[~dropped].double(), expected[~dropped], rtol=0.02, atol=1e-4)
 
