@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from fusedrnn import StochasticGRU, set_chunk_replay
+from fusedrnn import GRU, LSTM, StochasticGRU, set_chunk_replay
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # T, B, I, H, Z: odd widths, replayed chunks and a shorter one, and the least there can be.
@@ -33,6 +33,26 @@ def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in given)
 
 
+def call_masked(cls: type[GRU | LSTM], dtype: torch.dtype, recompute: bool) -> None:
+    """Two layers and directions, finished and reset rows, and all that backward draws again."""
+    seq_len, batch, input_size, hidden_size, _ = SHAPES[0]
+    rnn = cls(
+        input_size,
+        hidden_size,
+        num_layers=2,
+        bidirectional=True,
+        dropout=0.3,
+        zoneout=0.2,
+        recompute=recompute,
+        chunk_size=CHUNK_SIZE,
+    ).to("cuda", dtype)
+    input = torch.randn(seq_len, batch, input_size, device="cuda").to(dtype).requires_grad_()
+    reset = torch.rand(seq_len, batch, device="cuda") < 0.2
+    for lengths in (None, [seq_len, 4, 9]):
+        rnn(input, reset=reset, lengths=lengths)[0].sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (input, *rnn.parameters()))
+
+
 def main() -> None:
     """All combinations."""
     torch.manual_seed(0)
@@ -40,8 +60,11 @@ def main() -> None:
     calls = list(itertools.product(SHAPES, DTYPES, (True, False), NOISE))
     for arguments in calls:
         call(*arguments)
+    masked_calls = list(itertools.product((GRU, LSTM), DTYPES, (True, False)))
+    for masked in masked_calls:
+        call_masked(*masked)
     torch.cuda.synchronize()
-    print(f"{len(calls)} calls", flush=True)
+    print(f"{len(calls) + len(masked_calls)} calls", flush=True)
 
 
 if __name__ == "__main__":
