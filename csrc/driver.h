@@ -216,14 +216,9 @@ class Driver {
   // The input of a chunk, or the gradient of what is left of it.
   void drop(O* x, const Chunk& chunk) {
     const double p = layer_.dropout;
-    const DropoutStep<O> step{layer_.sizes.input,
-                              layer_.first_step * layer_.batch + chunk.first_row,
-                              layer_.batch,
-                              layer_.zoneout.seed,
-                              layer_.dropout_layer,
-                              uint64_t(p * 0x1p32),
-                              p < 1 ? 1 / (1 - p) : 0,
-                              x};
+    const DropoutStep<O> step{layer_.sizes.input,   chunk.first_row,         layer_.batch,
+                              layer_.zoneout.seed,  layer_.dropout_layer,    layer_.first_step,
+                              uint64_t(p * 0x1p32), p < 1 ? 1 / (1 - p) : 0, x};
     backend_.dropout(step, chunk.rows());
   }
 
@@ -249,8 +244,7 @@ class Driver {
 
   // eps: of the chunk
   Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
-    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer,
-            layer_.first_step * layer_.batch};
+    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer, layer_.first_step};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection

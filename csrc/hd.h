@@ -7,6 +7,8 @@
 
 #if defined(__CUDACC__)
 #define FUSEDRNN_HD __host__ __device__ __forceinline__
+#define FUSEDRNN_UNROLL _Pragma("unroll")  // a loop over an array that must stay in registers
 #else
+#define FUSEDRNN_UNROLL
 #define FUSEDRNN_HD inline __attribute__((always_inline))
 #endif

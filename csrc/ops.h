@@ -109,6 +109,9 @@ class Arguments {
     STD_TORCH_CHECK(!(call.eps && call.seed), "fusedrnn: eps and seed exclude each other");
     STD_TORCH_CHECK(seq_len() > 0, "fusedrnn: expected a sequence of at least one step, got ",
                     shape_text(input_.sizes()));
+    STD_TORCH_CHECK(seq_len() * batch() <= UINT32_MAX,
+                    "fusedrnn: seq_len * batch must be below 2^32, got ",
+                    shape_text(input_.sizes()));
     if (!call.eps && !call.seed) cell_ = without_noise(cell_);
     check_mask();
   }
@@ -156,7 +159,7 @@ class Arguments {
     l.zoneout = {call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr,
                  l.layer,
                  batch(),
-                 l.first_step * batch(),
+                 l.first_step,
                  call_.zoneout,
                  has_state() ? call_.state_zoneout : 0};
     return l;

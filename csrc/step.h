@@ -22,6 +22,14 @@
 
 namespace fusedrnn {
 
+// Where a row of a sequence is, counted from its start.  32-bit division, since 64-bit division is
+// a function that a GPU calls; the operators take no more than 2^32 rows.
+struct Place {
+  uint32_t t, b;
+  FUSEDRNN_HD Place(int64_t row, int64_t batch)
+      : t(uint32_t(row) / uint32_t(batch)), b(uint32_t(row) - t * uint32_t(batch)) {}
+};
+
 // Rows at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
 template <class P>
 struct Rows {
@@ -45,7 +53,9 @@ struct Mask {
 
   FUSEDRNN_HD bool any() const { return lengths != nullptr || reset != nullptr; }
   FUSEDRNN_HD bool is_active(int64_t row) const {
-    return lengths == nullptr || row / batch < lengths[row % batch];
+    if (lengths == nullptr) return true;
+    const Place place(row, batch);
+    return place.t < lengths[place.b];
   }
   FUSEDRNN_HD bool is_reset(int64_t row) const { return reset != nullptr && reset[row]; }
   // Of an active row: whether its state is zeroed before the step that it takes next.
@@ -61,14 +71,13 @@ struct Mask {
   }
 };
 
-// Where eps of row `first_row + row` comes from: the user's tensor, else Philox.  The counter of a
-// row is t = row / batch, b = row % batch, so first_row must count from the start of the sequence.
+// Where eps of a row comes from: the user's tensor, else Philox, whose counter is the row's place.
 template <class T>
 struct Noise {
   Rows<const T> eps;    // null: drawn from the seed
   const int64_t* seed;  // one element, or null if eps is given
   int64_t batch, layer;
-  int64_t first_row;  // of the sequence, where it is a part of a longer one
+  int64_t first_step;  // of the sequence, where it is a part of a longer one
 };
 
 // The Philox counter's last word, for what is drawn beside a layer's noise.
@@ -78,8 +87,8 @@ constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateS
 // state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
 struct Zoneout {
   const int64_t* seed;
-  int64_t layer, batch, first_row;  // as those of Noise
-  double h, state;                  // probabilities
+  int64_t layer, batch, first_step;  // as those of Noise
+  double h, state;                   // probabilities
 
   FUSEDRNN_HD bool any() const { return h > 0 || state > 0; }
 
@@ -92,8 +101,8 @@ struct Zoneout {
       for (int j = 0; j < 4; ++j) kept[j] = A(probability);
       return;
     }
-    const int64_t t = (first_row + row) / batch, b = row % batch;
-    uint32_t words[4] = {uint32_t(t), uint32_t(b), block, uint32_t(layer) | stream};
+    const Place place(row, batch);
+    uint32_t words[4] = {uint32_t(first_step) + place.t, place.b, block, uint32_t(layer) | stream};
     philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
     const auto threshold = uint64_t(probability * 0x1p32);
     for (int j = 0; j < 4; ++j) kept[j] = words[j] < threshold ? A(1) : A(0);
@@ -234,9 +243,8 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
   load_pre<Stage>(pre, step, row, row + shift, column, unit);
   if constexpr (Stage::kCarry) input = unit.load(step.carry.at(row, 0) + column);
   if constexpr (Stage::kNoise) {
-    input = step.noise.eps.data == nullptr
-                ? unit.drawn(step.noise, from_start + step.noise.first_row, column)
-                : unit.load(step.noise.eps.at(row, shift) + column);
+    input = step.noise.eps.data == nullptr ? unit.drawn(step.noise, from_start, column)
+                                           : unit.load(step.noise.eps.at(row, shift) + column);
   }
 
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
@@ -342,8 +350,8 @@ template <class O>
 struct DropoutStep {
   int64_t width, first_row, batch;
   const int64_t* seed;
-  int64_t layer;
-  uint64_t threshold;  // of 32 random bits, below which an element is zero
+  int64_t layer, first_step;  // as those of Noise
+  uint64_t threshold;         // of 32 random bits, below which an element is zero
   double scale;
   O* x;  // [rows, width]
 };
@@ -351,9 +359,9 @@ struct DropoutStep {
 // Four neighbours from `column` on.
 template <class O>
 FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
-  const int64_t from_start = step.first_row + row;
-  uint32_t words[4] = {uint32_t(from_start / step.batch), uint32_t(from_start % step.batch),
-                       uint32_t(column / 4), uint32_t(step.layer) | kDropoutStream};
+  const Place place(step.first_row + row, step.batch);
+  uint32_t words[4] = {uint32_t(step.first_step) + place.t, place.b, uint32_t(column / 4),
+                       uint32_t(step.layer) | kDropoutStream};
   philox4x32(words, uint32_t(uint64_t(*step.seed)), uint32_t(uint64_t(*step.seed) >> 32));
   O* x = step.x + row * step.width + column;
   for (int j = 0; j < 4 && column + j < step.width; ++j) {
@@ -397,7 +405,7 @@ FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, int64_t 
   V h{};
   if (mask.is_active(from_start)) {
     if (mask.is_first(from_start)) {  // hx has been reset by whoever gave it
-      h = unit.load(step.hx + from_start % mask.batch * step.width + column);
+      h = unit.load(step.hx + Place(from_start, mask.batch).b * step.width + column);
     } else if (!mask.is_reset(from_start)) {
       h = unit.load(step.output.at(row - mask.direction * mask.batch, 0) + column);
     }

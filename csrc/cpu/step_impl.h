@@ -119,8 +119,8 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
   for (int64_t row = first; row < last; ++row) {
     for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
       if (noise != nullptr) {
-        const int64_t at = noise->first_row + step.first_row + row;
-        Unit::draw(uint64_t(*noise->seed), uint32_t(at / noise->batch), uint32_t(at % noise->batch),
+        const Place place(step.first_row + row, noise->batch);
+        Unit::draw(uint64_t(*noise->seed), uint32_t(noise->first_step) + place.t, place.b,
                    uint32_t(begin / 4), uint32_t(noise->layer), normals);
       }
       const int64_t end = least(step.width, begin + kDrawn);

@@ -110,9 +110,9 @@ struct Unit {
   }
   template <class T>
   FUSEDRNN_HD Value drawn(const Noise<T>& noise, int64_t row, int64_t column) const {
-    const int64_t t = divide(row, noise.batch);
+    const Place place(row, noise.batch);
     Value value;
-    normal4(uint64_t(*noise.seed), uint32_t(t), uint32_t(row - t * noise.batch),
+    normal4(uint64_t(*noise.seed), uint32_t(noise.first_step) + place.t, place.b,
             uint32_t(column / kLanes), uint32_t(noise.layer), value.lane);
     return value;
   }
@@ -128,6 +128,7 @@ struct Lanes<Stage, cuda::Pack<A>> {
 
   FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors, V* state) {
     V out;
+    FUSEDRNN_UNROLL
     for (int i = 0; i < cuda::kLanes; ++i) {
       A p[Stage::kPre], f[Stage::kPre];
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
@@ -141,6 +142,7 @@ struct Lanes<Stage, cuda::Pack<A>> {
 
   FUSEDRNN_HD static void backward(const V* pre, const V& carry, const V& dout, const V& dstate,
                                    V* dside, V* dprojection, V* dinput) {
+    FUSEDRNN_UNROLL
     for (int i = 0; i < cuda::kLanes; ++i) {
       A p[Stage::kPre], ds[kSide], dp[Stage::kProjection], di = 0;
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];

@@ -8,9 +8,12 @@
 namespace fusedrnn::cuda {
 
 constexpr int kThreads = 128;
+// One block per multiprocessor is enough: asked for more, the compiler spills in double precision.
+constexpr int kLeastBlocks = 1;
 
 template <class Body>
-__global__ void __launch_bounds__(kThreads) run(const __grid_constant__ Body body, int64_t count) {
+__global__ void __launch_bounds__(kThreads, kLeastBlocks)
+    run(const __grid_constant__ Body body, int64_t count) {
   const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) body(i);
 }
