@@ -85,7 +85,11 @@ def test_cuda_obstacles(
     toolkit = fake_toolkit(tmp_path / "cuda", "12.8")
     monkeypatch.setattr(backend, "find_cuda_toolkit", lambda: toolkit)
     assert backend.cuda_obstacle("13.0").startswith("nvcc is of CUDA 12.8 and torch of CUDA 13.0")
-    assert backend.cuda_obstacle("12.9") == "this version of fusedrnn has no CUDA sources"
+    monkeypatch.setattr(backend, "cuda_headers", lambda toolkit: [str(toolkit / "include")])
+    assert backend.cuda_obstacle("12.9").startswith("cublasLt.h was not found")
+    (toolkit / "include/cublasLt.h").touch()
+    assert backend.cuda_obstacle("12.9") is None
+    assert backend.choose_cuda("auto", "12.9") == (toolkit, None)
 
 
 def test_cuda_toolkit_needs_compiler_and_headers(
@@ -100,12 +104,11 @@ def test_cuda_toolkit_needs_compiler_and_headers(
 
 
 def test_cuda_choice(backend: ModuleType) -> None:
-    assert backend.cuda_note("0", None) is None
-    assert backend.cuda_note("auto", None) == (
-        "fusedrnn: building for the CPU only, because torch is a CPU build"
-    )
+    assert backend.choose_cuda("0", None) == (None, None)
+    note = "fusedrnn: building for the CPU only, because torch is a CPU build"
+    assert backend.choose_cuda("auto", None) == (None, note)
     with pytest.raises(SystemExit, match="FUSEDRNN_CUDA=1, but torch is a CPU build"):
-        backend.cuda_note("1", None)
+        backend.choose_cuda("1", None)
 
 
 @pytest.mark.parametrize(
