@@ -191,12 +191,12 @@ def drawn_eps(
     parameters = layout("stochastic_gru", size, size, size, num_layers, directions, True)
     weights = []
     for name, _, shape in parameters:
-        weights.append(torch.zeros(shape, dtype=torch.float64))
+        weights.append(torch.zeros(shape, dtype=torch.float64, device=seed.device))
         if name.startswith("weight_zh"):
             weights[-1][2 * size :] = torch.eye(size)  # n = tanh(z)
         if name.startswith("bias_ih"):
             weights[-1][:size], weights[-1][size : 2 * size] = 50.0, -50.0  # r = 1, u = 0
-    input = torch.zeros(seq_len, batch, size, dtype=torch.float64)
+    input = torch.zeros(seq_len, batch, size, dtype=torch.float64, device=seed.device)
     eps = []
     for layers in range(1, num_layers + 1):  # a stack shows its last layer only
         output, _ = fusedrnn.stochastic_gru(

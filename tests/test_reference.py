@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fusedrnn import reference
 
@@ -39,6 +40,94 @@ def test_equals_gru_if_the_latent_is_the_state(num_layers, batch_first, sample):
         x, gru_as_stochastic(gru), hx, num_layers=num_layers, batch_first=batch_first, sample=sample
     )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def torch_module(cell, *sizes, **options):
+    """torch's module, and our loop over its weights."""
+    torch.manual_seed(0)
+    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](*sizes, **options, dtype=F64)
+
+    def loop(x, hx=None, **masks):
+        names = ("num_layers", "bias", "batch_first", "bidirectional")
+        options = {name: getattr(module, name) for name in names}
+        return getattr(reference, cell)(x, list(module.parameters()), hx, **options, **masks)
+
+    return module, loop
+
+
+def state(cell, *shape):
+    h, c = torch.randn(2, *shape, dtype=F64)
+    return (h, c) if cell == "lstm" else h
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_equals_torch(cell, bias, bidirectional, batch_first):
+    module, loop = torch_module(
+        cell, 5, 7, 2, bias=bias, batch_first=batch_first, bidirectional=bidirectional
+    )
+    x = torch.randn(3, 3, 5, dtype=F64)
+    hx = state(cell, 4 if bidirectional else 2, 3, 7)
+    for args in ((x,), (x, hx)):
+        torch.testing.assert_close(loop(*args), module(*args), rtol=0, atol=1e-12)
+    lengths = [1, 3, 2]
+    packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=False)
+    output, last = module(packed, hx)
+    expected = pad_packed_sequence(output, batch_first, total_length=3)[0], last
+    torch.testing.assert_close(loop(x, hx, lengths=lengths), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_steps_are_those_of_torchs_cells(cell):
+    module = {"gru": torch.nn.GRUCell, "lstm": torch.nn.LSTMCell}[cell](5, 7, dtype=F64)
+    x, hx = torch.randn(3, 5, dtype=F64), state(cell, 3, 7)
+    args = (x, *hx) if cell == "lstm" else (x, hx)
+    actual = getattr(reference, f"{cell}_step")(*args, *module.parameters())
+    torch.testing.assert_close(actual, module(x, hx), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_resets_cut_the_sequence(cell):
+    _, loop = torch_module(cell, 5, 7)
+    x, hx = torch.randn(6, 2, 5, dtype=F64), state(cell, 1, 2, 7)
+    reset = torch.zeros(6, 2, dtype=torch.bool)
+    reset[[2, 3]] = True
+    output, last = loop(x, hx, reset=reset)
+    pieces = [loop(x[:2], hx), loop(x[2:3]), loop(x[3:])]
+    assert torch.equal(output, torch.cat([piece[0] for piece in pieces]))
+    assert all(map(torch.equal, last, pieces[-1][1]))
+    reset[:, 1] = False
+    output, _ = loop(x, hx, reset=reset)
+    assert torch.equal(output[:, 1], loop(x, hx)[0][:, 1])
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_the_other_direction_is_the_sequence_turned_around(cell):
+    module, loop = torch_module(cell, 5, 7, bidirectional=True)
+    x, reset = torch.randn(6, 2, 5, dtype=F64), torch.rand(6, 2) < 0.4
+    weights = list(module.parameters())
+    turned, _ = getattr(reference, cell)(
+        x.flip(0), weights[len(weights) // 2 :], reset=reset.flip(0)
+    )
+    assert torch.equal(loop(x, reset=reset)[0][..., 7:], turned.flip(0))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_what_stands_behind_the_lengths_does_nothing(cell):
+    module, loop = torch_module(cell, 5, 7, 2, bidirectional=True)
+    x, reset = torch.randn(6, 2, 5, dtype=F64), torch.rand(6, 2) < 0.4
+    results = []
+    for padding in (1.0, torch.nan):
+        x[4:, 1] = padding
+        reset[4:, 1] ^= True
+        leaf = x.clone().requires_grad_()
+        output, _ = loop(leaf, lengths=torch.tensor([6, 4]), reset=reset)
+        grads = torch.autograd.grad(output.square().sum(), [leaf, *module.parameters()])
+        results.append([output, *grads])
+    assert not results[0][0][4:, 1].any()
+    assert all(map(torch.equal, *results))
 
 
 def make_weights(input_size=4, hidden_size=3, latent_size=2, num_layers=1, bias=True, dtype=F64):
