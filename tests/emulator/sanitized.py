@@ -4,11 +4,12 @@ import sys
 from dataclasses import replace
 
 import torch
-from cases import DTYPES, OPTIONS, Case
+from cases import ALL_OPTIONS, Case
 
 import fusedrnn
 from fusedrnn import _library
 
+DTYPES = [torch.float32, torch.bfloat16]  # the others go their ways
 # Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.
 SHAPES = [
     Case(seq_len=18, batch=2, input_size=4, hidden_size=8, latent_size=4, chunk_size=4),
@@ -28,18 +29,19 @@ def main() -> None:
     """All combinations, with tensors at addresses that suit a GPU and at others."""
     torch.ops.load_library(sys.argv[1])
     _library._ops = torch.ops.fusedrnn_emulated
+    fusedrnn.set_chunk_replay(True)
     for shape in SHAPES:
-        for options in [*OPTIONS, {"noise": "eps"}]:
+        for options in ALL_OPTIONS:
             for dtype in DTYPES:
                 case = replace(shape, dtype=dtype, **options)
                 aligned = case.tensors()
-                names = ("input", "hx", "eps", "grad_output", "grad_h_n")
+                names = ("input", "hx", "cx", "eps", "grad_output", "grad_h_n", "grad_c_n")
                 moved = {name: shifted(getattr(aligned, name)) for name in names}
                 moved["weights"] = [shifted(w) for w in aligned.weights]
                 for arguments in (aligned, replace(aligned, **moved)):
                     for tensor in arguments.differentiable():
                         tensor.requires_grad_()
-                    arguments.results(fusedrnn.stochastic_gru, **case.options)
+                    arguments.results(fusedrnn, **case.options)
     launches, replays = torch.ops.fusedrnn_emulated.counts()
     print(f"{launches} launches, {replays} replays")
 
