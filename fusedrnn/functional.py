@@ -250,7 +250,7 @@ class _Options(NamedTuple):
     recompute: bool
     chunk_size: int | None
 
-    def check(self) -> None:
+    def check(self, has_state: bool) -> None:
         if not isinstance(self.chunk_size, int | None) or isinstance(self.chunk_size, bool):
             raise TypeError(f"fusedrnn: chunk_size must be an int or None, got {self.chunk_size!r}")
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -260,13 +260,22 @@ class _Options(NamedTuple):
             raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
         _check_probability("dropout", self.dropout)
         _check_probability("weight_dropout", self.weight_dropout)
-        for p in self.zoneout_pair():
-            _check_probability("zoneout", p)
+        check_zoneout(self.zoneout, has_state)
 
     def zoneout_pair(self) -> tuple[float, float]:
         """Of h, and of the state beside it."""
         h, state = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout,) * 2
         return h, state
+
+
+def check_zoneout(zoneout: float | tuple[float, float], has_state: bool) -> None:
+    """Raises ValueError for what is no probability, or a pair without a state beside h."""
+    is_pair = isinstance(zoneout, tuple) and len(zoneout) == 2
+    if isinstance(zoneout, tuple) and not (is_pair and has_state):
+        expected = "a probability, or a pair of them" if has_state else "one probability"
+        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {zoneout!r}")
+    for p in zoneout if isinstance(zoneout, tuple) else (zoneout,):
+        _check_probability("zoneout", p)
 
 
 def _check_probability(name: str, value: float) -> None:
@@ -290,8 +299,8 @@ def _run_padded(
     noise: _Noise,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Checks, then one operator per layer."""
-    options.check()
     has_state = cell == "lstm"
+    options.check(has_state)
     directions = 2 if options.bidirectional else 1
     rows = options.num_layers * directions  # of hx
     per_direction = _WEIGHTS[cell] * (2 if options.bias else 1)

@@ -52,12 +52,8 @@ class RNNBase(FlatModule):
         self.hidden_size = _positive_int("hidden_size", hidden_size)
         if latent_size is not None:
             self.latent_size = _positive_int("latent_size", latent_size)
-        self.zoneout: float | tuple[float, float]
-        if isinstance(zoneout, tuple):
-            h, c = (_probability("zoneout", p) for p in zoneout)
-            self.zoneout = h, c
-        else:
-            self.zoneout = _probability("zoneout", zoneout)
+        functional.check_zoneout(zoneout, has_state=self._cell == "lstm")
+        self.zoneout = zoneout
         self.weight_dropout = _probability("weight_dropout", weight_dropout)
         self.return_sequence = _flag("return_sequence", return_sequence)
         self.num_layers = _positive_int("num_layers", num_layers)

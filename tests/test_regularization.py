@@ -171,6 +171,19 @@ def test_what_is_no_probability_is_refused(name, value):
         fusedrnn.gru(torch.zeros(2, 1, 3), weights, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "zoneout"),
+    [("GRU", (0.1, 0.2)), ("StochasticGRU", (0.1, 0.2)), ("LSTM", (0.1,)), ("LSTM", (0.1, 2.0))],
+)
+def test_pairs_that_mean_nothing_are_refused(kind, zoneout):
+    with pytest.raises(ValueError, match="fusedrnn: zoneout must be"):
+        getattr(fusedrnn, kind)(3, 4, zoneout=zoneout)
+    name = {"GRU": "gru", "LSTM": "lstm", "StochasticGRU": "stochastic_gru"}[kind]
+    weights = list(getattr(fusedrnn, kind)(3, 4).parameters())
+    with pytest.raises(ValueError, match="fusedrnn: zoneout must be"):
+        getattr(fusedrnn, name)(torch.zeros(2, 1, 3), weights, zoneout=zoneout)
+
+
 # --- the last state alone ------------------------------------------------------------------------
 
 
