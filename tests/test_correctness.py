@@ -35,12 +35,13 @@ def check_equal_to_the_loop(device: str, case: Case) -> None:
 @pytest.mark.parametrize("case", DTYPE_CASES, ids=str)
 def test_error_is_at_most_twice_that_of_torch(device, case):
     """Against float64, on the very same inputs, which are numbers of the dtype."""
+    if case.seq_len == 1:  # of few rows it is a handful of numbers, where either is right by luck
+        case = replace(case, batch=500)
     results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
     exact, torchs = (of(case.same_for_torch(), device) for of in (truth, baseline))
-    # All results of a case together: one alone may be a handful of numbers, where either side is
-    # right by luck.  Of a single step they are that even together.
+    # All results of a case together, for the same reason.
     ours, theirs = (rms(relative_errors(r, exact).values()) for r in (results, torchs))
-    assert ours <= (2 if case.seq_len > 1 else 4) * theirs
+    assert ours <= 2 * theirs, (ours, theirs)
 
 
 def rms(errors):
