@@ -65,24 +65,24 @@ class Driver {
     ForwardBuffers buffers(layer_, arena);
     prepare(buffers);
     if (buffers.carry != nullptr) {
-      copy_state(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx);
+      copy_rows(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx, hidden());
     }
-    if (buffers.h != nullptr) copy_state(buffers.h, layer_.hx);
+    if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
     const Kept<A> kept(layer_, keep);
     Recording recording;
     for (int64_t index = 0; index < layer_.chunks(); ++index) {
       const Chunk chunk = chunk_at(index);
-      if (layer_.states != nullptr) copy_state(state_before(chunk), buffers.carry);
+      if (layer_.states != nullptr) copy_rows(state_before(chunk), buffers.carry, hidden());
       if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
     }
     if (buffers.h != nullptr) {
-      copy_state(h_n, buffers.h);
+      copy_rows(h_n, buffers.h, output());
     } else {
       const Chunk last = chunk_at(layer_.chunks() - 1);
-      backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, hidden()),
+      backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, output()),
                     layer_.output_rows(last.first_row + last.row(last.steps - 1), layer_.batch));
     }
-    if (c_n != nullptr) copy_state(c_n, buffers.carry);
+    if (c_n != nullptr) copy_rows(c_n, buffers.carry, hidden());
   }
 
   // keep: what forward left there, or null to compute it again.
@@ -90,8 +90,8 @@ class Driver {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
     prepare(buffers);
-    start_adjoint(buffers.dh, gradients.h_n);
-    if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n);
+    start_adjoint(buffers.dh, gradients.h_n, output());
+    if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n, hidden());
     const Kept<const A> kept(layer_, keep);
     Recording recording;
     for (int64_t index = layer_.chunks() - 1; index >= 0; --index) {
@@ -101,8 +101,8 @@ class Driver {
       adjoint_chain(chunk, gradients, kept, buffers, recording);
       leaf_gradients(chunk, gradients, buffers);
     }
-    if (gradients.hx != nullptr) copy_state(gradients.hx, buffers.dh);
-    if (gradients.cx != nullptr) copy_state(gradients.cx, buffers.dc);
+    if (gradients.hx != nullptr) copy_rows(gradients.hx, buffers.dh, output());
+    if (gradients.cx != nullptr) copy_rows(gradients.cx, buffers.dc, hidden());
   }
 
  private:
@@ -139,20 +139,22 @@ class Driver {
   }
   bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
 
+  // Features of the state beside h, and of h.
   int64_t hidden() const { return layer_.sizes.hidden; }
+  int64_t output() const { return layer_.sizes.output; }
   A* state_before(const Chunk& chunk) const {
     return layer_.states + chunk.index * layer_.batch * hidden();
   }
   template <class To, class From>
-  void copy_state(To* out, const From* from) {
-    backend_.copy(Matrix<To>::contiguous(out, layer_.batch, hidden()),
-                  Matrix<const From>::contiguous(from, layer_.batch, hidden()));
+  void copy_rows(To* out, const From* from, int64_t columns) {
+    backend_.copy(Matrix<To>::contiguous(out, layer_.batch, columns),
+                  Matrix<const From>::contiguous(from, layer_.batch, columns));
   }
-  void start_adjoint(A* d, const T* gradient) {
+  void start_adjoint(A* d, const T* gradient, int64_t columns) {
     if (gradient != nullptr) {
-      copy_state(d, gradient);
+      copy_rows(d, gradient, columns);
     } else {
-      backend_.zero(Matrix<A>::contiguous(d, layer_.batch, hidden()));
+      backend_.zero(Matrix<A>::contiguous(d, layer_.batch, columns));
     }
   }
 
@@ -258,6 +260,7 @@ class Driver {
                  const A* projection) const {
     Step step{};
     step.width = layer_.width(s);
+    step.is_last = s == layer_.last();
     step.first_row = chunk.first_row + row;
     step.mask = layer_.mask;
     step.zoneout = layer_.zoneout;
@@ -268,9 +271,6 @@ class Driver {
     step.projection_bias = bias_[layer_.projection(s)];
     return step;
   }
-
-  // Whether the GEMM of stage s adds to what there is of the input's.
-  bool adds_up(int s) const { return s == layer_.last() && layer_.is_sum(); }
 
   void forward_chunk(const Chunk& chunk, const Kept<A>& kept, ForwardBuffers& buffers,
                      Recording& recording) {
@@ -294,30 +294,31 @@ class Driver {
     const int64_t before = from_start - layer_.mask.direction * layer_.batch;
     const bool is_first = chunk.begin + t == 0;
     const T* h = is_first ? layer_.hx : layer_.output + before * layer_.output_stride;
-    Matrix<const O> operand = Matrix<const O>::contiguous(buffers.h, rows, hidden());
-    if (buffers.h == nullptr) {
-      operand = {same<const O>(h), rows, hidden(), is_first ? hidden() : layer_.output_stride, 1};
-    }
+    const int64_t stride = is_first ? output() : layer_.output_stride;
+    auto h_operand = Matrix<const O>::contiguous(buffers.h, rows, output());
+    if (buffers.h == nullptr) h_operand = {same<const O>(h), rows, output(), stride, 1};
+    Matrix<const O> operand = h_operand;
     for (int s = 0; s <= layer_.last(); ++s) {
+      const bool adds_up = layer_.adds_up(s);
       const auto projection =
-          Matrix<A>::contiguous(adds_up(s) ? side : buffers.projection[s], rows, layer_.columns(s));
-      backend_.gemm(projection, operand, weight(s).transposed(), adds_up(s));
+          Matrix<A>::contiguous(adds_up ? side : buffers.projection[s], rows, layer_.columns(s));
+      backend_.gemm(projection, operand, weight(s).transposed(), adds_up);
       auto step = make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection.data);
       step.shift = shift;
       step.noise = noise(eps, row);
       step.keep = kept.at(s, from_start);
-      if (s < layer_.last()) {
-        step.operand = buffers.operand[s];
-        operand = Matrix<const O>::contiguous(step.operand, rows, layer_.width(s));
-      } else {
-        step.output = output_from(from_start);
-        step.operand = buffers.h;
-        if (layer_.has_state()) step.h = {operand.data, operand.row_stride, false};
+      if (s == layer_.core()) {
         step.carry = {buffers.carry, hidden()};
         step.carry_out = buffers.carry;
-        if (buffers.carry == nullptr) {
-          step.carry = {same<const A>(h), is_first ? hidden() : layer_.output_stride};
-        }
+        if (buffers.carry == nullptr) step.carry = {same<const A>(h), stride};
+      }
+      if (step.is_last) {
+        step.output = output_from(from_start);
+        step.operand = buffers.h;
+        if (layer_.has_state()) step.h = {h_operand.data, h_operand.row_stride, false};
+      } else {
+        step.operand = buffers.operand[s];
+        operand = Matrix<const O>::contiguous(step.operand, rows, layer_.width(s));
       }
       backend_.forward(layer_.cell.stages[s].kind, step, rows);
     }
@@ -331,7 +332,7 @@ class Driver {
     const int64_t first = chunk.is_reversed ? chunk.first_row + layer_.batch
                                             : chunk.first_row + from_hx - layer_.batch;
     if (from_hx > 0) {
-      f(Matrix<const T>::contiguous(layer_.hx, from_hx, hidden()), chunk.row(0));
+      f(Matrix<const T>::contiguous(layer_.hx, from_hx, output()), chunk.row(0));
     }
     if (others > 0) {
       f(Matrix<const T>(layer_.output_rows(first, others)), chunk.is_reversed ? 0 : from_hx);
@@ -344,46 +345,46 @@ class Driver {
   void for_source(int s, const Chunk& chunk, const BackwardBuffers& buffers, const F& f) const {
     const O* dense = s > 0 ? buffers.operand[s - 1] : buffers.h;
     if (dense != nullptr) {
-      const int64_t width = s > 0 ? layer_.width(s - 1) : hidden();
+      const int64_t width = s > 0 ? layer_.width(s - 1) : output();
       f(Matrix<const O>::contiguous(dense, chunk.rows(), width), int64_t(0));
     } else if constexpr (kTensorIsOperand) {
       for_h_before(chunk, f);
     }
   }
 
-  // The intermediates of a chunk, all steps at once: GEMM results unless pre-activations are kept,
-  // and of each stage but the last its result and its factors.
+  // The intermediates of a chunk up to the core, all steps at once: GEMM results unless
+  // pre-activations are kept, and of each stage before the core its result and its factors.
   void rebuild(const Chunk& chunk, const Kept<const A>& kept, BackwardBuffers& buffers) {
     const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     if (layer_.mask.any()) {
-      const GatherStep<T, O> step{hidden(),  chunk.first_row, output_from<const T>(chunk.first_row),
+      const GatherStep<T, O> step{output(),  chunk.first_row, output_from<const T>(chunk.first_row),
                                   layer_.hx, layer_.mask,     buffers.h};
       backend_.gather(step, chunk.rows());
     } else if (buffers.h != nullptr) {
       for_h_before(chunk, [&](const Matrix<const T>& h, int64_t first) {
-        backend_.copy(Matrix<O>::contiguous(buffers.h + first * hidden(), h.rows, hidden()), h);
+        backend_.copy(Matrix<O>::contiguous(buffers.h + first * output(), h.rows, output()), h);
       });
     }
     if (layer_.has_state()) {
-      copy_state(buffers.state + chunk.row(0) * hidden(), state_before(chunk));
+      copy_rows(buffers.state + chunk.row(0) * hidden(), state_before(chunk), hidden());
     }
     const Planes<A>& planes = buffers.planes;
     buffers.input = input_rows(chunk, buffers);
-    const bool is_kept = kept.at(layer_.last(), chunk.first_row) != nullptr;
+    const bool is_kept = kept.at(0, chunk.first_row) != nullptr;
     if (!is_kept) {
       backend_.gemm(Matrix<A>::contiguous(planes.side, chunk.rows(), layer_.side_columns()),
                     buffers.input, weight_[0].transposed(), false);
     }
-    for (int s = 0; s <= layer_.last(); ++s) {
+    for (int s = 0; s <= layer_.core(); ++s) {
       if (!is_kept) {
         const auto projection =
             Matrix<A>::contiguous(planes.projection[s], chunk.rows(), layer_.columns(s));
         for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
           backend_.gemm(projection.row_range(first, source.rows), source, weight(s).transposed(),
-                        adds_up(s));
+                        layer_.adds_up(s));
         });
       }
-      if (s < layer_.last()) {
+      if (s < layer_.core()) {
         auto step = make_step<ForwardStep<T, O>>(s, chunk, 0, kept.at(s, chunk.first_row), nullptr,
                                                  planes.projection[s]);
         step.noise = noise(eps, 0);
@@ -400,7 +401,8 @@ class Driver {
     const Rows<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
     enqueue_steps(recording, chunk, [&](const int64_t* shift) {
       if (layer_.has_state()) {
-        for (int64_t t = 0; t + 1 < chunk.steps; ++t) state_step(chunk, t, shift, kept, buffers);
+        const int64_t steps = layer_.core() < layer_.last() ? chunk.steps : chunk.steps - 1;
+        for (int64_t t = 0; t < steps; ++t) state_step(chunk, t, shift, kept, buffers);
       }
       for (int64_t t = chunk.steps - 1; t >= 0; --t) {
         adjoint_step(chunk, t, grad_output, shift, gradients, kept, buffers);
@@ -408,17 +410,18 @@ class Driver {
     });
   }
 
-  // The state before step t + 1 from that before step t.
+  // The state before step t + 1 from that before step t, and what the stage behind projects.
   void state_step(const Chunk& chunk, int64_t t, const int64_t* shift, const Kept<const A>& kept,
                   const BackwardBuffers& buffers) {
-    const int s = layer_.last();
+    const int s = layer_.core();
     const int64_t row = chunk.row(t);
     const Planes<A> at = buffers.planes.from_row(layer_, row);
     auto step = make_step<ForwardStep<T, O>>(s, chunk, row, kept.at(s, chunk.first_row + row),
                                              at.side, at.projection[s]);
     step.shift = shift;
     step.carry = {buffers.state + row * hidden(), hidden()};
-    step.carry_out = buffers.state + chunk.row(t + 1) * hidden();
+    if (t + 1 < chunk.steps) step.carry_out = buffers.state + chunk.row(t + 1) * hidden();
+    if (s < layer_.last()) step.operand = buffers.operand[s] + row * layer_.width(s);
     backend_.forward(layer_.cell.stages[s].kind, step, layer_.batch);
   }
 
@@ -437,22 +440,20 @@ class Driver {
       step.shift = shift;
       step.dside = d.side;
       step.dprojection = d.projection[s];
-      if (s == layer_.last()) {
+      if (s == layer_.core()) {
         if (layer_.has_state()) {
           step.state = buffers.state + row * hidden();
         } else if (buffers.h != nullptr) {
-          step.carry = {buffers.h + row * hidden(), hidden(), false};
+          step.carry = {buffers.h + row * output(), output(), false};
         } else if (is_first) {
-          step.carry = {same<const O>(layer_.hx), hidden(), true};
+          step.carry = {same<const O>(layer_.hx), output(), true};
         } else {
           step.carry = output_from<const O>(from_start - layer_.mask.direction * batch);
         }
-        step.dout = buffers.dh;
         step.dcarry = layer_.has_state() ? buffers.dc : buffers.dh;
-        step.grad_output = from_row(grad_output, row);
-      } else {
-        step.dout = buffers.dstage[s];
       }
+      step.dout = step.is_last ? buffers.dh : buffers.dstage[s];
+      if (step.is_last) step.grad_output = from_row(grad_output, row);
       if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
       backend_.backward(kind, step, batch);
 
@@ -464,7 +465,7 @@ class Driver {
         backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dprojection,
                       weight(s), false);
       } else if (!is_first || gradients.hx != nullptr) {
-        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, hidden()), dprojection, weight(0),
+        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, output()), dprojection, weight(0),
                       true);
       }
     }

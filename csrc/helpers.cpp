@@ -20,10 +20,11 @@ PYBIND11_MODULE(_helpers, m) {
   m.def(
       "layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
-         int64_t num_layers, int64_t directions, bool bias) {
+         int64_t output_size, int64_t num_layers, int64_t directions, bool bias) {
         py::list parameters;
         for (const fusedrnn::Parameter& p :
-             fusedrnn::module_layout(cell_named(cell), {input_size, hidden_size, latent_size},
+             fusedrnn::module_layout(cell_named(cell),
+                                     {input_size, hidden_size, latent_size, output_size},
                                      num_layers, directions, bias)) {
           std::vector<int64_t> shape{p.rows};
           if (p.columns != 0) shape.push_back(p.columns);
@@ -32,14 +33,14 @@ PYBIND11_MODULE(_helpers, m) {
         return parameters;
       },
       py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"), py::arg("latent_size"),
-      py::arg("num_layers"), py::arg("directions"), py::arg("bias"),
+      py::arg("output_size"), py::arg("num_layers"), py::arg("directions"), py::arg("bias"),
       "[(name, offset in elements, shape)] of a module's parameters in its flat buffer.");
   m.def(
       "kept_columns",
       [](const std::string& cell, int64_t hidden_size, int64_t latent_size, bool noise) {
         const fusedrnn::Cell& named = cell_named(cell);
         return fusedrnn::kept_columns(noise ? named : fusedrnn::without_noise(named),
-                                      {0, hidden_size, latent_size});
+                                      {0, hidden_size, latent_size, 0});
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");

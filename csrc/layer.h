@@ -15,8 +15,8 @@ struct Layer {
   Sizes sizes;
   int64_t seq_len, batch, chunk;  // chunk: steps
   Sequence<const T> input, eps;   // eps.data may be null
-  const T *hx, *cx;               // (batch, hidden); cx: of a cell with a state beside h, or null
-  T* output;                      // seq_len * batch rows of hidden numbers
+  const T *hx, *cx;               // (batch, output), (batch, hidden); cx: if there is a state, or null
+  T* output;                      // seq_len * batch rows
   int64_t output_stride;          // from row to row; backward only reads
   Acc<T>* states;                 // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
@@ -35,15 +35,17 @@ struct Layer {
   // Rows that take step t, counted from the first.
   int64_t rows_of_step(int64_t t) const { return rows_at == nullptr ? batch : rows_at[t]; }
   Matrix<T> output_rows(int64_t first, int64_t count) const {
-    return {output + first * output_stride, count, sizes.hidden, output_stride, 1};
+    return {output + first * output_stride, count, sizes.output, output_stride, 1};
   }
   bool has_state() const { return fusedrnn::has_state(cell); }
-  bool is_sum() const { return traits(cell.stages[last()].kind).is_sum; }
   int last() const { return cell.num_stages - 1; }
+  int core() const { return fusedrnn::core(cell); }
+  // Whether the GEMM of stage s adds to what there is of the input's.
+  bool adds_up(int s) const { return s == core() && traits(cell.stages[s].kind).is_sum; }
   int projection(int s) const { return cell.stages[s].projection; }
   int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
   int64_t side_columns() const {
-    return traits(cell.stages[last()].kind).side_blocks * width(last());
+    return traits(cell.stages[core()].kind).side_blocks * width(core());
   }
   int64_t columns(int s) const { return traits(cell.stages[s].kind).projection_blocks * width(s); }
   int64_t pre_columns(int s) const { return traits(cell.stages[s].kind).pre_blocks * width(s); }
@@ -52,7 +54,7 @@ struct Layer {
 template <class T>
 struct Gradients {
   Sequence<const T> output;  // data may be null
-  const T *h_n, *c_n;        // (batch, hidden) or null
+  const T *h_n, *c_n;        // (batch, output), (batch, hidden), or null
   // Wanted where not null.
   T *input, *hx, *cx, *eps;  // contiguous
   // The input's is a sum over directions: whether some of it is there already, and all of it then.
@@ -65,14 +67,14 @@ template <class A>
 struct Planes {
   A *side, *projection[kMaxStages];
 
+  // Of the stages up to `last`.
   template <class T>
-  static Planes carve(const Layer<T>& layer, int64_t rows, Arena& arena) {
+  static Planes carve(const Layer<T>& layer, int last, int64_t rows, Arena& arena) {
     Planes p{};
     p.side = arena.take<A>(rows * layer.side_columns());
-    for (int s = 0; s <= layer.last(); ++s) {
-      p.projection[s] = s == layer.last() && layer.is_sum()
-                            ? p.side  // one array for the sum of both
-                            : arena.take<A>(rows * layer.columns(s));
+    for (int s = 0; s <= last; ++s) {
+      p.projection[s] = layer.adds_up(s) ? p.side  // one array for the sum of both
+                                         : arena.take<A>(rows * layer.columns(s));
     }
     return p;
   }
@@ -80,8 +82,9 @@ struct Planes {
   Planes from_row(const Layer<T>& layer, int64_t row) const {
     Planes p{};
     p.side = side + row * layer.side_columns();
-    for (int s = 0; s <= layer.last(); ++s)
-      p.projection[s] = projection[s] + row * layer.columns(s);
+    for (int s = 0; s <= layer.last(); ++s) {
+      if (projection[s] != nullptr) p.projection[s] = projection[s] + row * layer.columns(s);
+    }
     return p;
   }
 };
@@ -93,7 +96,7 @@ class Kept {
  public:
   template <class T>
   Kept(const Layer<T>& layer, A* base) {
-    for (int s = 0; s <= layer.last(); ++s) {
+    for (int s = 0; s <= layer.core(); ++s) {
       columns_[s] = layer.pre_columns(s);
       stage_[s] = base;
       if (base != nullptr) base += layer.rows() * columns_[s];

@@ -13,12 +13,19 @@ namespace fusedrnn {
 constexpr int kMaxStages = 2;
 constexpr int kMaxProjections = 3;
 
-enum class Width { Input, Hidden, Latent };
+enum class Width { Input, Hidden, Latent, Output };
 
+// output: features of h, those of hidden unless it is projected.
 struct Sizes {
-  int64_t input, hidden, latent;
+  int64_t input, hidden, latent, output;
   int64_t operator[](Width width) const {
-    return width == Width::Input ? input : width == Width::Hidden ? hidden : latent;
+    switch (width) {
+      case Width::Input: return input;
+      case Width::Hidden: return hidden;
+      case Width::Latent: return latent;
+      case Width::Output: return output;
+    }
+    return 0;
   }
 };
 
@@ -27,6 +34,7 @@ struct Projection {
   const char* name;
   int blocks;
   Width to, from;
+  bool has_bias = true;
 };
 
 // A stage and the projection that feeds it.
@@ -35,8 +43,9 @@ struct CellStage {
   int projection;
 };
 
-// projection 0 is always that of the layer's input; it is the side input of the last stage, whose
-// result is the layer's output.
+// projection 0 is always that of the layer's input; it is the side input of the one stage that has
+// a carry, the core.  The result of the last stage, h, is the layer's output; if that is not the
+// core, then the stages behind the core are linear, and the core has a state beside h.
 struct Cell {
   const char* name;
   int num_projections;
@@ -63,24 +72,37 @@ constexpr Cell kCells[] = {
      {{"ih", 4, Width::Hidden, Width::Input}, {"hh", 4, Width::Hidden, Width::Hidden}},
      1,
      {{StageKind::Lstm, 1}}},
+    {"projected_lstm",
+     3,
+     {{"ih", 4, Width::Hidden, Width::Input},
+      {"hh", 4, Width::Hidden, Width::Output},
+      {"hr", 1, Width::Output, Width::Hidden, false}},
+     2,
+     {{StageKind::Lstm, 1}, {StageKind::Linear, 2}}},
 };
 
-inline bool has_state(const Cell& cell) {
-  return traits(cell.stages[cell.num_stages - 1].kind).has_state;
+inline int core(const Cell& cell) {
+  int s = 0;
+  while (!traits(cell.stages[s].kind).has_carry) ++s;
+  return s;
 }
+
+inline bool has_state(const Cell& cell) { return traits(cell.stages[core(cell)].kind).has_state; }
+inline bool is_projected(const Cell& cell) { return core(cell) < cell.num_stages - 1; }
 
 // The cell that takes z = loc instead of a sample.
 inline Cell without_noise(Cell cell) {
   for (CellStage& stage : cell.stages) {
-    if (stage.kind == StageKind::Sample) stage.kind = StageKind::Location;
+    if (stage.kind == StageKind::Sample) stage.kind = StageKind::Linear;
   }
   return cell;
 }
 
-// Pre-activations per step and batch entry: what is kept for backward without recompute.
+// Pre-activations per step and batch entry: what is kept for backward without recompute.  Behind the
+// core nothing needs them.
 inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
   int64_t columns = 0;
-  for (int s = 0; s < cell.num_stages; ++s) {
+  for (int s = 0; s <= core(cell); ++s) {
     const CellStage& stage = cell.stages[s];
     columns += traits(stage.kind).pre_blocks * sizes[cell.projections[stage.projection].to];
   }
@@ -98,24 +120,29 @@ inline const Cell* find_cell(const char* name) {
 // One weight or bias of one layer: columns == 0 marks a bias.  offset counts elements.
 struct Parameter {
   std::string name;
+  int projection;
   int64_t offset, rows, columns;
   int64_t numel() const { return rows * (columns == 0 ? 1 : columns); }
 };
 
-// The parameters of one layer in torch.nn.GRU's order: all weights, then all biases, back to back.
+// The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights that
+// never have one.
 inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias,
                                            int64_t offset = 0, const std::string& suffix = "") {
   std::vector<Parameter> parameters;
-  for (int is_bias = 0; is_bias < (bias ? 2 : 1); ++is_bias) {
+  const auto add = [&](bool is_bias, bool of_those_with_bias) {
     for (int p = 0; p < cell.num_projections; ++p) {
       const Projection& projection = cell.projections[p];
-      const int64_t rows = projection.blocks * sizes[projection.to];
-      const int64_t columns = is_bias ? 0 : sizes[projection.from];
+      if (projection.has_bias != of_those_with_bias) continue;
       parameters.push_back({(is_bias ? "bias_" : "weight_") + std::string(projection.name) + suffix,
-                            offset, rows, columns});
+                            p, offset, projection.blocks * sizes[projection.to],
+                            is_bias ? 0 : sizes[projection.from]});
       offset += parameters.back().numel();
     }
-  }
+  };
+  add(false, true);
+  if (bias) add(true, true);
+  add(false, false);
   return parameters;
 }
 
@@ -133,7 +160,7 @@ inline std::vector<Parameter> module_layout(const Cell& cell, Sizes sizes, int64
         all.push_back(std::move(p));
       }
     }
-    sizes.input = directions * sizes.hidden;
+    sizes.input = directions * sizes.output;
   }
   return all;
 }

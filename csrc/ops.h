@@ -62,12 +62,16 @@ class Arguments {
                     "fusedrnn: hx must have shape (directions, batch, hidden_size), got ",
                     shape_text(hx_.sizes()));
     const size_t of_direction = call.weights.size() / directions();
-    const size_t projections = cell_.num_projections;
+    const size_t with_bias = layer_layout(cell_, {}, true).size();
+    const size_t without = layer_layout(cell_, {}, false).size();
     STD_TORCH_CHECK(call.weights.size() % directions() == 0 &&
-                        (of_direction == projections || of_direction == 2 * projections),
-                    "fusedrnn: ", call.cell, " takes ", projections, " weights, or ",
-                    2 * projections, " with biases, for each direction, got ", call.weights.size());
-    has_bias_ = of_direction == 2 * projections;
+                        (of_direction == with_bias || of_direction == without),
+                    "fusedrnn: ", call.cell, " takes ", without, " weights, or ", with_bias,
+                    " with biases, for each direction, got ", call.weights.size());
+    const bool has_bias = of_direction == with_bias;
+    STD_TORCH_CHECK(call.cx.has_value() == has_state(), "fusedrnn: ", call.cell,
+                    has_state() ? " needs cx" : " takes no cx");
+    STD_TORCH_CHECK(!call.cx || call.cx->dim() == 3, "fusedrnn: cx must have 3 dimensions");
     STD_TORCH_CHECK(call.first_step >= 0, "fusedrnn: first_step must be 0 or more, got ",
                     call.first_step);
     STD_TORCH_CHECK(!call.reverse || (directions() == 1 && call.layer > 0),
@@ -76,20 +80,20 @@ class Arguments {
                     "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
     STD_TORCH_CHECK(call.layer >= 0 && call.layer < (1 << 29) - 1,
                     "fusedrnn: layer must be in [0, 2^29 - 1), got ", call.layer);
-    sizes_ = {input_.size(2), hx_.size(2), 0};
-    for (size_t p = 0; p < projections; ++p) {
+    sizes_ = {input_.size(2), hx_.size(2), 0, hx_.size(2)};
+    if (is_projected(cell_)) sizes_.hidden = call.cx->size(2);
+    for (int p = 0; p < cell_.num_projections; ++p) {
+      if (cell_.projections[p].from != Width::Latent) continue;
       STD_TORCH_CHECK(call.weights[p].dim() == 2, "fusedrnn: weights[", p,
                       "] must have 2 dimensions, got ", shape_text(call.weights[p].sizes()));
-      if (cell_.projections[p].from == Width::Latent) sizes_.latent = call.weights[p].size(1);
+      sizes_.latent = call.weights[p].size(1);
     }
-    check("hx", hx_, {directions(), batch(), sizes_.hidden});
-    STD_TORCH_CHECK(call.cx.has_value() == has_state(), "fusedrnn: ", call.cell,
-                    has_state() ? " needs cx" : " takes no cx");
+    check("hx", hx_, {directions(), batch(), sizes_.output});
     if (call.cx) {
       check("cx", *call.cx, {directions(), batch(), sizes_.hidden});
       cx_ = torch::stable::contiguous(*call.cx);
     }
-    layout_ = layer_layout(cell_, sizes_, has_bias_);
+    layout_ = layer_layout(cell_, sizes_, has_bias);
     for (size_t i = 0; i < call.weights.size(); ++i) {
       const Parameter& p = layout_[i % layout_.size()];
       if (p.columns == 0) {
@@ -137,18 +141,20 @@ class Arguments {
       l.eps = {data<T>(e) + direction * e.stride(0), e.size(3), e.stride(1), e.stride(2),
                e.stride(3)};
     }
-    l.hx = data<T>(hx_) + direction * state_numel();
+    l.hx = data<T>(hx_) + direction * h_numel();
     if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
     l.layer = call_.layer + direction;
     l.first_step = call_.first_step;
-    for (int p = 0; p < cell_.num_projections; ++p) {
-      const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
-      const Tensor& w = weights[p];
-      l.weight[p] = {data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)};
-      if (!has_bias_) continue;
-      const Tensor& b = weights[cell_.num_projections + p];
-      l.bias[p] = {data<T>(b), 1, b.size(0), b.size(0), b.stride(0)};
+    const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
+    for (size_t i = 0; i < layout_.size(); ++i) {
+      const Tensor& w = weights[i];
+      const int p = layout_[i].projection;
+      if (layout_[i].columns == 0) {
+        l.bias[p] = {data<T>(w), 1, w.size(0), w.size(0), w.stride(0)};
+      } else {
+        l.weight[p] = {data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)};
+      }
     }
     l.mask = {call_.lengths ? data<int64_t>(*call_.lengths) : nullptr,
               call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
@@ -179,6 +185,8 @@ class Arguments {
   int64_t seq_len() const { return input_.size(0); }
   int64_t batch() const { return input_.size(1); }
   const Sizes& sizes() const { return sizes_; }
+  // Of a direction.
+  int64_t h_numel() const { return batch() * sizes_.output; }
   int64_t state_numel() const { return batch() * sizes_.hidden; }
   bool has_state() const { return fusedrnn::has_state(cell_); }
   bool has_lengths() const { return call_.lengths.has_value(); }
@@ -190,7 +198,6 @@ class Arguments {
     const int64_t chunk = plan.length(call_.chunk_size, seq_len(), batch());
     return has_state() ? (seq_len() + chunk - 1) / chunk * state_numel() : 0;
   }
-  int num_projections() const { return cell_.num_projections; }
   // Of one direction; its numbers lie back to back, and so do those of the directions.
   const std::vector<Parameter>& layout() const { return layout_; }
   int64_t weights_numel() const { return layout_.back().offset + layout_.back().numel(); }
@@ -260,7 +267,6 @@ class Arguments {
   MaybeTensor cx_;
   Cell cell_;
   Sizes sizes_;
-  bool has_bias_;
   std::vector<Parameter> layout_;
   std::vector<int64_t> rows_at_;
 };
@@ -297,8 +303,9 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
   }
 }
 
-// -> output (T, B, D H), h_n (D, B, H), c_n like it or empty, kept: the pre-activations for
-// backward, empty unless `keep`, states: those before each chunk, or empty
+// -> output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, kept: the pre-activations for
+// backward, empty unless `keep`, states: those before each chunk, or empty.  P features of h, which
+// are the H of the cell unless it projects them.
 template <class Platform>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
@@ -313,14 +320,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     using T = decltype(element);
     using A = Acc<T>;
     const ScalarType dtype = input.scalar_type();
-    const int64_t directions = args.directions(), batch = args.batch(),
-                  hidden = args.sizes().hidden;
+    const int64_t directions = args.directions(), batch = args.batch();
+    const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
     const int64_t kept_numel = keep ? args.kept_numel() : 0;
     const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
     // Of finished rows nothing is written.
-    Tensor output = allocate(input, {args.seq_len(), batch, directions * hidden}, dtype,
+    Tensor output = allocate(input, {args.seq_len(), batch, directions * width}, dtype,
                              "the output", args.has_lengths());
-    Tensor h_n = allocate(input, {directions, batch, hidden}, dtype, "h_n");
+    Tensor h_n = allocate(input, {directions, batch, width}, dtype, "h_n");
     Tensor c_n = allocate(input, {args.has_state() ? directions : 0, batch, hidden}, dtype, "c_n");
     Tensor kept = allocate(input, {directions * kept_numel}, kScalarType<A>,
                            "what recompute=False keeps", args.has_lengths());
@@ -328,15 +335,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
                              "the states before each chunk");
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
-      problem.output = pointer<T>(output) + d * hidden;
-      problem.output_stride = directions * hidden;
+      problem.output = pointer<T>(output) + d * width;
+      problem.output_stride = directions * width;
       if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
       [[maybe_unused]] const auto computing =
           platform.computing(args.seq_len() * driver.step_work());
-      driver.forward(pointer<T>(h_n) + d * args.state_numel(),
+      driver.forward(pointer<T>(h_n) + d * args.h_numel(),
                      args.has_state() ? pointer<T>(c_n) + d * args.state_numel() : nullptr,
                      keep ? pointer<A>(kept) + d * kept_numel : nullptr,
                      workspace.mutable_data_ptr());
@@ -360,12 +367,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
                         dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
                         chunk_size});
-  const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch(),
-                hidden = args.sizes().hidden;
-  args.check("output", output, {seq_len, batch, directions * hidden});
+  const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
+  const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
+  args.check("output", output, {seq_len, batch, directions * width});
   STD_TORCH_CHECK(output.is_contiguous(), "fusedrnn: output must be contiguous");
-  if (grad_output) args.check("grad_output", *grad_output, {seq_len, batch, directions * hidden});
-  if (grad_h_n) args.check("grad_h_n", *grad_h_n, {directions, batch, hidden});
+  if (grad_output) args.check("grad_output", *grad_output, {seq_len, batch, directions * width});
+  if (grad_h_n) args.check("grad_h_n", *grad_h_n, {directions, batch, width});
   if (grad_c_n && args.has_state()) args.check("grad_c_n", *grad_c_n, {directions, batch, hidden});
   STD_TORCH_CHECK(args.has_eps() || (needs & kEps) == 0,
                   "fusedrnn: eps was drawn and has no gradient");
@@ -397,7 +404,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const bool zeros = args.has_lengths();  // nothing is written where all rows are finished
     Tensor grad_input = gradient(needs & kInput, {seq_len, batch, args.sizes().input},
                                  "the gradient of the input", zeros);
-    Tensor grad_hx = gradient(needs & kHx, {directions, batch, hidden}, "the gradient of hx");
+    Tensor grad_hx = gradient(needs & kHx, {directions, batch, width}, "the gradient of hx");
     Tensor grad_cx = gradient(needs & kCx, {directions, batch, hidden}, "the gradient of cx");
     Tensor grad_eps = gradient(needs & kEps, {directions, seq_len, batch, args.sizes().latent},
                                "the gradient of eps", zeros);
@@ -410,22 +417,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
-      problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * hidden;  // only read
-      problem.output_stride = directions * hidden;
+      problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
+      problem.output_stride = directions * width;
       if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
       Gradients<T> gradients{};
       if (grad_output) {
         gradients.output = Arguments::sequence<T>(*grad_output);
-        gradients.output.data += d * hidden * grad_output->stride(2);
-        gradients.output.width = hidden;
+        gradients.output.data += d * width * grad_output->stride(2);
+        gradients.output.width = width;
       }
-      const int64_t state = d * args.state_numel();
-      if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + state;
+      const int64_t h = d * args.h_numel(), state = d * args.state_numel();
+      if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + h;
       if (dense_c_n) gradients.c_n = Arguments::data<T>(*dense_c_n) + state;
       if (needs & kInput) gradients.input = pointer<T>(grad_input);
       gradients.adds_to_input = d > 0;
       gradients.completes_input = d + 1 == directions;
-      if (needs & kHx) gradients.hx = pointer<T>(grad_hx) + state;
+      if (needs & kHx) gradients.hx = pointer<T>(grad_hx) + h;
       if (needs & kCx) gradients.cx = pointer<T>(grad_cx) + state;
       if (needs & kEps) {
         gradients.eps = pointer<T>(grad_eps) + d * seq_len * batch * args.sizes().latent;
@@ -434,7 +441,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       for (size_t i = 0; i < layout.size(); ++i) {
         if ((needs & (kFirstWeight << (size_t(d) * layout.size() + i))) == 0) continue;
         A* at = pointer<A>(grad_weights) + d * args.weights_numel() + layout[i].offset;
-        const int p = int(i) % args.num_projections();
+        const int p = layout[i].projection;
         (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = at;
       }
       Driver driver(platform.template backend<T>(), problem);
@@ -457,17 +464,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 constexpr const char* kForwardSchema =
     "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, bool "
-    "reverse, int chunk_size, "
-    "bool keep, bool replay) "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
+    "bool reverse, int chunk_size, bool keep, bool replay) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, bool "
-    "reverse, int chunk_size, "
-    "int needs, bool replay) "
+    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
+    "bool reverse, int chunk_size, int needs, bool replay) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

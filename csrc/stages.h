@@ -13,7 +13,9 @@
 //
 // The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
 // through `state` and its adjoint, in and out, through `dstate`.  If all that a stage reads of side
-// and projection is their sum (kSum), GEMMs add them up in one array.
+// and projection is their sum (kSum), GEMMs add them up in one array.  The result of a cell's last
+// stage (kResult: those that can be) is its h.  backward() of a stage that is linear without more
+// (kLinear) needs no pre-activations.
 //
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
 // result in the order of torch's gates.  No memory access beyond the arguments.
@@ -23,14 +25,14 @@
 
 namespace fusedrnn {
 
-enum class StageKind { Sample, Location, Gru, Lstm };
+enum class StageKind { Sample, Linear, Gru, Lstm };
 
 // Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
 // projection and pre: loc, logvar.
 struct Sample {
   static constexpr int kSide = 0, kProjection = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
-  static constexpr bool kState = false, kSum = false;
+  static constexpr bool kState = false, kSum = false, kResult = false, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -57,12 +59,15 @@ struct Sample {
   }
 };
 
-// The sample without noise, z = loc.  A stage of its own, and not Sample with eps = 0, because
-// 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half of the GEMM only.
-struct Location {
+// The projection itself.
+// Of a GRU's state, it is the sample without noise, z = loc.  A stage of its own, and not Sample
+// with eps = 0, because 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half
+// of the GEMM only.
+// Of an LSTM's result, it is h of fewer features (Sak et al. 2014), proj_size in torch.nn.LSTM.
+struct Linear {
   static constexpr int kSide = 0, kProjection = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kSum = false;
+  static constexpr bool kState = false, kSum = false, kResult = true, kLinear = true;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -87,7 +92,7 @@ struct Location {
 struct Gru {
   static constexpr int kSide = 3, kProjection = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kSum = false;
+  static constexpr bool kState = false, kSum = false, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -127,7 +132,7 @@ struct Gru {
 struct Lstm {
   static constexpr int kSide = 4, kProjection = 4, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = true, kSum = true;
+  static constexpr bool kState = true, kSum = true, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -166,7 +171,7 @@ template <class F>
 void dispatch_stage(StageKind kind, const F& f) {
   switch (kind) {
     case StageKind::Sample: return f(Sample{});
-    case StageKind::Location: return f(Location{});
+    case StageKind::Linear: return f(Linear{});
     case StageKind::Gru: return f(Gru{});
     case StageKind::Lstm: return f(Lstm{});
   }
@@ -174,14 +179,14 @@ void dispatch_stage(StageKind kind, const F& f) {
 
 struct StageTraits {
   int side_blocks, projection_blocks, pre_blocks;
-  bool has_factors, has_state, is_sum;
+  bool has_carry, has_factors, has_state, is_sum;
 };
 
 inline StageTraits traits(StageKind kind) {
   StageTraits t{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    t = {Stage::kSide,    Stage::kProjection, Stage::kPre,
+    t = {Stage::kSide,    Stage::kProjection, Stage::kPre, Stage::kCarry,
          Stage::kFactors, Stage::kState,      Stage::kSum};
   });
   return t;

@@ -90,8 +90,6 @@ struct Zoneout {
   int64_t layer, batch, first_step;  // as those of Noise
   double h, state;                   // probabilities
 
-  FUSEDRNN_HD bool any() const { return h > 0 || state > 0; }
-
   // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.  row: counted
   // from the start of the sequence.
   template <class A>
@@ -119,7 +117,8 @@ struct ForwardStep {
   const int64_t* shift;  // or null: 0
   const A *pre, *side, *side_bias, *projection, *projection_bias;
   Rows<const A> carry;  // h_{t-1} unrounded, or the state
-  Rows<const O> h;      // h_{t-1} beside a state
+  bool is_last;         // of the cell: the result is h
+  Rows<const O> h;      // h_{t-1}, for a last stage that does not carry it
   Noise<T> noise;
   Mask mask;
   Zoneout zoneout;
@@ -141,6 +140,7 @@ struct BackwardStep {
   // pre: in the sequence, or if the stage has factors these
   const A *pre, *side, *side_bias, *projection, *projection_bias;
   Rows<const O> carry;  // h_{t-1} as it stands in the output
+  bool is_last;         // of the cell: dout is the adjoint of h
   const A* state;       // [rows, width], of the step before
   Mask mask;
   Zoneout zoneout;
@@ -206,6 +206,10 @@ struct Lanes {
   }
 };
 
+// Whether h_{t-1} is what the stage carries; else, if it is the last, it stands beside the carry.
+template <class Stage>
+inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kState;
+
 template <int kBlocks, class P, class Unit>
 FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t column,
                               const Unit& unit) {
@@ -229,9 +233,9 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
     if constexpr (Stage::kCarry) {
       if (step.carry_out != nullptr)
         unit.store(step.carry_out + at, unit.load(step.carry.at(row, 0) + column));
-    } else {  // GEMMs over all rows of a chunk read it
-      if (step.operand != nullptr) unit.store(step.operand + at, V{});
     }
+    // h waits as well; of what feeds another stage, GEMMs over all rows of a chunk read it.
+    if (!step.is_last && step.operand != nullptr) unit.store(step.operand + at, V{});
     if constexpr (Stage::kFactors) {
       if (step.factors != nullptr) {
         clear_blocks<Stage::kPre>(step.factors, width, row, column, unit);
@@ -248,23 +252,27 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
   }
 
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
-  if constexpr (Stage::kCarry) {
-    if (step.zoneout.any()) {
+  if constexpr (Stage::kState) {
+    if (step.zoneout.state > 0) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+      state = mix(kept, input, state);
+    }
+  }
+  if constexpr (Stage::kResult) {
+    if (step.is_last && step.zoneout.h > 0) {
       V h = input;
-      if constexpr (Stage::kState) {
-        const V kept =
-            unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-        state = mix(kept, input, state);
-        h = step.h.data == nullptr ? out : unit.load(step.h.at(row, 0) + column);
-      }
-      out =
-          mix(unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column), h, out);
+      if constexpr (!kCarriesResult<Stage>) h = unit.load(step.h.at(row, 0) + column);
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
+      out = mix(kept, h, out);
     }
   }
 
   V next = out, carry = Stage::kState ? state : out;
-  if constexpr (Stage::kCarry) {
-    if (step.mask.is_reset_next(from_start)) next = carry = V{};
+  if constexpr (Stage::kResult) {
+    if (step.mask.is_reset_next(from_start)) {
+      carry = V{};
+      if (step.is_last) next = V{};
+    }
   }
   if (step.operand != nullptr) unit.store(step.operand + at, unit.template round_to<T>(next));
   if (step.output.data != nullptr) unit.store(step.output.at(row, shift) + column, out);
@@ -296,7 +304,11 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
     return;
   }
   V pre[Stage::kPre], carry{}, dstate{};
-  load_pre<Stage>(pre, step, row, Stage::kFactors ? row : row + shift, column, unit);
+  if constexpr (Stage::kLinear) {
+    for (V& p : pre) p = V{};  // not there
+  } else {
+    load_pre<Stage>(pre, step, row, Stage::kFactors ? row : row + shift, column, unit);
+  }
   V dout = unit.load(step.dout + at);
   if constexpr (Stage::kState) {
     carry = unit.load(step.state + at);
@@ -304,34 +316,38 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
   } else if constexpr (Stage::kCarry) {
     carry = unit.load(step.carry.at(row, shift) + column);
   }
-  if constexpr (Stage::kCarry) {
-    if (step.mask.is_reset_next(from_start)) dout = dstate = V{};
+  if constexpr (Stage::kResult) {
+    if (step.mask.is_reset_next(from_start)) {
+      dstate = V{};
+      if (step.is_last) dout = V{};
+    }
   }
   if (step.grad_output.data != nullptr) {
     dout = dout + unit.load(step.grad_output.at(row, shift) + column);
   }
 
-  V dh{}, dkept{};  // of h_{t-1} and of the carry, past the stage
-  if constexpr (Stage::kCarry) {
-    if (step.zoneout.any()) {
+  V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
+  if constexpr (Stage::kResult) {
+    if (step.is_last && step.zoneout.h > 0) {
       const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
       dh = kept * dout;
       dout = mix(kept, V{}, dout);
-      if constexpr (Stage::kState) {
-        const V kept_state =
-            unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-        dkept = kept_state * dstate;
-        dstate = mix(kept_state, V{}, dstate);
-      } else {
-        dkept = dh;
-      }
+    }
+  }
+  if constexpr (Stage::kState) {
+    if (step.zoneout.state > 0) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+      dkept = kept * dstate;
+      dstate = mix(kept, V{}, dstate);
     }
   }
 
   V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection], dinput;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, dside, dprojection, &dinput);
-  if constexpr (Stage::kCarry) dinput = dinput + dkept;
-  if constexpr (Stage::kState) unit.store(step.dout + at, dh);  // the GEMM adds the rest
+  if constexpr (Stage::kCarry) dinput = dinput + (Stage::kState ? dkept : dh);
+  if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
+    if (step.is_last) unit.store(step.dout + at, dh);  // the GEMM adds the rest
+  }
 
   store_blocks<Stage::kProjection>(dprojection, step.dprojection, width, row, column, unit);
   if constexpr (!Stage::kSum) {

@@ -77,13 +77,13 @@ struct Workspace {
         : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{} {
       side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
       for (int s = 0; s <= layer.last(); ++s) {
-        if (s == layer.last() && layer.is_sum()) continue;  // added to side
+        if (layer.adds_up(s)) continue;
         projection[s] = arena.take<A>(layer.batch * layer.columns(s));
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(layer.batch * layer.width(s));
       }
-      if (!state_is_operand(layer)) h = arena.take<O>(layer.batch * layer.sizes.hidden);
+      if (!state_is_operand(layer)) h = arena.take<O>(layer.batch * layer.sizes.output);
       if (!carry_is_output(layer)) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
     }
   };
@@ -101,28 +101,28 @@ struct Workspace {
         : Buffers(layer, most_summed(layer, gradients), arena), planes{}, input{}, operand{}, h{},
           dh{}, dc{}, dstage{}, dx{}, state{}, grad_output{} {
       const int64_t rows = layer.chunk * layer.batch;
-      gradient = Planes<O>::carve(layer, rows, arena);
+      gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
       if constexpr (std::is_same_v<O, A>) {
         planes = gradient;
       } else {
-        planes = Planes<A>::carve(layer, rows, arena);
+        planes = Planes<A>::carve(layer, layer.core(), rows, arena);
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(rows * layer.width(s));
         dstage[s] = arena.take<A>(layer.batch * layer.width(s));
       }
-      if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.hidden);
+      if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);
       if (layer.has_state()) {
         dc = arena.take<A>(layer.batch * layer.sizes.hidden);
         state = arena.take<A>(rows * layer.sizes.hidden);
       }
-      dh = arena.take<A>(layer.batch * layer.sizes.hidden);
+      dh = arena.take<A>(layer.batch * layer.sizes.output);
       if (gradients.input != nullptr && !kTensorIsResult) {
         dx = arena.take<A>(rows * layer.sizes.input);
       }
       if (gradients.output.data != nullptr &&
           !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {
-        grad_output = arena.take<T>(rows * layer.sizes.hidden);
+        grad_output = arena.take<T>(rows * layer.sizes.output);
       }
     }
 

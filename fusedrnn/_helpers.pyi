@@ -3,6 +3,7 @@ def layout(
     input_size: int,
     hidden_size: int,
     latent_size: int,
+    output_size: int,
     num_layers: int,
     directions: int,
     bias: bool,

@@ -73,12 +73,14 @@ def layout(
     input_size: int,
     hidden_size: int,
     latent_size: int,
+    output_size: int,
     num_layers: int,
     directions: int,
     bias: bool,
 ) -> list[tuple[str, int, tuple[int, ...]]]:
     """Name, offset in elements and shape of each parameter in a module's flat buffer."""
-    return _helpers.layout(cell, input_size, hidden_size, latent_size, num_layers, directions, bias)
+    sizes = (input_size, hidden_size, latent_size, output_size)
+    return _helpers.layout(cell, *sizes, num_layers, directions, bias)
 
 
 class Dropout(NamedTuple):
@@ -124,9 +126,9 @@ def run_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer over a sequence, in D = 1 or 2 directions.
 
-    input (T, B, I), hx and cx (D, B, H), weights of each direction -> output (T, B, D * H), h_n and
-    c_n (D, B, H), or c_n (0, B, H) if the cell has none. Without eps (D, T, B, Z) and seed (1,)
-    there is no noise; the counter of the first direction's noise is ``layer``. A part of a sequence
+    input (T, B, I), hx (D, B, P), cx (D, B, H), weights of each direction -> output (T, B, D * P),
+    h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. P is H, unless the cell
+    projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the counter of the first direction's noise is ``layer``. A part of a sequence
     has the noise of its place from ``first_step`` on. ``reverse``: the one direction there is runs
     backwards. ``chunk_size`` 0 is automatic.
     """
@@ -293,15 +295,16 @@ def _(  # type: ignore[no-untyped-def]
     replay,
 ):
     seq_len, batch, _ = input.shape
-    directions, _, hidden_size = hx.shape
+    directions, _, output_size = hx.shape
+    hidden_size = output_size if cx is None else cx.shape[2]
     latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
     columns = _helpers.kept_columns(cell, hidden_size, latent_size, has_noise) if keep else 0
     states = 0 if cx is None else _helpers.states(cell, seq_len, batch, chunk_size, input.is_cuda)
     accumulate_in = torch.promote_types(input.dtype, torch.float32)
     return (
-        input.new_empty(seq_len, batch, directions * hidden_size),
-        input.new_empty(directions, batch, hidden_size),
+        input.new_empty(seq_len, batch, directions * output_size),
+        input.new_empty(directions, batch, output_size),
         input.new_empty(0 if cx is None else directions, batch, hidden_size),
         input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
         input.new_empty(directions * states * batch * hidden_size, dtype=accumulate_in),

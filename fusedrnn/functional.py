@@ -14,7 +14,7 @@ from . import _library
 from .stack import Stack, States
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_WEIGHTS = {"stochastic_gru": 3, "gru": 2, "lstm": 2}  # of a layer and direction, without biases
+_HAVE_STATE = ("lstm", "projected_lstm")  # beside h
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
 
@@ -172,6 +172,7 @@ def lstm(
     weight_dropout: float = 0.0,
     training: bool = True,
     return_sequence: bool = True,
+    proj_size: int = 0,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
     recompute: bool = True,
@@ -180,17 +181,21 @@ def lstm(
     r"""Applies a stack of long short-term memories, as torch.nn.LSTM; see :class:`fusedrnn.LSTM`.
 
     Args:
-        weights: for each layer and direction weight_ih (4H, I), weight_hh (4H, H), and with
-            ``bias`` bias_ih (4H), bias_hh (4H).  Layers after the first have I = D * H.
-        hx: initial states h and cell states c, each (num_layers * D, B, H), or (num_layers * D, H)
-            without batch.  Zeros if None.
+        weights: for each layer and direction weight_ih (4H, I), weight_hh (4H, P), with ``bias``
+            bias_ih (4H), bias_hh (4H), and with ``proj_size`` weight_hr (P, H).  P is
+            ``proj_size`` if that is not 0, and else H.  Layers after the first have I = D * P.
+        hx: initial states h (num_layers * D, B, P) and cell states c (num_layers * D, B, H), both
+            without their B for input without batch.  Zeros if None.
+        proj_size: features of h if they are projected, or 0.
 
     Returns:
-        output: (T, B, D * H), (B, T, D * H) or (T, D * H), the states h of the last layer.
+        output: (T, B, D * P), (B, T, D * P) or (T, D * P), the states h of the last layer.
         (h_n, c_n): the last states and cell states of all layers, shaped as ``hx``.
 
     The other arguments and the errors are those of :func:`stochastic_gru`.
     """
+    if not isinstance(proj_size, int) or isinstance(proj_size, bool) or proj_size < 0:
+        raise ValueError(f"fusedrnn: proj_size must be an int of at least 0, got {proj_size!r}")
     h_0, c_0 = split_lstm_state(hx)
     options = _Options(
         num_layers,
@@ -207,7 +212,8 @@ def lstm(
         recompute,
         chunk_size,
     )
-    output, h_n, c_n = _run("lstm", input, weights, h_0, c_0, options, _Noise())
+    cell = "projected_lstm" if proj_size else "lstm"
+    output, h_n, c_n = _run(cell, input, weights, h_0, c_0, options, _Noise())
     assert c_n is not None
     return output, (h_n, c_n)
 
@@ -299,16 +305,15 @@ def _run_padded(
     noise: _Noise,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Checks, then one operator per layer."""
-    has_state = cell == "lstm"
+    has_state = cell in _HAVE_STATE
     options.check(has_state)
     directions = 2 if options.bidirectional else 1
     rows = options.num_layers * directions  # of hx
-    per_direction = _WEIGHTS[cell] * (2 if options.bias else 1)
-    if len(weights) != rows * per_direction:
+    names = _names(cell, options)
+    if len(weights) != len(names):
         raise ValueError(
             f"fusedrnn: {options.num_layers} layer(s) with bias={options.bias} and "
-            f"bidirectional={options.bidirectional} take {rows * per_direction} weights, "
-            f"got {len(weights)}"
+            f"bidirectional={options.bidirectional} take {len(names)} weights, got {len(weights)}"
         )
     tensors = {"input": input, "hx": hx, "cx": cx, "eps": noise.eps}
     tensors |= {f"weights[{i}]": w for i, w in enumerate(weights)}
@@ -329,7 +334,7 @@ def _run_padded(
             )
     _check_dtypes_and_devices(tensors)
 
-    hidden_size, latent_size = _check_weights(cell, weights, options)
+    sizes = _check_weights(cell, names, weights, options)
     if input.dim() not in (2, 3):
         raise ValueError(f"fusedrnn: input must have 2 or 3 dimensions, got {input.dim()}")
     is_batched = input.dim() == 3
@@ -349,15 +354,17 @@ def _run_padded(
         )
     maybe_batch = (batch,) if is_batched else ()
     eps = noise.eps
-    _check_shape("hx", hx, (rows, *maybe_batch, hidden_size))
-    _check_shape("cx", cx, (rows, *maybe_batch, hidden_size))
-    _check_shape("eps", eps, (rows, seq_len, *maybe_batch, latent_size))
+    _check_shape("hx", hx, (rows, *maybe_batch, sizes.output))
+    _check_shape("cx", cx, (rows, *maybe_batch, sizes.hidden))
+    _check_shape("eps", eps, (rows, seq_len, *maybe_batch, sizes.latent))
     mask = _mask(options, input, seq_len, batch, is_batched, batch_dim)
-    zeros = sequence.new_zeros(rows, batch, hidden_size)
-    h = zeros if hx is None else hx if is_batched else hx.unsqueeze(1)
-    c = None
-    if has_state:
-        c = zeros if cx is None else cx if is_batched else cx.unsqueeze(1)
+
+    def initial(state: Tensor | None, width: int) -> Tensor:
+        if state is None:
+            return sequence.new_zeros(rows, batch, width)
+        return state if is_batched else state.unsqueeze(1)
+
+    states = States(initial(hx, sizes.output), initial(cx, sizes.hidden) if has_state else None)
     if eps is not None and not is_batched:
         eps = eps.unsqueeze(2)
     seed = _check_seed(noise.seed, input.device)
@@ -373,7 +380,7 @@ def _run_padded(
         cell,
         options.num_layers,
         directions,
-        _drop_recurrent_weights(cell, weights, options),
+        _drop_recurrent_weights(names, weights, options),
         mask,
         eps,
         seed,
@@ -382,13 +389,13 @@ def _run_padded(
         options.recompute,
     )
     if options.return_sequence:
-        output, (h_n, c_n) = stack.run(sequence, States(h, c))
+        output, (h_n, c_n) = stack.run(sequence, states)
         if options.batch_first and is_batched:
             output = output.transpose(0, 1)
         elif not is_batched:
             output = output.squeeze(1)
     else:
-        h_n, c_n = stack.run_for_last_states(sequence, States(h, c))
+        h_n, c_n = stack.run_for_last_states(sequence, states)
         output = torch.cat(h_n[-directions:].unbind(), -1)
         output = output if is_batched else output.squeeze(0)
     if not is_batched:
@@ -397,16 +404,18 @@ def _run_padded(
 
 
 def _drop_recurrent_weights(
-    cell: str, weights: Sequence[Tensor], options: _Options
+    names: Sequence[str], weights: Sequence[Tensor], options: _Options
 ) -> Sequence[Tensor]:
     """DropConnect on every weight matrix that the state goes through: one mask for a call."""
     if options.weight_dropout == 0 or not options.training:
         return weights
-    matrices = _WEIGHTS[cell]
-    per_row = matrices * (2 if options.bias else 1)
+
+    def is_recurrent(name: str) -> bool:
+        return name.startswith("weight") and not name.startswith("weight_ih")
+
     return [
-        F.dropout(w, options.weight_dropout) if 0 < i % per_row < matrices else w
-        for i, w in enumerate(weights)
+        F.dropout(w, options.weight_dropout) if is_recurrent(name) else w
+        for name, w in zip(names, weights, strict=True)
     ]
 
 
@@ -589,25 +598,49 @@ def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> No
         )
 
 
-def _check_weights(cell: str, weights: Sequence[Tensor], options: _Options) -> tuple[int, int]:
-    """hidden_size and latent_size, after all shapes are known to fit together."""
-    for i in range(_WEIGHTS[cell]):
-        if weights[i].dim() != 2:
-            raise ValueError(
-                f"fusedrnn: weights[{i}] must have 2 dimensions, got {weights[i].dim()}"
-            )
-    input_size, hidden_size, latent_size = weights[0].shape[1], weights[1].shape[1], 0
+class _Sizes(NamedTuple):
+    """Features; output is those of h."""
+
+    input: int = 1
+    hidden: int = 1
+    latent: int = 1
+    output: int = 1
+
+
+def _layout(
+    cell: str, sizes: _Sizes, options: _Options
+) -> list[tuple[str, int, tuple[int, ...]]]:
+    directions = 2 if options.bidirectional else 1
+    return _library.layout(cell, *sizes, options.num_layers, directions, options.bias)
+
+
+def _names(cell: str, options: _Options) -> list[str]:
+    """Those of all weights, in their order."""
+    return [name for name, _, _ in _layout(cell, _Sizes(), options)]
+
+
+def _check_weights(
+    cell: str, names: Sequence[str], weights: Sequence[Tensor], options: _Options
+) -> _Sizes:
+    """The sizes, after all shapes are known to fit together."""
+    first = dict(zip(names, weights, strict=True))
+
+    def width(name: str) -> int:
+        weight = first[f"weight_{name}_l0"]
+        if weight.dim() != 2:
+            at = names.index(f"weight_{name}_l0")
+            raise ValueError(f"fusedrnn: weights[{at}] must have 2 dimensions, got {weight.dim()}")
+        return weight.shape[1]
+
+    input_size = width("ih")
     if cell == "stochastic_gru":
-        latent_size, hidden_size = hidden_size, weights[2].shape[1]
-    layout = _library.layout(
-        cell,
-        input_size,
-        hidden_size,
-        latent_size,
-        options.num_layers,
-        2 if options.bidirectional else 1,
-        options.bias,
-    )
-    for (name, _, shape), weight in zip(layout, weights, strict=True):
+        latent_size, hidden_size = width("zh"), width("hz")
+        sizes = _Sizes(input_size, hidden_size, latent_size, hidden_size)
+    elif cell == "projected_lstm":
+        sizes = _Sizes(input_size, width("hr"), 0, width("hh"))
+    else:
+        hidden_size = width("hh")
+        sizes = _Sizes(input_size, hidden_size, 0, hidden_size)
+    for (name, _, shape), weight in zip(_layout(cell, sizes, options), weights, strict=True):
         _check_shape(name, weight, shape)
-    return hidden_size, latent_size
+    return sizes

@@ -39,6 +39,7 @@ class RNNBase(FlatModule):
         bidirectional: bool,
         *,
         latent_size: int | None = None,
+        proj_size: int = 0,
         zoneout: float | tuple[float, float],
         weight_dropout: float,
         return_sequence: bool,
@@ -52,6 +53,7 @@ class RNNBase(FlatModule):
         self.hidden_size = _positive_int("hidden_size", hidden_size)
         if latent_size is not None:
             self.latent_size = _positive_int("latent_size", latent_size)
+        self.proj_size = _proj_size(proj_size, hidden_size)
         functional.check_zoneout(zoneout, has_state=self._cell == "lstm")
         self.zoneout = zoneout
         self.weight_dropout = _probability("weight_dropout", weight_dropout)
@@ -74,10 +76,11 @@ class RNNBase(FlatModule):
 
     def _layout(self) -> Layout:
         layout: Layout = _library.layout(
-            self._cell,
+            "projected_lstm" if self.proj_size else self._cell,
             self.input_size,
             self.hidden_size,
             getattr(self, "latent_size", 0),
+            self.proj_size or self.hidden_size,
             self.num_layers,
             2 if self.bidirectional else 1,
             self.bias,
@@ -116,6 +119,7 @@ class RNNBase(FlatModule):
         return _repr(
             self,
             latent_size=self.hidden_size,
+            proj_size=0,
             num_layers=1,
             bias=True,
             batch_first=False,
@@ -286,21 +290,29 @@ class LSTM(RNNBase):
     Schmidhuber & Cummins 2000, "Learning to Forget". For backward it keeps the output, and c once
     for each chunk of time; gates and the other c are computed again.
 
+    With ``proj_size`` h has fewer features than c, h' = W_hr (o * tanh(c')), from Sak, Senior &
+    Beaufays 2014, "Long Short-Term Memory Based Recurrent Neural Network Architectures for Large
+    Vocabulary Speech Recognition".
+
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
         weight_dropout, return_sequence, recompute, chunk_size, device, dtype: As for :class:`GRU`.
+        proj_size: Features of h, fewer than hidden_size, if they are projected, or 0.
         zoneout: As for :class:`GRU`, of h and c alike, or a pair: of h, and of c.
 
     Attributes:
-        weight_ih_l{k}: (4 * hidden_size, input_size), for k > 0 (4 * hidden_size, D * hidden_size),
-            D being the number of directions; rows of i, f, g, o.
-        weight_hh_l{k}: (4 * hidden_size, hidden_size); rows of i, f, g, o.
+        weight_ih_l{k}: (4 * hidden_size, input_size), for k > 0 (4 * hidden_size, D * P), D being
+            the number of directions, and P proj_size or, if that is 0, hidden_size; rows of i, f,
+            g, o.
+        weight_hh_l{k}: (4 * hidden_size, P); rows of i, f, g, o.
         bias_ih_l{k}, bias_hh_l{k}: (4 * hidden_size,).
+        weight_hr_l{k}: (proj_size, hidden_size), if proj_size is not 0.
         weight_ih_l{k}_reverse and so on: Those of the other direction.
         flat_weight: All of them as one 1-D tensor that shares their memory.
 
     Raises:
-        TypeError, ValueError: As :class:`GRU`.
+        TypeError, ValueError: As :class:`GRU`; a ValueError too if proj_size is negative, or not
+            smaller than hidden_size.
 
     Example::
 
@@ -321,6 +333,7 @@ class LSTM(RNNBase):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
+        proj_size: int = 0,
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
@@ -338,6 +351,7 @@ class LSTM(RNNBase):
             batch_first,
             dropout,
             bidirectional,
+            proj_size=proj_size,
             zoneout=zoneout,
             weight_dropout=weight_dropout,
             return_sequence=return_sequence,
@@ -359,11 +373,11 @@ class LSTM(RNNBase):
 
         Args:
             input, lengths, reset: As :meth:`GRU.forward`; a reset zeroes h and c.
-            hx: (h_0, c_0), each (D * num_layers, batch, hidden_size) or without a batch
-                (D * num_layers, hidden_size); zeros if None.
+            hx: (h_0, c_0), (D * num_layers, batch, P) and (D * num_layers, batch, hidden_size),
+                both without their batch if ``input`` has none; zeros if None.
 
         Returns:
-            output: As :meth:`GRU.forward`.
+            output: As :meth:`GRU.forward`, with P in the place of hidden_size.
 
             (h_n, c_n): The states after the last step, shaped as ``hx``.
 
@@ -371,7 +385,13 @@ class LSTM(RNNBase):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
         return functional.lstm(
-            input, self._weights(), hx, lengths=lengths, reset=reset, **self._options()
+            input,
+            self._weights(),
+            hx,
+            proj_size=self.proj_size,
+            lengths=lengths,
+            reset=reset,
+            **self._options(),
         )
 
 
@@ -564,7 +584,7 @@ class RNNCellBase(FlatModule):
     def _layer_layout(self, bias: bool) -> Layout:
         latent_size = getattr(self, "latent_size", 0)
         layout: Layout = _library.layout(
-            self._cell, self.input_size, self.hidden_size, latent_size, 1, 1, bias
+            self._cell, self.input_size, self.hidden_size, latent_size, self.hidden_size, 1, 1, bias
         )
         return [(name.removesuffix("_l0"), offset, shape) for name, offset, shape in layout]
 
@@ -839,6 +859,14 @@ def _positive_int(name: str, value: int) -> int:
         raise TypeError(f"fusedrnn: {name} must be an int, got {type(value).__name__}")
     if value <= 0:
         raise ValueError(f"fusedrnn: {name} must be a positive integer, got {value}")
+    return value
+
+
+def _proj_size(value: int, hidden_size: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"fusedrnn: proj_size must be an int, got {type(value).__name__}")
+    if not 0 <= value < hidden_size:
+        raise ValueError(f"fusedrnn: proj_size must be in [0, hidden_size), got {value}")
     return value
 
 

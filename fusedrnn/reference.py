@@ -18,8 +18,8 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 
 States = tuple[Tensor, ...]  # h, and of an LSTM c
-# input, states, weights in the module's order (biases or None), eps or None -> states
-Step = Callable[[Tensor, States, Sequence[Tensor | None], Tensor | None], States]
+# input, states, weights in the module's order, eps or None -> states
+Step = Callable[[Tensor, States, Sequence[Tensor], Tensor | None], States]
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
@@ -153,17 +153,19 @@ def lstm_step(
     weight_hh: Tensor,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
+    weight_hr: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of one layer, by the equations of :class:`fusedrnn.LSTM`.
 
     Args:
         input: (batch, input_size).
-        h, c: (batch, hidden_size), the state before the step.
-        weight_ih, weight_hh: (4 * hidden_size, input_size) and (4 * hidden_size, hidden_size).
+        h, c: (batch, P) and (batch, hidden_size), the state before the step.
+        weight_ih, weight_hh: (4 * hidden_size, input_size) and (4 * hidden_size, P).
         bias_ih, bias_hh: (4 * hidden_size,), or None.
+        weight_hr: (P, hidden_size), or None: P is then hidden_size.
 
     Returns:
-        h, c after the step, (batch, hidden_size).
+        h, c after the step, shaped as before.
 
     Example::
 
@@ -175,7 +177,8 @@ def lstm_step(
     gates = F.linear(input, weight_ih, bias_ih) + F.linear(h, weight_hh, bias_hh)
     i, f, g, o = gates.chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h if weight_hr is None else F.linear(h, weight_hr), c
 
 
 def stochastic_gru_step(
@@ -252,11 +255,12 @@ def gru(
         (torch.Size([7, 2, 3]), torch.Size([1, 2, 3]))
     """
 
-    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
+    def step(x: Tensor, states: States, w: Sequence[Tensor], eps: Tensor | None) -> States:
         return (gru_step(x, *states, *w),)
 
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
-    output, (h_n,) = _loop(step, 2, sizes, input, weights, (hx,), lengths, reset)
+    per_row, widths = 4 if bias else 2, (weights[1].shape[1],)
+    output, (h_n,) = _loop(step, per_row, widths, sizes, input, weights, (hx,), lengths, reset)
     return output, h_n
 
 
@@ -269,15 +273,19 @@ def lstm(
     bias: bool = True,
     batch_first: bool = False,
     bidirectional: bool = False,
+    proj_size: int = 0,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The twin of ``fusedrnn.lstm``: a loop over layers, directions and steps.
 
     Args:
-        hx: h and c before the first step, each (num_layers * D, batch, hidden_size); None for
-            zeros.
-        input, weights, num_layers, bias, batch_first, bidirectional, lengths, reset: As for
+        weights: For each layer and direction weight_ih, weight_hh, if ``bias`` bias_ih, bias_hh,
+            and with ``proj_size`` weight_hr.
+        hx: h (num_layers * D, batch, P) and c (num_layers * D, batch, hidden_size) before the first
+            step; None for zeros.
+        proj_size: P, the features of h, if it is projected, or 0: P is then hidden_size.
+        input, num_layers, bias, batch_first, bidirectional, lengths, reset: As for
             :func:`gru`.
 
     Returns:
@@ -292,12 +300,16 @@ def lstm(
         (torch.Size([7, 2, 3]), torch.Size([1, 2, 3]), torch.Size([1, 2, 3]))
     """
 
-    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
-        return lstm_step(x, *states, *w)
+    def step(x: Tensor, states: States, w: Sequence[Tensor], eps: Tensor | None) -> States:
+        biases = w[2:4] if bias else (None, None)
+        return lstm_step(x, *states, *w[:2], *biases, *w[-1:] if proj_size else ())
 
+    hidden_size = weights[0].shape[0] // 4
+    widths = (proj_size or hidden_size, hidden_size)
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
     states = (None, None) if hx is None else hx
-    output, (h_n, c_n) = _loop(step, 2, sizes, input, weights, states, lengths, reset)
+    per_row = (4 if bias else 2) + (1 if proj_size else 0)
+    output, (h_n, c_n) = _loop(step, per_row, widths, sizes, input, weights, states, lengths, reset)
     return output, (h_n, c_n)
 
 
@@ -342,7 +354,7 @@ def stochastic_gru(
     latent_size = weights[2].shape[0] // 2
     batch, seq_len = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
 
-    def step(x: Tensor, states: States, w: Sequence[Tensor | None], eps: Tensor | None) -> States:
+    def step(x: Tensor, states: States, w: Sequence[Tensor], eps: Tensor | None) -> States:
         if sample and eps is None:
             eps = torch.randn(batch, latent_size, dtype=x.dtype, device=x.device)
         return (stochastic_gru_step(x, *states, *w, eps=eps),)  # type: ignore[misc]
@@ -357,7 +369,10 @@ def stochastic_gru(
         return drawn.to(input.device)
 
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
-    output, (h_n,) = _loop(step, 3, sizes, input, weights, (hx,), lengths, reset, noise)
+    per_row, widths = 6 if bias else 3, (weights[2].shape[1],)
+    output, (h_n,) = _loop(
+        step, per_row, widths, sizes, input, weights, (hx,), lengths, reset, noise
+    )
     return output, h_n
 
 
@@ -370,7 +385,8 @@ class _Sizes(NamedTuple):
 
 def _loop(
     step: Step,
-    projections: int,
+    per_row: int,
+    widths: Sequence[int],
     sizes: _Sizes,
     input: Tensor,
     weights: Sequence[Tensor],
@@ -379,11 +395,13 @@ def _loop(
     reset: Tensor | None,
     noise: Callable[[int], Tensor | None] = lambda layer: None,
 ) -> tuple[Tensor, States]:
-    """Any cell over layers, directions and steps -> output, last states."""
-    num_layers, bias, batch_first, bidirectional = sizes
+    """Any cell over layers, directions and steps -> output, last states.
+
+    ``per_row``: weights of a layer and direction. ``widths``: of the states.
+    """
+    num_layers, _, batch_first, bidirectional = sizes
     directions = 2 if bidirectional else 1
     rows = num_layers * directions
-    per_row = projections * (2 if bias else 1)
     if len(weights) != rows * per_row:
         raise ValueError(
             f"fusedrnn: weights must hold {rows * per_row} tensors, got {len(weights)}"
@@ -392,9 +410,10 @@ def _loop(
     if reset is not None and batch_first:
         reset = reset.transpose(0, 1)
     seq_len, batch, _ = x.shape
-    hidden_size = weights[projections - 1].shape[1]
-    zeros = input.new_zeros(rows, batch, hidden_size)
-    initial = [zeros if s is None else s for s in states]
+    initial = [
+        input.new_zeros(rows, batch, width) if s is None else s
+        for s, width in zip(states, widths, strict=True)
+    ]
     active = None  # (seq_len, batch, 1): whether a row takes the step
     if lengths is not None:
         ends = torch.as_tensor(lengths).to(x.device)
@@ -406,13 +425,12 @@ def _loop(
         outputs = []
         for direction in range(directions):
             row = layer * directions + direction
-            w: list[Tensor | None] = list(weights[row * per_row : (row + 1) * per_row])
-            w += [None] * (2 * projections - per_row)
+            w = weights[row * per_row : (row + 1) * per_row]
             eps = noise(row)
             if eps is not None and active is not None:
                 eps = eps.masked_fill(~active, 0)
             now: States = tuple(s[row] for s in initial)
-            output = [zeros[0]] * seq_len
+            output = [now[0]] * seq_len
             for t in range(seq_len) if direction == 0 else reversed(range(seq_len)):
                 before = now
                 if reset is not None:

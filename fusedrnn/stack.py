@@ -21,7 +21,10 @@ LEAST_PART = 16  # steps; shorter ones would save little and cost time
 
 
 class States(NamedTuple):
-    """(L * D, B, H) each, layers before directions; c is None for a cell without."""
+    """Of all layers and directions, layers first; c is None for a cell without.
+
+    h is (L * D, B, P) and c (L * D, B, H), with P = H unless h is projected.
+    """
 
     h: Tensor
     c: Tensor | None
@@ -58,7 +61,7 @@ class Stack(NamedTuple):
     first_step: int = 0
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
-        """sequence (T, B, I) -> output (T, B, D * H) of the last layer, last states of all."""
+        """sequence (T, B, I) -> output (T, B, D * P) of the last layer, last states of all."""
         last = []
         for layer in range(self.num_layers):
             here = slice(layer * self.directions, (layer + 1) * self.directions)
@@ -158,7 +161,7 @@ class Stack(NamedTuple):
 
 
 def _reset_first(state: Tensor, mask: Mask, reverse: bool) -> Tensor:
-    """The initial state (D, B, H), zero where the first step of a row is a reset.
+    """The initial state (D, B, features), zero where the first step of a row is a reset.
 
     ``reverse``: the one direction there is runs backwards, from the end of each row.
     """

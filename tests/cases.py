@@ -25,6 +25,7 @@ class Case:
     input_size: int = 5
     hidden_size: int = 7
     latent_size: int = 6
+    proj_size: int = 0  # of the LSTM
     num_layers: int = 1
     bias: bool = True
     bidirectional: bool = False
@@ -51,11 +52,12 @@ class Case:
     @property
     def sizes(self) -> dict[str, Any]:
         """What the reference takes besides tensors."""
-        return {
+        sizes = {
             "num_layers": self.num_layers,
             "bias": self.bias,
             "bidirectional": self.bidirectional,
         }
+        return sizes | ({"proj_size": self.proj_size} if self.proj_size else {})
 
     @property
     def options(self) -> dict[str, Any]:
@@ -73,9 +75,12 @@ class Case:
         directions = 2 if self.bidirectional else 1
         rows, steps = self.num_layers * directions, (self.seq_len, self.batch)
         is_lstm, is_stochastic = self.cell == "lstm", self.cell == "stochastic_gru"
-        sizes = (self.input_size, self.hidden_size, self.latent_size, self.num_layers, directions)
-        weights = [shape for _, _, shape in layout(self.cell, *sizes, self.bias)]
-        state = (rows, self.batch, self.hidden_size)
+        cell = "projected_lstm" if self.proj_size else self.cell
+        output_size = self.proj_size or self.hidden_size
+        sizes = (self.input_size, self.hidden_size, self.latent_size, output_size)
+        all_weights = layout(cell, *sizes, self.num_layers, directions, self.bias)
+        weights = [shape for _, _, shape in all_weights]
+        h, c = ((rows, self.batch, width) for width in (output_size, self.hidden_size))
         needs_seed = is_stochastic and self.noise == "seed"
         needs_eps = is_stochastic and self.noise == "eps"
         lengths = torch.randint(1, self.seq_len + 1, (self.batch,), generator=generator)
@@ -83,17 +88,17 @@ class Case:
         return Arguments(
             cell=self.cell,
             input=normal(*steps, self.input_size),
-            hx=normal(*state, scale=0.5),
-            cx=normal(*state) if is_lstm else None,
+            hx=normal(*h, scale=0.5),
+            cx=normal(*c) if is_lstm else None,
             weights=[normal(*shape, scale=self.hidden_size**-0.5) for shape in weights],
             eps=normal(rows, *steps, self.latent_size) if needs_eps else None,
             seed=torch.tensor([-(3**37)], device=device) if needs_seed else None,
             sample=self.noise != "none",
             lengths=lengths if self.lengths else None,
             reset=reset.to(device) if self.reset else None,
-            grad_output=normal(*steps, directions * self.hidden_size),
-            grad_h_n=normal(*state),
-            grad_c_n=normal(*state) if is_lstm else None,
+            grad_output=normal(*steps, directions * output_size),
+            grad_h_n=normal(*h),
+            grad_c_n=normal(*c) if is_lstm else None,
         )
 
 
@@ -178,7 +183,9 @@ class TorchLibrary:
         return torch.gru(input, hx, weights, bias, num_layers, 0.0, True, bidirectional, False)
 
     @staticmethod
-    def lstm(input, weights, hx, *, num_layers, bias, bidirectional, lengths, reset):  # type: ignore
+    def lstm(  # type: ignore
+        input, weights, hx, *, num_layers, bias, bidirectional, lengths, reset, proj_size=0
+    ):
         assert lengths is None and reset is None
         output, h_n, c_n = torch.lstm(
             input, hx, weights, bias, num_layers, 0.0, True, bidirectional, False
@@ -225,6 +232,14 @@ SHAPES = [
     Case(seq_len=9, batch=130, hidden_size=33),  # several automatic chunks and threads
     Case(seq_len=3, batch=600, hidden_size=3),  # more rows in a step than in a chunk
 ]
+PROJECTED = [
+    Case("lstm", seq_len=1, batch=5, hidden_size=2, proj_size=1),
+    Case("lstm", seq_len=7, batch=11, input_size=3, hidden_size=19, proj_size=17),
+    Case("lstm", seq_len=10, batch=4, input_size=16, hidden_size=48, proj_size=32),
+    Case("lstm", seq_len=5, batch=2, input_size=31, hidden_size=130, proj_size=3),
+    Case("lstm", seq_len=9, batch=130, hidden_size=33, proj_size=32),
+    Case("lstm", seq_len=3, batch=600, hidden_size=3, proj_size=2),
+]
 # With all options: enough chunks for all but the first and the last to be alike, and for these to
 # be replayed on a GPU.
 CHUNKED = Case(seq_len=21, chunk_size=4)
@@ -250,7 +265,9 @@ NOISE: list[dict[str, Any]] = [
     {"noise": "none", **MASKED, "recompute": False},
 ]
 ALL_OPTIONS = [{"cell": cell, **options} for cell in CELLS for options in OPTIONS] + NOISE
-SHAPE_CASES = [
+ALL_OPTIONS += [{"cell": "lstm", "proj_size": 2, **options} for options in OPTIONS]
+SHAPE_CASES = [replace(case, **options) for case in PROJECTED for options in ({}, MASKED)]
+SHAPE_CASES += [
     replace(shape, cell=cell, **options)
     for cell in CELLS
     for shape in SHAPES

@@ -272,10 +272,10 @@ def test_addresses_do_not_matter(emulator, what, dtype):
     ("kernel", "where"),
     [
         ("sample_forward", "3 rows of 6"),
-        ("location_forward", "3 rows of 6"),
+        ("linear_forward", "3 rows of 6"),
         ("gru_forward", "3 rows of 12"),
         ("sample_backward", "3 rows of 6"),
-        ("location_backward", "3 rows of 6"),
+        ("linear_backward", "3 rows of 6"),
         ("gru_backward", "3 rows of 12"),
         ("column_sum_partial", "3 rows of 36"),
         ("column_sum_total", "3 rows of 36"),
@@ -284,7 +284,7 @@ def test_addresses_do_not_matter(emulator, what, dtype):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_kernel_that_cannot_be_launched(emulator, dtype, kernel, where):
-    case = replace(LONG, noise="none" if "location" in kernel else "seed", dtype=dtype)
+    case = replace(LONG, noise="none" if "linear" in kernel else "seed", dtype=dtype)
     arguments = case.tensors().to(dtype)
     expected = results(arguments, case)
     emulator.control(False, kernel)

@@ -290,7 +290,7 @@ bool all_aligned(const ClearStep<T>& s) {
 inline const char* name_of(StageKind kind, bool is_forward) {
   switch (kind) {
     case StageKind::Sample: return is_forward ? "sample_forward" : "sample_backward";
-    case StageKind::Location: return is_forward ? "location_forward" : "location_backward";
+    case StageKind::Linear: return is_forward ? "linear_forward" : "linear_backward";
     case StageKind::Gru: return is_forward ? "gru_forward" : "gru_backward";
     case StageKind::Lstm: return is_forward ? "lstm_forward" : "lstm_backward";
   }
