@@ -419,6 +419,7 @@ class Driver {
     auto step = make_step<ForwardStep<T, O>>(s, chunk, row, kept.at(s, chunk.first_row + row),
                                              at.side, at.projection[s]);
     step.shift = shift;
+    step.is_last = false;  // h stands in the output
     step.carry = {buffers.state + row * hidden(), hidden()};
     if (t + 1 < chunk.steps) step.carry_out = buffers.state + chunk.row(t + 1) * hidden();
     if (s < layer_.last()) step.operand = buffers.operand[s] + row * layer_.width(s);
