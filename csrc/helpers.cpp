@@ -22,10 +22,9 @@ PYBIND11_MODULE(_helpers, m) {
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
          int64_t output_size, int64_t num_layers, int64_t directions, bool bias) {
         py::list parameters;
-        for (const fusedrnn::Parameter& p :
-             fusedrnn::module_layout(cell_named(cell),
-                                     {input_size, hidden_size, latent_size, output_size},
-                                     num_layers, directions, bias)) {
+        for (const fusedrnn::Parameter& p : fusedrnn::module_layout(
+                 cell_named(cell), {input_size, hidden_size, latent_size, output_size}, num_layers,
+                 directions, bias)) {
           std::vector<int64_t> shape{p.rows};
           if (p.columns != 0) shape.push_back(p.columns);
           parameters.append(py::make_tuple(p.name, p.offset, py::tuple(py::cast(shape))));

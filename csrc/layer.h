@@ -15,10 +15,10 @@ struct Layer {
   Sizes sizes;
   int64_t seq_len, batch, chunk;  // chunk: steps
   Sequence<const T> input, eps;   // eps.data may be null
-  const T *hx, *cx;               // (batch, output), (batch, hidden); cx: if there is a state, or null
-  T* output;                      // seq_len * batch rows
-  int64_t output_stride;          // from row to row; backward only reads
-  Acc<T>* states;                 // (chunks, batch, hidden), the state before each chunk, or null
+  const T *hx, *cx;       // (batch, output), (batch, hidden); cx: if there is a state, or null
+  T* output;              // seq_len * batch rows
+  int64_t output_stride;  // from row to row; backward only reads
+  Acc<T>* states;         // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
   int64_t layer;                            // the Philox counter's last word
   int64_t first_step;                       // where this is a part of a longer sequence

@@ -98,8 +98,8 @@ inline Cell without_noise(Cell cell) {
   return cell;
 }
 
-// Pre-activations per step and batch entry: what is kept for backward without recompute.  Behind the
-// core nothing needs them.
+// Pre-activations per step and batch entry: what is kept for backward without recompute.  Behind
+// the core nothing needs them.
 inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
   int64_t columns = 0;
   for (int s = 0; s <= core(cell); ++s) {
@@ -125,8 +125,8 @@ struct Parameter {
   int64_t numel() const { return rows * (columns == 0 ? 1 : columns); }
 };
 
-// The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights that
-// never have one.
+// The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights
+// that never have one.
 inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias,
                                            int64_t offset = 0, const std::string& suffix = "") {
   std::vector<Parameter> parameters;

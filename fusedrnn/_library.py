@@ -128,9 +128,10 @@ def run_layer(
 
     input (T, B, I), hx (D, B, P), cx (D, B, H), weights of each direction -> output (T, B, D * P),
     h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. P is H, unless the cell
-    projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the counter of the first direction's noise is ``layer``. A part of a sequence
-    has the noise of its place from ``first_step`` on. ``reverse``: the one direction there is runs
-    backwards. ``chunk_size`` 0 is automatic.
+    projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the
+    counter of the first direction's noise is ``layer``. A part of a sequence has the noise of its
+    place from ``first_step`` on. ``reverse``: the one direction there is runs backwards.
+    ``chunk_size`` 0 is automatic.
     """
     keep = (
         not recompute

@@ -129,13 +129,13 @@ def convert(module: M) -> tuple[M, ConversionReport]:
 
     Example::
 
-        >>> model = nn.ModuleDict({"a": nn.LSTM(12, 32), "b": nn.LSTM(12, 32, proj_size=8)})
+        >>> model = nn.ModuleDict({"a": nn.LSTM(12, 32), "b": nn.RNN(12, 32)})
         >>> model, report = fusedrnn.convert(model)
         >>> print(report)
         Replaced 1:
           a: torch.nn.LSTM(12, 32) -> fusedrnn.LSTM(12, 32)
         Kept 1:
-          b: torch.nn.LSTM(12, 32, proj_size=8): fusedrnn.LSTM has no proj_size
+          b: torch.nn.RNN(12, 32): fusedrnn has no counterpart of torch.nn.RNN
     """
     return _replace_all(module, _TO_FUSED)
 
@@ -288,7 +288,7 @@ def _with_options_of(old: nn.Module, cls: type[nn.Module]) -> tuple[nn.Module, t
         with warnings.catch_warnings():  # of dropout, which the old module has given as well
             warnings.simplefilter("ignore")
             new = cls(**options, device="meta", dtype=dtype)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise _CannotReplace(str(error).removeprefix("fusedrnn: ")) from error
     return new, tuple(lost)
 

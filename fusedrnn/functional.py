@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -315,8 +316,9 @@ def _run_padded(
             f"fusedrnn: {options.num_layers} layer(s) with bias={options.bias} and "
             f"bidirectional={options.bidirectional} take {len(names)} weights, got {len(weights)}"
         )
-    tensors = {"input": input, "hx": hx, "cx": cx, "eps": noise.eps}
+    tensors: dict[str, Tensor | None] = {"input": input}
     tensors |= {f"weights[{i}]": w for i, w in enumerate(weights)}
+    tensors |= {"hx": hx, "cx": cx, "eps": noise.eps}
     _check_types(tensors)
 
     device_type = input.device.type
@@ -499,9 +501,16 @@ def _check_lengths(
                 "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
                 f"got {lengths.device}"
             )
-    elif not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
-        raise TypeError("fusedrnn: lengths must be an int64 tensor or a sequence of ints")
-    host = torch.as_tensor(lengths, dtype=torch.int64)
+        host = lengths
+    else:
+        try:  # ints of all kinds, NumPy's too
+            if any(isinstance(n, bool) for n in lengths):
+                raise TypeError
+            host = torch.tensor([operator.index(n) for n in lengths], dtype=torch.int64)
+        except TypeError:
+            raise TypeError(
+                "fusedrnn: lengths must be an int64 tensor or a sequence of ints"
+            ) from None
     if tuple(host.shape) != (batch,):
         raise RuntimeError(f"fusedrnn: lengths must have shape {(batch,)}, got {tuple(host.shape)}")
     if torch.compiler.is_compiling():  # no values yet; the operator looks at them, and takes 0
@@ -581,9 +590,8 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor | None]) -> None:
         if tensor is None:
             continue
         if tensor.dtype != input.dtype:
-            raise ValueError(
-                f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}"
-            )
+            error = RuntimeError if name in ("hx", "cx") else ValueError  # as in torch.nn
+            raise error(f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}")
         if tensor.device != input.device:
             raise RuntimeError(
                 f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}"
@@ -607,9 +615,7 @@ class _Sizes(NamedTuple):
     output: int = 1
 
 
-def _layout(
-    cell: str, sizes: _Sizes, options: _Options
-) -> list[tuple[str, int, tuple[int, ...]]]:
+def _layout(cell: str, sizes: _Sizes, options: _Options) -> list[tuple[str, int, tuple[int, ...]]]:
     directions = 2 if options.bidirectional else 1
     return _library.layout(cell, *sizes, options.num_layers, directions, options.bias)
 

@@ -189,8 +189,8 @@ class GRU(RNNBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive, dropout is no probability, or the dtype is not
-            supported.
+        ValueError: A size is not positive, or dropout is no probability.
+        RuntimeError: The dtype is not supported.
 
     Example::
 
@@ -456,7 +456,8 @@ class StochasticGRU(RNNBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive, or the dtype is not supported.
+        ValueError: A size is not positive.
+        RuntimeError: The dtype is not supported.
 
     Example::
 
@@ -527,7 +528,8 @@ class StochasticGRU(RNNBase):
             eps: Noise to use instead of drawn noise, (num_layers, seq_len, batch, latent_size)
                 whatever ``batch_first``, or (num_layers, seq_len, latent_size); differentiable.
             generator: Where the seed of the drawn noise comes from; the default generator of the
-                input's device if None.
+                input's device if None. Noise belongs to a place in the batch, in that of the sorted
+                rows if ``input`` is a PackedSequence.
             sample: False takes the mean of the latent; neither eps nor generator may be given then.
 
         Returns:
@@ -608,8 +610,9 @@ class RNNCellBase(FlatModule):
             raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
         for name, state in states.items():
             if isinstance(state, Tensor) and state.dim() != input.dim():
-                raise ValueError(
-                    f"fusedrnn: {name} must have {input.dim()} dimensions, as input has, "
+                error = RuntimeError if state.dim() in (1, 2) else ValueError  # as in torch.nn
+                raise error(
+                    f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
                     f"got {state.dim()}"
                 )
         layered = [t.unsqueeze(0) if isinstance(t, Tensor) else t for t in states.values()]
@@ -637,7 +640,8 @@ class GRUCell(RNNCellBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive, or the dtype is not supported.
+        ValueError: A size is not positive.
+        RuntimeError: The dtype is not supported.
 
     Example::
 
@@ -676,7 +680,7 @@ class GRUCell(RNNCellBase):
             The state after the step, (batch, hidden_size) or (hidden_size,).
 
         Raises:
-            ValueError: A tensor has not the number of dimensions that it must have.
+            ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`, which sees a
                 sequence of one step: its messages speak of shapes with a leading 1.
         """
@@ -741,7 +745,7 @@ class LSTMCell(RNNCellBase):
             (h, c) after the step, each (batch, hidden_size) or (hidden_size,).
 
         Raises:
-            ValueError: A tensor has not the number of dimensions that it must have.
+            ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`, which sees a
                 sequence of one step: its messages speak of shapes with a leading 1.
         """
@@ -776,7 +780,8 @@ class StochasticGRUCell(RNNCellBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive, or the dtype is not supported.
+        ValueError: A size is not positive.
+        RuntimeError: The dtype is not supported.
 
     Example::
 
@@ -837,7 +842,7 @@ class StochasticGRUCell(RNNCellBase):
             The state after the step, (batch, hidden_size) or (hidden_size,).
 
         Raises:
-            ValueError: A tensor has not the number of dimensions that it must have.
+            ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`,
                 which sees a sequence of one step: its messages speak of shapes with a leading 1.
         """
@@ -866,7 +871,7 @@ def _proj_size(value: int, hidden_size: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"fusedrnn: proj_size must be an int, got {type(value).__name__}")
     if not 0 <= value < hidden_size:
-        raise ValueError(f"fusedrnn: proj_size must be in [0, hidden_size), got {value}")
+        raise ValueError(f"fusedrnn: proj_size must be in [0, {hidden_size}), got {value}")
     return value
 
 
@@ -889,7 +894,7 @@ def _dtype(dtype: torch.dtype | None) -> torch.dtype:
         raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {type(dtype).__name__}")
     if dtype not in functional._DTYPES:
         names = ", ".join(str(d) for d in functional._DTYPES)
-        raise ValueError(f"fusedrnn: dtype must be one of {names}, got {dtype}")
+        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {dtype}")
     return dtype
 
 

@@ -320,16 +320,6 @@ def test_modules_without_counterpart_are_kept():
     assert_kept(fusedrnn.StochasticGRUCell(5, 7), message, to_torch)
 
 
-def test_a_projection_is_asked_for_from_the_constructor():
-    old = nn.LSTM(5, 7, proj_size=3)
-    expected = old(INPUT)
-    new, report = convert(old)
-    if report.replaced:
-        torch.testing.assert_close(new(INPUT), expected)
-    else:
-        assert the_reason(report) == "fusedrnn.LSTM has no proj_size"
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
 def test_other_dtypes_are_kept(dtype):
     old = nn.LSTM(5, 7)

@@ -45,7 +45,7 @@ def bad_calls():
     yield "layers of hx", arguments(hx=hx[:1]), {}, RuntimeError, "got (1, 3, 7)"
     yield "batch of hx", arguments(hx=hx[:, :2]), {}, RuntimeError, "got (2, 2, 7)"
     yield "width of hx", arguments(hx=hx[..., :6]), {}, RuntimeError, "got (2, 3, 6)"
-    yield "dtype of hx", arguments(hx=hx.bfloat16()), {}, ValueError, "hx must be torch.float64"
+    yield "dtype of hx", arguments(hx=hx.bfloat16()), {}, RuntimeError, "hx must be torch.float64"
     yield "meta hx", arguments(hx=hx.to("meta")), {}, RuntimeError, "hx must be on cpu"
     yield "hx not a tensor", arguments(hx=(hx, hx)), {}, TypeError, "hx must be a tensor"
     yield (
@@ -116,6 +116,7 @@ def bad_calls():
         (torch.tensor([1, 2, 3]).int(), ValueError, "lengths must be int64, got torch.int32"),
         ([1.0, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
         ([True, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
+        ([[1], [2], [3]], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
         (torch.ones(3, device="meta").long(), RuntimeError, "lengths must be on the CPU"),
     ):
         yield f"lengths {wrong}", arguments(lengths=wrong), {}, error, message

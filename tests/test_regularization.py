@@ -10,13 +10,15 @@ import torch
 import fusedrnn
 from fusedrnn import functional
 
-KINDS = ["GRU", "LSTM", "StochasticGRU"]
+KINDS = ["GRU", "LSTM", "ProjectedLSTM", "StochasticGRU"]
 DROPPED = {"dropout": 0.4, "num_layers": 2}
 ZONED = {"zoneout": 0.3}
 PAIR = {"zoneout": (0.3, 0.6)}
 
 
 def make(kind, device, input_size=3, hidden_size=5, **options):
+    if kind == "ProjectedLSTM":
+        kind, options = "LSTM", options | {"proj_size": hidden_size - 1}
     return getattr(fusedrnn, kind)(
         input_size, hidden_size, dtype=torch.float64, device=device, **options
     )
@@ -36,12 +38,14 @@ def random(*shape, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(device, kind, bidirectional, options, training):
     """Also that backward draws what forward drew, in chunks, with lengths and resets."""
-    options = options | (PAIR if kind == "LSTM" and "zoneout" in options else {})
+    is_lstm = kind.endswith("LSTM")
+    options = options | (PAIR if is_lstm and "zoneout" in options else {})
     rnn = make(kind, device, 2, 3, bidirectional=bidirectional, chunk_size=2, **options)
     rnn.train(training)
     rows = rnn.num_layers * (2 if bidirectional else 1)
     leaves = [random(5, 2, 2, device=device)]
-    leaves += [random(rows, 2, 3, device=device) for _ in range(2 if kind == "LSTM" else 1)]
+    widths = [rnn.proj_size or 3, 3] if is_lstm else [3]
+    leaves += [random(rows, 2, width, device=device) for width in widths]
     reset = torch.zeros(5, 2, dtype=torch.bool, device=device)
     reset[2, 0] = reset[1, 1] = True
 
@@ -98,6 +102,22 @@ def test_zoneout_of_lstm_is_that_of_the_paper():
         assert abs(kept.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / kept.numel())
 
 
+def test_zoneout_of_a_projection():
+    """Of the projected h, and of c."""
+    rnn = make("ProjectedLSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
+    input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, 49).double()
+    c = torch.randn(1, 40, 50).double()
+    _, (new_h, new_c) = functional.lstm(input, list(rnn.parameters()), (h, c), proj_size=49)
+    _, (h_n, c_n) = rnn.eval()(input, (h, c))
+    torch.testing.assert_close(h_n, 0.2 * h + 0.8 * new_h)
+    torch.testing.assert_close(c_n, 0.6 * c + 0.4 * new_c)
+    _, (h_n, c_n) = rnn.train()(input, (h, c))
+    kept_h, kept_c = h_n == h, c_n == c
+    assert torch.where(kept_h, h, new_h).equal(h_n) and torch.where(kept_c, c, new_c).equal(c_n)
+    for kept, p in ((kept_h, 0.2), (kept_c, 0.6)):
+        assert abs(kept.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / kept.numel())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dropout_between_layers(device, dtype):
     """The second layer sees zeros and scaled values, in the same places whatever the chunk."""
@@ -148,7 +168,7 @@ def test_extreme_probabilities(device, p):
 def test_weight_dropout(device, kind):
     """As if the dropped elements were zero; input weights and biases are left alone."""
     rnn = make(kind, device, weight_dropout=0.5)
-    recurrent = {"weight_hh_l0", "weight_zh_l0", "weight_hz_l0"}
+    recurrent = {"weight_hh_l0", "weight_hr_l0", "weight_zh_l0", "weight_hz_l0"}
     input = random(6, 2, 3, device=device)
     torch.manual_seed(3)
     output = rnn(input)[0]

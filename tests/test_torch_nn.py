@@ -1,7 +1,7 @@
 """GRU, LSTM and their cells beside torch.nn's, in every corner that torch's documentation names.
 
-Where we differ on purpose: no proj_size; flags and sizes must be of their type exactly; a wrong
-dtype is a ValueError, and what is no tensor a TypeError (test_errors_that_differ_from_torchs).
+Where we differ on purpose: where torch's code runs into an error without looking for it, ours has
+the type that the same mistake has elsewhere (test_errors_that_differ_from_torchs).
 """
 
 import copy
@@ -11,6 +11,7 @@ import itertools
 import pickle
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -88,13 +89,15 @@ def parameters_of(function):
     return [
         (p.name, p.default, p.kind)
         for p in inspect.signature(function).parameters.values()
-        if p.name not in ("self", "mode", "proj_size")
+        if p.name not in ("self", "mode")
     ]
 
 
 def test_signature(name):
     """As documented; what torch does not have comes after, by name only."""
     expected = parameters_of(nn.RNNBase.__init__)
+    if name == "GRU":  # which refuses it
+        expected = [p for p in expected if p[0] != "proj_size"]
     actual = parameters_of(getattr(fusedrnn, name))
     assert actual[: len(expected)] == expected
     assert {kind for _, _, kind in actual[len(expected) :]} == {inspect.Parameter.KEYWORD_ONLY}
@@ -134,7 +137,8 @@ def test_new_modules(name, options):
         for a, b in zip(ours_of_layer, theirs_of_layer, strict=True):
             assert torch.equal(a, b)
     assert repr(ours) == repr(theirs)
-    attributes = "input_size hidden_size num_layers bias batch_first dropout bidirectional training"
+    attributes = "input_size hidden_size num_layers bias batch_first dropout bidirectional "
+    attributes += "proj_size training"
     for attribute in attributes.split():
         assert getattr(ours, attribute) == getattr(theirs, attribute)
     ours.reset_parameters()
@@ -183,17 +187,34 @@ def test_state_dicts_load_both_ways(name, options):
         {"bias": 1},
         {"batch_first": 1},
         {"foo": 1},
+        {"dtype": torch.int64},
     ],
     ids=str,
 )
 def test_wrong_options_raise_as_in_torch(name, wrong):
+    assert_same_error_of_options(name, wrong)
+
+
+@pytest.mark.parametrize("proj_size", [-1, 4, 5, 2.0, "2", None], ids=str)
+def test_wrong_projections_raise_as_in_torch(proj_size):
+    assert_same_error_of_options("LSTM", {"proj_size": proj_size})
+
+
+def assert_same_error_of_options(name, wrong):
     options = {"input_size": 5, "hidden_size": 4} | wrong
     errors = []
     for library in (fusedrnn, nn):
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
             getattr(library, name)(**options)
         errors.append(caught.type)
     assert errors[0] is errors[1]
+
+
+def test_flags_that_are_no_bools_raise_as_in_torch(name):
+    """There from the call on, ours from the constructor on."""
+    for library in (fusedrnn, nn):
+        with pytest.raises(TypeError):
+            getattr(library, name)(5, 4, bidirectional=1)(torch.ones(3, 2, 5))
 
 
 def test_dropout_of_one_layer_warns(name):
@@ -296,6 +317,67 @@ def test_train_and_eval_both_have_gradients(name):
         assert_same_gradients(ours.train(mode), theirs.train(mode), leaf(x))
 
 
+# --- projections ----------------------------------------------------------------------------------
+
+PROJECTED = [{"proj_size": 3, **options} for options in EVERY_OPTIONS[:4]]
+
+
+@pytest.mark.parametrize("options", PROJECTED, ids=str)
+def test_new_projected_modules(options):
+    ours, theirs = pair("LSTM", 5, 4, **options)
+    assert repr(ours) == repr(theirs) and ours.proj_size == theirs.proj_size
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
+    for ours_of_layer, theirs_of_layer in zip(ours.all_weights, theirs.all_weights, strict=True):
+        assert all(map(torch.equal, ours_of_layer, theirs_of_layer))
+    for to, source in ((ours, theirs), (theirs, ours)):
+        source.reset_parameters()
+        to.load_state_dict(source.state_dict())
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert repr(copied) == repr(ours) and torch.equal(copied.flat_weight, ours.flat_weight)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("options", PROJECTED, ids=str)
+def test_projections(options, batched):
+    ours, theirs = pair("LSTM", 5, 4, **options)
+    ours, theirs = ours.eval(), theirs.eval()  # without dropout
+    rows, batch = ours.num_layers * (2 if ours.bidirectional else 1), (2,) if batched else ()
+    x = leaf(torch.randn(*((2, 7) if ours.batch_first and batched else (7, *batch)), 5, **F64))
+    h, c = (leaf(torch.randn(rows, *batch, width, **F64)) for width in (3, 4))
+    assert_same_gradients(ours, theirs, x)
+    assert_same_gradients(ours, theirs, x, (h, c))
+    if batched:
+        lengths = [3, 7]
+        packed = pack_padded_sequence(x, lengths, ours.batch_first, enforce_sorted=False)
+        output, last = theirs(packed, (h, c))
+        padded, _ = pad_packed_sequence(output, ours.batch_first)
+        assert_same(ours(x, (h, c), lengths=lengths), (padded, last))
+        output, last = ours(packed, (h, c))
+        assert_same((pad_packed_sequence(output, ours.batch_first)[0], last), (padded, last))
+
+
+def test_the_last_state_of_a_projection():
+    ours, theirs = pair("LSTM", 5, 4, 2, bidirectional=True, proj_size=3)
+    ours.return_sequence = False
+    x = leaf(torch.randn(70, 2, 5, **F64))
+    (last, states), (_, expected) = ours(x), theirs(x)
+    assert_same((last, states), (torch.cat([*expected[0][-2:]], -1), expected))
+    grads = [
+        torch.autograd.grad(loss_of(s), [x, *m.parameters()])
+        for s, m in ((states, ours), (expected, theirs))
+    ]
+    assert_same(*grads, atol=1e-10)
+
+
+@pytest.mark.parametrize("shapes", [((1, 2, 4), (1, 2, 4)), ((1, 2, 3), (1, 2, 3))], ids=str)
+def test_wrong_states_of_projections_raise_as_in_torch(shapes):
+    for library in (fusedrnn, nn):
+        with pytest.raises(RuntimeError):
+            library.LSTM(5, 4, proj_size=3)(X, tuple(map(torch.zeros, shapes)))
+
+
 # --- dropout -------------------------------------------------------------------------------------
 
 
@@ -374,7 +456,8 @@ def test_packed_sequences(name, options, batch_first, lengths):
 
         padded, _ = pad_packed_sequence(output, batch_first, total_length=7)
         assert_same(ours(x, *args, lengths=lengths), (padded, last))
-        assert_same(ours(x, *args, lengths=torch.tensor(lengths)), (padded, last))
+        for same in (torch.tensor(lengths), numpy.array(lengths), list(numpy.array(lengths))):
+            assert_same(ours(x, *args, lengths=same), (padded, last))
 
 
 def test_helpers_for_lists_of_sequences(name):
@@ -424,6 +507,7 @@ WRONG_CALLS = {
     "layers of hx": (X, (2, 2, 4)),
     "width of hx": (X, (1, 2, 5)),
     "rank of hx": (X, (2, 4)),
+    "dtype of hx": (X, (1, 2, 4), torch.float64),
     "unbatched, hx batched": (X[:, 0], (1, 1, 4)),
     "unbatched, width of hx": (X[:, 0], (1, 5)),
     "unbatched, layers of hx": (X[:, 0], (2, 4)),
@@ -444,8 +528,9 @@ def assert_same_error(name, *args):
 
 @pytest.mark.parametrize("what", WRONG_CALLS)
 def test_wrong_calls_raise_as_in_torch(name, what):
-    x, *shape = WRONG_CALLS[what]
-    assert_same_error(name, x, *(zeros(name, *s) for s in shape))
+    x, *hx = WRONG_CALLS[what]
+    shape, dtype = (*hx, torch.float32)[:2] if hx else (None, None)
+    assert_same_error(name, x, *([zeros(name, *shape, dtype=dtype)] if hx else []))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 4), (2, 2, 4), (1, 2, 5), (2, 4)], ids=str)
@@ -464,7 +549,10 @@ def test_wrong_cell_states_raise_as_in_torch(shape):
         (X[0], (1, 4)),
         (X[0], (2, 5)),
         (X[0], (1, 2, 4)),
+        (X[0], (4,)),
         (X[0, 0], (5,)),
+        (X[0, 0], (1, 4)),
+        (X[0, 0], (1, 1, 4)),
     ],
     ids=lambda value: str(tuple(value.shape) if isinstance(value, torch.Tensor) else value),
 )
@@ -478,31 +566,22 @@ def test_lstm_cells_take_no_single_tensor():
 
 
 def test_errors_that_differ_from_torchs(name):
-    """torch's are what its code runs into: AttributeError, IndexError, RuntimeError."""
+    """torch's are what its code runs into: AttributeError, IndexError, or none."""
     rnn, h = getattr(fusedrnn, name)(5, 4), torch.zeros(1, 2, 4)
     for x in (None, [1.0]):
         with pytest.raises(TypeError, match="input must be a tensor"):
             rnn(x)
-    with pytest.raises(ValueError, match=r"hx must be torch\.float32 as input is"):
-        rnn(X, zeros(name, 1, 2, 4, dtype=torch.float64))
     wrong_states = [h, (h,), (h, h, h), (h, None)] if name == "LSTM" else [(h, h), [h]]
     for hx in wrong_states:
         with pytest.raises(TypeError, match="hx must be a"):
             rnn(X, hx)
     cell = getattr(fusedrnn, f"{name}Cell")(5, 4)
-    for hx in (zeros(name, 4), zeros(name, 1, 1, 4)):  # torch reads some of them as batches
-        with pytest.raises(ValueError, match="must have 2 dimensions, as input has"):
-            cell(X[0], hx)
-    with pytest.raises(ValueError, match="as input is"):
+    with pytest.raises(ValueError, match="as input is"):  # of the module torch's is one too
         cell(X[0].double())
-    for wrong in ({"proj_size": 2}, {"bidirectional": 1}, {"num_layers": True}):
-        with pytest.raises(TypeError):
-            getattr(fusedrnn, name)(5, 4, **wrong)
-    for dtype in (torch.int64, torch.complex64):
-        with pytest.raises(ValueError, match="dtype must be one of"):
-            getattr(fusedrnn, name)(5, 4, dtype=dtype)
-        with pytest.raises(ValueError, match="dtype must be one of"):
-            getattr(fusedrnn, f"{name}Cell")(5, 4, dtype=dtype)
+    with pytest.raises(RuntimeError, match="dtype must be one of"):
+        getattr(fusedrnn, f"{name}Cell")(5, 4, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="hidden_size must be a positive integer"):
+        getattr(fusedrnn, f"{name}Cell")(5, 0)
 
 
 # --- what torch does with modules -----------------------------------------------------------------
