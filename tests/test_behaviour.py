@@ -188,7 +188,7 @@ def drawn_eps(
 ):
     """The noise that the kernels use, read back through layers built to show it: h' = tanh(z)."""
     size, directions = latent_size, 2 if bidirectional else 1
-    parameters = layout("stochastic_gru", size, size, size, num_layers, directions, True)
+    parameters = layout("stochastic_gru", *[size] * 4, num_layers, directions, True)
     weights = []
     for name, _, shape in parameters:
         weights.append(torch.zeros(shape, dtype=torch.float64, device=seed.device))

@@ -158,6 +158,23 @@ def test_bad_call(name):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
+def test_the_operator_of_a_projection_checks_both_widths():
+    case = Case("lstm", seq_len=4, proj_size=2, dtype=torch.float32)
+    good = {"cell": "projected_lstm", "lengths": None, "host_lengths": None, "reset": None}
+    _, arguments = raw_forward(case, **good)
+    weights, hx, cx = (arguments[name] for name in ("weights", "hx", "cx"))
+    for message, changes in {
+        "takes 3 weights, or 5 with biases": {"weights": weights[:4]},
+        "weight_hh must have shape .28, 1.": {"hx": hx[..., :1]},
+        "weight_ih must have shape .24, 5.": {"cx": cx[..., :6]},
+        "needs cx": {"cx": None},
+        "cx must have 3 dimensions": {"cx": cx[0]},
+        "weight_hr must have shape .2, 7.": {"weights": [*weights[:4], weights[4].t()]},
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            raw_forward(case, **good, **changes)
+
+
 def raw_forward(case, **changes):
     """The operator itself, past the checks of the functional form."""
     a = case.tensors()
@@ -198,7 +215,7 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
     bad = {
         "no cell": {"cell": "elman"},
         "weights, or": {"weights": weights[:2]},
-        "2 dimensions": {"weights": [weights[0][0], *weights[1:]]},
+        "weight_ih must have shape .*, got .5,": {"weights": [weights[0][0], *weights[1:]]},
         "weight_ih must have shape": {"weights": [weights[0][1:], *weights[1:]]},
         f"{last} must have shape": {"weights": [*weights[:-1], weights[-1][1:]]},
         "weight_ih must have": {"weights": [*weights[:size], weights[0][1:], *weights[size + 1 :]]},

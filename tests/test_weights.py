@@ -94,7 +94,7 @@ def test_new_cells_are_flat():
 
 
 def test_the_layout_is_that_of_the_library(rnn):
-    layout = _library.layout("stochastic_gru", 5, 4, 3, 2, 1, True)
+    layout = _library.layout("stochastic_gru", 5, 4, 3, 4, 2, 1, True)
     assert [name for name, _, _ in layout] == list(rnn.state_dict())
     assert [tuple(shape) for _, _, shape in layout] == [tuple(p.shape) for p in rnn.parameters()]
 
