@@ -1,4 +1,5 @@
-// How long a chunk of time is, and how its workspace is divided.  Pure functions of sizes.
+// How long a chunk of time is, how its workspace is divided, and what a GPU has.  Pure functions of
+// sizes.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -32,6 +33,23 @@ struct ChunkPlan {
 };
 inline constexpr ChunkPlan kCpuChunks{256, 256, 1};
 inline constexpr ChunkPlan kGpuChunks{256, 4'096, 32};
+
+// What plans ask of a GPU.
+struct Gpu {
+  const char* name;
+  int compute_capability;  // 10 major + minor
+  int multiprocessors;
+  int64_t shared_bytes;  // that one block may have
+};
+// By their data sheets, and the table of compute capabilities in the CUDA C++ Programming Guide.
+inline constexpr Gpu kKnownGpus[] = {
+    {"A100", 80, 108, 163 << 10},  {"H100", 90, 132, 227 << 10}, {"H200", 90, 132, 227 << 10},
+    {"B200", 100, 148, 227 << 10}, {"L40S", 89, 142, 99 << 10},  {"RTX 4090", 89, 128, 99 << 10},
+};
+
+// That a GEMM may use on a GPU.  More serves one with few tiles to split its sum, which those over
+// a whole chunk do not need.
+inline constexpr int64_t kGemmWorkspaceBytes = 2 << 20;
 
 // Divides one allocation into arrays.  With base == nullptr it only counts, so that the code that
 // carves the workspace is also the code that says how large it is.

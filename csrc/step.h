@@ -78,6 +78,14 @@ struct Noise {
   const int64_t* seed;  // one element, or null if eps is given
   int64_t batch, layer;
   int64_t first_step;  // of the sequence, where it is a part of a longer one
+
+  // That of four units, 4 block and on.  row: counted from the start of the sequence.
+  template <class A>
+  FUSEDRNN_HD void draw(int64_t row, uint32_t block, A (&normal)[4]) const {
+    const Place place(row, batch);
+    normal4(uint64_t(*seed), uint32_t(first_step) + place.t, place.b, block, uint32_t(layer),
+            normal);
+  }
 };
 
 // The Philox counter's last word, for what is drawn beside a layer's noise.
@@ -223,6 +231,64 @@ FUSEDRNN_HD V mix(const V& k, const V& a, const V& b) {
   return k * a + (math::splat<V>(1.0f) - k) * b;
 }
 
+// What an active unit reads beside its pre-activations, and what it makes of all.
+template <class V>
+struct UnitInput {
+  V input;  // the carry, or eps
+  V h;      // h_{t-1}: for the zoneout of a last stage that does not carry it
+  bool is_reset_next;
+};
+template <class V>
+struct UnitResult {
+  V out;          // goes to the output
+  V next, carry;  // go on to the next projection, still to be rounded, and to the next step
+};
+
+// row: as in arrays of the chunk
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, int64_t row,
+                                           int64_t column, const Unit& unit, const V* pre,
+                                           const UnitInput<V>& given, V* factors) {
+  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
+  const int64_t from_start = step.first_row + row + shift;
+  const V input = given.input;
+  V state{};
+  V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
+  if constexpr (Stage::kState) {
+    if (step.zoneout.state > 0) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+      state = mix(kept, input, state);
+    }
+  }
+  if constexpr (Stage::kResult) {
+    if (step.is_last && step.zoneout.h > 0) {
+      const V h = kCarriesResult<Stage> ? input : given.h;
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
+      out = mix(kept, h, out);
+    }
+  }
+
+  V next = out, carry = Stage::kState ? state : out;
+  if constexpr (Stage::kResult) {
+    if (given.is_reset_next) {
+      carry = V{};
+      if (step.is_last) next = V{};
+    }
+  }
+  return {out, next, carry};
+}
+
+// To the arrays of the sequence.
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, int64_t row, int64_t column,
+                               const Unit& unit, const V* pre, const V& out) {
+  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
+  if (step.output.data != nullptr) unit.store(step.output.at(row, shift) + column, out);
+  if (step.keep != nullptr) {
+    store_blocks<Stage::kPre>(pre, step.keep, step.width, row + shift, column, unit);
+  }
+}
+
 template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_t column,
                               const Unit& unit) {
@@ -243,47 +309,82 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
     }
     return;
   }
-  V pre[Stage::kPre], factors[Stage::kPre], input{}, state{};
+  V pre[Stage::kPre], factors[Stage::kPre];
+  UnitInput<V> given{};
   load_pre<Stage>(pre, step, row, row + shift, column, unit);
-  if constexpr (Stage::kCarry) input = unit.load(step.carry.at(row, 0) + column);
+  if constexpr (Stage::kCarry) given.input = unit.load(step.carry.at(row, 0) + column);
   if constexpr (Stage::kNoise) {
-    input = step.noise.eps.data == nullptr ? unit.drawn(step.noise, from_start, column)
-                                           : unit.load(step.noise.eps.at(row, shift) + column);
+    given.input = step.noise.eps.data == nullptr
+                      ? unit.drawn(step.noise, from_start, column)
+                      : unit.load(step.noise.eps.at(row, shift) + column);
   }
+  if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
+    if (step.is_last && step.zoneout.h > 0) given.h = unit.load(step.h.at(row, 0) + column);
+  }
+  if constexpr (Stage::kResult) given.is_reset_next = step.mask.is_reset_next(from_start);
 
-  V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
-  if constexpr (Stage::kState) {
-    if (step.zoneout.state > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      state = mix(kept, input, state);
-    }
+  const UnitResult<V> result =
+      forward_from_pre<Stage>(step, row, column, unit, pre, given, factors);
+  if (step.operand != nullptr) {
+    unit.store(step.operand + at, unit.template round_to<T>(result.next));
   }
-  if constexpr (Stage::kResult) {
-    if (step.is_last && step.zoneout.h > 0) {
-      V h = input;
-      if constexpr (!kCarriesResult<Stage>) h = unit.load(step.h.at(row, 0) + column);
-      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      out = mix(kept, h, out);
-    }
-  }
-
-  V next = out, carry = Stage::kState ? state : out;
-  if constexpr (Stage::kResult) {
-    if (step.mask.is_reset_next(from_start)) {
-      carry = V{};
-      if (step.is_last) next = V{};
-    }
-  }
-  if (step.operand != nullptr) unit.store(step.operand + at, unit.template round_to<T>(next));
-  if (step.output.data != nullptr) unit.store(step.output.at(row, shift) + column, out);
-  if (step.carry_out != nullptr) unit.store(step.carry_out + at, carry);
-  if (step.keep != nullptr) {
-    store_blocks<Stage::kPre>(pre, step.keep, width, row + shift, column, unit);
-  }
+  if (step.carry_out != nullptr) unit.store(step.carry_out + at, result.carry);
+  store_forward<Stage>(step, row, column, unit, pre, result.out);
   if constexpr (Stage::kFactors) {
     if (step.factors != nullptr) {
       store_blocks<Stage::kPre>(factors, step.factors, width, row, column, unit);
     }
+  }
+}
+
+// The adjoints of an active unit's inputs.
+template <class Stage, class V>
+struct UnitAdjoints {
+  V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection];
+  V dinput;  // of the carry, or of eps
+  V dh;      // of h_{t-1}, past the stage
+};
+
+// Linear in dout and dstate, the adjoints of the unit's results.  row: as in arrays of the chunk
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, int64_t row,
+                                                     int64_t column, const Unit& unit, const V* pre,
+                                                     const V& carry, V dout, V dstate) {
+  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
+  const int64_t from_start = step.first_row + row + shift;
+  V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
+  if constexpr (Stage::kResult) {
+    if (step.is_last && step.zoneout.h > 0) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
+      dh = kept * dout;
+      dout = mix(kept, V{}, dout);
+    }
+  }
+  if constexpr (Stage::kState) {
+    if (step.zoneout.state > 0) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+      dkept = kept * dstate;
+      dstate = mix(kept, V{}, dstate);
+    }
+  }
+  UnitAdjoints<Stage, V> d;
+  Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
+  if constexpr (Stage::kCarry) d.dinput = d.dinput + (Stage::kState ? dkept : dh);
+  d.dh = dh;
+  return d;
+}
+
+// To the arrays that GEMMs read, and the gradient of eps.
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, int64_t row, int64_t column,
+                                const Unit& unit, const UnitAdjoints<Stage, V>& d) {
+  const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
+  store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
+  if constexpr (!Stage::kSum) {
+    store_blocks<Stage::kSide>(d.dside, step.dside, width, row, column, unit);
+  }
+  if constexpr (Stage::kNoise) {
+    if (step.deps != nullptr) unit.store(step.deps + (row + shift) * width + column, d.dinput);
   }
 }
 
@@ -294,14 +395,7 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
   const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
   const int64_t at = row * width + column, from_start = step.first_row + row + shift;
   if (!step.mask.is_active(from_start)) {  // its adjoints wait where they are
-    clear_blocks<Stage::kProjection>(step.dprojection, width, row, column, unit);
-    if constexpr (!Stage::kSum) {
-      clear_blocks<Stage::kSide>(step.dside, width, row, column, unit);
-    }
-    if constexpr (Stage::kNoise) {
-      if (step.deps != nullptr) unit.store(step.deps + at + shift * width, V{});
-    }
-    return;
+    return store_backward<Stage>(step, row, column, unit, UnitAdjoints<Stage, V>{});
   }
   V pre[Stage::kPre], carry{}, dstate{};
   if constexpr (Stage::kLinear) {
@@ -326,37 +420,12 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
     dout = dout + unit.load(step.grad_output.at(row, shift) + column);
   }
 
-  V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
-  if constexpr (Stage::kResult) {
-    if (step.is_last && step.zoneout.h > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      dh = kept * dout;
-      dout = mix(kept, V{}, dout);
-    }
-  }
-  if constexpr (Stage::kState) {
-    if (step.zoneout.state > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      dkept = kept * dstate;
-      dstate = mix(kept, V{}, dstate);
-    }
-  }
-
-  V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection], dinput;
-  Lanes<Stage, V>::backward(pre, carry, dout, dstate, dside, dprojection, &dinput);
-  if constexpr (Stage::kCarry) dinput = dinput + (Stage::kState ? dkept : dh);
+  const auto d = backward_from_pre<Stage>(step, row, column, unit, pre, carry, dout, dstate);
   if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
-    if (step.is_last) unit.store(step.dout + at, dh);  // the GEMM adds the rest
+    if (step.is_last) unit.store(step.dout + at, d.dh);  // the GEMM adds the rest
   }
-
-  store_blocks<Stage::kProjection>(dprojection, step.dprojection, width, row, column, unit);
-  if constexpr (!Stage::kSum) {
-    store_blocks<Stage::kSide>(dside, step.dside, width, row, column, unit);
-  }
-  if constexpr (Stage::kCarry) unit.store(step.dcarry + at, dinput);
-  if constexpr (Stage::kNoise) {
-    if (step.deps != nullptr) unit.store(step.deps + at + shift * width, dinput);
-  }
+  store_backward<Stage>(step, row, column, unit, d);
+  if constexpr (Stage::kCarry) unit.store(step.dcarry + at, d.dinput);
 }
 
 // Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +64,16 @@ def functions(log: str) -> list[Function]:
     return found
 
 
+def kernels(ptx: str) -> dict[str, str]:
+    """The text of each kernel by its name."""
+    found = re.finditer(r"^\.visible \.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE)
+    return {demangled(kernel[1]): kernel[2] for kernel in found}
+
+
 def global_accesses(ptx: str) -> dict[str, list[str]]:
     """The instructions that access global memory, by kernel: ``ld.global.v4.f32`` and the like."""
-    kernels = re.finditer(r"^\.visible \.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE)
     instruction = re.compile(r"\b(?:ld|st)\.global[.\w]*")
-    return {demangled(kernel[1]): instruction.findall(kernel[2]) for kernel in kernels}
+    return {name: instruction.findall(text) for name, text in kernels(ptx).items()}
 
 
 def width_bits(instruction: str) -> int:
@@ -83,16 +89,18 @@ def demangled(name: str) -> str:
 @functools.cache
 def compiled(architecture: str) -> tuple[str, str]:
     """What ptxas says of all sources, and their PTX."""
-    log, ptx = "", ""
-    for source in SOURCES:
+
+    def compile_one(source: Path) -> tuple[str, str]:
         with tempfile.TemporaryDirectory() as folder:
             command = [NVCC, "-std=c++17", f"-arch={architecture}", "-Xptxas=-v", "-cubin"]
             command += ["--keep", "--keep-dir", folder, "-o", f"{folder}/out.cubin", source]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-            log += done.stderr
-            ptx += Path(folder, f"{source.stem}.ptx").read_text()
-    return log, ptx
+            return done.stderr, Path(folder, f"{source.stem}.ptx").read_text()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        logs, ptx = zip(*pool.map(compile_one, SOURCES), strict=True)
+    return "".join(logs), "".join(ptx)
 
 
 @needs_nvcc
@@ -121,6 +129,49 @@ def test_aligned_kernels_access_memory_in_wide_words(architecture: str) -> None:
         if match[3] == "Gru":
             wide = {i[:2] for i in used if width_bits(i) == 128}
             assert wide == {"ld", "st"}, match[1]
+
+
+MMA = {"BFloat16": ("m16n8k16", "bf16"), "Half": ("m16n8k16", "f16"), "float": ("m16n8k8", "tf32")}
+GATES = {"Sample": 2, "Linear": 1, "Gru": 3, "Lstm": 4}  # products of a stage
+
+
+@needs_nvcc
+@each_architecture
+def test_persistent_kernels_use_tensor_cores_and_few_fences(architecture: str) -> None:
+    _, ptx = compiled(architecture)
+    body = re.compile(r"run_persistent<([\w:]+), (\d), (.*)>$")
+    persistent = [(m, text) for name, text in kernels(ptx).items() if (m := body.search(name))]
+    assert len(persistent) == 45, "expected five lists of stages in three dtypes and three depths"
+    for match, text in persistent:
+        stages, depth = re.findall(r"\w+(?=,|$)", match[3]), int(match[2])
+        products = 2 * depth * sum(GATES[stage] for stage in stages)
+        shape, dtype = MMA[match[1].removeprefix("fusedrnn::")]
+        assert text.count(f"mma.sync.aligned.{shape}.row.col.f32.{dtype}") == products, match[0]
+        assert text.count("mma.sync") == products, match[0]
+        # Of what ends up with a fence there is what flags need, once in each stage.
+        assert not re.search(r"\b(membar|fence|atom|red)\b", text), match[0]
+        assert len(re.findall(r"\bst\.release", text)) == len(stages), match[0]
+        # Packets: looked at, and again if they were not there.
+        assert text.count("ld.relaxed.gpu.global.v4") == 2 * depth * len(stages), match[0]
+        assert text.count("st.relaxed.gpu.global.v4") == len(stages), match[0]
+
+
+@needs_nvcc
+@each_architecture
+def test_persistent_backward_uses_tensor_cores_and_few_fences(architecture: str) -> None:
+    _, ptx = compiled(architecture)
+    body = re.compile(r"run_persistent_backward<fusedrnn::(\w+), (\d), (.*)>$")
+    persistent = [(m, text) for name, text in kernels(ptx).items() if (m := body.search(name))]
+    assert len(persistent) == 30, "expected five lists of stages in two dtypes and three depths"
+    for match, text in persistent:
+        stages, depth = re.findall(r"\w+(?=,|$)", match[3]), int(match[2])
+        gates = sum(GATES[stage] for stage in stages)
+        dtype = {"BFloat16": "bf16", "Half": "f16"}[match[1]]
+        assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}") == 2 * depth * gates
+        assert not re.search(r"\b(membar|fence|atom|red)\b", text), match[0]
+        assert len(re.findall(r"\bst\.release", text)) == len(stages), match[0]
+        assert text.count("ld.relaxed.gpu.global.v4") == 2 * depth * gates, match[0]
+        assert text.count("st.relaxed.gpu.global.v4") == gates, match[0]
 
 
 WITH_A_SPILL = """\

@@ -13,12 +13,10 @@
 #include <vector>
 
 #include "../matrix.h"
+#include "../plan.h"
 #include "../scalar.h"
 
 namespace fusedrnn::cuda {
-
-// More serves a GEMM with few tiles to split its sum, which those over a whole chunk do not need.
-constexpr size_t kGemmWorkspaceBytes = size_t(2) << 20;
 
 template <class T>
 constexpr cudaDataType_t kDataType = CUDA_R_32F;

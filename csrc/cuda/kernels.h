@@ -110,10 +110,8 @@ struct Unit {
   }
   template <class T>
   FUSEDRNN_HD Value drawn(const Noise<T>& noise, int64_t row, int64_t column) const {
-    const Place place(row, noise.batch);
     Value value;
-    normal4(uint64_t(*noise.seed), uint32_t(noise.first_step) + place.t, place.b,
-            uint32_t(column / kLanes), uint32_t(noise.layer), value.lane);
+    noise.draw(row, uint32_t(column / kLanes), value.lane);
     return value;
   }
 };

@@ -1,0 +1,549 @@
+// A chunk of forward steps as one kernel: weights stay in registers, h goes from block to block.
+//
+// A block owns 16 units of each stage, so as many as hold all units of the widest stage, a *group*,
+// hold one copy of the weights.  Groups share the batch among themselves, in tiles of 8 rows, and
+// know nothing of each other.  A step of a stage is, for each tile of the group:
+//   1. what does not depend on other blocks: side inputs, noise, masks;
+//   2. the operand, h or the result of the stage before, 8 rows of it, comes from the others;
+//   3. each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
+//   block
+//      of the GEMM result, a *gate* below), and the parts are added up through shared memory,
+//      always in the same order;
+//   4. half of the warps compute a unit of a row per thread (stages.h, step.h) and send the result
+//      on, 16 bytes of neighbours of a row in one packet.
+//
+// The order of the columns in a product is free.  It is such that the 16 bytes that a lane loads,
+// neighbours of a row, are its part of two mma one after the other: words 0 and 1 of the first, 2
+// and 3 of the second, which is as true of eight numbers and m16n8k16 as of four floats and
+// m16n8k8.
+//
+// Floats are operands rounded to TF32, as weights when they are loaded, and as h when it is sent or
+// loaded: rounding once before the exchange gives the bits of rounding in every block behind it.
+// The h of carry, output and the next chunk keeps all of its bits.
+//
+// What is beyond the units, columns or rows that there are is zero, in registers only.
+//
+// Exchange, with the same bits:
+//   Packets: each step has a buffer of its own, preset to all ones.  No number is that, since
+//       narrow() and round_to_tf32() give one NaN, 0x7fff and 0x7fffffff, so a word that is
+//       something else has arrived.
+//   Flags: steps take turns with two buffers; each warp that sends counts what it has sent, and
+//       who reads waits for the counts of those who send to it.  Two are enough for up to two
+//       stages: who writes the result of step t has waited for what each reader of it sent last,
+//       and that was sent after the reader was done with the result of step t - 2.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "device.h"
+#include "persistent_step.h"
+
+// What the tests change to see that they would notice.
+#ifndef FUSEDRNN_SEEDED_BUG
+#define FUSEDRNN_SEEDED_BUG 0
+#endif
+
+namespace fusedrnn::cuda {
+
+// A unit of a row as a thread computes it.  What it needs random numbers for it has.
+struct PersistentUnit {
+  using Value = float;
+  float kept_h, kept_state;
+
+  template <class P>
+  FUSEDRNN_HD float load(const P* p) const {
+    return widen(*p);
+  }
+  template <class P>
+  FUSEDRNN_HD void store(P* p, float value) const {
+    *p = narrow<P>(value);
+  }
+  FUSEDRNN_HD float kept(const Zoneout&, double, uint32_t stream, int64_t, int64_t) const {
+    return stream == kStateStream ? kept_state : kept_h;
+  }
+};
+
+// Numbers of a type as operands of mma.
+template <class T>
+struct Operands {
+  static constexpr bool kRounds = std::is_same_v<T, float>;
+  static constexpr int kInWord = 4 / sizeof(T), kInPacket = 4 * kInWord;
+  static constexpr int kDepthColumns = 4 * kInPacket;  // those of two mma
+
+  FUSEDRNN_DEVICE static uint32_t bits(T number) {
+    if constexpr (kRounds) {
+      if (FUSEDRNN_SEEDED_BUG == 12) return Traits<float>::bits(number);
+      return round_to_tf32(number);
+    } else {
+      return number.bits;
+    }
+  }
+};
+
+// A packet of the user's own memory as an operand, zero from `count` numbers on.
+template <class T>
+FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
+  using Of = Operands<T>;
+  Packet packet{};
+  if (stride == 1 && count >= Of::kInPacket && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+    packet = load_plain(reinterpret_cast<const Packet*>(p));
+    if constexpr (Of::kRounds) {
+      FUSEDRNN_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        packet.word[i] = Of::bits(Traits<float>::from_bits(packet.word[i]));
+      }
+    }
+    return packet;
+  }
+  FUSEDRNN_UNROLL
+  for (int i = 0; i < Of::kInPacket; ++i) {
+    const int shift = 16 * (i % Of::kInWord);
+    if (i < count) packet.word[i / Of::kInWord] |= Of::bits(p[i * stride]) << shift;
+  }
+  return packet;
+}
+
+// Where a thread stands.
+struct Thread {
+  int index = thread_index();
+  int lane = index % kWarpSize, warp = index / kWarpSize;
+  int g = lane / 4, q = lane % 4;  // of fragments, see mma
+
+  // What it computes in the end, if its warp does: warp w takes number w of each lane's d.
+  FUSEDRNN_DEVICE bool computes() const { return warp < kSenders; }
+  FUSEDRNN_DEVICE int unit() const { return g + 8 * (warp / 2); }
+  FUSEDRNN_DEVICE int row() const { return 2 * q + warp % 2; }
+};
+
+// What the stages of a block have in common.
+template <class T>
+struct PersistentBlock {
+  const PersistentForward<T>& args;
+  Thread thread;
+  int group, index;  // which block of which group
+  int64_t shift;
+  float* shared;
+  int turn = 0;  // of the two buffers of partial sums and noise
+
+  FUSEDRNN_DEVICE PersistentBlock(const PersistentForward<T>& args, unsigned char* shared)
+      : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
+        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
+        shared(reinterpret_cast<float*>(shared)) {}
+
+  // A thread reads and writes only its own number of these.
+  FUSEDRNN_DEVICE float& kept(int array, int tile) const {
+    const int before = 2 * kTurnFloats + kBiasFloats;
+    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
+  }
+  enum Bias { kProjectionBias, kSideBias };
+  FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
+    const int row = (stage * 2 + which) * kMostGates + gate;
+    return shared[2 * kTurnFloats + row * kTileUnits + unit];
+  }
+  FUSEDRNN_DEVICE float* next_turn() {
+    if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
+    return shared + turn * kTurnFloats;
+  }
+  FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
+};
+
+// Stage `kIndex` of `kStages`.  kDepth: blocks of columns that a warp has room for.
+template <class Stage, int kIndex, int kStages, class T, int kDepth>
+class PersistentStage {
+  static constexpr int kGates = Stage::kProjection;
+  static constexpr bool kIsLast = kIndex == kStages - 1;
+  static constexpr int kSource = (kIndex + kStages - 1) % kStages;  // who makes the operand
+  static constexpr bool kHoldsH = kIsLast && !kCarriesResult<Stage>;
+  enum Array { kCarryArray, kHArray };
+  using Of = Operands<T>;
+
+ public:
+  FUSEDRNN_DEVICE PersistentStage(PersistentBlock<T>& block) : block_(block) {
+    const auto& w = args().weight[kIndex];
+    width_ = int(step().width);
+    columns_ = int(w.columns);
+    depth_ = warp_depth(columns_, Of::kDepthColumns);
+    first_unit_ = block.index * kTileUnits;
+    if (!has_units()) return;
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        FUSEDRNN_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int unit = first_unit_ + thread().g + 8 * i;
+          const int64_t row = int64_t(gate) * width_ + unit;
+          const int count = d < depth_ && unit < width_ ? columns_ - column(d) : 0;
+          const T* at = w.data + row * w.row_stride + column(d) * w.column_stride;
+          const Packet packet = load_operand(at, w.column_stride, count);
+          FUSEDRNN_UNROLL
+          for (int k = 0; k < 4; ++k) weight_[gate][d][k / 2][i + 2 * (k % 2)] = packet.word[k];
+        }
+      }
+    }
+    load_bias(PersistentBlock<T>::kProjectionBias, step().projection_bias, kGates);
+    load_bias(PersistentBlock<T>::kSideBias, step().side_bias, Stage::kSide);
+    if (!thread().computes()) return;
+    for (int tile = 0; tile < args().tiles; ++tile) {
+      const int row = block.first_row(tile) + thread().row();
+      const bool is_there = unit() < width_ && row < args().batch;
+      if constexpr (Stage::kCarry) {
+        block.kept(kCarryArray, tile) =
+            is_there ? widen(step().carry.at(row, block.shift)[unit()]) : 0.0f;
+      }
+      if constexpr (kHoldsH) {
+        block.kept(kHArray, tile) = is_there ? widen(args().h.at(row, block.shift)[unit()]) : 0.0f;
+      }
+    }
+  }
+
+  // Step t of the group's rows.
+  FUSEDRNN_DEVICE void run(int t) {
+    if (!has_units()) return;
+    for (int tile = 0; tile < args().tiles && block_.first_row(tile) < args().batch; ++tile) {
+      float* turn = block_.next_turn();
+      const Early early = before_exchange(t, tile, turn + kSumFloats);
+      const Operand x = operand(t, tile);
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+      float sums[kGates][4] = {};
+      multiply(sums, x);
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < kGates; ++gate) {
+        FUSEDRNN_UNROLL
+        for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
+      }
+      if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+      if (thread().computes()) compute(t, tile, early, turn);
+    }
+  }
+
+ private:
+  // What a unit needs that is known before the exchange, as it was loaded: to compute with it would
+  // be to wait for it.
+  struct Early {
+    bool is_there, is_active;
+    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    T eps;
+    UnitInput<float> given;
+    PersistentUnit unit;
+  };
+
+  FUSEDRNN_DEVICE const PersistentForward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const ForwardStep<T, T>& step() const { return args().step[kIndex]; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  FUSEDRNN_DEVICE bool has_units() const { return first_unit_ < width_; }
+  FUSEDRNN_DEVICE int unit() const { return first_unit_ + thread().unit(); }
+  // The first of the columns that this lane multiplies of its warp's block d, a packet of them.
+  FUSEDRNN_DEVICE int column(int d) const {
+    return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
+  }
+  FUSEDRNN_DEVICE int64_t chunk_row(int t, int tile) const {
+    return int64_t(t) * args().row_step + block_.first_row(tile) + thread().row();
+  }
+  // Number i of this lane's d, as warp `warp` has summed it up.
+  FUSEDRNN_DEVICE float& part(float* turn, int warp, int gate, int i) const {
+    return turn[((warp * kGates + gate) * 4 + i) * kWarpSize + thread().lane];
+  }
+
+  // Before the first barrier, and read after it.
+  FUSEDRNN_DEVICE void load_bias(typename PersistentBlock<T>::Bias which, const float* bias,
+                                 int gates) const {
+    for (int i = thread().index; i < gates * kTileUnits; i += kPersistentThreads) {
+      const int gate = i / kTileUnits, in_block = i % kTileUnits;
+      const bool is_there = bias != nullptr && first_unit_ + in_block < width_;
+      block_.bias(kIndex, which, gate, in_block) =
+          is_there ? bias[gate * width_ + first_unit_ + in_block] : 0.0f;
+    }
+  }
+
+  FUSEDRNN_DEVICE Early before_exchange(int t, int tile, float* noise) const {
+    Early early{};
+    const auto& s = step();
+    if constexpr (Stage::kNoise) {
+      if (s.noise.eps.data == nullptr) draw(t, tile, noise);
+    }
+    const int64_t row = chunk_row(t, tile), from_start = s.first_row + row + block_.shift;
+    early.is_there = thread().computes() && unit() < width_ &&
+                     block_.first_row(tile) + thread().row() < args().batch;
+    if (!early.is_there) return early;
+    early.is_active = s.mask.is_active(from_start);
+    if constexpr (Stage::kResult) early.given.is_reset_next = s.mask.is_reset_next(from_start);
+    if constexpr (Stage::kSide > 0) {
+      const float* no_bias = nullptr;
+      load_blocks<Stage::kSide>(early.side, s.side, no_bias, s.width, row, unit(), early.unit);
+    }
+    if constexpr (Stage::kNoise) {
+      if (s.noise.eps.data != nullptr) {
+        early.eps = s.noise.eps.at(row, block_.shift)[unit()];
+      }
+    }
+    if constexpr (kIsLast) {
+      early.unit.kept_h = kept(s.zoneout.h, kZoneoutStream, from_start);
+    }
+    if constexpr (Stage::kState) {
+      early.unit.kept_state = kept(s.zoneout.state, kStateStream, from_start);
+    }
+    return early;
+  }
+
+  FUSEDRNN_DEVICE float kept(double probability, uint32_t stream, int64_t from_start) const {
+    if (!(probability > 0)) return 0;
+    float four[4];
+    step().zoneout.kept(probability, stream, from_start, uint32_t(unit() / 4), four);
+    const int i = unit() % 4;
+    return i < 2 ? (i == 0 ? four[0] : four[1]) : (i == 2 ? four[2] : four[3]);
+  }
+
+  // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
+  // which has no units to compute meanwhile.
+  FUSEDRNN_DEVICE void draw(int t, int tile, float* noise) const {
+    if (thread().warp != kWarps - 1) return;
+    const int in_tile = thread().lane / 4, quad = thread().lane % 4;
+    const int b = block_.first_row(tile) + in_tile;
+    if (b >= args().batch) return;
+    float four[4];
+    step().noise.draw(step().first_row + int64_t(t) * args().row_step + b + block_.shift,
+                      uint32_t(first_unit_ / 4 + quad), four);
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < 4; ++i) noise[in_tile * kNoiseStride + 4 * quad + i] = four[i];
+  }
+
+  struct Operand {
+    Packet packet[kDepth];
+  };
+
+  FUSEDRNN_DEVICE Operand operand(int t, int tile) const {
+    const int row = block_.first_row(tile) + thread().g;
+    Operand x{};
+    const int source_step = kIndex == 0 ? t - 1 : t;
+    if (source_step < 0) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (has_packet(row, d)) {
+          x.packet[d] =
+              load_operand(args().h.at(row, block_.shift) + column(d), 1, columns_ - column(d));
+        }
+      }
+      return x;
+    }
+    const Packet* from = sent(kSource, source_step, row, columns_) + column(0) / Of::kInPacket;
+    if (args().exchange == Exchange::Packets) {
+      receive(x, from, row);
+    } else {
+      wait_for_senders(source_step, tile);
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (has_packet(row, d)) x.packet[d] = load_plain(from + 4 * d);
+      }
+    }
+    return x;
+  }
+
+  FUSEDRNN_DEVICE bool has_packet(int row, int d) const {
+    return d < depth_ && column(d) < columns_ && row < args().batch;
+  }
+  // A row of what a stage of `width` units sends in a step.
+  FUSEDRNN_DEVICE Packet* sent(int stage, int t, int row, int width) const {
+    const int slot = args().exchange == Exchange::Packets ? t
+                     : FUSEDRNN_SEEDED_BUG == 6           ? 0
+                                                          : t % 2;
+    return args().sent[stage] +
+           (int64_t(slot) * args().batch + row) * packets_of(width, Of::kInPacket);
+  }
+
+  FUSEDRNN_DEVICE static bool has_arrived(const Packet& p) {
+    const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
+    const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];
+    return (low > high ? low : high) != 0xffffffffu;
+  }
+  FUSEDRNN_DEVICE void receive(Operand& x, const Packet* from, int row) const {
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      if (has_packet(row, d)) x.packet[d] = load_relaxed(from + 4 * d);
+    }
+    if (FUSEDRNN_SEEDED_BUG == 10) return;
+    for (uint32_t looks = 0;; ++looks) {
+      bool is_complete = true;
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x.packet[d]);
+      if (is_complete) return;
+      if (looks == args().patience) give_up();
+      pause();
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (!has_arrived(x.packet[d])) x.packet[d] = load_relaxed(from + 4 * d);
+      }
+    }
+  }
+
+  // A lane waits for one sender each, those of the blocks whose units are this warp's columns.
+  FUSEDRNN_DEVICE void wait_for_senders(int source_step, int tile) const {
+    constexpr int in_block = Of::kDepthColumns / kTileUnits;
+    static_assert(kDepth * in_block * kSenders <= kWarpSize);
+    const int first = thread().warp * depth_ * in_block;
+    const int sender = first + thread().lane / kSenders, warp = thread().lane % kSenders;
+    if (thread().lane < depth_ * in_block * kSenders && sender * kTileUnits < columns_) {
+      const uint32_t* count = counts(kSource, sender) + warp;
+      const uint32_t wanted = count_of(source_step, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
+      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
+        if (looks == args().patience) give_up();
+        pause();
+      }
+    }
+    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
+  }
+  FUSEDRNN_DEVICE uint32_t* counts(int stage, int sender) const {
+    return args().counts[stage] + (int64_t(block_.group) * args().blocks + sender) * kSenders;
+  }
+  FUSEDRNN_DEVICE uint32_t count_of(int t, int tile) const {
+    return uint32_t(t) * uint32_t(args().tiles) + uint32_t(tile) + 1;
+  }
+
+  FUSEDRNN_DEVICE void multiply(float (&sums)[kGates][4], const Operand& x) const {
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      if (d >= depth_) continue;
+      FUSEDRNN_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        FUSEDRNN_UNROLL
+        for (int gate = 0; gate < kGates; ++gate) {
+          mma<T>(sums[gate], weight_[gate][d][half], x.packet[d].word[2 * half],
+                 x.packet[d].word[2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float* turn) {
+    const auto& s = step();
+    const int b = block_.first_row(tile) + thread().row();
+    const int64_t row = chunk_row(t, tile);
+    float projection[kGates], pre[Stage::kPre], factors[Stage::kPre];
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      projection[gate] =
+          block_.bias(kIndex, PersistentBlock<T>::kProjectionBias, gate, thread().unit());
+      FUSEDRNN_UNROLL
+      for (int w = 0; w < kWarps; ++w) projection[gate] += part(turn, w, gate, thread().warp);
+    }
+    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < Stage::kSide; ++gate) {
+      side[gate] = early.side[gate] +
+                   block_.bias(kIndex, PersistentBlock<T>::kSideBias, gate, thread().unit());
+    }
+    Stage::combine(side, projection, pre);
+    UnitInput<float> given = early.given;
+    if constexpr (Stage::kCarry) given.input = block_.kept(kCarryArray, tile);
+    if constexpr (Stage::kNoise) {
+      const float* drawn = turn + kSumFloats + thread().row() * kNoiseStride + thread().unit();
+      given.input = s.noise.eps.data == nullptr ? *drawn : widen(early.eps);
+    }
+    if constexpr (kHoldsH) given.h = block_.kept(kHArray, tile);
+
+    UnitResult<float> result{};
+    if (early.is_active) {
+      result = forward_from_pre<Stage>(s, row, unit(), early.unit, pre, given, factors);
+    } else {  // the state waits; what would feed another stage is zero
+      result.carry = given.input;
+      if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
+    }
+    const T next = narrow<T>(early.is_there ? result.next : 0.0f);
+    const bool is_end = t == args().steps - 1;
+    if (!(kIsLast && is_end)) send(t, tile, next);
+    if (!early.is_there) return;
+    if constexpr (Stage::kCarry) block_.kept(kCarryArray, tile) = result.carry;
+    if constexpr (kHoldsH) block_.kept(kHArray, tile) = widen(next);
+    if (early.is_active) store_forward<Stage>(s, row, unit(), early.unit, pre, result.out);
+    if (is_end) {
+      if constexpr (Stage::kCarry) {
+        if (s.carry_out != nullptr) s.carry_out[int64_t(b) * width_ + unit()] = result.carry;
+      }
+      if (kIsLast && s.operand != nullptr) s.operand[int64_t(b) * width_ + unit()] = next;
+    }
+  }
+
+  // Of the lanes that have neighbours of a row, four apart, one gets all of a packet.
+  FUSEDRNN_DEVICE void send(int t, int tile, T value) const {
+    if (FUSEDRNN_SEEDED_BUG == 8) return;
+    constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu;
+    uint32_t bits = Of::bits(value);
+    if (FUSEDRNN_SEEDED_BUG == 11 && (bits & nan) == nan) bits = 2 * nan + 1;
+    Packet packet;
+    packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
+    packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
+    packet.word[2] = shuffle_down(packet.word[0], 8 * Of::kInWord);
+    packet.word[3] = shuffle_down(packet.word[1], 8 * Of::kInWord);
+    const int row = block_.first_row(tile) + thread().row();
+    if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
+      Packet* to = sent(kIndex, t, row, width_) + unit() / Of::kInPacket;
+      if (args().exchange == Exchange::Packets) {
+        store_relaxed(to, packet);
+      } else {
+        store_plain(to, packet);
+      }
+    }
+    if (args().exchange == Exchange::Packets) return;
+    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
+    if (thread().lane == 0) {
+      uint32_t* count = counts(kIndex, block_.index) + thread().warp;
+      if (FUSEDRNN_SEEDED_BUG == 3) {
+        store_relaxed(count, count_of(t, tile));
+      } else {
+        store_release(count, count_of(t, tile));
+      }
+    }
+  }
+
+  PersistentBlock<T>& block_;
+  int width_, columns_, depth_, first_unit_;
+  uint32_t weight_[kGates][kDepth][2][4];
+};
+
+// The stages of a cell one after the other.
+template <class T, int kDepth, int kIndex, int kStages, class... Stages>
+struct PersistentStages {
+  FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>&) {}
+  FUSEDRNN_DEVICE void run(int) {}
+};
+template <class T, int kDepth, int kIndex, int kStages, class Stage, class... Stages>
+struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
+  PersistentStage<Stage, kIndex, kStages, T, kDepth> stage;
+  PersistentStages<T, kDepth, kIndex + 1, kStages, Stages...> others;
+
+  FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>& block) : stage(block), others(block) {}
+  FUSEDRNN_DEVICE void run(int t) {
+    stage.run(t);
+    others.run(t);
+  }
+};
+
+template <class... Stages>
+struct StageList {};
+
+// The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
+template <class T, int kDepth, class... Stages>
+FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
+                                        unsigned char* shared) {
+  static_assert(sizeof...(Stages) <= 2, "two buffers of flags may not be enough");
+  if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
+  PersistentBlock<T> block(args, shared);
+  PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
+  for (int t = 0; t < args.steps; ++t) stages.run(t);
+}
+
+// Calls f(StageList<...>{}) for the stages of a plan; false if there is no kernel for them.
+template <class F>
+bool dispatch_stages(const PersistentPlan& plan, const F& f) {
+  const auto is = [&](std::initializer_list<StageKind> kinds) {
+    return std::equal(kinds.begin(), kinds.end(), plan.stages, plan.stages + plan.num_stages);
+  };
+  if (is({StageKind::Gru})) return f(StageList<Gru>{}), true;
+  if (is({StageKind::Lstm})) return f(StageList<Lstm>{}), true;
+  if (is({StageKind::Lstm, StageKind::Linear})) return f(StageList<Lstm, Linear>{}), true;
+  if (is({StageKind::Sample, StageKind::Gru})) return f(StageList<Sample, Gru>{}), true;
+  if (is({StageKind::Linear, StageKind::Gru})) return f(StageList<Linear, Gru>{}), true;
+  return false;
+}
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,564 @@
+// A chunk of the adjoint chain as one kernel: see persistent.h for how blocks share units and rows.
+//
+// Backward, a block owns the same 16 units of each stage, and of each projection's weight the
+// columns that its units of the stage before are.  A step of a stage, from the last one to the
+// first, is for each tile of the group:
+//   1. what does not depend on other blocks.  A stage's backward is linear in the adjoints of its
+//      results, so its factors are computed here, all of exp and tanh before the wait;
+//   2. the gradient of the projection behind (of the first stage, a step later, if this is the
+//      last), 8 rows of it, comes from the others;
+//   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
+//      some units, and the parts are added up through shared memory, always in the same order;
+//   4. half of the warps apply the factors to the sum, a unit of a row per thread, send the
+//   gradient
+//      of this stage's projection, and write what GEMMs over the whole chunk read.
+// Before all steps, the states beside h are computed again, each unit by the thread that needs it.
+//
+// Flags: two buffers are enough, as forward.  Who writes a gradient of step i (counted backwards)
+// has read, of every block that reads this gradient, what that made of step i - 1 of it if there is
+// one stage, and so after it had read step i - 2; with two stages, what it made of the same step or
+// of i - 1, all of it after step i - 1 of this one.
+#pragma once
+#include <tuple>
+
+#include "persistent.h"
+#include "persistent_backward_step.h"
+
+namespace fusedrnn::cuda {
+
+static_assert(2 * kAdjointSumFloats >= kWarps * kDepthColumns * kTileUnits / 2);
+
+// What the stages of a block have in common.
+template <class T>
+struct AdjointBlock {
+  const PersistentBackward<T>& args;
+  Thread thread;
+  int group, index;  // which block of which group
+  int64_t shift;
+  float* shared;
+  int turn = 0;  // of the two buffers of partial sums
+  enum Array { kDh, kDstate };
+
+  FUSEDRNN_DEVICE AdjointBlock(const PersistentBackward<T>& args, unsigned char* shared)
+      : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
+        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
+        shared(reinterpret_cast<float*>(shared)) {}
+
+  // A thread reads and writes only its own number of these.
+  FUSEDRNN_DEVICE float& kept(int array, int tile) const {
+    return shared[2 * kAdjointSumFloats + (tile * kKeptArrays + array) * kTileThreads +
+                  thread.index];
+  }
+  FUSEDRNN_DEVICE float* next_turn() {
+    if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
+    return shared + turn * kAdjointSumFloats;
+  }
+  FUSEDRNN_DEVICE int first_unit() const { return index * kTileUnits; }
+  FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
+
+  // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
+  FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {
+    const int slot = args.exchange == Exchange::Packets ? i : FUSEDRNN_SEEDED_BUG == 6 ? 0 : i % 2;
+    return args.sent[s] + ((int64_t(slot) * args.batch + row) * gates + gate) * packets;
+  }
+  FUSEDRNN_DEVICE uint32_t* counts(int s, int sender) const {
+    return args.counts[s] + (int64_t(group) * args.blocks + sender) * kSenders;
+  }
+  FUSEDRNN_DEVICE uint32_t count_of(int i, int tile) const {
+    return uint32_t(i) * uint32_t(args.tiles) + uint32_t(tile) + 1;
+  }
+};
+
+// The gradient of a projection, that of stage `kIndex`, times the block's columns of its weight.
+// kDepth: blocks of 32 units that a warp has room for.
+template <class Stage, int kIndex, class T, int kDepth, int kPackets>
+class AdjointProduct {
+  static constexpr int kGates = Stage::kProjection;
+  // GEMM blocks whose packets are on their way at once.
+  static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
+  static_assert(kAhead > 0);
+  static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
+
+ public:
+  FUSEDRNN_DEVICE AdjointProduct(AdjointBlock<T>& block) : block_(block) {
+    const auto& w = args().weight[kIndex];
+    width_ = int(args().step[kIndex].width);
+    depth_ = warp_depth(width_);
+    if (block.first_unit() >= w.columns) return;
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) load_weight(w, gate, d);
+    }
+  }
+
+  // This warp's part of the product of step i, counted backwards, to `turn`.
+  FUSEDRNN_DEVICE void run(int i, int tile, float* turn) const {
+    const int row = block_.first_row(tile) + thread().g;
+    if (args().exchange == Exchange::Flags) wait_for_senders(i, tile);
+    float sums[kChains][4] = {};
+    Packet x[kGates][kDepth] = {};
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kAhead; ++gate) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) x[gate][d] = load(i, gate, row, d);
+    }
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      if (args().exchange == Exchange::Packets) receive(x[gate], i, gate, row);
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (d < depth_) multiply(sums, gate, d, x[gate][d]);
+        if (gate + kAhead < kGates) x[gate + kAhead][d] = load(i, gate + kAhead, row, d);
+      }
+    }
+    FUSEDRNN_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      float sum = sums[0][j];
+      FUSEDRNN_UNROLL
+      for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][j];
+      part(turn, thread().warp, j) = sum;
+    }
+  }
+  // Of the unit that a thread computes.
+  FUSEDRNN_DEVICE float total(float* turn) const {
+    float sum = 0;
+    FUSEDRNN_UNROLL
+    for (int w = 0; w < kWarps; ++w) sum += part(turn, w, thread().warp);
+    return sum;
+  }
+
+ private:
+  FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  // The first of the eight units that this lane multiplies of its warp's block d.
+  FUSEDRNN_DEVICE int unit(int d) const {
+    return (thread().warp * depth_ + d) * kDepthColumns + 8 * thread().q;
+  }
+  // Number j of this lane's d, as warp `warp` has summed it up.
+  FUSEDRNN_DEVICE float& part(float* turn, int warp, int j) const {
+    return turn[(warp * 4 + j) * kWarpSize + thread().lane];
+  }
+  // 32 units of the weight are read along its rows, each by one lane, and turned in shared memory.
+  FUSEDRNN_DEVICE void load_weight(const Matrix<const T>& w, int gate, int d) {
+    constexpr int kRowWords = kTileUnits / 2;
+    auto* staged =
+        reinterpret_cast<uint32_t*>(block_.shared) + thread().warp * kDepthColumns * kRowWords;
+    const int k = (thread().warp * depth_ + d) * kDepthColumns + thread().lane;
+    const int count = d < depth_ && k < width_ ? int(w.columns) - block_.first_unit() : 0;
+    const T* row = w.data + (int64_t(gate) * width_ + k) * w.row_stride +
+                   block_.first_unit() * w.column_stride;
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < kTileUnits; i += kPacketNumbers) {
+      const Packet packet = load_operand(row + i * w.column_stride, w.column_stride, count - i);
+      FUSEDRNN_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        staged[thread().lane * kRowWords + i / 2 + j] = packet.word[j];
+      }
+    }
+    if (FUSEDRNN_SEEDED_BUG != 13) sync_warp();
+    const auto at = [&](int k, int column) {
+      return (staged[k * kRowWords + column / 2] >> (16 * (column % 2))) & 0xffffu;
+    };
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int column = thread().g + 8 * (i % 2), k = 8 * thread().q + 2 * (i / 2);
+      weight_[gate][d][i / 4][i % 4] = at(k, column) | at(k + 1, column) << 16;
+    }
+    sync_warp();
+  }
+
+  FUSEDRNN_DEVICE bool has_packet(int row, int d) const {
+    return d < depth_ && unit(d) < width_ && row < args().batch;
+  }
+  FUSEDRNN_DEVICE const Packet* sent(int i, int gate, int row) const {
+    return block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit(0) / 8;
+  }
+  FUSEDRNN_DEVICE Packet load(int i, int gate, int row, int d) const {
+    if (!has_packet(row, d)) return {};
+    const Packet* from = sent(i, gate, row) + 4 * d;
+    return args().exchange == Exchange::Packets ? load_relaxed(from) : load_plain(from);
+  }
+  FUSEDRNN_DEVICE static bool has_arrived(const Packet& p) {
+    const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
+    const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];
+    return (low > high ? low : high) != 0xffffffffu;
+  }
+  FUSEDRNN_DEVICE void receive(Packet (&x)[kDepth], int i, int gate, int row) const {
+    if (FUSEDRNN_SEEDED_BUG == 10) return;
+    const Packet* from = sent(i, gate, row);
+    for (uint32_t looks = 0;; ++looks) {
+      bool is_complete = true;
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x[d]);
+      if (is_complete) return;
+      if (looks == args().patience) give_up();
+      pause();
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (!has_arrived(x[d])) x[d] = load_relaxed(from + 4 * d);
+      }
+    }
+  }
+
+  // A lane waits for one sender each, those of the blocks whose units this warp multiplies.
+  FUSEDRNN_DEVICE void wait_for_senders(int i, int tile) const {
+    static_assert(kDepth * kDepthColumns / kTileUnits * kSenders <= kWarpSize);
+    const int first = thread().warp * depth_ * kDepthColumns / kTileUnits;
+    const int sender = first + thread().lane / kSenders, warp = thread().lane % kSenders;
+    if (thread().lane < depth_ * kDepthColumns / kTileUnits * kSenders &&
+        sender * kTileUnits < width_) {
+      const uint32_t* count = block_.counts(kIndex, sender) + warp;
+      const uint32_t wanted = block_.count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
+      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
+        if (looks == args().patience) give_up();
+        pause();
+      }
+    }
+    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
+  }
+
+  FUSEDRNN_DEVICE void multiply(float (&sums)[kChains][4], int gate, int d, const Packet& x) const {
+    FUSEDRNN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int chain = (2 * (gate * kDepth + d) + half) % kChains;
+      mma<T>(sums[chain], weight_[gate][d][half], x.word[2 * half], x.word[2 * half + 1]);
+    }
+  }
+
+  AdjointBlock<T>& block_;
+  int width_, depth_;
+  uint32_t weight_[kGates][kDepth][2][4];
+};
+
+// The block's units of a stage.
+template <class Stage, int kIndex, int kStages, class T>
+class AdjointUnits {
+ public:
+  static constexpr bool kIsLast = kIndex == kStages - 1;
+
+  FUSEDRNN_DEVICE AdjointUnits(AdjointBlock<T>& block)
+      : block_(block), width_(int(block.args.step[kIndex].width)) {}
+
+  FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const BackwardStep<T, T>& step() const { return args().step[kIndex]; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  FUSEDRNN_DEVICE bool has_units() const { return block_.first_unit() < width_; }
+  FUSEDRNN_DEVICE int unit() const { return block_.first_unit() + thread().unit(); }
+  FUSEDRNN_DEVICE int row_of_batch(int tile) const {
+    return block_.first_row(tile) + thread().row();
+  }
+  FUSEDRNN_DEVICE bool has_tile(int tile) const {
+    return tile < args().tiles && block_.first_row(tile) < args().batch;
+  }
+  FUSEDRNN_DEVICE bool is_there(int tile) const {
+    return thread().computes() && unit() < width_ && row_of_batch(tile) < args().batch;
+  }
+  FUSEDRNN_DEVICE int64_t chunk_row(int t, int tile) const {
+    return int64_t(t) * args().row_step + row_of_batch(tile);
+  }
+  FUSEDRNN_DEVICE int64_t from_start(int64_t row) const {
+    return step().first_row + row + block_.shift;
+  }
+  // With what zoneout keeps of it.
+  FUSEDRNN_DEVICE PersistentUnit unit_at(int64_t row) const {
+    PersistentUnit u{};
+    if constexpr (kIsLast) u.kept_h = kept(step().zoneout.h, kZoneoutStream, row);
+    if constexpr (Stage::kState) u.kept_state = kept(step().zoneout.state, kStateStream, row);
+    return u;
+  }
+  FUSEDRNN_DEVICE void pre_at(int64_t row, float (&pre)[Stage::kPre]) const {
+    load_pre<Stage>(pre, step(), row, Stage::kFactors ? row : row + block_.shift, unit(),
+                    PersistentUnit{});
+  }
+
+ protected:
+  AdjointBlock<T>& block_;
+  int width_;
+
+ private:
+  FUSEDRNN_DEVICE float kept(double probability, uint32_t stream, int64_t row) const {
+    if (!(probability > 0)) return 0;
+    float four[4];
+    step().zoneout.kept(probability, stream, from_start(row), uint32_t(unit() / 4), four);
+    const int i = unit() % 4;
+    return i < 2 ? (i == 0 ? four[0] : four[1]) : (i == 2 ? four[2] : four[3]);
+  }
+};
+
+// The states beside h, each from the one before, and what the stage behind has projected.
+template <class Stage, int kIndex, int kStages, class T>
+class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
+  using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+  using Units::args, Units::block_, Units::step, Units::width_;
+
+ public:
+  using Units::Units;
+
+  FUSEDRNN_DEVICE void run() const {
+    for (int tile = 0; Units::has_tile(tile); ++tile) {
+      if (Units::is_there(tile)) run(tile);
+    }
+  }
+
+ private:
+  FUSEDRNN_DEVICE void run(int tile) const {
+    const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
+    if (steps <= 0) return;
+    ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
+    forward.first_row = step().first_row;
+    forward.shift = step().shift;
+    forward.zoneout = step().zoneout;
+    int64_t row = Units::chunk_row(0, tile);
+    float state = args().state[row * width_ + Units::unit()], pre[Stage::kPre];
+    Units::pre_at(row, pre);
+    for (int t = 0; t < steps; ++t) {
+      const int64_t next_row = row + args().row_step;
+      float next_pre[Stage::kPre] = {}, factors[Stage::kPre], operand = 0;
+      if (t + 1 < steps) Units::pre_at(next_row, next_pre);  // on their way meanwhile
+      if (step().mask.is_active(Units::from_start(row))) {
+        UnitInput<float> given{};
+        given.input = state;
+        given.is_reset_next = step().mask.is_reset_next(Units::from_start(row));
+        const UnitResult<float> result = forward_from_pre<Stage>(
+            forward, row, Units::unit(), Units::unit_at(row), pre, given, factors);
+        state = result.carry;
+        operand = result.next;
+      }
+      if (t + 1 < args().steps) args().state[next_row * width_ + Units::unit()] = state;
+      if (args().operand != nullptr) {
+        args().operand[row * width_ + Units::unit()] = narrow<T>(operand);
+      }
+      row = next_row;
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kPre; ++k) pre[k] = next_pre[k];
+    }
+  }
+};
+
+// Stage `kIndex` of `kStages`, and the projection that reads its result: that of the stage Behind.
+template <class Stage, class Behind, int kIndex, int kStages, class T, int kDepth, int kPackets>
+class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
+  using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+  using Units::args, Units::block_, Units::step, Units::thread, Units::unit, Units::width_;
+  using Units::kIsLast;
+  using Block = AdjointBlock<T>;
+  static constexpr int kGates = Stage::kProjection;
+  static_assert(!kCarriesResult<Stage> || kIsLast);
+
+ public:
+  FUSEDRNN_DEVICE AdjointStage(Block& block) : Units(block), product_(block) {
+    for (int tile = 0; Units::has_tile(tile); ++tile) {
+      if (!Units::is_there(tile)) continue;
+      const int64_t at = int64_t(Units::row_of_batch(tile)) * width_ + unit();
+      if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
+      if constexpr (Stage::kState) block.kept(Block::kDstate, tile) = step().dcarry[at];
+    }
+  }
+
+  // Step t of the group's rows; -1: dh and the state's adjoint before the chunk.
+  FUSEDRNN_DEVICE void run(int t) {
+    if (!Units::has_units()) return;
+    const int i = args().steps - 1 - t;
+    const bool ends = t < 0;
+    // The first time there is nothing yet, and what would come in the end may not be wanted.
+    const bool has_product = kIsLast ? i > 0 && (!ends || args().wants_dh) : !ends;
+    for (int tile = 0; Units::has_tile(tile); ++tile) {
+      Early early{};
+      if (!ends) early = before_exchange(t, tile);
+      float sum = 0;
+      if (has_product) sum = product(kIsLast ? i - 1 : i, tile);
+      if (!thread().computes()) continue;
+      if (ends) {
+        finish(tile, sum);
+      } else {
+        compute(t, i, tile, early, sum);
+      }
+    }
+  }
+
+ private:
+  // What a unit needs that is known before the exchange.  of_state: with the state's adjoint 1
+  // instead of the result's.
+  struct Early {
+    bool is_there, is_active, is_reset_next;
+    float grad_output;
+    UnitAdjoints<Stage, float> of_result, of_state;
+  };
+
+  FUSEDRNN_DEVICE Early before_exchange(int t, int tile) const {
+    Early early{};
+    early.is_there = Units::is_there(tile);
+    if (!early.is_there) return early;
+    const auto& s = step();
+    const int64_t row = Units::chunk_row(t, tile), from_start = Units::from_start(row);
+    early.is_active = s.mask.is_active(from_start);
+    if (!early.is_active) return early;
+    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(from_start);
+    float pre[Stage::kPre] = {}, carry = 0;
+    if constexpr (!Stage::kLinear) Units::pre_at(row, pre);
+    if constexpr (Stage::kState) {
+      carry = args().state[row * width_ + unit()];
+    } else if constexpr (Stage::kCarry) {
+      const bool is_first = t == 0 && args().first_carry.data != nullptr;
+      const T* h = is_first ? args().first_carry.at(Units::row_of_batch(tile), block_.shift)
+                            : s.carry.at(row, block_.shift);
+      carry = widen(h[unit()]);
+    }
+    if constexpr (kIsLast) {
+      if (s.grad_output.data != nullptr) {
+        early.grad_output = widen(s.grad_output.at(row, block_.shift)[unit()]);
+      }
+    }
+    const PersistentUnit u = Units::unit_at(row);
+    early.of_result = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 1.0f, 0.0f);
+    if constexpr (Stage::kState) {
+      early.of_state = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 0.0f, 1.0f);
+    }
+    return early;
+  }
+
+  FUSEDRNN_DEVICE float product(int i, int tile) {
+    float* turn = block_.next_turn();
+    product_.run(i, tile, turn);
+    if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+    return thread().computes() ? product_.total(turn) : 0.0f;
+  }
+
+  // sum: what the projection behind gives of the result's adjoint
+  FUSEDRNN_DEVICE void compute(int t, int i, int tile, const Early& early, float sum) {
+    float dout = sum, dstate = 0;
+    if constexpr (kIsLast) dout += block_.kept(Block::kDh, tile);
+    if constexpr (Stage::kState) dstate = block_.kept(Block::kDstate, tile);
+    UnitAdjoints<Stage, float> d{};
+    if (early.is_active) {
+      if constexpr (Stage::kResult) {
+        if (early.is_reset_next) {
+          dstate = 0;
+          if (kIsLast) dout = 0;
+        }
+      }
+      dout += early.grad_output;
+      d = apply(early, dout, dstate);
+    }
+    send(i, tile, d.dprojection);
+    if (!early.is_there) return;
+    if constexpr (kIsLast) {  // the projection of the first stage adds the rest
+      const float dh = kCarriesResult<Stage> ? d.dinput : d.dh;
+      block_.kept(Block::kDh, tile) = early.is_active ? dh : dout;
+    }
+    if constexpr (Stage::kState) {
+      block_.kept(Block::kDstate, tile) = early.is_active ? d.dinput : dstate;
+    }
+    store_backward<Stage>(step(), Units::chunk_row(t, tile), unit(), PersistentUnit{}, d);
+  }
+
+  FUSEDRNN_DEVICE void finish(int tile, float sum) const {
+    if (!Units::is_there(tile)) return;
+    const int64_t at = int64_t(Units::row_of_batch(tile)) * width_ + unit();
+    if constexpr (kIsLast) step().dout[at] = block_.kept(Block::kDh, tile) + sum;
+    if constexpr (Stage::kState) step().dcarry[at] = block_.kept(Block::kDstate, tile);
+  }
+
+  FUSEDRNN_DEVICE static float apply(float of_result, float of_state, float dout, float dstate) {
+    if constexpr (Stage::kState) return of_result * dout + of_state * dstate;
+    return of_result * dout;
+  }
+  FUSEDRNN_DEVICE static UnitAdjoints<Stage, float> apply(const Early& early, float dout,
+                                                          float dstate) {
+    const auto &r = early.of_result, &s = early.of_state;
+    UnitAdjoints<Stage, float> d{};
+    FUSEDRNN_UNROLL
+    for (int k = 0; k < Stage::kSide; ++k) d.dside[k] = apply(r.dside[k], s.dside[k], dout, dstate);
+    FUSEDRNN_UNROLL
+    for (int k = 0; k < kGates; ++k) {
+      d.dprojection[k] = apply(r.dprojection[k], s.dprojection[k], dout, dstate);
+    }
+    d.dinput = apply(r.dinput, s.dinput, dout, dstate);
+    d.dh = apply(r.dh, s.dh, dout, dstate);
+    return d;
+  }
+
+  // Of the eight lanes that have neighbours of a row, one gets all.
+  FUSEDRNN_DEVICE void send(int i, int tile, const float (&dprojection)[kGates]) const {
+    if (FUSEDRNN_SEEDED_BUG == 8) return;
+    const int row = Units::row_of_batch(tile);
+    const bool sends = thread().g == 0 && unit() < width_ && row < args().batch;
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      uint32_t bits = narrow<T>(dprojection[gate]).bits;
+      if (FUSEDRNN_SEEDED_BUG == 11 && (bits & 0x7fff) == 0x7fff) bits = 0xffff;
+      Packet packet;
+      packet.word[0] = bits | shuffle_down(bits, 4) << 16;
+      packet.word[1] = shuffle_down(packet.word[0], 8);
+      packet.word[2] = shuffle_down(packet.word[0], 16);
+      packet.word[3] = shuffle_down(packet.word[1], 16);
+      if (!sends) continue;
+      Packet* to =
+          block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit() / kPacketNumbers;
+      if (args().exchange == Exchange::Packets) {
+        store_relaxed(to, packet);
+      } else {
+        store_plain(to, packet);
+      }
+    }
+    if (args().exchange == Exchange::Packets) return;
+    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
+    if (thread().lane == 0) {
+      uint32_t* count = block_.counts(kIndex, block_.index) + thread().warp;
+      if (FUSEDRNN_SEEDED_BUG == 3) {
+        store_relaxed(count, block_.count_of(i, tile));
+      } else {
+        store_release(count, block_.count_of(i, tile));
+      }
+    }
+  }
+
+  AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets> product_;
+};
+
+// The stages of a cell up to `kIndex`, from the last one on.
+template <class T, int kDepth, int kIndex, class... Stages>
+struct AdjointStages {
+  static constexpr int kStages = sizeof...(Stages);
+  using All = std::tuple<Stages...>;
+  using Stage = std::tuple_element_t<kIndex, All>;
+  using Behind = std::tuple_element_t<(kIndex + 1) % kStages, All>;
+  static constexpr int kPackets = packets_ahead(8 * kDepth * (Stages::kProjection + ...));
+  AdjointStage<Stage, Behind, kIndex, kStages, T, kDepth, kPackets> stage;
+  AdjointStages<T, kDepth, kIndex - 1, Stages...> before;
+
+  FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>& block) : stage(block), before(block) {}
+  FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>& block) {
+    if constexpr (Stage::kState) StateUnits<Stage, kIndex, kStages, T>(block).run();
+    decltype(before)::rebuild_states(block);
+  }
+  FUSEDRNN_DEVICE void run(int t) {
+    stage.run(t);
+    before.run(t);
+  }
+};
+template <class T, int kDepth, class... Stages>
+struct AdjointStages<T, kDepth, -1, Stages...> {
+  FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>&) {}
+  FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>&) {}
+  FUSEDRNN_DEVICE void run(int) {}
+};
+
+// The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
+template <class T, int kDepth, class... Stages>
+FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentBackward<T>& args,
+                                         unsigned char* shared) {
+  static_assert(sizeof...(Stages) <= 2, "two buffers of flags may not be enough");
+  if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
+  using All = AdjointStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
+  AdjointBlock<T> block(args, shared);
+  All::rebuild_states(block);
+  All stages(block);
+  if (FUSEDRNN_SEEDED_BUG != 12)
+    sync_block();  // weights have been turned where sums are going to be
+  for (int t = args.steps - 1; t >= -1; --t) stages.run(t);
+}
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,43 @@
+// What a persistent kernel of the adjoint chain needs of a GPU, from sizes alone.
+#pragma once
+#include "persistent_backward_step.h"
+#include "persistent_plan.h"
+
+namespace fusedrnn::cuda {
+
+// As plan_persistent().  The same blocks hold the same weights, transposed; what they exchange are
+// gradients of projections, all GEMM blocks of each.
+inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& sizes, int64_t batch,
+                                               int64_t steps, int64_t element_bytes,
+                                               Exchange exchange, const Gpu& device,
+                                               bool tf32 = false) {
+  // What it sends forward and what it adds up does not decide whether forward can run.
+  Gpu other = device;
+  other.shared_bytes = INT64_MAX;
+  PersistentPlan plan =
+      plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32);
+  if (!plan.is_possible()) return plan;
+  if (element_bytes != 2) {
+    plan.why_not = "Backward has kernels for bfloat16 and float16 only.";
+    return plan;
+  }
+  plan.shared_limit = device.shared_bytes;
+  int64_t widest = 0;
+  for (int s = 0; s < cell.num_stages; ++s) {
+    const CellStage& stage = cell.stages[s];
+    widest = std::max(widest, sizes[cell.projections[stage.projection].to]);
+    plan.sent_bytes[s] *= traits(stage.kind).projection_blocks;
+  }
+  const int needed = warp_depth(int(widest));
+  plan.depth = needed <= 2 ? needed : kMostDepth;
+  plan.shared_bytes = int64_t(sizeof(float)) *
+                      (2 * kAdjointSumFloats + int64_t(plan.tiles) * kKeptArrays * kTileThreads);
+  if (plan.shared_bytes > device.shared_bytes) {
+    plan.why_not = "A batch of " + std::to_string(batch) + " needs " +
+                   std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
+                   std::to_string(device.shared_bytes) + ".";
+  }
+  return plan;
+}
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,45 @@
+// A chunk of the adjoint chain as the backend launches it.  No CUDA header here: see step.h.
+#pragma once
+#include "persistent_step.h"
+
+namespace fusedrnn::cuda {
+
+constexpr int kAdjointSumFloats = kWarps * kTileThreads;  // partial sums of a tile
+
+// Packets of a lane that are on their way at once: 4 registers each of those that the weights
+// leave.
+constexpr int packets_ahead(int weight_registers) { return weight_registers > 128 ? 4 : 8; }
+
+template <class T>
+struct PersistentBackward {
+  // Of the chunk's first step, in the order of forward.  dout of the last stage is dh, and dcarry
+  // of one with a state that state's adjoint, [batch, width] each: after the chunk when the kernel
+  // starts, before it when it has ended.  Of the others, and `state`, nothing is read.
+  BackwardStep<T, T> step[kMostStages];
+  Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
+  Rows<const T> first_carry;  // before the first step, or null: stands where step.carry says
+  // Of a cell with a state beside h, from the chunk's first step on, the rows of other steps where
+  // row_step says: the state before each step, of which the first is there, and if a stage is
+  // behind that one what it projects, or null.
+  Acc<T>* state;
+  T* operand;
+  int steps, batch;
+  int row_step;   // from a step's rows to those of the next: batch, or -batch
+  bool wants_dh;  // whether dh before the chunk is to be complete, or nobody reads it
+  Exchange exchange;
+  int blocks, tiles;  // of a group; tiles of 8 rows
+  // By apply(), of each stage: the gradient of its projection [steps or 2, batch, gates, packets of
+  // a row], and with flags how much has been sent [groups, blocks, kSenders].
+  Packet* sent[kMostStages];
+  uint32_t* counts[kMostStages];
+  // As forward; the stage is the one whose gradient does not come.
+  uint32_t* error;
+  uint32_t patience = kPatience;
+};
+
+// As launch_persistent_forward(), of a plan by plan_persistent_backward().
+template <class T>
+Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
+                                  void* workspace, Stream stream);
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,118 @@
+// A chunk of forward steps as the backend launches it.  No CUDA header here: see step.h.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "../hd.h"
+#if defined(__CUDACC__)  // Matrix<const T> is never converted to itself
+#pragma nv_diag_suppress 554
+#endif
+#include "../matrix.h"
+#include "step.h"
+
+namespace fusedrnn::cuda {
+
+struct Packet;  // of the exchange
+
+// How blocks hand on results, see persistent.h.
+enum class Exchange { Packets, Flags };
+
+constexpr int kTileRows = 8, kTileUnits = 16;  // of mma
+constexpr int kWarps = 8, kWarpLanes = 32, kPersistentThreads = kWarps * kWarpLanes;
+constexpr int kSenders = 4;    // warps that compute units, and send them
+constexpr int kMostDepth = 4;  // more does not fit into the registers
+// Of 16 bits: numbers in 16 bytes, and columns that a warp multiplies with as many per lane.
+constexpr int kPacketNumbers = 8, kDepthColumns = 4 * kPacketNumbers;
+constexpr int kMostStages = 2, kMostGates = 4;
+constexpr int kTileThreads = kSenders * kWarpLanes;
+constexpr int kKeptArrays = 2;    // a state, and h beside it
+constexpr int kNoiseStride = 20;  // of 16 units, so that lanes meet no bank twice
+constexpr int kSumFloats = kWarps * kMostGates * kTileThreads;
+constexpr uint32_t kPatience = 1u << 24;  // looks at memory, some ten seconds
+constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side and projection
+constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
+
+// Blocks of columns that each warp multiplies.
+FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns = kDepthColumns) {
+  const int all = (columns + depth_columns - 1) / depth_columns;
+  return (all + kWarps - 1) / kWarps;
+}
+// In a row of so many numbers.
+FUSEDRNN_HD constexpr int packets_of(int width, int packet_numbers = kPacketNumbers) {
+  return (width + packet_numbers - 1) / packet_numbers;
+}
+
+struct PersistentPlan {
+  std::string why_not;  // a sentence, or empty
+  Exchange exchange{};
+  int num_stages = 0;
+  StageKind stages[kMostStages] = {};
+  int blocks = 0;                         // that hold the weights once: a group
+  int groups = 0, tiles = 0;              // tiles of 8 rows of each group
+  int depth = 0;                          // of the kernel: 1, 2 or 4
+  int64_t shared_bytes = 0;               // of a block
+  int64_t shared_limit = 0;               // of the device
+  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each
+  int64_t count_bytes[kMostStages] = {};  // of its flags
+
+  bool is_possible() const { return why_not.empty(); }
+  int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
+  int grid() const { return groups * blocks; }
+  // Of a thread, that hold weights.
+  int weight_registers() const {
+    int gates = 0;
+    for (int s = 0; s < num_stages; ++s) gates += traits(stages[s]).projection_blocks;
+    return 8 * depth * gates;
+  }
+  int64_t workspace_bytes() const {
+    int64_t bytes = 0;
+    for (int s = 0; s < kMostStages; ++s) bytes += sent_bytes[s] + count_bytes[s];
+    return bytes;
+  }
+};
+
+template <class T>
+struct PersistentForward {
+  // Of the chunk's first step.  Of arrays of one step, carry and carry_out are those before and
+  // after the chunk, and operand of the last stage is h after it; pre, projection and factors are
+  // not used.
+  ForwardStep<T, T> step[kMostStages];
+  Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
+  Rows<const T> h;                      // before the chunk; not the memory of h after it
+  int steps, batch;
+  int row_step;  // from a step's rows to those of the next: batch, or -batch
+  Exchange exchange;
+  int blocks, tiles;  // of a group; tiles of 8 rows
+  // By apply(), of each stage: its results [steps or 2, batch, packets of a row], and with flags
+  // how much has been sent [groups, blocks, kSenders].
+  Packet* sent[kMostStages];
+  uint32_t* counts[kMostStages];
+  uint32_t patience = kPatience;  // looks at memory before the kernel gives up
+};
+
+// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16, each of
+// them plan.preset().
+template <class Args>
+void apply(const PersistentPlan& plan, void* workspace, Args& args) {
+  args.exchange = plan.exchange;
+  args.blocks = plan.blocks;
+  args.tiles = plan.tiles;
+  auto* at = static_cast<char*>(workspace);
+  for (int s = 0; s < kMostStages; ++s) {
+    args.sent[s] = reinterpret_cast<Packet*>(at);
+    at += plan.sent_bytes[s];
+  }
+  for (int s = 0; s < kMostStages; ++s) {
+    args.counts[s] = reinterpret_cast<uint32_t*>(at);
+    at += plan.count_bytes[s];
+  }
+}
+
+// Presets the workspace and launches the kernel, both on the stream; what apply() fills in need not
+// be set.  Never waits, and may be captured.  A GPU that cannot run all blocks at once, because it
+// is shared, gives an error.
+template <class T>
+Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
+                                 void* workspace, Stream stream);
+
+}  // namespace fusedrnn::cuda

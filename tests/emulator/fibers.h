@@ -1,0 +1,354 @@
+// A grid of GPU threads on one CPU thread: csrc/cuda/device.h for compilers other than nvcc.
+//
+// Each GPU thread is a fiber, which runs until it has to wait for others.  Who runs next is drawn
+// from a seed.  Compiled with -fsanitize=thread, each fiber is a thread to the sanitizer, and
+// memory is ordered by barriers, release and acquire alone: what lacks one is reported as a race,
+// whatever the order in which the fibers did run.
+//
+// A grid that cannot go on is told from one that is slow, and shared memory begins as NaN.
+// What it cannot show: a wrong idea of the layout of mma, errors within PTX, time.
+#pragma once
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define FUSEDRNN_TSAN(call) call
+#else
+#define FUSEDRNN_TSAN(call)
+#endif
+// The emulator's own memory is no business of the sanitizer's.
+#define FUSEDRNN_UNSEEN __attribute__((noinline, no_sanitize_thread))
+#define FUSEDRNN_DEVICE inline
+
+namespace fusedrnn::cuda {
+namespace emulated {
+
+struct Lane {
+  uint32_t a[4], b[2];
+  float d[4];
+  uint32_t value, result;
+  int source;
+};
+struct Barrier {
+  int arrived;
+  unsigned generation;
+  char order[2];  // of memory, for the sanitizer, in turns
+};
+struct Warp {
+  Barrier barrier;
+  int arrived;  // at a collective that orders nothing
+  Lane lanes[kWarpSize];
+};
+struct Block {
+  int index;
+  Barrier barrier;
+  unsigned char* shared;
+  Warp* warps;
+};
+struct Fiber {
+  ucontext_t context;
+  Block* block;
+  int thread;
+  bool is_done;
+  const char* waits_at;
+  void* tsan;
+};
+
+struct Grid {
+  int blocks, threads;
+  Fiber *fibers, *current, **ready, **polling;
+  int num_ready, num_polling;
+  const std::function<void()>* kernel;
+  ucontext_t scheduler;
+  void* scheduler_tsan;
+  uint64_t random;
+  uint64_t events;  // of those that others may wait for
+  char end;         // orders the kernel before what the host does next
+  char failure[200];
+};
+inline Grid grid;
+
+FUSEDRNN_UNSEEN inline Fiber& self() { return *grid.current; }
+FUSEDRNN_UNSEEN inline Warp& warp() { return self().block->warps[self().thread / kWarpSize]; }
+FUSEDRNN_UNSEEN inline Lane& lane() { return warp().lanes[self().thread % kWarpSize]; }
+FUSEDRNN_UNSEEN inline void count_event() { ++grid.events; }
+
+FUSEDRNN_UNSEEN inline void leave() {
+  Fiber& me = self();
+  FUSEDRNN_TSAN(__tsan_switch_to_fiber(grid.scheduler_tsan, __tsan_switch_to_fiber_no_sync);)
+  swapcontext(&me.context, &grid.scheduler);
+}
+// Until somebody else makes this fiber ready.
+FUSEDRNN_UNSEEN inline void wait_at(const char* where) {
+  self().waits_at = where;
+  leave();
+}
+FUSEDRNN_UNSEEN inline void poll() {
+  grid.polling[grid.num_polling++] = &self();
+  wait_at("a poll");
+}
+
+// Counts an arrival of `threads`, of which this block's `first` is the first; the last makes the
+// others ready.
+FUSEDRNN_UNSEEN inline bool is_last(int& arrived, int first, int threads) {
+  if (++arrived < threads) return false;
+  arrived = 0;
+  ++grid.events;
+  Fiber* of_block = grid.fibers + size_t(self().block->index) * grid.threads;
+  for (int i = first; i < first + threads; ++i) {
+    if (of_block + i != grid.current) grid.ready[grid.num_ready++] = of_block + i;
+  }
+  return true;
+}
+FUSEDRNN_UNSEEN inline bool all_lanes_are_here() {
+  return is_last(warp().arrived, self().thread / kWarpSize * kWarpSize, kWarpSize);
+}
+FUSEDRNN_UNSEEN inline char* order_of(Barrier& barrier) {
+  return &barrier.order[barrier.generation % 2];
+}
+FUSEDRNN_UNSEEN inline void arrive(Barrier& barrier, int first, int threads, const char* where) {
+  if (is_last(barrier.arrived, first, threads)) {
+    ++barrier.generation;
+  } else {
+    wait_at(where);
+  }
+}
+inline void sync(Barrier& barrier, int first, int threads, const char* where) {
+  [[maybe_unused]] char* order = order_of(barrier);
+  FUSEDRNN_TSAN(__tsan_release(order);)
+  arrive(barrier, first, threads, where);
+  FUSEDRNN_TSAN(__tsan_acquire(order);)
+}
+FUSEDRNN_UNSEEN inline Barrier& block_barrier() { return self().block->barrier; }
+FUSEDRNN_UNSEEN inline Barrier& warp_barrier() { return warp().barrier; }
+FUSEDRNN_UNSEEN inline int first_of_warp() { return self().thread / kWarpSize * kWarpSize; }
+
+FUSEDRNN_UNSEEN inline uint32_t shuffle(uint32_t value, int distance) {
+  Lane& mine = lane();
+  mine.value = value;
+  mine.source = self().thread % kWarpSize + distance;
+  if (all_lanes_are_here()) {
+    Lane* lanes = warp().lanes;
+    for (int i = 0; i < kWarpSize; ++i) {
+      const int source = lanes[i].source;
+      lanes[i].result = source < kWarpSize ? lanes[source].value : 0xdeadbeefu;
+    }
+  } else {
+    wait_at("a shuffle");
+  }
+  return mine.result;
+}
+
+template <class T>
+FUSEDRNN_UNSEEN float number_of(uint32_t word, int index) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Traits<float>::from_bits(word & ~0x1fffu);
+  } else {
+    return widen(T{uint16_t(word >> (16 * index))});
+  }
+}
+template <class T>
+FUSEDRNN_UNSEEN void multiply(Lane (&lanes)[kWarpSize]) {
+  constexpr int in_word = 4 / sizeof(T), depth = 8 * in_word;
+  float a[16][depth], b[depth][8];
+  for (int l = 0; l < kWarpSize; ++l) {
+    const int g = l / 4, q = l % 4;
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < in_word; ++j) {
+        a[g + 8 * (i % 2)][in_word * (q + 4 * (i / 2)) + j] = number_of<T>(lanes[l].a[i], j);
+        if (i < 2) b[in_word * (q + 4 * i) + j][g] = number_of<T>(lanes[l].b[i], j);
+      }
+    }
+  }
+  for (int l = 0; l < kWarpSize; ++l) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = l / 4 + 8 * (i / 2), column = 2 * (l % 4) + i % 2;
+      for (int k = 0; k < depth; ++k) lanes[l].d[i] += a[row][k] * b[k][column];
+    }
+  }
+}
+template <class T>
+FUSEDRNN_UNSEEN void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Lane& mine = lane();
+  for (int i = 0; i < 4; ++i) {
+    mine.a[i] = a[i];
+    mine.d[i] = d[i];
+  }
+  mine.b[0] = b0;
+  mine.b[1] = b1;
+  if (all_lanes_are_here()) {
+    multiply<T>(warp().lanes);
+  } else {
+    wait_at("an mma");
+  }
+  for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
+}
+
+FUSEDRNN_UNSEEN inline Packet load_unseen(const Packet* p) { return *p; }
+FUSEDRNN_UNSEEN inline void store_unseen(Packet* p, const Packet& v) {
+  *p = v;
+  ++grid.events;
+}
+
+FUSEDRNN_UNSEEN inline void set_failure(const char* what) {
+  if (grid.failure[0] == 0) snprintf(grid.failure, sizeof grid.failure, "%s", what);
+}
+
+inline void call_kernel() { (*grid.kernel)(); }
+FUSEDRNN_UNSEEN inline void run_fiber() {
+  call_kernel();
+  FUSEDRNN_TSAN(__tsan_release(&grid.end);)
+  self().is_done = true;
+  ++grid.events;
+  leave();
+}
+
+FUSEDRNN_UNSEEN inline void fail_to_go_on() {
+  size_t done = 0;
+  const size_t threads = size_t(grid.blocks) * grid.threads;
+  const Fiber* stuck = nullptr;
+  for (size_t i = 0; i < threads; ++i) {
+    done += grid.fibers[i].is_done;
+    if (!grid.fibers[i].is_done && stuck == nullptr) stuck = &grid.fibers[i];
+  }
+  char text[200];
+  snprintf(text, sizeof text,
+           "deadlock: %zu of %zu threads have ended, thread %d of block %d waits at %s", done,
+           threads, stuck->thread, stuck->block->index, stuck->waits_at);
+  set_failure(text);
+}
+
+FUSEDRNN_UNSEEN inline void schedule() {
+  size_t left = size_t(grid.blocks) * grid.threads;
+  uint64_t seen = 0;
+  int idle = 0;
+  while (left > 0 && grid.failure[0] == 0) {
+    if (grid.num_ready == 0) {  // all others wait; those who poll may look again
+      idle = grid.events == seen ? idle + 1 : 0;
+      seen = grid.events;
+      if (grid.num_polling == 0 || idle > 10000) return fail_to_go_on();
+      while (grid.num_polling > 0) grid.ready[grid.num_ready++] = grid.polling[--grid.num_polling];
+    }
+    grid.random ^= grid.random << 13;
+    grid.random ^= grid.random >> 7;
+    grid.random ^= grid.random << 17;
+    const int next = int((grid.random >> 11) % uint64_t(grid.num_ready));
+    grid.current = grid.ready[next];
+    grid.ready[next] = grid.ready[--grid.num_ready];
+    FUSEDRNN_TSAN(__tsan_switch_to_fiber(grid.current->tsan, __tsan_switch_to_fiber_no_sync);)
+    swapcontext(&grid.scheduler, &grid.current->context);
+    left -= grid.current->is_done;
+  }
+}
+
+// Runs kernel() in each thread; returns what went wrong, or "".
+FUSEDRNN_UNSEEN inline std::string launch(int blocks, int threads, size_t shared_bytes,
+                                          uint64_t seed, const std::function<void()>& kernel) {
+  const size_t all = size_t(blocks) * threads, stack = size_t(64) << 10;
+  auto* stacks = static_cast<char*>(mmap(nullptr, all * stack, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (stacks == MAP_FAILED) return "no memory for stacks";
+  grid = {};
+  grid.blocks = blocks;
+  grid.threads = threads;
+  grid.kernel = &kernel;
+  grid.random = seed * 0x9E3779B97F4A7C15u + 1;
+  grid.fibers = static_cast<Fiber*>(calloc(all, sizeof(Fiber)));
+  grid.ready = static_cast<Fiber**>(calloc(all, sizeof(Fiber*)));
+  grid.polling = static_cast<Fiber**>(calloc(all, sizeof(Fiber*)));
+  auto* of_grid = static_cast<Block*>(calloc(blocks, sizeof(Block)));
+  FUSEDRNN_TSAN(grid.scheduler_tsan = __tsan_get_current_fiber();)
+  for (int b = 0; b < blocks; ++b) {
+    Block& block = of_grid[b];
+    block.index = b;
+    block.shared = static_cast<unsigned char*>(aligned_alloc(64, (shared_bytes + 64) / 64 * 64));
+    memset(block.shared, 0xff, shared_bytes);
+    block.warps = static_cast<Warp*>(calloc(threads / kWarpSize, sizeof(Warp)));
+    for (int t = 0; t < threads; ++t) {
+      const size_t index = size_t(b) * threads + t;
+      Fiber& fiber = grid.fibers[index];
+      fiber.block = &block;
+      fiber.thread = t;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks + index * stack;
+      fiber.context.uc_stack.ss_size = stack;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, run_fiber, 0);
+      FUSEDRNN_TSAN(fiber.tsan = __tsan_create_fiber(0);)
+      grid.ready[grid.num_ready++] = &fiber;
+    }
+  }
+  schedule();
+  FUSEDRNN_TSAN(__tsan_acquire(&grid.end);)
+  for (size_t i = 0; i < all; ++i) {
+    FUSEDRNN_TSAN(__tsan_destroy_fiber(grid.fibers[i].tsan);)
+  }
+  for (int b = 0; b < blocks; ++b) {
+    free(of_grid[b].shared);
+    free(of_grid[b].warps);
+  }
+  free(of_grid);
+  free(grid.fibers);
+  free(grid.ready);
+  free(grid.polling);
+  munmap(stacks, all * stack);
+  return grid.failure;
+}
+
+FUSEDRNN_UNSEEN inline unsigned char* shared_memory() { return self().block->shared; }
+
+}  // namespace emulated
+
+FUSEDRNN_UNSEEN inline int thread_index() { return emulated::self().thread; }
+FUSEDRNN_UNSEEN inline int block_index() { return emulated::self().block->index; }
+
+inline void sync_block() {
+  emulated::sync(emulated::block_barrier(), 0, emulated::grid.threads, "a barrier of the block");
+}
+inline void sync_warp() {
+  emulated::sync(emulated::warp_barrier(), emulated::first_of_warp(), kWarpSize,
+                 "a barrier of the warp");
+}
+
+inline Packet load_relaxed(const Packet* p) { return emulated::load_unseen(p); }
+inline void store_relaxed(Packet* p, const Packet& v) { emulated::store_unseen(p, v); }
+inline Packet load_plain(const Packet* p) { return *p; }
+inline void store_plain(Packet* p, const Packet& v) { *p = v; }
+
+inline uint32_t load_acquire(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void store_release(uint32_t* p, uint32_t v) {
+  emulated::count_event();
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+inline void store_relaxed(uint32_t* p, uint32_t v) {
+  emulated::count_event();
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+
+inline uint32_t shuffle_down(uint32_t v, int distance) { return emulated::shuffle(v, distance); }
+
+inline uint32_t round_to_tf32(float x) {
+  return x == x ? (Traits<float>::bits(x) + 0x1000u) & ~0x1fffu : 0x7fffffffu;
+}
+
+template <class T>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated::mma<T>(d, a, b0, b1);
+}
+
+inline void pause() { emulated::poll(); }
+
+inline void give_up() {
+  emulated::set_failure("other blocks have not sent their results in time");
+  emulated::wait_at("its end");
+}
+
+}  // namespace fusedrnn::cuda

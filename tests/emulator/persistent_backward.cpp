@@ -1,0 +1,148 @@
+// Persistent kernels of the adjoint chain by themselves, for the thread sanitizer: see main().
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace {
+int64_t seeded_bug = 0;
+}
+// A number, not a constant, so that one build has all bugs.
+#define FUSEDRNN_SEEDED_BUG seeded_bug
+#include "../../csrc/cuda/persistent_backward.h"
+#include "../../csrc/cuda/persistent_backward_plan.h"
+
+namespace fusedrnn::cuda {
+
+struct ChainOptions {
+  int64_t exchange, schedule, bug, multiprocessors, patience;
+};
+
+// What went wrong, or "".
+template <class T>
+std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T> args,
+                      const ChainOptions& options) {
+  const auto exchange = Exchange(options.exchange);
+  const PersistentPlan plan =
+      plan_persistent_backward(cell, sizes, args.batch, args.steps, sizeof(T), exchange,
+                               {"", 90, int(options.multiprocessors), int64_t(100) << 10});
+  if (!plan.is_possible()) return plan.why_not;
+  std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
+  memset(workspace.data(), plan.preset(), plan.workspace_bytes());
+  apply(plan, workspace.data(), args);
+  args.patience = uint32_t(options.patience);
+  seeded_bug = options.bug;
+
+  std::string failure = "there is no such kernel";
+  dispatch_stages(plan, [&](auto stages) {
+    const auto launch = [&](auto depth) {
+      failure = emulated::launch(plan.grid(), kPersistentThreads, size_t(plan.shared_bytes),
+                                 uint64_t(options.schedule), [&] {
+                                   persistent_backward<T, decltype(depth)::value>(
+                                       stages, args, emulated::shared_memory());
+                                 });
+    };
+    if (plan.depth == 1) launch(std::integral_constant<int, 1>{});
+  });
+  return failure;
+}
+
+}  // namespace fusedrnn::cuda
+
+namespace fusedrnn {
+namespace {
+
+uint64_t random_state = 7;
+float random_number() {  // in [-1, 1)
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return float(int32_t(random_state >> 32)) * 0x1p-31f;
+}
+std::vector<float> random_floats(int64_t count) {
+  std::vector<float> numbers(count);
+  for (float& x : numbers) x = random_number();
+  return numbers;
+}
+std::vector<BFloat16> random_tensor(int64_t count) {
+  std::vector<BFloat16> numbers(count);
+  for (auto& x : numbers) x = narrow<BFloat16>(random_number());
+  return numbers;
+}
+
+// One chunk of several blocks and tiles; prints a number that depends on every bit of its results.
+int run(const char* name, const cuda::ChainOptions& options) {
+  const bool is_location = std::string(name) == "location_gru";
+  const Cell cell = is_location ? without_noise(*find_cell("stochastic_gru")) : *find_cell(name);
+  constexpr int64_t kSteps = 5, kBatch = 27, kRows = kSteps * kBatch, kHidden = 40, kLatent = 24;
+  const Sizes sizes{1, kHidden, kLatent, is_projected(cell) ? 20 : kHidden};
+  std::vector<int64_t> lengths(kBatch, kSteps);
+  lengths[2] = 3;
+  const std::unique_ptr<bool[]> reset(new bool[kRows]());
+  reset[kBatch + 4] = true;
+
+  cuda::PersistentBackward<BFloat16> args{};
+  std::vector<BFloat16> weights[cuda::kMostStages], d[cuda::kMostStages], dside;
+  std::vector<float> projections[cuda::kMostStages];
+  const auto side = random_floats(kRows * 4 * kHidden);
+  const auto h = random_tensor((kSteps + 1) * kBatch * sizes.output);
+  const auto grad_output = random_tensor(kRows * sizes.output);
+  auto state = random_floats(kRows * kHidden), dh = random_floats(kBatch * sizes.output);
+  auto dc = random_floats(kBatch * kHidden);
+  auto operand = random_tensor(kRows * kHidden), deps = random_tensor(kRows * kLatent);
+  dside = random_tensor(kRows * 4 * kHidden);
+  for (int s = 0; s < cell.num_stages; ++s) {
+    const Projection& p = cell.projections[cell.stages[s].projection];
+    const StageTraits facts = traits(cell.stages[s].kind);
+    auto& step = args.step[s];
+    step.width = sizes[p.to];
+    step.is_last = s == cell.num_stages - 1;
+    step.mask = {lengths.data(), reset.get(), kSteps, kBatch, 1};
+    const int64_t columns = facts.projection_blocks * step.width;
+    weights[s] = random_tensor(columns * sizes[p.from]);
+    args.weight[s] = Matrix<const BFloat16>::contiguous(weights[s].data(), columns, sizes[p.from]);
+    projections[s] = random_floats(kRows * columns);
+    d[s] = random_tensor(kRows * columns);
+    step.side = side.data();
+    step.projection = projections[s].data();
+    if (facts.has_factors) step.pre = step.projection;
+    step.dprojection = d[s].data();
+    step.dside = dside.data();
+    step.deps = deps.data();
+    if (step.is_last) {
+      step.dout = dh.data();
+      step.grad_output = {grad_output.data(), sizes.output, true};
+    }
+    if (facts.has_state) {
+      step.dcarry = dc.data();
+      args.state = state.data();
+      if (!step.is_last) args.operand = operand.data();
+    } else if (facts.has_carry) {
+      step.carry = {h.data(), sizes.output, true};
+      args.first_carry = {h.data() + kRows * sizes.output, sizes.output, false};
+    }
+  }
+  args.steps = kSteps;
+  args.batch = args.row_step = kBatch;
+  args.wants_dh = true;
+
+  const std::string failure = cuda::run_chain(cell, sizes, args, options);
+  if (!failure.empty()) {
+    printf("%s\n", failure.c_str());
+    return 1;
+  }
+  uint64_t hash = 0;
+  const auto add = [&](const auto& numbers) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
+    for (size_t i = 0; i < numbers.size() * sizeof numbers[0]; ++i) hash = hash * 31 + bytes[i];
+  };
+  add(dh), add(dc), add(state), add(operand), add(deps), add(dside), add(d[0]), add(d[1]);
+  printf("%016llx\n", static_cast<unsigned long long>(hash));
+  return 0;
+}
+
+}  // namespace
+}  // namespace fusedrnn
+
+// cell exchange schedule bug
+int main(int, char** arguments) {
+  return fusedrnn::run(arguments[1],
+                       {atoi(arguments[2]), atoi(arguments[3]), atoi(arguments[4]), 8, 3000});
+}
