@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "cpu/denormals.h"
+#include "cpu/memory.h"
 #include "cpu/step.h"
 #include "torch_stable.h"
 
@@ -51,16 +52,12 @@ class FlushDenormalsInPool {
 };
 
 template <class Element>
-class CpuBackend {
+class CpuBackend : public cpu::Memory<Element> {
  public:
   using T = Element;
   using A = Acc<T>;
-  using O =
-      A;  // 16-bit types are widened before its GEMMs, so that they accumulate and return float
-  static constexpr bool kReplays = false, kGemmRounds = false;
   struct Recording {};
 
-  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*columns*/) { return 0; }
   void use_scratch(void*, int64_t /*rows*/, int64_t /*columns*/) const {}
 
   template <class F>

@@ -2,9 +2,12 @@
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
+#include <vector>
+
 #include "cuda/gemm.h"
 #include "cuda/graph.h"
 #include "cuda/step.h"
+#include "plan.h"
 #include "torch_stable.h"
 
 namespace fusedrnn {
@@ -12,17 +15,22 @@ namespace fusedrnn {
 class CudaDevice {
  public:
   using Graph = cuda::Graph;
-  static constexpr int64_t kGemmWorkspaceBytes = cuda::kGemmWorkspaceBytes;
 
   // replay: whether steps may be recorded and replayed
   CudaDevice(const Tensor& input, bool replay)
       : index_(input.get_device_index()), guard_(index_), stream_(current_stream(index_)),
         may_record_(replay && !is_capturing(stream_)),
-        gemms_(index_, input.scalar_type() == ScalarType::Float && torch_allows_tf32()) {}
+        allows_tf32_(input.scalar_type() == ScalarType::Float && torch_allows_tf32()),
+        gemms_(index_, allows_tf32_) {}
 
   Borrower borrower() const { return Borrower(aoti_torch_device_type_cuda(), index_); }
   cuda::Stream stream() const { return stream_; }
   bool may_record() const { return may_record_; }
+  bool allows_tf32() const { return allows_tf32_; }  // of tensors like the input
+  const Gpu& gpu() const {
+    static const std::vector<Gpu> all = all_gpus();
+    return all.at(size_t(index_));
+  }
   static const char* message(int error) { return cudaGetErrorString(cudaError_t(error)); }
 
   template <class C, class T>
@@ -67,6 +75,23 @@ class CudaDevice {
     const char* kind = error == cudaErrorMemoryAllocation ? "out of memory: " : "";
     STD_TORCH_CHECK(false, "fusedrnn: ", kind, what, " failed: ", cudaGetErrorString(error));
   }
+  static std::vector<Gpu> all_gpus() {
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "counting GPUs");
+    std::vector<Gpu> all;
+    for (int device = 0; device < count; ++device) {
+      const auto attribute = [&](cudaDeviceAttr which) {
+        int value = 0;
+        check(cudaDeviceGetAttribute(&value, which, device), "asking for the facts of a GPU");
+        return value;
+      };
+      const int major = attribute(cudaDevAttrComputeCapabilityMajor);
+      all.push_back({"this GPU", 10 * major + attribute(cudaDevAttrComputeCapabilityMinor),
+                     attribute(cudaDevAttrMultiProcessorCount),
+                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+    }
+    return all;
+  }
   // Told once, an error must not be told again by torch's next kernel.
   static void forget_error() { (void)cudaGetLastError(); }
   static cuda::Stream current_stream(int32_t index) {
@@ -93,7 +118,7 @@ class CudaDevice {
   int32_t index_;
   torch::stable::accelerator::DeviceGuard guard_;
   cuda::Stream stream_;
-  bool may_record_;
+  bool may_record_, allows_tf32_;
   cuda::Gemms gemms_;
 };
 

@@ -18,13 +18,17 @@
 //   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
 //       an earlier call with `repeats` did, further on in the sequence by the difference of
 //       first_row; is_whole: no step of a chunk is missing
+//   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
+//   adjoint_chunk(plan, PersistentBackward, workspace): its adjoint chain, if kPersistentBackward
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
 //   scratch_bytes(rows, columns), use_scratch(pointer, rows, columns): memory of its own in the
 //       workspace; enough for column sums of such a matrix
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
+#include "cuda/persistent_backward_step.h"
 #include "workspace.h"
 
 namespace fusedrnn {
@@ -277,6 +281,9 @@ class Driver {
     const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     backend_.gemm(Matrix<A>::contiguous(buffers.side, chunk.rows(), layer_.side_columns()),
                   input_rows(chunk, buffers), weight_[0].transposed(), false);
+    if constexpr (Backend::kPersistent) {
+      if (layer_.is_persistent) return forward_at_once(chunk, eps, kept, buffers);
+    }
     enqueue_steps(recording, chunk, [&](const int64_t* shift) {
       for (int64_t t = 0; t < chunk.steps; ++t) {
         forward_step(chunk, t, eps, shift, kept, buffers);
@@ -284,44 +291,77 @@ class Driver {
     });
   }
 
+  // h_{t-1} of step t as a GEMM reads it: where it does not stand in the output, stages leave it in
+  // buffers.
+  Matrix<const O> h_operand(const Chunk& chunk, int64_t t, int64_t rows,
+                            const ForwardBuffers& buffers) const {
+    if (buffers.h != nullptr) return Matrix<const O>::contiguous(buffers.h, rows, output());
+    if (chunk.begin + t == 0) {
+      return Matrix<const O>::contiguous(same<const O>(layer_.hx), rows, output());
+    }
+    const int64_t before = chunk.first_row + chunk.row(t) - layer_.mask.direction * layer_.batch;
+    return {same<const O>(layer_.output + before * layer_.output_stride), rows, output(),
+            layer_.output_stride, 1};
+  }
+
+  // Stage s of step t, whose GEMM gives `projection`.
+  ForwardStep<T, O> forward_stage(int s, const Chunk& chunk, int64_t t, const Matrix<const O>& h,
+                                  const A* projection, const Rows<const T>& eps,
+                                  const Kept<A>& kept, const ForwardBuffers& buffers) const {
+    const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
+    const A* side = buffers.side + row * layer_.side_columns();
+    auto step = make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection);
+    step.noise = noise(eps, row);
+    step.keep = kept.at(s, from_start);
+    if (s == layer_.core()) {
+      step.carry = {buffers.carry, hidden()};
+      step.carry_out = buffers.carry;
+      if (buffers.carry == nullptr) step.carry = {same<const A>(h.data), h.row_stride};
+    }
+    if (step.is_last) {
+      step.output = output_from(from_start);
+      step.operand = buffers.h;
+      if (layer_.has_state()) step.h = {h.data, h.row_stride, false};
+    } else {
+      step.operand = buffers.operand[s];
+    }
+    return step;
+  }
+
   void forward_step(const Chunk& chunk, int64_t t, const Rows<const T>& eps, const int64_t* shift,
                     const Kept<A>& kept, const ForwardBuffers& buffers) {
-    const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     if (rows == 0) return;
-    A* side = buffers.side + row * layer_.side_columns();
-    // h_{t-1}: where it does not stand in the output, stages leave it in buffers.
-    const int64_t before = from_start - layer_.mask.direction * layer_.batch;
-    const bool is_first = chunk.begin + t == 0;
-    const T* h = is_first ? layer_.hx : layer_.output + before * layer_.output_stride;
-    const int64_t stride = is_first ? output() : layer_.output_stride;
-    auto h_operand = Matrix<const O>::contiguous(buffers.h, rows, output());
-    if (buffers.h == nullptr) h_operand = {same<const O>(h), rows, output(), stride, 1};
-    Matrix<const O> operand = h_operand;
+    A* side = buffers.side + chunk.row(t) * layer_.side_columns();
+    const Matrix<const O> h = h_operand(chunk, t, rows, buffers);
+    Matrix<const O> operand = h;
     for (int s = 0; s <= layer_.last(); ++s) {
       const bool adds_up = layer_.adds_up(s);
       const auto projection =
           Matrix<A>::contiguous(adds_up ? side : buffers.projection[s], rows, layer_.columns(s));
       backend_.gemm(projection, operand, weight(s).transposed(), adds_up);
-      auto step = make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection.data);
+      auto step = forward_stage(s, chunk, t, h, projection.data, eps, kept, buffers);
       step.shift = shift;
-      step.noise = noise(eps, row);
-      step.keep = kept.at(s, from_start);
-      if (s == layer_.core()) {
-        step.carry = {buffers.carry, hidden()};
-        step.carry_out = buffers.carry;
-        if (buffers.carry == nullptr) step.carry = {same<const A>(h), stride};
-      }
-      if (step.is_last) {
-        step.output = output_from(from_start);
-        step.operand = buffers.h;
-        if (layer_.has_state()) step.h = {h_operand.data, h_operand.row_stride, false};
-      } else {
-        step.operand = buffers.operand[s];
-        operand = Matrix<const O>::contiguous(step.operand, rows, layer_.width(s));
-      }
       backend_.forward(layer_.cell.stages[s].kind, step, rows);
+      operand = Matrix<const O>::contiguous(step.operand, rows, step.width);
     }
+  }
+
+  void forward_at_once(const Chunk& chunk, const Rows<const T>& eps, const Kept<A>& kept,
+                       ForwardBuffers& buffers) {
+    cuda::PersistentForward<T> all{};
+    const auto h = Matrix<const O>::contiguous(buffers.h, layer_.batch, output());
+    for (int s = 0; s <= layer_.last(); ++s) {
+      all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, kept, buffers);
+      all.weight[s] = weight(s);
+    }
+    all.step[layer_.last()].operand = buffers.h_after;  // others may still read the h before
+    all.h = {h.data, h.row_stride, false};
+    all.steps = int(chunk.steps);
+    all.batch = int(layer_.batch);
+    all.row_step = layer_.mask.direction * all.batch;
+    backend_.forward_chunk(layer_.persistent, all, buffers.exchange);
+    std::swap(buffers.h, buffers.h_after);
   }
 
   // h_{t-1} of a chunk's rows, in up to two pieces because that of the first step is hx.
@@ -399,6 +439,12 @@ class Driver {
   void adjoint_chain(const Chunk& chunk, const Gradients<T>& gradients, const Kept<const A>& kept,
                      BackwardBuffers& buffers, Recording& recording) {
     const Rows<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
+    if constexpr (Backend::kPersistentBackward) {
+      if (layer_.is_persistent) {
+        const auto args = chain_arguments(chunk, grad_output, gradients, kept, buffers);
+        return backend_.adjoint_chunk(layer_.persistent, args, buffers.exchange);
+      }
+    }
     enqueue_steps(recording, chunk, [&](const int64_t* shift) {
       if (layer_.has_state()) {
         const int64_t steps = layer_.core() < layer_.last() ? chunk.steps : chunk.steps - 1;
@@ -408,6 +454,48 @@ class Driver {
         adjoint_step(chunk, t, grad_output, shift, gradients, kept, buffers);
       }
     });
+  }
+
+  // The same for one kernel, which leaves dh and dc where they were.
+  cuda::PersistentBackward<T> chain_arguments(const Chunk& chunk, const Rows<const T>& grad_output,
+                                              const Gradients<T>& gradients,
+                                              const Kept<const A>& kept,
+                                              const BackwardBuffers& buffers) const {
+    cuda::PersistentBackward<T> args{};
+    const int64_t row = chunk.row(0), from_start = chunk.first_row + row;
+    const bool is_first = chunk.begin == 0;
+    const Planes<A> at = buffers.planes.from_row(layer_, row);
+    const Planes<O> d = buffers.gradient.from_row(layer_, row);
+    for (int s = 0; s <= layer_.last(); ++s) {
+      const bool has_factors = traits(layer_.cell.stages[s].kind).has_factors;
+      const A* pre = has_factors ? at.projection[s] : kept.at(s, from_start);
+      auto step = make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side, at.projection[s]);
+      step.dside = d.side;
+      step.dprojection = d.projection[s];
+      if (step.is_last) {
+        step.dout = buffers.dh;
+        step.grad_output = from_row(grad_output, row);
+      }
+      if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
+      args.step[s] = step;
+      args.weight[s] = weight(s);
+    }
+    auto& step = args.step[layer_.core()];
+    if (layer_.has_state()) {
+      step.dcarry = buffers.dc;
+      args.state = buffers.state + row * hidden();
+      if (!step.is_last) args.operand = buffers.operand[layer_.core()] + row * step.width;
+    } else if (buffers.h != nullptr) {
+      step.carry = {buffers.h + row * output(), output(), false};
+    } else {
+      step.carry = output_from<const O>(from_start - layer_.mask.direction * layer_.batch);
+      if (is_first) args.first_carry = {layer_.hx, output(), false};
+    }
+    args.steps = int(chunk.steps);
+    args.batch = int(layer_.batch);
+    args.row_step = int(layer_.mask.direction * layer_.batch);
+    args.wants_dh = !is_first || gradients.hx != nullptr;
+    return args;
   }
 
   // The state before step t + 1 from that before step t, and what the stage behind projects.

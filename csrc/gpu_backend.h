@@ -5,19 +5,20 @@
 // Launching a kernel costs about as much as running a small one, so the steps of a chunk are
 // recorded into a graph, which later chunks launch at once.
 #pragma once
+#include "cuda/memory.h"
+#include "cuda/persistent_backward_step.h"
+#include "cuda/persistent_step.h"
 #include "cuda/step.h"
-#include "plan.h"
 #include "torch_stable.h"
 
 namespace fusedrnn {
 
 template <class Element, class Device>
-class GpuBackend {
+class GpuBackend : public cuda::Memory<Element> {
  public:
+  using Memory = cuda::Memory<Element>;
   using T = Element;
   using A = Acc<T>;
-  using O = T;  // GEMMs accumulate in A and give either
-  static constexpr bool kReplays = true, kGemmRounds = true;
 
   struct Recording {
     int64_t first_row = 0;
@@ -70,15 +71,22 @@ class GpuBackend {
           m.rows, m.columns);
   }
 
-  static int64_t scratch_bytes(int64_t rows, int64_t summed_columns) {
-    Arena arena;
-    GpuBackend::carve(arena, rows, summed_columns);
-    return arena.size_bytes();
+  // All steps of a chunk at once.
+  void forward_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentForward<T>& chunk,
+                     void* workspace) {
+    check(cuda::launch_persistent_forward<T>(plan, chunk, workspace, device_.stream()),
+          chunk.steps * chunk.batch, chunk.step[0].width);
   }
-  // With room for column sums over `rows` rows of up to `summed_columns` columns.
+
+  void adjoint_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentBackward<T>& chunk,
+                     void* workspace) {
+    check(cuda::launch_persistent_backward<T>(plan, chunk, workspace, device_.stream()),
+          chunk.steps * chunk.batch, chunk.step[0].width);
+  }
+
   void use_scratch(void* scratch, int64_t rows, int64_t summed_columns) {
     Arena arena(scratch);
-    const Scratch s = carve(arena, rows, summed_columns);
+    const typename Memory::Scratch s = Memory::carve(arena, rows, summed_columns);
     shift_ = s.shift;
     gemm_workspace_ = s.gemm_workspace;
     partial_sums_ = s.partial_sums;
@@ -100,17 +108,6 @@ class GpuBackend {
   }
 
  private:
-  struct Scratch {
-    int64_t* shift;
-    char* gemm_workspace;
-    A* partial_sums;
-  };
-  static Scratch carve(Arena& arena, int64_t rows, int64_t summed_columns) {
-    const int64_t slabs = (rows + cuda::kSumRows - 1) / cuda::kSumRows;
-    return {arena.take<int64_t>(1), arena.take<char>(Device::kGemmWorkspaceBytes),
-            arena.take<A>(slabs * summed_columns)};
-  }
-
   void check(const cuda::Launch& launched, int64_t rows, int64_t width) const {
     STD_TORCH_CHECK(launched.error == 0, "fusedrnn: kernel ", launched.kernel, " over ", rows,
                     " rows of ", width, " in ", torch::headeronly::toString(kScalarType<T>),

@@ -1,6 +1,7 @@
 // What the driver works on: one layer with its tensors, its gradients, and the arrays of
 // pre-activations.  Pointers and sizes only; nothing here allocates or computes.
 #pragma once
+#include "cuda/persistent_step.h"
 #include "layout.h"
 #include "matrix.h"
 #include "plan.h"
@@ -29,6 +30,9 @@ struct Layer {
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
   Mask mask;
   const int64_t* rows_at;  // [seq_len], all rows from there on are finished; or null
+  // If one kernel runs all steps of a chunk.
+  bool is_persistent;
+  cuda::PersistentPlan persistent;
 
   int64_t rows() const { return seq_len * batch; }
   int64_t chunks() const { return (seq_len + chunk - 1) / chunk; }

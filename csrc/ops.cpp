@@ -9,6 +9,8 @@ namespace {
 struct CpuPlatform {
   static constexpr ChunkPlan kChunkPlan = kCpuChunks;
   CpuPlatform(const Tensor& /*input*/, bool /*replay*/) {}
+  static const Gpu* gpu() { return nullptr; }
+  static bool allows_tf32() { return false; }
 
   template <class T>
   CpuBackend<T> backend() const {

@@ -3,6 +3,8 @@
 // Platform is what a device adds, made anew for each call: the types Backend<T>, chunk_rows (see
 // plan.h), and
 //   Platform(input, replay)
+//   gpu()                        its facts for plans, or null
+//   allows_tf32()                whether products of float32 may be rounded to TF32
 //   backend<T>()                 the driver's backend
 //   computing(multiply_adds)     an object that lives while the driver works
 #pragma once
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "planner.h"
 #include "torch_stable.h"
 
 namespace fusedrnn {
@@ -45,6 +48,7 @@ struct Call {
   int64_t first_step;  // where the sequence is a part of a longer one
   bool reverse;        // with one direction: that time runs backwards
   int64_t chunk_size;
+  std::string backend;  // see planner.h
 };
 
 // A call whose arguments are checked.  Everything that a kernel will read is known to be there
@@ -78,6 +82,9 @@ class Arguments {
                     "fusedrnn: reverse is for the second of two directions, alone");
     STD_TORCH_CHECK(call.chunk_size >= 0,
                     "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
+    STD_TORCH_CHECK(
+        call.backend == "auto" || call.backend == "stepwise" || call.backend == "persistent",
+        "fusedrnn: backend must be auto, stepwise or persistent, got ", call.backend);
     STD_TORCH_CHECK(call.layer >= 0 && call.layer < (1 << 29) - 1,
                     "fusedrnn: layer must be in [0, 2^29 - 1), got ", call.layer);
     sizes_ = {input_.size(2), hx_.size(2), 0, hx_.size(2)};
@@ -124,6 +131,15 @@ class Arguments {
     check_shape(name, tensor, shape);
     check_dtype(name, tensor, input_.scalar_type());
     check_device(name, tensor);
+  }
+
+  // Of either direction.
+  template <class Platform>
+  Plan plan(Pass pass, Platform& platform, int64_t element_bytes, bool by_flags) const {
+    const auto exchange = by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
+    const int64_t steps = Platform::kChunkPlan.length(call_.chunk_size, seq_len(), batch());
+    return make_plan(pass, call_.backend, cell_, sizes_, batch(), steps, element_bytes, exchange,
+                     platform.gpu(), platform.allows_tf32());
   }
 
   // One direction.  plan: chooses the steps per chunk where the caller does not.
@@ -311,10 +327,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
     MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
-    bool reverse, int64_t chunk_size, bool keep, bool replay) {
+    bool reverse, int64_t chunk_size, std::string backend, bool keep, bool replay, bool by_flags) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
                         dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
-                        chunk_size});
+                        chunk_size, backend});
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
@@ -322,6 +338,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const ScalarType dtype = input.scalar_type();
     const int64_t directions = args.directions(), batch = args.batch();
     const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
+    const Plan plan = args.plan(Pass::Forward, platform, sizeof(T), by_flags);
+    STD_TORCH_CHECK(backend != "persistent" || plan.is_persistent,
+                    "fusedrnn: backend='persistent' is not possible here: ", plan.reason);
     const int64_t kept_numel = keep ? args.kept_numel() : 0;
     const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
     // Of finished rows nothing is written.
@@ -337,6 +356,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
       Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
       problem.output = pointer<T>(output) + d * width;
       problem.output_stride = directions * width;
+      problem.is_persistent = plan.is_persistent;
+      problem.persistent = plan.persistent;
       if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
@@ -363,10 +384,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
     MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
     MaybeTensor mask_seed, int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size,
-    int64_t needs, bool replay) {
+    std::string backend, int64_t needs, bool replay, bool by_flags) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
                         dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
-                        chunk_size});
+                        chunk_size, backend});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
   const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
   args.check("output", output, {seq_len, batch, directions * width});
@@ -385,6 +406,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
+    const Plan plan = args.plan(Pass::Backward, platform, sizeof(T), by_flags);
     const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
       STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> &&
@@ -417,6 +439,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
+      problem.is_persistent = plan.is_persistent;
+      problem.persistent = plan.persistent;
       problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
       problem.output_stride = directions * width;
       if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
@@ -465,14 +489,16 @@ constexpr const char* kForwardSchema =
     "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, bool keep, bool replay) "
+    "bool reverse, int chunk_size, str backend, bool keep, bool replay, "
+    "bool by_flags) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, int needs, bool replay) "
+    "bool reverse, int chunk_size, str backend, int needs, bool replay, "
+    "bool by_flags) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

@@ -72,18 +72,25 @@ struct Workspace {
     A *side, *projection[kMaxStages];  // of a chunk; of one step
     O *operand[kMaxStages], *h;        // of one step
     A* carry;
+    // Of a kernel for all steps of a chunk: h after it, and what goes from block to block.
+    O* h_after;
+    char* exchange;
 
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{} {
+        : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{}, h_after{}, exchange{} {
       side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
       for (int s = 0; s <= layer.last(); ++s) {
-        if (layer.adds_up(s)) continue;
+        if (layer.adds_up(s) || layer.is_persistent) continue;
         projection[s] = arena.take<A>(layer.batch * layer.columns(s));
       }
       for (int s = 0; s < layer.last(); ++s) {
-        operand[s] = arena.take<O>(layer.batch * layer.width(s));
+        if (!layer.is_persistent) operand[s] = arena.take<O>(layer.batch * layer.width(s));
       }
       if (!state_is_operand(layer)) h = arena.take<O>(layer.batch * layer.sizes.output);
+      if (layer.is_persistent) {
+        h_after = arena.take<O>(layer.batch * layer.sizes.output);
+        exchange = arena.take<char>(layer.persistent.workspace_bytes());
+      }
       if (!carry_is_output(layer)) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
     }
   };
@@ -96,10 +103,11 @@ struct Workspace {
     A *dh, *dc, *dstage[kMaxStages];  // of one step
     A *dx, *state;                    // of a chunk; state: before each step
     T* grad_output;                   // of a chunk
+    char* exchange;                   // of a kernel for all steps of a chunk
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : Buffers(layer, most_summed(layer, gradients), arena), planes{}, input{}, operand{}, h{},
-          dh{}, dc{}, dstage{}, dx{}, state{}, grad_output{} {
+          dh{}, dc{}, dstage{}, dx{}, state{}, grad_output{}, exchange{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -109,7 +117,7 @@ struct Workspace {
       }
       for (int s = 0; s < layer.last(); ++s) {
         operand[s] = arena.take<O>(rows * layer.width(s));
-        dstage[s] = arena.take<A>(layer.batch * layer.width(s));
+        if (!layer.is_persistent) dstage[s] = arena.take<A>(layer.batch * layer.width(s));
       }
       if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);
       if (layer.has_state()) {
@@ -117,6 +125,7 @@ struct Workspace {
         state = arena.take<A>(rows * layer.sizes.hidden);
       }
       dh = arena.take<A>(layer.batch * layer.sizes.output);
+      if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if (gradients.input != nullptr && !kTensorIsResult) {
         dx = arena.take<A>(rows * layer.sizes.input);
       }

@@ -6,6 +6,7 @@ from ._library import set_chunk_replay
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
+from .planner import Plan, plan
 
 __version__ = _version("fusedrnn")
 __all__ = [
@@ -14,11 +15,13 @@ __all__ = [
     "ConversionReport",
     "GRUCell",
     "LSTMCell",
+    "Plan",
     "StochasticGRU",
     "StochasticGRUCell",
     "convert",
     "gru",
     "lstm",
+    "plan",
     "set_chunk_replay",
     "stochastic_gru",
     "to_torch",

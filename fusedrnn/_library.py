@@ -23,6 +23,9 @@ torch.ops.load_library(str(_core))
 _ops = torch.ops.fusedrnn
 
 replay_chunks = False
+# How a persistent kernel's blocks hand on results: by flags, or by the packets themselves. The bits
+# are the same.
+exchange_by_flags = False
 
 
 def set_chunk_replay(enabled: bool) -> None:
@@ -123,6 +126,7 @@ def run_layer(
     reverse: bool = False,
     chunk_size: int,
     recompute: bool,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer over a sequence, in D = 1 or 2 directions.
 
@@ -138,7 +142,7 @@ def run_layer(
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
-    options = (layer, first_step, reverse, chunk_size, keep)
+    options = (layer, first_step, reverse, chunk_size, backend, keep)
     *probabilities, mask_seed = dropout
     tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
     output, h_n, c_n, _, _ = _Layer.apply(cell, *tensors, *probabilities, *options, *weights)
@@ -181,20 +185,22 @@ class _Layer(torch.autograd.Function):
         first_step: int,
         reverse: bool,
         chunk_size: int,
+        backend: str,
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
-        options = (layer, first_step, reverse, chunk_size, keep, replay_chunks)
-        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
+        options = (layer, first_step, reverse, chunk_size, backend, keep)
+        switches = (replay_chunks, exchange_by_flags)
+        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options, *switches)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.cell, *tensors = inputs[:10]
         ctx.probabilities = inputs[10:13]
-        *ctx.options, keep = inputs[13:18]
-        weights = inputs[18:]
+        *ctx.options, keep = inputs[13:19]
+        weights = inputs[19:]
         out, _, _, kept, states = output
         ctx.mark_non_differentiable(kept, states)
         ctx.set_materialize_grads(False)
@@ -214,7 +220,7 @@ class _Layer(torch.autograd.Function):
         input, hx, cx, eps, seed, *masks, mask_seed, output, kept, states = saved[:12]
         weights = list(saved[12:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
-        need_weights = ctx.needs_input_grad[18:]
+        need_weights = ctx.needs_input_grad[19:]
         cotangents = (grad_output, grad_h_n, grad_c_n)
         if all(grad is None for grad in cotangents):
             return (None,) * len(ctx.needs_input_grad)
@@ -222,7 +228,7 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (*ctx.options, needs, replay_chunks)
+        options = (*ctx.options, needs, replay_chunks, exchange_by_flags)
         with torch.no_grad():
             grads = _call(
                 _ops.backward,
@@ -248,7 +254,7 @@ class _Layer(torch.autograd.Function):
             grad_hx if need_hx else None,
             grad_cx if need_cx else None,
             grad_eps if need_eps else None,
-            *(None,) * 13,
+            *(None,) * 14,
             *grad_weights,
         )
 
@@ -292,8 +298,10 @@ def _(  # type: ignore[no-untyped-def]
     first_step,
     reverse,
     chunk_size,
+    backend,
     keep,
     replay,
+    by_flags,
 ):
     seq_len, batch, _ = input.shape
     directions, _, output_size = hx.shape
@@ -338,8 +346,10 @@ def _(  # type: ignore[no-untyped-def]
     first_step,
     reverse,
     chunk_size,
+    backend,
     needs,
     replay,
+    by_flags,
 ):
     def like(tensor: Tensor, bit: int) -> Tensor:
         return input.new_empty(tensor.shape if needs & bit else 0)

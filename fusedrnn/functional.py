@@ -15,6 +15,7 @@ from . import _library
 from .stack import Stack, States
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+BACKENDS = ("auto", "stepwise", "persistent")
 _HAVE_STATE = ("lstm", "projected_lstm")  # beside h
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
@@ -45,6 +46,7 @@ def stochastic_gru(
     sample: bool = True,
     recompute: bool = True,
     chunk_size: int | None = None,
+    backend: str = "auto",
 ) -> tuple[S, Tensor]:
     r"""Applies a stack of stochastic GRU layers; see :class:`fusedrnn.StochasticGRU`.
 
@@ -82,6 +84,7 @@ def stochastic_gru(
         recompute: if False, pre-activations (4H + 2Z numbers per step and batch entry) are kept
             for backward rather than computed again: more memory, less time, same gradients.
         chunk_size: steps per chunk of workspace.  None chooses; more is more memory.
+        backend: see :class:`fusedrnn.GRU`.
 
     Returns:
         output: (T, B, H), (B, T, H) or (T, H), the states of the last layer.
@@ -108,6 +111,7 @@ def stochastic_gru(
         reset,
         recompute,
         chunk_size,
+        backend,
     )
     output, h_n, _ = _run("stochastic_gru", input, weights, hx, None, options, noise)
     return output, h_n
@@ -131,6 +135,7 @@ def gru(
     reset: Tensor | None = None,
     recompute: bool = True,
     chunk_size: int | None = None,
+    backend: str = "auto",
 ) -> tuple[S, Tensor]:
     r"""Applies a stack of gated recurrent units, as torch.nn.GRU; see :class:`fusedrnn.GRU`.
 
@@ -154,6 +159,7 @@ def gru(
         reset,
         recompute,
         chunk_size,
+        backend,
     )
     output, h_n, _ = _run("gru", input, weights, hx, None, options, _Noise())
     return output, h_n
@@ -178,6 +184,7 @@ def lstm(
     reset: Tensor | None = None,
     recompute: bool = True,
     chunk_size: int | None = None,
+    backend: str = "auto",
 ) -> tuple[S, tuple[Tensor, Tensor]]:
     r"""Applies a stack of long short-term memories, as torch.nn.LSTM; see :class:`fusedrnn.LSTM`.
 
@@ -212,6 +219,7 @@ def lstm(
         reset,
         recompute,
         chunk_size,
+        backend,
     )
     cell = "projected_lstm" if proj_size else "lstm"
     output, h_n, c_n = _run(cell, input, weights, h_0, c_0, options, _Noise())
@@ -256,12 +264,14 @@ class _Options(NamedTuple):
     reset: Tensor | None
     recompute: bool
     chunk_size: int | None
+    backend: str
 
     def check(self, has_state: bool) -> None:
         if not isinstance(self.chunk_size, int | None) or isinstance(self.chunk_size, bool):
             raise TypeError(f"fusedrnn: chunk_size must be an int or None, got {self.chunk_size!r}")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ValueError(f"fusedrnn: chunk_size must be at least 1, got {self.chunk_size}")
+        check_backend(self.backend)
         layers = self.num_layers
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
@@ -273,6 +283,29 @@ class _Options(NamedTuple):
         """Of h, and of the state beside it."""
         h, state = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout,) * 2
         return h, state
+
+
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """That of new weights: torch's default if None.
+
+    Raises:
+        TypeError, RuntimeError: It is no dtype, or not one that is supported.
+    """
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {type(dtype).__name__}")
+    if dtype not in _DTYPES:
+        names = ", ".join(str(d) for d in _DTYPES)
+        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {dtype}")
+    return dtype
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError for what is not the name of one."""
+    if backend not in BACKENDS:
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"fusedrnn: backend must be one of {names}, got {backend!r}")
 
 
 def check_zoneout(zoneout: float | tuple[float, float], has_state: bool) -> None:
@@ -389,6 +422,7 @@ def _run_padded(
         _library.Dropout(options.dropout if options.training else 0.0, *zoneout, seed=mask_seed),
         options.chunk_size or 0,
         options.recompute,
+        options.backend,
     )
     if options.return_sequence:
         output, (h_n, c_n) = stack.run(sequence, states)

@@ -45,6 +45,7 @@ class RNNBase(FlatModule):
         return_sequence: bool,
         recompute: bool,
         chunk_size: int | None,
+        backend: str,
         device: Device,
         dtype: torch.dtype | None,
     ) -> None:
@@ -65,18 +66,25 @@ class RNNBase(FlatModule):
         self.bidirectional = _flag("bidirectional", bidirectional)
         self.recompute = _flag("recompute", recompute)
         self.chunk_size = None if chunk_size is None else _positive_int("chunk_size", chunk_size)
+        functional.check_backend(backend)
+        self.backend = backend
         if dropout > 0 and num_layers == 1:
             warnings.warn(
                 f"fusedrnn: dropout={dropout} stands between layers, so with num_layers=1 it does "
                 "nothing",
                 stacklevel=3,
             )
-        self._make_weights(device, _dtype(dtype))
+        self._make_weights(device, functional.check_dtype(dtype))
         self.reset_parameters()
+
+    @property
+    def _table_name(self) -> str:
+        """The cell's in csrc/layout.h."""
+        return "projected_lstm" if self.proj_size else self._cell
 
     def _layout(self) -> Layout:
         layout: Layout = _library.layout(
-            "projected_lstm" if self.proj_size else self._cell,
+            self._table_name,
             self.input_size,
             self.hidden_size,
             getattr(self, "latent_size", 0),
@@ -101,6 +109,7 @@ class RNNBase(FlatModule):
             "training": self.training,
             "recompute": self.recompute,
             "chunk_size": self.chunk_size,
+            "backend": self.backend,
         }
 
     @property
@@ -130,6 +139,7 @@ class RNNBase(FlatModule):
             return_sequence=True,
             recompute=True,
             chunk_size=None,
+            backend="auto",
         )
 
 
@@ -173,6 +183,11 @@ class GRU(RNNBase):
             more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
             the sizes if None.
+        backend: How a GPU goes through the steps. "stepwise" is a matrix product and a kernel for
+            each stage of each step; "persistent" is one kernel for a whole chunk, with the weights
+            kept on chip, for tensors of 16 bits, and of float32 where torch allows TF32
+            (``torch.backends.cuda.matmul``); "auto" is what :func:`fusedrnn.plan` chooses.
+            Backward of float32 is stepwise in any case. On the CPU there is "stepwise" alone.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
             None.
 
@@ -219,6 +234,7 @@ class GRU(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__(
             input_size,
@@ -233,6 +249,7 @@ class GRU(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            backend=backend,
             device=device,
             dtype=dtype,
         )
@@ -296,7 +313,8 @@ class LSTM(RNNBase):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-        weight_dropout, return_sequence, recompute, chunk_size, device, dtype: As for :class:`GRU`.
+        weight_dropout, return_sequence, recompute, chunk_size, backend, device, dtype: As for
+        :class:`GRU`.
         proj_size: Features of h, fewer than hidden_size, if they are projected, or 0.
         zoneout: As for :class:`GRU`, of h and c alike, or a pair: of h, and of c.
 
@@ -342,6 +360,7 @@ class LSTM(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__(
             input_size,
@@ -357,6 +376,7 @@ class LSTM(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            backend=backend,
             device=device,
             dtype=dtype,
         )
@@ -438,6 +458,7 @@ class StochasticGRU(RNNBase):
             computing them again: more memory, less work.
         chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
             the sizes if None. Has no influence on which noise is drawn.
+        backend: As for :class:`GRU`.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
             None.
 
@@ -485,6 +506,7 @@ class StochasticGRU(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        backend: str = "auto",
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -502,6 +524,7 @@ class StochasticGRU(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            backend=backend,
             device=device,
             dtype=dtype,
         )
@@ -576,7 +599,7 @@ class RNNCellBase(FlatModule):
         if latent_size is not None:
             self.latent_size = _positive_int("latent_size", latent_size)
         self.bias = _flag("bias", bias)
-        self._make_weights(device, _dtype(dtype))
+        self._make_weights(device, functional.check_dtype(dtype))
         if not bias:  # as in torch.nn, where the names exist in any case
             for name, _, _ in self._layer_layout(bias=True):
                 if name.startswith("bias_"):
@@ -885,17 +908,6 @@ def _probability(name: str, value: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
         raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {value!r}")
     return float(value)
-
-
-def _dtype(dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        dtype = torch.get_default_dtype()
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {type(dtype).__name__}")
-    if dtype not in functional._DTYPES:
-        names = ", ".join(str(d) for d in functional._DTYPES)
-        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {dtype}")
-    return dtype
 
 
 def _init_uniform(module: nn.Module, hidden_size: int) -> None:

@@ -58,6 +58,7 @@ class Stack(NamedTuple):
     dropout: Dropout
     chunk_size: int
     recompute: bool
+    backend: str
     first_step: int = 0
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
@@ -112,6 +113,7 @@ class Stack(NamedTuple):
             reverse=reverse,
             chunk_size=self.chunk_size,
             recompute=self.recompute,
+            backend=self.backend,
         )
         return output, States(h_n, None if c is None else c_n)
 

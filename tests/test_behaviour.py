@@ -361,11 +361,11 @@ for threads in (1, 2, 1, 2):
 
 
 def raw_arguments(case, arguments):
-    """What the operators take from the cell to chunk_size."""
+    """What the operators take from the cell to backend."""
     a = arguments
     masks = (a.lengths, a.lengths, a.reset)
     raw = (a.cell, a.input, a.hx, a.cx, a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
-    raw += (0, 0, False, case.chunk_size)
+    raw += (0, 0, False, case.chunk_size, "auto")
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
 
 
@@ -378,16 +378,16 @@ def test_opcheck(case):
     raw = raw_arguments(case, case.tensors())
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
-        forward = (*raw, keep, False)
+        forward = (*raw, keep, False, False)
         torch.library.opcheck(torch.ops.fusedrnn.forward.default, forward, test_utils=tests)
-    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, False, False)
+    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, False, False, False)
     cell, input, hx, cx, weights, *others = raw
     bits = [1, 2, 4 * (cx is not None), 8 * (case.tensors().eps is not None)]
     bits += [16 << i for i in range(len(weights))]
     for needs in (0, *{*bits}, sum(bits)):
         cotangents = (output, h_n, c_n if cx is not None else None)
         saved = (output, None, states if cx is not None else None)
-        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs, False)
+        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs, False, False)
         torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
 
 

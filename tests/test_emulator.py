@@ -303,4 +303,4 @@ def test_a_failure_while_recording(emulator):
     emulator.control(False, "set_shift")
     with pytest.raises(RuntimeError, match="set_shift"):
         arguments.call(fusedrnn, **LONG.options)
-    assert emulator.counts() == (2 * LONG.chunk_size * 2, 0)  # recorded, but never replayed
+    assert emulator.counts()[:2] == (2 * LONG.chunk_size * 2, 0)  # recorded, but never replayed

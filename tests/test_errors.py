@@ -197,8 +197,10 @@ def raw_forward(case, **changes):
         "first_step": 0,
         "reverse": False,
         "chunk_size": 2,
+        "backend": "auto",
         "keep": False,
         "replay": True,
+        "by_flags": False,
     }
     arguments |= changes
     return torch.ops.fusedrnn.forward(**arguments), arguments

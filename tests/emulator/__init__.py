@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / f"emulator-torch{torch.__version__}"
 SOURCE = FOLDER / "emulator.cpp"
-FLAGS = ["-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
+FLAGS = [f"-I{FOLDER}", "-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
 
 
 @functools.cache

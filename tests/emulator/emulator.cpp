@@ -7,7 +7,14 @@
 #include <tuple>
 #include <vector>
 
+// A number and not a constant, so that one build has all bugs.
+namespace {
+int64_t seeded_bug = 0;
+}
+#define FUSEDRNN_SEEDED_BUG seeded_bug
 #include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/persistent.h"
+#include "../../csrc/cuda/persistent_backward.h"
 #include "../../csrc/gpu_backend.h"
 #include "../../csrc/ops.h"
 
@@ -28,14 +35,19 @@ namespace {
 
 bool backwards = false;      // in which order threads run
 std::string failing_kernel;  // refuses to be launched
-int64_t launches = 0, replays = 0;
+int64_t launches = 0, replays = 0, persistent = 0;
+// Without multiprocessors a plan knows no persistent kernels, which take long here.
+Gpu gpu{"emulated", 90, 0, 227 << 10};
+int64_t schedule = 0;  // of threads in these
+uint32_t patience = 0;
+int64_t forward_bug = 0, backward_bug = 0;
+bool tf32 = false;  // whether products of float32 may be rounded; single steps never do
 
 struct EmulatedDevice {
   struct Graph {
     std::vector<std::function<void()>> work;
     bool is_recorded() const { return !work.empty(); }
   };
-  static constexpr int64_t kGemmWorkspaceBytes = 16;
 
   explicit EmulatedDevice(bool replay) : replay_(replay) {}
 
@@ -100,6 +112,8 @@ class EmulatedPlatform {
  public:
   static constexpr ChunkPlan kChunkPlan = kGpuChunks;
   EmulatedPlatform(const Tensor& /*input*/, bool replay) : device_(replay) {}
+  static const Gpu* gpu() { return &fusedrnn::gpu; }
+  static bool allows_tf32() { return tf32; }
 
   template <class T>
   GpuBackend<T, EmulatedDevice> backend() {
@@ -111,12 +125,19 @@ class EmulatedPlatform {
   EmulatedDevice device_;
 };
 
-void control(bool run_backwards, std::string kernel) {
+void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
+             int64_t bug, int64_t bug_backward, int64_t looks, bool allow_tf32) {
   backwards = run_backwards;
+  gpu.multiprocessors = int(multiprocessors);
+  schedule = seed;
+  forward_bug = bug;
+  backward_bug = bug_backward;
+  patience = uint32_t(looks);
+  tf32 = allow_tf32;
   failing_kernel = kernel;
-  launches = replays = 0;
+  launches = replays = persistent = 0;
 }
-std::tuple<int64_t, int64_t> counts() { return {launches, replays}; }
+std::tuple<int64_t, int64_t, int64_t> counts() { return {launches, replays, persistent}; }
 
 }  // namespace
 
@@ -130,14 +151,73 @@ Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream
   });
   return {kernel, 0};
 }
+
+// kernel(stages, depth, args): what each thread does.
+template <class Args, class Kernel>
+Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& plan, Args args,
+                         void* workspace, Stream stream, const Kernel& kernel) {
+  if (name == failing_kernel) return {name, 1};
+  ++launches;
+  ++persistent;
+  apply(plan, workspace, args);
+  args.patience = patience;
+  stream->enqueue([=] {
+    memset(workspace, plan.preset(), size_t(plan.workspace_bytes()));
+    seeded_bug = bug;
+    std::string failure = "there is no such kernel";
+    dispatch_stages(plan, [&](auto stages) {
+      const auto run = [&](auto depth) {
+        failure = emulated::launch(plan.grid(), kPersistentThreads, size_t(plan.shared_bytes),
+                                   uint64_t(schedule), [&] { kernel(stages, depth, args); });
+      };
+      if (plan.depth == 1) run(std::integral_constant<int, 1>{});
+      if (plan.depth == 2) run(std::integral_constant<int, 2>{});
+      if (plan.depth == 4) run(std::integral_constant<int, 4>{});
+    });
+    STD_TORCH_CHECK(failure.empty(), failure);
+  });
+  return {name, 0};
+}
+
+template <class T>
+Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
+                                 void* workspace, Stream stream) {
+  return launch_persistent("persistent_forward", forward_bug, plan, args, workspace, stream,
+                           [](auto stages, auto depth, const auto& a) {
+                             persistent_forward<T, decltype(depth)::value>(
+                                 stages, a, emulated::shared_memory());
+                           });
+}
+template <class T>
+Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
+                                  void* workspace, Stream stream) {
+  return launch_persistent("persistent_backward", backward_bug, plan, args, workspace, stream,
+                           [](auto stages, auto depth, const auto& a) {
+                             persistent_backward<T, decltype(depth)::value>(
+                                 stages, a, emulated::shared_memory());
+                           });
+}
+template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<BFloat16>, void*,
+                                          Stream);
+template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<Half>, void*,
+                                          Stream);
+template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<float>, void*,
+                                          Stream);
+template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<BFloat16>,
+                                           void*, Stream);
+template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<Half>, void*,
+                                           Stream);
+
 }  // namespace cuda
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
-  m.def("control(bool run_backwards, str failing_kernel) -> ()");
-  m.def("counts() -> (int, int)");
+  m.def(
+      "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
+      "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False) -> ()");
+  m.def("counts() -> (int, int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {

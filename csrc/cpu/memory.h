@@ -1,0 +1,19 @@
+// What the CPU backend asks of the workspace: types and sizes.
+#pragma once
+#include "../scalar.h"
+
+namespace fusedrnn::cpu {
+
+template <class Element>
+struct Memory {
+  using T = Element;
+  using A = Acc<T>;
+  // 16-bit types are widened before its GEMMs, so that they accumulate and return float.
+  using O = A;
+  static constexpr bool kReplays = false, kGemmRounds = false;
+  static constexpr bool kPersistent = false, kPersistentBackward = false;
+
+  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*columns*/) { return 0; }
+};
+
+}  // namespace fusedrnn::cpu

@@ -1,0 +1,166 @@
+"""What will run, before it does: the backend, its size, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.types import Device
+
+from . import _helpers
+from .functional import check_dtype
+from .modules import GRU, LSTM, RNNBase, StochasticGRU
+
+_MODULES = {"gru": GRU, "lstm": LSTM, "stochastic_gru": StochasticGRU}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one layer and direction goes through a sequence; print it.
+
+    What the kernel for whole chunks takes is 0 where there is none.
+    """
+
+    backend: str
+    """Of forward: "persistent", one kernel for all steps of a chunk with the weights in registers,
+    or "stepwise", a matrix product and a kernel for each stage of each step."""
+    backward: str
+    """The same of backward."""
+    reason: str
+    """Why forward is that."""
+    modelled_step_us: float
+    """Microseconds that a step of the forward recurrence takes by the model of
+    docs/performance.md, which has not been measured yet; 0 on the CPU."""
+    chunk_steps: int
+    """Steps that are worked on at once."""
+    grid: int
+    """Blocks of the kernel, one for each multiprocessor that it takes."""
+    threads: int
+    """Of a block."""
+    weight_registers: int
+    """Registers of a thread, of its 255, that hold weights."""
+    shared_memory_bytes: int
+    """Of a block."""
+    forward_workspace_bytes: int
+    """Memory that forward takes besides its results, whatever the length of the sequence."""
+    backward_workspace_bytes: int
+    """The same of backward, besides the gradients."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
+        for field in fields(self)[3:]:
+            lines.append(f"  {field.name.replace('_', ' ')}: {getattr(self, field.name):,g}")
+        return "\n".join(lines)
+
+
+def plan(
+    module: RNNBase | Mapping[str, Any],
+    input_shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: Device = "cuda",
+    *,
+    sample: bool = True,
+) -> Plan:
+    """How a module would run, on a GPU that need not be there.
+
+    Args:
+        module: A GRU, an LSTM or a StochasticGRU; its ``backend`` and ``chunk_size`` count. Or what
+            one is made of: ``cell`` ("gru", "lstm", "stochastic_gru") and the constructor's
+            arguments by name.
+        input_shape: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
+            or (seq_len, input_size).
+        dtype: Of the tensors; the module's if None. Under autocast, that of autocast. Of float32
+            it counts whether torch may round products to TF32 at the time of this call,
+            ``torch.backends.cuda.matmul.fp32_precision == "tf32"``, which is the same as the older
+            ``allow_tf32``.
+        device: "cpu", a CUDA device of this machine, or the name of a GPU: "A100", "H100", "H200",
+            "B200", "L40S", "RTX 4090".
+        sample: As in the call of a StochasticGRU.
+
+    Returns:
+        The plan of the layer that takes the most workspace, in one direction: layers differ in
+        their input alone, and run one after the other.
+
+    Raises:
+        TypeError: ``module`` is none of fusedrnn's.
+        ValueError: The cell, the shape, the dtype or the device is not one of those above.
+        RuntimeError: There is no such CUDA device, or the module's backend is "persistent" and that
+            is not possible.
+
+    Example::
+
+        >>> sizes = {"cell": "gru", "input_size": 64, "hidden_size": 256}
+        >>> plan = fusedrnn.plan(sizes, (1024, 64, 64), torch.bfloat16, device="H100")
+        >>> plan.backend, plan.grid
+        ('persistent', 128)
+    """
+    if isinstance(module, Mapping):
+        options = {"device": "meta", **module}
+        cell = options.pop("cell", None)
+        if cell not in _MODULES:
+            raise ValueError(f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {cell!r}")
+        module = _MODULES[cell](**options)
+    if not isinstance(module, RNNBase):
+        raise TypeError(
+            "fusedrnn: module must be a fusedrnn.GRU, LSTM or StochasticGRU, "
+            f"got {type(module).__name__}"
+        )
+    dtype = check_dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
+    *steps, input_size = input_shape
+    if len(steps) not in (1, 2) or input_size != module.input_size or min(steps) < 1:
+        raise ValueError(
+            f"fusedrnn: input_shape must be (seq_len, batch, {module.input_size}), "
+            f"got {tuple(input_shape)}"
+        )
+    if len(steps) == 2 and module.batch_first:
+        steps.reverse()
+    seq_len, batch = (*steps, 1)[:2]
+    directions = 2 if module.bidirectional else 1
+    output_size = module.proj_size or module.hidden_size
+    widest = module.input_size
+    if module.num_layers > 1:
+        widest = max(widest, directions * output_size)
+    made = _helpers.plan(
+        module.backend,
+        module._table_name,
+        sample,
+        widest,
+        module.hidden_size,
+        getattr(module, "latent_size", 0),
+        output_size,
+        module.bias,
+        seq_len,
+        batch,
+        str(dtype).removeprefix("torch."),
+        module.chunk_size or 0,
+        _gpu(device),
+        torch.backends.cuda.matmul.fp32_precision == "tf32",  # allow_tf32 raises where both are set
+    )
+    if module.backend == "persistent" != made["backend"]:
+        raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
+    return Plan(**made)
+
+
+def _gpu(device: Device) -> _helpers.Gpu | None:
+    """Facts of a GPU, or None for the CPU."""
+    known = _helpers.known_gpus()
+    if isinstance(device, str) and device in known:
+        return known[device]
+    try:
+        where = torch.device("cuda" if device is None else device)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type == "cpu":
+        return None
+    if where.type != "cuda":
+        names = ", ".join(known)
+        raise ValueError(
+            f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, got {device!r}"
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"fusedrnn: there is no {where} on this machine")
+    facts = torch.cuda.get_device_properties(where)
+    shared_bytes = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return 10 * facts.major + facts.minor, facts.multi_processor_count, shared_bytes

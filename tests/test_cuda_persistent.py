@@ -1,0 +1,149 @@
+"""Persistent kernels on a GPU: what their emulation (test_persistent.py) cannot show."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import MASKED, Case, relative_errors, truth
+from emulator import emulated_operators
+from test_persistent import BASE, CASES, CELLS, assert_no_worse, assert_same
+
+import fusedrnn
+from fusedrnn import _library
+
+pytestmark = pytest.mark.cuda
+
+WIDE = [  # one to four blocks of columns, several tiles of rows for a group
+    replace(BASE, seq_len=50, batch=batch, input_size=64, hidden_size=size, latent_size=size)
+    for batch, size in [(16, 256), (70, 512), (130, 768), (33, 1024), (300, 1000)]
+]
+WIDE = [replace(case, **cell) for case in WIDE for cell in CELLS]
+
+
+def results(case, backend="persistent", device="cuda"):
+    with torch.no_grad():
+        every = case.tensors(device).call(fusedrnn, **case.options, backend=backend)
+    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+
+
+@pytest.mark.parametrize("case", [*CASES, *WIDE], ids=str)
+def test_error_is_at_most_twice_that_of_single_steps(monkeypatch, case):
+    """And the protocols, and runs of one, give the same bits."""
+    exact = truth(case.same_for_torch(), "cuda")
+    packets = results(case)
+    assert_no_worse(packets, results(case, "stepwise"), exact)
+    assert_same(results(case), packets)
+    monkeypatch.setattr(_library, "exchange_by_flags", True)
+    assert_same(results(case), packets)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_emulation_is_the_kernel(monkeypatch, case):
+    """Up to the order in which tensor cores add, which nobody documents."""
+    on_gpu = results(case)
+    operators = emulated_operators()
+    operators.control(False, "", 132, 1)
+    monkeypatch.setattr(_library, "_ops", operators)
+    emulated = results(case, device="cpu")
+    same = [torch.equal(on_gpu[name].cpu(), value) for name, value in emulated.items()]
+    print(f"{sum(same)} of {len(same)} results have the same bits")
+    errors = relative_errors({n: t.cpu() for n, t in on_gpu.items()}, emulated)
+    assert max(errors.values()) < torch.finfo(case.dtype).eps
+
+
+def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
+    """Products and sums that are exact, whatever their order."""
+    weights = [torch.randint(-2, 3, shape).bfloat16() for shape in [(192, 16), (192, 64)]]
+    input = torch.randint(-1, 2, (5, 9, 16)).bfloat16()
+    hx = torch.randint(-1, 2, (1, 9, 64)).bfloat16()
+    options = {"bias": False, "backend": "persistent"}
+    output, _ = fusedrnn.gru(input.cuda(), [w.cuda() for w in weights], hx.cuda(), **options)
+    operators = emulated_operators()
+    operators.control(False, "", 132, 1)
+    monkeypatch.setattr(_library, "_ops", operators)
+    expected, _ = fusedrnn.gru(input, weights, hx, **options)
+    assert torch.equal(output[0].cpu(), expected[0])
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_training(cell):
+    case = replace(BASE, seq_len=21, chunk_size=4, num_layers=2, **cell, **MASKED)
+    arguments = case.tensors("cuda").to(case.dtype)
+    ours, stepwise = (
+        arguments.results(fusedrnn, **case.options, backend=backend)
+        for backend in ("persistent", "stepwise")
+    )
+    assert_no_worse(ours, stepwise, truth(case.same_for_torch(), "cuda"))
+
+
+def test_streams_and_threads_at_the_same_time():
+    """Kernels whose blocks wait for each other must not wait for room that others have."""
+    cases = [replace(case, seq_len=200) for case in WIDE[:12:3]]
+    expected = [results(case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+
+    def run(i):
+        with torch.cuda.stream(streams[i % 4]):
+            values = results(cases[i % 4])
+            busy @ busy
+        streams[i % 4].synchronize()
+        return values
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, values in enumerate(pool.map(run, range(32))):
+            assert_same(values, expected[i % 4])
+
+
+@pytest.mark.parametrize("by_flags", [False, True])
+def test_a_cuda_graph(monkeypatch, by_flags):
+    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
+    case = replace(BASE, cell="stochastic_gru", seq_len=21, chunk_size=4)
+    arguments = case.tensors("cuda")
+
+    def run():
+        with torch.no_grad():
+            return arguments.call(fusedrnn, **case.options, backend="persistent")
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = run()
+    for seed in (5, 6, 5):
+        arguments.seed.fill_(seed)
+        graph.replay()
+        for ours, expected in zip(kept, run(), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("by_flags", [False, True])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_nan_and_infinity_do_not_hang(monkeypatch, cell, by_flags):
+    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
+    case = replace(BASE, **cell)
+    arguments = case.tensors("cuda")
+    arguments.input[2, 1] = torch.nan
+    arguments.input[1, 4, 2] = torch.inf
+    arguments.hx.view(torch.int16)[0, 3] = -1  # a NaN with all bits set
+    with torch.no_grad():
+        ours, theirs = (
+            arguments.call(fusedrnn, **case.options, backend=backend)
+            for backend in ("persistent", "stepwise")
+        )
+    torch.cuda.synchronize()
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.isnan().any() and torch.equal(a.isnan(), b.isnan())
+
+
+def test_auto_takes_what_the_plan_says():
+    case = Case("gru", seq_len=40, batch=16, hidden_size=256, dtype=torch.bfloat16)
+    rnn = fusedrnn.GRU(5, 256, device="cuda", dtype=torch.bfloat16)
+    assert fusedrnn.plan(rnn, (40, 16, 5)).backend == "persistent"
+    assert_same(results(case, "auto"), results(case))

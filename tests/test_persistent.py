@@ -1,0 +1,375 @@
+"""The persistent kernels of forward, thread by thread on the CPU, under the package as it is.
+
+What that cannot show, see emulator/fibers.h, a GPU has to.
+"""
+
+import functools
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from cases import MASKED, Case, relative_errors, truth
+from emulator import emulated_operators
+from emulator.persistent import FLAGS, PACKETS, compiled
+
+import fusedrnn
+from fusedrnn import _library, reference
+
+# All cells, and what each has of its own.
+CELLS = [
+    {"cell": "gru"},
+    {"cell": "lstm"},
+    {"cell": "lstm", "proj_size": 5},
+    {"cell": "stochastic_gru"},
+    {"cell": "stochastic_gru", "noise": "eps"},
+    {"cell": "stochastic_gru", "noise": "none"},
+]
+BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
+SHAPES = [
+    replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
+    replace(BASE, seq_len=1, batch=9, chunk_size=1),
+    replace(BASE, seq_len=7, chunk_size=3, **MASKED),
+    replace(BASE, seq_len=4, bias=False, chunk_size=1, **MASKED),
+    replace(BASE, dtype=torch.float16, chunk_size=4, **MASKED),
+    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # as many units as a block has
+    replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
+    replace(BASE, seq_len=3, batch=3, hidden_size=300, latent_size=20),  # two and four blocks of
+    replace(BASE, seq_len=2, batch=2, hidden_size=20, latent_size=530),  # columns for each warp
+]
+CASES = [
+    replace(shape, **cell)
+    for cell in CELLS
+    for shape in SHAPES
+    if cell["cell"] == "stochastic_gru" or shape.latent_size < 500
+]
+CASES.append(replace(BASE, cell="lstm", seq_len=2, batch=2, hidden_size=530, proj_size=20))
+CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
+
+# Through TF32, where half as many columns take as many registers.
+FLOAT = replace(BASE, dtype=torch.float32)
+FLOAT_SHAPES = [
+    replace(FLOAT, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
+    replace(FLOAT, seq_len=1, batch=9, chunk_size=1),
+    replace(FLOAT, seq_len=7, chunk_size=3, **MASKED),
+    replace(FLOAT, seq_len=4, bias=False, chunk_size=1, **MASKED),
+    replace(FLOAT, hidden_size=16, latent_size=33, batch=8),
+    replace(FLOAT, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
+    replace(FLOAT, seq_len=3, batch=3, hidden_size=150, latent_size=20),
+    replace(FLOAT, seq_len=2, batch=2, hidden_size=20, latent_size=270),
+]
+FLOAT_CASES = [
+    replace(shape, **cell)
+    for cell in CELLS
+    for shape in FLOAT_SHAPES
+    if cell["cell"] == "stochastic_gru" or shape.latent_size < 250
+]
+FLOAT_CASES.append(replace(FLOAT, cell="lstm", seq_len=2, batch=2, hidden_size=270, proj_size=20))
+FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+
+# Small, and with all that a row can do: two groups, of two tiles each.
+MASKED_CASES = [
+    replace(base, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED)
+    for base in (BASE, FLOAT)
+    for cell in CELLS
+]
+
+
+def results(case, **options):
+    with torch.no_grad():
+        every = case.tensors().call(fusedrnn, **(case.options | options))
+    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+
+
+@pytest.fixture
+def persistent(monkeypatch):
+    """A call's results by the kernels, under the driver as it is.
+
+    ``options`` are those of the emulation: multiprocessors, schedule (the seed of the order of
+    threads), seeded_bug, patience (in looks at memory) and tf32 (whether it is allowed).
+    """
+    operators = emulated_operators()
+
+    def call(function, *arguments, exchange=PACKETS, **options):
+        usual = {"multiprocessors": 132, "schedule": 1, "tf32": True}
+        operators.control(False, "", **(usual | options))
+        with monkeypatch.context() as patch:
+            patch.setattr(_library, "_ops", operators)
+            patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
+            result = function(*arguments)
+        assert operators.counts()[2] > 0, "the kernels have not been called"
+        return result
+
+    yield call
+    operators.control(False, "")
+
+
+def assert_same(these, those):
+    for name, tensor in these.items():
+        assert torch.equal(tensor, those[name]), name
+
+
+def assert_no_worse(ours, theirs, exact):
+    """Errors of at most twice those of the other one, or of what is rounded away anyway."""
+    exact = {name: exact[name] for name in ours}
+    theirs = relative_errors(theirs, exact)
+    for name, error in relative_errors(ours, exact).items():
+        assert error <= 2 * theirs[name] + 1e-4, (name, error, theirs[name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_single_steps(persistent, case):
+    """Both against the loop in float64; and both protocols give the same bits."""
+    packets = persistent(results, case, exchange=PACKETS, schedule=1)
+    assert_no_worse(packets, results(case), truth(case.same_for_torch(), "cpu"))
+    assert_same(persistent(results, case, exchange=FLAGS, schedule=2), packets)
+
+
+def rounded(tensor):
+    """To TF32, 10 bits of fraction, and back to the dtype."""
+    bits = tensor.detach().float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(tensor.dtype)
+
+
+def rounded_truth(case):
+    """The loop in float64, where both sides of the recurrent products are rounded by hand."""
+    arguments = case.tensors().to(torch.float64)
+    directions = 2 if case.bidirectional else 1
+    per_row = len(arguments.weights) // (case.num_layers * directions)
+    of_input = {id(w) for w in arguments.weights[::per_row]}
+
+    def linear(x, weight, bias=None):
+        is_recurrent = id(weight) not in of_input
+        both = (rounded(x), rounded(weight)) if is_recurrent else (x, weight)
+        return torch.nn.functional.linear(*both, bias)
+
+    with torch.no_grad(), mock.patch.object(reference, "F", SimpleNamespace(linear=linear)):
+        every = arguments.call(reference, **case.sizes)
+    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+
+
+def assert_rounded_alike(ours, case):
+    """Most numbers to float32; a sum's last bit may tip an operand's rounding, and so a row."""
+    by_hand, exact = rounded_truth(case), truth(case.same_for_torch(), "cpu")
+    allowed = relative_errors(by_hand, {name: exact[name] for name in ours})
+    for name, error in relative_errors(ours, by_hand).items():
+        assert error <= 0.5 * allowed[name] + 1e-6, (name, error, allowed[name])
+        assert (ours[name] - by_hand[name]).abs().median() < 2e-6, name
+        assert allowed[name] < 2**-10, (name, allowed[name])
+
+
+@pytest.mark.parametrize("case", FLOAT_CASES, ids=str)
+def test_floats_are_rounded_to_tf32_and_nothing_else_is(persistent, case):
+    """Close to the loop that rounds by hand, next to how far that is from the exact one."""
+    packets = persistent(results, case, exchange=PACKETS, schedule=1)
+    assert_rounded_alike(packets, case)
+    assert_same(persistent(results, case, exchange=FLAGS, schedule=2), packets)
+
+
+def test_other_roundings_are_noticed(persistent):
+    case = replace(FLOAT, cell="gru")
+    with pytest.raises(AssertionError, match="output"):  # the last bits are cut off
+        assert_rounded_alike(persistent(results, case, seeded_bug=12), case)
+
+
+def test_floats_are_stepwise_where_torch_does_not_allow_tf32(persistent):
+    with pytest.raises(AssertionError, match="have not been called"):
+        persistent(results, FLOAT, tf32=False)
+    options = FLOAT.options | {"backend": "persistent"}
+    with pytest.raises(RuntimeError, match=r"not possible here: float32 .* torch is not told to"):
+        persistent(lambda: FLOAT.tensors().call(fusedrnn, **options), tf32=False)
+
+
+@pytest.mark.parametrize("case", MASKED_CASES, ids=str)
+def test_order_of_threads_and_place_of_rows_make_no_difference(persistent, case):
+    """Whichever thread goes first, and however many tiles a group has, down to all in one."""
+    expected = persistent(results, case, exchange=FLAGS)
+    for exchange in (PACKETS, FLAGS):
+        for schedule, multiprocessors in [(2, 6), (3, 3)]:
+            options = {"schedule": schedule, "multiprocessors": multiprocessors}
+            assert_same(persistent(results, case, exchange=exchange, **options), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if "noise" not in cell], ids=str)
+def test_zoneout(persistent, cell, training):
+    case = replace(BASE, seq_len=7, chunk_size=3, **cell, **MASKED)
+    zoneout = (0.3, 0.6) if case.cell == "lstm" else 0.3
+
+    def run(case):
+        torch.manual_seed(5)  # draws the masks' seed
+        return results(case, zoneout=zoneout, training=training)
+
+    exact = case.tensors().to(torch.float64)
+    torch.manual_seed(5)
+    options = case.options | {"zoneout": zoneout, "training": training}
+    exact = dict(zip(("output", "h_n", "c_n"), exact.call(fusedrnn, **options), strict=False))
+    ours = persistent(run, case)
+    assert_no_worse(ours, run(case), exact)
+    assert_same(persistent(run, case, exchange=FLAGS, schedule=2), ours)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_gradients(persistent, cell, recompute):
+    """What forward leaves for backward: its output, states before chunks, pre-activations."""
+    case = replace(BASE, seq_len=7, chunk_size=3, recompute=recompute, **cell, **MASKED)
+    arguments = case.tensors().to(case.dtype)
+
+    def run():
+        return arguments.results(fusedrnn, **case.options)
+
+    assert_no_worse(persistent(run), run(), truth(case.same_for_torch(), "cpu"))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_gradients_of_floats(persistent, cell):
+    """Backward rounds nothing here, but reads what forward has rounded."""
+    case = replace(FLOAT, seq_len=7, chunk_size=3, recompute=False, **cell, **MASKED)
+
+    def run():
+        return case.tensors().to(case.dtype).results(fusedrnn, **case.options)
+
+    exact = truth(case.same_for_torch(), "cpu")
+    for name, error in relative_errors(persistent(run), exact).items():
+        assert error < 2**-9, (name, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cell", ["gru", "stochastic_gru"])
+def test_weights_may_have_any_strides(persistent, cell, dtype):
+    case = replace(BASE, cell=cell, dtype=dtype)
+    arguments = case.tensors()
+
+    def run(weights):
+        with torch.no_grad():
+            return replace(arguments, weights=weights).call(fusedrnn, **case.options)
+
+    strided = [
+        torch.stack([w.mT, w.mT]).movedim(0, -1).contiguous()[..., 1].mT if w.dim() == 2 else w
+        for w in arguments.weights
+    ]
+    assert 2 in strided[1].stride() and 1 not in strided[1].stride()
+    both = persistent(run, strided), persistent(run, arguments.weights)
+    for ours, theirs in zip(*both, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def with_bits(tensor, *index):
+    """A number of the tensor becomes the NaN whose bits are all set."""
+    tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)[index] = -1
+
+
+@pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_nan_and_infinity_go_through(persistent, cell, dtype, exchange):
+    """As in single steps, and nobody waits for ever."""
+    case = replace(BASE, dtype=dtype, lengths=True, **cell)
+    arguments = case.tensors()
+    arguments.input[2, 1] = torch.nan
+    arguments.input[1, 4, 2] = torch.inf
+    arguments.hx[0, 6, :9] = -torch.inf
+    with_bits(arguments.hx, 0, 3, slice(None))
+
+    def run():
+        with torch.no_grad():
+            return arguments.call(fusedrnn, **case.options)
+
+    for ours, theirs in zip(persistent(run, exchange=exchange), run(), strict=True):
+        assert ours.isnan().any()
+        assert torch.equal(ours.isnan(), theirs.isnan())
+    arguments.weights[1][4, 3] = torch.inf
+    for ours, theirs in zip(persistent(run, exchange=exchange), run(), strict=True):
+        assert ours.isnan().any()
+        assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
+def test_gives_up_on_what_never_comes(persistent, exchange):
+    silent = {"seeded_bug": 8, "patience": 50, "exchange": exchange}
+    with pytest.raises(RuntimeError, match="other blocks have not sent their results in time"):
+        persistent(results, replace(BASE, cell="stochastic_gru"), **silent)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_another_nan_would_hang(persistent, cell, dtype):
+    """If rounding let the bits of a NaN through."""
+    case = replace(BASE, cell=cell, dtype=dtype)
+    arguments = case.tensors()
+    arguments.input[2, 1] = torch.nan
+
+    def run():
+        with torch.no_grad():
+            return arguments.call(fusedrnn, **case.options)
+
+    with pytest.raises(RuntimeError, match="other blocks have not sent their results in time"):
+        persistent(run, seeded_bug=11, patience=50)
+
+
+PROGRAM = ["-g1"]
+KERNELS = ["gru", "lstm", "projected_lstm", "stochastic_gru"]
+
+
+def run_program(name, flags, cell, exchange, schedule=1, bug=0):
+    """Its exit status, and what it prints: a number that stands for all results."""
+    command = [compiled(name, *PROGRAM, *flags), cell, *map(str, (exchange, schedule, bug))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+def watched(*arguments, **options):
+    """Under the thread sanitizer: every access has to be ordered with all others."""
+    status, printed = run_program("watched", ["-fsanitize=thread"], *arguments, **options)
+    if "FATAL: ThreadSanitizer" in printed:  # of some kernels' layout of memory it makes nothing
+        pytest.skip(printed.partition("\n")[0])
+    return status, printed
+
+
+@functools.cache
+def undisturbed(cell):
+    status, printed = watched(cell, PACKETS)
+    assert status == 0, printed
+    return printed
+
+
+@pytest.mark.parametrize("cell", KERNELS)
+def test_no_access_is_unordered(cell):
+    assert "WARNING" not in undisturbed(cell)
+    assert watched(cell, FLAGS, schedule=2) == (0, undisturbed(cell))
+
+
+@pytest.mark.parametrize("element", ["BFloat16", "float"])
+@pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
+@pytest.mark.parametrize("cell", KERNELS)
+def test_no_access_is_out_of_bounds(cell, exchange, element):
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags += [f"-DFUSEDRNN_ELEMENT={element}"]
+    status, printed = run_program(f"bounded-{element}", flags, cell, exchange)
+    assert status == 0, printed
+
+
+BUGS = {
+    "no barrier before sums are read": (1, "gru", PACKETS),
+    "no barrier after flags are seen": (2, "gru", FLAGS),
+    "flags are set without release": (3, "gru", FLAGS),
+    "no barrier before flags are set": (4, "gru", FLAGS),
+    "a warp ends early": (5, "gru", PACKETS),
+    "one slot instead of two": (6, "gru", FLAGS),
+    "one buffer of sums instead of two": (7, "gru", PACKETS),
+    "nothing is sent": (8, "lstm", PACKETS),
+    "a tile too early": (9, "stochastic_gru", FLAGS),
+    "packets are not waited for": (10, "stochastic_gru", PACKETS),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_are_caught(bug):
+    number, cell, exchange = BUGS[bug]
+    for schedule in (1, 2, 3):
+        if watched(cell, exchange, schedule=schedule, bug=number) != (0, undisturbed(cell)):
+            return
+    pytest.fail(f"nobody noticed: {bug}", pytrace=False)

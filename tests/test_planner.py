@@ -1,0 +1,192 @@
+"""What will run where, from sizes and the facts of GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fusedrnn
+from fusedrnn import _helpers
+
+BF16 = torch.bfloat16
+GPUS = list(_helpers.known_gpus())
+CELLS = ["gru", "lstm", "stochastic_gru"]
+
+
+def plan(cell, batch, size, gpu="H100", *, dtype=BF16, seq_len=1024, **options):
+    sizes = {"cell": cell, "input_size": size, "hidden_size": size, **options}
+    return fusedrnn.plan(sizes, (seq_len, batch, size), dtype, gpu)
+
+
+def test_the_gpus_are_those_of_the_documentation():
+    assert GPUS == ["A100", "H100", "H200", "B200", "L40S", "RTX 4090"]
+    assert all(f'"{name}"' in fusedrnn.plan.__doc__ for name in GPUS)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("batch", "size"), [(16, 256), (64, 256), (64, 512), (32, 1024), (1, 1)])
+def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
+    made = plan(cell, batch, size, gpu)
+    capability, multiprocessors, shared_bytes = _helpers.known_gpus()[gpu]
+    assert made.backend == "persistent" and "fit into the registers" in made.reason
+    assert 0 < made.grid <= multiprocessors and made.threads == 256
+    assert 0 < made.weight_registers < 200  # of 255
+    assert 0 < made.shared_memory_bytes <= shared_bytes
+    assert capability >= 80
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"batch": 64, "size": 2048}, "2048 is above the 1024"),
+        ({"batch": 64, "size": 64, "latent_size": 1025}, "1025 is above the 1024"),
+        ({"batch": 256, "size": 1024}, "faster than a persistent one with 16 tiles"),
+        ({"batch": 16, "size": 256, "dtype": torch.float32}, "TF32, which torch is not told to"),
+        ({"batch": 16, "size": 256, "dtype": torch.float64}, "for bfloat16, float16 and float32"),
+        ({"batch": 16, "size": 256, "gpu": "cpu"}, "for GPUs only"),
+        ({"batch": 16, "size": 256, "backend": "stepwise"}, "asked for"),
+    ],
+    ids=str,
+)
+def test_the_others_are_stepwise_and_say_why(case, reason):
+    made = plan("stochastic_gru", **case)
+    assert made.backend == "stepwise" and reason in made.reason
+    assert made.grid == made.threads == made.weight_registers == made.shared_memory_bytes == 0
+    case.pop("backend", None)
+    if "faster" in reason:
+        assert plan("stochastic_gru", backend="persistent", **case).backend == "persistent"
+    elif "asked" not in reason:
+        with pytest.raises(RuntimeError, match=f"is not possible here: .*{reason}"):
+            plan("stochastic_gru", backend="persistent", **case)
+
+
+@pytest.fixture(params=["allow_tf32", "fp32_precision", "set_float32_matmul_precision"])
+def tf32(request):
+    """Allowed by one of the switches that torch has for products."""
+    if request.param == "set_float32_matmul_precision":
+        torch.set_float32_matmul_precision("high")
+    else:
+        allowed = {"allow_tf32": True, "fp32_precision": "tf32"}[request.param]
+        setattr(torch.backends.cuda.matmul, request.param, allowed)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False  # sets what all of them set
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
+    """With half as many columns in as many registers."""
+    made, half = (plan(cell, 64, 256, gpu, dtype=dtype) for dtype in (torch.float32, BF16))
+    assert made.backend == "persistent" and made.reason == half.reason
+    assert made.weight_registers == 2 * half.weight_registers < 200
+    assert made.forward_workspace_bytes > half.forward_workspace_bytes
+    assert plan(cell, 16, 512, gpu, dtype=torch.float32).backend == "persistent"
+    too_wide = plan(cell, 16, 513, gpu, dtype=torch.float32)
+    assert too_wide.backend == "stepwise" and "513 is above the 512" in too_wide.reason
+    assert plan(cell, 16, 256, gpu, dtype=torch.float64).backend == "stepwise"
+
+
+def test_the_model():
+    """As in docs/performance.md: an exchange, and 256 columns of 8 rows each."""
+    assert plan("gru", 64, 512).modelled_step_us == pytest.approx(0.6 + 0.1 * 2 * 2)
+    assert plan("stochastic_gru", 16, 256).modelled_step_us == pytest.approx(2 * 0.7)
+    assert plan("lstm", 64, 2048).modelled_step_us == 4
+    assert plan("lstm", 64, 2048, "cpu").modelled_step_us == 0
+
+
+def test_plans_depend_on_the_gpu():
+    assert plan("gru", 128, 1024, "H100").backend == "persistent"
+    assert plan("gru", 128, 1024, "A100").backend == "stepwise"  # fewer multiprocessors
+
+
+@pytest.mark.parametrize("gpu", ["H100", "cpu"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_workspace_does_not_grow_with_the_sequence(cell, gpu):
+    short, long = (plan(cell, 64, 256, gpu, seq_len=n, chunk_size=16) for n in (64, 4096))
+    assert short == long
+    assert 0 < short.forward_workspace_bytes < short.backward_workspace_bytes
+    assert plan(cell, 64, 256, gpu, chunk_size=32).chunk_steps == 32
+
+
+def test_the_workspace_is_what_is_allocated():
+    """By torch, in calls on the CPU."""
+    rnn = fusedrnn.LSTM(5, 7, 2, bidirectional=True, proj_size=6, chunk_size=4)
+    made = fusedrnn.plan(rnn, (30, 3, 5), device="cpu")
+    output, _ = rnn(torch.randn(30, 3, 5))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        output.sum().backward()
+    allocated = [
+        event.self_cpu_memory_usage
+        for event in profile.events()
+        if event.name == "aten::new_empty" or event.name == "aten::empty"
+    ]
+    assert made.backward_workspace_bytes in allocated
+
+
+def test_modules_and_shapes():
+    rnn = fusedrnn.GRU(5, 7, 3, batch_first=True, bidirectional=True, dtype=BF16)
+    made = fusedrnn.plan(rnn, (4, 100, 5), device="H100")
+    assert made == plan("gru", 4, 5, seq_len=100, hidden_size=7, num_layers=3, bidirectional=True)
+    assert fusedrnn.plan(rnn, (100, 5), device="H100").chunk_steps == 100
+    half = fusedrnn.plan(rnn, (4, 100, 5), torch.float16, "H100")
+    assert half == made
+    noise, mean = (
+        fusedrnn.plan(
+            fusedrnn.StochasticGRU(5, 7, dtype=BF16), (100, 4, 5), device="H100", sample=sample
+        )
+        for sample in (True, False)
+    )
+    assert noise.weight_registers > mean.weight_registers  # half of weight_hz is not used
+
+
+def test_a_plan_is_printed_with_its_reason():
+    text = str(plan("gru", 16, 256))
+    assert text.startswith("persistent: The weights fit")
+    assert "\n  forward workspace bytes: " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.nn.GRU(5, 7), (3, 2, 5)), TypeError, "must be a fusedrnn.GRU"),
+        (({"cell": "elman"}, (3, 2, 5)), ValueError, "cell must be one of gru, lstm"),
+        ((fusedrnn.GRU(5, 7), (3, 2, 4)), ValueError, r"must be \(seq_len, batch, 5\), got \(3, 2"),
+        ((fusedrnn.GRU(5, 7), (5,)), ValueError, "input_shape"),
+        ((fusedrnn.GRU(5, 7), (0, 2, 5)), ValueError, "input_shape"),
+        ((fusedrnn.GRU(5, 7), (3, 2, 5), torch.int64), RuntimeError, "dtype must be one of"),
+        ((fusedrnn.GRU(5, 7), (3, 2, 5), None, "GTX 970"), ValueError, "one of A100, H100"),
+        ((fusedrnn.GRU(5, 7), (3, 2, 5), None, "meta"), ValueError, "one of A100, H100"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_planned(arguments, error, message):
+    with pytest.raises(error, match=f"fusedrnn: .*{message}"):
+        fusedrnn.plan(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_there_must_be_a_gpu_to_ask():
+    with pytest.raises(RuntimeError, match="there is no cuda on this machine"):
+        fusedrnn.plan(fusedrnn.GRU(5, 7), (3, 2, 5))
+
+
+@pytest.mark.cuda
+def test_the_plan_of_this_gpu():
+    rnn = fusedrnn.GRU(256, 256, device="cuda", dtype=BF16)
+    assert fusedrnn.plan(rnn, (64, 16, 256)).backend == "persistent"
+
+
+def test_backends_are_checked_by_modules_and_calls():
+    for backend in ("cudnn", None, 1):
+        with pytest.raises(ValueError, match="backend must be one of 'auto', 'stepwise', 'persi"):
+            fusedrnn.GRU(5, 7, backend=backend)
+    x = torch.randn(3, 2, 5)
+    plain = fusedrnn.GRU(5, 7, backend="stepwise")
+    assert "backend=stepwise" in repr(plain)
+    forced = fusedrnn.GRU(5, 7, backend="persistent")
+    forced.load_state_dict(plain.state_dict())
+    plain(x)
+    with pytest.raises(RuntimeError, match=r"'persistent' is not possible here: .* for GPUs only"):
+        forced(x)
