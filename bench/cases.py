@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
-from fusedrnn import reference
+from fusedrnn import _library, reference
 
 THREADS = 2
 
@@ -24,18 +24,22 @@ LOOP, COMPILED = "plain loop", "compiled loop"
 OURS, KEPT = "fusedrnn", "fusedrnn, recompute=False"
 OUR_GRU, KEPT_GRU = "fusedrnn.GRU", "fusedrnn.GRU, recompute=False"
 OUR_LSTM, KEPT_LSTM = "fusedrnn.LSTM", "fusedrnn.LSTM, recompute=False"
+STEPWISE = "fusedrnn, stepwise"
+STEPWISE_GRU, STEPWISE_LSTM = "fusedrnn.GRU, stepwise", "fusedrnn.LSTM, stepwise"
 # And what each drops in for.
-DROP_INS = {OUR_GRU: GRU, KEPT_GRU: GRU, OUR_LSTM: LSTM, KEPT_LSTM: LSTM}
+DROP_INS = {OUR_GRU: GRU, KEPT_GRU: GRU, STEPWISE_GRU: GRU}
+DROP_INS |= {OUR_LSTM: LSTM, KEPT_LSTM: LSTM, STEPWISE_LSTM: LSTM}
 LAST_GRU, LAST_LSTM = "fusedrnn.GRU, last state only", "fusedrnn.LSTM, last state only"
 # These need a GPU.
-REPLAYED, CAPTURED = "fusedrnn, replayed chunks", "fusedrnn, CUDA graph"
+REPLAYED, CAPTURED = "fusedrnn, stepwise, replayed chunks", "fusedrnn, CUDA graph"
+BY_FLAGS = "fusedrnn, exchange by flags"
 GRAPHED = "plain loop, CUDA graph"
 CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
 
-ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT, *DROP_INS)
+ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT, OUR_GRU, KEPT_GRU, OUR_LSTM, KEPT_LSTM)
 # Measured side by side at every shape and dtype, and only then the others, one by one: they are
 # slow to run or to compile, and what the time budget does not reach is said to be missing.
-ON_CUDA = (OURS, KEPT, REPLAYED, LSTM, GRU, LOOP, GRAPHED, CAPTURED, *DROP_INS)
+ON_CUDA = (OURS, KEPT, STEPWISE, REPLAYED, BY_FLAGS, LSTM, GRU, LOOP, GRAPHED, CAPTURED, *DROP_INS)
 ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
 
 
@@ -100,10 +104,10 @@ DENORMAL_LIMIT = 1.2
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CUDA_SHAPES = (
     Shape(1024, 16, 256),
-    Shape(512, 64, 256),
-    Shape(512, 64, 512),
+    Shape(1024, 64, 256),
+    Shape(1024, 64, 512),
     Shape(1024, 16, 768),
-    Shape(512, 32, 1024),
+    Shape(1024, 32, 1024),
     Shape(256, 128, 1024),
     Shape(256, 64, 2048),
 )
@@ -117,6 +121,17 @@ CUDA_MEMORY_LIMITS = {
     (OUR_LSTM, LSTM): 0.3,
 }
 CUDA_SPEED_LIMITS = {(OURS, LOOP): 0.12, (OURS, GRAPHED): 0.55}
+# Of the forward pass in bfloat16: microseconds per step of StochasticGRU, and of GRU and LSTM; and
+# over the time of others.
+CUDA_STEP_US = {
+    Shape(1024, 16, 256): (2.0, 1.3),
+    Shape(1024, 64, 256): (2.0, 1.3),
+    Shape(1024, 64, 512): (2.5, 1.8),
+    Shape(1024, 32, 1024): (3.5, 2.5),
+}
+CUDA_FORWARD_LIMITS = {(OURS, LSTM): 0.6, (OUR_GRU, GRU): 0.4, (OUR_LSTM, LSTM): 0.4}
+# In float16, where cuDNN's LSTM has a persistent kernel.
+CUDNN_PERSISTENT = Shape(1024, 16, 768)
 
 
 class Loop(nn.Module):
@@ -262,6 +277,27 @@ def _replayed() -> Iterator[None]:
         fusedrnn.set_chunk_replay(False)
 
 
+class FlaggedStep(TrainingStep):
+    """A step whose persistent kernel exchanges results by flags; backward knows nothing of it."""
+
+    def forward(self) -> Tensor:
+        with _by_flags():
+            return super().forward()
+
+    def infer(self) -> None:
+        with _by_flags():
+            super().infer()
+
+
+@contextmanager
+def _by_flags() -> Iterator[None]:
+    _library.exchange_by_flags = True
+    try:
+        yield
+    finally:
+        _library.exchange_by_flags = False
+
+
 class GraphedStep(TrainingStep):
     """A step that its user captures in a CUDA graph; noise, or its seed, is drawn inside."""
 
@@ -323,7 +359,7 @@ class Contender:
         return operations / (1e9 * time_ms)
 
 
-def _like(module: Callable[..., nn.Module], **options: bool) -> Callable[[int], nn.Module]:
+def _like(module: Callable[..., nn.Module], **options: Any) -> Callable[[int], nn.Module]:
     return lambda hidden_size: module(hidden_size, hidden_size, **options)
 
 
@@ -350,12 +386,16 @@ CONTENDERS: dict[str, Contender] = {
     OFFLOADED: Contender(_over(OffloadedLoop), STOCHASTIC),
     OURS: Contender(_stochastic_gru, REBUILT),
     KEPT: Contender(_like(fusedrnn.StochasticGRU, recompute=False), STOCHASTIC),
-    REPLAYED: Contender(_stochastic_gru, REBUILT, ReplayedStep),
+    STEPWISE: Contender(_like(fusedrnn.StochasticGRU, backend="stepwise"), REBUILT),
+    REPLAYED: Contender(_like(fusedrnn.StochasticGRU, backend="stepwise"), REBUILT, ReplayedStep),
+    BY_FLAGS: Contender(_stochastic_gru, REBUILT, FlaggedStep),
     CAPTURED: Contender(_stochastic_gru, REBUILT, GraphedStep),
     OUR_GRU: Contender(_like(fusedrnn.GRU), REBUILT_GRU),
     KEPT_GRU: Contender(_like(fusedrnn.GRU, recompute=False), GRU_GEMMS),
+    STEPWISE_GRU: Contender(_like(fusedrnn.GRU, backend="stepwise"), REBUILT_GRU),
     OUR_LSTM: Contender(_like(fusedrnn.LSTM), REBUILT_LSTM),
     KEPT_LSTM: Contender(_like(fusedrnn.LSTM, recompute=False), LSTM_GEMMS),
+    STEPWISE_LSTM: Contender(_like(fusedrnn.LSTM, backend="stepwise"), REBUILT_LSTM),
     LAST_GRU: Contender(_like(fusedrnn.GRU, return_sequence=False), REBUILT_GRU, LastStateStep),
     LAST_LSTM: Contender(_like(fusedrnn.LSTM, return_sequence=False), REBUILT_LSTM, LastStateStep),
 }
@@ -377,7 +417,7 @@ class Group:
 
 def groups(names: Collection[str]) -> list[Group]:
     """StochasticGRU among its competitors; and GRU and LSTM, each next to torch's."""
-    drop_ins = [GRU, OUR_GRU, KEPT_GRU, LSTM, OUR_LSTM, KEPT_LSTM]
+    drop_ins = [GRU, OUR_GRU, KEPT_GRU, STEPWISE_GRU, LSTM, OUR_LSTM, KEPT_LSTM, STEPWISE_LSTM]
     return [
         Group(
             "",

@@ -82,7 +82,7 @@ def parts(out: Path) -> list[Part]:
         else:
             command += ["--kernel-name", "kns=fusedrnn"]  # what cuBLAS shares is its own matter
         command += [python, "-m", "bench.sanitize"]
-        return Part(tool, 35, lambda _: command, SANITIZER_LOG, env)
+        return Part(tool, 30, lambda _: command, SANITIZER_LOG, env)
 
     def benchmark(name: str, limit_s: float, most_s: float = math.inf) -> Part:
         def command(limit_s: float) -> list[str]:
@@ -96,13 +96,13 @@ def parts(out: Path) -> list[Part]:
         Part("build", 100, lambda _: pip, env=build_env),
         Part(
             "tests",
-            115,
+            140,
             lambda _: [*pytest, f"--junitxml={out / 'tests.xml'}"],
             verdict=lambda: _tests(out / "tests.xml"),
         ),
         *map(sanitizer, SANITIZERS),
         benchmark("memory", 65, most_s=60),  # what is left over is for speed
-        benchmark("speed", 105),
+        benchmark("speed", 100),
     ]
 
 

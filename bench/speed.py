@@ -14,7 +14,10 @@ from fusedrnn import _helpers
 from .cases import (
     COMPILED,
     CONTENDERS,
+    CUDA_FORWARD_LIMITS,
     CUDA_SPEED_LIMITS,
+    CUDA_STEP_US,
+    CUDNN_PERSISTENT,
     DENORMAL_LIMIT,
     GEMMS,
     GRU,
@@ -291,10 +294,33 @@ def _report_on_cuda(results: Results) -> Report:
                 continue
             r = ratio(rows[a]["train_ms"], rows[b]["train_ms"])
             targets.append(Target(f"time, {a} / {b}", str(case), r.median, limit, r.spread))
+    for case, rows in results.items():
+        targets += _forward_targets(case, rows)
     tables = [
         _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
     ]
     return Report("speed", numbers(results), tables, targets, failures(results))
+
+
+def _forward_targets(case: Case, rows: dict[str, Row]) -> list[Target]:
+    targets = []
+    step_us = CUDA_STEP_US.get(case.shape) if case.dtype is torch.bfloat16 else None
+    if step_us:
+        stochastic, drop_in = step_us
+        for name, limit in ((OURS, stochastic), (OUR_GRU, drop_in), (OUR_LSTM, drop_in)):
+            if why_none(rows[name]) is None:
+                times_us = [1000 * ms / case.shape.seq_len for ms in rows[name]["forward_ms"]]
+                what = f"microseconds per step of forward, {name}"
+                spread = f"({min(times_us):.2f}–{max(times_us):.2f})"
+                targets.append(Target(what, str(case), median(times_us), limit, spread))
+    limits = CUDA_FORWARD_LIMITS if step_us else {}
+    if case.shape == CUDNN_PERSISTENT and case.dtype is torch.float16:
+        limits = {(OUR_LSTM, LSTM): 1.0}
+    for (a, b), limit in limits.items():
+        if why_none(rows[a]) is None and why_none(rows[b]) is None:
+            r = ratio(rows[a]["forward_ms"], rows[b]["forward_ms"])
+            targets.append(Target(f"forward time, {a} / {b}", str(case), r.median, limit, r.spread))
+    return targets
 
 
 def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
