@@ -71,6 +71,11 @@ FUSEDRNN_DEVICE uint32_t load_acquire(const uint32_t* p) {
 FUSEDRNN_DEVICE void store_release(uint32_t* p, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+FUSEDRNN_DEVICE uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 FUSEDRNN_DEVICE void store_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -124,8 +129,7 @@ FUSEDRNN_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
 // Between two looks at memory that another block is to write.
 FUSEDRNN_DEVICE void pause() {}
 
-// Ends the kernel and, for the process, all use of the GPU; says so on stderr.  A function, and
-// without arguments, so that what never happens takes no registers.
+// Ends the kernel and, for the process, all use of the GPU; says so on stderr.
 [[noreturn]] static __device__ __noinline__ void give_up() {
   __assert_fail("other blocks of a persistent kernel have not sent their results in time",
                 "fusedrnn", 0, "persistent kernel");

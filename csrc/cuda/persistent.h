@@ -103,6 +103,22 @@ FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
   return packet;
 }
 
+// Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
+// without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
+// would cost registers that the weights need.
+template <class Args>
+FUSEDRNN_DEVICE bool has_patience(const Args& args, uint32_t looks) {
+  constexpr uint32_t kLooksAlone = 32;  // before it asks whether another thread has given up
+  if (looks < kLooksAlone) return true;
+  if (looks < args.patience && load_relaxed(args.given_up) != kGivenUp) return true;
+  store_relaxed(args.given_up, kGivenUp);
+  return false;
+}
+template <class Args>
+FUSEDRNN_DEVICE void end(const Args& args) {
+  if (load_relaxed(args.given_up) == kGivenUp) give_up();
+}
+
 // Where a thread stands.
 struct Thread {
   int index = thread_index();
@@ -367,7 +383,7 @@ class PersistentStage {
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x.packet[d]);
       if (is_complete) return;
-      if (looks == args().patience) give_up();
+      if (!has_patience(args(), looks)) return;
       pause();
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
@@ -386,7 +402,7 @@ class PersistentStage {
       const uint32_t* count = counts(kSource, sender) + warp;
       const uint32_t wanted = count_of(source_step, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
       for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
-        if (looks == args().patience) give_up();
+        if (!has_patience(args(), looks)) break;
         pause();
       }
     }
@@ -530,6 +546,7 @@ FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentFo
   PersistentBlock<T> block(args, shared);
   PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
   for (int t = 0; t < args.steps; ++t) stages.run(t);
+  end(args);
 }
 
 // Calls f(StageList<...>{}) for the stages of a plan; false if there is no kernel for them.

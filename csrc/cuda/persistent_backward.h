@@ -193,7 +193,7 @@ class AdjointProduct {
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x[d]);
       if (is_complete) return;
-      if (looks == args().patience) give_up();
+      if (!has_patience(args(), looks)) return;
       pause();
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
@@ -212,7 +212,7 @@ class AdjointProduct {
       const uint32_t* count = block_.counts(kIndex, sender) + warp;
       const uint32_t wanted = block_.count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
       for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
-        if (looks == args().patience) give_up();
+        if (!has_patience(args(), looks)) break;
         pause();
       }
     }
@@ -559,6 +559,7 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
   if (FUSEDRNN_SEEDED_BUG != 12)
     sync_block();  // weights have been turned where sums are going to be
   for (int t = args.steps - 1; t >= -1; --t) stages.run(t);
+  end(args);
 }
 
 }  // namespace fusedrnn::cuda

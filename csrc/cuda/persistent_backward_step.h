@@ -32,9 +32,8 @@ struct PersistentBackward {
   // a row], and with flags how much has been sent [groups, blocks, kSenders].
   Packet* sent[kMostStages];
   uint32_t* counts[kMostStages];
-  // As forward; the stage is the one whose gradient does not come.
-  uint32_t* error;
-  uint32_t patience = kPatience;
+  uint32_t* given_up;             // kGivenUp once a thread has
+  uint32_t patience = kPatience;  // looks at memory before that
 };
 
 // As launch_persistent_forward(), of a plan by plan_persistent_backward().

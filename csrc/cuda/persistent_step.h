@@ -28,6 +28,7 @@ constexpr int kTileThreads = kSenders * kWarpLanes;
 constexpr int kKeptArrays = 2;    // a state, and h beside it
 constexpr int kNoiseStride = 20;  // of 16 units, so that lanes meet no bank twice
 constexpr int kSumFloats = kWarps * kMostGates * kTileThreads;
+constexpr uint32_t kGivenUp = 1;          // none of the presets
 constexpr uint32_t kPatience = 1u << 24;  // looks at memory, some ten seconds
 constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side and projection
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
@@ -65,7 +66,7 @@ struct PersistentPlan {
     return 8 * depth * gates;
   }
   int64_t workspace_bytes() const {
-    int64_t bytes = 0;
+    int64_t bytes = 16;  // of given_up
     for (int s = 0; s < kMostStages; ++s) bytes += sent_bytes[s] + count_bytes[s];
     return bytes;
   }
@@ -87,7 +88,8 @@ struct PersistentForward {
   // how much has been sent [groups, blocks, kSenders].
   Packet* sent[kMostStages];
   uint32_t* counts[kMostStages];
-  uint32_t patience = kPatience;  // looks at memory before the kernel gives up
+  uint32_t* given_up;             // kGivenUp once a thread has
+  uint32_t patience = kPatience;  // looks at memory before that
 };
 
 // What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16, each of
@@ -106,6 +108,7 @@ void apply(const PersistentPlan& plan, void* workspace, Args& args) {
     args.counts[s] = reinterpret_cast<uint32_t*>(at);
     at += plan.count_bytes[s];
   }
+  args.given_up = reinterpret_cast<uint32_t*>(at);
 }
 
 // Presets the workspace and launches the kernel, both on the stream; what apply() fills in need not

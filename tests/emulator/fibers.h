@@ -328,6 +328,7 @@ inline void store_release(uint32_t* p, uint32_t v) {
   emulated::count_event();
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
+inline uint32_t load_relaxed(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_relaxed(uint32_t* p, uint32_t v) {
   emulated::count_event();
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
