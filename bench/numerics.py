@@ -1,0 +1,145 @@
+"""How errors grow with the sequence, against float64: ``python -m bench.numerics``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedrnn
+from fusedrnn import reference
+
+from .report import Report, Run, Table, Target, main
+
+BATCH, SIZE = 8, 64
+LENGTHS, LENGTHS_QUICK = (16, 64, 256, 1024, 4096), (16, 32)
+OURS, TORCH, LOOP = "fusedrnn", "torch.nn", "plain loop"
+LIMIT = 2.0  # times the error of torch's module, or of the loop where torch has none
+TF32 = "tf32"
+ON_CPU = ("float32", "bfloat16", "float16")
+ON_CUDA = (*ON_CPU, TF32)
+
+# input, weights, eps -> output, from a state of zeros
+Cell = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+
+
+def _torch_gru(input: Tensor, weights: Sequence[Tensor], eps: Tensor) -> Tensor:
+    hx = input.new_zeros(1, BATCH, SIZE)
+    output: Tensor = torch.gru(input, hx, list(weights), True, 1, 0.0, True, False, False)[0]
+    return output
+
+
+def _torch_lstm(input: Tensor, weights: Sequence[Tensor], eps: Tensor) -> Tensor:
+    hx = [input.new_zeros(1, BATCH, SIZE)] * 2
+    output: Tensor = torch.lstm(input, hx, list(weights), True, 1, 0.0, True, False, False)[0]
+    return output
+
+
+def _stochastic(library: Any) -> Cell:
+    return lambda input, weights, eps: library.stochastic_gru(input, weights, eps=eps)[0]
+
+
+CELLS: dict[str, dict[str, Cell]] = {
+    "gru": {
+        OURS: lambda input, weights, eps: fusedrnn.gru(input, weights)[0],
+        TORCH: _torch_gru,
+        LOOP: lambda input, weights, eps: reference.gru(input, weights)[0],
+    },
+    "lstm": {
+        OURS: lambda input, weights, eps: fusedrnn.lstm(input, weights)[0],
+        TORCH: _torch_lstm,
+        LOOP: lambda input, weights, eps: reference.lstm(input, weights)[0],
+    },
+    "stochastic_gru": {OURS: _stochastic(fusedrnn), LOOP: _stochastic(reference)},
+}
+MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers of a dtype, the same ones for all: the truth is float64's answer to them."""
+
+    input: Tensor
+    eps: Tensor
+    weights: list[Tensor]
+    grad_output: Tensor
+
+    def results(self, cell: Cell, dtype: torch.dtype) -> list[Tensor]:
+        """Output, gradient of the input, and gradients of the weights in one."""
+        input, *weights = (
+            t.to(dtype).detach().requires_grad_() for t in (self.input, *self.weights)
+        )
+        output = cell(input, weights, self.eps.to(dtype))
+        grads = torch.autograd.grad(output, [input, *weights], self.grad_output.to(dtype))
+        flat = torch.cat([grad.double().flatten() for grad in grads[1:]])
+        return [output.detach().double(), grads[0].double(), flat]
+
+
+def problem(name: str, seq_len: int, dtype: torch.dtype, device: str) -> Problem:
+    """Normal inputs, fresh weights."""
+    torch.manual_seed(seq_len)
+    with torch.device(device):
+        sizes = (seq_len, BATCH, SIZE)
+        input, eps, grad_output = (torch.randn(sizes).to(dtype) for _ in range(3))
+        weights = [w.detach().to(dtype) for w in MODULES[name](SIZE, SIZE).parameters()]
+    return Problem(input, eps.unsqueeze(0), weights, grad_output)
+
+
+def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[float]]:
+    """Of each contender: norms of the errors of its results over the norms of these."""
+    dtype = torch.float32 if kind == TF32 else getattr(torch, kind)
+    case = problem(name, seq_len, dtype, device)
+    truth = case.results(CELLS[name][LOOP], torch.float64)
+    found = {}
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind == TF32
+    try:
+        for contender, cell in CELLS[name].items():
+            results = case.results(cell, dtype)
+            found[contender] = [
+                float((a - b).norm() / b.norm()) for a, b in zip(results, truth, strict=True)
+            ]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    return found
+
+
+def run(run: Run) -> Report:
+    """Every cell, dtype and length."""
+    return _run(run, "cpu", ON_CPU)
+
+
+def run_on_cuda(run: Run) -> Report:
+    """The same on a GPU, and float32 with products rounded to TF32."""
+    return _run(run, "cuda", ON_CUDA)
+
+
+def _run(run: Run, device: str, kinds: Sequence[str]) -> Report:
+    lengths = LENGTHS_QUICK if run.quick else LENGTHS
+    task = run.progress.add_task("numerics", total=len(CELLS) * len(kinds) * len(lengths))
+    rows, tables, targets = [], [], []
+    for name, contenders in CELLS.items():
+        other = TORCH if TORCH in contenders else LOOP
+        lines = []
+        for kind in kinds:
+            for seq_len in lengths:
+                found = errors(name, seq_len, kind, device)
+                run.progress.advance(task)
+                rows.append({"cell": name, "dtype": kind, "seq_len": seq_len, "errors": found})
+                worst = max(a / b for a, b in zip(found[OURS], found[other], strict=True))
+                where = f"{name}, {kind}, T={seq_len}"
+                targets.append(Target(f"error, {OURS} / {other}", where, worst, LIMIT))
+                numbers = [f"{found[c][i]:.1e}" for i in range(3) for c in contenders]
+                lines.append([kind, str(seq_len), *numbers, f"{worst:.2f}"])
+        results = ("output", "d input", "d weights")
+        columns = [f"{result}, {c}" for result in results for c in contenders]
+        head = ["dtype", "T", *columns, f"worst / {other}"]
+        tables.append(Table(f"Relative errors, {name}, B={BATCH} H={SIZE}, {device}", head, lines))
+    return Report("numerics", {"rows": rows}, tables, targets)
+
+
+if __name__ == "__main__":
+    main([run], __doc__, on_cuda=[run_on_cuda])
