@@ -278,11 +278,15 @@ def _replayed() -> Iterator[None]:
 
 
 class FlaggedStep(TrainingStep):
-    """A step whose persistent kernel exchanges results by flags; backward knows nothing of it."""
+    """A step whose persistent kernels exchange results by flags."""
 
     def forward(self) -> Tensor:
         with _by_flags():
             return super().forward()
+
+    def backward(self, output: Tensor) -> None:
+        with _by_flags():
+            super().backward(output)
 
     def infer(self) -> None:
         with _by_flags():

@@ -41,10 +41,10 @@ inline Plan make_plan(Pass pass, const std::string& backend, const Cell& cell, c
     plan.persistent =
         make(cell, sizes, std::max<int64_t>(batch, 1), steps, element_bytes, exchange, *gpu, tf32);
   }
-  if (!plan.persistent.is_possible()) {
-    plan.reason = plan.persistent.why_not;
-  } else if (backend == "stepwise") {
+  if (backend == "stepwise") {
     plan.reason = "It was asked for.";
+  } else if (!plan.persistent.is_possible()) {
+    plan.reason = plan.persistent.why_not;
   } else if (backend == "persistent") {
     plan.is_persistent = true;
     plan.reason = "It was asked for.";

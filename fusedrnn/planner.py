@@ -51,7 +51,9 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
         for field in fields(self)[3:]:
-            lines.append(f"  {field.name.replace('_', ' ')}: {getattr(self, field.name):,g}")
+            value = getattr(self, field.name)
+            text = f"{value:.1f}" if isinstance(value, float) else f"{value:,}"
+            lines.append(f"  {field.name.replace('_', ' ')}: {text}")
         return "\n".join(lines)
 
 

@@ -9,23 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MASKED, Case, relative_errors, truth
+from cases import MASKED, truth
 from emulator import emulated_operators
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
+from test_persistent import BASE, CELLS, assert_no_worse, assert_same
 
 import fusedrnn
 from fusedrnn import _library
 
-# All cells, and what each has of its own.
-CELLS = [
-    {"cell": "gru"},
-    {"cell": "lstm"},
-    {"cell": "lstm", "proj_size": 5},
-    {"cell": "stochastic_gru"},
-    {"cell": "stochastic_gru", "noise": "eps"},
-    {"cell": "stochastic_gru", "noise": "none"},
-]
-BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
 SHAPES = [
     replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
     replace(BASE, seq_len=1, batch=9, chunk_size=1),
@@ -76,24 +67,11 @@ def chain(monkeypatch):
             patch.setattr(_library, "_ops", operators)
             patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
             found = function(*arguments)
-        assert (operators.counts()[2] > 0) == is_on
+        assert (operators.counts()[3] > 0) == is_on
         return found
 
     yield call
     operators.control(False, "")
-
-
-def assert_same(these, those):
-    for name, tensor in these.items():
-        assert torch.equal(tensor, those[name]), name
-
-
-def assert_no_worse(ours, theirs, exact):
-    """Errors of at most twice those of the other one, or of what is rounded away anyway."""
-    exact = {name: exact[name] for name in ours}
-    theirs = relative_errors(theirs, exact)
-    for name, error in relative_errors(ours, exact).items():
-        assert error <= 2 * theirs[name] + 1e-4, (name, error, theirs[name])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -45,7 +45,9 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
         ({"batch": 16, "size": 256, "dtype": torch.float32}, "TF32, which torch is not told to"),
         ({"batch": 16, "size": 256, "dtype": torch.float64}, "for bfloat16, float16 and float32"),
         ({"batch": 16, "size": 256, "gpu": "cpu"}, "for GPUs only"),
+        ({"batch": 16, "size": 1, "chunk_size": 2**31, "seq_len": 2**31}, "too long to be counted"),
         ({"batch": 16, "size": 256, "backend": "stepwise"}, "asked for"),
+        ({"batch": 16, "size": 2048, "backend": "stepwise"}, "asked for"),
     ],
     ids=str,
 )
@@ -142,9 +144,11 @@ def test_modules_and_shapes():
 
 
 def test_a_plan_is_printed_with_its_reason():
-    text = str(plan("gru", 16, 256))
+    made = plan("gru", 64, 512)
+    text = str(made)
     assert text.startswith("persistent: The weights fit")
-    assert "\n  forward workspace bytes: " in text
+    assert f"\n  forward workspace bytes: {made.forward_workspace_bytes:,}\n" in text
+    assert made.forward_workspace_bytes > 10**7 and "\n  modelled step us: 1.0\n" in text
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
                   std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
                   std::to_string(device.shared_bytes) + ".");
   }
+  if (steps * plan.tiles > INT32_MAX) {
+    return refuse("A chunk of " + std::to_string(steps) + " steps is too long to be counted.");
+  }
   // Packets of different steps must not be told apart by looks, so each step has its own.
   const int64_t slots = exchange == Exchange::Packets ? steps : std::min<int64_t>(steps, 2);
   for (int s = 0; s < cell.num_stages; ++s) {

@@ -33,9 +33,9 @@ struct CUstream_st {
 namespace fusedrnn {
 namespace {
 
-bool backwards = false;      // in which order threads run
-std::string failing_kernel;  // refuses to be launched
-int64_t launches = 0, replays = 0, persistent = 0;
+bool backwards = false;                                         // in which order threads run
+std::string failing_kernel;                                     // refuses to be launched
+int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two: persistent
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
 Gpu gpu{"emulated", 90, 0, 227 << 10};
 int64_t schedule = 0;  // of threads in these
@@ -135,9 +135,11 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   patience = uint32_t(looks);
   tf32 = allow_tf32;
   failing_kernel = kernel;
-  launches = replays = persistent = 0;
+  launches = replays = forwards = adjoints = 0;
 }
-std::tuple<int64_t, int64_t, int64_t> counts() { return {launches, replays, persistent}; }
+std::tuple<int64_t, int64_t, int64_t, int64_t> counts() {
+  return {launches, replays, forwards, adjoints};
+}
 
 }  // namespace
 
@@ -158,7 +160,6 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
                          void* workspace, Stream stream, const Kernel& kernel) {
   if (name == failing_kernel) return {name, 1};
   ++launches;
-  ++persistent;
   apply(plan, workspace, args);
   args.patience = patience;
   stream->enqueue([=] {
@@ -182,6 +183,7 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream) {
+  ++forwards;
   return launch_persistent("persistent_forward", forward_bug, plan, args, workspace, stream,
                            [](auto stages, auto depth, const auto& a) {
                              persistent_forward<T, decltype(depth)::value>(
@@ -191,6 +193,7 @@ Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T
 template <class T>
 Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
                                   void* workspace, Stream stream) {
+  ++adjoints;
   return launch_persistent("persistent_backward", backward_bug, plan, args, workspace, stream,
                            [](auto stages, auto depth, const auto& a) {
                              persistent_backward<T, decltype(depth)::value>(
@@ -217,7 +220,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False) -> ()");
-  m.def("counts() -> (int, int, int)");
+  m.def("counts() -> (int, int, int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
