@@ -112,9 +112,8 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void column_sum(Matrix<const A> m, A* sum) const {
-    parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
-      kernels_.column_sum(m.data, m.rows, m.columns, first, last, sum);
-    });
+    parallel(m.columns, m.rows,
+             [&](int64_t first, int64_t last) { kernels_.column_sum(m, first, last, sum); });
   }
 
  private:

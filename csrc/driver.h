@@ -14,7 +14,7 @@
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
-//   column_sum(Matrix<const O>, A* sum)   sum += ...
+//   column_sum(Matrix<const O>, A* sum)   sum += ..., columns one after the other
 //   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
 //       an earlier call with `repeats` did, further on in the sequence by the difference of
 //       first_row; is_whole: no step of a chunk is missing
@@ -104,6 +104,11 @@ class Driver {
       rebuild(chunk, kept, buffers);
       adjoint_chain(chunk, gradients, kept, buffers, recording);
       leaf_gradients(chunk, gradients, buffers);
+    }
+    if (shares_bias_gradient(gradients)) {
+      const int64_t columns = layer_.shared_columns();
+      backend_.copy(Matrix<A>::contiguous(gradients.bias[0], 1, columns),
+                    Matrix<const A>::contiguous(shared_bias(gradients), 1, columns));
     }
     if (gradients.hx != nullptr) copy_rows(gradients.hx, buffers.dh, output());
     if (gradients.cx != nullptr) copy_rows(gradients.cx, buffers.dc, hidden());
@@ -411,17 +416,11 @@ class Driver {
     const Planes<A>& planes = buffers.planes;
     buffers.input = input_rows(chunk, buffers);
     const bool is_kept = kept.at(0, chunk.first_row) != nullptr;
-    if (!is_kept) {
-      backend_.gemm(Matrix<A>::contiguous(planes.side, chunk.rows(), layer_.side_columns()),
-                    buffers.input, weight_[0].transposed(), false);
-    }
     for (int s = 0; s <= layer_.core(); ++s) {
       if (!is_kept) {
-        const auto projection =
-            Matrix<A>::contiguous(planes.projection[s], chunk.rows(), layer_.columns(s));
         for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
-          backend_.gemm(projection.row_range(first, source.rows), source, weight(s).transposed(),
-                        layer_.adds_up(s));
+          backend_.gemm(projection(planes, s, chunk).row_range(first, source.rows), source,
+                        weight(s).transposed(), false);
         });
       }
       if (s < layer_.core()) {
@@ -433,6 +432,28 @@ class Driver {
         backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
       }
     }
+    if (is_kept) return;
+    bool adds = true;
+    for_side(planes, chunk, [&](const Matrix<A>& side, const Matrix<const O>& w, int64_t) {
+      backend_.gemm(side, buffers.input, w.transposed(), adds);
+      adds = false;
+    });
+  }
+
+  template <class P>
+  Matrix<P> projection(const Planes<P>& planes, int s, const Chunk& chunk) const {
+    return Matrix<P>::contiguous(planes.projection[s], chunk.rows(), layer_.columns(s));
+  }
+  // The columns that the input's weight makes: first those that stand in the core's projection.
+  // f(columns, their rows of the weight, index of the first)
+  template <class P, class F>
+  void for_side(const Planes<P>& planes, const Chunk& chunk, const F& f) const {
+    const int64_t shared = layer_.shared_columns(), alone = layer_.columns_alone();
+    f(projection(planes, layer_.core(), chunk).column_range(0, shared),
+      weight_[0].row_range(0, shared), 0);
+    if (alone == 0) return;
+    f(Matrix<P>::contiguous(planes.side, chunk.rows(), alone), weight_[0].row_range(shared, alone),
+      shared);
   }
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
@@ -563,40 +584,69 @@ class Driver {
   // Gradients of input and weights, all steps of a chunk at once.
   void leaf_gradients(const Chunk& chunk, const Gradients<T>& gradients,
                       const BackwardBuffers& buffers) {
-    const auto dside =
-        Matrix<O>::contiguous(buffers.gradient.side, chunk.rows(), layer_.side_columns());
-    if (gradients.input != nullptr) {
-      const bool drops = layer_.dropout > 0 && gradients.completes_input;
-      const int64_t at = chunk.first_row * layer_.sizes.input;
-      const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
-      if constexpr (Space::kTensorIsResult) {
-        backend_.gemm(dx, dside, weight_[0], gradients.adds_to_input);
-        if (drops) drop(same<O>(dx.data), chunk);
-      } else {
-        const auto wide = Matrix<A>::contiguous(buffers.dx, chunk.rows(), layer_.sizes.input);
-        if (gradients.adds_to_input) backend_.copy(wide, dx);
-        backend_.gemm(wide, dside, weight_[0], gradients.adds_to_input);
-        if (drops) drop(same<O>(wide.data), chunk);
-        backend_.copy(dx, wide);
-      }
-    }
-    weight_gradient(0, dside, buffers.input, gradients);
+    if (gradients.input != nullptr) input_gradient(chunk, gradients, buffers);
     for (int s = 0; s <= layer_.last(); ++s) {
-      const auto d =
-          Matrix<O>::contiguous(buffers.gradient.projection[s], chunk.rows(), layer_.columns(s));
+      const int p = layer_.projection(s);
+      const Matrix<O> d = projection(buffers.gradient, s, chunk);
       for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
-        weight_gradient(layer_.projection(s), d.row_range(first, source.rows), source, gradients);
+        weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source);
       });
+      if (gradients.bias[p] != nullptr) backend_.column_sum(d, gradients.bias[p]);
+    }
+    for_side(buffers.gradient, chunk,
+             [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
+               A *weight = gradients.weight[0], *bias = gradients.bias[0];
+               if (weight != nullptr) weight += first * buffers.input.columns;
+               weight_gradient(weight, d, buffers.input);
+               if (bias != nullptr && !(first == 0 && shares_bias_gradient(gradients))) {
+                 backend_.column_sum(d, bias + first);
+               }
+             });
+  }
+
+  void input_gradient(const Chunk& chunk, const Gradients<T>& gradients,
+                      const BackwardBuffers& buffers) {
+    const bool drops = layer_.dropout > 0 && gradients.completes_input;
+    const int64_t at = chunk.first_row * layer_.sizes.input;
+    const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
+    const auto add_up = [&](const auto& sum) {
+      bool adds = gradients.adds_to_input;
+      for_side(buffers.gradient, chunk,
+               [&](const Matrix<const O>& d, const Matrix<const O>& w, int64_t) {
+                 backend_.gemm(sum, d, w, adds);
+                 adds = true;
+               });
+    };
+    if constexpr (Space::kTensorIsResult) {
+      if (buffers.dx == nullptr) add_up(dx);
+    }
+    if (buffers.dx != nullptr) {
+      const auto wide = Matrix<A>::contiguous(buffers.dx, dx.rows, dx.columns);
+      if (gradients.adds_to_input) backend_.copy(wide, dx);
+      add_up(wide);
+      if constexpr (!kTensorIsOperand) {
+        if (drops) drop(wide.data, chunk);
+      }
+      backend_.copy(dx, wide);
+    }
+    if constexpr (kTensorIsOperand) {
+      if (drops) drop(dx.data, chunk);
     }
   }
 
-  void weight_gradient(int p, Matrix<const O> dprojection, Matrix<const O> source,
-                       const Gradients<T>& gradients) {
-    if (gradients.weight[p] != nullptr) {
-      backend_.gemm(Matrix<A>::contiguous(gradients.weight[p], dprojection.columns, source.columns),
-                    dprojection.transposed(), source, true);
-    }
-    if (gradients.bias[p] != nullptr) backend_.column_sum(dprojection, gradients.bias[p]);
+  void weight_gradient(A* gradient, const Matrix<const O>& d, const Matrix<const O>& source) {
+    if (gradient == nullptr) return;
+    backend_.gemm(Matrix<A>::contiguous(gradient, d.columns, source.columns), d.transposed(),
+                  source, true);
+  }
+
+  // The biases of both projections of the core have one gradient where these share columns: it is
+  // summed up once, and copied in the end.
+  bool shares_bias_gradient(const Gradients<T>& gradients) const {
+    return gradients.bias[0] != nullptr && shared_bias(gradients) != nullptr;
+  }
+  A* shared_bias(const Gradients<T>& gradients) const {
+    return gradients.bias[layer_.projection(layer_.core())];
   }
 
   Backend backend_;

@@ -67,8 +67,7 @@ class GpuBackend : public cuda::Memory<Element> {
     check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);
   }
   void column_sum(const Matrix<const T>& m, A* sum) {
-    check(cuda::column_sum<T>(m.data, m.rows, m.columns, partial_sums_, sum, device_.stream()),
-          m.rows, m.columns);
+    check(cuda::column_sum<T>(m, partial_sums_, sum, device_.stream()), m.rows, m.columns);
   }
 
   // All steps of a chunk at once.

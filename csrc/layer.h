@@ -44,13 +44,17 @@ struct Layer {
   bool has_state() const { return fusedrnn::has_state(cell); }
   int last() const { return cell.num_stages - 1; }
   int core() const { return fusedrnn::core(cell); }
-  // Whether the GEMM of stage s adds to what there is of the input's.
-  bool adds_up(int s) const { return s == core() && traits(cell.stages[s].kind).is_sum; }
+  // Whether the GEMM of stage s adds to what there is of the input's, step by step.
+  bool adds_up(int s) const { return s == core() && side_columns() == shared_columns(); }
   int projection(int s) const { return cell.stages[s].projection; }
   int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
   int64_t side_columns() const {
     return traits(cell.stages[core()].kind).side_blocks * width(core());
   }
+  int64_t shared_columns() const {  // the first of these, see stages.h
+    return traits(cell.stages[core()].kind).shared_blocks * width(core());
+  }
+  int64_t columns_alone() const { return side_columns() - shared_columns(); }
   int64_t columns(int s) const { return traits(cell.stages[s].kind).projection_blocks * width(s); }
   int64_t pre_columns(int s) const { return traits(cell.stages[s].kind).pre_blocks * width(s); }
 };
@@ -66,26 +70,24 @@ struct Gradients {
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 
-// GEMM results of a chunk, or the gradients of these.
+// GEMM results of a chunk, or the gradients of these.  What side and projection share stands in
+// projection: the sum, and the gradient of both.
 template <class A>
 struct Planes {
-  A *side, *projection[kMaxStages];
+  A *side, *projection[kMaxStages];  // side: columns_alone()
 
   // Of the stages up to `last`.
   template <class T>
   static Planes carve(const Layer<T>& layer, int last, int64_t rows, Arena& arena) {
     Planes p{};
-    p.side = arena.take<A>(rows * layer.side_columns());
-    for (int s = 0; s <= last; ++s) {
-      p.projection[s] = layer.adds_up(s) ? p.side  // one array for the sum of both
-                                         : arena.take<A>(rows * layer.columns(s));
-    }
+    p.side = arena.take<A>(rows * layer.columns_alone());
+    for (int s = 0; s <= last; ++s) p.projection[s] = arena.take<A>(rows * layer.columns(s));
     return p;
   }
   template <class T>
   Planes from_row(const Layer<T>& layer, int64_t row) const {
     Planes p{};
-    p.side = side + row * layer.side_columns();
+    p.side = side + row * layer.columns_alone();
     for (int s = 0; s <= layer.last(); ++s) {
       if (projection[s] != nullptr) p.projection[s] = projection[s] + row * layer.columns(s);
     }

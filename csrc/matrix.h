@@ -22,6 +22,9 @@ struct Matrix {
   Matrix row_range(int64_t begin, int64_t count) const {
     return {data + begin * row_stride, count, columns, row_stride, column_stride};
   }
+  Matrix column_range(int64_t begin, int64_t count) const {
+    return {data + begin * column_stride, rows, count, row_stride, column_stride};
+  }
 };
 
 // A (seq_len, batch, width) tensor as the user gave it: any strides, or data == nullptr for none.

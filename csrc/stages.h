@@ -12,10 +12,11 @@
 // make its backward() linear, one per pre-activation, and gets them there instead of these.
 //
 // The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
-// through `state` and its adjoint, in and out, through `dstate`.  If all that a stage reads of side
-// and projection is their sum (kSum), GEMMs add them up in one array.  The result of a cell's last
-// stage (kResult: those that can be) is its h.  backward() of a stage that is linear without more
-// (kLinear) needs no pre-activations.
+// through `state` and its adjoint, in and out, through `dstate`.  Of the first kShared blocks a
+// stage reads no more than the sum of side and projection: GEMMs may add them up in one array, and
+// they have one gradient, projection's; dside is that of the other blocks (kSideAlone).  The result
+// of a cell's last stage (kResult: those that can be) is its h.  backward() of a stage that is
+// linear without more (kLinear) needs no pre-activations.
 //
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
 // result in the order of torch's gates.  No memory access beyond the arguments.
@@ -30,9 +31,9 @@ enum class StageKind { Sample, Linear, Gru, Lstm };
 // Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
 // projection and pre: loc, logvar.
 struct Sample {
-  static constexpr int kSide = 0, kProjection = 2, kPre = 2;
+  static constexpr int kSide = 0, kShared = 0, kProjection = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
-  static constexpr bool kState = false, kSum = false, kResult = false, kLinear = false;
+  static constexpr bool kState = false, kResult = false, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -65,9 +66,9 @@ struct Sample {
 // of the GEMM only.
 // Of an LSTM's result, it is h of fewer features (Sak et al. 2014), proj_size in torch.nn.LSTM.
 struct Linear {
-  static constexpr int kSide = 0, kProjection = 1, kPre = 1;
+  static constexpr int kSide = 0, kShared = 0, kProjection = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kSum = false, kResult = true, kLinear = true;
+  static constexpr bool kState = false, kResult = true, kLinear = true;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
@@ -90,9 +91,9 @@ struct Linear {
 //   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
 // side: x_r, x_u, x_n.  projection: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
 struct Gru {
-  static constexpr int kSide = 3, kProjection = 3, kPre = 4;
+  static constexpr int kSide = 3, kShared = 2, kProjection = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kSum = false, kResult = true, kLinear = false;
+  static constexpr bool kState = false, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -117,10 +118,10 @@ struct Gru {
     const A u = math::sigmoid(pre[1], not_u);
     const A n = math::tanh(A(pre[2] + r * pre[3]), dtanh);
     const A dn = dout * not_u * dtanh;
-    dx[0] = dp[0] = dn * pre[3] * (r * not_r);
-    dx[1] = dp[1] = dout * (h - n) * (u * not_u);
-    dx[2] = dn;
+    dp[0] = dn * pre[3] * (r * not_r);
+    dp[1] = dout * (h - n) * (u * not_u);
     dp[2] = dn * r;
+    dx[0] = dn;
     *dh = dout * u;
   }
 };
@@ -130,9 +131,9 @@ struct Gru {
 //   i, f, o = sigmoid(.),  g = tanh(.),  c' = f c + i g,  h' = o tanh(c').
 // side and projection: of i, f, g, o.  pre: their sums.  The state is c.
 struct Lstm {
-  static constexpr int kSide = 4, kProjection = 4, kPre = 4;
+  static constexpr int kSide = 4, kShared = 4, kProjection = 4, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = true, kSum = true, kResult = true, kLinear = false;
+  static constexpr bool kState = true, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -166,6 +167,10 @@ struct Lstm {
   }
 };
 
+// Blocks of side that have a gradient of their own.
+template <class Stage>
+inline constexpr int kSideAlone = Stage::kSide - Stage::kShared;
+
 // Calls f(Stage{}) for the stage that `kind` names: the only such switch.
 template <class F>
 void dispatch_stage(StageKind kind, const F& f) {
@@ -178,16 +183,16 @@ void dispatch_stage(StageKind kind, const F& f) {
 }
 
 struct StageTraits {
-  int side_blocks, projection_blocks, pre_blocks;
-  bool has_carry, has_factors, has_state, is_sum;
+  int side_blocks, shared_blocks, projection_blocks, pre_blocks;
+  bool has_carry, has_factors, has_state;
 };
 
 inline StageTraits traits(StageKind kind) {
   StageTraits t{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    t = {Stage::kSide,    Stage::kProjection, Stage::kPre, Stage::kCarry,
-         Stage::kFactors, Stage::kState,      Stage::kSum};
+    t = {Stage::kSide,  Stage::kShared,  Stage::kProjection, Stage::kPre,
+         Stage::kCarry, Stage::kFactors, Stage::kState};
   });
   return t;
 }

@@ -116,11 +116,12 @@ struct Zoneout {
 };
 
 // Pre-activations come from `pre` [rows, kPre * width], or where that is null from side and
-// projection, [rows, k * width] each, with biases [k * width] that may be null.  With kSum the two
-// are one array, side.
+// projection, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
+// added up (kAddsUp), the first kShared blocks of projection are sums, and side has the others.
 template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
+  static constexpr bool kAddsUp = false;  // but for stages that share all blocks
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
   const A *pre, *side, *side_bias, *projection, *projection_bias;
@@ -143,6 +144,7 @@ struct ForwardStep {
 template <class T, class O>
 struct BackwardStep {
   using A = Acc<T>;
+  static constexpr bool kAddsUp = true;
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
   // pre: in the sequence, or if the stage has factors these
@@ -154,7 +156,7 @@ struct BackwardStep {
   Zoneout zoneout;
   A* dout;                    // [rows, width], adjoint from the step or stage behind
   Rows<const T> grad_output;  // added to dout
-  O *dside, *dprojection;     // may be the memory of what they are the gradients of, or of factors
+  O *dside, *dprojection;     // may be the memory of side and projection, or of factors
   A* dcarry;                  // [rows, width]: dout's memory; of a state: its adjoint, in and out
   T* deps;                    // [rows, width] in the sequence, or null
 };
@@ -185,19 +187,20 @@ FUSEDRNN_HD void load_pre(V* pre, const Step& step, int64_t row, int64_t pre_row
     const A* no_bias = nullptr;
     return load_blocks<Stage::kPre>(pre, step.pre, no_bias, step.width, pre_row, column, unit);
   }
-  if constexpr (Stage::kSum) {
-    load_blocks<Stage::kPre>(pre, step.side, step.side_bias, step.width, row, column, unit);
-    if (step.projection_bias != nullptr) {
-      for (int k = 0; k < Stage::kPre; ++k) {
-        pre[k] = pre[k] + unit.load(step.projection_bias + k * step.width + column);
-      }
-    }
-    return;
-  }
   V side[Stage::kSide > 0 ? Stage::kSide : 1], projection[Stage::kProjection];
-  load_blocks<Stage::kSide>(side, step.side, step.side_bias, step.width, row, column, unit);
   load_blocks<Stage::kProjection>(projection, step.projection, step.projection_bias, step.width,
                                   row, column, unit);
+  if constexpr (Step::kAddsUp || kSideAlone<Stage> == 0) {
+    const auto* bias = step.side_bias;
+    for (int k = 0; k < Stage::kShared; ++k) {
+      side[k] = bias == nullptr ? V{} : unit.load(bias + k * step.width + column);
+    }
+    if (bias != nullptr) bias += Stage::kShared * step.width;
+    load_blocks<kSideAlone<Stage>>(side + Stage::kShared, step.side, bias, step.width, row, column,
+                                   unit);
+  } else {
+    load_blocks<Stage::kSide>(side, step.side, step.side_bias, step.width, row, column, unit);
+  }
   Stage::combine(side, projection, pre);
 }
 
@@ -340,7 +343,7 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
 // The adjoints of an active unit's inputs.
 template <class Stage, class V>
 struct UnitAdjoints {
-  V dside[Stage::kSide > 0 ? Stage::kSide : 1], dprojection[Stage::kProjection];
+  V dside[kSideAlone<Stage> > 0 ? kSideAlone<Stage> : 1], dprojection[Stage::kProjection];
   V dinput;  // of the carry, or of eps
   V dh;      // of h_{t-1}, past the stage
 };
@@ -380,9 +383,7 @@ FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, int64_t row, int
                                 const Unit& unit, const UnitAdjoints<Stage, V>& d) {
   const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
   store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
-  if constexpr (!Stage::kSum) {
-    store_blocks<Stage::kSide>(d.dside, step.dside, width, row, column, unit);
-  }
+  store_blocks<kSideAlone<Stage>>(d.dside, step.dside, width, row, column, unit);
   if constexpr (Stage::kNoise) {
     if (step.deps != nullptr) unit.store(step.deps + (row + shift) * width + column, d.dinput);
   }

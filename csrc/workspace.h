@@ -18,8 +18,11 @@ struct Workspace {
   using O = typename Backend::O;
   using A = Acc<T>;
   static constexpr bool kTensorIsOperand = std::is_same_v<T, O>;
-  // Of the input's gradient: if not, it is rounded after its GEMM.
+  // Whether a GEMM can give the input's gradient.  If it takes two, their sum is rounded once.
   static constexpr bool kTensorIsResult = std::is_same_v<T, A> || Backend::kGemmRounds;
+  static bool input_gradient_is_result(const Layer<T>& layer) {
+    return std::is_same_v<T, A> || (Backend::kGemmRounds && layer.columns_alone() == 0);
+  }
 
   static bool state_is_operand(const Layer<T>& layer) {
     return kTensorIsOperand && !Backend::kReplays && !layer.mask.any();
@@ -126,8 +129,11 @@ struct Workspace {
       }
       dh = arena.take<A>(layer.batch * layer.sizes.output);
       if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
-      if (gradients.input != nullptr && !kTensorIsResult) {
-        dx = arena.take<A>(rows * layer.sizes.input);
+      if (gradients.input != nullptr && !input_gradient_is_result(layer)) {
+        // The core's GEMM results have become gradients by then.
+        const bool has_room =
+            !std::is_same_v<O, A> && layer.sizes.input <= layer.columns(layer.core());
+        dx = has_room ? planes.projection[layer.core()] : arena.take<A>(rows * layer.sizes.input);
       }
       if (gradients.output.data != nullptr &&
           !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {

@@ -21,8 +21,7 @@ struct Kernels {
   void (*clear)(const ClearStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   // sum[c] += sum over rows of m[r][c], for the columns [first, last).
-  void (*column_sum)(const Acc<T>* m, int64_t rows, int64_t columns, int64_t first, int64_t last,
-                     Acc<T>* sum);
+  void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum);
 };
 
 // The same code compiled for three instruction sets; see step_impl.h.

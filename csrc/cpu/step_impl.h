@@ -180,16 +180,16 @@ void dropout(const DropoutStep<A>& step, int64_t first, int64_t last) {
 
 // Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
 template <class A>
-void column_sum(const A* m, int64_t rows, int64_t columns, int64_t first, int64_t last, A* sum) {
+void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum) {
   constexpr int64_t kColumns = 256, kRows = 16;
   for (int64_t begin = first; begin < last; begin += kColumns) {
     const int64_t count = least(kColumns, last - begin);
-    for (int64_t outer = 0; outer < rows; outer += kRows * kRows) {
+    for (int64_t outer = 0; outer < m.rows; outer += kRows * kRows) {
       A outer_sum[kColumns] = {};
-      for (int64_t inner = outer; inner < least(rows, outer + kRows * kRows); inner += kRows) {
+      for (int64_t inner = outer; inner < least(m.rows, outer + kRows * kRows); inner += kRows) {
         A inner_sum[kColumns] = {};
-        for (int64_t r = inner; r < least(rows, inner + kRows); ++r) {
-          const A* row = m + r * columns + begin;
+        for (int64_t r = inner; r < least(m.rows, inner + kRows); ++r) {
+          const A* row = m.data + r * m.row_stride + begin;
           for (int64_t c = 0; c < count; ++c) inner_sum[c] += row[c];
         }
         for (int64_t c = 0; c < count; ++c) outer_sum[c] += inner_sum[c];

@@ -61,7 +61,8 @@ class Gemms {
   // tf32: whether products of floats may be rounded to TF32
   Gemms(int device, bool tf32) : shared_(of_device(device)), tf32_(tf32) {}
 
-  // out (+)= a b for matrices that are operands, out contiguous; O: of a and b, C: of out.
+  // out (+)= a b for matrices that are operands, out's columns one after the other; O: of a and b,
+  // C: of out.
   template <class O, class C>
   cublasStatus_t operator()(const Matrix<C>& out, const Matrix<const O>& a,
                             const Matrix<const O>& b, bool accumulate, void* workspace,

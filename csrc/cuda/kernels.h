@@ -122,7 +122,7 @@ struct Unit {
 template <class Stage, class A>
 struct Lanes<Stage, cuda::Pack<A>> {
   using V = cuda::Pack<A>;
-  static constexpr int kSide = Stage::kSide > 0 ? Stage::kSide : 1;
+  static constexpr int kSide = kSideAlone<Stage> > 0 ? kSideAlone<Stage> : 1;
 
   FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors, V* state) {
     V out;
@@ -145,9 +145,7 @@ struct Lanes<Stage, cuda::Pack<A>> {
       A p[Stage::kPre], ds[kSide], dp[Stage::kProjection], di = 0;
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
       Stage::backward(p, carry.lane[i], dout.lane[i], dstate.lane[i], ds, dp, &di);
-      if constexpr (!Stage::kSum) {
-        for (int k = 0; k < Stage::kSide; ++k) dside[k].lane[i] = ds[k];
-      }
+      for (int k = 0; k < kSideAlone<Stage>; ++k) dside[k].lane[i] = ds[k];
       for (int k = 0; k < Stage::kProjection; ++k) dprojection[k].lane[i] = dp[k];
       dinput->lane[i] = di;
     }
@@ -225,14 +223,16 @@ struct DropoutBody {
 template <class T>
 struct PartialSumBody {
   const T* m;
-  int64_t rows, columns;
+  int64_t rows, columns, row_stride;
   Acc<T>* partial;
   FUSEDRNN_HD void operator()(int64_t i) const {
     const int64_t slab = divide(i, columns), column = i - slab * columns;
     const int64_t first = slab * kSumRows, left = rows - first;
-    const T* at = m + first * columns + column;
+    const T* at = m + first * row_stride + column;
     Acc<T> sum = 0;
-    for (int64_t r = 0; r < (left < kSumRows ? left : kSumRows); ++r) sum += widen(at[r * columns]);
+    for (int64_t r = 0; r < (left < kSumRows ? left : kSumRows); ++r) {
+      sum += widen(at[r * row_stride]);
+    }
     partial[i] = sum;
   }
 };
@@ -341,13 +341,12 @@ Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream) {
 }
 
 template <class T>
-Launch column_sum(const T* m, int64_t rows, int64_t columns, Acc<T>* partial, Acc<T>* sum,
-                  Stream stream) {
-  const int64_t slabs = (rows + kSumRows - 1) / kSumRows;
-  const Launch first = launch("column_sum_partial", PartialSumBody<T>{m, rows, columns, partial},
-                              slabs * columns, stream);
+Launch column_sum(const Matrix<const T>& m, Acc<T>* partial, Acc<T>* sum, Stream stream) {
+  const int64_t slabs = (m.rows + kSumRows - 1) / kSumRows;
+  const PartialSumBody<T> body{m.data, m.rows, m.columns, m.row_stride, partial};
+  const Launch first = launch("column_sum_partial", body, slabs * m.columns, stream);
   if (first.error != 0) return first;
-  return launch("column_sum_total", TotalSumBody<Acc<T>>{partial, slabs, columns, sum}, columns,
+  return launch("column_sum_total", TotalSumBody<Acc<T>>{partial, slabs, m.columns, sum}, m.columns,
                 stream);
 }
 
@@ -360,27 +359,25 @@ template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stre
 template Launch gather<float>(const GatherStep<float, float>&, int64_t, Stream);
 template Launch clear<float>(const ClearStep<float>&, int64_t, Stream);
 template Launch dropout<float>(const DropoutStep<float>&, int64_t, Stream);
-template Launch column_sum<float>(const float*, int64_t, int64_t, Acc<float>*, Acc<float>*, Stream);
+template Launch column_sum<float>(const Matrix<const float>&, float*, float*, Stream);
 template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
 template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
 template Launch gather<double>(const GatherStep<double, double>&, int64_t, Stream);
 template Launch clear<double>(const ClearStep<double>&, int64_t, Stream);
 template Launch dropout<double>(const DropoutStep<double>&, int64_t, Stream);
-template Launch column_sum<double>(const double*, int64_t, int64_t, Acc<double>*, Acc<double>*,
-                                   Stream);
+template Launch column_sum<double>(const Matrix<const double>&, double*, double*, Stream);
 template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
 template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
 template Launch gather<BFloat16>(const GatherStep<BFloat16, BFloat16>&, int64_t, Stream);
 template Launch clear<BFloat16>(const ClearStep<BFloat16>&, int64_t, Stream);
 template Launch dropout<BFloat16>(const DropoutStep<BFloat16>&, int64_t, Stream);
-template Launch column_sum<BFloat16>(const BFloat16*, int64_t, int64_t, Acc<BFloat16>*,
-                                     Acc<BFloat16>*, Stream);
+template Launch column_sum<BFloat16>(const Matrix<const BFloat16>&, float*, float*, Stream);
 template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
 template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
 template Launch gather<Half>(const GatherStep<Half, Half>&, int64_t, Stream);
 template Launch clear<Half>(const ClearStep<Half>&, int64_t, Stream);
 template Launch dropout<Half>(const DropoutStep<Half>&, int64_t, Stream);
-template Launch column_sum<Half>(const Half*, int64_t, int64_t, Acc<Half>*, Acc<Half>*, Stream);
+template Launch column_sum<Half>(const Matrix<const Half>&, float*, float*, Stream);
 
 }  // namespace cuda
 }  // namespace fusedrnn

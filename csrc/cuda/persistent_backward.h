@@ -470,7 +470,9 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     const auto &r = early.of_result, &s = early.of_state;
     UnitAdjoints<Stage, float> d{};
     FUSEDRNN_UNROLL
-    for (int k = 0; k < Stage::kSide; ++k) d.dside[k] = apply(r.dside[k], s.dside[k], dout, dstate);
+    for (int k = 0; k < kSideAlone<Stage>; ++k) {
+      d.dside[k] = apply(r.dside[k], s.dside[k], dout, dstate);
+    }
     FUSEDRNN_UNROLL
     for (int k = 0; k < kGates; ++k) {
       d.dprojection[k] = apply(r.dprojection[k], s.dprojection[k], dout, dstate);

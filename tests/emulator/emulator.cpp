@@ -60,7 +60,8 @@ struct EmulatedDevice {
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate, void*) {
     STD_TORCH_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
-                        out.row_stride == out.columns && out.rows == a.rows,
+                        out.column_stride == 1 && out.row_stride >= out.columns &&
+                        out.rows == a.rows,
                     "not a product that a GPU computes");
     const bool is_known =
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
@@ -69,7 +70,7 @@ struct EmulatedDevice {
     stream_.enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
-          C& at = out.data[i * out.columns + j];
+          C& at = out.data[i * out.row_stride + j];
           double sum = accumulate ? widen(at) : 0;
           for (int64_t k = 0; k < a.columns; ++k) {
             sum += double(widen(a.data[i * a.row_stride + k * a.column_stride])) *
