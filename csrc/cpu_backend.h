@@ -58,7 +58,18 @@ class CpuBackend : public cpu::Memory<Element> {
   using A = Acc<T>;
   struct Recording {};
 
-  void use_scratch(void*, int64_t /*rows*/, int64_t /*columns*/) const {}
+  void use_scratch(char* const (&)[2], int64_t /*rows*/, int64_t /*columns*/) const {}
+
+  // There is one stream for all.
+  struct Split {
+    void join() const {}
+  };
+  Split split(bool /*wanted*/) const { return {}; }
+  template <class F>
+  void aside(const F& f) const {
+    f();
+  }
+  void meet() const {}
 
   template <class F>
   void enqueue(Recording&, bool /*is_whole*/, bool /*repeats*/, int64_t /*first_row*/,

@@ -6,6 +6,7 @@
 
 #include "cuda/gemm.h"
 #include "cuda/graph.h"
+#include "cuda/second_stream.h"
 #include "cuda/step.h"
 #include "plan.h"
 #include "torch_stable.h"
@@ -48,13 +49,38 @@ class CudaDevice {
     check(cudaMemsetAsync(data, 0, size_bytes, stream_), "zeroing memory");
   }
 
+  // What torch enqueues on the stream that it takes for the current one.
+  template <class F>
+  void by_torch(const F& f) const {
+    f();
+  }
+
+  // A second stream, from here on until join().  Also while the first one is captured: the waits
+  // make the second one a part of that.
+  void split() {
+    check(cuda::second_stream(index_, &second_), "making a second stream");
+    wait(second_.stream, stream_, second_.of_first);
+  }
+  template <class F>
+  void on_second_stream(const F& f) {
+    const StreamGuard guard(second_.stream, index_);
+    const Restore restore{stream_, std::exchange(stream_, second_.stream)};
+    f();
+  }
+  void meet() const {
+    wait(stream_, second_.stream, second_.of_second);
+    wait(second_.stream, stream_, second_.of_first);
+  }
+  void join() const { wait(stream_, second_.stream, second_.of_second); }
+  void abandon() const noexcept {  // join(), when there is an error to be told already
+    (void)cudaEventRecord(second_.of_second, second_.stream);
+    (void)cudaStreamWaitEvent(stream_, second_.of_second, 0);
+    forget_error();
+  }
+
   template <class F>
   void record(Graph& graph, const F& enqueue) {
-    const cuda::Stream stream = stream_;
-    struct Restore {  // also when a kernel fails
-      cuda::Stream &current, before;
-      ~Restore() { current = before; }
-    } restore{stream_, stream};
+    const Restore restore{stream_, stream_};
     check(graph.record(index_,
                        [&](cudaStream_t recording) {
                          stream_ = recording;
@@ -65,6 +91,29 @@ class CudaDevice {
   void launch(const Graph& graph) const { check(graph.launch(stream_), "launching a graph"); }
 
  private:
+  struct Restore {  // also when a kernel fails
+    cuda::Stream &current, before;
+    ~Restore() { current = before; }
+  };
+  // While it lives, torch enqueues on this stream.
+  class StreamGuard {
+   public:
+    StreamGuard(cuda::Stream stream, int32_t device) {
+      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_cuda_stream_guard(stream, device, &handle_));
+    }
+    ~StreamGuard() { aoti_torch_delete_cuda_stream_guard(handle_); }
+    StreamGuard(const StreamGuard&) = delete;
+    StreamGuard& operator=(const StreamGuard&) = delete;
+
+   private:
+    CUDAStreamGuardHandle handle_ = nullptr;
+  };
+
+  static void wait(cuda::Stream waiting, cuda::Stream other, cudaEvent_t event) {
+    check(cudaEventRecord(event, other), "marking a place in a stream");
+    check(cudaStreamWaitEvent(waiting, event, 0), "waiting for a stream");
+  }
+
   // cuBLASLt of CUDA 13.3 cannot choose an algorithm while a stream is being captured.
   static constexpr const char* kCaptureHint =
       " (if this is being captured into a CUDA graph, call it once before with the same shapes)";
@@ -120,6 +169,7 @@ class CudaDevice {
   cuda::Stream stream_;
   bool may_record_, allows_tf32_;
   cuda::Gemms gemms_;
+  cuda::SecondStream second_{};
 };
 
 }  // namespace fusedrnn

@@ -21,8 +21,11 @@
 //   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
 //   adjoint_chunk(plan, PersistentBackward, workspace): its adjoint chain, if kPersistentBackward
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
-//   scratch_bytes(rows, columns), use_scratch(pointer, rows, columns): memory of its own in the
-//       workspace; enough for column sums of such a matrix
+//   scratch_bytes(rows, columns), use_scratch(pointers, rows, columns): memory of its own in the
+//       workspace, for each stream; enough for column sums of such a matrix
+//   split(wanted): an object.  While it lives, and if it is wanted, aside(f) calls f() for a second
+//       stream, and meet() makes each of the two wait for what the other has been given so far; in
+//       the end the first one does.  Else there is one stream for all.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -72,13 +75,7 @@ class Driver {
       copy_rows(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx, hidden());
     }
     if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
-    const Kept<A> kept(layer_, keep);
-    Recording recording;
-    for (int64_t index = 0; index < layer_.chunks(); ++index) {
-      const Chunk chunk = chunk_at(index);
-      if (layer_.states != nullptr) copy_rows(state_before(chunk), buffers.carry, hidden());
-      if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
-    }
+    forward_chunks(Kept<A>(layer_, keep), buffers);
     if (buffers.h != nullptr) {
       copy_rows(h_n, buffers.h, output());
     } else {
@@ -96,15 +93,7 @@ class Driver {
     prepare(buffers);
     start_adjoint(buffers.dh, gradients.h_n, output());
     if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n, hidden());
-    const Kept<const A> kept(layer_, keep);
-    Recording recording;
-    for (int64_t index = layer_.chunks() - 1; index >= 0; --index) {
-      const Chunk chunk = chunk_at(index);
-      if (is_finished(chunk)) continue;
-      rebuild(chunk, kept, buffers);
-      adjoint_chain(chunk, gradients, kept, buffers, recording);
-      leaf_gradients(chunk, gradients, buffers);
-    }
+    backward_chunks(gradients, Kept<const A>(layer_, keep), buffers);
     if (shares_bias_gradient(gradients)) {
       const int64_t columns = layer_.shared_columns();
       backend_.copy(Matrix<A>::contiguous(gradients.bias[0], 1, columns),
@@ -116,6 +105,7 @@ class Driver {
 
  private:
   using Space = Workspace<Backend>;
+  using Rebuilt = typename Space::Rebuilt;
   using Buffers = typename Space::Buffers;
   using ForwardBuffers = typename Space::Forward;
   using BackwardBuffers = typename Space::Backward;
@@ -147,6 +137,53 @@ class Driver {
     return c;
   }
   bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
+
+  // While one stream goes through the steps of a chunk, another, if there is one, multiplies the
+  // inputs of the next.
+  void forward_chunks(const Kept<A>& kept, ForwardBuffers& buffers) {
+    Recording recording;
+    auto streams = backend_.split(layer_.overlaps);
+    const auto project = [&](int64_t index) {
+      if (index == layer_.chunks() || is_finished(chunk_at(index))) return;
+      backend_.aside([&] { project_input(chunk_at(index), buffers); });
+    };
+    if (layer_.overlaps) project(0);
+    for (int64_t index = 0; index < layer_.chunks(); ++index) {
+      const Chunk chunk = chunk_at(index);
+      if (!layer_.overlaps) project(index);
+      backend_.meet();
+      if (layer_.states != nullptr) copy_rows(state_before(chunk), buffers.carry, hidden());
+      if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
+      if (layer_.overlaps) project(index + 1);
+    }
+    streams.join();
+  }
+
+  // While one stream goes back through the steps of a chunk, another, if there is one, makes
+  // gradients of what the chunk behind has left, and rebuilds the chunk before.
+  void backward_chunks(const Gradients<T>& gradients, const Kept<const A>& kept,
+                       BackwardBuffers& buffers) {
+    Recording recording;
+    auto streams = backend_.split(layer_.overlaps);
+    const auto rebuild_before = [&](int64_t index) {
+      do {
+        if (--index < 0) return index;
+      } while (is_finished(chunk_at(index)));
+      backend_.aside([&] { rebuild(chunk_at(index), kept, buffers); });
+      return index;
+    };
+    int64_t index = rebuild_before(layer_.chunks());
+    backend_.meet();
+    while (index >= 0) {
+      const Chunk chunk = chunk_at(index);
+      adjoint_chain(chunk, gradients, kept, buffers, recording);
+      if (layer_.overlaps) index = rebuild_before(index);
+      backend_.meet();
+      backend_.aside([&] { leaf_gradients(chunk, gradients, buffers); });
+      if (!layer_.overlaps) index = rebuild_before(index);
+    }
+    streams.join();
+  }
 
   // Features of the state beside h, and of h.
   int64_t hidden() const { return layer_.sizes.hidden; }
@@ -208,20 +245,21 @@ class Driver {
     }
   }
 
-  Matrix<const O> input_rows(const Chunk& chunk, const Buffers& buffers) {
+  // copy: null where the user's own memory serves.
+  Matrix<const O> input_rows(const Chunk& chunk, O* copy) {
     if constexpr (kTensorIsOperand) {
-      if (buffers.x == nullptr) {
+      if (copy == nullptr) {
         return {layer_.input.at(chunk.first), chunk.rows(), layer_.sizes.input,
                 layer_.input.row_stride(layer_.seq_len, layer_.batch), 1};
       }
     }
-    backend_.copy_steps(buffers.x, layer_.input, chunk.first, chunk.steps, layer_.batch);
+    backend_.copy_steps(copy, layer_.input, chunk.first, chunk.steps, layer_.batch);
     if (layer_.mask.lengths != nullptr) {
-      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, buffers.x},
+      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy},
                      chunk.rows());
     }
-    if (layer_.dropout > 0) drop(buffers.x, chunk);
-    return Matrix<const O>::contiguous(buffers.x, chunk.rows(), layer_.sizes.input);
+    if (layer_.dropout > 0) drop(copy, chunk);
+    return Matrix<const O>::contiguous(copy, chunk.rows(), layer_.sizes.input);
   }
 
   // The input of a chunk, or the gradient of what is left of it.
@@ -281,11 +319,15 @@ class Driver {
     return step;
   }
 
+  void project_input(const Chunk& chunk, const ForwardBuffers& buffers) {
+    A* side = buffers.side_of(chunk.index);
+    backend_.gemm(Matrix<A>::contiguous(side, chunk.rows(), layer_.side_columns()),
+                  input_rows(chunk, buffers.x), weight_[0].transposed(), false);
+  }
+
   void forward_chunk(const Chunk& chunk, const Kept<A>& kept, ForwardBuffers& buffers,
                      Recording& recording) {
     const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
-    backend_.gemm(Matrix<A>::contiguous(buffers.side, chunk.rows(), layer_.side_columns()),
-                  input_rows(chunk, buffers), weight_[0].transposed(), false);
     if constexpr (Backend::kPersistent) {
       if (layer_.is_persistent) return forward_at_once(chunk, eps, kept, buffers);
     }
@@ -314,7 +356,7 @@ class Driver {
                                   const A* projection, const Rows<const T>& eps,
                                   const Kept<A>& kept, const ForwardBuffers& buffers) const {
     const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
-    const A* side = buffers.side + row * layer_.side_columns();
+    const A* side = buffers.side_of(chunk.index) + row * layer_.side_columns();
     auto step = make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection);
     step.noise = noise(eps, row);
     step.keep = kept.at(s, from_start);
@@ -337,7 +379,7 @@ class Driver {
                     const Kept<A>& kept, const ForwardBuffers& buffers) {
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     if (rows == 0) return;
-    A* side = buffers.side + chunk.row(t) * layer_.side_columns();
+    A* side = buffers.side_of(chunk.index) + chunk.row(t) * layer_.side_columns();
     const Matrix<const O> h = h_operand(chunk, t, rows, buffers);
     Matrix<const O> operand = h;
     for (int s = 0; s <= layer_.last(); ++s) {
@@ -387,8 +429,8 @@ class Driver {
   // What stage s projects, as GEMM operands: h_{t-1}, or the result of the stage before.
   // f(piece, index of its first row)
   template <class F>
-  void for_source(int s, const Chunk& chunk, const BackwardBuffers& buffers, const F& f) const {
-    const O* dense = s > 0 ? buffers.operand[s - 1] : buffers.h;
+  void for_source(int s, const Chunk& chunk, const Rebuilt& rebuilt, const F& f) const {
+    const O* dense = s > 0 ? rebuilt.operand[s - 1] : rebuilt.h;
     if (dense != nullptr) {
       const int64_t width = s > 0 ? layer_.width(s - 1) : output();
       f(Matrix<const O>::contiguous(dense, chunk.rows(), width), int64_t(0));
@@ -401,24 +443,25 @@ class Driver {
   // pre-activations are kept, and of each stage before the core its result and its factors.
   void rebuild(const Chunk& chunk, const Kept<const A>& kept, BackwardBuffers& buffers) {
     const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    Rebuilt& rebuilt = buffers.of(chunk.index);
     if (layer_.mask.any()) {
       const GatherStep<T, O> step{output(),  chunk.first_row, output_from<const T>(chunk.first_row),
-                                  layer_.hx, layer_.mask,     buffers.h};
+                                  layer_.hx, layer_.mask,     rebuilt.h};
       backend_.gather(step, chunk.rows());
-    } else if (buffers.h != nullptr) {
+    } else if (rebuilt.h != nullptr) {
       for_h_before(chunk, [&](const Matrix<const T>& h, int64_t first) {
-        backend_.copy(Matrix<O>::contiguous(buffers.h + first * output(), h.rows, output()), h);
+        backend_.copy(Matrix<O>::contiguous(rebuilt.h + first * output(), h.rows, output()), h);
       });
     }
     if (layer_.has_state()) {
-      copy_rows(buffers.state + chunk.row(0) * hidden(), state_before(chunk), hidden());
+      copy_rows(rebuilt.state + chunk.row(0) * hidden(), state_before(chunk), hidden());
     }
-    const Planes<A>& planes = buffers.planes;
-    buffers.input = input_rows(chunk, buffers);
+    const Planes<A>& planes = rebuilt.planes;
+    rebuilt.input = input_rows(chunk, rebuilt.x);
     const bool is_kept = kept.at(0, chunk.first_row) != nullptr;
     for (int s = 0; s <= layer_.core(); ++s) {
       if (!is_kept) {
-        for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
+        for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
           backend_.gemm(projection(planes, s, chunk).row_range(first, source.rows), source,
                         weight(s).transposed(), false);
         });
@@ -427,7 +470,7 @@ class Driver {
         auto step = make_step<ForwardStep<T, O>>(s, chunk, 0, kept.at(s, chunk.first_row), nullptr,
                                                  planes.projection[s]);
         step.noise = noise(eps, 0);
-        step.operand = buffers.operand[s];
+        step.operand = rebuilt.operand[s];
         step.factors = planes.projection[s];
         backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
       }
@@ -435,7 +478,7 @@ class Driver {
     if (is_kept) return;
     bool adds = true;
     for_side(planes, chunk, [&](const Matrix<A>& side, const Matrix<const O>& w, int64_t) {
-      backend_.gemm(side, buffers.input, w.transposed(), adds);
+      backend_.gemm(side, rebuilt.input, w.transposed(), adds);
       adds = false;
     });
   }
@@ -483,10 +526,11 @@ class Driver {
                                               const Kept<const A>& kept,
                                               const BackwardBuffers& buffers) const {
     cuda::PersistentBackward<T> args{};
+    const Rebuilt& rebuilt = buffers.of(chunk.index);
     const int64_t row = chunk.row(0), from_start = chunk.first_row + row;
     const bool is_first = chunk.begin == 0;
-    const Planes<A> at = buffers.planes.from_row(layer_, row);
-    const Planes<O> d = buffers.gradient.from_row(layer_, row);
+    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
+    const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
     for (int s = 0; s <= layer_.last(); ++s) {
       const bool has_factors = traits(layer_.cell.stages[s].kind).has_factors;
       const A* pre = has_factors ? at.projection[s] : kept.at(s, from_start);
@@ -504,10 +548,10 @@ class Driver {
     auto& step = args.step[layer_.core()];
     if (layer_.has_state()) {
       step.dcarry = buffers.dc;
-      args.state = buffers.state + row * hidden();
-      if (!step.is_last) args.operand = buffers.operand[layer_.core()] + row * step.width;
-    } else if (buffers.h != nullptr) {
-      step.carry = {buffers.h + row * output(), output(), false};
+      args.state = rebuilt.state + row * hidden();
+      if (!step.is_last) args.operand = rebuilt.operand[layer_.core()] + row * step.width;
+    } else if (rebuilt.h != nullptr) {
+      step.carry = {rebuilt.h + row * output(), output(), false};
     } else {
       step.carry = output_from<const O>(from_start - layer_.mask.direction * layer_.batch);
       if (is_first) args.first_carry = {layer_.hx, output(), false};
@@ -524,14 +568,15 @@ class Driver {
                   const BackwardBuffers& buffers) {
     const int s = layer_.core();
     const int64_t row = chunk.row(t);
-    const Planes<A> at = buffers.planes.from_row(layer_, row);
+    const Rebuilt& rebuilt = buffers.of(chunk.index);
+    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
     auto step = make_step<ForwardStep<T, O>>(s, chunk, row, kept.at(s, chunk.first_row + row),
                                              at.side, at.projection[s]);
     step.shift = shift;
     step.is_last = false;  // h stands in the output
-    step.carry = {buffers.state + row * hidden(), hidden()};
-    if (t + 1 < chunk.steps) step.carry_out = buffers.state + chunk.row(t + 1) * hidden();
-    if (s < layer_.last()) step.operand = buffers.operand[s] + row * layer_.width(s);
+    step.carry = {rebuilt.state + row * hidden(), hidden()};
+    if (t + 1 < chunk.steps) step.carry_out = rebuilt.state + chunk.row(t + 1) * hidden();
+    if (s < layer_.last()) step.operand = rebuilt.operand[s] + row * layer_.width(s);
     backend_.forward(layer_.cell.stages[s].kind, step, layer_.batch);
   }
 
@@ -541,8 +586,9 @@ class Driver {
     const int64_t batch = layer_.batch, row = chunk.row(t), from_start = chunk.first_row + row;
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     const bool is_first = chunk.begin + t == 0;
-    const Planes<A> at = buffers.planes.from_row(layer_, row);
-    const Planes<O> d = buffers.gradient.from_row(layer_, row);
+    const Rebuilt& rebuilt = buffers.of(chunk.index);
+    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
+    const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
     for (int s = layer_.last(); s >= 0; --s) {
       const StageKind kind = layer_.cell.stages[s].kind;
       const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
@@ -552,9 +598,9 @@ class Driver {
       step.dprojection = d.projection[s];
       if (s == layer_.core()) {
         if (layer_.has_state()) {
-          step.state = buffers.state + row * hidden();
-        } else if (buffers.h != nullptr) {
-          step.carry = {buffers.h + row * output(), output(), false};
+          step.state = rebuilt.state + row * hidden();
+        } else if (rebuilt.h != nullptr) {
+          step.carry = {rebuilt.h + row * output(), output(), false};
         } else if (is_first) {
           step.carry = {same<const O>(layer_.hx), output(), true};
         } else {
@@ -584,44 +630,44 @@ class Driver {
   // Gradients of input and weights, all steps of a chunk at once.
   void leaf_gradients(const Chunk& chunk, const Gradients<T>& gradients,
                       const BackwardBuffers& buffers) {
-    if (gradients.input != nullptr) input_gradient(chunk, gradients, buffers);
+    const Rebuilt& rebuilt = buffers.of(chunk.index);
+    if (gradients.input != nullptr) input_gradient(chunk, gradients, rebuilt);
     for (int s = 0; s <= layer_.last(); ++s) {
       const int p = layer_.projection(s);
-      const Matrix<O> d = projection(buffers.gradient, s, chunk);
-      for_source(s, chunk, buffers, [&](const Matrix<const O>& source, int64_t first) {
+      const Matrix<O> d = projection(rebuilt.gradient, s, chunk);
+      for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
         weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source);
       });
       if (gradients.bias[p] != nullptr) backend_.column_sum(d, gradients.bias[p]);
     }
-    for_side(buffers.gradient, chunk,
+    for_side(rebuilt.gradient, chunk,
              [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
                A *weight = gradients.weight[0], *bias = gradients.bias[0];
-               if (weight != nullptr) weight += first * buffers.input.columns;
-               weight_gradient(weight, d, buffers.input);
+               if (weight != nullptr) weight += first * rebuilt.input.columns;
+               weight_gradient(weight, d, rebuilt.input);
                if (bias != nullptr && !(first == 0 && shares_bias_gradient(gradients))) {
                  backend_.column_sum(d, bias + first);
                }
              });
   }
 
-  void input_gradient(const Chunk& chunk, const Gradients<T>& gradients,
-                      const BackwardBuffers& buffers) {
+  void input_gradient(const Chunk& chunk, const Gradients<T>& gradients, const Rebuilt& rebuilt) {
     const bool drops = layer_.dropout > 0 && gradients.completes_input;
     const int64_t at = chunk.first_row * layer_.sizes.input;
     const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
     const auto add_up = [&](const auto& sum) {
       bool adds = gradients.adds_to_input;
-      for_side(buffers.gradient, chunk,
+      for_side(rebuilt.gradient, chunk,
                [&](const Matrix<const O>& d, const Matrix<const O>& w, int64_t) {
                  backend_.gemm(sum, d, w, adds);
                  adds = true;
                });
     };
     if constexpr (Space::kTensorIsResult) {
-      if (buffers.dx == nullptr) add_up(dx);
+      if (rebuilt.dx == nullptr) add_up(dx);
     }
-    if (buffers.dx != nullptr) {
-      const auto wide = Matrix<A>::contiguous(buffers.dx, dx.rows, dx.columns);
+    if (rebuilt.dx != nullptr) {
+      const auto wide = Matrix<A>::contiguous(rebuilt.dx, dx.rows, dx.columns);
       if (gradients.adds_to_input) backend_.copy(wide, dx);
       add_up(wide);
       if constexpr (!kTensorIsOperand) {

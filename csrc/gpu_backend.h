@@ -4,7 +4,11 @@
 //
 // Launching a kernel costs about as much as running a small one, so the steps of a chunk are
 // recorded into a graph, which later chunks launch at once.
+//
+// On request a second stream is there for what the steps do not wait for.
 #pragma once
+#include <utility>
+
 #include "cuda/memory.h"
 #include "cuda/persistent_backward_step.h"
 #include "cuda/persistent_step.h"
@@ -30,20 +34,54 @@ class GpuBackend : public cuda::Memory<Element> {
 
   explicit GpuBackend(Device& device) : device_(device), borrower_(device.borrower()) {}
 
+  // Until it is joined, there are two streams.
+  class Split {
+   public:
+    explicit Split(Device* device) : device_(device) {
+      if (device_ != nullptr) device_->split();
+    }
+    ~Split() {  // something has failed: the memory that both streams use is about to be freed
+      if (device_ != nullptr) device_->abandon();
+    }
+    Split(Split&& other) noexcept : device_(std::exchange(other.device_, nullptr)) {}
+    Split& operator=(Split&&) = delete;
+    void join() {
+      if (device_ != nullptr) std::exchange(device_, nullptr)->join();
+    }
+
+   private:
+    Device* device_;
+  };
+  Split split(bool wanted) {
+    is_split_ = wanted;
+    return Split(wanted ? &device_ : nullptr);
+  }
+  template <class F>
+  void aside(const F& f) {
+    if (!is_split_) return f();
+    std::swap(scratch_, other_scratch_);
+    device_.on_second_stream(f);
+    std::swap(scratch_, other_scratch_);
+  }
+  void meet() {
+    if (is_split_) device_.meet();
+  }
+
   template <class C>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate) {
-    device_.gemm(out, a, b, accumulate, gemm_workspace_);
+    device_.gemm(out, a, b, accumulate, scratch_.gemm_workspace);
   }
 
   template <class To, class From>
   void copy(const Matrix<To>& out, const Matrix<From>& from) const {
-    borrower_.copy(out, Matrix<const From>(from));
+    device_.by_torch([=, borrower = borrower_] { borrower.copy(out, Matrix<const From>(from)); });
   }
   template <class To, class From>
   void copy_steps(To* out, const Sequence<From>& from, int64_t begin, int64_t steps,
                   int64_t batch) const {
-    borrower_.copy_steps(out, from, begin, steps, batch);
+    device_.by_torch(
+        [=, borrower = borrower_] { borrower.copy_steps(out, from, begin, steps, batch); });
   }
 
   template <class C>
@@ -67,7 +105,7 @@ class GpuBackend : public cuda::Memory<Element> {
     check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);
   }
   void column_sum(const Matrix<const T>& m, A* sum) {
-    check(cuda::column_sum<T>(m, partial_sums_, sum, device_.stream()), m.rows, m.columns);
+    check(cuda::column_sum<T>(m, scratch_.partial_sums, sum, device_.stream()), m.rows, m.columns);
   }
 
   // All steps of a chunk at once.
@@ -83,12 +121,11 @@ class GpuBackend : public cuda::Memory<Element> {
           chunk.steps * chunk.batch, chunk.step[0].width);
   }
 
-  void use_scratch(void* scratch, int64_t rows, int64_t summed_columns) {
-    Arena arena(scratch);
-    const typename Memory::Scratch s = Memory::carve(arena, rows, summed_columns);
-    shift_ = s.shift;
-    gemm_workspace_ = s.gemm_workspace;
-    partial_sums_ = s.partial_sums;
+  // The second one is null where there is no second stream.
+  void use_scratch(char* const (&scratch)[2], int64_t rows, int64_t summed_columns) {
+    Arena first(scratch[0]), second(scratch[1]);
+    scratch_ = Memory::carve(first, rows, summed_columns);
+    if (scratch[1] != nullptr) other_scratch_ = Memory::carve(second, rows, summed_columns);
   }
 
   template <class F>
@@ -100,9 +137,9 @@ class GpuBackend : public cuda::Memory<Element> {
     }
     if (!recording.graph.is_recorded()) {
       recording.first_row = first_row;
-      device_.record(recording.graph, [&] { steps(shift_); });
+      device_.record(recording.graph, [&] { steps(scratch_.shift); });
     }
-    check(cuda::set_shift(shift_, first_row - recording.first_row, device_.stream()), 1, 1);
+    check(cuda::set_shift(scratch_.shift, first_row - recording.first_row, device_.stream()), 1, 1);
     device_.launch(recording.graph);
   }
 
@@ -115,9 +152,8 @@ class GpuBackend : public cuda::Memory<Element> {
 
   Device& device_;
   Borrower borrower_;
-  int64_t* shift_ = nullptr;
-  void* gemm_workspace_ = nullptr;
-  A* partial_sums_ = nullptr;
+  typename Memory::Scratch scratch_{}, other_scratch_{};  // of the stream in use
+  bool is_split_ = false;
 };
 
 }  // namespace fusedrnn

@@ -33,8 +33,11 @@ struct Layer {
   // If one kernel runs all steps of a chunk.
   bool is_persistent;
   cuda::PersistentPlan persistent;
+  bool overlaps;  // what one chunk leaves to do with the steps of the next, on a second stream
 
   int64_t rows() const { return seq_len * batch; }
+  // Of chunks that are worked on at once.
+  int64_t buffers() const { return overlaps ? 2 : 1; }
   int64_t chunks() const { return (seq_len + chunk - 1) / chunk; }
   // Rows that take step t, counted from the first.
   int64_t rows_of_step(int64_t t) const { return rows_at == nullptr ? batch : rows_at[t]; }

@@ -327,7 +327,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
     MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
-    bool reverse, int64_t chunk_size, std::string backend, bool keep, bool replay, bool by_flags) {
+    bool reverse, int64_t chunk_size, std::string backend, bool keep, bool replay, bool by_flags,
+    bool overlap) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
                         dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
                         chunk_size, backend});
@@ -358,6 +359,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
       problem.output_stride = directions * width;
       problem.is_persistent = plan.is_persistent;
       problem.persistent = plan.persistent;
+      problem.overlaps = overlap && problem.chunks() > 1 && leaves_room(plan, platform.gpu());
       if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
@@ -384,7 +386,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
     MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
     MaybeTensor mask_seed, int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size,
-    std::string backend, int64_t needs, bool replay, bool by_flags) {
+    std::string backend, int64_t needs, bool replay, bool by_flags, bool overlap) {
   const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
                         dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
                         chunk_size, backend});
@@ -441,6 +443,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
       problem.is_persistent = plan.is_persistent;
       problem.persistent = plan.persistent;
+      problem.overlaps = overlap && problem.chunks() > 1 && leaves_room(plan, platform.gpu());
       problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
       problem.output_stride = directions * width;
       if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
@@ -490,7 +493,7 @@ constexpr const char* kForwardSchema =
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, str backend, bool keep, bool replay, "
-    "bool by_flags) "
+    "bool by_flags, bool overlap) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
@@ -498,7 +501,7 @@ constexpr const char* kBackwardSchema =
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, str backend, int needs, bool replay, "
-    "bool by_flags) "
+    "bool by_flags, bool overlap) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

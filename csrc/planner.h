@@ -64,6 +64,13 @@ inline Plan make_plan(Pass pass, const std::string& backend, const Cell& cell, c
   return plan;
 }
 
+// Whether a second stream finds multiprocessors that the kernel for whole chunks leaves it.
+inline bool leaves_room(const Plan& plan, const Gpu* gpu) {
+  constexpr int kLeast = 4;  // one in so many is to be free
+  return plan.is_persistent &&
+         kLeast * (gpu->multiprocessors - plan.persistent.grid()) >= gpu->multiprocessors;
+}
+
 struct WorkspaceBytes {
   int64_t forward, backward;
 };

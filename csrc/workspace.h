@@ -44,16 +44,18 @@ struct Workspace {
 
   // Null where the user's own memory serves.
   struct Buffers {
-    O *weight[kMaxProjections], *x;
+    O* weight[kMaxProjections];
     A* bias[kMaxProjections];
     T* eps;
     int64_t summed_columns;  // at most, at once
-    char* scratch;           // the backend's own
+    char* scratch[2];        // the backend's own, of each stream
 
     Buffers(const Layer<T>& layer, int64_t summed, Arena& arena)
-        : weight{}, x{}, bias{}, eps{}, summed_columns(summed) {
+        : weight{}, bias{}, eps{}, summed_columns(summed), scratch{} {
       const int64_t rows = layer.chunk * layer.batch;
-      scratch = arena.take<char>(Backend::scratch_bytes(rows, summed));
+      for (int i = 0; i < layer.buffers(); ++i) {
+        scratch[i] = arena.take<char>(Backend::scratch_bytes(rows, summed));
+      }
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
         if (!weight_is_ready(w)) weight[p] = arena.take<O>(w.rows * w.columns);
@@ -61,27 +63,40 @@ struct Workspace {
           bias[p] = arena.take<A>(layer.bias[p].columns);
         }
       }
-      if (!kTensorIsOperand || layer.mask.lengths != nullptr || layer.dropout > 0 ||
-          !layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
-        x = arena.take<O>(rows * layer.sizes.input);
-      }
       if (layer.eps.data != nullptr && !layer.eps.has_uniform_rows(layer.seq_len, layer.batch)) {
         eps = arena.take<T>(rows * layer.sizes.latent);
       }
     }
   };
 
+  // The input of a chunk, if it has to be copied.
+  static O* take_input(const Layer<T>& layer, Arena& arena) {
+    if (kTensorIsOperand && layer.mask.lengths == nullptr && layer.dropout == 0 &&
+        layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
+      return nullptr;
+    }
+    return arena.take<O>(layer.chunk * layer.batch * layer.sizes.input);
+  }
+
   struct Forward : Buffers {
-    A *side, *projection[kMaxStages];  // of a chunk; of one step
-    O *operand[kMaxStages], *h;        // of one step
+    O* x;                                 // of a chunk
+    A *side[2], *projection[kMaxStages];  // of a chunk, in turns; of one step
+    O *operand[kMaxStages], *h;           // of one step
     A* carry;
     // Of a kernel for all steps of a chunk: h after it, and what goes from block to block.
     O* h_after;
     char* exchange;
 
+    bool takes_turns;
+
+    A* side_of(int64_t chunk) const { return side[takes_turns ? chunk % 2 : 0]; }
+
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, 0, arena), projection{}, operand{}, h{}, carry{}, h_after{}, exchange{} {
-      side = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
+        : Buffers(layer, 0, arena), x(take_input(layer, arena)), side{}, projection{}, operand{},
+          h{}, carry{}, h_after{}, exchange{}, takes_turns(layer.overlaps) {
+      for (int i = 0; i < layer.buffers(); ++i) {
+        side[i] = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
+      }
       for (int s = 0; s <= layer.last(); ++s) {
         if (layer.adds_up(s) || layer.is_persistent) continue;
         projection[s] = arena.take<A>(layer.batch * layer.columns(s));
@@ -98,19 +113,18 @@ struct Workspace {
     }
   };
 
-  struct Backward : Buffers {
-    Planes<A> planes;            // GEMM results of a chunk, then factors where a stage has them
-    Planes<O> gradient;          // of these; the same memory where the types allow
-    Matrix<const O> input;       // of a chunk, once rebuilt
-    O *operand[kMaxStages], *h;  // of a chunk
-    A *dh, *dc, *dstage[kMaxStages];  // of one step
-    A *dx, *state;                    // of a chunk; state: before each step
-    T* grad_output;                   // of a chunk
-    char* exchange;                   // of a kernel for all steps of a chunk
+  // What is rebuilt of a chunk, and becomes its gradients.
+  struct Rebuilt {
+    Planes<A> planes;       // GEMM results of a chunk, then factors where a stage has them
+    Planes<O> gradient;     // of these; the same memory where the types allow
+    O* x;                   // the input, if it has to be copied
+    Matrix<const O> input;  // once it is there
+    O *operand[kMaxStages], *h;
+    A *dx, *state;  // state: before each step
 
-    Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, most_summed(layer, gradients), arena), planes{}, input{}, operand{}, h{},
-          dh{}, dc{}, dstage{}, dx{}, state{}, grad_output{}, exchange{} {
+    Rebuilt() = default;
+    Rebuilt(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
+        : planes{}, x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -118,26 +132,41 @@ struct Workspace {
       } else {
         planes = Planes<A>::carve(layer, layer.core(), rows, arena);
       }
-      for (int s = 0; s < layer.last(); ++s) {
-        operand[s] = arena.take<O>(rows * layer.width(s));
-        if (!layer.is_persistent) dstage[s] = arena.take<A>(layer.batch * layer.width(s));
-      }
+      for (int s = 0; s < layer.last(); ++s) operand[s] = arena.take<O>(rows * layer.width(s));
       if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);
-      if (layer.has_state()) {
-        dc = arena.take<A>(layer.batch * layer.sizes.hidden);
-        state = arena.take<A>(rows * layer.sizes.hidden);
-      }
-      dh = arena.take<A>(layer.batch * layer.sizes.output);
-      if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
+      if (layer.has_state()) state = arena.take<A>(rows * layer.sizes.hidden);
       if (gradients.input != nullptr && !input_gradient_is_result(layer)) {
         // The core's GEMM results have become gradients by then.
-        const bool has_room =
-            !std::is_same_v<O, A> && layer.sizes.input <= layer.columns(layer.core());
-        dx = has_room ? planes.projection[layer.core()] : arena.take<A>(rows * layer.sizes.input);
+        const int64_t room = std::is_same_v<O, A> ? 0 : layer.columns(layer.core());
+        dx = layer.sizes.input <= room ? planes.projection[layer.core()]
+                                       : arena.take<A>(rows * layer.sizes.input);
       }
+    }
+  };
+
+  struct Backward : Buffers {
+    Rebuilt chunk[2];                 // in turns
+    A *dh, *dc, *dstage[kMaxStages];  // of one step
+    T* grad_output;                   // of a chunk
+    char* exchange;                   // of a kernel for all steps of a chunk
+    bool takes_turns;
+
+    Rebuilt& of(int64_t index) { return chunk[takes_turns ? index % 2 : 0]; }
+    const Rebuilt& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
+
+    Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
+        : Buffers(layer, most_summed(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
+          grad_output{}, exchange{}, takes_turns(layer.overlaps) {
+      for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Rebuilt(layer, gradients, arena);
+      for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
+        dstage[s] = arena.take<A>(layer.batch * layer.width(s));
+      }
+      if (layer.has_state()) dc = arena.take<A>(layer.batch * layer.sizes.hidden);
+      dh = arena.take<A>(layer.batch * layer.sizes.output);
+      if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if (gradients.output.data != nullptr &&
           !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {
-        grad_output = arena.take<T>(rows * layer.sizes.output);
+        grad_output = arena.take<T>(layer.chunk * layer.batch * layer.sizes.output);
       }
     }
 

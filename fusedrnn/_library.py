@@ -26,6 +26,9 @@ replay_chunks = False
 # How a persistent kernel's blocks hand on results: by flags, or by the packets themselves. The bits
 # are the same.
 exchange_by_flags = False
+# Whether a second stream takes what the steps of a chunk do not wait for, where a persistent kernel
+# leaves multiprocessors free. The bits are the same.
+overlap_chunks = False
 
 
 def set_chunk_replay(enabled: bool) -> None:
@@ -192,7 +195,7 @@ class _Layer(torch.autograd.Function):
         tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, backend, keep)
-        switches = (replay_chunks, exchange_by_flags)
+        switches = (replay_chunks, exchange_by_flags, overlap_chunks)
         return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options, *switches)
 
     @staticmethod
@@ -228,7 +231,7 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (*ctx.options, needs, replay_chunks, exchange_by_flags)
+        options = (*ctx.options, needs, replay_chunks, exchange_by_flags, overlap_chunks)
         with torch.no_grad():
             grads = _call(
                 _ops.backward,
@@ -302,6 +305,7 @@ def _(  # type: ignore[no-untyped-def]
     keep,
     replay,
     by_flags,
+    overlap,
 ):
     seq_len, batch, _ = input.shape
     directions, _, output_size = hx.shape
@@ -350,6 +354,7 @@ def _(  # type: ignore[no-untyped-def]
     needs,
     replay,
     by_flags,
+    overlap,
 ):
     def like(tensor: Tensor, bit: int) -> Tensor:
         return input.new_empty(tensor.shape if needs & bit else 0)

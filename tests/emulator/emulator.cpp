@@ -1,5 +1,6 @@
 // The GPU backend on the CPU: the unchanged operators, driver, planner and kernel bodies, where a
-// launch is a loop over threads, a stream runs or records at once, and a GEMM is three loops.
+// launch is a loop over threads, a stream runs or records at once, unless there are two, whose work
+// is done in an order that their waits allow, and a GEMM is three loops.
 // What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
 #include <functional>
 #include <set>
@@ -19,11 +20,19 @@ int64_t seeded_bug = 0;
 #include "../../csrc/ops.h"
 
 struct CUstream_st {
+  struct Item {
+    std::function<void()> work;
+    size_t others;  // of the other stream, that are done before
+  };
   std::vector<std::function<void()>>* recording = nullptr;
+  bool waits = false;  // all is run later
+  std::vector<Item> queue;
 
   void enqueue(std::function<void()> work) {
     if (recording != nullptr) {
       recording->push_back(std::move(work));
+    } else if (waits) {
+      queue.push_back({std::move(work), 0});
     } else {
       work();
     }
@@ -36,6 +45,9 @@ namespace {
 bool backwards = false;                                         // in which order threads run
 std::string failing_kernel;                                     // refuses to be launched
 int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two: persistent
+int64_t splits = 0;
+int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
+int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they meet
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
 Gpu gpu{"emulated", 90, 0, 227 << 10};
 int64_t schedule = 0;  // of threads in these
@@ -52,7 +64,7 @@ struct EmulatedDevice {
   explicit EmulatedDevice(bool replay) : replay_(replay) {}
 
   Borrower borrower() const { return Borrower(0, 0); }
-  cuda::Stream stream() { return &stream_; }
+  cuda::Stream stream() { return &streams_[current_]; }
   bool may_record() const { return replay_; }
   static const char* message(int) { return "it was told to"; }
 
@@ -65,9 +77,9 @@ struct EmulatedDevice {
                     "not a product that a GPU computes");
     const bool is_known =
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
-    STD_TORCH_CHECK(is_known || stream_.recording == nullptr,
+    STD_TORCH_CHECK(is_known || stream()->recording == nullptr,
                     "a product whose algorithm would have to be chosen while recording");
-    stream_.enqueue([=] {
+    stream()->enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
           C& at = out.data[i * out.row_stride + j];
@@ -82,17 +94,62 @@ struct EmulatedDevice {
     });
   }
   void zero(void* data, size_t size_bytes) {
-    stream_.enqueue([=] { memset(data, 0, size_bytes); });
+    stream()->enqueue([=] { memset(data, 0, size_bytes); });
   }
   template <class F>
   void record(Graph& graph, const F& enqueue) {
-    stream_.recording = &graph.work;
+    stream()->recording = &graph.work;
     enqueue();
-    stream_.recording = nullptr;
+    stream()->recording = nullptr;
   }
   void launch(const Graph& graph) {
     ++replays;
     for (const auto& work : graph.work) work();
+  }
+
+  template <class F>
+  void by_torch(const F& f) {
+    stream()->enqueue(f);
+  }
+
+  void split() {
+    ++splits;
+    for (CUstream_st& s : streams_) s.waits = true;
+  }
+  template <class F>
+  void on_second_stream(const F& f) {
+    current_ = 1;
+    f();
+    current_ = 0;
+  }
+  void meet() {
+    for (int64_t s : {0, 1}) {
+      const size_t given = streams_[1 - s].queue.size();
+      streams_[s].queue.push_back({[] {}, missing_wait == s ? 0 : given});
+    }
+  }
+  void join() {
+    size_t done[2] = {};
+    uint64_t random = uint64_t(streams_order);
+    const auto may_run = [&](int64_t s) {
+      const auto& queue = streams_[s].queue;
+      return done[s] < queue.size() && queue[done[s]].others <= done[1 - s];
+    };
+    for (;;) {
+      random = random * 6364136223846793005u + 1442695040888963407u;
+      int64_t s = streams_order > 1 ? int64_t(random >> 63) : streams_order;
+      if (!may_run(s)) s = 1 - s;
+      if (!may_run(s)) break;
+      streams_[s].queue[done[s]++].work();
+    }
+    for (int64_t s : {0, 1}) {
+      STD_TORCH_CHECK(done[s] == streams_[s].queue.size(), "two streams wait for each other");
+    }
+    abandon();
+  }
+  void abandon() {
+    current_ = 0;
+    for (CUstream_st& s : streams_) s = {};
   }
 
  private:
@@ -105,7 +162,8 @@ struct EmulatedDevice {
   }
 
   bool replay_;
-  CUstream_st stream_;
+  CUstream_st streams_[2];
+  int64_t current_ = 0;
   std::set<std::tuple<Layout, Layout, Layout, bool>> known_;
 };
 
@@ -127,7 +185,8 @@ class EmulatedPlatform {
 };
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
-             int64_t bug, int64_t bug_backward, int64_t looks, bool allow_tf32) {
+             int64_t bug, int64_t bug_backward, int64_t looks, bool allow_tf32, int64_t order,
+             int64_t no_wait) {
   backwards = run_backwards;
   gpu.multiprocessors = int(multiprocessors);
   schedule = seed;
@@ -136,10 +195,12 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   patience = uint32_t(looks);
   tf32 = allow_tf32;
   failing_kernel = kernel;
-  launches = replays = forwards = adjoints = 0;
+  launches = replays = forwards = adjoints = splits = 0;
+  streams_order = order;
+  missing_wait = no_wait;
 }
-std::tuple<int64_t, int64_t, int64_t, int64_t> counts() {
-  return {launches, replays, forwards, adjoints};
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> counts() {
+  return {launches, replays, forwards, adjoints, splits};
 }
 
 }  // namespace
@@ -220,8 +281,9 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
-      "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False) -> ()");
-  m.def("counts() -> (int, int, int, int)");
+      "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False, int "
+      "streams_order=0, int missing_wait=-1) -> ()");
+  m.def("counts() -> (int, int, int, int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {

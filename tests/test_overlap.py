@@ -1,0 +1,132 @@
+"""Two streams, where the persistent kernels leave multiprocessors free, in any order they allow.
+
+The emulation keeps what a call gives to each of them, and carries it out when the call joins them:
+one stream as far ahead of the other as the waits between them allow, or both at random.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import MASKED, Case
+from emulator import emulated_operators
+
+import fusedrnn
+from fusedrnn import _library
+
+BASE = Case("gru", 9, 3, 5, 12, 6, chunk_size=2, dtype=torch.bfloat16)
+CASES = [
+    BASE,
+    replace(BASE, recompute=False),
+    replace(BASE, cell="lstm", **MASKED, num_layers=2),
+    replace(BASE, cell="lstm", proj_size=5),
+    replace(BASE, cell="lstm", recompute=False, bidirectional=True),
+    replace(BASE, cell="stochastic_gru"),
+    replace(BASE, cell="stochastic_gru", noise="eps", **MASKED),
+    replace(BASE, cell="stochastic_gru", noise="none", num_layers=2),
+    replace(BASE, cell="stochastic_gru", dtype=torch.float16, bias=False),
+]
+FIRST_AHEAD, SECOND_AHEAD = 0, 1
+ORDERS = [FIRST_AHEAD, SECOND_AHEAD, 2, 3]
+
+
+@pytest.fixture
+def overlapped(monkeypatch):
+    """A call's results with a second stream, or without; options are those of the emulation."""
+    operators = emulated_operators()
+
+    def call(function, *arguments, overlap=True, multiprocessors=132, **options):
+        operators.control(False, "", multiprocessors=multiprocessors, tf32=True, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(_library, "_ops", operators)
+            patch.setattr(_library, "overlap_chunks", overlap)
+            result = function(*arguments)
+        call.splits = operators.counts()[4]
+        return result
+
+    yield call
+    operators.control(False, "")
+
+
+def results(case, **options):
+    return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
+
+
+def assert_same(these, those):
+    for name, tensor in these.items():
+        assert torch.equal(tensor, those[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_order_of_streams_makes_no_difference(overlapped, case):
+    expected = overlapped(results, case, overlap=False)
+    assert overlapped.splits == 0
+    for order in ORDERS:
+        assert_same(overlapped(results, case, streams_order=order), expected)
+        passes, directions = 2, 2 if case.bidirectional else 1
+        assert overlapped.splits == passes * directions * case.num_layers
+
+
+def test_copies_and_dropout(overlapped):
+    """What torch copies is in the order of its stream too, and so is what is drawn twice."""
+    torch.manual_seed(3)
+    module = fusedrnn.GRU(
+        5, 12, 2, batch_first=True, bidirectional=True, dropout=0.5, chunk_size=2
+    ).bfloat16()
+    input = torch.randn(3, 9, 5).bfloat16().requires_grad_()
+
+    def run():
+        torch.manual_seed(4)
+        output, h_n = module(input)
+        (output.mul(output).sum() + h_n.sum()).backward()
+        grads = [input.grad, *(p.grad for p in module.parameters())]
+        module.zero_grad()
+        input.grad = None
+        return dict(enumerate([output.detach(), h_n.detach(), *grads]))
+
+    expected = overlapped(run, overlap=False)
+    for order in ORDERS:
+        assert_same(overlapped(run, streams_order=order), expected)
+        assert overlapped.splits == 8
+
+
+@pytest.mark.parametrize("stream", [FIRST_AHEAD, SECOND_AHEAD])
+def test_a_missing_wait_is_noticed(overlapped, deterministic, stream):
+    """In the order that lets this stream run ahead; fresh memory is NaN."""
+    deterministic(True)
+    expected = overlapped(results, BASE, overlap=False)
+    found = overlapped(results, BASE, streams_order=stream, missing_wait=stream)
+    assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_forward_of_floats_has_a_kernel(overlapped):
+    case = replace(BASE, dtype=torch.float32)
+    expected = overlapped(results, case, overlap=False)
+    assert_same(overlapped(results, case, streams_order=SECOND_AHEAD), expected)
+    assert overlapped.splits == 1
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "options"),
+    [
+        (1, {}),  # the kernel takes it
+        (132, {"chunk_size": 9}),  # there is one chunk
+        (132, {"backend": "stepwise"}),
+    ],
+)
+def test_one_stream_where_a_second_has_nothing_to_do(overlapped, multiprocessors, options):
+    overlapped(lambda: results(BASE, **options), multiprocessors=multiprocessors)
+    assert overlapped.splits == 0
+
+
+def test_a_failure_leaves_nothing_behind(overlapped):
+    expected = overlapped(results, BASE)
+    with pytest.raises(RuntimeError, match=r"column_sum_partial .* failed to launch"):
+        overlapped(lambda: failing(BASE))
+    assert_same(overlapped(results, BASE), expected)
+
+
+def failing(case):
+    output, *_ = case.tensors().to(case.dtype).call(fusedrnn, **case.options)
+    emulated_operators().control(False, "column_sum_partial", multiprocessors=132)
+    output.sum().backward()
