@@ -123,6 +123,36 @@ def test_a_cuda_graph(monkeypatch, by_flags):
             assert torch.equal(ours, expected)
 
 
+def long_training(cell):
+    case = replace(BASE, seq_len=200, batch=16, hidden_size=256, chunk_size=8, **cell)
+    arguments = case.tensors("cuda").to(case.dtype)
+    return lambda: arguments.results(fusedrnn, **case.options, backend="persistent")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_second_stream_gives_the_same_bits(monkeypatch, cell):
+    train = long_training(cell)
+    expected = train()
+    monkeypatch.setattr(_library, "overlap_chunks", True)
+    for _ in range(10):
+        assert_same(train(), expected)
+
+
+def test_a_second_stream_in_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(_library, "overlap_chunks", True)
+    train = long_training({"cell": "stochastic_gru"})
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = train()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = train()
+    for _ in range(10):
+        graph.replay()
+        assert_same(captured, expected)
+
+
 @pytest.mark.parametrize("by_flags", [False, True])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nan_and_infinity_do_not_hang(monkeypatch, cell, by_flags):
