@@ -122,9 +122,13 @@ class CpuBackend : public cpu::Memory<Element> {
              [&](int64_t first, int64_t last) { kernels_.dropout(step, first, last); });
   }
 
-  void column_sum(Matrix<const A> m, A* sum) const {
-    parallel(m.columns, m.rows,
-             [&](int64_t first, int64_t last) { kernels_.column_sum(m, first, last, sum); });
+  void column_sums(const ColumnSums<A>& sums) const {
+    for (int i = 0; i < sums.count; ++i) {
+      const Matrix<const A> m{sums.data[i], sums.rows, sums.columns[i], sums.row_stride[i], 1};
+      parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
+        kernels_.column_sum(m, first, last, sums.sum[i]);
+      });
+    }
   }
 
  private:

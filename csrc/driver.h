@@ -14,7 +14,7 @@
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
-//   column_sum(Matrix<const O>, A* sum)   sum += ..., columns one after the other
+//   column_sums(ColumnSums)
 //   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
 //       an earlier call with `repeats` did, further on in the sequence by the difference of
 //       first_row; is_whole: no step of a chunk is missing
@@ -476,10 +476,8 @@ class Driver {
       }
     }
     if (is_kept) return;
-    bool adds = true;
-    for_side(planes, chunk, [&](const Matrix<A>& side, const Matrix<const O>& w, int64_t) {
-      backend_.gemm(side, rebuilt.input, w.transposed(), adds);
-      adds = false;
+    for_side(planes, chunk, [&](const Matrix<A>& side, const Matrix<const O>& w, int64_t first) {
+      backend_.gemm(side, rebuilt.input, w.transposed(), first < layer_.shared_columns());
     });
   }
 
@@ -492,11 +490,14 @@ class Driver {
   template <class P, class F>
   void for_side(const Planes<P>& planes, const Chunk& chunk, const F& f) const {
     const int64_t shared = layer_.shared_columns(), alone = layer_.columns_alone();
-    f(projection(planes, layer_.core(), chunk).column_range(0, shared),
-      weight_[0].row_range(0, shared), 0);
-    if (alone == 0) return;
-    f(Matrix<P>::contiguous(planes.side, chunk.rows(), alone), weight_[0].row_range(shared, alone),
-      shared);
+    if (shared > 0) {
+      f(projection(planes, layer_.core(), chunk).column_range(0, shared),
+        weight_[0].row_range(0, shared), 0);
+    }
+    if (alone > 0) {
+      f(Matrix<P>::contiguous(planes.side, chunk.rows(), alone),
+        weight_[0].row_range(shared, alone), shared);
+    }
   }
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
@@ -632,23 +633,26 @@ class Driver {
                       const BackwardBuffers& buffers) {
     const Rebuilt& rebuilt = buffers.of(chunk.index);
     if (gradients.input != nullptr) input_gradient(chunk, gradients, rebuilt);
+    ColumnSums<O> sums{};
     for (int s = 0; s <= layer_.last(); ++s) {
       const int p = layer_.projection(s);
       const Matrix<O> d = projection(rebuilt.gradient, s, chunk);
       for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
         weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source);
       });
-      if (gradients.bias[p] != nullptr) backend_.column_sum(d, gradients.bias[p]);
+      if (gradients.bias[p] != nullptr) sums.add(d, gradients.bias[p]);
     }
     for_side(rebuilt.gradient, chunk,
              [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
                A *weight = gradients.weight[0], *bias = gradients.bias[0];
                if (weight != nullptr) weight += first * rebuilt.input.columns;
                weight_gradient(weight, d, rebuilt.input);
-               if (bias != nullptr && !(first == 0 && shares_bias_gradient(gradients))) {
-                 backend_.column_sum(d, bias + first);
+               const bool is_shared = first < layer_.shared_columns();
+               if (bias != nullptr && !(is_shared && shares_bias_gradient(gradients))) {
+                 sums.add(d, bias + first);
                }
              });
+    if (sums.count > 0) backend_.column_sums(sums);
   }
 
   void input_gradient(const Chunk& chunk, const Gradients<T>& gradients, const Rebuilt& rebuilt) {

@@ -104,8 +104,9 @@ class GpuBackend : public cuda::Memory<Element> {
   void dropout(const DropoutStep<T>& step, int64_t rows) {
     check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);
   }
-  void column_sum(const Matrix<const T>& m, A* sum) {
-    check(cuda::column_sum<T>(m, scratch_.partial_sums, sum, device_.stream()), m.rows, m.columns);
+  void column_sums(const ColumnSums<T>& sums) {
+    check(cuda::column_sums<T>(sums, scratch_.partial_sums, device_.stream()), sums.rows,
+          sums.all_columns());
   }
 
   // All steps of a chunk at once.

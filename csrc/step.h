@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "hd.h"
+#include "matrix.h"
 #include "philox.h"
 #include "scalar.h"
 #include "stages.h"
@@ -471,6 +472,31 @@ FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, int64_t colum
     unit.store(step.x + row * step.width + column, typename Unit::Value{});
   }
 }
+
+// Sums over the rows of a chunk, each of them added to what is there: of all matrices at once,
+// since on a GPU a launch costs more than the sum.
+template <class O>
+struct ColumnSums {
+  static constexpr int kMost = 4;
+  const O* data[kMost];
+  int64_t columns[kMost], row_stride[kMost];
+  Acc<O>* sum[kMost];
+  int count;
+  int64_t rows;  // of each
+
+  void add(const Matrix<const O>& m, Acc<O>* to) {
+    data[count] = m.data;
+    columns[count] = m.columns;
+    row_stride[count] = m.row_stride;
+    sum[count++] = to;
+    rows = m.rows;
+  }
+  int64_t all_columns() const {
+    int64_t all = 0;
+    for (int i = 0; i < count; ++i) all += columns[i];
+    return all;
+  }
+};
 
 // h_{t-1} of the rows of a chunk, for GEMMs and for backward(): what the step read.
 template <class T, class O>

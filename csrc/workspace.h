@@ -47,7 +47,7 @@ struct Workspace {
     O* weight[kMaxProjections];
     A* bias[kMaxProjections];
     T* eps;
-    int64_t summed_columns;  // at most, at once
+    int64_t summed_columns;  // at most
     char* scratch[2];        // the backend's own, of each stream
 
     Buffers(const Layer<T>& layer, int64_t summed, Arena& arena)
@@ -155,7 +155,7 @@ struct Workspace {
     const Rebuilt& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, most_summed(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
+        : Buffers(layer, summed(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
           grad_output{}, exchange{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Rebuilt(layer, gradients, arena);
       for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
@@ -171,12 +171,12 @@ struct Workspace {
     }
 
    private:
-    static int64_t most_summed(const Layer<T>& layer, const Gradients<T>& gradients) {
-      int64_t most = 0;
+    static int64_t summed(const Layer<T>& layer, const Gradients<T>& gradients) {
+      int64_t columns = 0;
       for (int p = 0; p < layer.cell.num_projections; ++p) {
-        if (gradients.bias[p] != nullptr) most = std::max(most, layer.weight[p].rows);
+        if (gradients.bias[p] != nullptr) columns += layer.weight[p].rows;
       }
-      return most;
+      return columns;
     }
   };
 };

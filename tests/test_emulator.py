@@ -277,8 +277,8 @@ def test_addresses_do_not_matter(emulator, what, dtype):
         ("sample_backward", "3 rows of 6"),
         ("linear_backward", "3 rows of 6"),
         ("gru_backward", "3 rows of 12"),
-        ("column_sum_partial", "3 rows of 12"),
-        ("column_sum_total", "3 rows of 12"),
+        ("column_sums_partial", "3 rows of 60"),
+        ("column_sums_total", "3 rows of 60"),
         ("set_shift", "1 rows of 1"),
     ],
 )

@@ -121,12 +121,12 @@ def test_one_stream_where_a_second_has_nothing_to_do(overlapped, multiprocessors
 
 def test_a_failure_leaves_nothing_behind(overlapped):
     expected = overlapped(results, BASE)
-    with pytest.raises(RuntimeError, match=r"column_sum_partial .* failed to launch"):
+    with pytest.raises(RuntimeError, match=r"column_sums_partial .* failed to launch"):
         overlapped(lambda: failing(BASE))
     assert_same(overlapped(results, BASE), expected)
 
 
 def failing(case):
     output, *_ = case.tensors().to(case.dtype).call(fusedrnn, **case.options)
-    emulated_operators().control(False, "column_sum_partial", multiprocessors=132)
+    emulated_operators().control(False, "column_sums_partial", multiprocessors=132)
     output.sum().backward()

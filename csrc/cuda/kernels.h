@@ -220,32 +220,44 @@ struct DropoutBody {
   }
 };
 
+// Which of the matrices, and which of its columns.
+struct SummedColumn {
+  int matrix;
+  int64_t column;
+
+  template <class T>
+  FUSEDRNN_HD SummedColumn(const ColumnSums<T>& sums, int64_t of_all) : matrix(0), column(of_all) {
+    while (column >= sums.columns[matrix]) column -= sums.columns[matrix++];
+  }
+};
+
 template <class T>
 struct PartialSumBody {
-  const T* m;
-  int64_t rows, columns, row_stride;
+  ColumnSums<T> sums;
+  int64_t all_columns;
   Acc<T>* partial;
   FUSEDRNN_HD void operator()(int64_t i) const {
-    const int64_t slab = divide(i, columns), column = i - slab * columns;
-    const int64_t first = slab * kSumRows, left = rows - first;
-    const T* at = m + first * row_stride + column;
+    const int64_t slab = divide(i, all_columns);
+    const SummedColumn of(sums, i - slab * all_columns);
+    const int64_t first = slab * kSumRows, left = sums.rows - first;
+    const int64_t stride = sums.row_stride[of.matrix];
+    const T* at = sums.data[of.matrix] + first * stride + of.column;
     Acc<T> sum = 0;
-    for (int64_t r = 0; r < (left < kSumRows ? left : kSumRows); ++r) {
-      sum += widen(at[r * row_stride]);
-    }
+    for (int64_t r = 0; r < (left < kSumRows ? left : kSumRows); ++r) sum += widen(at[r * stride]);
     partial[i] = sum;
   }
 };
 
-template <class A>
+template <class T>
 struct TotalSumBody {
-  const A* partial;
-  int64_t slabs, columns;
-  A* sum;
-  FUSEDRNN_HD void operator()(int64_t column) const {
-    A total = 0;
-    for (int64_t s = 0; s < slabs; ++s) total += partial[s * columns + column];
-    sum[column] += total;
+  ColumnSums<T> sums;
+  int64_t all_columns, slabs;
+  const Acc<T>* partial;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    const SummedColumn of(sums, i);
+    Acc<T> total = 0;
+    for (int64_t s = 0; s < slabs; ++s) total += partial[s * all_columns + i];
+    sums.sum[of.matrix][of.column] += total;
   }
 };
 
@@ -341,12 +353,12 @@ Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream) {
 }
 
 template <class T>
-Launch column_sum(const Matrix<const T>& m, Acc<T>* partial, Acc<T>* sum, Stream stream) {
-  const int64_t slabs = (m.rows + kSumRows - 1) / kSumRows;
-  const PartialSumBody<T> body{m.data, m.rows, m.columns, m.row_stride, partial};
-  const Launch first = launch("column_sum_partial", body, slabs * m.columns, stream);
+Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream) {
+  const int64_t slabs = (sums.rows + kSumRows - 1) / kSumRows, columns = sums.all_columns();
+  const Launch first = launch("column_sums_partial", PartialSumBody<T>{sums, columns, partial},
+                              slabs * columns, stream);
   if (first.error != 0) return first;
-  return launch("column_sum_total", TotalSumBody<Acc<T>>{partial, slabs, m.columns, sum}, m.columns,
+  return launch("column_sums_total", TotalSumBody<T>{sums, columns, slabs, partial}, columns,
                 stream);
 }
 
@@ -359,25 +371,25 @@ template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stre
 template Launch gather<float>(const GatherStep<float, float>&, int64_t, Stream);
 template Launch clear<float>(const ClearStep<float>&, int64_t, Stream);
 template Launch dropout<float>(const DropoutStep<float>&, int64_t, Stream);
-template Launch column_sum<float>(const Matrix<const float>&, float*, float*, Stream);
+template Launch column_sums<float>(const ColumnSums<float>&, Acc<float>*, Stream);
 template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
 template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
 template Launch gather<double>(const GatherStep<double, double>&, int64_t, Stream);
 template Launch clear<double>(const ClearStep<double>&, int64_t, Stream);
 template Launch dropout<double>(const DropoutStep<double>&, int64_t, Stream);
-template Launch column_sum<double>(const Matrix<const double>&, double*, double*, Stream);
+template Launch column_sums<double>(const ColumnSums<double>&, Acc<double>*, Stream);
 template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
 template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
 template Launch gather<BFloat16>(const GatherStep<BFloat16, BFloat16>&, int64_t, Stream);
 template Launch clear<BFloat16>(const ClearStep<BFloat16>&, int64_t, Stream);
 template Launch dropout<BFloat16>(const DropoutStep<BFloat16>&, int64_t, Stream);
-template Launch column_sum<BFloat16>(const Matrix<const BFloat16>&, float*, float*, Stream);
+template Launch column_sums<BFloat16>(const ColumnSums<BFloat16>&, Acc<BFloat16>*, Stream);
 template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
 template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
 template Launch gather<Half>(const GatherStep<Half, Half>&, int64_t, Stream);
 template Launch clear<Half>(const ClearStep<Half>&, int64_t, Stream);
 template Launch dropout<Half>(const DropoutStep<Half>&, int64_t, Stream);
-template Launch column_sum<Half>(const Matrix<const Half>&, float*, float*, Stream);
+template Launch column_sums<Half>(const ColumnSums<Half>&, Acc<Half>*, Stream);
 
 }  // namespace cuda
 }  // namespace fusedrnn

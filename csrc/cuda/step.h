@@ -3,7 +3,6 @@
 #pragma once
 #include <cstdint>
 
-#include "../matrix.h"
 #include "../step.h"
 
 struct CUstream_st;
@@ -39,10 +38,9 @@ Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream);
 // Rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 
-// sum[c] += sum over rows of m[r][c], in a fixed order.  m: columns one after the other.  partial:
-// room for one row of sums for each kSumRows rows of m.
+// In a fixed order.  partial: room for one row of all sums for each kSumRows rows.
 template <class T>
-Launch column_sum(const Matrix<const T>& m, Acc<T>* partial, Acc<T>* sum, Stream stream);
+Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream);
 
 // *shift = value, once the stream is there.
 Launch set_shift(int64_t* shift, int64_t value, Stream stream);
