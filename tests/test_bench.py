@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -15,7 +16,18 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import cases, clock, gpu_check, memory, report, speed, sweep  # noqa: E402
+from bench import (  # noqa: E402
+    cases,
+    chunks,
+    clock,
+    gpu_check,
+    memory,
+    numerics,
+    report,
+    speed,
+    sweep,
+    train_text,
+)
 
 OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
 
@@ -144,8 +156,8 @@ def test_sizes_are_checked(tmp_path: Path) -> None:
     "options, said",
     [
         (["--device", "tpu"], "argument --device: must be cpu or cuda, got tpu"),
-        (["--dtype", "bfloat16"], "--dtype, --shape and --budget-s need --device cuda"),
-        (["--budget-s", "0"], "--dtype, --shape and --budget-s need --device cuda"),
+        (["--dtype", "bfloat16"], "--dtype, --shape, --budget-s need --device cuda"),
+        (["--budget-s", "0"], "--dtype, --shape, --budget-s need --device cuda"),
         (["--shape", "1,2"], "argument --shape: must be T,B,H, got 1,2"),
         pytest.param(
             ["--device", "cuda"],
@@ -241,14 +253,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnCpu:
 
 
 def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
-    for benchmark, targets in ((memory, 4), (speed, 2)):
+    for benchmark, targets in ((memory, 5), (speed, 2)):
         result = benchmark.run_on_cuda(on_cpu.run())
         (case,) = load(on_cpu.out, result.name)["cases"]
         assert case["shape"] == vars(cases.CUDA_QUICK)
         assert case["dtype"] == "float32"
         assert list(case["contenders"]) == [*cases.ON_CUDA, *sweep.ON_CUDA_LATER]
         assert not any(map(sweep.why_none, case["contenders"].values()))
-        assert len(result.tables) == 2
+        assert len(result.tables) == 2 + (benchmark is speed)
         for table in result.tables:
             assert {len(row) for row in table.rows} == {len(table.columns)}
         assert len(result.targets) == targets
@@ -289,6 +301,151 @@ def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu) -> None:
     assert before is None
     rows = after_first["contenders"]
     assert {name for name in rows if "missing" not in rows[name]} == set(cases.ON_CUDA)
+
+
+def test_gpu_benchmark_begins_where_times_have_targets(on_cpu: OnCpu) -> None:
+    run = on_cpu.run()
+    run.options.dtype, run.options.shape = ["all"], cases.CUDA_SHAPES
+    order = [(case.shape, case.dtype) for case in sweep._cases(run)]
+    assert len(set(order)) == len(order) == 3 * len(cases.CUDA_SHAPES)
+    first = [(shape, torch.bfloat16) for shape in cases.CUDA_TRAINING_LIMITS]
+    first.append((cases.CUDNN_PERSISTENT, torch.float16))
+    assert order[: len(first)] == first
+
+
+def test_targets_of_time_on_a_gpu() -> None:
+    row = {"train_ms": [4.0, 6.0, 5.0], "forward_ms": [2.0, 1.0, 1.5]}
+    rows = dict.fromkeys(cases.ON_CUDA, row)
+
+    def targets(shape: cases.Shape, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+        measured = speed._targets(sweep.Case(shape, dtype), rows)
+        return {target.what: (target.value, target.limit) for target in measured}
+
+    loops = {"time, fusedrnn / plain loop", "time, fusedrnn / plain loop, CUDA graph"}
+    drop_ins = {"time, fusedrnn.GRU / nn.GRU": (1, 0.5), "time, fusedrnn.LSTM / nn.LSTM": (1, 0.5)}
+    ours = "time, fusedrnn / nn.LSTM"
+    at_256 = targets(cases.Shape(1024, 64, 256), torch.bfloat16)
+    assert at_256.items() >= {ours: (1, 0.45), **drop_ins}.items()
+    assert at_256["microseconds per step of forward, fusedrnn"] == (pytest.approx(1500 / 1024), 2)
+    at_1024 = targets(cases.Shape(256, 128, 1024), torch.bfloat16)
+    assert at_1024.keys() == {*loops, *drop_ins, ours}
+    assert at_1024[ours] == (1, 1)
+    assert targets(cases.CUDNN_PERSISTENT, torch.bfloat16).keys() == {*loops, *drop_ins}
+    in_float16 = targets(cases.CUDNN_PERSISTENT, torch.float16)
+    forward = "forward time, fusedrnn.LSTM / nn.LSTM"
+    in_ms = "milliseconds of a training step, fusedrnn.LSTM"
+    assert in_float16.keys() == {*loops, forward, in_ms}
+    assert in_float16[in_ms] == (5.0, 5.2)
+    assert targets(cases.Shape(256, 64, 2048), torch.bfloat16).keys() == loops
+
+
+def test_backward_of_persistent_kernels_stands_beside_stepwise(on_cpu: OnCpu) -> None:
+    result = speed.run_on_cuda(on_cpu.run())
+    (case,) = load(on_cpu.out, "speed")["cases"]
+    measured = {name for name, row in case["contenders"].items() if "backward_ms" in row}
+    assert measured == {*cases.PERSISTENT, *cases.PERSISTENT.values()}
+    (row,) = result.tables[-1].rows
+    assert result.tables[-1].columns == ["", *cases.PERSISTENT]
+    assert row[0] == f"{cases.CUDA_QUICK}, float32"
+    assert all(row)
+
+
+def test_chunks(tmp_path: Path) -> None:
+    run = bench("bench.chunks", "--quick", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    (case,) = load(tmp_path, "chunks")["cases"]
+    rows = case["contenders"]
+    assert list(rows) == ["automatic", "4", "8", "16", LSTM]
+    assert [rows[name]["chunk_steps"] for name in ("4", "8", "16")] == [4, 8, 16]
+    assert rows["4"]["peak_bytes"] < rows["8"]["peak_bytes"] < rows["16"]["peak_bytes"]
+    assert len({len(row["train_ms"]) for row in rows.values()}) == 1
+
+
+def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
+) -> None:
+    measured = []
+
+    def measure(case: sweep.Case, device: str, *_: Any) -> dict[str, sweep.Row]:
+        measured.append((case.shape, case.dtype, device))
+        return {name: {"missing": "none"} for name in chunks._chunks(case.shape)}
+
+    monkeypatch.setattr(chunks, "_measure", measure)
+    run = on_cpu.run()
+    chunks.run_on_cuda(run)
+    run.options.dtype, run.options.shape = None, [cases.Shape(100, 2, 4)]
+    (table,) = chunks.run_on_cuda(run).tables
+    assert measured == [
+        (cases.CUDA_QUICK, torch.float32, "cuda"),
+        (cases.Shape(100, 2, 4), torch.bfloat16, "cuda"),
+    ]
+    names = ["automatic", "4", "8", "16", "32", "64", "100", LSTM]
+    assert [row[0] for row in table.rows] == names
+    (table,) = chunks.run_on_cuda(on_cpu.run(budget_s=-1)).tables
+    assert {row[1] for row in table.rows} == {"not reached within -1 s"}
+    assert len(measured) == 2
+
+
+def test_the_best_chunk_is_one_that_takes_little_memory() -> None:
+    def row(ms: float, peak_bytes: int) -> sweep.Row:
+        return {"train_ms": [ms] * 3, "peak_bytes": peak_bytes, "chunk_steps": 4}
+
+    case = sweep.Case(cases.Shape(16, 2, 2), torch.bfloat16)
+    rows = {"automatic": row(11, 20), "4": row(12, 10), "8": row(10, 25), "16": row(5, 26)}
+    rows |= {"32": {"error": "RuntimeError: broken"}, LSTM: row(1, 100)}
+    result = chunks._report({case: rows}, "cuda")
+    (target,) = result.targets
+    assert target.value == pytest.approx(1.1)
+    assert target.limit == 1.03
+    assert result.failures == [f"chunk_size 32 failed at {case}: RuntimeError: broken"]
+    table = {row[0]: row[1:] for row in result.tables[0].rows}
+    assert table["16"] == ["4", "5.00", "0.50 (0.50–0.50)", "0.0", "0.260"]
+    assert table["32"][0] == "RuntimeError: broken"
+    assert chunks._report({case: rows}, "cpu").targets == []
+    rows[LSTM] = {"missing": "time"}
+    assert chunks._report({case: rows}, "cuda").targets == []
+
+
+def test_numerics(tmp_path: Path) -> None:
+    run = bench("bench.numerics", "--quick", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    content = load(tmp_path, "numerics")
+    places = [(row["cell"], row["dtype"], row["seq_len"]) for row in content["rows"]]
+    assert places == list(
+        itertools.product(numerics.CELLS, numerics.ON_CPU, numerics.LENGTHS_QUICK)
+    )
+    assert len(content["targets"]) == len(places)
+    for row, target in zip(content["rows"], content["targets"], strict=True):
+        assert row["errors"].keys() == numerics.CELLS[row["cell"]].keys()
+        for found in row["errors"].values():
+            assert len(found) == len(numerics.RESULTS)
+            assert all(0 < error < 1 for error in found)
+        assert target["limit"] == 2
+        assert target["passed"]
+
+
+def test_numerics_on_a_gpu_has_tf32_and_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
+) -> None:
+    def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[float]]:
+        assert device == "cuda"
+        if kind == numerics.TF32:
+            raise RuntimeError("broken")
+        found = {contender: [1.0, 2.0, 3.0] for contender in numerics.CELLS[name]}
+        return found | {numerics.OURS: [1.0, 5.0, 3.0]}
+
+    monkeypatch.setattr(numerics, "errors", errors)
+    result = numerics.run_on_cuda(on_cpu.run())
+    kinds = ("float32", "bfloat16", "float16", "tf32")
+    for table in result.tables:
+        assert [row[0] for row in table.rows] == [kind for kind in kinds for _ in range(2)]
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert {target.value for target in result.targets} == {2.5}
+    assert not any(target.passed for target in result.targets)
+    assert len(result.failures) == 3 * 2
+    result = numerics.run_on_cuda(on_cpu.run(budget_s=-1))
+    assert {row[2] for table in result.tables for row in table.rows} == {"not reached within -1 s"}
+    assert result.targets == result.failures == []
 
 
 def test_markdown_stands_for_rich_where_that_is_missing(
