@@ -146,6 +146,23 @@ def test_train_one_cell(tmp_path: Path) -> None:
     assert text["job"]["steps"] == len(text["cells"][OURS]["train_bits"]) == 2
 
 
+def test_train_in_bfloat16(tmp_path: Path) -> None:
+    run = bench(
+        "bench.train_text", "--quick", "--dtype", "bfloat16", "--steps", "2", "--out", str(tmp_path)
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    text = load(tmp_path, "train_text_bfloat16")
+    cells = {name: result["train_bits"] for name, result in text["cells"].items()}
+    assert list(cells) == [LSTM, f"{LSTM}, bfloat16", OURS, f"{OURS}, bfloat16"]
+    for name in (LSTM, OURS):
+        assert cells[f"{name}, bfloat16"] != cells[name]
+        assert cells[f"{name}, bfloat16"] == pytest.approx(cells[name], rel=1e-3)
+    (target,) = text["targets"]
+    assert target["what"] == "validation bits/char, fusedrnn, bfloat16 / float32"
+    assert target["limit"] == 1.01
+    assert target["passed"]
+
+
 def test_sizes_are_checked(tmp_path: Path) -> None:
     run = bench("bench.train_text", "--steps", "0", "--out", str(tmp_path))
     assert run.returncode != 0
