@@ -118,9 +118,20 @@ CUDA_MEMORY_LIMITS = {
     (OURS, LSTM): 0.25,
     (OURS, LOOP): 0.12,
     (OUR_GRU, GRU): 0.3,
-    (OUR_LSTM, LSTM): 0.3,
+    (OUR_GRU, LSTM): 0.25,
+    (OUR_LSTM, LSTM): 0.25,
 }
 CUDA_SPEED_LIMITS = {(OURS, LOOP): 0.12, (OURS, GRAPHED): 0.55}
+# And in bfloat16.
+_DROP_IN_LIMITS = {(OUR_GRU, GRU): 0.5, (OUR_LSTM, LSTM): 0.5}
+CUDA_TRAINING_LIMITS = {
+    Shape(1024, 16, 256): {(OURS, LSTM): 0.45, **_DROP_IN_LIMITS},
+    Shape(1024, 64, 256): {(OURS, LSTM): 0.45, **_DROP_IN_LIMITS},
+    Shape(1024, 64, 512): {(OURS, LSTM): 0.6, **_DROP_IN_LIMITS},
+    Shape(1024, 16, 768): _DROP_IN_LIMITS,
+    Shape(1024, 32, 1024): {(OURS, LSTM): 0.7, **_DROP_IN_LIMITS},
+    Shape(256, 128, 1024): {(OURS, LSTM): 1.0, **_DROP_IN_LIMITS},
+}
 # Of the forward pass in bfloat16: microseconds per step of StochasticGRU, and of GRU and LSTM; and
 # over the time of others.
 CUDA_STEP_US = {
@@ -130,8 +141,25 @@ CUDA_STEP_US = {
     Shape(1024, 32, 1024): (3.5, 2.5),
 }
 CUDA_FORWARD_LIMITS = {(OURS, LSTM): 0.6, (OUR_GRU, GRU): 0.4, (OUR_LSTM, LSTM): 0.4}
-# In float16, where cuDNN's LSTM has a persistent kernel.
+# In float16, where cuDNN's LSTM has a persistent kernel; and the milliseconds of a training step
+# that have been published for it, on an H100.
 CUDNN_PERSISTENT = Shape(1024, 16, 768)
+CUDNN_TRAINING_MS = 5.2
+# Persistent kernels, and the same stepwise.
+PERSISTENT = {OURS: STEPWISE, OUR_GRU: STEPWISE_GRU, OUR_LSTM: STEPWISE_LSTM}
+
+# StochasticGRU over chunk_size: the automatic one is to be this near to the fastest of those whose
+# peak memory is at most this share of nn.LSTM's.
+CHUNKS_DTYPES = (torch.bfloat16,)
+CHUNKS_SHAPES = (Shape(1024, 16, 256), Shape(1024, 64, 512), Shape(1024, 32, 1024))
+CHUNKS_SHARE, CHUNKS_LIMIT = 0.25, 1.03
+
+
+def has_targets(shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether times on a GPU have targets of their own there; these are measured first."""
+    if dtype is torch.float16:
+        return shape == CUDNN_PERSISTENT
+    return dtype is torch.bfloat16 and shape in CUDA_TRAINING_LIMITS
 
 
 class Loop(nn.Module):

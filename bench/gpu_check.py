@@ -1,8 +1,10 @@
-"""All that needs a GPU, in nine minutes and without network: ``python -m bench.gpu_check OUT``.
+"""All that needs a GPU, without network: ``python -m bench.gpu_check OUT``.
 
-Builds for the GPU that is there, runs the CUDA tests, compute-sanitizer and the benchmark. Needs a
-torch built for CUDA, a CUDA toolkit, what the build needs and pytest, all in the Python that runs
-it. A part that fails does not stop the others; the exit status is 0 if all passed.
+Builds for the GPU that is there, runs the CUDA tests, the benchmarks and compute-sanitizer, what
+matters most first. It ends within nine minutes, and says which parts that did not reach; --minutes
+15 is enough for all, and --parts chooses some. A part that fails does not stop the others; the exit
+status is 0 if all passed. Needs a torch built for CUDA, a CUDA toolkit, what the build needs and
+pytest, all in the Python that runs it.
 """
 
 from __future__ import annotations
@@ -10,15 +12,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,9 +27,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-RESULTS = ("summary.json", "summary.md", "tests.xml", "memory.json", "speed.json")
-LOG, SANITIZER_LOG = "log.txt", "sanitizer.txt"
+# Parts that are benchmarks, and what they write.
+BENCHMARKS = {
+    "speed": "speed.json",
+    "memory": "memory.json",
+    "chunks": "chunks.json",
+    "numerics": "numerics.json",
+    "train_text": "train_text_bfloat16.json",
+}
+LOG = "log.txt"
+RESULTS = ("summary.json", "summary.md", LOG, *BENCHMARKS.values())
 ENVIRONMENT_S = 15
+MINUTES = 9.0
 # A benchmark begins nothing new this much before its limit: one measurement may take as long.
 SLACK_S = 30
 
@@ -39,18 +49,16 @@ class Part:
 
     Attributes:
         limit_s: What it may take. All it leaves over goes to the parts after it.
-        command: From the seconds that it gets to its words.
-        log: File in the output folder to which its output is added.
-        verdict: Reads its results: whether they are good, and a note. It is asked whatever the exit
-            status was; None if the exit status says all.
+        command: Its words.
+        verdict: From the lines that it wrote to whether its results are good, and a note. It is
+            asked whatever the exit status was; None if the exit status says all.
     """
 
     name: str
     limit_s: float
-    command: Callable[[float], Sequence[str]]
-    log: str = LOG
+    command: Sequence[str]
     env: dict[str, str] = field(default_factory=dict)
-    verdict: Callable[[], tuple[bool, str]] | None = None
+    verdict: Callable[[Sequence[str]], tuple[bool, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,16 +72,20 @@ class Outcome:
 
 
 def parts(out: Path) -> list[Part]:
-    """All parts, in order; with the environment's, their limits add up to nine minutes."""
+    """All parts, in order."""
     python = sys.executable
     build_env = {"FUSEDRNN_CUDA": "1"}
     if gpu_arch := _nvidia_smi("compute_cap"):
         build_env["TORCH_CUDA_ARCH_LIST"] = gpu_arch
     pip = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--editable", "."]
-    pytest = [python, "-m", "pytest", "-m", "cuda", "--continue-on-collection-errors"]
+
+    def tests(name: str, limit_s: float, *options: str) -> Part:
+        command = [python, "-m", "pytest", "-m", "cuda", "--continue-on-collection-errors"]
+        return Part(name, limit_s, [*command, *options], verdict=_tests)
 
     def sanitizer(tool: str) -> Part:
         command = [_cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "1"]
+        command += ["--print-limit", "50"]  # errors, each of a page
         env = {}
         if tool == "memcheck":
             command += ["--report-api-errors", "no"]  # torch asks for what it knows may fail
@@ -81,44 +93,51 @@ def parts(out: Path) -> list[Part]:
             env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # blocks with the bounds of their tensors
         else:
             command += ["--kernel-name", "kns=fusedrnn"]  # what cuBLAS shares is its own matter
-        command += [python, "-m", "bench.sanitize"]
-        return Part(tool, 30, lambda _: command, SANITIZER_LOG, env)
+        return Part(tool, 30, [*command, python, "-m", "bench.sanitize"], env)
 
-    def benchmark(name: str, limit_s: float, most_s: float = math.inf) -> Part:
-        def command(limit_s: float) -> list[str]:
-            budget_s = max(min(limit_s - SLACK_S, most_s), 0)
-            options = ["--device", "cuda", "--out", str(out), "--budget-s", f"{budget_s:.0f}"]
-            return [python, "-m", f"bench.{name}", *options]
+    def benchmark(name: str, limit_s: float, *options: str) -> Part:
+        command = [python, "-m", f"bench.{name}", "--device", "cuda", "--out", str(out), *options]
+        return Part(name, limit_s, command, verdict=lambda _: _targets(out / BENCHMARKS[name]))
 
-        return Part(name, limit_s, command, verdict=lambda: _targets(out / f"{name}.json"))
+    def sweep(name: str, limit_s: float) -> Part:
+        return benchmark(name, limit_s, "--budget-s", f"{limit_s - SLACK_S:.0f}")
 
+    persistent = "tests/test_cuda_persistent.py"
     return [
-        Part("build", 100, lambda _: pip, env=build_env),
-        Part(
-            "tests",
-            140,
-            lambda _: [*pytest, f"--junitxml={out / 'tests.xml'}"],
-            verdict=lambda: _tests(out / "tests.xml"),
-        ),
+        Part("build", 120, pip, build_env),
+        tests("persistent", 60, persistent, "-k", "not emulation"),
+        sweep("speed", 115),
+        sweep("memory", 60),
+        tests("tests", 100, f"--ignore={persistent}"),
+        sweep("chunks", 45),
+        sweep("numerics", 75),
+        benchmark("train_text", 45, "--dtype", "bfloat16"),
         *map(sanitizer, SANITIZERS),
-        benchmark("memory", 65, most_s=60),  # what is left over is for speed
-        benchmark("speed", 100),
+        tests("emulation", 145, persistent, "-k", "emulation"),  # compiles for a minute, or two
     ]
 
 
-def check(parts: Sequence[Part], out: Path) -> bool:
-    """Runs the parts, and writes summary.json and summary.md after each of them."""
+def check(parts: Sequence[Part], out: Path, seconds: float = 60 * MINUTES) -> bool:
+    """Runs the parts, and writes summary.json and summary.md after each of them.
+
+    A part does not begin if its limit would lead beyond ``seconds`` for all of them.
+    """
     begin = time.monotonic()
     environment = about()
-    seconds = round(time.monotonic() - begin, 1)
+    took = round(time.monotonic() - begin, 1)
     gpu = environment["gpu"] if environment["torch_sees_gpu"] else "torch sees no GPU"
-    outcomes = [Outcome("environment", environment["torch_sees_gpu"], seconds, gpu)]
+    outcomes = [Outcome("environment", environment["torch_sees_gpu"], took, gpu)]
     print(_line(outcomes[0]), flush=True)
 
-    deadline = begin + ENVIRONMENT_S
+    end, deadline = begin + seconds, begin + ENVIRONMENT_S
     for part in parts:
-        deadline += part.limit_s
-        outcomes.append(_run(part, out, deadline - time.monotonic()))
+        left_s = end - time.monotonic()
+        if left_s < part.limit_s:
+            note = f"not begun: {left_s:.0f} s left, and it may take {part.limit_s:.0f} s"
+            outcomes.append(Outcome(part.name, False, 0.0, note))
+        else:
+            deadline += part.limit_s
+            outcomes.append(_run(part, out, min(deadline, end) - time.monotonic()))
         print(_line(outcomes[-1]), flush=True)
         _write_summary(out, environment, outcomes, time.monotonic() - begin)
     return all(outcome.passed for outcome in outcomes)
@@ -126,8 +145,8 @@ def check(parts: Sequence[Part], out: Path) -> bool:
 
 def _run(part: Part, out: Path, limit_s: float) -> Outcome:
     begin = time.monotonic()
-    words = list(part.command(limit_s))
-    with (out / part.log).open("a+b") as log:
+    words = list(part.command)
+    with (out / LOG).open("a+b") as log:
         log.write(f"\n$ {' '.join(words)}\n".encode())
         start = log.tell()
         try:
@@ -141,7 +160,7 @@ def _run(part: Part, out: Path, limit_s: float) -> Outcome:
         lines = log.read().decode(errors="replace").split("\n")
     passed, said = status == 0, _last_words(lines)
     if part.verdict:
-        good, result = part.verdict()
+        good, result = part.verdict(lines)
         passed, said = passed and good, result or said
     note = "; ".join(filter(None, [note, said]))
     return Outcome(part.name, passed, round(time.monotonic() - begin, 1), note)
@@ -173,17 +192,11 @@ def _status(words: list[str], env: dict[str, str], log: Any, limit_s: float) -> 
             process.wait()
 
 
-def _tests(path: Path) -> tuple[bool, str]:
-    """All skipped is not passed: then there was no GPU."""
-    if not path.exists():
-        return False, ""
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in ElementTree.parse(path).iter("testsuite"):
-        for name in counts:
-            counts[name] += int(suite.get(name, 0))
-    ran = counts["tests"] - counts["skipped"]
-    bad = counts["failures"] + counts["errors"]
-    return ran > 0 and bad == 0, f"{ran - bad} passed, {bad} failed, {counts['skipped']} skipped"
+def _tests(lines: Sequence[str]) -> tuple[bool, str]:
+    """What pytest says at its end. All skipped is not passed: then there was no GPU."""
+    summaries = [line.strip(" =") for line in lines if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+    summary = (summaries or [""])[-1]
+    return " passed" in summary, summary
 
 
 def _targets(path: Path) -> tuple[bool, str]:
@@ -192,7 +205,8 @@ def _targets(path: Path) -> tuple[bool, str]:
         return False, ""
     content = json.loads(path.read_text())
     targets = content["targets"]
-    rows = [row for case in content["cases"] for row in case["contenders"].values()]
+    rows = [row for case in content.get("cases", []) for row in case["contenders"].values()]
+    rows += content.get("rows", [])
     notes = [f"{sum(t['passed'] for t in targets)} of {len(targets)} targets met"]
     for what in dict.fromkeys(t["what"] for t in targets):
         worst = max((t for t in targets if t["what"] == what), key=lambda t: t["value"])
@@ -211,9 +225,9 @@ def _write_summary(
         "seconds": round(seconds, 1),
         "parts": [asdict(outcome) for outcome in outcomes],
     }
-    for name in ("memory", "speed"):
-        if (out / f"{name}.json").exists():
-            content[name] = json.loads((out / f"{name}.json").read_text())
+    for name, file in BENCHMARKS.items():
+        if (out / file).exists():
+            content[name] = json.loads((out / file).read_text())
     (out / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
     rows = [
         [o.part, "passed" if o.passed else "failed", f"{o.seconds:.1f}", o.note.replace("|", "/")]
@@ -274,13 +288,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="folder of results")
-    out: Path = parser.parse_args().out.absolute()
+    parser.add_argument("out", type=Path, help="folder of results; those of earlier runs go")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all ({MINUTES:g})")
+    parser.add_argument("--parts", help="names of parts with commas between them (all)")
+    options = parser.parse_args()
+    out: Path = options.out.absolute()
+    chosen = parts(out)
+    if options.parts is not None:
+        names, known = options.parts.split(","), [part.name for part in chosen]
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--parts must be of {', '.join(known)}, got {', '.join(unknown)}")
+        chosen = [part for part in chosen if part.name in names]
     out.mkdir(parents=True, exist_ok=True)
-    for name in (*RESULTS, LOG, SANITIZER_LOG):  # of an earlier run
+    for name in RESULTS:
         (out / name).unlink(missing_ok=True)
     begin = time.monotonic()
-    passed = check(parts(out), out)
+    passed = check(chosen, out, 60 * options.minutes)
     print(f"{time.monotonic() - begin:.0f} s; results are in {out}")
     sys.exit(0 if passed else 1)
 

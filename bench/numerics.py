@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,13 @@ import fusedrnn
 from fusedrnn import reference
 
 from .report import Report, Run, Table, Target, main
+from .sweep import Row, attempt, not_reached, why_none
 
 BATCH, SIZE = 8, 64
 LENGTHS, LENGTHS_QUICK = (16, 64, 256, 1024, 4096), (16, 32)
 OURS, TORCH, LOOP = "fusedrnn", "torch.nn", "plain loop"
 LIMIT = 2.0  # times the error of torch's module, or of the loop where torch has none
+RESULTS = ("output", "d input", "d weights")
 TF32 = "tf32"
 ON_CPU = ("float32", "bfloat16", "float16")
 ON_CUDA = (*ON_CPU, TF32)
@@ -118,28 +121,68 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def _run(run: Run, device: str, kinds: Sequence[str]) -> Report:
+    """Shorter sequences first, in case that time runs out."""
     lengths = LENGTHS_QUICK if run.quick else LENGTHS
-    task = run.progress.add_task("numerics", total=len(CELLS) * len(kinds) * len(lengths))
-    rows, tables, targets = [], [], []
-    for name, contenders in CELLS.items():
-        other = TORCH if TORCH in contenders else LOOP
-        lines = []
-        for kind in kinds:
-            for seq_len in lengths:
-                found = errors(name, seq_len, kind, device)
-                run.progress.advance(task)
-                rows.append({"cell": name, "dtype": kind, "seq_len": seq_len, "errors": found})
-                worst = max(a / b for a, b in zip(found[OURS], found[other], strict=True))
-                where = f"{name}, {kind}, T={seq_len}"
-                targets.append(Target(f"error, {OURS} / {other}", where, worst, LIMIT))
-                numbers = [f"{found[c][i]:.1e}" for i in range(3) for c in contenders]
-                lines.append([kind, str(seq_len), *numbers, f"{worst:.2f}"])
-        results = ("output", "d input", "d weights")
-        columns = [f"{result}, {c}" for result in results for c in contenders]
-        head = ["dtype", "T", *columns, f"worst / {other}"]
-        tables.append(Table(f"Relative errors, {name}, B={BATCH} H={SIZE}, {device}", head, lines))
-    return Report("numerics", {"rows": rows}, tables, targets)
+    rows = {
+        (name, kind, seq_len): not_reached(run)
+        for name in CELLS
+        for kind in kinds
+        for seq_len in lengths
+    }
+    task = run.progress.add_task("numerics", total=len(rows))
+    begin = time.perf_counter()
+    for name, kind, seq_len in sorted(rows, key=lambda place: place[2]):
+        if time.perf_counter() - begin > run.budget_s:
+            break
+
+        def measure(name: str = name, kind: str = kind, seq_len: int = seq_len) -> Row:
+            return {"errors": errors(name, seq_len, kind, device)}
+
+        rows[name, kind, seq_len] = attempt(measure)
+        run.write(_report(rows, device))
+        run.progress.advance(task)
+    return _report(rows, device)
+
+
+def _report(rows: dict[tuple[str, str, int], Row], device: str) -> Report:
+    lines: dict[str, list[list[str]]] = {name: [] for name in CELLS}
+    targets, failures = [], []
+    for (name, kind, seq_len), row in rows.items():
+        contenders = CELLS[name]
+        where = f"{name}, {kind}, T={seq_len}"
+        if reason := why_none(row):
+            lines[name].append([kind, str(seq_len), reason, *[""] * (3 * len(contenders))])
+            if "error" in row:
+                failures.append(f"{where}: {reason}")
+            continue
+        found = row["errors"]
+        worst = max(a / b for a, b in zip(found[OURS], found[_other(name)], strict=True))
+        targets.append(Target(f"error, {OURS} / {_other(name)}", where, worst, LIMIT))
+        texts = [f"{found[c][i]:.1e}" for i in range(len(RESULTS)) for c in contenders]
+        lines[name].append([kind, str(seq_len), *texts, f"{worst:.2f}"])
+    tables = [
+        Table(
+            f"Relative errors, {name}, B={BATCH} H={SIZE}, {device}",
+            [
+                *("dtype", "T"),
+                *(f"{result}, {c}" for result in RESULTS for c in CELLS[name]),
+                f"worst / {_other(name)}",
+            ],
+            lines[name],
+        )
+        for name in CELLS
+    ]
+    numbers = [
+        {"cell": name, "dtype": kind, "seq_len": seq_len} | row
+        for (name, kind, seq_len), row in rows.items()
+    ]
+    return Report("numerics", {"rows": numbers}, tables, targets, failures)
+
+
+def _other(name: str) -> str:
+    """What our errors are divided by."""
+    return TORCH if TORCH in CELLS[name] else LOOP
 
 
 if __name__ == "__main__":
-    main([run], __doc__, on_cuda=[run_on_cuda])
+    main([run], __doc__, on_cuda=[run_on_cuda], cuda_options=("--budget-s",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -85,6 +86,14 @@ class Run:
     options: argparse.Namespace
     about: dict[str, Any]
 
+    @property
+    def budget_s(self) -> float:
+        """Seconds after which a benchmark begins nothing new: none but on a GPU."""
+        given = getattr(self.options, "budget_s", None)
+        if given is not None:
+            return float(given)
+        return CUDA_BUDGET_S if self.options.device == "cuda" else math.inf
+
     def write(self, report: Report) -> None:
         """Writes the JSON of a report, which may be one so far."""
         targets = [asdict(target) | {"passed": target.passed} for target in report.targets]
@@ -159,11 +168,12 @@ def main(
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     on_cuda: Sequence[Benchmark] = (),
+    cuda_options: Sequence[str] = ("--dtype", "--shape", "--budget-s"),
 ) -> None:
     """Runs benchmarks as a command and exits: with status 1 if a result is wrong.
 
     A missed target is no wrong result: a busy machine misses them too. ``on_cuda`` are those to run
-    with ``--device cuda``.
+    with ``--device cuda``, and ``cuda_options`` what they take.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,14 +183,14 @@ def main(
     parser.set_defaults(device="cpu")
     add_options(parser)
     if on_cuda:
-        _add_cuda_options(parser)
+        _add_cuda_options(parser, cuda_options)
     options = parser.parse_args()
     if options.device == "cuda":
         benchmarks = on_cuda
         # torch allows cuDNN's unless told otherwise: nn.LSTM's float32 would be no float32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    elif on_cuda and (options.dtype or options.shape or options.budget_s is not None):
-        parser.error("--dtype, --shape and --budget-s need --device cuda")
+    elif on_cuda and any(getattr(options, name) is not None for name in map(_field, cuda_options)):
+        parser.error(f"{', '.join(cuda_options)} need --device cuda")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(THREADS)
@@ -210,21 +220,29 @@ def main(
     sys.exit(1 if failures else 0)
 
 
-def _add_cuda_options(parser: argparse.ArgumentParser) -> None:
+def _add_cuda_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
+    known: dict[str, dict[str, Any]] = {
+        "--dtype": {"action": "append", "choices": [*DTYPES, "all"], "help": "may be repeated"},
+        "--shape": {
+            "action": "append",
+            "type": _shape,
+            "metavar": "T,B,H",
+            "help": "may be repeated",
+        },
+        "--budget-s": {
+            "type": float,
+            "metavar": "S",
+            "help": f"seconds after which a benchmark begins nothing new ({CUDA_BUDGET_S})",
+        },
+    }
     parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     cuda = parser.add_argument_group("with --device cuda")
-    cuda.add_argument(
-        "--dtype", action="append", choices=[*DTYPES, "all"], help="may be repeated (all)"
-    )
-    cuda.add_argument(
-        "--shape", action="append", type=_shape, metavar="T,B,H", help="may be repeated"
-    )
-    cuda.add_argument(
-        "--budget-s",
-        type=float,
-        metavar="S",
-        help=f"seconds after which a benchmark begins nothing new ({CUDA_BUDGET_S})",
-    )
+    for option in options:
+        cuda.add_argument(option, **known[option])
+
+
+def _field(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _device(name: str) -> str:

@@ -17,7 +17,9 @@ from .cases import (
     CUDA_FORWARD_LIMITS,
     CUDA_SPEED_LIMITS,
     CUDA_STEP_US,
+    CUDA_TRAINING_LIMITS,
     CUDNN_PERSISTENT,
+    CUDNN_TRAINING_MS,
     DENORMAL_LIMIT,
     GEMMS,
     GRU,
@@ -29,6 +31,7 @@ from .cases import (
     OUR_GRU,
     OUR_LSTM,
     OURS,
+    PERSISTENT,
     SMALL,
     SPEED_LIMITS,
     Group,
@@ -47,7 +50,7 @@ REBUILD = "rebuilding GEMMs"
 FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
 # At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
-CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S = 20, 3.0, 1.0
+CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S, CUDA_BACKWARD_S = 20, 3.0, 1.0, 1.0
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 
@@ -269,58 +272,87 @@ def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
 
         train_ms = times_ms({name: step.train for name, step in steps.items()}, CUDA_TRAIN_S)
         forward_ms = times_ms({name: step.infer for name, step in steps.items()}, CUDA_FORWARD_S)
-        return {name: _row(name, case, train_ms[name], forward_ms[name]) for name in steps}
+        backward: Calls = {
+            name: _backward(steps[name], steps[name].forward())
+            for name in (*PERSISTENT, *PERSISTENT.values())
+            if name in steps
+        }
+        backward_ms = times_ms(backward, CUDA_BACKWARD_S)
+        return {
+            name: _row(name, case, train_ms[name], forward_ms[name], backward_ms.get(name))
+            for name in steps
+        }
 
     rows = {name: attempt(partial(prepare, name)) for name in names}
     measured = attempt(measure)
     return rows | (dict.fromkeys(steps, measured) if "error" in measured else measured)
 
 
-def _row(name: str, case: Case, train_ms: list[float], forward_ms: list[float]) -> Row:
+def _row(
+    name: str,
+    case: Case,
+    train_ms: list[float],
+    forward_ms: list[float],
+    backward_ms: list[float] | None,
+) -> Row:
     contender = CONTENDERS[name]
     return {
         "train_ms": train_ms,
         "train_tflops": contender.tflops(case.shape, median(train_ms), training=True),
         "forward_ms": forward_ms,
         "forward_tflops": contender.tflops(case.shape, median(forward_ms), training=False),
+        **({"backward_ms": backward_ms} if backward_ms else {}),
     }
 
 
 def _report_on_cuda(results: Results) -> Report:
-    targets = []
-    for (a, b), limit in CUDA_SPEED_LIMITS.items():
-        for case, rows in results.items():
-            if why_none(rows[a]) or why_none(rows[b]):
-                continue
-            r = ratio(rows[a]["train_ms"], rows[b]["train_ms"])
-            targets.append(Target(f"time, {a} / {b}", str(case), r.median, limit, r.spread))
-    for case, rows in results.items():
-        targets += _forward_targets(case, rows)
+    targets = [target for case, rows in results.items() for target in _targets(case, rows)]
     tables = [
         _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
     ]
+    tables.append(_backward_table(results))
     return Report("speed", numbers(results), tables, targets, failures(results))
 
 
-def _forward_targets(case: Case, rows: dict[str, Row]) -> list[Target]:
+def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
+    """Of what was measured."""
     targets = []
-    step_us = CUDA_STEP_US.get(case.shape) if case.dtype is torch.bfloat16 else None
-    if step_us:
-        stochastic, drop_in = step_us
-        for name, limit in ((OURS, stochastic), (OUR_GRU, drop_in), (OUR_LSTM, drop_in)):
-            if why_none(rows[name]) is None:
-                times_us = [1000 * ms / case.shape.seq_len for ms in rows[name]["forward_ms"]]
-                what = f"microseconds per step of forward, {name}"
-                spread = f"({min(times_us):.2f}–{max(times_us):.2f})"
-                targets.append(Target(what, str(case), median(times_us), limit, spread))
-    limits = CUDA_FORWARD_LIMITS if step_us else {}
-    if case.shape == CUDNN_PERSISTENT and case.dtype is torch.float16:
-        limits = {(OUR_LSTM, LSTM): 1.0}
-    for (a, b), limit in limits.items():
-        if why_none(rows[a]) is None and why_none(rows[b]) is None:
-            r = ratio(rows[a]["forward_ms"], rows[b]["forward_ms"])
-            targets.append(Target(f"forward time, {a} / {b}", str(case), r.median, limit, r.spread))
+
+    def compare(what: str, limits: dict[tuple[str, str], float], times: str) -> None:
+        for (a, b), limit in limits.items():
+            if why_none(rows[a]) is None and why_none(rows[b]) is None:
+                r = ratio(rows[a][times], rows[b][times])
+                targets.append(Target(f"{what}, {a} / {b}", str(case), r.median, limit, r.spread))
+
+    def bound(what: str, name: str, times: str, factor: float, limit: float) -> None:
+        if why_none(rows[name]) is None:
+            values = [factor * ms for ms in rows[name][times]]
+            spread = f"({min(values):.2f}–{max(values):.2f})"
+            targets.append(Target(f"{what}, {name}", str(case), median(values), limit, spread))
+
+    compare("time", CUDA_SPEED_LIMITS, "train_ms")
+    if case.dtype is torch.bfloat16:
+        compare("time", CUDA_TRAINING_LIMITS.get(case.shape, {}), "train_ms")
+        if step_us := CUDA_STEP_US.get(case.shape):
+            stochastic, drop_in = step_us
+            for name, limit in ((OURS, stochastic), (OUR_GRU, drop_in), (OUR_LSTM, drop_in)):
+                what = "microseconds per step of forward"
+                bound(what, name, "forward_ms", 1000 / case.shape.seq_len, limit)
+            compare("forward time", CUDA_FORWARD_LIMITS, "forward_ms")
+    if case.dtype is torch.float16 and case.shape == CUDNN_PERSISTENT:
+        compare("forward time", {(OUR_LSTM, LSTM): 1.0}, "forward_ms")
+        bound("milliseconds of a training step", OUR_LSTM, "train_ms", 1, CUDNN_TRAINING_MS)
     return targets
+
+
+def _backward_table(results: Results) -> Table:
+    lines = []
+    for case, rows in results.items():
+        pairs = [
+            (rows[a].get("backward_ms"), rows[b].get("backward_ms")) for a, b in PERSISTENT.items()
+        ]
+        lines.append([str(case), *(str(ratio(a, b)) if a and b else "" for a, b in pairs)])
+    return Table("Backward, persistent kernels / stepwise", ["", *PERSISTENT], lines)
 
 
 def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from .cases import (
-    CUDA_BUDGET_S,
     CUDA_DTYPES,
     CUDA_QUICK,
     CUDA_SHAPES,
@@ -19,6 +18,7 @@ from .cases import (
     ON_CUDA_LATER,
     OURS,
     Shape,
+    has_targets,
 )
 from .report import DTYPES, Report, Run
 
@@ -52,8 +52,7 @@ def sweep(
 ) -> Report:
     """Fills in a row for every contender in every case, and writes the report after each job."""
     cases = _cases(run)
-    budget_s = CUDA_BUDGET_S if run.options.budget_s is None else run.options.budget_s
-    missing = {"missing": f"not reached within {budget_s:.0f} s"}
+    missing = not_reached(run)
     results: Results = {case: dict.fromkeys((*ON_CUDA, *ON_CUDA_LATER), missing) for case in cases}
     jobs: list[tuple[tuple[str, ...], Case]] = [(ON_CUDA, case) for case in cases]
     jobs += [((name,), case) for case in cases for name in ON_CUDA_LATER]
@@ -61,11 +60,11 @@ def sweep(
 
     begin = time.perf_counter()
     for names, case in jobs:
-        if time.perf_counter() - begin > budget_s:
+        if time.perf_counter() - begin > run.budget_s:
             break
         results[case] = results[case] | measure(names, case)
         run.write(report(results))
-        _release()
+        release()
         run.progress.advance(task)
         print(f"{time.perf_counter() - begin:4.0f} s  {case}: {'; '.join(names)}", flush=True)
     return report(results)
@@ -75,10 +74,11 @@ def _cases(run: Run) -> list[Case]:
     chosen = run.options.dtype or ["all"]
     dtypes = CUDA_DTYPES if "all" in chosen else [DTYPES[name] for name in chosen]
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CUDA_SHAPES)
-    return [Case(shape, dtype) for dtype in dtypes for shape in shapes]
+    cases = [Case(shape, dtype) for dtype in dtypes for shape in shapes]
+    return sorted(cases, key=lambda case: not has_targets(case.shape, case.dtype))
 
 
-def _release() -> None:
+def release() -> None:
     """Gives back what a job took, so that none finds less memory than the one before."""
     torch.compiler.reset()  # it compiles one function for eight shapes only
     gc.collect()
@@ -94,6 +94,11 @@ def attempt(call: Callable[[], Row]) -> Row:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]:.150}"}
+
+
+def not_reached(run: Run) -> Row:
+    """The row of what has not begun when the budget is spent."""
+    return {"missing": f"not reached within {run.budget_s:.0f} s"}
 
 
 def why_none(row: Row) -> str | None:

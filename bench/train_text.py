@@ -1,11 +1,16 @@
 """Trains a character-level language model, the job that the package is for.
 
     python -m bench.train_text --cell ours --window 256
+    python -m bench.train_text --dtype bfloat16
 
 An embedding, a recurrent cell and a linear layer learn the source code of Python's standard
 library by truncated backpropagation: the state goes on from window to window, its gradient does
 not. Without --cell all cells get the same budget of characters, turn by turn. The plain loop and
 ours start from the same weights and see the same noise, so that their losses must agree.
+
+With --dtype bfloat16 each cell is trained twice from the same start, in float32 and under
+torch.autocast with weights of float32, and the losses at the end are compared. That leaves out the
+plain loop unless --cell asks for it: on the CPU it takes minutes.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ import fusedrnn
 from fusedrnn import reference
 
 from .cases import LOOP, LSTM, OURS, Loop
-from .clock import measure_memory, time_ms
-from .report import Report, Run, Table, main, mib
+from .clock import cuda_peak_bytes, measure_memory, time_ms
+from .report import Report, Run, Table, Target, main, mib
 from .text import CLASSES, standard_library, windows
 
 CELLS = {"lstm": LSTM, "loop": LOOP, "ours": OURS}
@@ -38,6 +43,9 @@ State = Any  # what the cell returns: a tensor, or nn.LSTM's pair of them
 # weight of the loop starts one bit off.
 EARLY_UPDATES = 50
 EARLY_TOLERANCE, VALIDATION_TOLERANCE = 1e-5, 1e-2
+
+DTYPES = ("float32", "bfloat16")
+AUTOCAST_LIMIT = 1.01  # of our loss at the end under autocast over that in float32
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Job:
     lr: float = 5e-3
     seed: int = 0
     memory_mib: int = 64
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         sizes = {name: vars(self)[name] for name in ("steps", "window", "batch", "hidden")}
@@ -77,6 +86,7 @@ HELP = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the fields of :class:`Job`; None stands for the default."""
     parser.add_argument("--cell", choices=CELLS, help="train this cell only")
+    parser.add_argument("--dtype", choices=DTYPES, help="of autocast; compared with float32")
     for name, what in HELP.items():
         default = getattr(Job, name)
         option = "--" + name.replace("_", "-")
@@ -103,10 +113,13 @@ class Fused(nn.Module):
 
 
 class StdlibModel(nn.Module):
-    """Embedding, cell, linear layer."""
+    """Embedding, cell, linear layer; under torch.autocast if that is to another dtype."""
 
-    def __init__(self, cell: str, hidden_size: int, seed: int) -> None:
+    def __init__(
+        self, cell: str, hidden_size: int, seed: int, autocast: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
+        self.autocast = autocast
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(CLASSES, hidden_size)
         self.linear = nn.Linear(hidden_size, CLASSES)
@@ -125,10 +138,11 @@ class StdlibModel(nn.Module):
         """
         if self.cell_name == "lstm":
             return {}
+        drawn_from = torch.tensor([seed], device=self.linear.weight.device)
         if self.cell_name == "ours":
-            return {"seed": torch.tensor([seed])}
+            return {"seed": drawn_from}
         width = self.linear.in_features
-        return {"eps": reference.philox_normal(seed, window, batch, width).unsqueeze(0)}
+        return {"eps": reference.philox_normal(drawn_from, window, batch, width).unsqueeze(0)}
 
     def loss(
         self, text: Tensor, state: State, noise: dict[str, Tensor] | None = None
@@ -140,17 +154,21 @@ class StdlibModel(nn.Module):
             state: The state before; None for the first window.
             noise: See :meth:`noise`; None for what the cell draws if not told.
         """
-        output, state = self.rnn(self.embedding(text[:-1]), state, **(noise or {}))
-        logits = self.linear(output).flatten(0, 1)
-        return F.cross_entropy(logits, text[1:].flatten()) / math.log(2), state
+        changes = self.autocast != torch.float32
+        with torch.autocast(text.device.type, self.autocast if changes else None, enabled=changes):
+            output, state = self.rnn(self.embedding(text[:-1]), state, **(noise or {}))
+            logits = self.linear(output).flatten(0, 1)
+        return F.cross_entropy(logits.float(), text[1:].flatten()) / math.log(2), state
 
 
 class Training:
     """A model with its optimizer, state and measurements."""
 
-    def __init__(self, cell: str, job: Job) -> None:
+    def __init__(self, cell: str, job: Job, dtype: str, device: str) -> None:
         self.job = job
-        self.model = StdlibModel(cell, job.hidden, job.seed)
+        autocast = getattr(torch, dtype)
+        # Made on the CPU, so that every device starts from the same weights.
+        self.model = StdlibModel(cell, job.hidden, job.seed, autocast).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=job.lr)
         warm_up = max(1, min(50, job.steps // 4))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -195,12 +213,13 @@ def _detach(state: State) -> State:
 
 def peak_bytes(model: StdlibModel, window: int, batch: int) -> int:
     """Most memory that forward and backward over one window take, in bytes."""
-    text = torch.zeros(window + 1, batch, dtype=torch.int64)
+    device = model.linear.weight.device
+    text = torch.zeros(window + 1, batch, dtype=torch.int64, device=device)
 
     def step() -> None:
         model.loss(text, None)[0].backward()
 
-    peak = measure_memory(step).peak_bytes
+    peak = cuda_peak_bytes(step) if device.type == "cuda" else measure_memory(step).peak_bytes
     model.zero_grad(set_to_none=True)
     return peak
 
@@ -221,23 +240,39 @@ def longest_window(peak: Callable[[int], int], budget_bytes: int, step: int = 8)
 
 def run(run: Run) -> Report:
     """Trains all cells, or one, and compares."""
+    return _run(run, "cpu")
+
+
+def run_on_cuda(run: Run) -> Report:
+    """The same on a GPU."""
+    return _run(run, "cuda")
+
+
+def _run(run: Run, device: str) -> Report:
     job = _job(run)
     cells = [job.cell] if job.cell else list(CELLS)
+    dtypes = list(dict.fromkeys(["float32", job.dtype]))
+    if len(dtypes) > 1 and not job.cell:
+        cells.remove("loop")
     text = standard_library()
-    train = windows(text.train, job.batch, job.window)
-    validation = windows(text.validation[:VALIDATION_CHARACTERS], job.batch, job.window)
+    train = windows(text.train, job.batch, job.window).to(device)
+    validation = windows(text.validation[:VALIDATION_CHARACTERS], job.batch, job.window).to(device)
     if run.quick:
         validation = validation[:4]
-    task = run.progress.add_task("train_text", total=len(cells) * (job.steps + 20))
 
-    trainings = {cell: Training(cell, job) for cell in cells}
+    trainings = {
+        CELLS[cell] + _suffix(dtype): Training(cell, job, dtype, device)
+        for cell in cells
+        for dtype in dtypes
+    }
+    task = run.progress.add_task("train_text", total=len(trainings) * (job.steps + 20))
     for k in range(job.steps):
         for training in trainings.values():
             training.step(k, train[k % len(train)])
             run.progress.advance(task)
     results = {}
-    for cell, training in trainings.items():
-        results[CELLS[cell]] = _result(training, validation)
+    for name, training in trainings.items():
+        results[name] = _result(training, validation)
         run.progress.advance(task, 20)
 
     numbers: dict[str, Any] = {
@@ -260,7 +295,19 @@ def run(run: Run) -> Report:
             for name, a in agreement.items()
             if not a["difference"] <= a["tolerance"]  # NaN fails too
         ]
-    return Report("train_text", numbers, tables, failures=failures)
+    targets = []
+    if job.dtype != "float32" and OURS in results:
+        bits, full = (results[OURS + _suffix(d)]["validation_bits"] for d in (job.dtype, "float32"))
+        what = f"validation bits/char, {OURS}, {job.dtype} / float32"
+        spread = f"({bits:.4f} / {full:.4f})"
+        where = f"{job.steps} updates"
+        targets.append(Target(what, where, bits / full, AUTOCAST_LIMIT, spread))
+    name = "train_text" + ("" if job.dtype == "float32" else f"_{job.dtype}")
+    return Report(name, numbers, tables, targets, failures)
+
+
+def _suffix(dtype: str) -> str:
+    return "" if dtype == "float32" else f", {dtype}"
 
 
 def _result(training: Training, validation: Tensor) -> dict[str, Any]:
@@ -329,4 +376,4 @@ def _agreement_table(agreement: dict[str, dict[str, float]]) -> Table:
 
 
 if __name__ == "__main__":
-    main([run], __doc__, add_options)
+    main([run], __doc__, add_options, on_cuda=[run_on_cuda], cuda_options=())

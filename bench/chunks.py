@@ -1,0 +1,176 @@
+"""Time and memory of a training step of StochasticGRU over chunk_size: ``python -m bench.chunks``.
+
+How far the automatic chunk is from the best one: the fastest of those whose peak memory is at most
+a quarter of nn.LSTM's. Longer ones take more memory, and may still be faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+import fusedrnn
+
+from .cases import (
+    CHUNKS_DTYPES,
+    CHUNKS_LIMIT,
+    CHUNKS_SHAPES,
+    CHUNKS_SHARE,
+    CUDA_QUICK,
+    LSTM,
+    SMALL,
+    Shape,
+    TrainingStep,
+    training_step,
+)
+from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
+from .report import DTYPES, Report, Run, Table, Target, main, mib
+from .sweep import Case, Results, Row, attempt, not_reached, numbers, release, why_none
+
+QUICK = Shape(16, 32, 32)
+ROUNDS, BUDGET_S = 20, 6.0
+AUTOMATIC = "automatic"
+LEAST_STEPS = 4
+
+Timer = Callable[[Callable[[], object]], float]
+Peak = Callable[[Callable[[], object]], int]
+
+
+def run(run: Run) -> Report:
+    """The smaller shape of the benchmark."""
+    cases = [Case(QUICK if run.quick else SMALL, torch.float32)]
+    return _run(run, cases, "cpu", lambda call: measure_memory(call).peak_bytes, time_ms)
+
+
+def run_on_cuda(run: Run) -> Report:
+    """Shapes on a GPU, in bfloat16 unless told otherwise."""
+    chosen = run.options.dtype or []
+    dtypes = DTYPES.values() if "all" in chosen else [DTYPES[name] for name in chosen]
+    shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CHUNKS_SHAPES)
+    cases = [Case(shape, dtype) for dtype in dtypes or CHUNKS_DTYPES for shape in shapes]
+    return _run(run, cases, "cuda", cuda_peak_bytes, cuda_time_ms)
+
+
+def _run(run: Run, cases: Sequence[Case], device: str, peak: Peak, timer: Timer) -> Report:
+    results: Results = {
+        case: dict.fromkeys(_chunks(case.shape), not_reached(run)) for case in cases
+    }
+    task = run.progress.add_task("chunks", total=len(cases))
+    begin = time.perf_counter()
+    for case in cases:
+        if time.perf_counter() - begin > run.budget_s:
+            break
+        results[case] = _measure(case, device, peak, timer, 3 if run.quick else ROUNDS)
+        run.write(_report(results, device))
+        release()
+        run.progress.advance(task)
+    return _report(results, device)
+
+
+def _chunks(shape: Shape) -> dict[str, int | None]:
+    """Names of what is measured, and their chunk_size: powers of two, and the whole sequence."""
+    steps = [LEAST_STEPS]
+    while steps[-1] < shape.seq_len:
+        steps.append(min(2 * steps[-1], shape.seq_len))
+    return {AUTOMATIC: None, **{str(count): count for count in steps}, LSTM: None}
+
+
+def _measure(case: Case, device: str, peak: Peak, timer: Timer, rounds: int) -> dict[str, Row]:
+    steps: dict[str, TrainingStep] = {}
+
+    def prepare(name: str, chunk_size: int | None) -> Row:
+        def make(width: int) -> fusedrnn.StochasticGRU:
+            return fusedrnn.StochasticGRU(width, width, chunk_size=chunk_size)
+
+        if name == LSTM:
+            step = training_step(LSTM, case.shape, device, case.dtype)
+        else:
+            step = TrainingStep(make, case.shape, device, case.dtype)
+        step.train()  # loads kernels, and allocates what libraries keep for good
+        row = {"peak_bytes": peak(step.train)}
+        steps[name] = step
+        return row | ({"chunk_steps": _chunk_steps(step, case, device)} if name != LSTM else {})
+
+    def measure() -> Row:
+        calls = {name: step.train for name, step in steps.items()}
+        return interleaved_ms(calls, rounds=rounds, budget_s=BUDGET_S, timer=timer)
+
+    rows = {
+        name: attempt(partial(prepare, name, size)) for name, size in _chunks(case.shape).items()
+    }
+    times = attempt(measure)
+    if why_none(times):
+        return {name: row if why_none(row) else times for name, row in rows.items()}
+    return {
+        name: row if why_none(row) else row | {"train_ms": times[name]}
+        for name, row in rows.items()
+    }
+
+
+def _chunk_steps(step: TrainingStep, case: Case, device: str) -> int:
+    assert isinstance(step.module, fusedrnn.StochasticGRU)
+    return fusedrnn.plan(step.module, tuple(step.input.shape), case.dtype, device).chunk_steps
+
+
+def _report(results: Results, device: str) -> Report:
+    targets = []
+    for case, rows in results.items():
+        best = _best(rows)
+        if device == "cuda" and best and not why_none(rows[AUTOMATIC]):
+            r = ratio(rows[AUTOMATIC]["train_ms"], rows[best]["train_ms"])
+            what = "time, automatic chunk / the best one"
+            targets.append(Target(what, str(case), r.median, CHUNKS_LIMIT, r.spread))
+    tables = [_table(case, rows) for case, rows in results.items()]
+    failures = [
+        f"chunk_size {name} failed at {case}: {row['error']}"
+        for case, rows in results.items()
+        for name, row in rows.items()
+        if name != LSTM and "error" in row
+    ]
+    return Report("chunks", numbers(results), tables, targets, failures)
+
+
+def _best(rows: dict[str, Row]) -> str | None:
+    """The fastest chunk that is not too large; None if nothing can be said."""
+    if why_none(rows[LSTM]):
+        return None
+    most_bytes = CHUNKS_SHARE * rows[LSTM]["peak_bytes"]
+    measured = [name for name, row in rows.items() if name != LSTM and not why_none(row)]
+    fitting = [name for name in measured if rows[name]["peak_bytes"] <= most_bytes]
+    return min(fitting, key=lambda name: median(rows[name]["train_ms"]), default=None)
+
+
+def _table(case: Case, rows: dict[str, Row]) -> Table:
+    best = _best(rows)
+
+    def over(row: Row, other: str | None, field: str, text: Callable[[Any, Any], str]) -> str:
+        if other is None or why_none(rows[other]):
+            return ""
+        return text(row[field], rows[other][field])
+
+    lines = []
+    columns = ["chunk_size", "steps", "ms", "/ best", "peak MiB", "/ LSTM"]
+    for name, row in rows.items():
+        if reason := why_none(row):
+            lines.append([name, reason, *[""] * (len(columns) - 2)])
+            continue
+        lines.append(
+            [
+                name,
+                str(row.get("chunk_steps", "")),
+                f"{median(row['train_ms']):.2f}",
+                over(row, best, "train_ms", lambda a, b: str(ratio(a, b))),
+                mib(row["peak_bytes"]),
+                over(row, LSTM, "peak_bytes", lambda a, b: f"{a / b:.3f}"),
+            ]
+        )
+    return Table(f"Training step of StochasticGRU, {case}", columns, lines)
+
+
+if __name__ == "__main__":
+    main([run], __doc__, on_cuda=[run_on_cuda])
