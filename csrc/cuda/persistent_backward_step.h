@@ -11,7 +11,7 @@ constexpr int kAdjointSumFloats = kWarps * kTileThreads;  // partial sums of a t
 constexpr int packets_ahead(int weight_registers) { return weight_registers > 128 ? 4 : 8; }
 
 template <class T>
-struct PersistentBackward {
+struct PersistentBackward : ExchangeArguments {
   // Of the chunk's first step, in the order of forward.  dout of the last stage is dh, and dcarry
   // of one with a state that state's adjoint, [batch, width] each: after the chunk when the kernel
   // starts, before it when it has ended.  Of the others, and `state`, nothing is read.
@@ -23,17 +23,7 @@ struct PersistentBackward {
   // behind that one what it projects, or null.
   Acc<T>* state;
   T* operand;
-  int steps, batch;
-  int row_step;   // from a step's rows to those of the next: batch, or -batch
   bool wants_dh;  // whether dh before the chunk is to be complete, or nobody reads it
-  Exchange exchange;
-  int blocks, tiles;  // of a group; tiles of 8 rows
-  // By apply(), of each stage: the gradient of its projection [steps or 2, batch, gates, packets of
-  // a row], and with flags how much has been sent [groups, blocks, kSenders].
-  Packet* sent[kMostStages];
-  uint32_t* counts[kMostStages];
-  uint32_t* given_up;             // kGivenUp once a thread has
-  uint32_t patience = kPatience;  // looks at memory before that
 };
 
 // As launch_persistent_forward(), of a plan by plan_persistent_backward().

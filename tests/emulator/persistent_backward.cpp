@@ -27,8 +27,8 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
                                {"", 90, int(options.multiprocessors), int64_t(100) << 10});
   if (!plan.is_possible()) return plan.why_not;
   std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
-  memset(workspace.data(), plan.preset(), plan.workspace_bytes());
-  apply(plan, workspace.data(), args);
+  prepare(plan, workspace.data(), args,
+          [](void* memory, int byte, size_t count) { memset(memory, byte, count); });
   args.patience = uint32_t(options.patience);
   seeded_bug = options.bug;
 
