@@ -10,13 +10,15 @@
 //   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
 //      some units, and the parts are added up through shared memory, always in the same order;
 //   4. half of the warps apply the factors to the sum, a unit of a row per thread, send the
-//      gradient of this stage's projection, and write what GEMMs over the whole chunk read.
+//      gradient of this stage's projection, and write what else GEMMs over the whole chunk read.
 // Before all steps, the states beside h are computed again, each unit by the thread that needs it.
 //
-// Flags: two slots are enough, as forward.  Who writes a gradient of step i (counted backwards) has
-// read, of every block that reads this gradient, what that made of step i - 1 of it if there is one
-// stage, and so after it had read step i - 2; with two stages, what it made of the same step or of
-// i - 1, all of it after step i - 1 of this one.
+// Where all packets of a row are full, they go through the gradient that GEMMs read, and nobody
+// writes it a second time; each step has rows of its own there.  Elsewhere slots are memory for the
+// exchange alone, and with flags two of them are enough.  Who writes a gradient of step i (counted
+// backwards) has read, of every block that reads this gradient, what that made of step i - 1 of it
+// if there is one stage, and so after it had read step i - 2; with two stages, what it made of the
+// same step or of i - 1, all of it after step i - 1 of this one.
 #pragma once
 #include <tuple>
 

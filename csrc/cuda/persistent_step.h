@@ -55,10 +55,12 @@ struct PersistentPlan {
   int depth = 0;                          // of the kernel: 1, 2 or 4
   int64_t shared_bytes = 0;               // of a block
   int64_t shared_limit = 0;               // of the device
-  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each
+  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each; or 0: it is in place
   int64_t count_bytes[kMostStages] = {};  // of its flags
 
   bool is_possible() const { return why_not.empty(); }
+  // Whether stage s sends through memory that is there anyway, not through the workspace.
+  bool is_in_place(int s) const { return s < num_stages && sent_bytes[s] == 0; }
   int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
   int grid() const { return groups * blocks; }
   // Of a thread, that hold weights.
