@@ -378,12 +378,14 @@ FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& s
   return d;
 }
 
-// To the arrays that GEMMs read, and the gradient of eps.
+// To the arrays that GEMMs read, dprojection unless it is null, and the gradient of eps.
 template <class Stage, class T, class O, class V, class Unit>
 FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, int64_t row, int64_t column,
                                 const Unit& unit, const UnitAdjoints<Stage, V>& d) {
   const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
-  store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
+  if (step.dprojection != nullptr) {
+    store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
+  }
   store_blocks<kSideAlone<Stage>>(d.dside, step.dside, width, row, column, unit);
   if constexpr (Stage::kNoise) {
     if (step.deps != nullptr) unit.store(step.deps + (row + shift) * width + column, d.dinput);

@@ -10,6 +10,7 @@ import torch
 from cases import MASKED, Case, relative_errors, truth
 from emulator import emulated_operators
 from test_persistent import BASE, CASES, CELLS, assert_no_worse, assert_same
+from test_persistent_backward import IN_PLACE
 
 import fusedrnn
 from fusedrnn import _library
@@ -68,8 +69,10 @@ def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
     assert torch.equal(output[0].cpu(), expected[0])
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_training(cell):
+@pytest.mark.parametrize("by_flags", [False, True])
+@pytest.mark.parametrize("cell", CELLS + IN_PLACE, ids=str)
+def test_training(monkeypatch, cell, by_flags):
+    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
     case = replace(BASE, seq_len=21, chunk_size=4, num_layers=2, **cell, **MASKED)
     arguments = case.tensors("cuda").to(case.dtype)
     ours, stepwise = (

@@ -17,6 +17,16 @@ from test_persistent import BASE, CELLS, assert_no_worse, assert_same
 import fusedrnn
 from fusedrnn import _library
 
+# Widths that fill whole packets, so that blocks exchange through the gradients themselves.
+IN_PLACE = [
+    {
+        **cell,
+        "hidden_size": 40,
+        "latent_size": 24,
+        **({"proj_size": 8} if "proj_size" in cell else {}),
+    }
+    for cell in CELLS
+]
 SHAPES = [
     replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
     replace(BASE, seq_len=1, batch=9, chunk_size=1),
@@ -37,12 +47,13 @@ CASES = [
     for shape in SHAPES
     if cell["cell"] == "stochastic_gru" or shape.latent_size < 500
 ]
+CASES += [replace(shape, **cell) for cell in IN_PLACE for shape in (SHAPES[2], SHAPES[9])]
 CASES.append(replace(BASE, cell="lstm", seq_len=2, batch=2, hidden_size=530, proj_size=20))
 CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
 
 # Small, and with all that a row can do: two groups, of two tiles each.
 MASKED_CASES = [
-    replace(BASE, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED) for cell in CELLS
+    replace(BASE, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED) for cell in CELLS + IN_PLACE
 ]
 ZONEOUT = [cell for cell in CELLS if "noise" not in cell]
 
@@ -168,7 +179,7 @@ def test_weights_may_lie_in_columns(chain, cell):
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", CELLS + IN_PLACE, ids=str)
 def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
     """As in single steps, and nobody waits for ever."""
     case = replace(BASE, dtype=dtype, lengths=True, **cell)
@@ -201,12 +212,13 @@ def test_gives_up_on_what_never_comes(chain, exchange):
         chain(results, BASE, backward_bug=8, patience=50, exchange=exchange)
 
 
+@pytest.mark.parametrize("hidden_size", [37, 40])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_another_nan_would_hang(chain, cell):
+def test_another_nan_would_hang(chain, cell, hidden_size):
     """If narrow() let the bits of a NaN through."""
 
     def run():
-        arguments = replace(BASE, cell=cell).tensors().to(BASE.dtype)
+        arguments = replace(BASE, cell=cell, hidden_size=hidden_size).tensors().to(BASE.dtype)
         arguments.grad_output[2, 1] = torch.nan
         return arguments.results(fusedrnn)
 
@@ -216,12 +228,14 @@ def test_another_nan_would_hang(chain, cell):
 
 PROGRAM = FOLDER / "persistent_backward.cpp"
 KERNELS = ["gru", "lstm", "projected_lstm", "stochastic_gru", "location_gru"]
+# Sizes and direction of time: with exchanges through the gradients, and with buffers for them.
+PROBLEMS = [(40, 1), (40, -1), (37, 1)]
 
 
-def run_program(name, flags, cell, exchange, schedule=1, bug=0):
+def run_program(name, flags, cell, hidden, direction, exchange, schedule=1, bug=0):
     """Its exit status, and what it prints: a number that stands for all results."""
     path = compiled(f"chain_{name}", "-g1", *flags, source=PROGRAM)
-    command = [path, cell, *map(str, (exchange, schedule, bug))]
+    command = [path, cell, *map(str, (hidden, direction, exchange, schedule, bug))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
@@ -235,23 +249,25 @@ def watched(*arguments, **options):
 
 
 @functools.cache
-def undisturbed(cell):
-    status, printed = watched(cell, PACKETS)
+def undisturbed(cell, hidden, direction):
+    status, printed = watched(cell, hidden, direction, PACKETS)
     assert status == 0, printed
     return printed
 
 
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("cell", KERNELS)
-def test_no_access_is_unordered(cell):
-    assert "WARNING" not in undisturbed(cell)
-    assert watched(cell, FLAGS, schedule=2) == (0, undisturbed(cell))
+def test_no_access_is_unordered(cell, problem):
+    assert "WARNING" not in undisturbed(cell, *problem)
+    assert watched(cell, *problem, FLAGS, schedule=2) == (0, undisturbed(cell, *problem))
 
 
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
 @pytest.mark.parametrize("cell", KERNELS)
-def test_no_access_is_out_of_bounds(cell, exchange):
+def test_no_access_is_out_of_bounds(cell, exchange, problem):
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    status, printed = run_program("bounded", flags, cell, exchange)
+    status, printed = run_program("bounded", flags, cell, *problem, exchange)
     assert status == 0, printed
 
 
@@ -261,7 +277,7 @@ BUGS = {
     "flags are set without release": (3, "gru", FLAGS),
     "no barrier before flags are set": (4, "gru", FLAGS),
     "a warp ends early": (5, "gru", PACKETS),
-    "one slot instead of two": (6, "gru", FLAGS),
+    "one slot for all steps": (6, "gru", FLAGS),
     "one buffer of sums instead of two": (7, "gru", PACKETS),
     "nothing is sent": (8, "lstm", PACKETS),
     "a tile too early": (9, "stochastic_gru", FLAGS),
@@ -269,12 +285,31 @@ BUGS = {
     "no barrier after weights are turned": (12, "gru", PACKETS),
     "weights are turned by lanes in step": (13, "gru", PACKETS),
 }
+BUGS_IN_PLACE = BUGS | {"gradients are not preset": (14, "stochastic_gru", PACKETS)}
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_bugs_are_caught(bug):
-    number, cell, exchange = BUGS[bug]
+@pytest.mark.parametrize(
+    ("bug", "hidden"), [(bug, 37) for bug in BUGS] + [(bug, 40) for bug in BUGS_IN_PLACE]
+)
+def test_bugs_are_caught(bug, hidden):
+    number, cell, exchange = BUGS_IN_PLACE[bug]
+    expected = undisturbed(cell, hidden, 1)
     for schedule in (1, 2, 3):
-        if watched(cell, exchange, schedule=schedule, bug=number) != (0, undisturbed(cell)):
+        if watched(cell, hidden, 1, exchange, schedule=schedule, bug=number) != (0, expected):
             return
     pytest.fail(f"nobody noticed: {bug}", pytrace=False)
+
+
+@pytest.mark.parametrize(("cell", "gates"), [("gru", 3), ("lstm", 4)])
+@pytest.mark.parametrize(("hidden_size", "packets"), [(64, 0), (63, 8), (65, 9)])
+def test_only_widths_that_leave_packets_incomplete_take_memory(cell, gates, hidden_size, packets):
+    """Beside the 16 bytes that every exchange takes; arrays of a workspace begin at 256 bytes."""
+    batch, chunk_size = 16, 32
+    sizes = {"cell": cell, "input_size": 64, "hidden_size": hidden_size, "chunk_size": chunk_size}
+    persistent, stepwise = (
+        fusedrnn.plan(sizes | {"backend": backend}, (1024, batch, 64), torch.bfloat16, "H100")
+        for backend in ("persistent", "stepwise")
+    )
+    exchange_bytes = 16 + 16 * packets * gates * batch * chunk_size
+    taken = persistent.backward_workspace_bytes - stepwise.backward_workspace_bytes
+    assert taken == -(-exchange_bytes // 256) * 256

@@ -1,4 +1,5 @@
-// How persistent kernels are launched: all blocks run at once, or it is refused.
+// How persistent kernels are launched: after a preset of memory, and all blocks run at once, or it
+// is refused.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -27,6 +28,20 @@ cudaError_t launch_at_once(void (*kernel)(Args), const PersistentPlan& plan, con
   config.attrs = &cooperative;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// launch(stages): that of the kernel for a list of stages, with args as they are by then.
+template <class Args, class F>
+Launch launch_prepared(const char* name, const PersistentPlan& plan, void* workspace, Args& args,
+                       cudaStream_t stream, const F& launch) {
+  cudaError_t error = cudaSuccess;
+  prepare(plan, workspace, args, [&](void* memory, int byte, size_t count) {
+    if (error == cudaSuccess) error = cudaMemsetAsync(memory, byte, count, stream);
+  });
+  if (error != cudaSuccess) return {name, error};
+  error = cudaErrorInvalidValue;
+  dispatch_stages(plan, [&](auto stages) { error = launch(stages); });
+  return {name, error};
 }
 
 }  // namespace fusedrnn::cuda

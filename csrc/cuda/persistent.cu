@@ -1,7 +1,5 @@
 // Persistent kernels on a GPU.
-#include <cuda_runtime.h>
-
-#include "persistent.h"
+#include "cooperative.h"
 
 namespace fusedrnn::cuda {
 
@@ -13,14 +11,8 @@ cudaError_t launch_stages(StageList<Stages...>, const PersistentPlan& plan,
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream) {
-  const char* name = "persistent_forward";
-  cudaError_t error =
-      cudaMemsetAsync(workspace, plan.preset(), size_t(plan.workspace_bytes()), stream);
-  if (error != cudaSuccess) return {name, error};
-  apply(plan, workspace, args);
-  error = cudaErrorInvalidValue;
-  dispatch_stages(plan, [&](auto stages) { error = launch_stages<T>(stages, plan, args, stream); });
-  return {name, error};
+  const auto launch = [&](auto stages) { return launch_stages<T>(stages, plan, args, stream); };
+  return launch_prepared("persistent_forward", plan, workspace, args, stream, launch);
 }
 
 template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<BFloat16>, void*,

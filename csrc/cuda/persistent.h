@@ -23,25 +23,10 @@
 //
 // What is beyond the units, columns or rows that there are is zero, in registers only.
 //
-// Exchange, with the same bits:
-//   Packets: each step has a buffer of its own, preset to all ones.  No number is that, since
-//       narrow() and round_to_tf32() give one NaN, 0x7fff and 0x7fffffff, so a word that is
-//       something else has arrived.
-//   Flags: steps take turns with two buffers; each warp that sends counts what it has sent, and
-//       who reads waits for the counts of those who send to it.  Two are enough for up to two
-//       stages: who writes the result of step t has waited for what each reader of it sent last,
-//       and that was sent after the reader was done with the result of step t - 2.
+// Flags: two slots are enough.  Who writes the result of step t has waited for what each reader of
+// it sent last, and that was sent after the reader was done with the result of step t - 2.
 #pragma once
-#include <algorithm>
-#include <initializer_list>
-
-#include "device.h"
-#include "persistent_step.h"
-
-// What the tests change to see that they would notice.
-#ifndef FUSEDRNN_SEEDED_BUG
-#define FUSEDRNN_SEEDED_BUG 0
-#endif
+#include "exchange.h"
 
 namespace fusedrnn::cuda {
 
@@ -60,23 +45,6 @@ struct PersistentUnit {
   }
   FUSEDRNN_HD float kept(const Zoneout&, double, uint32_t stream, int64_t, int64_t) const {
     return stream == kStateStream ? kept_state : kept_h;
-  }
-};
-
-// Numbers of a type as operands of mma.
-template <class T>
-struct Operands {
-  static constexpr bool kRounds = std::is_same_v<T, float>;
-  static constexpr int kInWord = 4 / sizeof(T), kInPacket = 4 * kInWord;
-  static constexpr int kDepthColumns = 4 * kInPacket;  // those of two mma
-
-  FUSEDRNN_DEVICE static uint32_t bits(T number) {
-    if constexpr (kRounds) {
-      if (FUSEDRNN_SEEDED_BUG == 12) return Traits<float>::bits(number);
-      return round_to_tf32(number);
-    } else {
-      return number.bits;
-    }
   }
 };
 
@@ -103,48 +71,12 @@ FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
   return packet;
 }
 
-// Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
-// without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
-// would cost registers that the weights need.
-template <class Args>
-FUSEDRNN_DEVICE bool has_patience(const Args& args, uint32_t looks) {
-  constexpr uint32_t kLooksAlone = 32;  // before it asks whether another thread has given up
-  if (looks < kLooksAlone) return true;
-  if (looks < args.patience && load_relaxed(args.given_up) != kGivenUp) return true;
-  store_relaxed(args.given_up, kGivenUp);
-  return false;
-}
-template <class Args>
-FUSEDRNN_DEVICE void end(const Args& args) {
-  if (load_relaxed(args.given_up) == kGivenUp) give_up();
-}
-
-// Where a thread stands.
-struct Thread {
-  int index = thread_index();
-  int lane = index % kWarpSize, warp = index / kWarpSize;
-  int g = lane / 4, q = lane % 4;  // of fragments, see mma
-
-  // What it computes in the end, if its warp does: warp w takes number w of each lane's d.
-  FUSEDRNN_DEVICE bool computes() const { return warp < kSenders; }
-  FUSEDRNN_DEVICE int unit() const { return g + 8 * (warp / 2); }
-  FUSEDRNN_DEVICE int row() const { return 2 * q + warp % 2; }
-};
-
 // What the stages of a block have in common.
 template <class T>
-struct PersistentBlock {
-  const PersistentForward<T>& args;
-  Thread thread;
-  int group, index;  // which block of which group
-  int64_t shift;
-  float* shared;
+struct PersistentBlock : BlockOfGroup<PersistentForward<T>> {
+  using Base = BlockOfGroup<PersistentForward<T>>;
+  using Base::Base, Base::shared, Base::thread;
   int turn = 0;  // of the two buffers of partial sums and noise
-
-  FUSEDRNN_DEVICE PersistentBlock(const PersistentForward<T>& args, unsigned char* shared)
-      : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
-        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
-        shared(reinterpret_cast<float*>(shared)) {}
 
   // A thread reads and writes only its own number of these.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
@@ -160,7 +92,6 @@ struct PersistentBlock {
     if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
     return shared + turn * kTurnFloats;
   }
-  FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
 };
 
 // Stage `kIndex` of `kStages`.  kDepth: blocks of columns that a warp has room for.
@@ -179,7 +110,7 @@ class PersistentStage {
     width_ = int(step().width);
     columns_ = int(w.columns);
     depth_ = warp_depth(columns_, Of::kDepthColumns);
-    first_unit_ = block.index * kTileUnits;
+    first_unit_ = block.first_unit();
     if (!has_units()) return;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
@@ -342,11 +273,18 @@ class PersistentStage {
       }
       return x;
     }
-    const Packet* from = sent(kSource, source_step, row, columns_) + column(0) / Of::kInPacket;
+    const Packet* from =
+        block_.sent(kSource, source_step, row, packets_of(columns_, Of::kInPacket)) +
+        column(0) / Of::kInPacket;
     if (args().exchange == Exchange::Packets) {
-      receive(x, from, row);
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (has_packet(row, d)) x.packet[d] = load_relaxed(from + 4 * d);
+      }
+      block_.wait_for(x.packet, from);
     } else {
-      wait_for_senders(source_step, tile);
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step, tile,
+                                                                  depth_, columns_);
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
         if (has_packet(row, d)) x.packet[d] = load_plain(from + 4 * d);
@@ -357,62 +295,6 @@ class PersistentStage {
 
   FUSEDRNN_DEVICE bool has_packet(int row, int d) const {
     return d < depth_ && column(d) < columns_ && row < args().batch;
-  }
-  // A row of what a stage of `width` units sends in a step.
-  FUSEDRNN_DEVICE Packet* sent(int stage, int t, int row, int width) const {
-    const int slot = args().exchange == Exchange::Packets ? t
-                     : FUSEDRNN_SEEDED_BUG == 6           ? 0
-                                                          : t % 2;
-    return args().sent[stage] +
-           (int64_t(slot) * args().batch + row) * packets_of(width, Of::kInPacket);
-  }
-
-  FUSEDRNN_DEVICE static bool has_arrived(const Packet& p) {
-    const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
-    const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];
-    return (low > high ? low : high) != 0xffffffffu;
-  }
-  FUSEDRNN_DEVICE void receive(Operand& x, const Packet* from, int row) const {
-    FUSEDRNN_UNROLL
-    for (int d = 0; d < kDepth; ++d) {
-      if (has_packet(row, d)) x.packet[d] = load_relaxed(from + 4 * d);
-    }
-    if (FUSEDRNN_SEEDED_BUG == 10) return;
-    for (uint32_t looks = 0;; ++looks) {
-      bool is_complete = true;
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x.packet[d]);
-      if (is_complete) return;
-      if (!has_patience(args(), looks)) return;
-      pause();
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) {
-        if (!has_arrived(x.packet[d])) x.packet[d] = load_relaxed(from + 4 * d);
-      }
-    }
-  }
-
-  // A lane waits for one sender each, those of the blocks whose units are this warp's columns.
-  FUSEDRNN_DEVICE void wait_for_senders(int source_step, int tile) const {
-    constexpr int in_block = Of::kDepthColumns / kTileUnits;
-    static_assert(kDepth * in_block * kSenders <= kWarpSize);
-    const int first = thread().warp * depth_ * in_block;
-    const int sender = first + thread().lane / kSenders, warp = thread().lane % kSenders;
-    if (thread().lane < depth_ * in_block * kSenders && sender * kTileUnits < columns_) {
-      const uint32_t* count = counts(kSource, sender) + warp;
-      const uint32_t wanted = count_of(source_step, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
-      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
-        if (!has_patience(args(), looks)) break;
-        pause();
-      }
-    }
-    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
-  }
-  FUSEDRNN_DEVICE uint32_t* counts(int stage, int sender) const {
-    return args().counts[stage] + (int64_t(block_.group) * args().blocks + sender) * kSenders;
-  }
-  FUSEDRNN_DEVICE uint32_t count_of(int t, int tile) const {
-    return uint32_t(t) * uint32_t(args().tiles) + uint32_t(tile) + 1;
   }
 
   FUSEDRNN_DEVICE void multiply(float (&sums)[kGates][4], const Operand& x) const {
@@ -479,36 +361,16 @@ class PersistentStage {
     }
   }
 
-  // Of the lanes that have neighbours of a row, four apart, one gets all of a packet.
   FUSEDRNN_DEVICE void send(int t, int tile, T value) const {
     if (FUSEDRNN_SEEDED_BUG == 8) return;
-    constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu;
-    uint32_t bits = Of::bits(value);
-    if (FUSEDRNN_SEEDED_BUG == 11 && (bits & nan) == nan) bits = 2 * nan + 1;
-    Packet packet;
-    packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
-    packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
-    packet.word[2] = shuffle_down(packet.word[0], 8 * Of::kInWord);
-    packet.word[3] = shuffle_down(packet.word[1], 8 * Of::kInWord);
+    const Packet packet = pack_neighbours(value);
     const int row = block_.first_row(tile) + thread().row();
     if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
-      Packet* to = sent(kIndex, t, row, width_) + unit() / Of::kInPacket;
-      if (args().exchange == Exchange::Packets) {
-        store_relaxed(to, packet);
-      } else {
-        store_plain(to, packet);
-      }
+      block_.store(
+          block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket,
+          packet);
     }
-    if (args().exchange == Exchange::Packets) return;
-    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
-    if (thread().lane == 0) {
-      uint32_t* count = counts(kIndex, block_.index) + thread().warp;
-      if (FUSEDRNN_SEEDED_BUG == 3) {
-        store_relaxed(count, count_of(t, tile));
-      } else {
-        store_release(count, count_of(t, tile));
-      }
-    }
+    block_.count_sent(kIndex, t, tile);
   }
 
   PersistentBlock<T>& block_;
@@ -534,33 +396,16 @@ struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
   }
 };
 
-template <class... Stages>
-struct StageList {};
-
 // The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
 template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {
-  static_assert(sizeof...(Stages) <= 2, "two buffers of flags may not be enough");
+  static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
   PersistentBlock<T> block(args, shared);
   PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
   for (int t = 0; t < args.steps; ++t) stages.run(t);
   end(args);
-}
-
-// Calls f(StageList<...>{}) for the stages of a plan; false if there is no kernel for them.
-template <class F>
-bool dispatch_stages(const PersistentPlan& plan, const F& f) {
-  const auto is = [&](std::initializer_list<StageKind> kinds) {
-    return std::equal(kinds.begin(), kinds.end(), plan.stages, plan.stages + plan.num_stages);
-  };
-  if (is({StageKind::Gru})) return f(StageList<Gru>{}), true;
-  if (is({StageKind::Lstm})) return f(StageList<Lstm>{}), true;
-  if (is({StageKind::Lstm, StageKind::Linear})) return f(StageList<Lstm, Linear>{}), true;
-  if (is({StageKind::Sample, StageKind::Gru})) return f(StageList<Sample, Gru>{}), true;
-  if (is({StageKind::Linear, StageKind::Gru})) return f(StageList<Linear, Gru>{}), true;
-  return false;
 }
 
 }  // namespace fusedrnn::cuda

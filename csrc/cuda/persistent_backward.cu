@@ -1,7 +1,6 @@
 // Persistent kernels of the adjoint chain on a GPU.
-#include <cuda_runtime.h>
-
-#include "persistent_backward.h"
+#include "cooperative.h"
+#include "persistent_backward_step.h"
 
 namespace fusedrnn::cuda {
 
@@ -13,15 +12,10 @@ cudaError_t launch_backward_stages(StageList<Stages...>, const PersistentPlan& p
 template <class T>
 Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
                                   void* workspace, Stream stream) {
-  const char* name = "persistent_backward";
-  cudaError_t error =
-      cudaMemsetAsync(workspace, plan.preset(), size_t(plan.workspace_bytes()), stream);
-  if (error != cudaSuccess) return {name, error};
-  apply(plan, workspace, args);
-  error = cudaErrorInvalidValue;
-  dispatch_stages(
-      plan, [&](auto stages) { error = launch_backward_stages<T>(stages, plan, args, stream); });
-  return {name, error};
+  const auto launch = [&](auto stages) {
+    return launch_backward_stages<T>(stages, plan, args, stream);
+  };
+  return launch_prepared("persistent_backward", plan, workspace, args, stream, launch);
 }
 
 template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<BFloat16>,

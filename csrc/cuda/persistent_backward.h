@@ -10,14 +10,15 @@
 //   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
 //      some units, and the parts are added up through shared memory, always in the same order;
 //   4. half of the warps apply the factors to the sum, a unit of a row per thread, send the
-//   gradient
-//      of this stage's projection, and write what GEMMs over the whole chunk read.
+//      gradient of this stage's projection, and write what else GEMMs over the whole chunk read.
 // Before all steps, the states beside h are computed again, each unit by the thread that needs it.
 //
-// Flags: two buffers are enough, as forward.  Who writes a gradient of step i (counted backwards)
-// has read, of every block that reads this gradient, what that made of step i - 1 of it if there is
-// one stage, and so after it had read step i - 2; with two stages, what it made of the same step or
-// of i - 1, all of it after step i - 1 of this one.
+// Where all packets of a row are full, they go through the gradient that GEMMs read, and nobody
+// writes it a second time; each step has rows of its own there.  Elsewhere slots are memory for the
+// exchange alone, and with flags two of them are enough.  Who writes a gradient of step i (counted
+// backwards) has read, of every block that reads this gradient, what that made of step i - 1 of it
+// if there is one stage, and so after it had read step i - 2; with two stages, what it made of the
+// same step or of i - 1, all of it after step i - 1 of this one.
 #pragma once
 #include <tuple>
 
@@ -30,19 +31,11 @@ static_assert(2 * kAdjointSumFloats >= kWarps * kDepthColumns * kTileUnits / 2);
 
 // What the stages of a block have in common.
 template <class T>
-struct AdjointBlock {
-  const PersistentBackward<T>& args;
-  Thread thread;
-  int group, index;  // which block of which group
-  int64_t shift;
-  float* shared;
+struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
+  using Base = BlockOfGroup<PersistentBackward<T>>;
+  using Base::Base, Base::shared, Base::thread;
   int turn = 0;  // of the two buffers of partial sums
   enum Array { kDh, kDstate };
-
-  FUSEDRNN_DEVICE AdjointBlock(const PersistentBackward<T>& args, unsigned char* shared)
-      : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
-        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
-        shared(reinterpret_cast<float*>(shared)) {}
 
   // A thread reads and writes only its own number of these.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
@@ -53,19 +46,10 @@ struct AdjointBlock {
     if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
     return shared + turn * kAdjointSumFloats;
   }
-  FUSEDRNN_DEVICE int first_unit() const { return index * kTileUnits; }
-  FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
 
   // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {
-    const int slot = args.exchange == Exchange::Packets ? i : FUSEDRNN_SEEDED_BUG == 6 ? 0 : i % 2;
-    return args.sent[s] + ((int64_t(slot) * args.batch + row) * gates + gate) * packets;
-  }
-  FUSEDRNN_DEVICE uint32_t* counts(int s, int sender) const {
-    return args.counts[s] + (int64_t(group) * args.blocks + sender) * kSenders;
-  }
-  FUSEDRNN_DEVICE uint32_t count_of(int i, int tile) const {
-    return uint32_t(i) * uint32_t(args.tiles) + uint32_t(tile) + 1;
+    return Base::sent(s, i, row, gates * packets) + gate * packets;
   }
 };
 
@@ -95,7 +79,9 @@ class AdjointProduct {
   // This warp's part of the product of step i, counted backwards, to `turn`.
   FUSEDRNN_DEVICE void run(int i, int tile, float* turn) const {
     const int row = block_.first_row(tile) + thread().g;
-    if (args().exchange == Exchange::Flags) wait_for_senders(i, tile);
+    if (args().exchange == Exchange::Flags) {
+      block_.template wait_for_senders<kDepth, kDepthColumns>(kIndex, i, tile, depth_, width_);
+    }
     float sums[kChains][4] = {};
     Packet x[kGates][kDepth] = {};
     FUSEDRNN_UNROLL
@@ -105,7 +91,7 @@ class AdjointProduct {
     }
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      if (args().exchange == Exchange::Packets) receive(x[gate], i, gate, row);
+      if (args().exchange == Exchange::Packets) block_.wait_for(x[gate], sent(i, gate, row));
       sync_warp();  // mma is for lanes that are together, and some may have waited longer
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
@@ -179,44 +165,6 @@ class AdjointProduct {
     if (!has_packet(row, d)) return {};
     const Packet* from = sent(i, gate, row) + 4 * d;
     return args().exchange == Exchange::Packets ? load_relaxed(from) : load_plain(from);
-  }
-  FUSEDRNN_DEVICE static bool has_arrived(const Packet& p) {
-    const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
-    const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];
-    return (low > high ? low : high) != 0xffffffffu;
-  }
-  FUSEDRNN_DEVICE void receive(Packet (&x)[kDepth], int i, int gate, int row) const {
-    if (FUSEDRNN_SEEDED_BUG == 10) return;
-    const Packet* from = sent(i, gate, row);
-    for (uint32_t looks = 0;; ++looks) {
-      bool is_complete = true;
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) is_complete = is_complete && has_arrived(x[d]);
-      if (is_complete) return;
-      if (!has_patience(args(), looks)) return;
-      pause();
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) {
-        if (!has_arrived(x[d])) x[d] = load_relaxed(from + 4 * d);
-      }
-    }
-  }
-
-  // A lane waits for one sender each, those of the blocks whose units this warp multiplies.
-  FUSEDRNN_DEVICE void wait_for_senders(int i, int tile) const {
-    static_assert(kDepth * kDepthColumns / kTileUnits * kSenders <= kWarpSize);
-    const int first = thread().warp * depth_ * kDepthColumns / kTileUnits;
-    const int sender = first + thread().lane / kSenders, warp = thread().lane % kSenders;
-    if (thread().lane < depth_ * kDepthColumns / kTileUnits * kSenders &&
-        sender * kTileUnits < width_) {
-      const uint32_t* count = block_.counts(kIndex, sender) + warp;
-      const uint32_t wanted = block_.count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
-      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
-        if (!has_patience(args(), looks)) break;
-        pause();
-      }
-    }
-    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
   }
 
   FUSEDRNN_DEVICE void multiply(float (&sums)[kChains][4], int gate, int d, const Packet& x) const {
@@ -482,39 +430,19 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     return d;
   }
 
-  // Of the eight lanes that have neighbours of a row, one gets all.
   FUSEDRNN_DEVICE void send(int i, int tile, const float (&dprojection)[kGates]) const {
     if (FUSEDRNN_SEEDED_BUG == 8) return;
     const int row = Units::row_of_batch(tile);
     const bool sends = thread().g == 0 && unit() < width_ && row < args().batch;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      uint32_t bits = narrow<T>(dprojection[gate]).bits;
-      if (FUSEDRNN_SEEDED_BUG == 11 && (bits & 0x7fff) == 0x7fff) bits = 0xffff;
-      Packet packet;
-      packet.word[0] = bits | shuffle_down(bits, 4) << 16;
-      packet.word[1] = shuffle_down(packet.word[0], 8);
-      packet.word[2] = shuffle_down(packet.word[0], 16);
-      packet.word[3] = shuffle_down(packet.word[1], 16);
+      const Packet packet = pack_neighbours(narrow<T>(dprojection[gate]));
       if (!sends) continue;
-      Packet* to =
-          block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit() / kPacketNumbers;
-      if (args().exchange == Exchange::Packets) {
-        store_relaxed(to, packet);
-      } else {
-        store_plain(to, packet);
-      }
+      block_.store(
+          block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit() / kPacketNumbers,
+          packet);
     }
-    if (args().exchange == Exchange::Packets) return;
-    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
-    if (thread().lane == 0) {
-      uint32_t* count = block_.counts(kIndex, block_.index) + thread().warp;
-      if (FUSEDRNN_SEEDED_BUG == 3) {
-        store_relaxed(count, block_.count_of(i, tile));
-      } else {
-        store_release(count, block_.count_of(i, tile));
-      }
-    }
+    block_.count_sent(kIndex, i, tile);
   }
 
   AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets> product_;
@@ -552,7 +480,7 @@ struct AdjointStages<T, kDepth, -1, Stages...> {
 template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentBackward<T>& args,
                                          unsigned char* shared) {
-  static_assert(sizeof...(Stages) <= 2, "two buffers of flags may not be enough");
+  static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
   using All = AdjointStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
   AdjointBlock<T> block(args, shared);

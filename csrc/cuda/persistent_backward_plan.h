@@ -6,7 +6,8 @@
 namespace fusedrnn::cuda {
 
 // As plan_persistent().  The same blocks hold the same weights, transposed; what they exchange are
-// gradients of projections, all GEMM blocks of each.
+// gradients of projections, all GEMM blocks of each.  Where all packets of a row are full, they lie
+// as GEMMs read them, and the gradient itself is what they go through.
 inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& sizes, int64_t batch,
                                                int64_t steps, int64_t element_bytes,
                                                Exchange exchange, const Gpu& device,
@@ -25,8 +26,9 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
   int64_t widest = 0;
   for (int s = 0; s < cell.num_stages; ++s) {
     const CellStage& stage = cell.stages[s];
-    widest = std::max(widest, sizes[cell.projections[stage.projection].to]);
-    plan.sent_bytes[s] *= traits(stage.kind).projection_blocks;
+    const int64_t width = sizes[cell.projections[stage.projection].to];
+    widest = std::max(widest, width);
+    plan.sent_bytes[s] *= width % kPacketNumbers == 0 ? 0 : traits(stage.kind).projection_blocks;
   }
   const int needed = warp_depth(int(widest));
   plan.depth = needed <= 2 ? needed : kMostDepth;

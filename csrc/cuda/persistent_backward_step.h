@@ -11,10 +11,11 @@ constexpr int kAdjointSumFloats = kWarps * kTileThreads;  // partial sums of a t
 constexpr int packets_ahead(int weight_registers) { return weight_registers > 128 ? 4 : 8; }
 
 template <class T>
-struct PersistentBackward {
+struct PersistentBackward : ExchangeArguments {
   // Of the chunk's first step, in the order of forward.  dout of the last stage is dh, and dcarry
   // of one with a state that state's adjoint, [batch, width] each: after the chunk when the kernel
-  // starts, before it when it has ended.  Of the others, and `state`, nothing is read.
+  // starts, before it when it has ended.  Of the others, and `state`, nothing is read.  dprojection
+  // at a multiple of 16 bytes, and the memory of nothing that is read.
   BackwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> first_carry;  // before the first step, or null: stands where step.carry says
@@ -23,18 +24,29 @@ struct PersistentBackward {
   // behind that one what it projects, or null.
   Acc<T>* state;
   T* operand;
-  int steps, batch;
-  int row_step;   // from a step's rows to those of the next: batch, or -batch
   bool wants_dh;  // whether dh before the chunk is to be complete, or nobody reads it
-  Exchange exchange;
-  int blocks, tiles;  // of a group; tiles of 8 rows
-  // By apply(), of each stage: the gradient of its projection [steps or 2, batch, gates, packets of
-  // a row], and with flags how much has been sent [groups, blocks, kSenders].
-  Packet* sent[kMostStages];
-  uint32_t* counts[kMostStages];
-  uint32_t* given_up;             // kGivenUp once a thread has
-  uint32_t patience = kPatience;  // looks at memory before that
 };
+
+// As of forward.  Gradients are sent from the last step to the first.  Those of a stage that is in
+// place go through dprojection, [rows, blocks * width]: the chunk's rows of it are preset, and to
+// send them is all that writes them.
+template <class T, class Set>
+void prepare(const PersistentPlan& plan, void* workspace, PersistentBackward<T>& args,
+             const Set& set) {
+  prepare(plan, workspace, static_cast<ExchangeArguments&>(args), set);
+  for (int s = 0; s < plan.num_stages; ++s) {
+    if (!plan.is_in_place(s)) continue;
+    BackwardStep<T, T>& step = args.step[s];
+    const int64_t columns = traits(plan.stages[s]).projection_blocks * step.width;
+    T* last = step.dprojection + int64_t(args.steps - 1) * args.row_step * columns;
+    args.sent[s] = {reinterpret_cast<Packet*>(last), -args.row_step, kEachItsOwn};
+    if (plan.exchange == Exchange::Packets) {
+      const int64_t rows = int64_t(args.steps) * args.batch;
+      set(std::min(step.dprojection, last), plan.preset(), size_t(rows * columns) * sizeof(T));
+    }
+    step.dprojection = nullptr;
+  }
+}
 
 // As launch_persistent_forward(), of a plan by plan_persistent_backward().
 template <class T>

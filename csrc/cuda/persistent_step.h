@@ -1,6 +1,8 @@
 // A chunk of forward steps as the backend launches it.  No CUDA header here: see step.h.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "../hd.h"
@@ -14,7 +16,7 @@ namespace fusedrnn::cuda {
 
 struct Packet;  // of the exchange
 
-// How blocks hand on results, see persistent.h.
+// How blocks hand on results, see exchange.h.
 enum class Exchange { Packets, Flags };
 
 constexpr int kTileRows = 8, kTileUnits = 16;  // of mma
@@ -53,10 +55,12 @@ struct PersistentPlan {
   int depth = 0;                          // of the kernel: 1, 2 or 4
   int64_t shared_bytes = 0;               // of a block
   int64_t shared_limit = 0;               // of the device
-  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each
+  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each; or 0: it is in place
   int64_t count_bytes[kMostStages] = {};  // of its flags
 
   bool is_possible() const { return why_not.empty(); }
+  // Whether stage s sends through memory that is there anyway, not through the workspace.
+  bool is_in_place(int s) const { return s < num_stages && sent_bytes[s] == 0; }
   int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
   int grid() const { return groups * blocks; }
   // Of a thread, that hold weights.
@@ -72,36 +76,48 @@ struct PersistentPlan {
   }
 };
 
+// Where a stage leaves for other blocks what it sends: slots, each with the rows of the batch.
+struct Slots {
+  Packet* first;
+  int rows;  // from one slot to the next; below 0 where they lie in reverse
+  int mask;  // slot i & mask is that of step i
+};
+constexpr int kEachItsOwn = INT32_MAX, kTwoInTurns = 1;
+
+// What kernels are told of a chunk, its place in memory and their exchange, whatever they compute.
+struct ExchangeArguments {
+  int steps, batch;
+  int row_step;  // from a step's rows to those of the next: batch, or -batch
+  // The rest is by prepare().
+  Exchange exchange;
+  int blocks, tiles;  // of a group; tiles of 8 rows
+  Slots sent[kMostStages];
+  uint32_t* counts[kMostStages];  // flags: of what has been sent [groups, blocks, kSenders]
+  uint32_t* given_up;             // kGivenUp once a thread has
+  uint32_t patience = kPatience;  // looks at memory before that
+};
+
 template <class T>
-struct PersistentForward {
+struct PersistentForward : ExchangeArguments {
   // Of the chunk's first step.  Of arrays of one step, carry and carry_out are those before and
   // after the chunk, and operand of the last stage is h after it; pre, projection and factors are
   // not used.
   ForwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> h;                      // before the chunk; not the memory of h after it
-  int steps, batch;
-  int row_step;  // from a step's rows to those of the next: batch, or -batch
-  Exchange exchange;
-  int blocks, tiles;  // of a group; tiles of 8 rows
-  // By apply(), of each stage: its results [steps or 2, batch, packets of a row], and with flags
-  // how much has been sent [groups, blocks, kSenders].
-  Packet* sent[kMostStages];
-  uint32_t* counts[kMostStages];
-  uint32_t* given_up;             // kGivenUp once a thread has
-  uint32_t patience = kPatience;  // looks at memory before that
 };
 
-// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16, each of
-// them plan.preset().
-template <class Args>
-void apply(const PersistentPlan& plan, void* workspace, Args& args) {
+// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16.  Calls
+// set(memory, byte, count) for what has to be preset between this and the launch.
+template <class Set>
+void prepare(const PersistentPlan& plan, void* workspace, ExchangeArguments& args, const Set& set) {
   args.exchange = plan.exchange;
   args.blocks = plan.blocks;
   args.tiles = plan.tiles;
   auto* at = static_cast<char*>(workspace);
   for (int s = 0; s < kMostStages; ++s) {
-    args.sent[s] = reinterpret_cast<Packet*>(at);
+    args.sent[s] = {reinterpret_cast<Packet*>(at), args.batch,
+                    plan.exchange == Exchange::Packets ? kEachItsOwn : kTwoInTurns};
     at += plan.sent_bytes[s];
   }
   for (int s = 0; s < kMostStages; ++s) {
@@ -109,11 +125,28 @@ void apply(const PersistentPlan& plan, void* workspace, Args& args) {
     at += plan.count_bytes[s];
   }
   args.given_up = reinterpret_cast<uint32_t*>(at);
+  set(workspace, plan.preset(), size_t(plan.workspace_bytes()));
 }
 
-// Presets the workspace and launches the kernel, both on the stream; what apply() fills in need not
-// be set.  Never waits, and may be captured.  A GPU that cannot run all blocks at once, because it
-// is shared, gives an error.
+template <class... Stages>
+struct StageList {};
+
+// Calls f(StageList<...>{}) for the stages of a plan; false if there is no kernel for them.
+template <class F>
+bool dispatch_stages(const PersistentPlan& plan, const F& f) {
+  const auto is = [&](std::initializer_list<StageKind> kinds) {
+    return std::equal(kinds.begin(), kinds.end(), plan.stages, plan.stages + plan.num_stages);
+  };
+  if (is({StageKind::Gru})) return f(StageList<Gru>{}), true;
+  if (is({StageKind::Lstm})) return f(StageList<Lstm>{}), true;
+  if (is({StageKind::Lstm, StageKind::Linear})) return f(StageList<Lstm, Linear>{}), true;
+  if (is({StageKind::Sample, StageKind::Gru})) return f(StageList<Sample, Gru>{}), true;
+  if (is({StageKind::Linear, StageKind::Gru})) return f(StageList<Linear, Gru>{}), true;
+  return false;
+}
+
+// Prepares and launches the kernel, both on the stream.  Never waits, and may be captured.  A GPU
+// that cannot run all blocks at once, because it is shared, gives an error.
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream);

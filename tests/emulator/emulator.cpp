@@ -222,10 +222,10 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
                          void* workspace, Stream stream, const Kernel& kernel) {
   if (name == failing_kernel) return {name, 1};
   ++launches;
-  apply(plan, workspace, args);
   args.patience = patience;
-  stream->enqueue([=] {
-    memset(workspace, plan.preset(), size_t(plan.workspace_bytes()));
+  stream->enqueue([=]() mutable {
+    prepare(plan, workspace, args,
+            [](void* memory, int byte, size_t count) { memset(memory, byte, count); });
     seeded_bug = bug;
     std::string failure = "there is no such kernel";
     dispatch_stages(plan, [&](auto stages) {

@@ -90,14 +90,14 @@ std::string run(const Call& call) {
     args.weight[s] = {static_cast<const T*>(call.weight[s]), blocks * step.width,
                       sizes[projection.from], call.weight_strides[s][0], call.weight_strides[s][1]};
   }
-  std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
-  memset(workspace.data(), plan.preset(), plan.workspace_bytes());
-  apply(plan, workspace.data(), args);
   args.h = {static_cast<const T*>(call.h), call.h_stride, false};
   args.steps = int(call.steps);
   args.batch = int(call.batch);
   args.row_step = int(call.direction * call.batch);
   args.patience = uint32_t(call.patience);
+  std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
+  prepare(plan, workspace.data(), args,
+          [](void* memory, int byte, size_t count) { memset(memory, byte, count); });
   seeded_bug = call.bug;
 
   std::string failure = "there is no such kernel";

@@ -1,0 +1,175 @@
+// How blocks of a persistent kernel hand results to each other while it runs.
+//
+// What a stage sends in a step, packets of rows of the batch, stands in a slot.  There are two
+// protocols, which give the same bits:
+//   Packets: each step has a slot of its own, preset to all ones.  No number is that, since
+//       narrow() and round_to_tf32() give one NaN, 0x7fff and 0x7fffffff, so a word that is
+//       something else has arrived.
+//   Flags: each warp that sends counts what it has sent, and who reads waits for the counts of
+//       those who send to it.  Steps may take turns with two slots; each kernel says why these are
+//       enough for up to two stages.
+#pragma once
+#include "device.h"
+#include "persistent_step.h"
+
+// What the tests change to see that they would notice.
+#ifndef FUSEDRNN_SEEDED_BUG
+#define FUSEDRNN_SEEDED_BUG 0
+#endif
+
+namespace fusedrnn::cuda {
+
+// Numbers of a type as operands of mma.
+template <class T>
+struct Operands {
+  static constexpr bool kRounds = std::is_same_v<T, float>;
+  static constexpr int kInWord = 4 / sizeof(T), kInPacket = 4 * kInWord;
+  static constexpr int kDepthColumns = 4 * kInPacket;  // those of two mma
+
+  FUSEDRNN_DEVICE static uint32_t bits(T number) {
+    if constexpr (kRounds) {
+      if (FUSEDRNN_SEEDED_BUG == 12) return Traits<float>::bits(number);
+      return round_to_tf32(number);
+    } else {
+      return number.bits;
+    }
+  }
+};
+
+// Where a thread stands.
+struct Thread {
+  int index = thread_index();
+  int lane = index % kWarpSize, warp = index / kWarpSize;
+  int g = lane / 4, q = lane % 4;  // of fragments, see mma
+
+  // What it computes in the end, if its warp does: warp w takes number w of each lane's d.
+  FUSEDRNN_DEVICE bool computes() const { return warp < kSenders; }
+  FUSEDRNN_DEVICE int unit() const { return g + 8 * (warp / 2); }
+  FUSEDRNN_DEVICE int row() const { return 2 * q + warp % 2; }
+};
+
+// Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
+// without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
+// would cost registers that the weights need.
+FUSEDRNN_DEVICE bool has_patience(const ExchangeArguments& args, uint32_t looks) {
+  constexpr uint32_t kLooksAlone = 32;  // before it asks whether another thread has given up
+  if (looks < kLooksAlone) return true;
+  if (looks < args.patience && load_relaxed(args.given_up) != kGivenUp) return true;
+  store_relaxed(args.given_up, kGivenUp);
+  return false;
+}
+FUSEDRNN_DEVICE void end(const ExchangeArguments& args) {
+  if (load_relaxed(args.given_up) == kGivenUp) give_up();
+}
+
+FUSEDRNN_DEVICE bool has_arrived(const Packet& p) {
+  const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
+  const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];
+  return (low > high ? low : high) != 0xffffffffu;
+}
+
+// The values of lanes that have neighbours of a row, which are four apart; the first of them gets
+// all.
+template <class T>
+FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
+  using Of = Operands<T>;
+  constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu;
+  uint32_t bits = Of::bits(value);
+  if (FUSEDRNN_SEEDED_BUG == 11 && (bits & nan) == nan) bits = 2 * nan + 1;
+  Packet packet;
+  packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
+  packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
+  packet.word[2] = shuffle_down(packet.word[0], 8 * Of::kInWord);
+  packet.word[3] = shuffle_down(packet.word[1], 8 * Of::kInWord);
+  return packet;
+}
+
+// A block's place among the others, and its exchange with those of its group.  Steps are counted in
+// the order of work.
+template <class Args>
+struct BlockOfGroup {
+  const Args& args;
+  Thread thread;
+  int group, index;  // which block of which group
+  int64_t shift;     // see step.h
+  float* shared;
+
+  FUSEDRNN_DEVICE BlockOfGroup(const Args& args, unsigned char* shared)
+      : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
+        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
+        shared(reinterpret_cast<float*>(shared)) {}
+
+  FUSEDRNN_DEVICE int first_unit() const { return index * kTileUnits; }
+  FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
+
+  // A row of what stage s sends in step i.
+  FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int row_packets) const {
+    const Slots& slots = args.sent[s];
+    const int slot = FUSEDRNN_SEEDED_BUG == 6 ? 0 : i & slots.mask;
+    return slots.first + (int64_t(slot) * slots.rows + row) * row_packets;
+  }
+  FUSEDRNN_DEVICE void store(Packet* to, const Packet& packet) const {
+    if (args.exchange == Exchange::Packets) {
+      store_relaxed(to, packet);
+    } else {
+      store_plain(to, packet);
+    }
+  }
+  // Of a warp that has stored all that it sends of stage s in step i.
+  FUSEDRNN_DEVICE void count_sent(int s, int i, int tile) const {
+    if (args.exchange == Exchange::Packets) return;
+    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
+    if (thread.lane != 0) return;
+    uint32_t* count = counts(s, index) + thread.warp;
+    if (FUSEDRNN_SEEDED_BUG == 3) {
+      store_relaxed(count, count_of(i, tile));
+    } else {
+      store_release(count, count_of(i, tile));
+    }
+  }
+
+  // Packets: loads again what has not been there, every fourth packet from `from` on.
+  template <int kCount>
+  FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
+    if (FUSEDRNN_SEEDED_BUG == 10) return;
+    for (uint32_t looks = 0;; ++looks) {
+      bool is_complete = true;
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kCount; ++d) is_complete = is_complete && has_arrived(x[d]);
+      if (is_complete) return;
+      if (!has_patience(args, looks)) return;
+      pause();
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kCount; ++d) {
+        if (!has_arrived(x[d])) x[d] = load_relaxed(from + 4 * d);
+      }
+    }
+  }
+  // Flags: of each warp `depth` of kDepth blocks of columns, which are units of stage s.  A lane
+  // waits for one sender each.
+  template <int kDepth, int kDepthColumns>
+  FUSEDRNN_DEVICE void wait_for_senders(int s, int i, int tile, int depth, int columns) const {
+    constexpr int in_block = kDepthColumns / kTileUnits;
+    static_assert(kDepth * in_block * kSenders <= kWarpSize);
+    const int sender = thread.warp * depth * in_block + thread.lane / kSenders;
+    if (thread.lane < depth * in_block * kSenders && sender * kTileUnits < columns) {
+      const uint32_t* count = counts(s, sender) + thread.lane % kSenders;
+      const uint32_t wanted = count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
+      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
+        if (!has_patience(args, looks)) break;
+        pause();
+      }
+    }
+    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
+  }
+
+ private:
+  FUSEDRNN_DEVICE uint32_t* counts(int s, int sender) const {
+    return args.counts[s] + (int64_t(group) * args.blocks + sender) * kSenders;
+  }
+  FUSEDRNN_DEVICE uint32_t count_of(int i, int tile) const {
+    return uint32_t(i) * uint32_t(args.tiles) + uint32_t(tile) + 1;
+  }
+};
+
+}  // namespace fusedrnn::cuda
