@@ -84,7 +84,9 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
       result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
       result["forward_workspace_bytes"] = workspace.forward;
       result["backward_workspace_bytes"] = workspace.backward;
-      result["most_workspace_bytes"] = WorkspaceCount<Memory>(problem, true)(made).most();
+      Problem counted = problem;
+      if (made.lacks_room) counted.backend = "stepwise";
+      result["most_workspace_bytes"] = WorkspaceBound<Memory>(counted, made.steps)(made.steps);
       for (const bool recompute : {true, false}) {
         const std::string end = recompute ? "_with_recompute" : "_without_recompute";
         const int64_t saved = saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);

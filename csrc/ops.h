@@ -432,7 +432,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
-    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(args.problem(platform));
+    Problem asked = args.problem(platform);
+    const int64_t state_numel = directions * args.state_numel();
+    if (states && state_numel > 0) asked.chunks = states->numel() / state_numel;
+    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
     const int64_t states_numel = args.states_numel(plan.steps);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
       STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> &&

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/persistent_backward_plan.h"
 #include "plan.h"
@@ -12,9 +13,7 @@
 
 namespace fusedrnn {
 
-// What all of that follows from.  Forward, backward and whoever asks beforehand must say the same,
-// since backward looks for the states that forward saved before its chunks.  So nothing stands here
-// that may differ between them, as strides of the input do.
+// What all of that follows from.
 struct Problem {
   Cell cell{};
   Sizes sizes{};
@@ -22,10 +21,11 @@ struct Problem {
   int64_t seq_len = 1, batch = 1;
   int64_t chunk_size = 0;       // steps, and
   int64_t workspace_bytes = 0;  // the most that a pass may take: as the caller wants it, or 0
+  int64_t chunks = 0;           // as many as forward has saved states, or 0
   std::string backend;          // "auto", "stepwise" or "persistent"
   cuda::Exchange exchange{};
   const Gpu* gpu = nullptr;  // null for the CPU
-  bool tf32 = false;         // whether products of float32 may be rounded to TF32
+  bool tf32 = false;         // whether products of float32 may be rounded to TF32, now
   // Whether a GEMM can read a weight where it lies, in each direction.
   bool is_operand[kMaxProjections] = {true, true, true};
 
@@ -198,12 +198,51 @@ int64_t gradient_sum_bytes(const Problem& problem) {
   return numel * int64_t(sizeof(Acc<T>));
 }
 
-// The longest chunk for which either pass stays within problem.workspace_bytes, whatever tensors a
-// call has; without these, that of problem.chunk_size or ChunkRows.
+inline LayerPlan plan_steps(const Problem& problem, int64_t element_bytes, int64_t steps) {
+  return {steps, plan_pass(Pass::Forward, problem, element_bytes, steps),
+          plan_pass(Pass::Backward, problem, element_bytes, steps)};
+}
+
+// Counts the most that a pass can take, in chunks of `steps` and longer ones.
+template <class Memory>
+class WorkspaceBound {
+ public:
+  WorkspaceBound(const Problem& problem, int64_t steps)
+      : problem_(problem), plan_(plan_steps(problem, kElementBytes, steps)), count_(problem, true) {
+  }
+
+  int64_t operator()(int64_t steps) {
+    plan_.steps = steps;
+    // A persistent kernel may find the steps too many to count them.  That is no reason to go
+    // without it, so there is no limit that they stay within.
+    const bool same = stays(Pass::Forward, plan_.forward) & stays(Pass::Backward, plan_.backward);
+    return same ? count_(plan_).most() : INT64_MAX;
+  }
+
+ private:
+  static constexpr int64_t kElementBytes = sizeof(typename Memory::T);
+
+  // Whether it is the same way with plan_.steps; single steps are.
+  bool stays(Pass pass, Plan& plan) const {
+    if (!plan.is_persistent) return true;
+    plan = plan_pass(pass, problem_, kElementBytes, plan_.steps);
+    return std::exchange(plan.is_persistent, true);
+  }
+
+  const Problem& problem_;
+  LayerPlan plan_;
+  WorkspaceCount<Memory> count_;
+};
+
+// The fewest chunks, of about the same length, for which either pass stays within
+// problem.workspace_bytes whatever tensors a call has; without these, problem.chunk_size or
+// ChunkRows.
+//
+// Their number tells their length, so that backward gets it from the states that forward saved:
+// what it would find by itself depends on strides, and on whether TF32 is allowed.
 template <class Memory>
 LayerPlan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
-  constexpr int64_t kElementBytes = sizeof(T);
   const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
   const int64_t batch = std::max<int64_t>(problem.batch, 1);
   const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
@@ -214,71 +253,49 @@ LayerPlan plan_layer(const Problem& problem) {
     const ChunkRows& rows = problem.gpu == nullptr ? kCpuRows : kGpuRows;
     least = (rows.least + batch - 1) / batch;
     most = std::max(least, rows.most / batch);
-    limit = seq_len * batch * problem.sizes.output * kElementBytes / 2;
+    limit = seq_len * batch * problem.sizes.output * int64_t(sizeof(T)) / 2;
   }
   least = std::min(least, seq_len);
   most = std::min(most, seq_len);
-
-  const auto plan_of = [&](const Problem& p) {
-    return LayerPlan{least, plan_pass(Pass::Forward, p, kElementBytes, least),
-                     plan_pass(Pass::Backward, p, kElementBytes, least)};
+  const auto steps_of = [&](int64_t chunks) {
+    return std::max(least, (seq_len + chunks - 1) / chunks);
   };
-  LayerPlan plan = plan_of(problem);
-  if (!is_limited && least == most) return plan;
-  WorkspaceCount<Memory> count(problem, true);
-  int64_t needed = count(plan).most();
-  if (is_limited && needed > limit && problem.backend == "auto") {
+  if (problem.chunks > 0) least = most = steps_of(problem.chunks);
+  if (!is_limited && least == most) return plan_steps(problem, sizeof(T), least);
+
+  WorkspaceBound<Memory> bound(problem, least);
+  const int64_t needed = bound(least);
+  if (is_limited && needed > limit) {
     Problem stepwise = problem;
     stepwise.backend = "stepwise";
-    LayerPlan other = plan_of(stepwise);
-    other.lacks_room = true;
-    const int64_t other_needed = count(other).most();
-    if (other_needed < needed) {
-      needed = other_needed;
-      plan = other;
+    if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, least)(least) < needed) {
+      LayerPlan plan = plan_layer<Memory>(stepwise);
+      plan.lacks_room = true;
+      return plan;
     }
-  }
-  if (is_limited && needed > limit) {
     throw std::runtime_error(
         "fusedrnn: workspace_bytes must be at least " + std::to_string(needed) +
         " for a layer with an input of (" + std::to_string(seq_len) + ", " + std::to_string(batch) +
         ", " + std::to_string(problem.sizes.input) + "), got " + std::to_string(limit));
   }
-
-  // What is stepwise stays so.  A persistent kernel may find the steps too many to count them; that
-  // is no reason to go without it.
-  const auto set_steps = [&](int64_t steps) {
-    plan.steps = steps;
-    const auto set = [&](Pass pass, Plan& of_pass) {
-      if (of_pass.is_persistent) of_pass = plan_pass(pass, problem, kElementBytes, steps);
-      return of_pass.is_persistent;
-    };
-    const bool forward = plan.forward.is_persistent, backward = plan.backward.is_persistent;
-    const bool same = set(Pass::Forward, plan.forward) == forward &
-                      set(Pass::Backward, plan.backward) == backward;
-    plan.forward.is_persistent = forward;
-    plan.backward.is_persistent = backward;
-    return same;
-  };
   const int64_t gradients = gradient_sum_bytes<T>(problem);
   const auto fits = [&](int64_t steps) {
-    if (!set_steps(steps)) return false;
-    const int64_t bytes = count(plan).most();
+    const int64_t bytes = bound(steps);
     if (is_limited || bytes > limit) return bytes <= limit;
     // More steps are more workspace and fewer states to save.
     const int64_t states = saved_bytes(problem, steps, sizeof(Acc<T>), true);
     return bytes <= std::max(states, limit - states - gradients);
   };
-  while (least < most) {
-    const int64_t middle = least + (most - least + 1) / 2;
+  int64_t longest = least;
+  while (longest < most) {
+    const int64_t middle = longest + (most - longest + 1) / 2;
     if (fits(middle)) {
-      least = middle;
+      longest = middle;
     } else {
       most = middle - 1;
     }
   }
-  set_steps(least);
-  return plan;
+  return plan_steps(problem, sizeof(T), steps_of((seq_len + longest - 1) / longest));
 }
 
 // Microseconds of backward over the whole sequence, by the model: the steps, and GEMMs over whole

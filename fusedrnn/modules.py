@@ -189,18 +189,19 @@ class GRU(RNNBase):
         recompute: False keeps the pre-activations for backward instead of computing them again,
             with the same results: 4 * hidden_size numbers of float32 for each step and row (float64
             if that is the dtype). With the output that is 5 times its memory in float32 and 9 times
-            in 16 bits. It saves two seventh of the matrix products of a training step with as many
+            in 16 bits. It saves two sevenths of the matrix products of a training step with as many
             inputs as units, and pays where memory is not the limit and these are most of the time:
             on the CPU, a fifth of the time (bench/results/cpu.md), and on a GPU for large batches;
             for small ones most of the time goes into the steps, which stay. :func:`fusedrnn.plan`
             says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
             is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
-            256 to 4,096 of them, in a workspace of at most half of the output if 256 allow it.
+            256 to 4,096 of them, as many as let training hold half of the output's memory besides.
         workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
-            layer and direction, one of which is at work at a time: chunks are as long as that
-            allows, and never more is taken. Not counted are the output, what is saved for backward,
-            and gradients. Not both this and ``chunk_size``.
+            layer and direction, one of which is at work at a time: chunks are as few as that
+            allows, and never more is taken. If one step takes more, a call raises a RuntimeError
+            that says how many bytes. Not counted are the output, what is saved for backward, and
+            gradients. Not both this and ``chunk_size``.
         backend: How a GPU goes through the steps. "stepwise" is a matrix product and a kernel for
             each stage of each step; "persistent" is one kernel for a whole chunk, with the weights
             kept on chip, for tensors of 16 bits, and of float32 where torch allows TF32

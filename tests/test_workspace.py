@@ -1,5 +1,6 @@
 """workspace_bytes: what a call takes never exceeds it, and comes as near as whole steps allow."""
 
+import contextlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -120,11 +121,12 @@ def check(call, gpu, part):
             assert len(sizes) == (2 if case.bidirectional else 1) and max(sizes) <= limit
         plan = made(case, gpu, workspace_bytes=limit, strides=call.strides)
         assert plan["most_workspace_bytes"] <= limit
-        steps = plan["chunk_steps"]
-        if steps < case.seq_len:
+        chunks = -(-case.seq_len // plan["chunk_steps"])
+        if chunks > 1:  # with one chunk less, chunks would be too long
             ways = {plan["backend"], plan["backward"]}
             backend = "stepwise" if ways == {"stepwise"} else "auto"
-            longer = made(case, gpu, steps + 1, backend=backend, strides=call.strides)
+            steps = -(-case.seq_len // (chunks - 1))
+            longer = made(case, gpu, steps, backend=backend, strides=call.strides)
             assert longer["most_workspace_bytes"] > limit
 
 
@@ -166,21 +168,71 @@ def test_never_more_and_not_needlessly_less(
     check(Call(case, strided, dropout), gpu_of(kind), part)
 
 
+@pytest.fixture
+def allow_tf32():
+    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_of_persistent_kernels_too(emulator, case, dtype):
+def test_of_persistent_kernels_too(emulator, allow_tf32, case, dtype):
     """Which exchange more the more steps there are."""
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=True)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    allow_tf32(True)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
     case = replace(case, dtype=dtype, seq_len=6, batch=9, **MASKED)
-    try:
-        for part in (0.2, 0.7):
-            check(Call(case), gpu, part)
-        ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22, 30)]
-        assert ways == ["persistent"] * len(ways)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    for part in (0.2, 0.7):
+        check(Call(case), gpu, part)
+    ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22, 30)]
+    assert ways == ["persistent"] * len(ways)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case", [LSTM, PROJECTED], ids=str)
+def test_backward_has_the_chunks_of_forward(emulator, allow_tf32, monkeypatch, case, before):
+    """Whatever has changed since: whether TF32 is allowed, how blocks exchange, strides."""
+    case = replace(case, seq_len=6, batch=9, input_size=40, hidden_size=40, **MASKED)
+    arguments = case.tensors().to(torch.float32)
+    with torch.no_grad():  # no operand, until a hook copies it
+        arguments.weights[0] = arguments.weights[0].repeat(1, 2)[:, ::2].requires_grad_()
+    strides = [w.stride() for w in arguments.weights]
+
+    def tell(tf32):
+        emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=tf32)
+        monkeypatch.setattr(_library, "exchange_by_flags", tf32)
+        allow_tf32(tf32)
+
+    def train(changes, limit):
+        tell(before)
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t)
+        with hooks if changes else contextlib.nullcontext():
+            results = arguments.call(fusedrnn, **case.sizes, workspace_bytes=limit)
+        tell(before != changes)
+        return gradients(results, arguments.cotangents(), arguments.differentiable())
+
+    gpu, others = gpu_of("emulated", MULTIPROCESSORS), 0
+    tell(before)
+    least = least_of(made, case, gpu, strides=strides)
+    for limit in range(least, least + 100_000, 10_000):
+        tell(before)
+        expected = made(case, gpu, workspace_bytes=limit, strides=strides)
+        tell(not before)
+        others += made(case, gpu, workspace_bytes=limit)["chunk_steps"] != expected["chunk_steps"]
+        torch.testing.assert_close(train(True, limit), train(False, limit), rtol=1e-5, atol=1e-5)
+    assert others > 0  # by itself backward would have had them
+
+
+def test_a_persistent_kernel_is_not_lost_to_more_steps_than_it_can_count():
+    case = Case("gru", 2**32, 1, 1, 1, dtype=torch.bfloat16)
+    plan = made(case, gpu_of("emulated", MULTIPROCESSORS), workspace_bytes=2**50)
+    assert (plan["backend"], plan["chunk_steps"]) == ("persistent", -(-(2**32) // 3))
+
+
+def test_an_empty_batch_takes_none():
+    rnn = fusedrnn.LSTM(5, 7, dtype=torch.bfloat16, workspace_bytes=1)
+    output, _ = rnn(torch.randn(4, 0, 5, dtype=torch.bfloat16))
+    assert output.shape == (4, 0, 7)
 
 
 def test_single_steps_where_a_persistent_kernel_has_no_room():
