@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from fusedrnn import _helpers
+from fusedrnn import plan
 
 from .cases import (
     COMPILED,
@@ -169,7 +169,8 @@ class Gemms:
 
     def __init__(self, shape: Shape) -> None:
         width = shape.hidden_size
-        steps = _helpers.chunk_length(0, shape.seq_len, shape.batch)
+        sizes = {"cell": "stochastic_gru", "input_size": width, "hidden_size": width}
+        steps = plan(sizes, (shape.seq_len, shape.batch, width), device="cpu").chunk_steps
         rows = steps * shape.batch  # of the op's products over several steps at once
         chunks, rest = divmod(shape.seq_len, steps)
         if rest:

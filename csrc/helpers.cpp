@@ -19,72 +19,95 @@ static const fusedrnn::Cell& cell_named(const std::string& name) {
   return *cell;
 }
 
-template <template <class> class Memory>
-static fusedrnn::WorkspaceBytes workspace_bytes_of(const std::string& dtype,
-                                                   const fusedrnn::Cell& cell,
-                                                   const fusedrnn::Sizes& sizes, bool bias,
-                                                   int64_t seq_len, int64_t batch, int64_t chunk,
-                                                   const fusedrnn::Plan& forward,
-                                                   const fusedrnn::Plan& backward) {
-  const auto of = [&](auto element) {
-    using T = decltype(element);
-    return fusedrnn::workspace_bytes<Memory<T>>(cell, sizes, bias, seq_len, batch, chunk, forward,
-                                                backward);
-  };
-  if (dtype == "float32") return of(float{});
-  if (dtype == "float64") return of(double{});
-  if (dtype == "bfloat16") return of(fusedrnn::BFloat16{});
-  if (dtype == "float16") return of(fusedrnn::Half{});
+// Calls f with a number of the dtype.
+template <class F>
+static auto dispatch_dtype(const std::string& dtype, const F& f) {
+  if (dtype == "float32") return f(float{});
+  if (dtype == "float64") return f(double{});
+  if (dtype == "bfloat16") return f(fusedrnn::BFloat16{});
+  if (dtype == "float16") return f(fusedrnn::Half{});
   throw py::value_error("fusedrnn: there is no " + dtype);
 }
 
-// The plan of one layer and direction.  gpu: compute capability, multiprocessors, bytes of shared
-// memory of a block; none for the CPU.  tf32: whether products of float32 may be rounded.
-static py::dict plan(const std::string& backend, const std::string& name, bool noise,
-                     int64_t input_size, int64_t hidden_size, int64_t latent_size,
-                     int64_t output_size, bool bias, int64_t seq_len, int64_t batch,
-                     const std::string& dtype, int64_t chunk_size,
-                     const std::optional<std::tuple<int, int, int64_t>>& gpu_facts, bool tf32) {
+// Name, compute capability, multiprocessors, bytes of shared memory of a block.
+using GpuFacts = std::tuple<std::string, int, int, int64_t>;
+using Strides = std::vector<std::vector<int64_t>>;
+
+// The plan of one layer and direction.  gpu: none for the CPU.  strides: of all weights of all
+// directions; none if they are contiguous.
+static py::dict plan(const std::string& name, bool noise, int64_t input_size, int64_t hidden_size,
+                     int64_t latent_size, int64_t output_size, bool bias, int64_t seq_len,
+                     int64_t batch, const std::string& dtype, int64_t chunk_size,
+                     int64_t workspace_bytes, const std::string& backend, bool by_flags,
+                     bool overlap, const std::optional<GpuFacts>& gpu_facts, bool tf32,
+                     const Strides& strides) {
   using namespace fusedrnn;
-  const Cell cell = noise ? cell_named(name) : without_noise(cell_named(name));
-  const Sizes sizes{input_size, hidden_size, latent_size, output_size};
   Gpu gpu{"", 0, 0, 0};
   if (gpu_facts) {
-    gpu = {"", std::get<0>(*gpu_facts), std::get<1>(*gpu_facts), std::get<2>(*gpu_facts)};
+    const auto& [gpu_name, capability, multiprocessors, shared_bytes] = *gpu_facts;
+    gpu = {gpu_name.c_str(), capability, multiprocessors, shared_bytes};
   }
-  const ChunkPlan& chunks = gpu_facts ? kGpuChunks : kCpuChunks;
-  const int64_t steps = chunks.length(chunk_size, seq_len, batch);
-  const int64_t element_bytes = dtype == "float64" ? 8 : dtype == "float32" ? 4 : 2;
-  const auto make = [&](Pass pass) {
-    return make_plan(pass, backend, cell, sizes, batch, steps, element_bytes,
-                     cuda::Exchange::Packets, gpu_facts ? &gpu : nullptr, tf32);
-  };
-  const Plan made = make(Pass::Forward), backward = make(Pass::Backward);
-  const auto workspace_bytes =
-      gpu_facts ? &workspace_bytes_of<cuda::Memory> : &workspace_bytes_of<cpu::Memory>;
-  const WorkspaceBytes workspace =
-      workspace_bytes(dtype, cell, sizes, bias, seq_len, batch, steps, made, backward);
-  py::dict result;
-  result["backend"] = made.is_persistent ? "persistent" : "stepwise";
-  result["backward"] = backward.is_persistent ? "persistent" : "stepwise";
-  result["reason"] = made.reason;
-  result["modelled_step_us"] = made.step_us;
-  result["chunk_steps"] = steps;
-  result["forward_workspace_bytes"] = workspace.forward;
-  result["backward_workspace_bytes"] = workspace.backward;
-  const cuda::PersistentPlan& kernel = made.persistent;
-  result["grid"] = made.is_persistent ? kernel.grid() : 0;
-  result["threads"] = made.is_persistent ? cuda::kPersistentThreads : 0;
-  result["weight_registers"] = made.is_persistent ? kernel.weight_registers() : 0;
-  result["shared_memory_bytes"] = made.is_persistent ? kernel.shared_bytes : 0;
-  return result;
+  Problem problem;
+  problem.cell = noise ? cell_named(name) : without_noise(cell_named(name));
+  problem.sizes = {input_size, hidden_size, latent_size, output_size};
+  problem.bias = bias;
+  problem.seq_len = seq_len;
+  problem.batch = batch;
+  problem.chunk_size = chunk_size;
+  problem.workspace_bytes = workspace_bytes;
+  problem.backend = backend;
+  problem.exchange = by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
+  problem.overlap = overlap;
+  problem.gpu = gpu_facts ? &gpu : nullptr;
+  problem.tf32 = tf32;
+  const auto layout = layer_layout(problem.cell, problem.sizes, bias);
+  for (size_t i = 0; i < strides.size(); ++i) {
+    const Parameter& p = layout[i % layout.size()];
+    if (strides[i].size() == 2) problem.see_weight(p, strides[i][0], strides[i][1]);
+  }
+
+  return dispatch_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    const auto fill = [&](auto memory) {
+      using Memory = decltype(memory);
+      const LayerPlan made = plan_layer<Memory>(problem);
+      const WorkspaceBytes workspace = WorkspaceCount<Memory>(problem, false)(made);
+      const bool is_persistent = made.forward.is_persistent;
+      const cuda::PersistentPlan& kernel = made.forward.persistent;
+      py::dict result;
+      result["backend"] = is_persistent ? "persistent" : "stepwise";
+      result["backward"] = made.backward.is_persistent ? "persistent" : "stepwise";
+      result["reason"] = reason(problem, made);
+      result["modelled_step_us"] = step_us(Pass::Forward, problem, made.forward);
+      result["chunk_steps"] = made.steps;
+      result["grid"] = is_persistent ? kernel.grid() : 0;
+      result["threads"] = is_persistent ? cuda::kPersistentThreads : 0;
+      result["weight_registers"] = is_persistent ? kernel.weight_registers() : 0;
+      result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
+      result["forward_workspace_bytes"] = workspace.forward;
+      result["backward_workspace_bytes"] = workspace.backward;
+      Problem counted = problem;
+      if (made.lacks_room) counted.backend = "stepwise";
+      result["most_workspace_bytes"] = WorkspaceBound<Memory>(counted, made.steps)(made.steps);
+      for (const bool recompute : {true, false}) {
+        const std::string end = recompute ? "_with_recompute" : "_without_recompute";
+        const int64_t saved = saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);
+        result[("saved_bytes" + end).c_str()] = saved;
+        result[("modelled_backward_us" + end).c_str()] =
+            backward_us(problem, made, sizeof(T), recompute);
+      }
+      return result;
+    };
+    return gpu_facts ? fill(cuda::Memory<T>{}) : fill(cpu::Memory<T>{});
+  });
 }
 
 PYBIND11_MODULE(_helpers, m) {
-  m.def("plan", &plan, py::arg("backend"), py::arg("cell"), py::arg("noise"), py::arg("input_size"),
+  m.def("plan", &plan, py::kw_only(), py::arg("cell"), py::arg("noise"), py::arg("input_size"),
         py::arg("hidden_size"), py::arg("latent_size"), py::arg("output_size"), py::arg("bias"),
         py::arg("seq_len"), py::arg("batch"), py::arg("dtype"), py::arg("chunk_size"),
-        py::arg("gpu"), py::arg("tf32"),
+        py::arg("workspace_bytes"), py::arg("backend"), py::arg("by_flags"), py::arg("overlap"),
+        py::arg("gpu"), py::arg("tf32"), py::arg("strides") = Strides{},
         "The plan of one layer and direction, by name of its fields.");
   m.def(
       "known_gpus",
@@ -92,11 +115,12 @@ PYBIND11_MODULE(_helpers, m) {
         py::dict gpus;
         for (const fusedrnn::Gpu& gpu : fusedrnn::kKnownGpus) {
           gpus[gpu.name] =
-              py::make_tuple(gpu.compute_capability, gpu.multiprocessors, gpu.shared_bytes);
+              GpuFacts{gpu.name, gpu.compute_capability, gpu.multiprocessors, gpu.shared_bytes};
         }
         return gpus;
       },
-      "Facts of GPUs by name: compute capability, multiprocessors, bytes of shared memory.");
+      "Facts of GPUs by name: name, compute capability, multiprocessors, bytes of shared memory "
+      "of a block.");
   m.def(
       "layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
@@ -123,21 +147,4 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
-  m.def(
-      "states",
-      [](const std::string& cell, int64_t seq_len, int64_t batch, int64_t chunk_size, bool cuda) {
-        const auto& plan = cuda ? fusedrnn::kGpuChunks : fusedrnn::kCpuChunks;
-        const int64_t chunk = plan.length(chunk_size, seq_len, batch);
-        return fusedrnn::has_state(cell_named(cell)) ? (seq_len + chunk - 1) / chunk : 0;
-      },
-      py::arg("cell"), py::arg("seq_len"), py::arg("batch"), py::arg("chunk_size"), py::arg("cuda"),
-      "How many states of a sequence are saved for backward beside the output.");
-  m.def(
-      "chunk_length",
-      [](int64_t requested, int64_t seq_len, int64_t batch, bool cuda) {
-        const auto& plan = cuda ? fusedrnn::kGpuChunks : fusedrnn::kCpuChunks;
-        return plan.length(requested, seq_len, batch);
-      },
-      py::arg("requested"), py::arg("seq_len"), py::arg("batch"), py::arg("cuda") = false,
-      "Steps per chunk of workspace; requested = 0 is automatic.");
 }

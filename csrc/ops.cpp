@@ -7,7 +7,6 @@ namespace fusedrnn {
 namespace {
 
 struct CpuPlatform {
-  static constexpr ChunkPlan kChunkPlan = kCpuChunks;
   CpuPlatform(const Tensor& /*input*/, bool /*replay*/) {}
   static const Gpu* gpu() { return nullptr; }
   static bool allows_tf32() { return false; }

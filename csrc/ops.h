@@ -1,7 +1,6 @@
 // What the operators do on every device: the one set of checks, allocation, dispatch on dtype.
 //
-// Platform is what a device adds, made anew for each call: the types Backend<T>, chunk_rows (see
-// plan.h), and
+// Platform is what a device adds, made anew for each call:
 //   Platform(input, replay)
 //   gpu()                        its facts for plans, or null
 //   allows_tf32()                whether products of float32 may be rounded to TF32
@@ -13,6 +12,7 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "driver.h"
@@ -47,8 +47,9 @@ struct Call {
   int64_t layer;
   int64_t first_step;  // where the sequence is a part of a longer one
   bool reverse;        // with one direction: that time runs backwards
-  int64_t chunk_size;
-  std::string backend;  // see planner.h
+  int64_t chunk_size, workspace_bytes;
+  std::string backend;  // for these see planner.h
+  bool by_flags, overlap;
 };
 
 // A call whose arguments are checked.  Everything that a kernel will read is known to be there
@@ -72,7 +73,7 @@ class Arguments {
                         (of_direction == with_bias || of_direction == without),
                     "fusedrnn: ", call.cell, " takes ", without, " weights, or ", with_bias,
                     " with biases, for each direction, got ", call.weights.size());
-    const bool has_bias = of_direction == with_bias;
+    has_bias_ = of_direction == with_bias;
     STD_TORCH_CHECK(call.cx.has_value() == has_state(), "fusedrnn: ", call.cell,
                     has_state() ? " needs cx" : " takes no cx");
     STD_TORCH_CHECK(!call.cx || call.cx->dim() == 3, "fusedrnn: cx must have 3 dimensions");
@@ -82,6 +83,11 @@ class Arguments {
                     "fusedrnn: reverse is for the second of two directions, alone");
     STD_TORCH_CHECK(call.chunk_size >= 0,
                     "fusedrnn: chunk_size must be 0 (automatic) or more, got ", call.chunk_size);
+    STD_TORCH_CHECK(call.workspace_bytes >= 0,
+                    "fusedrnn: workspace_bytes must be 0 (automatic) or more, got ",
+                    call.workspace_bytes);
+    STD_TORCH_CHECK(call.chunk_size == 0 || call.workspace_bytes == 0,
+                    "fusedrnn: chunk_size and workspace_bytes exclude each other");
     STD_TORCH_CHECK(
         call.backend == "auto" || call.backend == "stepwise" || call.backend == "persistent",
         "fusedrnn: backend must be auto, stepwise or persistent, got ", call.backend);
@@ -100,7 +106,7 @@ class Arguments {
       check("cx", *call.cx, {directions(), batch(), sizes_.hidden});
       cx_ = torch::stable::contiguous(*call.cx);
     }
-    layout_ = layer_layout(cell_, sizes_, has_bias);
+    layout_ = layer_layout(cell_, sizes_, has_bias_);
     for (size_t i = 0; i < call.weights.size(); ++i) {
       const Parameter& p = layout_[i % layout_.size()];
       if (p.columns == 0) {
@@ -135,22 +141,39 @@ class Arguments {
 
   // Of either direction.
   template <class Platform>
-  Plan plan(Pass pass, Platform& platform, int64_t element_bytes, bool by_flags) const {
-    const auto exchange = by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
-    const int64_t steps = Platform::kChunkPlan.length(call_.chunk_size, seq_len(), batch());
-    return make_plan(pass, call_.backend, cell_, sizes_, batch(), steps, element_bytes, exchange,
-                     platform.gpu(), platform.allows_tf32());
+  Problem problem(Platform& platform) const {
+    Problem p;
+    p.cell = cell_;
+    p.sizes = sizes_;
+    p.bias = has_bias_;
+    p.seq_len = seq_len();
+    p.batch = batch();
+    p.chunk_size = call_.chunk_size;
+    p.workspace_bytes = call_.workspace_bytes;
+    p.backend = call_.backend;
+    p.exchange = call_.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
+    p.overlap = call_.overlap;
+    p.gpu = platform.gpu();
+    p.tf32 = platform.allows_tf32();
+    for (size_t i = 0; i < call_.weights.size(); ++i) {
+      const Tensor& w = call_.weights[i];
+      if (w.dim() == 2) p.see_weight(layout_[i % layout_.size()], w.stride(0), w.stride(1));
+    }
+    return p;
   }
 
-  // One direction.  plan: chooses the steps per chunk where the caller does not.
+  // One direction, in chunks of so many steps; plan: of this pass.
   template <class T>
-  Layer<T> layer(const ChunkPlan& plan, int64_t direction) const {
+  Layer<T> layer(int64_t steps, const Plan& plan, int64_t direction) const {
     Layer<T> l{};
     l.cell = cell_;
     l.sizes = sizes_;
     l.seq_len = seq_len();
     l.batch = batch();
-    l.chunk = plan.length(call_.chunk_size, seq_len(), batch());
+    l.chunk = steps;
+    l.is_persistent = plan.is_persistent;
+    l.persistent = plan.persistent;
+    l.overlaps = plan.overlaps && l.chunks() > 1;
     l.input = sequence<T>(input_);
     if (call_.eps) {
       const Tensor& e = *call_.eps;
@@ -210,9 +233,8 @@ class Arguments {
   int64_t kept_numel() const {  // of a direction
     return seq_len() * batch() * kept_columns(cell_, sizes_);
   }
-  int64_t states_numel(const ChunkPlan& plan) const {  // of a direction
-    const int64_t chunk = plan.length(call_.chunk_size, seq_len(), batch());
-    return has_state() ? (seq_len() + chunk - 1) / chunk * state_numel() : 0;
+  int64_t states_numel(int64_t steps) const {  // of a direction, in chunks of so many steps
+    return has_state() ? (seq_len() + steps - 1) / steps * state_numel() : 0;
   }
   // Of one direction; its numbers lie back to back, and so do those of the directions.
   const std::vector<Parameter>& layout() const { return layout_; }
@@ -283,6 +305,7 @@ class Arguments {
   MaybeTensor cx_;
   Cell cell_;
   Sizes sizes_;
+  bool has_bias_;
   std::vector<Parameter> layout_;
   std::vector<int64_t> rows_at_;
 };
@@ -319,6 +342,9 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
   }
 }
 
+template <class Platform, class T>
+using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
+
 // -> output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, kept: the pre-activations for
 // backward, empty unless `keep`, states: those before each chunk, or empty.  P features of h, which
 // are the H of the cell unless it projects them.
@@ -327,11 +353,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
     MaybeTensor host_lengths, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
-    bool reverse, int64_t chunk_size, std::string backend, bool keep, bool replay, bool by_flags,
-    bool overlap) {
-  const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
-                        dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
-                        chunk_size, backend});
+    bool reverse, int64_t chunk_size, int64_t workspace_bytes, std::string backend, bool keep,
+    bool replay, bool by_flags, bool overlap) {
+  const Arguments args(
+      {cell,   input,      hx,      cx,         weights,         lengths,       host_lengths,
+       reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
+       layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
+       overlap});
   Platform platform(input, replay);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
@@ -339,11 +367,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const ScalarType dtype = input.scalar_type();
     const int64_t directions = args.directions(), batch = args.batch();
     const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
-    const Plan plan = args.plan(Pass::Forward, platform, sizeof(T), by_flags);
-    STD_TORCH_CHECK(backend != "persistent" || plan.is_persistent,
-                    "fusedrnn: backend='persistent' is not possible here: ", plan.reason);
+    const Problem asked = args.problem(platform);
+    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    STD_TORCH_CHECK(backend != "persistent" || plan.forward.is_persistent,
+                    "fusedrnn: backend='persistent' is not possible here: ", reason(asked, plan));
     const int64_t kept_numel = keep ? args.kept_numel() : 0;
-    const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
+    const int64_t states_numel = args.states_numel(plan.steps);
     // Of finished rows nothing is written.
     Tensor output = allocate(input, {args.seq_len(), batch, directions * width}, dtype,
                              "the output", args.has_lengths());
@@ -354,12 +383,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor states = allocate(input, {directions * states_numel}, kScalarType<A>,
                              "the states before each chunk");
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
-      Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
+      Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
       problem.output = pointer<T>(output) + d * width;
       problem.output_stride = directions * width;
-      problem.is_persistent = plan.is_persistent;
-      problem.persistent = plan.persistent;
-      problem.overlaps = overlap && problem.chunks() > 1 && leaves_room(plan, platform.gpu());
       if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
@@ -386,10 +412,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Weights weights, MaybeTensor lengths, MaybeTensor host_lengths, MaybeTensor reset,
     MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
     MaybeTensor mask_seed, int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size,
-    std::string backend, int64_t needs, bool replay, bool by_flags, bool overlap) {
-  const Arguments args({cell, input, hx, cx, weights, lengths, host_lengths, reset, eps, seed,
-                        dropout, zoneout, state_zoneout, mask_seed, layer, first_step, reverse,
-                        chunk_size, backend});
+    int64_t workspace_bytes, std::string backend, int64_t needs, bool replay, bool by_flags,
+    bool overlap) {
+  const Arguments args(
+      {cell,   input,      hx,      cx,         weights,         lengths,       host_lengths,
+       reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
+       layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
+       overlap});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
   const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
   args.check("output", output, {seq_len, batch, directions * width});
@@ -408,8 +437,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
-    const Plan plan = args.plan(Pass::Backward, platform, sizeof(T), by_flags);
-    const int64_t states_numel = args.states_numel(Platform::kChunkPlan);
+    Problem asked = args.problem(platform);
+    const int64_t state_numel = directions * args.state_numel();
+    if (states && state_numel > 0) asked.chunks = states->numel() / state_numel;
+    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    const int64_t states_numel = args.states_numel(plan.steps);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
       STD_TORCH_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> &&
                           t.is_contiguous() && t.device() == input.device(),
@@ -440,10 +472,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     if (grad_c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad_c_n);
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
-      Layer<T> problem = args.layer<T>(Platform::kChunkPlan, d);
-      problem.is_persistent = plan.is_persistent;
-      problem.persistent = plan.persistent;
-      problem.overlaps = overlap && problem.chunks() > 1 && leaves_room(plan, platform.gpu());
+      Layer<T> problem = args.layer<T>(plan.steps, plan.backward, d);
       problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
       problem.output_stride = directions * width;
       if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
@@ -492,7 +521,7 @@ constexpr const char* kForwardSchema =
     "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, str backend, bool keep, bool replay, "
+    "bool reverse, int chunk_size, int workspace_bytes, str backend, bool keep, bool replay, "
     "bool by_flags, bool overlap) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
@@ -500,7 +529,7 @@ constexpr const char* kBackwardSchema =
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
     "Tensor? host_lengths, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, str backend, int needs, bool replay, "
+    "bool reverse, int chunk_size, int workspace_bytes, str backend, int needs, bool replay, "
     "bool by_flags, bool overlap) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 

@@ -8,7 +8,6 @@ namespace {
 
 class CudaPlatform {
  public:
-  static constexpr ChunkPlan kChunkPlan = kGpuChunks;
   CudaPlatform(const Tensor& input, bool replay) : device_(input, replay) {}
   const Gpu* gpu() const { return &device_.gpu(); }
   bool allows_tf32() const { return device_.allows_tf32(); }

@@ -1,38 +1,27 @@
-// How long a chunk of time is, how its workspace is divided, and what a GPU has.  Pure functions of
-// sizes.
+// How long a chunk of time may be, how its workspace is divided, and what a GPU has.
 #pragma once
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace fusedrnn {
 
-// How many steps a chunk has.
+// Rows (steps x batch) of a chunk of which nobody says how long it is: within these bounds, as many
+// as let training hold half of the output's memory besides, in workspace and saved states.
 //
-// On the CPU the speed of time-parallel GEMMs is flat from 256 rows (steps x batch) on, while the
-// workspace grows with every row and leaves the cache.
-//
-// A GPU gains up to some 4,096 rows.  But a chunk of 1/32 of the sequence needs as much memory as
-// its whole output, so a chunk is no longer than that while it has 256 rows, and the workspace is
-// the smaller part of what training takes.  (Counted for 16 bits; with float it is a third.)
-struct ChunkPlan {
-  int64_t least_rows, most_rows, chunks;
-
-  // `requested` steps if positive
-  constexpr int64_t length(int64_t requested, int64_t seq_len, int64_t batch) const {
-    const auto steps_of = [batch](int64_t rows) {
-      return (rows + batch - 1) / std::max<int64_t>(batch, 1);
-    };
-    int64_t steps = requested;
-    if (requested <= 0) {
-      steps = std::min(steps_of(most_rows), (seq_len + chunks - 1) / chunks);
-      steps = std::max(steps, steps_of(least_rows));
-    }
-    return std::clamp<int64_t>(steps, 1, std::max<int64_t>(seq_len, 1));
-  }
+// On the CPU the speed of time-parallel GEMMs is flat from 256 rows on, while the workspace grows
+// with every row and leaves the cache.  A GPU gains up to some 4,096 rows.  One and a half times
+// the output is a quarter of what torch.nn.LSTM keeps: output, gates and cell states.
+struct ChunkRows {
+  int64_t least, most;
 };
-inline constexpr ChunkPlan kCpuChunks{256, 256, 1};
-inline constexpr ChunkPlan kGpuChunks{256, 4'096, 32};
+inline constexpr ChunkRows kCpuRows{256, 256}, kGpuRows{256, 4'096};
+
+// Products a second, in 10^12 operations (a multiply-add is two), without sparsity, of tensor cores
+// where there are any for the type.
+struct Tflops {
+  double of_16_bits = 0, tf32 = 0, float32 = 0, float64 = 0;
+};
 
 // What plans ask of a GPU.
 struct Gpu {
@@ -40,12 +29,36 @@ struct Gpu {
   int compute_capability;  // 10 major + minor
   int multiprocessors;
   int64_t shared_bytes;  // that one block may have
+  Tflops tflops{};       // see tflops_of()
 };
-// By their data sheets, and the table of compute capabilities in the CUDA C++ Programming Guide.
+// By their data sheets (SXM where there are several; float64 of L40S and RTX 4090 by the Ada GPU
+// Architecture whitepaper), and the table of compute capabilities in the CUDA C++ Programming
+// Guide.
 inline constexpr Gpu kKnownGpus[] = {
-    {"A100", 80, 108, 163 << 10},  {"H100", 90, 132, 227 << 10}, {"H200", 90, 132, 227 << 10},
-    {"B200", 100, 148, 227 << 10}, {"L40S", 89, 142, 99 << 10},  {"RTX 4090", 89, 128, 99 << 10},
+    {"A100", 80, 108, 163 << 10, {312, 156, 19.5, 19.5}},
+    {"H100", 90, 132, 227 << 10, {989.4, 494.7, 66.9, 66.9}},
+    {"H200", 90, 132, 227 << 10, {989.4, 494.7, 66.9, 66.9}},
+    {"B200", 100, 148, 227 << 10, {2250, 1125, 75, 37}},
+    {"L40S", 89, 142, 99 << 10, {362.05, 183, 91.6, 1.43}},
+    {"RTX 4090", 89, 128, 99 << 10, {165.2, 82.6, 82.6, 1.29}},
 };
+
+// Per multiprocessor those of the known GPU that its name names, else of one of its compute
+// capability; zeros if there is none.
+inline Tflops tflops_of(const Gpu& gpu) {
+  const Gpu* like = nullptr;
+  for (const Gpu& known : kKnownGpus) {
+    if (std::strstr(gpu.name, known.name) != nullptr) {
+      like = &known;
+      break;
+    }
+    if (like == nullptr && known.compute_capability == gpu.compute_capability) like = &known;
+  }
+  if (like == nullptr) return {};
+  const double part = double(gpu.multiprocessors) / like->multiprocessors;
+  const Tflops& all = like->tflops;
+  return {part * all.of_16_bits, part * all.tf32, part * all.float32, part * all.float64};
+}
 
 // That a GEMM may use on a GPU.  More serves one with few tiles to split its sum, which those over
 // a whole chunk do not need.

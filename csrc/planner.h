@@ -1,7 +1,11 @@
-// Which way a layer goes through its steps, and why; and how much memory that takes.
+// How a layer goes through its steps: how many at once, each pass in which way and why, in how much
+// memory, and how long that takes by a model.
 #pragma once
 #include <algorithm>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "cuda/persistent_backward_plan.h"
 #include "plan.h"
@@ -9,111 +13,325 @@
 
 namespace fusedrnn {
 
-struct Plan {
-  bool is_persistent = false;
-  cuda::PersistentPlan persistent;  // also of the way that is not gone
-  std::string reason;               // a sentence
-  double step_us = 0;               // of the recurrence on a GPU, by the model
+// What all of that follows from.
+struct Problem {
+  Cell cell{};
+  Sizes sizes{};
+  bool bias = true;
+  int64_t seq_len = 1, batch = 1;
+  int64_t chunk_size = 0;       // steps, and
+  int64_t workspace_bytes = 0;  // the most that a pass may take: as the caller wants it, or 0
+  int64_t chunks = 0;           // as many as forward has saved states, or 0
+  std::string backend;          // "auto", "stepwise" or "persistent"
+  cuda::Exchange exchange{};
+  bool overlap = false;      // whether there may be a second stream
+  const Gpu* gpu = nullptr;  // null for the CPU
+  bool tf32 = false;         // whether products of float32 may be rounded to TF32, now
+  // Whether a GEMM can read a weight where it lies, in each direction.
+  bool is_operand[kMaxProjections] = {true, true, true};
+
+  void see_weight(const Parameter& p, int64_t row_stride, int64_t column_stride) {
+    const Matrix<const char> weight{nullptr, p.rows, p.columns, row_stride, column_stride};
+    is_operand[p.projection] = is_operand[p.projection] && weight.is_operand();
+  }
 };
-
-// Microseconds that a stage of a step takes: of the model in docs/performance.md, not measured yet.
-// A persistent kernel's grow with the columns and with the rows of a group, a launched one's
-// hardly.
-constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
-
-inline double persistent_us(const cuda::PersistentPlan& plan) {
-  return kExchangeUs + kTileUs * plan.depth * plan.tiles;
-}
 
 enum class Pass { Forward, Backward };
 
-// backend: "auto", "stepwise" or "persistent".  gpu: null for the CPU.  For the rest see
-// plan_persistent.
-inline Plan make_plan(Pass pass, const std::string& backend, const Cell& cell, const Sizes& sizes,
-                      int64_t batch, int64_t steps, int64_t element_bytes, cuda::Exchange exchange,
-                      const Gpu* gpu, bool tf32) {
+// Of a pass.
+struct Plan {
+  bool is_persistent = false;
+  cuda::PersistentPlan persistent;  // also of the way that is not gone
+  bool overlaps = false;  // if there are several chunks, a second stream works beside the kernel
+};
+
+// Of both.
+struct LayerPlan {
+  int64_t steps = 1;  // of a chunk
+  Plan forward, backward;
+  bool lacks_room = false;  // for persistent kernels
+};
+
+// Microseconds that a stage of a step takes: of the model in docs/performance.md, not measured yet.
+// A persistent kernel's grow with the columns and with the rows of a group, and backward with the
+// gates, all of whose gradients are exchanged.  A launched one's hardly grow.
+constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
+// And what a GEMM over a whole chunk takes besides its arithmetic.
+constexpr double kGemmUs = 4.0;
+
+// Of all stages of a step.
+inline double persistent_us(Pass pass, const cuda::PersistentPlan& plan) {
+  double us = 0;
+  for (int s = 0; s < plan.num_stages; ++s) {
+    const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).projection_blocks;
+    us += kExchangeUs + kTileUs * gates * plan.depth * plan.tiles;
+  }
+  return us;
+}
+inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
+  if (problem.gpu == nullptr) return 0;
+  return plan.is_persistent ? persistent_us(pass, plan.persistent)
+                            : kLaunchedUs * problem.cell.num_stages;
+}
+
+inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, int64_t steps) {
   Plan plan;
-  if (gpu == nullptr) {
+  if (problem.gpu == nullptr) {
     plan.persistent.why_not = "There are such kernels for GPUs only.";
-  } else {
-    const auto make =
-        pass == Pass::Forward ? cuda::plan_persistent : cuda::plan_persistent_backward;
-    plan.persistent =
-        make(cell, sizes, std::max<int64_t>(batch, 1), steps, element_bytes, exchange, *gpu, tf32);
+    return plan;
   }
-  if (backend == "stepwise") {
-    plan.reason = "It was asked for.";
-  } else if (!plan.persistent.is_possible()) {
-    plan.reason = plan.persistent.why_not;
-  } else if (backend == "persistent") {
-    plan.is_persistent = true;
-    plan.reason = "It was asked for.";
-  } else {
-    plan.is_persistent = persistent_us(plan.persistent) < kLaunchedUs;
-    const std::string tiles = std::to_string(plan.persistent.tiles);
-    plan.reason = plan.is_persistent
-                      ? "The weights fit into the registers of " +
-                            std::to_string(plan.persistent.blocks) + " multiprocessors."
-                      : "Launched kernels are faster than a persistent one with " + tiles +
-                            " tiles of rows for each copy of the weights.";
-  }
-  if (gpu != nullptr) {
-    plan.step_us =
-        cell.num_stages * (plan.is_persistent ? persistent_us(plan.persistent) : kLaunchedUs);
-  }
+  const auto make = pass == Pass::Forward ? cuda::plan_persistent : cuda::plan_persistent_backward;
+  plan.persistent = make(problem.cell, problem.sizes, std::max<int64_t>(problem.batch, 1), steps,
+                         element_bytes, problem.exchange, *problem.gpu, problem.tf32);
+  plan.is_persistent = problem.backend != "stepwise" && plan.persistent.is_possible() &&
+                       (problem.backend == "persistent" ||
+                        persistent_us(pass, plan.persistent) < step_us(pass, problem, {}));
+  // One multiprocessor in so many is to be free for that.
+  constexpr int kFree = 4;
+  plan.overlaps = problem.overlap && plan.is_persistent &&
+                  kFree * (problem.gpu->multiprocessors - plan.persistent.grid()) >=
+                      problem.gpu->multiprocessors;
   return plan;
 }
 
-// Whether a second stream finds multiprocessors that the kernel for whole chunks leaves it.
-inline bool leaves_room(const Plan& plan, const Gpu* gpu) {
-  constexpr int kLeast = 4;  // one in so many is to be free
-  return plan.is_persistent &&
-         kLeast * (gpu->multiprocessors - plan.persistent.grid()) >= gpu->multiprocessors;
+// Why forward is what it is, in a sentence.
+inline std::string reason(const Problem& problem, const LayerPlan& plan) {
+  const cuda::PersistentPlan& persistent = plan.forward.persistent;
+  if (problem.backend == "stepwise") return "It was asked for.";
+  if (!persistent.is_possible()) return persistent.why_not;
+  if (problem.backend == "persistent") return "It was asked for.";
+  if (plan.lacks_room) return "A persistent kernel takes more memory than workspace_bytes.";
+  return plan.forward.is_persistent ? "The weights fit into the registers of " +
+                                          std::to_string(persistent.blocks) + " multiprocessors."
+                                    : "Launched kernels are faster than a persistent one with " +
+                                          std::to_string(persistent.tiles) +
+                                          " tiles of rows for each copy of the weights.";
 }
 
 struct WorkspaceBytes {
   int64_t forward, backward;
+  int64_t most() const { return std::max(forward, backward); }
 };
 
-// Of one layer and direction, with tensors as they come from torch and all gradients wanted.
-// Memory: the backend's types and sizes, cpu/memory.h or cuda/memory.h.
+// Counts the workspace of one direction.  Memory: the backend's types and sizes, cpu/memory.h or
+// cuda/memory.h.
 template <class Memory>
-WorkspaceBytes workspace_bytes(const Cell& cell, const Sizes& sizes, bool bias, int64_t seq_len,
-                               int64_t batch, int64_t chunk, const Plan& forward_plan,
-                               const Plan& backward_plan) {
+class WorkspaceCount {
+ public:
+  // All gradients wanted, and tensors as they come from torch; or, if for_any, whatever a call can
+  // have: input, eps and the output's gradient in strides that must be copied, lengths, resets.
+  WorkspaceCount(const Problem& problem, bool for_any) {
+    static T there{};  // nothing is read
+    static A sum{};
+    static const int64_t length{};
+    static const bool reset{};
+    const auto sequence = [&](int64_t width) -> Sequence<const T> {
+      if (for_any) return {&there, width, 0, 0, 0};
+      return {&there, width, problem.batch * width, width, 1};
+    };
+    const Cell& cell = problem.cell;
+    layer_.cell = cell;
+    layer_.sizes = problem.sizes;
+    layer_.seq_len = problem.seq_len;
+    layer_.batch = problem.batch;
+    layer_.input = sequence(problem.sizes.input);
+    if (for_any) {
+      const bool has_noise = std::any_of(cell.stages, cell.stages + cell.num_stages,
+                                         [](auto& s) { return s.kind == StageKind::Sample; });
+      if (has_noise) layer_.eps = sequence(problem.sizes.latent);
+      layer_.mask = {&length, &reset, problem.seq_len, problem.batch, 1};
+      layer_.dropout = 0.5;
+    }
+    for (int p = 0; p < cell.num_projections; ++p) {
+      const Projection& projection = cell.projections[p];
+      const int64_t rows = projection.blocks * problem.sizes[projection.to];
+      const int64_t columns = problem.sizes[projection.from];
+      layer_.weight[p] = Matrix<const T>::contiguous(&there, rows, columns);
+      if (!problem.is_operand[p]) layer_.weight[p].row_stride = layer_.weight[p].column_stride = 0;
+      gradients_.weight[p] = &sum;
+      if (!problem.bias || !projection.has_bias) continue;
+      layer_.bias[p] = {&there, 1, rows, rows, for_any ? 0 : 1};
+      gradients_.bias[p] = &sum;
+    }
+    gradients_.output = sequence(problem.sizes.output);
+    gradients_.h_n = gradients_.c_n = &there;
+    gradients_.input = gradients_.hx = gradients_.cx = gradients_.eps = &there;
+  }
+
+  WorkspaceBytes operator()(const LayerPlan& plan) {
+    layer_.chunk = plan.steps;
+    Arena forward, backward;
+    go(plan.forward);
+    typename Workspace<Memory>::Forward(layer_, forward);
+    go(plan.backward);
+    typename Workspace<Memory>::Backward(layer_, gradients_, backward);
+    return {forward.size_bytes(), backward.size_bytes()};
+  }
+
+ private:
   using T = typename Memory::T;
-  static T there{};  // nothing is read
-  const auto sequence = [&](int64_t width) {
-    return Sequence<const T>{&there, width, batch * width, width, 1};
+  using A = Acc<T>;
+
+  void go(const Plan& plan) {
+    layer_.is_persistent = plan.is_persistent;
+    if (plan.is_persistent) layer_.persistent = plan.persistent;
+    layer_.overlaps = plan.overlaps && layer_.chunks() > 1;
+  }
+
+  Layer<T> layer_{};
+  Gradients<T> gradients_{};
+};
+
+// What waits for backward beside input, weights and output, of one direction: the states before
+// each chunk, and without recompute the pre-activations.
+inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_bytes,
+                           bool recompute) {
+  const int64_t chunks = (problem.seq_len + steps - 1) / steps;
+  const int64_t states = has_state(problem.cell) ? chunks * problem.sizes.hidden : 0;
+  const int64_t kept = recompute ? 0 : problem.seq_len * kept_columns(problem.cell, problem.sizes);
+  return sum_bytes * problem.batch * (states + kept);
+}
+
+inline LayerPlan plan_steps(const Problem& problem, int64_t element_bytes, int64_t steps) {
+  return {steps, plan_pass(Pass::Forward, problem, element_bytes, steps),
+          plan_pass(Pass::Backward, problem, element_bytes, steps)};
+}
+
+// Counts the most that a pass can take, in chunks of `steps` and longer ones.
+template <class Memory>
+class WorkspaceBound {
+ public:
+  WorkspaceBound(const Problem& problem, int64_t steps)
+      : problem_(problem), plan_(plan_steps(problem, kElementBytes, steps)), count_(problem, true) {
+  }
+
+  int64_t operator()(int64_t steps) {
+    plan_.steps = steps;
+    // A persistent kernel may find the steps too many to count them.  That is no reason to go
+    // without it, so there is no limit that they stay within.
+    const bool same = stays(Pass::Forward, plan_.forward) & stays(Pass::Backward, plan_.backward);
+    return same ? count_(plan_).most() : INT64_MAX;
+  }
+
+ private:
+  static constexpr int64_t kElementBytes = sizeof(typename Memory::T);
+
+  // Whether it is the same way with plan_.steps; single steps are.
+  bool stays(Pass pass, Plan& plan) const {
+    if (!plan.is_persistent) return true;
+    plan = plan_pass(pass, problem_, kElementBytes, plan_.steps);
+    return std::exchange(plan.is_persistent, true);
+  }
+
+  const Problem& problem_;
+  LayerPlan plan_;
+  WorkspaceCount<Memory> count_;
+};
+
+// The fewest chunks, of about the same length, for which either pass stays within
+// problem.workspace_bytes whatever tensors a call has; without these, problem.chunk_size or
+// ChunkRows.
+//
+// Their number tells their length, so that backward gets it from the states that forward saved:
+// what it would find by itself depends on strides, and on whether TF32 is allowed.
+template <class Memory>
+LayerPlan plan_layer(const Problem& problem) {
+  using T = typename Memory::T;
+  const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
+  const int64_t batch = std::max<int64_t>(problem.batch, 1);
+  const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
+  int64_t least = 1, most = seq_len, limit = problem.workspace_bytes;
+  if (problem.chunk_size > 0) {
+    least = most = problem.chunk_size;
+  } else if (!is_limited) {
+    const ChunkRows& rows = problem.gpu == nullptr ? kCpuRows : kGpuRows;
+    least = (rows.least + batch - 1) / batch;
+    most = std::max(least, rows.most / batch);
+    limit = seq_len * batch * problem.sizes.output * int64_t(sizeof(T)) / 2;
+  }
+  least = std::min(least, seq_len);
+  most = std::min(most, seq_len);
+  const auto steps_of = [&](int64_t chunks) {
+    return std::max(least, (seq_len + chunks - 1) / chunks);
   };
-  Layer<T> layer{};
-  Gradients<T> gradients{};
-  layer.cell = cell;
-  layer.sizes = sizes;
-  layer.seq_len = seq_len;
-  layer.batch = batch;
-  layer.chunk = chunk;
-  layer.input = sequence(sizes.input);
-  layer.is_persistent = forward_plan.is_persistent;
-  layer.persistent = forward_plan.persistent;
-  gradients.output = sequence(sizes.output);
-  gradients.input = &there;
-  for (const Parameter& p : layer_layout(cell, sizes, bias)) {
-    if (p.columns != 0) {
-      layer.weight[p.projection] = Matrix<const T>::contiguous(&there, p.rows, p.columns);
+  if (problem.chunks > 0) least = most = steps_of(problem.chunks);
+  if (!is_limited && least == most) return plan_steps(problem, sizeof(T), least);
+
+  WorkspaceBound<Memory> bound(problem, least);
+  const int64_t needed = bound(least);
+  if (is_limited && needed > limit) {
+    Problem stepwise = problem;
+    stepwise.backend = "stepwise";
+    if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, least)(least) < needed) {
+      LayerPlan plan = plan_layer<Memory>(stepwise);
+      plan.lacks_room = true;
+      return plan;
+    }
+    throw std::runtime_error(
+        "fusedrnn: workspace_bytes must be at least " + std::to_string(needed) +
+        " for a layer with an input of (" + std::to_string(seq_len) + ", " + std::to_string(batch) +
+        ", " + std::to_string(problem.sizes.input) + "), got " + std::to_string(limit));
+  }
+  const auto fits = [&](int64_t steps) {
+    const int64_t bytes = bound(steps);
+    if (is_limited || bytes > limit) return bytes <= limit;
+    // More steps are more workspace and fewer states to save.
+    const int64_t states = saved_bytes(problem, steps, sizeof(Acc<T>), true);
+    return bytes <= std::max(states, limit - states);
+  };
+  int64_t longest = least;
+  while (longest < most) {
+    const int64_t middle = longest + (most - longest + 1) / 2;
+    if (fits(middle)) {
+      longest = middle;
     } else {
-      layer.bias[p.projection] = Matrix<const T>::contiguous(&there, 1, p.rows);
-      static Acc<T> sum{};
-      gradients.bias[p.projection] = &sum;
+      most = middle - 1;
     }
   }
-  using Space = Workspace<Memory>;
-  Arena forward, backward;
-  typename Space::Forward(layer, forward);
-  layer.is_persistent = backward_plan.is_persistent;
-  layer.persistent = backward_plan.persistent;
-  typename Space::Backward(layer, gradients, backward);
-  return {forward.size_bytes(), backward.size_bytes()};
+  return plan_steps(problem, sizeof(T), steps_of((seq_len + longest - 1) / longest));
+}
+
+// Microseconds of backward over the whole sequence, by the model: the steps, and GEMMs over whole
+// chunks at the rate of the data sheet.  0 on the CPU and where the rate is not known.
+inline double backward_us(const Problem& problem, const LayerPlan& plan, int64_t element_bytes,
+                          bool recompute) {
+  if (problem.gpu == nullptr) return 0;
+  const Tflops all = tflops_of(*problem.gpu);
+  const double tflops = element_bytes == 8   ? all.float64
+                        : element_bytes == 2 ? all.of_16_bits
+                        : problem.tf32       ? all.tf32
+                                             : all.float32;
+  if (tflops == 0) return 0;
+  const Cell& cell = problem.cell;
+  const Sizes& sizes = problem.sizes;
+  double products = 0;  // multiply-adds for each row
+  int64_t gemms = 0;    // for each chunk
+  const auto add = [&](int64_t columns, Width from, int64_t count = 1) {
+    products += double(columns) * sizes[from];
+    gemms += count;
+  };
+  const auto columns_of = [&](int blocks, int s) {
+    return blocks * sizes[cell.projections[cell.stages[s].projection].to];
+  };
+  const int core = fusedrnn::core(cell);
+  const StageTraits of_core = traits(cell.stages[core].kind);
+  const int64_t side = columns_of(of_core.side_blocks, core);
+  const int64_t parts =
+      of_core.shared_blocks < of_core.side_blocks ? 2 : 1;  // what is shared, rest
+  add(side, Width::Input, parts);                           // of the input's weight
+  add(side, Width::Input, parts);                           // of the input
+  if (recompute) add(side, Width::Input, parts);            // the input's projection again
+  for (int s = 0; s < cell.num_stages; ++s) {
+    const CellStage& stage = cell.stages[s];
+    const int64_t columns = columns_of(traits(stage.kind).projection_blocks, s);
+    const Width from = cell.projections[stage.projection].from;
+    add(columns, from);
+    if (recompute && s <= core) add(columns, from);
+  }
+  const int64_t chunks = (problem.seq_len + plan.steps - 1) / plan.steps;
+  const double steps_us = double(problem.seq_len) * step_us(Pass::Backward, problem, plan.backward);
+  const double rows = double(problem.seq_len) * problem.batch;
+  return steps_us + double(chunks * gemms) * kGemmUs + 2 * rows * products / (1e6 * tflops);
 }
 
 }  // namespace fusedrnn

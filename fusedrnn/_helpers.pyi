@@ -1,6 +1,7 @@
+from collections.abc import Sequence
 from typing import Any
 
-Gpu = tuple[int, int, int]
+Gpu = tuple[str, int, int, int]
 
 def layout(
     cell: str,
@@ -13,10 +14,8 @@ def layout(
     bias: bool,
 ) -> list[tuple[str, int, tuple[int, ...]]]: ...
 def kept_columns(cell: str, hidden_size: int, latent_size: int, noise: bool) -> int: ...
-def chunk_length(requested: int, seq_len: int, batch: int, cuda: bool = False) -> int: ...
-def states(cell: str, seq_len: int, batch: int, chunk_size: int, cuda: bool) -> int: ...
 def plan(
-    backend: str,
+    *,
     cell: str,
     noise: bool,
     input_size: int,
@@ -28,7 +27,12 @@ def plan(
     batch: int,
     dtype: str,
     chunk_size: int,
+    workspace_bytes: int,
+    backend: str,
+    by_flags: bool,
+    overlap: bool,
     gpu: Gpu | None,
     tf32: bool,
+    strides: Sequence[Sequence[int]] = ...,
 ) -> dict[str, Any]: ...
 def known_gpus() -> dict[str, Gpu]: ...

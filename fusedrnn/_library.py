@@ -73,6 +73,23 @@ cuda_obstacle = _load_cuda()
 _NEEDS_INPUT, _NEEDS_HX, _NEEDS_CX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
 
 
+def gpu_facts(device: torch.device) -> _helpers.Gpu | None:
+    """What plans ask of a device; None if that is no GPU."""
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available():  # a tracer may speak of one
+        return "", 0, 0, 0
+    facts = torch.cuda.get_device_properties(device)
+    shared_bytes = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return facts.name, 10 * facts.major + facts.minor, facts.multi_processor_count, shared_bytes
+
+
+def plan_layer(gpu: _helpers.Gpu | None, **problem: Any) -> dict[str, Any]:
+    """What the operators make of a layer: see csrc/planner.h."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # allow_tf32 may raise an error
+    return _helpers.plan(gpu=gpu, tf32=tf32, **problem)
+
+
 @torch.compiler.assume_constant_result
 def layout(
     cell: str,
@@ -128,6 +145,7 @@ def run_layer(
     first_step: int = 0,
     reverse: bool = False,
     chunk_size: int,
+    workspace_bytes: int = 0,
     recompute: bool,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,14 +156,14 @@ def run_layer(
     projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the
     counter of the first direction's noise is ``layer``. A part of a sequence has the noise of its
     place from ``first_step`` on. ``reverse``: the one direction there is runs backwards.
-    ``chunk_size`` 0 is automatic.
+    ``chunk_size`` and ``workspace_bytes`` 0 are automatic.
     """
     keep = (
         not recompute
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
-    options = (layer, first_step, reverse, chunk_size, backend, keep)
+    options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
     *probabilities, mask_seed = dropout
     tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
     output, h_n, c_n, _, _ = _Layer.apply(cell, *tensors, *probabilities, *options, *weights)
@@ -188,13 +206,14 @@ class _Layer(torch.autograd.Function):
         first_step: int,
         reverse: bool,
         chunk_size: int,
+        workspace_bytes: int,
         backend: str,
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
-        options = (layer, first_step, reverse, chunk_size, backend, keep)
+        options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
         switches = (replay_chunks, exchange_by_flags, overlap_chunks)
         return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options, *switches)
 
@@ -202,8 +221,8 @@ class _Layer(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.cell, *tensors = inputs[:10]
         ctx.probabilities = inputs[10:13]
-        *ctx.options, keep = inputs[13:19]
-        weights = inputs[19:]
+        *ctx.options, keep = inputs[13:20]
+        weights = inputs[20:]
         out, _, _, kept, states = output
         ctx.mark_non_differentiable(kept, states)
         ctx.set_materialize_grads(False)
@@ -223,7 +242,7 @@ class _Layer(torch.autograd.Function):
         input, hx, cx, eps, seed, *masks, mask_seed, output, kept, states = saved[:12]
         weights = list(saved[12:])
         need_input, need_hx, need_cx, need_eps = ctx.needs_input_grad[1:5]
-        need_weights = ctx.needs_input_grad[19:]
+        need_weights = ctx.needs_input_grad[20:]
         cotangents = (grad_output, grad_h_n, grad_c_n)
         if all(grad is None for grad in cotangents):
             return (None,) * len(ctx.needs_input_grad)
@@ -257,7 +276,7 @@ class _Layer(torch.autograd.Function):
             grad_hx if need_hx else None,
             grad_cx if need_cx else None,
             grad_eps if need_eps else None,
-            *(None,) * 14,
+            *(None,) * 15,
             *grad_weights,
         )
 
@@ -301,6 +320,7 @@ def _(  # type: ignore[no-untyped-def]
     first_step,
     reverse,
     chunk_size,
+    workspace_bytes,
     backend,
     keep,
     replay,
@@ -313,7 +333,28 @@ def _(  # type: ignore[no-untyped-def]
     latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
     columns = _helpers.kept_columns(cell, hidden_size, latent_size, has_noise) if keep else 0
-    states = 0 if cx is None else _helpers.states(cell, seq_len, batch, chunk_size, input.is_cuda)
+    states = 0
+    if cx is not None:
+        made = plan_layer(
+            gpu_facts(input.device),
+            cell=cell,
+            noise=has_noise,
+            input_size=input.shape[2],
+            hidden_size=hidden_size,
+            latent_size=latent_size,
+            output_size=output_size,
+            bias=any(w.dim() == 1 for w in weights),
+            seq_len=seq_len,
+            batch=batch,
+            dtype=str(input.dtype).removeprefix("torch."),
+            chunk_size=chunk_size,
+            workspace_bytes=workspace_bytes,
+            backend=backend,
+            by_flags=by_flags,
+            overlap=overlap,
+            strides=[w.stride() for w in weights],
+        )
+        states = -(-seq_len // made["chunk_steps"])
     accumulate_in = torch.promote_types(input.dtype, torch.float32)
     return (
         input.new_empty(seq_len, batch, directions * output_size),
@@ -350,6 +391,7 @@ def _(  # type: ignore[no-untyped-def]
     first_step,
     reverse,
     chunk_size,
+    workspace_bytes,
     backend,
     needs,
     replay,

@@ -39,7 +39,7 @@ _TO_TORCH: Counterparts = {
 _TORCH_NAMES = ("RNN", "GRU", "LSTM", "RNNCell", "GRUCell", "LSTMCell")
 
 # Options that change memory and time but no result: what lacks them can still take the place.
-_COST_ONLY = ("recompute", "chunk_size", "backend")
+_COST_ONLY = ("recompute", "chunk_size", "workspace_bytes", "backend")
 
 # What every module has besides tensors and submodules: the training mode and hooks of all kinds.
 _STATE = tuple(n for n in vars(nn.Module()) if n not in ("_parameters", "_buffers", "_modules"))
@@ -144,9 +144,9 @@ def to_torch(module: M) -> tuple[M, ConversionReport]:
     """Replaces every fusedrnn.GRU, LSTM, GRUCell and LSTMCell in a model by torch.nn's.
 
     The way back of :func:`convert`: in place, with the same Parameters. ``recompute``,
-    ``chunk_size`` and ``backend`` have no counterpart; the report says where they were lost. A
-    StochasticGRU is kept, because torch has none. Calls with ``lengths`` or ``reset`` raise a
-    TypeError afterwards, because torch's modules do not take them.
+    ``chunk_size``, ``workspace_bytes`` and ``backend`` have no counterpart; the report says where
+    they were lost. A StochasticGRU is kept, because torch has none. Calls with ``lengths`` or
+    ``reset`` raise a TypeError afterwards, because torch's modules do not take them.
 
     Args:
         module: As for :func:`convert`.

@@ -46,6 +46,7 @@ def stochastic_gru(
     sample: bool = True,
     recompute: bool = True,
     chunk_size: int | None = None,
+    workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> tuple[S, Tensor]:
     r"""Applies a stack of stochastic GRU layers; see :class:`fusedrnn.StochasticGRU`.
@@ -82,8 +83,11 @@ def stochastic_gru(
             for every chunk size.
         sample: if False, z = loc, and no eps, seed or generator may be given.
         recompute: if False, pre-activations (4H + 2Z numbers per step and batch entry) are kept
-            for backward rather than computed again: more memory, less time, same gradients.
+            for backward rather than computed again: more memory, less time, same gradients.  See
+            :class:`fusedrnn.GRU` for when that pays.
         chunk_size: steps per chunk of workspace.  None chooses; more is more memory.
+        workspace_bytes: most bytes of workspace, in the place of ``chunk_size``; see
+            :class:`fusedrnn.GRU`.
         backend: see :class:`fusedrnn.GRU`.
 
     Returns:
@@ -92,7 +96,8 @@ def stochastic_gru(
 
     Raises:
         ValueError: for a wrong rank or dtype, or arguments that exclude each other.
-        RuntimeError: for a wrong shape or device, or an empty sequence.
+        RuntimeError: for a wrong shape or device, an empty sequence, or ``workspace_bytes`` that
+            are too few for one step.
         TypeError: for an argument of a wrong type.
     """
     noise = _Noise(eps, seed, generator, sample)
@@ -111,6 +116,7 @@ def stochastic_gru(
         reset,
         recompute,
         chunk_size,
+        workspace_bytes,
         backend,
     )
     output, h_n, _ = _run("stochastic_gru", input, weights, hx, None, options, noise)
@@ -135,6 +141,7 @@ def gru(
     reset: Tensor | None = None,
     recompute: bool = True,
     chunk_size: int | None = None,
+    workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> tuple[S, Tensor]:
     r"""Applies a stack of gated recurrent units, as torch.nn.GRU; see :class:`fusedrnn.GRU`.
@@ -159,6 +166,7 @@ def gru(
         reset,
         recompute,
         chunk_size,
+        workspace_bytes,
         backend,
     )
     output, h_n, _ = _run("gru", input, weights, hx, None, options, _Noise())
@@ -184,6 +192,7 @@ def lstm(
     reset: Tensor | None = None,
     recompute: bool = True,
     chunk_size: int | None = None,
+    workspace_bytes: int | None = None,
     backend: str = "auto",
 ) -> tuple[S, tuple[Tensor, Tensor]]:
     r"""Applies a stack of long short-term memories, as torch.nn.LSTM; see :class:`fusedrnn.LSTM`.
@@ -219,6 +228,7 @@ def lstm(
         reset,
         recompute,
         chunk_size,
+        workspace_bytes,
         backend,
     )
     cell = "projected_lstm" if proj_size else "lstm"
@@ -264,13 +274,17 @@ class _Options(NamedTuple):
     reset: Tensor | None
     recompute: bool
     chunk_size: int | None
+    workspace_bytes: int | None
     backend: str
 
     def check(self, has_state: bool) -> None:
-        if not isinstance(self.chunk_size, int | None) or isinstance(self.chunk_size, bool):
-            raise TypeError(f"fusedrnn: chunk_size must be an int or None, got {self.chunk_size!r}")
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ValueError(f"fusedrnn: chunk_size must be at least 1, got {self.chunk_size}")
+        for name in ("chunk_size", "workspace_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int | None) or isinstance(value, bool):
+                raise TypeError(f"fusedrnn: {name} must be an int or None, got {value!r}")
+            if value is not None and value < 1:
+                raise ValueError(f"fusedrnn: {name} must be at least 1, got {value}")
+        check_exclusive(self.chunk_size, self.workspace_bytes)
         check_backend(self.backend)
         layers = self.num_layers
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
@@ -283,6 +297,18 @@ class _Options(NamedTuple):
         """Of h, and of the state beside it."""
         h, state = self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout,) * 2
         return h, state
+
+
+def check_exclusive(chunk_size: int | None, workspace_bytes: int | None) -> None:
+    """
+    Raises:
+        ValueError: Both are given.
+    """
+    if chunk_size is not None and workspace_bytes is not None:
+        raise ValueError(
+            f"fusedrnn: chunk_size and workspace_bytes exclude each other, got {chunk_size} and "
+            f"{workspace_bytes}"
+        )
 
 
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -421,6 +447,7 @@ def _run_padded(
         seed,
         _library.Dropout(options.dropout if options.training else 0.0, *zoneout, seed=mask_seed),
         options.chunk_size or 0,
+        options.workspace_bytes or 0,
         options.recompute,
         options.backend,
     )

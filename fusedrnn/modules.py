@@ -45,6 +45,7 @@ class RNNBase(FlatModule):
         return_sequence: bool,
         recompute: bool,
         chunk_size: int | None,
+        workspace_bytes: int | None,
         backend: str,
         device: Device,
         dtype: torch.dtype | None,
@@ -66,6 +67,10 @@ class RNNBase(FlatModule):
         self.bidirectional = _flag("bidirectional", bidirectional)
         self.recompute = _flag("recompute", recompute)
         self.chunk_size = None if chunk_size is None else _positive_int("chunk_size", chunk_size)
+        self.workspace_bytes = (
+            None if workspace_bytes is None else _positive_int("workspace_bytes", workspace_bytes)
+        )
+        functional.check_exclusive(chunk_size, workspace_bytes)
         functional.check_backend(backend)
         self.backend = backend
         if dropout > 0 and num_layers == 1:
@@ -109,6 +114,7 @@ class RNNBase(FlatModule):
             "training": self.training,
             "recompute": self.recompute,
             "chunk_size": self.chunk_size,
+            "workspace_bytes": self.workspace_bytes,
             "backend": self.backend,
         }
 
@@ -139,6 +145,7 @@ class RNNBase(FlatModule):
             return_sequence=True,
             recompute=True,
             chunk_size=None,
+            workspace_bytes=None,
             backend="auto",
         )
 
@@ -179,10 +186,22 @@ class GRU(RNNBase):
             memory for about the square root of seq_len steps: states are kept here and there, and
             backward goes through the steps between them again. With two directions and several
             layers this holds for the last layer; those below keep their output.
-        recompute: False keeps the pre-activations for backward instead of computing them again:
-            more memory, less work.
-        chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
-            the sizes if None.
+        recompute: False keeps the pre-activations for backward instead of computing them again,
+            with the same results: 4 * hidden_size numbers of float32 for each step and row (float64
+            if that is the dtype). With the output that is 5 times its memory in float32 and 9 times
+            in 16 bits. It saves two sevenths of the matrix products of a training step with as many
+            inputs as units, and pays where memory is not the limit and these are most of the time:
+            on the CPU, a fifth of the time (bench/results/cpu.md), and on a GPU for large batches;
+            for small ones most of the time goes into the steps, which stay. :func:`fusedrnn.plan`
+            says both for given sizes.
+        chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
+            is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
+            256 to 4,096 of them, as many as let training hold half of the output's memory besides.
+        workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
+            layer and direction, one of which is at work at a time: chunks are as few as that
+            allows, and never more is taken. If one step takes more, a call raises a RuntimeError
+            that says how many bytes. Not counted are the output, what is saved for backward, and
+            gradients. Not both this and ``chunk_size``.
         backend: How a GPU goes through the steps. "stepwise" is a matrix product and a kernel for
             each stage of each step; "persistent" is one kernel for a whole chunk, with the weights
             kept on chip, for tensors of 16 bits, and of float32 where torch allows TF32
@@ -204,7 +223,8 @@ class GRU(RNNBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive, or dropout is no probability.
+        ValueError: A size is not positive, dropout is no probability, or both chunk_size and
+            workspace_bytes are given.
         RuntimeError: The dtype is not supported.
 
     Example::
@@ -234,6 +254,7 @@ class GRU(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        workspace_bytes: int | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -249,6 +270,7 @@ class GRU(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            workspace_bytes=workspace_bytes,
             backend=backend,
             device=device,
             dtype=dtype,
@@ -313,8 +335,9 @@ class LSTM(RNNBase):
 
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-        weight_dropout, return_sequence, recompute, chunk_size, backend, device, dtype: As for
+        weight_dropout, return_sequence, chunk_size, workspace_bytes, backend, device, dtype: As for
         :class:`GRU`.
+        recompute: As for :class:`GRU`, with the same numbers, for a quarter of the time on the CPU.
         proj_size: Features of h, fewer than hidden_size, if they are projected, or 0.
         zoneout: As for :class:`GRU`, of h and c alike, or a pair: of h, and of c.
 
@@ -360,6 +383,7 @@ class LSTM(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        workspace_bytes: int | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -376,6 +400,7 @@ class LSTM(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            workspace_bytes=workspace_bytes,
             backend=backend,
             device=device,
             dtype=dtype,
@@ -454,11 +479,11 @@ class StochasticGRU(RNNBase):
             outputs of both stand side by side.
         zoneout, weight_dropout, return_sequence: As for :class:`GRU`; recurrent are both
             ``weight_zh`` and ``weight_hz``.
-        recompute: False keeps the intermediates of the forward pass for backward instead of
-            computing them again: more memory, less work.
-        chunk_size: Time steps that are worked on at once, which bounds the workspace; chosen from
-            the sizes if None. Has no influence on which noise is drawn.
-        backend: As for :class:`GRU`.
+        recompute: As for :class:`GRU`, with 4 * hidden_size + 2 * latent_size numbers: with the
+            output and a latent of hidden_size, 7 times its memory in float32 and 13 times in 16
+            bits, for a quarter of the time on the CPU.
+        chunk_size, workspace_bytes, backend: As for :class:`GRU`. Neither has an influence on which
+            noise is drawn.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
             None.
 
@@ -477,7 +502,7 @@ class StochasticGRU(RNNBase):
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
-        ValueError: A size is not positive.
+        ValueError: A size is not positive, or both chunk_size and workspace_bytes are given.
         RuntimeError: The dtype is not supported.
 
     Example::
@@ -506,6 +531,7 @@ class StochasticGRU(RNNBase):
         return_sequence: bool = True,
         recompute: bool = True,
         chunk_size: int | None = None,
+        workspace_bytes: int | None = None,
         backend: str = "auto",
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -524,6 +550,7 @@ class StochasticGRU(RNNBase):
             return_sequence=return_sequence,
             recompute=recompute,
             chunk_size=chunk_size,
+            workspace_bytes=workspace_bytes,
             backend=backend,
             device=device,
             dtype=dtype,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from . import _helpers
+from . import _helpers, _library
 from .functional import check_dtype
 from .modules import GRU, LSTM, RNNBase, StochasticGRU
 
@@ -47,12 +47,25 @@ class Plan:
     """Memory that forward takes besides its results, whatever the length of the sequence."""
     backward_workspace_bytes: int
     """The same of backward, besides the gradients."""
+    most_workspace_bytes: int
+    """The most that either can take: with lengths and resets, and tensors in strides that it has to
+    copy. What ``workspace_bytes=`` limits."""
+    saved_bytes_with_recompute: int
+    """What waits for backward besides input, weights and output: of an LSTM, its states before each
+    chunk."""
+    modelled_backward_us_with_recompute: float
+    """Microseconds that backward takes for the whole sequence, by the same model; 0 on the CPU, and
+    on a GPU that is not one of those below nor of the compute capability of one."""
+    saved_bytes_without_recompute: int
+    """With the pre-activations besides, which ``recompute=False`` keeps."""
+    modelled_backward_us_without_recompute: float
+    """The same without the matrix products for these."""
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
-            text = f"{value:.1f}" if isinstance(value, float) else f"{value:,}"
+            text = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
             lines.append(f"  {field.name.replace('_', ' ')}: {text}")
         return "\n".join(lines)
 
@@ -68,9 +81,9 @@ def plan(
     """How a module would run, on a GPU that need not be there.
 
     Args:
-        module: A GRU, an LSTM or a StochasticGRU; its ``backend`` and ``chunk_size`` count. Or what
-            one is made of: ``cell`` ("gru", "lstm", "stochastic_gru") and the constructor's
-            arguments by name.
+        module: A GRU, an LSTM or a StochasticGRU; its ``backend``, ``chunk_size`` and
+            ``workspace_bytes`` count. Or what one is made of: ``cell`` ("gru", "lstm",
+            "stochastic_gru") and the constructor's arguments by name.
         input_shape: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
             or (seq_len, input_size).
         dtype: Of the tensors; the module's if None. Under autocast, that of autocast. Of float32
@@ -88,8 +101,8 @@ def plan(
     Raises:
         TypeError: ``module`` is none of fusedrnn's.
         ValueError: The cell, the shape, the dtype or the device is not one of those above.
-        RuntimeError: There is no such CUDA device, or the module's backend is "persistent" and that
-            is not possible.
+        RuntimeError: There is no such CUDA device, the module's backend is "persistent" and that
+            is not possible, or its ``workspace_bytes`` are too few for chunks of one step.
 
     Example::
 
@@ -124,21 +137,23 @@ def plan(
     widest = module.input_size
     if module.num_layers > 1:
         widest = max(widest, directions * output_size)
-    made = _helpers.plan(
-        module.backend,
-        module._table_name,
-        sample,
-        widest,
-        module.hidden_size,
-        getattr(module, "latent_size", 0),
-        output_size,
-        module.bias,
-        seq_len,
-        batch,
-        str(dtype).removeprefix("torch."),
-        module.chunk_size or 0,
+    made = _library.plan_layer(
         _gpu(device),
-        torch.backends.cuda.matmul.fp32_precision == "tf32",  # allow_tf32 raises where both are set
+        cell=module._table_name,
+        noise=sample,
+        input_size=widest,
+        hidden_size=module.hidden_size,
+        latent_size=getattr(module, "latent_size", 0),
+        output_size=output_size,
+        bias=module.bias,
+        seq_len=seq_len,
+        batch=batch,
+        dtype=str(dtype).removeprefix("torch."),
+        chunk_size=module.chunk_size or 0,
+        workspace_bytes=module.workspace_bytes or 0,
+        backend=module.backend,
+        by_flags=_library.exchange_by_flags,
+        overlap=_library.overlap_chunks,
     )
     if module.backend == "persistent" != made["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
@@ -163,6 +178,4 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
         )
     if not torch.cuda.is_available():
         raise RuntimeError(f"fusedrnn: there is no {where} on this machine")
-    facts = torch.cuda.get_device_properties(where)
-    shared_bytes = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return 10 * facts.major + facts.minor, facts.multi_processor_count, shared_bytes
+    return _library.gpu_facts(where)

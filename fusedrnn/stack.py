@@ -57,6 +57,7 @@ class Stack(NamedTuple):
     seed: Tensor | None
     dropout: Dropout
     chunk_size: int
+    workspace_bytes: int
     recompute: bool
     backend: str
     first_step: int = 0
@@ -112,6 +113,7 @@ class Stack(NamedTuple):
             first_step=self.first_step,
             reverse=reverse,
             chunk_size=self.chunk_size,
+            workspace_bytes=self.workspace_bytes,
             recompute=self.recompute,
             backend=self.backend,
         )

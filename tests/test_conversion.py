@@ -436,6 +436,8 @@ def test_lost_options_are_reported():
     _, report = to_torch(nn.Sequential(fusedrnn.GRU(5, 7, recompute=False, chunk_size=3)))
     assert report.replaced[0].lost == ("recompute=False", "chunk_size=3")
     assert str(report).endswith("torch.nn.GRU(5, 7) (without recompute=False, chunk_size=3)")
+    _, report = to_torch(nn.Sequential(fusedrnn.LSTM(5, 7, workspace_bytes=2**20)))
+    assert report.replaced[0].lost == ("workspace_bytes=1048576",)
 
 
 def test_only_modules_are_taken():

@@ -13,7 +13,7 @@ from emulator import FOLDER, build_sanitized
 from test_behaviour import allocations
 
 import fusedrnn
-from fusedrnn import _helpers, _library
+from fusedrnn import _library
 
 # Ten chunks and a short one; widths with and without whole groups of four.
 LONG = Case(seq_len=41, batch=3, hidden_size=12, latent_size=6, chunk_size=4, dtype=torch.float32)
@@ -166,24 +166,6 @@ def test_only_what_is_returned_or_kept_grows_with_the_sequence(emulator, dtype, 
 
 def forward_of(arguments, case):
     return arguments.call(fusedrnn, **case.options)[0]
-
-
-@pytest.mark.parametrize(
-    ("requested", "seq_len", "batch", "steps"),
-    [
-        (0, 1024, 16, 32),  # 1/32 of the sequence
-        (0, 1024, 4, 64),  # but not below 256 rows
-        (0, 1000, 100, 32),  # rounded up,
-        (0, 20, 3, 20),  # never longer than the sequence,
-        (0, 1_000_000, 1, 4096),  # and 4096 rows at most
-        (0, 1_000_000, 100, 41),
-        (0, 50, 100_000, 1),
-        (7, 1024, 16, 7),  # as the caller wants it
-        (5000, 1024, 16, 1024),
-    ],
-)
-def test_length_of_chunks(requested, seq_len, batch, steps):
-    assert _helpers.chunk_length(requested, seq_len, batch, cuda=True) == steps
 
 
 @pytest.mark.slow

@@ -132,13 +132,20 @@ def bad_calls():
         ("device", reset.to("meta"), RuntimeError, "reset must be on cpu"),
     ):
         yield f"{name} of reset", arguments(reset=wrong), {}, error, message
-    for chunk_size, error in (
-        (0, ValueError),
-        (-3, ValueError),
-        (2.0, TypeError),
-        (True, TypeError),
-    ):
-        yield f"chunk_size {chunk_size}", good, {"chunk_size": chunk_size}, error, "chunk_size"
+    for name in ("chunk_size", "workspace_bytes"):
+        for wrong, error, message in (
+            (0, ValueError, "must be at least 1, got 0"),
+            (-3, ValueError, "must be at least 1, got -3"),
+            (2.0, TypeError, "must be an int or None, got 2.0"),
+            (True, TypeError, "must be an int or None, got True"),
+        ):
+            options = {"chunk_size": None, name: wrong}
+            yield f"{name} {wrong}", good, options, error, f"{name} {message}"
+    both = {"chunk_size": 3, "workspace_bytes": 2**20}
+    message = "chunk_size and workspace_bytes exclude each other, got 3 and 1048576"
+    yield "two sizes", good, both, ValueError, message
+    message = "workspace_bytes must be at least "
+    yield "too few bytes", good, {"workspace_bytes": 1}, RuntimeError, message
 
 
 CALLS = {name: rest for name, *rest in bad_calls()}
@@ -197,6 +204,7 @@ def raw_forward(case, **changes):
         "first_step": 0,
         "reverse": False,
         "chunk_size": 2,
+        "workspace_bytes": 0,
         "backend": "auto",
         "keep": False,
         "replay": True,
@@ -250,6 +258,8 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
             "weights": [w.int() for w in weights],
         },
         "chunk_size": {"chunk_size": -1},
+        "workspace_bytes must be 0": {"workspace_bytes": -1},
+        "chunk_size and workspace_bytes exclude": {"workspace_bytes": 2**20},
         "layer": {"layer": -1},
     }
     if cell != "stochastic_gru":

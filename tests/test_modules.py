@@ -70,6 +70,18 @@ def test_chunk_size():
             StochasticGRU(3, 4, chunk_size=value)
 
 
+def test_workspace_bytes():
+    assert StochasticGRU(3, 4, workspace_bytes=2**20).workspace_bytes == 2**20
+    message = "fusedrnn: workspace_bytes must be a positive integer, got 0"
+    with pytest.raises(ValueError, match=message):
+        StochasticGRU(3, 4, workspace_bytes=0)
+    for value in (2.0, True):
+        with pytest.raises(TypeError, match="fusedrnn: workspace_bytes must be an int"):
+            StochasticGRU(3, 4, workspace_bytes=value)
+    with pytest.raises(ValueError, match="chunk_size and workspace_bytes exclude each other"):
+        StochasticGRU(3, 4, chunk_size=2, workspace_bytes=2**20)
+
+
 @pytest.mark.parametrize("cls", [StochasticGRU, StochasticGRUCell])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int64])
 def test_dtypes_that_are_not_supported(cls, dtype):
@@ -300,7 +312,10 @@ def test_options_without_influence_on_the_result_are_passed_on(monkeypatch):
         return fusedrnn.stochastic_gru(*args, **kwargs)
 
     monkeypatch.setattr(functional, "stochastic_gru", spy)
-    for kwargs in ({"recompute": True, "chunk_size": None}, {"recompute": False, "chunk_size": 3}):
+    for kwargs in (
+        {"recompute": True, "chunk_size": None, "workspace_bytes": 2**20},
+        {"recompute": False, "chunk_size": 3, "workspace_bytes": None},
+    ):
         StochasticGRU(5, 4, **kwargs)(torch.randn(7, 2, 5))
         assert calls.pop().items() >= kwargs.items()
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import fusedrnn
 from fusedrnn import _helpers
+
+sys.path.append(str(Path(__file__).parents[1]))  # last, so that fusedrnn is the installed one
 
 BF16 = torch.bfloat16
 GPUS = list(_helpers.known_gpus())
@@ -28,7 +33,8 @@ def test_the_gpus_are_those_of_the_documentation():
 @pytest.mark.parametrize(("batch", "size"), [(16, 256), (64, 256), (64, 512), (32, 1024), (1, 1)])
 def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
     made = plan(cell, batch, size, gpu)
-    capability, multiprocessors, shared_bytes = _helpers.known_gpus()[gpu]
+    name, capability, multiprocessors, shared_bytes = _helpers.known_gpus()[gpu]
+    assert name == gpu
     assert made.backend == "persistent" and "fit into the registers" in made.reason
     assert 0 < made.grid <= multiprocessors and made.threads == 256
     assert 0 < made.weight_registers < 200  # of 255
@@ -97,6 +103,107 @@ def test_the_model():
     assert plan("lstm", 64, 2048, "cpu").modelled_step_us == 0
 
 
+@pytest.mark.parametrize(
+    ("cell", "rate", "dtype", "rows", "rebuilt"),
+    [  # the rates of an H100, and rows of weights in units of the width
+        ("gru", 989.4, BF16, 6, 6),
+        ("lstm", 989.4, torch.float16, 8, 8),
+        ("stochastic_gru", 66.9, torch.float32, 8, 8),
+        ("gru", 66.9, torch.float64, 6, 6),
+    ],
+)
+def test_the_model_of_backward(cell, rate, dtype, rows, rebuilt):
+    """Steps, gates of gradients in a tile each, and GEMMs over all rows of a chunk."""
+    seq_len, batch, size, chunks = 1024, 64, 512, 32
+    made = plan(cell, batch, size, dtype=dtype, chunk_size=seq_len // chunks)
+    stages = 2 if cell == "stochastic_gru" else 1
+    if dtype.itemsize == 2:
+        assert made.backward == "persistent"
+        tiles, depth, gates = 2, 2, {"gru": 3, "lstm": 4}[cell]
+        step_us = 0.6 + 0.1 * gates * depth * tiles
+    else:
+        assert made.backward == "stepwise"
+        step_us = 4 * stages
+
+    def gemms_us(products, gemms):  # products of (rows of a chunk, H) and (H, H)
+        arithmetic = 2 * products * seq_len * batch * size**2 / (1e6 * rate)
+        return arithmetic + 4 * gemms * chunks
+
+    # The gradients of all weights and of the input. What a GRU's input makes is in two parts.
+    parts = 1 if cell == "lstm" else 2
+    leaves = gemms_us(rows + (4 if cell == "lstm" else 3), 2 * parts + stages)
+    kept = seq_len * step_us + leaves
+    assert made.modelled_backward_us_without_recompute == pytest.approx(kept)
+    rebuild = gemms_us(rebuilt, parts + stages)
+    assert made.modelled_backward_us_with_recompute == pytest.approx(kept + rebuild)
+
+
+def test_the_model_of_other_gpus():
+    """Those of a known one's name or compute capability have its rates, by multiprocessor."""
+    sizes = dict(input_size=512, hidden_size=512, latent_size=0, output_size=512, bias=True)
+    call = dict(cell="gru", noise=False, seq_len=1024, batch=64, dtype="float32", tf32=True)
+    rest = dict(workspace_bytes=0, backend="stepwise", by_flags=False, chunk_size=32)
+    rest["overlap"] = False
+
+    def us(*gpu):
+        made = _helpers.plan(gpu=gpu, **sizes, **call, **rest)
+        return made["modelled_backward_us_with_recompute"]
+
+    known = _helpers.known_gpus()
+    assert us("NVIDIA H100 80GB HBM3", *known["H100"][1:]) == us(*known["H100"])
+    assert us("NVIDIA GeForce RTX 4090", *known["RTX 4090"][1:]) == us(*known["RTX 4090"])
+    assert us("NVIDIA L4", 89, 58, 99 << 10) > us(*known["L40S"])
+    assert us("another", 89, 142, 99 << 10) == us(*known["L40S"])
+    assert us("another", 75, 72, 64 << 10) == 0  # not known
+    assert plan("gru", 64, 512, "cpu").modelled_backward_us_with_recompute == 0
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("dtype", "sum_bytes"), [(BF16, 4), (torch.float64, 8)])
+def test_saved_bytes(cell, dtype, sum_bytes):
+    made = plan(cell, 16, 256, "cpu", dtype=dtype, chunk_size=100)
+    states = 11 * 16 * 256 * sum_bytes if cell == "lstm" else 0
+    assert made.saved_bytes_with_recompute == states
+    kept = 1024 * 16 * (6 if cell == "stochastic_gru" else 4) * 256 * sum_bytes
+    assert made.saved_bytes_without_recompute == states + kept
+
+
+def test_chunks_of_the_cpu_have_256_rows():
+    for seq_len, batch, steps in ((1024, 16, 16), (1000, 100, 3), (20, 3, 20), (50, 100_000, 1)):
+        assert plan("gru", batch, 8, "cpu", seq_len=seq_len).chunk_steps == steps
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_on_a_gpu_training_takes_half_of_the_output_besides(cell, dtype):
+    """With 256 to 4,096 rows, the workspace is as large as that allows."""
+    rows_of_weights = {"gru": 6, "lstm": 8, "stochastic_gru": 8}[cell]
+    chunks = set()
+    for seq_len, batch, size in (
+        *((1024, 16, 256), (1024, 64, 256), (1024, 64, 512), (4096, 64, 512), (256, 64, 2048)),
+        *((100_000, 1, 64), (100_000, 64, 64), (20, 3, 64), (64, 512, 256), (1000, 5000, 8)),
+    ):
+        limit = seq_len * batch * size * dtype.itemsize / 2
+        sums = 4 * rows_of_weights * size * (size + 1) if dtype == BF16 else 0
+        options = {"dtype": dtype, "seq_len": seq_len}
+
+        def fits(made, limit=limit, sums=sums):
+            workspace, states = made.most_workspace_bytes, made.saved_bytes_with_recompute
+            # Beyond that, less workspace would be more states.
+            return workspace <= limit and workspace <= max(states, limit - states - sums)
+
+        made = plan(cell, batch, size, **options)
+        steps = made.chunk_steps
+        least, most = min(seq_len, -(-256 // batch)), min(seq_len, max(1, 4096 // batch))
+        assert least <= steps <= max(least, most)
+        assert steps == least or fits(made)
+        longer = -(-seq_len // max(1, -(-seq_len // steps) - 1))  # with one chunk less
+        if steps < longer <= most:
+            assert not fits(plan(cell, batch, size, **options, chunk_size=longer))
+        chunks.add("least" if steps == least else "most" if steps == most else "between")
+    assert chunks == {"least", "most", "between"}
+
+
 def test_plans_depend_on_the_gpu():
     assert plan("gru", 128, 1024, "H100").backend == "persistent"
     assert plan("gru", 128, 1024, "A100").backend == "stepwise"  # fewer multiprocessors
@@ -106,7 +213,8 @@ def test_plans_depend_on_the_gpu():
 @pytest.mark.parametrize("cell", CELLS)
 def test_workspace_does_not_grow_with_the_sequence(cell, gpu):
     short, long = (plan(cell, 64, 256, gpu, seq_len=n, chunk_size=16) for n in (64, 4096))
-    assert short == long
+    for name in ("forward", "backward", "most"):
+        assert getattr(short, f"{name}_workspace_bytes") == getattr(long, f"{name}_workspace_bytes")
     assert 0 < short.forward_workspace_bytes < short.backward_workspace_bytes
     assert plan(cell, 64, 256, gpu, chunk_size=32).chunk_steps == 32
 
@@ -144,11 +252,25 @@ def test_modules_and_shapes():
 
 
 def test_a_plan_is_printed_with_its_reason():
-    made = plan("gru", 64, 512)
+    made = plan("gru", 64, 512, chunk_size=32)
     text = str(made)
     assert text.startswith("persistent: The weights fit")
     assert f"\n  forward workspace bytes: {made.forward_workspace_bytes:,}\n" in text
     assert made.forward_workspace_bytes > 10**7 and "\n  modelled step us: 1.0\n" in text
+    kept_us = made.modelled_backward_us_without_recompute
+    assert kept_us > 1000 and f"\n  modelled backward us without recompute: {kept_us:,.1f}" in text
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_takes_a_quarter_of_what_torch_keeps(cell):
+    """By plan, and by count."""
+    pytest.importorskip("rich")
+    from bench.cases import Shape
+    from bench.model import memory_ratio
+
+    for shape in (Shape(1024, 64, 256), Shape(1024, 64, 512)):
+        # The sums of an LSTM's states are float32.
+        assert memory_ratio(cell, shape, BF16) <= (0.255 if cell == "lstm" else 0.25)
 
 
 @pytest.mark.parametrize(

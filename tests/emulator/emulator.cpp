@@ -169,7 +169,6 @@ struct EmulatedDevice {
 
 class EmulatedPlatform {
  public:
-  static constexpr ChunkPlan kChunkPlan = kGpuChunks;
   EmulatedPlatform(const Tensor& /*input*/, bool replay) : device_(replay) {}
   static const Gpu* gpu() { return &fusedrnn::gpu; }
   static bool allows_tf32() { return tf32; }

@@ -1,0 +1,324 @@
+"""workspace_bytes: what a call takes never exceeds it, and comes as near as whole steps allow."""
+
+import contextlib
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CELLS, DTYPES, MASKED, Case
+from test_behaviour import allocations, gradients, module
+
+import fusedrnn
+from fusedrnn import _library
+
+pytest.importorskip("hypothesis")  # where there is a GPU there may be no network to fetch it
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+MULTIPROCESSORS = 132
+LSTM = Case("lstm", seq_len=12, dtype=torch.float32)
+PROJECTED = replace(LSTM, proj_size=5)
+EVERY = [*(replace(LSTM, cell=cell) for cell in CELLS), PROJECTED]
+
+
+def name_of(case):
+    return "projected_lstm" if case.proj_size else case.cell
+
+
+def gpu_of(device, multiprocessors=0):
+    return None if device == "cpu" else ("emulated", 90, multiprocessors, 227 << 10)
+
+
+def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=()):
+    """The plan of the case's one layer."""
+    return _library.plan_layer(
+        gpu,
+        cell=name_of(case),
+        noise=case.noise != "none",
+        input_size=case.input_size,
+        hidden_size=case.hidden_size,
+        latent_size=case.latent_size,
+        output_size=case.proj_size or case.hidden_size,
+        bias=case.bias,
+        seq_len=case.seq_len,
+        batch=case.batch,
+        dtype=str(case.dtype).removeprefix("torch."),
+        chunk_size=chunk_size,
+        workspace_bytes=workspace_bytes,
+        backend=backend,
+        by_flags=False,
+        overlap=False,
+        strides=strides,
+    )
+
+
+def swapped(tensor, *dims):
+    """The same values with two dimensions swapped in memory."""
+    return tensor.transpose(*dims).contiguous().transpose(*dims)
+
+
+class Call:
+    """Calls of the operators themselves, so that every allocation is known."""
+
+    def __init__(self, case, strided=False, dropout=0.0):
+        self.case, self.dropout, a = case, dropout, case.tensors()
+        self.arguments = a
+        if strided:
+            a.input, a.grad_output = swapped(a.input, 0, 1), swapped(a.grad_output, 0, 1)
+            a.eps = None if a.eps is None else swapped(a.eps, 1, 2)
+            # Of these some are operands as they are, and those of one direction are none.
+            a.weights = [w.flip(-1).t().contiguous().t() if w.dim() == 2 else w for w in a.weights]
+            a.weights[0] = a.weights[0][:, :1].expand_as(a.weights[0])
+
+    @property
+    def strides(self):
+        return [w.stride() for w in self.arguments.weights]
+
+    def run(self, workspace_bytes):
+        """Sizes of the workspaces of forward, and of backward."""
+        a, ops, dtype = self.arguments, _library._ops, self.case.dtype
+        masks = (a.lengths, a.lengths, a.reset)
+        rest = (a.weights, *masks, a.eps, a.seed, self.dropout, 0.0, 0.0, torch.tensor([5]))
+        rest += (0, 0, False, 0, workspace_bytes, "auto")
+        first = (name_of(self.case), a.input, a.hx, a.cx)
+        results = []
+        sizes = allocations(lambda: results.append(ops.forward(*first, *rest, False, True, False)))
+        in_forward = others(sizes, results[0])
+        output, _, _, _, states = results[0]
+        needs = 1 + 2 + 4 * (a.cx is not None) + 8 * (a.eps is not None)
+        needs += 16 * (2 ** len(a.weights) - 1)
+        saved = (output, None, None if a.cx is None else states)
+        arguments = (a.grad_output, a.grad_h_n, a.grad_c_n, *first, *saved, *rest, needs)
+        sizes = allocations(lambda: results.append(ops.backward(*arguments, True, False)))
+        summed = [results[1][-1].float()] if dtype.itemsize == 2 else []  # weights' gradients
+        return in_forward, others(sizes, [*results[1], *summed])
+
+    def least(self):
+        """Bytes, by the error."""
+        with pytest.raises(RuntimeError, match="fusedrnn: workspace_bytes must be at") as caught:
+            self.run(1)
+        return int(re.search(r"at least (\d+) for .*, got 1$", str(caught.value))[1])
+
+
+def others(sizes, results):
+    """What was allocated besides the results."""
+    left = Counter(sizes)
+    left.subtract(t.nbytes for t in results if t.nbytes)
+    assert min(left.values()) >= 0
+    return list(left.elements())
+
+
+def check(call, gpu, part):
+    """Of a limit between that of one step, which an error says, and that of the whole sequence."""
+    case, least = call.case, call.least()
+    assert made(case, gpu, workspace_bytes=least, strides=call.strides)["chunk_steps"] >= 1
+    with pytest.raises(RuntimeError, match=f"must be at least {least} for .*, got {least - 1}"):
+        call.run(least - 1)
+    most = made(case, gpu, chunk_size=case.seq_len, strides=call.strides)["most_workspace_bytes"]
+    for limit in {least, least + int(part * (most - least))}:
+        for sizes in call.run(limit):
+            assert len(sizes) == (2 if case.bidirectional else 1) and max(sizes) <= limit
+        plan = made(case, gpu, workspace_bytes=limit, strides=call.strides)
+        assert plan["most_workspace_bytes"] <= limit
+        chunks = -(-case.seq_len // plan["chunk_steps"])
+        if chunks > 1:  # with one chunk less, chunks would be too long
+            ways = {plan["backend"], plan["backward"]}
+            backend = "stepwise" if ways == {"stepwise"} else "auto"
+            steps = -(-case.seq_len // (chunks - 1))
+            longer = made(case, gpu, steps, backend=backend, strides=call.strides)
+            assert longer["most_workspace_bytes"] > limit
+
+
+SHARED = [HealthCheck.function_scoped_fixture]  # `device` is the same for all examples
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SHARED)
+@given(
+    case=st.builds(
+        Case,
+        cell=st.sampled_from(CELLS),
+        seq_len=st.integers(1, 20),
+        batch=st.integers(1, 12),
+        input_size=st.integers(1, 20),
+        hidden_size=st.integers(2, 20),
+        latent_size=st.integers(1, 20),
+        bias=st.booleans(),
+        bidirectional=st.booleans(),
+        lengths=st.booleans(),
+        reset=st.booleans(),
+        noise=st.sampled_from(["seed", "eps", "none"]),
+        dtype=st.sampled_from(DTYPES),
+    ),
+    is_projected=st.booleans(),
+    strided=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.5]),
+    part=st.floats(0, 1.1),
+)
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+def test_never_more_and_not_needlessly_less(
+    request, kind, case, is_projected, strided, dropout, part
+):
+    if kind == "emulated":
+        request.getfixturevalue("emulator")
+    if case.cell != "stochastic_gru":
+        case = replace(case, noise="none")
+    if case.cell == "lstm" and is_projected:
+        case = replace(case, proj_size=case.hidden_size // 2)
+    check(Call(case, strided, dropout), gpu_of(kind), part)
+
+
+@pytest.fixture
+def allow_tf32():
+    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_of_persistent_kernels_too(emulator, allow_tf32, case, dtype):
+    """Which exchange more the more steps there are."""
+    emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=True)
+    allow_tf32(True)
+    gpu = gpu_of("emulated", MULTIPROCESSORS)
+    case = replace(case, dtype=dtype, seq_len=6, batch=9, **MASKED)
+    for part in (0.2, 0.7):
+        check(Call(case), gpu, part)
+    ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22, 30)]
+    assert ways == ["persistent"] * len(ways)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case", [LSTM, PROJECTED], ids=str)
+def test_backward_has_the_chunks_of_forward(emulator, allow_tf32, monkeypatch, case, before):
+    """Whatever has changed since: whether TF32 is allowed, how blocks exchange, strides."""
+    case = replace(case, seq_len=6, batch=9, input_size=40, hidden_size=40, **MASKED)
+    arguments = case.tensors().to(torch.float32)
+    with torch.no_grad():  # no operand, until a hook copies it
+        arguments.weights[0] = arguments.weights[0].repeat(1, 2)[:, ::2].requires_grad_()
+    strides = [w.stride() for w in arguments.weights]
+
+    def tell(tf32):
+        emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=tf32)
+        monkeypatch.setattr(_library, "exchange_by_flags", tf32)
+        allow_tf32(tf32)
+
+    def train(changes, limit):
+        tell(before)
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t)
+        with hooks if changes else contextlib.nullcontext():
+            results = arguments.call(fusedrnn, **case.sizes, workspace_bytes=limit)
+        tell(before != changes)
+        return gradients(results, arguments.cotangents(), arguments.differentiable())
+
+    gpu, others = gpu_of("emulated", MULTIPROCESSORS), 0
+    tell(before)
+    least = least_of(made, case, gpu, strides=strides)
+    for limit in range(least, least + 100_000, 10_000):
+        tell(before)
+        expected = made(case, gpu, workspace_bytes=limit, strides=strides)
+        tell(not before)
+        others += made(case, gpu, workspace_bytes=limit)["chunk_steps"] != expected["chunk_steps"]
+        torch.testing.assert_close(train(True, limit), train(False, limit), rtol=1e-5, atol=1e-5)
+    assert others > 0  # by itself backward would have had them
+
+
+def test_a_persistent_kernel_is_not_lost_to_more_steps_than_it_can_count():
+    case = Case("gru", 2**32, 1, 1, 1, dtype=torch.bfloat16)
+    plan = made(case, gpu_of("emulated", MULTIPROCESSORS), workspace_bytes=2**50)
+    assert (plan["backend"], plan["chunk_steps"]) == ("persistent", -(-(2**32) // 3))
+
+
+def test_an_empty_batch_takes_none():
+    rnn = fusedrnn.LSTM(5, 7, dtype=torch.bfloat16, workspace_bytes=1)
+    output, _ = rnn(torch.randn(4, 0, 5, dtype=torch.bfloat16))
+    assert output.shape == (4, 0, 7)
+
+
+def test_single_steps_where_a_persistent_kernel_has_no_room():
+    case = replace(LSTM, dtype=torch.bfloat16, batch=64, hidden_size=256, input_size=256)
+    gpu = gpu_of("emulated", MULTIPROCESSORS)
+    needed = made(case, gpu, chunk_size=1)["most_workspace_bytes"]
+    assert made(case, gpu, workspace_bytes=needed)["backend"] == "persistent"
+    plan = made(case, gpu, workspace_bytes=needed - 1)
+    assert (plan["backend"], plan["backward"]) == ("stepwise", "stepwise")
+    assert "takes more memory than workspace_bytes" in plan["reason"]
+    assert plan["most_workspace_bytes"] < needed
+    with pytest.raises(RuntimeError, match=f"must be at least {needed} for"):
+        made(case, gpu, workspace_bytes=needed - 1, backend="persistent")
+
+
+def least_of(function, *arguments, **options):
+    """The least workspace_bytes with which a call goes through; each error names a larger one."""
+    least = 1
+    while True:
+        try:
+            function(*arguments, workspace_bytes=least, **options)
+        except RuntimeError as error:
+            more = int(re.search(r"workspace_bytes must be at least (\d+)", str(error))[1])
+            assert more > least
+            least = more
+        else:
+            return least
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_results_are_the_same(device, case):
+    case = replace(case, dtype=torch.float64, batch=5, num_layers=2, **MASKED)
+    arguments = case.tensors(device).to(torch.float64)
+    options = case.options
+    expected = arguments.results(fusedrnn, **options)
+    del options["chunk_size"]
+    least = least_of(arguments.call, fusedrnn, **options)
+    for limit in (least, least + least // 2, 2**40):
+        ours = arguments.results(fusedrnn, workspace_bytes=limit, **options)
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_plan_of_a_module_counts_it(cell):
+    rnn = module(cell, 5, 7, bidirectional=True, workspace_bytes=20_000)
+    assert "workspace_bytes=20000" in repr(rnn)
+    input = torch.randn(100, 4, 5, requires_grad=True)
+    plan = fusedrnn.plan(rnn, input.shape, device="cpu")
+    assert plan.most_workspace_bytes <= 20_000 and 1 < plan.chunk_steps < 100
+    output, _ = rnn(input)
+    gradient = torch.ones_like(output)
+    assert plan.backward_workspace_bytes in allocations(lambda: output.backward(gradient))
+
+    def run(workspace_bytes):
+        rnn.workspace_bytes = workspace_bytes
+        rnn(input)
+
+    def ask(workspace_bytes):
+        rnn.workspace_bytes = workspace_bytes
+        fusedrnn.plan(rnn, input.shape, device="cpu")
+
+    assert least_of(run) == least_of(ask)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_compile_fullgraph(cell):
+    """The number of states that an LSTM saves follows from it."""
+    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True, workspace_bytes=20_000)
+    assert fusedrnn.plan(rnn, (40, 3, 5), device="cpu").chunk_steps < 40
+    compiled = torch.compile(rnn, backend="aot_eager", fullgraph=True)
+    input = torch.randn(40, 3, 5, requires_grad=True)
+    options = {"sample": False} if cell == "stochastic_gru" else {}
+    results = []
+    for function in (rnn, compiled):
+        output, _ = function(input, **options)
+        results.append([output, *gradients([output.sum()], None, [input, *rnn.parameters()])])
+    torch.testing.assert_close(*results)
+
+
+def test_fake_states_are_as_many_as_real_ones():
+    for case in (LSTM, PROJECTED, replace(LSTM, dtype=torch.bfloat16, bidirectional=True)):
+        for limit in (12_000, 20_000, 60_000):
+            a = case.tensors()
+            raw = (name_of(case), a.input, a.hx, a.cx, a.weights, None, None, None, None, None)
+            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, "auto", False, False, False)
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(torch.ops.fusedrnn.forward.default, raw, test_utils=tests)
