@@ -210,7 +210,7 @@ def _targets(path: Path) -> tuple[bool, str]:
     notes = [f"{sum(t['passed'] for t in targets)} of {len(targets)} targets met"]
     for what in dict.fromkeys(t["what"] for t in targets):
         worst = max((t for t in targets if t["what"] == what), key=lambda t: t["value"])
-        notes.append(f"{what} ≤ {worst['value']:.3g} (target {worst['limit']}) at {worst['where']}")
+        notes.append(f"{what} ≤ {worst['value']:.4g} (target {worst['limit']}) at {worst['where']}")
     for reason in ("error", "missing"):
         if count := sum(reason in row for row in rows):
             notes.append(f"{count} of {len(rows)} rows: {reason}")

@@ -310,7 +310,7 @@ def _target_table(targets: list[Target]) -> Table:
         [
             target.what,
             target.where,
-            f"{target.value:.3g}" + (f" {target.spread}" if target.spread else ""),
+            f"{target.value:.4g}" + (f" {target.spread}" if target.spread else ""),
             f"≤ {target.limit:.2f}",
             "met" if target.passed else "missed",
         ]
