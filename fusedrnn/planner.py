@@ -44,7 +44,7 @@ class Plan:
     shared_memory_bytes: int
     """Of a block."""
     forward_workspace_bytes: int
-    """Memory that forward takes besides its results, whatever the length of the sequence."""
+    """Memory that forward takes besides its results."""
     backward_workspace_bytes: int
     """The same of backward, besides the gradients."""
     most_workspace_bytes: int
