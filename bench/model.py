@@ -14,7 +14,6 @@ GPUS = ("A100", "H100", "B200", "L40S", "RTX 4090")
 SIZES = ((16, 256), (64, 256), (64, 512), (32, 1024), (128, 1024), (256, 1024), (64, 2048))
 CELLS = ("stochastic_gru", "gru", "lstm")
 DTYPES = (torch.bfloat16, torch.float32)
-GATES = {"stochastic_gru": 8, "gru": 6, "lstm": 8}  # rows of all weights, in units of H
 
 
 def main() -> None:
@@ -25,27 +24,11 @@ def main() -> None:
 
 
 def memory_ratio(cell: str, shape: Shape, dtype: torch.dtype, gpu: str = "H100") -> float:
-    """Bytes that training holds besides weights and input, over those of torch.nn.LSTM at least.
-
-    Ours are planned, at the peak, in backward: the output, what is saved beside it, the gradients
-    of the weights in the type of sums, and the workspace, or after it these gradients in the
-    tensors' type. Its are counted: output, four gates and cell state of each step, and gradients.
-    """
+    """Bytes of a training step by plan, over those of torch.nn.LSTM by count."""
     size = shape.hidden_size
     sizes = {"cell": cell, "input_size": size, "hidden_size": size}
     made = fusedrnn.plan(sizes, (shape.seq_len, shape.batch, size), dtype, gpu)
-    output_bytes = shape.output_bytes_in(dtype)
-    rounded_bytes = 0 if dtype == torch.float32 else _weights(cell, size) * dtype.itemsize
-    ours = output_bytes + made.saved_bytes_with_recompute
-    ours += _weights(cell, size) * torch.float32.itemsize
-    ours += max(made.backward_workspace_bytes, rounded_bytes)
-    return ours / (6 * output_bytes + _weights("lstm", size) * dtype.itemsize)
-
-
-def _weights(cell: str, size: int) -> int:
-    """Numbers of a cell's weights and biases, input and latent as wide as the state."""
-    rows = GATES[cell] * size
-    return rows * size + rows
+    return made.training_bytes / made.nn_lstm_training_bytes
 
 
 def _step_table() -> Table:

@@ -88,6 +88,8 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
       result["backward_workspace_bytes"] = workspace.backward;
       Problem counted = problem;
       if (made.lacks_room) counted.backend = "stepwise";
+      result["training_bytes"] = training_bytes<T>(problem, made.steps, workspace.backward);
+      result["nn_lstm_training_bytes"] = lstm_training_bytes<T>(problem);
       result["most_workspace_bytes"] = WorkspaceBound<Memory>(counted, made.steps)(made.steps);
       for (const bool recompute : {true, false}) {
         const std::string end = recompute ? "_with_recompute" : "_without_recompute";

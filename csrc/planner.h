@@ -192,6 +192,35 @@ inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_by
   return sum_bytes * problem.batch * (states + kept);
 }
 
+// What a training step holds at its peak, of one direction, beside weights, input and the output's
+// gradient: the output, what is saved besides, the gradients of the weights as they are summed up,
+// and the workspace, or after it these gradients rounded.
+template <class T>
+int64_t training_bytes(const Problem& problem, int64_t steps, int64_t workspace_bytes) {
+  int64_t weights = 0;
+  for (int p = 0; p < problem.cell.num_projections; ++p) {
+    const Projection& projection = problem.cell.projections[p];
+    const bool has_bias = problem.bias && projection.has_bias;
+    weights += projection.blocks * problem.sizes[projection.to] *
+               (problem.sizes[projection.from] + (has_bias ? 1 : 0));
+  }
+  const int64_t output = problem.seq_len * problem.batch * problem.sizes.output;
+  const int64_t rounded = std::is_same_v<T, Acc<T>> ? 0 : weights;
+  return output * int64_t(sizeof(T)) + saved_bytes(problem, steps, sizeof(Acc<T>), true) +
+         weights * int64_t(sizeof(Acc<T>)) +
+         std::max(workspace_bytes, rounded * int64_t(sizeof(T)));
+}
+
+// The same of torch.nn.LSTM of these sizes on a GPU, by count, at least: of each step and row the
+// output, four gates, the cell state, and the gradient of the input, which torch computes whether
+// it is wanted or not; and the gradients of the weights.
+template <class T>
+int64_t lstm_training_bytes(const Problem& problem) {
+  const int64_t size = problem.sizes.hidden, input = problem.sizes.input;
+  return int64_t(sizeof(T)) * (problem.seq_len * problem.batch * (6 * size + input) +
+                               4 * size * (input + size + (problem.bias ? 2 : 0)));
+}
+
 inline LayerPlan plan_steps(const Problem& problem, int64_t element_bytes, int64_t steps) {
   return {steps, plan_pass(Pass::Forward, problem, element_bytes, steps),
           plan_pass(Pass::Backward, problem, element_bytes, steps)};
@@ -201,9 +230,9 @@ inline LayerPlan plan_steps(const Problem& problem, int64_t element_bytes, int64
 template <class Memory>
 class WorkspaceBound {
  public:
-  WorkspaceBound(const Problem& problem, int64_t steps)
-      : problem_(problem), plan_(plan_steps(problem, kElementBytes, steps)), count_(problem, true) {
-  }
+  WorkspaceBound(const Problem& problem, int64_t steps, bool for_any = true)
+      : problem_(problem), plan_(plan_steps(problem, kElementBytes, steps)),
+        count_(problem, for_any) {}
 
   int64_t operator()(int64_t steps) {
     plan_.steps = steps;
@@ -245,9 +274,9 @@ LayerPlan plan_layer(const Problem& problem) {
     least = most = problem.chunk_size;
   } else if (!is_limited) {
     const ChunkRows& rows = problem.gpu == nullptr ? kCpuRows : kGpuRows;
-    least = (rows.least + batch - 1) / batch;
+    least = rows.least_of(batch);
     most = std::max(least, rows.most / batch);
-    limit = seq_len * batch * problem.sizes.output * int64_t(sizeof(T)) / 2;
+    limit = lstm_training_bytes<T>(problem) / 4;
   }
   least = std::min(least, seq_len);
   most = std::min(most, seq_len);
@@ -257,7 +286,7 @@ LayerPlan plan_layer(const Problem& problem) {
   if (problem.chunks > 0) least = most = steps_of(problem.chunks);
   if (!is_limited && least == most) return plan_steps(problem, sizeof(T), least);
 
-  WorkspaceBound<Memory> bound(problem, least);
+  WorkspaceBound<Memory> bound(problem, least, /*for_any=*/is_limited);
   const int64_t needed = bound(least);
   if (is_limited && needed > limit) {
     Problem stepwise = problem;
@@ -276,10 +305,11 @@ LayerPlan plan_layer(const Problem& problem) {
     const int64_t bytes = bound(steps);
     if (is_limited || bytes > limit) return bytes <= limit;
     // More steps are more workspace and fewer states to save.
-    const int64_t states = saved_bytes(problem, steps, sizeof(Acc<T>), true);
-    return bytes <= std::max(states, limit - states);
+    return bytes <= saved_bytes(problem, steps, sizeof(Acc<T>), true) ||
+           training_bytes<T>(problem, steps, bytes) <= limit;
   };
-  int64_t longest = least;
+  // One chunk alone needs no room for two, so that more steps may be less workspace.
+  int64_t longest = fits(most) ? most : least;
   while (longest < most) {
     const int64_t middle = longest + (most - longest + 1) / 2;
     if (fits(middle)) {

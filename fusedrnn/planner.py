@@ -50,6 +50,13 @@ class Plan:
     most_workspace_bytes: int
     """The most that either can take: with lengths and resets, and tensors in strides that it has to
     copy. What ``workspace_bytes=`` limits."""
+    training_bytes: int
+    """What a training step holds at its peak beside weights, input and the output's gradient: the
+    output, what is saved besides, the workspace, and the gradients of the weights."""
+    nn_lstm_training_bytes: int
+    """The same of a torch.nn.LSTM of these sizes on a GPU, by count, at least: output, four gates,
+    cell state and the gradient of the input of every step, and the gradients of the weights. A
+    chunk of which nobody says how long it is is as long as a quarter of that allows."""
     saved_bytes_with_recompute: int
     """What waits for backward besides input, weights and output: of an LSTM, its states before each
     chunk."""

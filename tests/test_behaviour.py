@@ -378,16 +378,17 @@ def test_opcheck(case):
     raw = raw_arguments(case, case.tensors())
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
-        forward = (*raw, keep, False, False)
+        forward = (*raw, keep, *[False] * 3)
         torch.library.opcheck(torch.ops.fusedrnn.forward.default, forward, test_utils=tests)
-    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, False, False, False)
+    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, *[False] * 4)
     cell, input, hx, cx, weights, *others = raw
     bits = [1, 2, 4 * (cx is not None), 8 * (case.tensors().eps is not None)]
     bits += [16 << i for i in range(len(weights))]
     for needs in (0, *{*bits}, sum(bits)):
         cotangents = (output, h_n, c_n if cx is not None else None)
         saved = (output, None, states if cx is not None else None)
-        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs, False, False)
+        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs)
+        backward += (False,) * 3
         torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
 
 

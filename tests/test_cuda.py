@@ -468,7 +468,7 @@ def test_the_operator_itself_reads_no_memory_of_the_cpu():
     rest = {"cell": "stochastic_gru", "cx": None, "lengths": None, "host_lengths": None}
     rest |= {"reset": None, "dropout": 0.0, "zoneout": 0.0, "state_zoneout": 0.0, "layer": 0}
     rest |= {"mask_seed": None, "first_step": 0, "reverse": False, "chunk_size": 0, "replay": True}
-    rest |= {"backend": "auto", "by_flags": False, "workspace_bytes": 0}
+    rest |= {"backend": "auto", "by_flags": False, "overlap": False, "workspace_bytes": 0}
     changes = [
         {"hx": a.hx.cpu()},
         {"seed": a.seed.cpu()},

@@ -49,7 +49,7 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
         workspace_bytes=workspace_bytes,
         backend=backend,
         by_flags=False,
-        overlap=False,
+        overlap=_library.overlap_chunks,
         strides=strides,
     )
 
@@ -89,14 +89,15 @@ class Call:
         rest += (0, 0, False, 0, workspace_bytes, "auto")
         first = (name_of(self.case), a.input, a.hx, a.cx)
         results = []
-        sizes = allocations(lambda: results.append(ops.forward(*first, *rest, False, True, False)))
+        switches = (True, False, _library.overlap_chunks)
+        sizes = allocations(lambda: results.append(ops.forward(*first, *rest, False, *switches)))
         in_forward = others(sizes, results[0])
         output, _, _, _, states = results[0]
         needs = 1 + 2 + 4 * (a.cx is not None) + 8 * (a.eps is not None)
         needs += 16 * (2 ** len(a.weights) - 1)
         saved = (output, None, None if a.cx is None else states)
         arguments = (a.grad_output, a.grad_h_n, a.grad_c_n, *first, *saved, *rest, needs)
-        sizes = allocations(lambda: results.append(ops.backward(*arguments, True, False)))
+        sizes = allocations(lambda: results.append(ops.backward(*arguments, *switches)))
         summed = [results[1][-1].float()] if dtype.itemsize == 2 else []  # weights' gradients
         return in_forward, others(sizes, [*results[1], *summed])
 
@@ -195,8 +196,10 @@ def allow_tf32():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_of_persistent_kernels_too(emulator, allow_tf32, case, dtype):
-    """Which exchange more the more steps there are."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_of_persistent_kernels_too(emulator, allow_tf32, monkeypatch, overlap, case, dtype):
+    """Which exchange more the more steps there are, and for two streams need twice the room."""
+    monkeypatch.setattr(_library, "overlap_chunks", overlap)
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=True)
     allow_tf32(True)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
@@ -337,6 +340,6 @@ def test_fake_states_are_as_many_as_real_ones():
         for limit in (12_000, 20_000, 60_000):
             a = case.tensors()
             raw = (name_of(case), a.input, a.hx, a.cx, a.weights, None, None, None, None, None)
-            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, "auto", False, False, False)
+            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, "auto", *[False] * 4)
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(torch.ops.fusedrnn.forward.default, raw, test_utils=tests)
