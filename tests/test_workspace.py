@@ -206,7 +206,7 @@ def test_of_persistent_kernels_too(emulator, allow_tf32, monkeypatch, overlap, c
     case = replace(case, dtype=dtype, seq_len=6, batch=9, **MASKED)
     for part in (0.2, 0.7):
         check(Call(case), gpu, part)
-    ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22, 30)]
+    ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22 + overlap, 30)]
     assert ways == ["persistent"] * len(ways)
 
 
