@@ -196,7 +196,8 @@ class GRU(RNNBase):
             says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
             is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
-            256 to 4,096 of them, as many as let training hold half of the output's memory besides.
+            256 to 4,096 of them, as many as let training take a quarter of the memory that
+            torch.nn.LSTM takes, by count.
         workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
             layer and direction, one of which is at work at a time: chunks are as few as that
             allows, and never more is taken. If one step takes more, a call raises a RuntimeError
