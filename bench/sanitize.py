@@ -6,11 +6,13 @@ import itertools
 
 import torch
 
-from fusedrnn import GRU, LSTM, StochasticGRU, set_chunk_replay
+from fusedrnn import GRU, LSTM, StochasticGRU, _library, set_chunk_replay
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # T, B, I, H, Z: odd widths, replayed chunks and a shorter one, and the least there can be.
 SHAPES = ((17, 3, 5, 9, 3), (1, 1, 1, 1, 1))
+# Widths of whole packets, so that persistent kernels exchange through the gradient.
+IN_PLACE = (17, 3, 8, 16, 8)
 CHUNK_SIZE = 3
 NOISE = ("drawn", "given", "none")
 
@@ -63,8 +65,13 @@ def main() -> None:
     masked_calls = list(itertools.product((GRU, LSTM), DTYPES, (True, False)))
     for masked in masked_calls:
         call_masked(*masked)
+    packet_calls = list(itertools.product((torch.bfloat16,), (True, False), NOISE))
+    for overlap in (False, True):
+        _library.overlap_chunks = overlap
+        for arguments in packet_calls:
+            call(IN_PLACE, *arguments)
     torch.cuda.synchronize()
-    print(f"{len(calls) + len(masked_calls)} calls", flush=True)
+    print(f"{len(calls) + len(masked_calls) + 2 * len(packet_calls)} calls", flush=True)
 
 
 if __name__ == "__main__":

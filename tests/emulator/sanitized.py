@@ -1,5 +1,6 @@
 """Calls of every kind by the library that is the argument: see ``build_sanitized``."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -25,25 +26,34 @@ def shifted(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
 
 
+def call(case: Case) -> None:
+    """With tensors at addresses that suit a GPU, and at others."""
+    aligned = case.tensors()
+    names = ("input", "hx", "cx", "eps", "grad_output", "grad_h_n", "grad_c_n")
+    moved = {name: shifted(getattr(aligned, name)) for name in names}
+    moved["weights"] = [shifted(w) for w in aligned.weights]
+    for arguments in (aligned, replace(aligned, **moved)):
+        for tensor in arguments.differentiable():
+            tensor.requires_grad_()
+        arguments.results(fusedrnn, **case.options)
+
+
 def main() -> None:
-    """All combinations, with tensors at addresses that suit a GPU and at others."""
+    """All combinations; and some with a second stream, beside persistent kernels."""
     torch.ops.load_library(sys.argv[1])
-    _library._ops = torch.ops.fusedrnn_emulated
+    _library._ops = operators = torch.ops.fusedrnn_emulated
     fusedrnn.set_chunk_replay(True)
     for shape in SHAPES:
         for options in ALL_OPTIONS:
             for dtype in DTYPES:
-                case = replace(shape, dtype=dtype, **options)
-                aligned = case.tensors()
-                names = ("input", "hx", "cx", "eps", "grad_output", "grad_h_n", "grad_c_n")
-                moved = {name: shifted(getattr(aligned, name)) for name in names}
-                moved["weights"] = [shifted(w) for w in aligned.weights]
-                for arguments in (aligned, replace(aligned, **moved)):
-                    for tensor in arguments.differentiable():
-                        tensor.requires_grad_()
-                    arguments.results(fusedrnn, **case.options)
-    launches, replays, *_ = torch.ops.fusedrnn_emulated.counts()
-    print(f"{launches} launches, {replays} replays")
+                call(replace(shape, dtype=dtype, **options))
+    launches, replays, *_ = operators.counts()
+    _library.overlap_chunks = True
+    for order in (0, 1):
+        operators.control(False, "", multiprocessors=132, tf32=True, streams_order=order)
+        for cell, dtype in itertools.product(("gru", "lstm", "stochastic_gru"), DTYPES):
+            call(replace(SHAPES[0], cell=cell, dtype=dtype))
+    print(f"{launches} launches, {replays} replays, {operators.counts()[4]} second streams")
 
 
 if __name__ == "__main__":
