@@ -209,6 +209,7 @@ def raw_forward(case, **changes):
         "keep": False,
         "replay": True,
         "by_flags": False,
+        "overlap": False,
     }
     arguments |= changes
     return torch.ops.fusedrnn.forward(**arguments), arguments
