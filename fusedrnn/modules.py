@@ -191,7 +191,7 @@ class GRU(RNNBase):
             if that is the dtype). With the output that is 5 times its memory in float32 and 9 times
             in 16 bits. It saves two sevenths of the matrix products of a training step with as many
             inputs as units, and pays where memory is not the limit and these are most of the time:
-            on the CPU, a fifth of the time (bench/results/cpu.md), and on a GPU for large batches;
+            on the CPU, a quarter of the time (bench/results/cpu.md), and on a GPU for large batches;
             for small ones most of the time goes into the steps, which stay. :func:`fusedrnn.plan`
             says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
@@ -482,7 +482,7 @@ class StochasticGRU(RNNBase):
             ``weight_zh`` and ``weight_hz``.
         recompute: As for :class:`GRU`, with 4 * hidden_size + 2 * latent_size numbers: with the
             output and a latent of hidden_size, 7 times its memory in float32 and 13 times in 16
-            bits, for a quarter of the time on the CPU.
+            bits, for a fifth of the time on the CPU.
         chunk_size, workspace_bytes, backend: As for :class:`GRU`. Neither has an influence on which
             noise is drawn.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
