@@ -191,9 +191,9 @@ class GRU(RNNBase):
             if that is the dtype). With the output that is 5 times its memory in float32 and 9 times
             in 16 bits. It saves two sevenths of the matrix products of a training step with as many
             inputs as units, and pays where memory is not the limit and these are most of the time:
-            on the CPU, a quarter of the time (bench/results/cpu.md), and on a GPU for large batches;
-            for small ones most of the time goes into the steps, which stay. :func:`fusedrnn.plan`
-            says both for given sizes.
+            on the CPU, a quarter of the time (bench/results/cpu.md), and on a GPU for large
+            batches; for small ones most of the time goes into the steps, which stay.
+            :func:`fusedrnn.plan` says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
             is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
             256 to 4,096 of them, as many as let training take a quarter of the memory that
