@@ -17,9 +17,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def main() -> None:
-    """Microseconds per step of the forward recurrence, and bytes of a training step."""
+    """Microseconds per step of the forward recurrence, and bytes of chunks and of training."""
     console = Console()
     console.print(_step_table())
+    console.print(_row_table())
     console.print(_memory_table())
 
 
@@ -29,6 +30,21 @@ def memory_ratio(cell: str, shape: Shape, dtype: torch.dtype, gpu: str = "H100")
     sizes = {"cell": cell, "input_size": size, "hidden_size": size}
     made = fusedrnn.plan(sizes, (shape.seq_len, shape.batch, size), dtype, gpu)
     return made.training_bytes / made.nn_lstm_training_bytes
+
+
+def row_bytes(cell: str, dtype: torch.dtype, gpu: str = "H100") -> float:
+    """Workspace of backward for each row of a chunk, in units of H bytes, for I = Z = H = 512."""
+    batch, size, steps = 16, 512, 64
+    short, long = (
+        fusedrnn.plan(
+            {"cell": cell, "input_size": size, "hidden_size": size, "chunk_size": count},
+            (4096, batch, size),
+            dtype,
+            gpu,
+        ).backward_workspace_bytes
+        for count in (steps, 2 * steps)
+    )
+    return (long - short) / (steps * batch * size)
 
 
 def _step_table() -> Table:
@@ -44,6 +60,15 @@ def _step_table() -> Table:
                 note = " s" if plan.backend == "stepwise" else ""
                 texts.append(f"{plan.modelled_step_us:.1f}{note}")
             table.add_row(cell, str(batch), str(size), *texts)
+    return table
+
+
+def _row_table() -> Table:
+    title = "Workspace of backward for each row of a chunk, in H bytes, I = Z = H, H100"
+    table = Table("dtype", *CELLS, "output", title=title)
+    for dtype in DTYPES:
+        sizes = (f"{row_bytes(cell, dtype):.1f}" for cell in CELLS)
+        table.add_row(str(dtype).removeprefix("torch."), *sizes, str(dtype.itemsize))
     return table
 
 
