@@ -117,7 +117,8 @@ constexpr float kRound = 0x1.8p+23f;
 
 // e^x for x in [-87.5, 89] or NaN: e^x = 2^n e^r with |r| <= ln 2 / 2.
 // The polynomial is 2 e^r and the scale 2^(n - 1): so n = 128 is reached with a finite scale and
-// the product overflows to inf by itself, and n = -126 meets the scale 0.
+// the product overflows to inf by itself, and n = -126 meets the scale 0. A result is 0 or a normal
+// number, never denormal, so it is the same whether or not denormals are flushed to 0.
 template <class F>
 FUSEDRNN_HD F exp_in_range(F x) {
   using T = Traits<F>;
@@ -131,9 +132,35 @@ FUSEDRNN_HD F exp_in_range(F x) {
   return p * T::from_bits(T::bits(shifted) << 23);
 }
 
+// For x <= 0: sigmoid(-x), and sigmoid(x) in `small`. Both are made of e^x, which is at most 1, so
+// nothing overflows, and where e^x is 0, sigmoid(x) is. (1 / (e^-x + 1) would be denormal there: 0
+// if denormals are flushed, and if not, no small number any more when a huge state multiplies it.)
+template <class F>
+FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
+  F e;
+  if constexpr (std::is_same_v<F, double>) {
+    e = ::exp(x);
+  } else {
+    e = exp_in_range(max(x, -87.5f));
+  }
+  const F large = 1.0f / (e + 1.0f);
+  small = e * large;
+  return large;
+}
+
+// -|x|
+template <class F>
+FUSEDRNN_HD F minus_size(F x) {
+  if constexpr (std::is_same_v<F, double>) {
+    return -::fabs(x);
+  } else {
+    return Traits<F>::from_bits(Traits<F>::bits(x) | 0x80000000u);
+  }
+}
+
 }  // namespace detail
 
-// Within 0.9 ulp. Results below 1.7e-38 may be 0; overflow gives inf, NaN stays NaN.
+// Within 0.9 ulp. Results below 1.7e-38 are 0; overflow gives inf, NaN stays NaN.
 template <class F>
 FUSEDRNN_HD F exp(F x) {
   if constexpr (std::is_same_v<F, double>) {
@@ -143,37 +170,33 @@ FUSEDRNN_HD F exp(F x) {
   }
 }
 
-// Within 2.4 ulp, also in the lower tail (1.5 for x > 0); below -88.7 it is 0.
-template <class F>
-FUSEDRNN_HD F sigmoid(F x) {
-  if constexpr (std::is_same_v<F, double>) {
-    return 1.0 / (1.0 + ::exp(-x));
-  } else {
-    return 1.0f / (detail::exp_in_range(-min(max(x, -89.0f), 87.5f)) + 1.0f);
-  }
-}
-
-// sigmoid(x), and 1 - sigmoid(x) without the cancellation that a subtraction would have.
+// sigmoid(x), and 1 - sigmoid(x) without the cancellation that a subtraction would have. Both are
+// within 2.4 ulp, also in the tails; what is below 1.7e-38 is 0.
 template <class F>
 FUSEDRNN_HD F sigmoid(F x, F& complement) {
-  F e;
-  if constexpr (std::is_same_v<F, double>) {
-    e = ::exp(-(x < -700.0 ? -700.0 : x));
-  } else {
-    e = detail::exp_in_range(-min(max(x, -87.5f), 87.5f));
-  }
-  const F y = 1.0f / (e + 1.0f);
-  complement = e * y;
-  return y;
+  F small;
+  const F large = detail::sigmoid_of_minus(detail::minus_size(x), small);
+  const auto is_negative = x < 0.0f;
+  complement = select(is_negative, large, small);
+  return select(is_negative, small, large);
 }
 
-// Within 1.6 ulp, and derivative = 1 - tanh(x)^2 without cancellation. Near 0 a polynomial,
-// elsewhere 1 - 2 / (e^{2|x|} + 1); both are computed.
+template <class F>
+FUSEDRNN_HD F sigmoid(F x) {
+  F complement;
+  return sigmoid(x, complement);
+}
+
+// Within 1.6 ulp, and derivative = 1 - tanh(x)^2 without cancellation, 0 where it is below 6.6e-38.
+// Near 0 a polynomial, elsewhere 1 - 2 sigmoid(-2 |x|); both are computed.
 template <class F>
 FUSEDRNN_HD F tanh(F x, F& derivative) {
+  const F minus_a = detail::minus_size(x);
+  F t;
+  const F not_t = detail::sigmoid_of_minus(minus_a + minus_a, t);
+  const F far_derivative = (4.0f * t) * not_t;
   if constexpr (std::is_same_v<F, double>) {
-    const double t = 1.0 / (::exp(2.0 * ::fabs(x)) + 1.0);
-    derivative = 4.0 * t * (1.0 - t);
+    derivative = far_derivative;
     return ::tanh(x);
   } else {
     using T = Traits<F>;
@@ -183,11 +206,9 @@ FUSEDRNN_HD F tanh(F x, F& derivative) {
     const F z = a * a;
     const F p = detail::horner(z, -0x1.555452p-2f, 0x1.10cefap-3f, -0x1.af7cf4p-5f, 0x1.0d506cp-6f);
     const F small = (a * z) * p + a;
-    // tanh(10) is 1 in float already, but its derivative falls on: e^87 is still finite. From 0.55
-    // on tanh is above 1/2, so the division's rounding error counts half.
-    const F t = 1.0f / (detail::exp_in_range(min(a + a, 87.0f)) + 1.0f);
+    // From 0.55 on tanh is above 1/2, so the rounding errors of t count half.
     const auto is_small = a < 0.55f;
-    derivative = select(is_small, 1.0f - small * small, (4.0f * t) * (1.0f - t));
+    derivative = select(is_small, 1.0f - small * small, far_derivative);
     return T::from_bits(T::bits(select(is_small, small, 1.0f - 2.0f * t)) | sign);
   }
 }

@@ -18,6 +18,9 @@
 // of a cell's last stage (kResult: those that can be) is its h.  backward() of a stage that is
 // linear without more (kLinear) needs no pre-activations.
 //
+// States have no bound, derivatives of gates have: backward() multiplies these two first, so that
+// no product overflows, and a flat gate's gradient is 0 and not inf * 0.
+//
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
 // result in the order of torch's gates.  No memory access beyond the arguments.
 #pragma once
@@ -118,8 +121,8 @@ struct Gru {
     const A u = math::sigmoid(pre[1], not_u);
     const A n = math::tanh(A(pre[2] + r * pre[3]), dtanh);
     const A dn = dout * not_u * dtanh;
-    dp[0] = dn * pre[3] * (r * not_r);
-    dp[1] = dout * (h - n) * (u * not_u);
+    dp[0] = dn * (pre[3] * (r * not_r));
+    dp[1] = dout * ((h - n) * (u * not_u));
     dp[2] = dn * r;
     dx[0] = dn;
     *dh = dout * u;
@@ -159,10 +162,10 @@ struct Lstm {
     const A o = math::sigmoid(pre[3], not_o);
     const A tanh_c = math::tanh(A(f * c + i * g), dc_tanh);
     const A dnew = dstate + dout * o * dc_tanh;
-    dp[0] = dnew * g * (i * not_i);
-    dp[1] = dnew * c * (f * not_f);
-    dp[2] = dnew * i * dg_tanh;
-    dp[3] = dout * tanh_c * (o * not_o);
+    dp[0] = dnew * (g * (i * not_i));
+    dp[1] = dnew * (c * (f * not_f));
+    dp[2] = dnew * (i * dg_tanh);
+    dp[3] = dout * (tanh_c * (o * not_o));
     *dc = dnew * f;
   }
 };

@@ -229,10 +229,17 @@ FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t colu
   store_blocks<kBlocks>(zeros, plane, width, row, column, unit);
 }
 
-// k a + (1 - k) b
+// k a + (1 - k) b.  Where k is 1 or 0, the number that it leaves out may be NaN or inf.
 template <class V>
 FUSEDRNN_HD V mix(const V& k, const V& a, const V& b) {
-  return k * a + (math::splat<V>(1.0f) - k) * b;
+  const V both = k * a + (math::splat<V>(1.0f) - k) * b;
+  return math::select(k == 1.0f, a, math::select(k == 0.0f, b, both));
+}
+
+// x, or 0 where k is 1, whatever x is there.
+template <class V>
+FUSEDRNN_HD V unless_one(const V& k, const V& x) {
+  return math::select(k == 1.0f, V{}, x);
 }
 
 // What an active unit reads beside its pre-activations, and what it makes of all.
@@ -357,23 +364,34 @@ FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& s
   const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
   const int64_t from_start = step.first_row + row + shift;
   V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
+  V kept_h{}, kept_state{};
   if constexpr (Stage::kResult) {
     if (step.is_last && step.zoneout.h > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      dh = kept * dout;
-      dout = mix(kept, V{}, dout);
+      kept_h = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
+      dh = mix(kept_h, dout, V{});
+      dout = mix(kept_h, V{}, dout);
     }
   }
   if constexpr (Stage::kState) {
     if (step.zoneout.state > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      dkept = kept * dstate;
-      dstate = mix(kept, V{}, dstate);
+      kept_state = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
+      dkept = mix(kept_state, dstate, V{});
+      dstate = mix(kept_state, V{}, dstate);
     }
   }
   UnitAdjoints<Stage, V> d;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
-  if constexpr (Stage::kCarry) d.dinput = d.dinput + (Stage::kState ? dkept : dh);
+  if constexpr (Stage::kCarry) {
+    // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
+    const bool keeps_states = step.zoneout.state > 0 || !Stage::kState;
+    if (step.is_last && step.zoneout.h > 0 && keeps_states) {
+      const V kept = Stage::kState ? mix(kept_h, kept_state, V{}) : kept_h;
+      for (int k = 0; k < kSideAlone<Stage>; ++k) d.dside[k] = unless_one(kept, d.dside[k]);
+      for (V& gradient : d.dprojection) gradient = unless_one(kept, gradient);
+      d.dinput = unless_one(kept, d.dinput);
+    }
+    d.dinput = d.dinput + (Stage::kState ? dkept : dh);
+  }
   d.dh = dh;
   return d;
 }

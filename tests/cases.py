@@ -151,6 +151,16 @@ class Arguments:
             grad_c_n=None if self.grad_c_n is None else self.grad_c_n.to(dtype),
         )
 
+    def on(self, device: str) -> Arguments:
+        """The same on a device, as fresh leaves."""
+        moved = {
+            name: value.detach().to(device).requires_grad_(value.requires_grad)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "lengths"
+        }
+        weights = [w.detach().to(device).requires_grad_(w.requires_grad) for w in self.weights]
+        return replace(self, weights=weights, **moved)
+
     def call(self, library: Any, **options: Any) -> tuple[Tensor, ...]:
         """The cell's function in fusedrnn or its reference -> output, h_n, c_n if any."""
         if self.cell == "stochastic_gru":

@@ -164,6 +164,27 @@ def test_extreme_probabilities(device, p):
     assert h_n.isfinite().all()
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "StochasticGRU"])
+def test_what_zoneout_keeps_does_not_look_at_what_is_new(device, kind, training):
+    """A NaN in the new value is left out with it, forward and backward."""
+    is_lstm = kind == "LSTM"
+    rnn = make(kind, device, zoneout=(1.0, 1.0) if is_lstm else 1.0, chunk_size=2)
+    rnn.train(training)
+    input = random(5, 2, 3, device=device)
+    with torch.no_grad():
+        input[1, 0], input[3, 1] = torch.nan, torch.inf
+    states = [random(1, 2, 5, device=device) for _ in range(2 if is_lstm else 1)]
+    output, state = rnn(input, tuple(states) if is_lstm else states[0])
+    for initial, last in zip(states, states_of(state), strict=True):
+        assert torch.equal(initial, last)
+    assert torch.equal(output, states[0].expand_as(output))
+    cotangent = torch.randn_like(output)
+    grad_input, *grads = torch.autograd.grad(output, [input, *states], cotangent)
+    torch.testing.assert_close(grads[0], cotangent.sum(0, keepdim=True))
+    assert not grad_input.any() and not any(grad.any() for grad in grads[1:])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_dropout(device, kind):
     """As if the dropped elements were zero; input weights and biases are left alone."""

@@ -26,15 +26,15 @@ struct Pack {
     for (int i = 0; i < kLanes; ++i) sum.lane[i] = a.lane[i] + b.lane[i];
     return sum;
   }
-  FUSEDRNN_HD friend Pack operator*(const Pack& a, const Pack& b) {
-    Pack product;
-    for (int i = 0; i < kLanes; ++i) product.lane[i] = a.lane[i] * b.lane[i];
-    return product;
-  }
   FUSEDRNN_HD friend Pack mix(const Pack& k, const Pack& a, const Pack& b) {
     Pack mixed;
     for (int i = 0; i < kLanes; ++i) mixed.lane[i] = mix(k.lane[i], a.lane[i], b.lane[i]);
     return mixed;
+  }
+  FUSEDRNN_HD friend Pack unless_one(const Pack& k, const Pack& x) {
+    Pack left;
+    for (int i = 0; i < kLanes; ++i) left.lane[i] = unless_one(k.lane[i], x.lane[i]);
+    return left;
   }
 };
 

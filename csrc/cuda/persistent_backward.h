@@ -331,6 +331,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
   // instead of the result's.
   struct Early {
     bool is_there, is_active, is_reset_next;
+    bool keeps_h, keeps_state;  // by zoneout, instead of what is new
     float grad_output;
     UnitAdjoints<Stage, float> of_result, of_state;
   };
@@ -360,6 +361,8 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
       }
     }
     const PersistentUnit u = Units::unit_at(row);
+    early.keeps_h = u.kept_h == 1.0f;
+    early.keeps_state = u.kept_state == 1.0f;
     early.of_result = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 1.0f, 0.0f);
     if constexpr (Stage::kState) {
       early.of_state = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 0.0f, 1.0f);
@@ -416,17 +419,21 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
   FUSEDRNN_DEVICE static UnitAdjoints<Stage, float> apply(const Early& early, float dout,
                                                           float dstate) {
     const auto &r = early.of_result, &s = early.of_state;
+    // Of what is kept, what is new has the factor 0, and no gradient even if the adjoint is NaN.
+    const float dnew = early.keeps_h ? 0.0f : dout, dnew_state = early.keeps_state ? 0.0f : dstate;
     UnitAdjoints<Stage, float> d{};
     FUSEDRNN_UNROLL
     for (int k = 0; k < kSideAlone<Stage>; ++k) {
-      d.dside[k] = apply(r.dside[k], s.dside[k], dout, dstate);
+      d.dside[k] = apply(r.dside[k], s.dside[k], dnew, dnew_state);
     }
     FUSEDRNN_UNROLL
     for (int k = 0; k < kGates; ++k) {
-      d.dprojection[k] = apply(r.dprojection[k], s.dprojection[k], dout, dstate);
+      d.dprojection[k] = apply(r.dprojection[k], s.dprojection[k], dnew, dnew_state);
     }
-    d.dinput = apply(r.dinput, s.dinput, dout, dstate);
-    d.dh = apply(r.dh, s.dh, dout, dstate);
+    d.dinput = apply(r.dinput, s.dinput, dnew, dnew_state);
+    d.dh = early.keeps_h ? dout : apply(r.dh, s.dh, dout, dstate);
+    if (kCarriesResult<Stage> && early.keeps_h) d.dinput = dout;
+    if (Stage::kState && early.keeps_state) d.dinput += dstate;
     return d;
   }
 

@@ -1,0 +1,165 @@
+"""Errors of a hostile case against float64, beside those of torch and of the loop.
+
+They are compared where they differ: for each row of the batch, each unit, and each row of a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import Hostile
+from .changes import ALIKE
+
+# Orders of summation that the loop is run in, besides the usual one; and before a verdict.
+ORDERS, MORE_ORDERS = 5, 60
+TWICE = 2.0
+# What is right but for a few roundings is right, in units of eps. (Of float64 the truth has some.)
+ROUNDINGS = {torch.float64: 64, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+CHAOS = 0.1  # relative error of a state
+
+
+@functools.lru_cache(maxsize=64)  # of which some serve several backends
+def truth_of(hostile: Hostile) -> dict[str, Tensor]:
+    return hostile.loop(torch.float64, is_exact=True)
+
+
+@functools.lru_cache(maxsize=64)
+def others_of(hostile: Hostile, orders: int) -> list[dict[str, Tensor]]:
+    """What torch and the loop make of it in the case's dtype."""
+    drawn = [torch.Generator().manual_seed(seed) for seed in range(orders)]
+    loops = [hostile.loop(hostile.dtype, order=order) for order in (None, *drawn)]
+    return [r for r in (hostile.torchs(), *loops) if r is not None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The worst row of a result."""
+
+    result: str
+    row: str
+    error: float  # relative, where the truth is not 0
+    excess: float  # the error over what it may be
+    wrong: str  # why, or empty
+    rows: int
+    unjudged: int  # of these, since torch or the loop has lost its way there
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.wrong)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.result}, {self.row}: error {self.error:.2g}, "
+            f"{self.excess:.2g} of what it may be; {self.wrong or 'right'}"
+        )
+
+
+def views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Rows that are judged each by itself."""
+    if "weights" in name:
+        # One number of a bias would be right by luck, or wrong.
+        yield "row of the weight", tensor if tensor.dim() == 2 else tensor[None]
+    else:
+        yield "row of the batch", tensor.movedim(-2, 0).flatten(1)
+        yield "unit", tensor.movedim(-1, 0).flatten(1)
+
+
+def judge(hostile: Hostile, ours: dict[str, Tensor]) -> list[Finding]:
+    """One finding for each result and view of it: the row that is furthest beyond what it may be.
+
+    What an error is measured by has luck in it too, so that more is tried before a verdict.
+    """
+    for orders in (ORDERS, MORE_ORDERS):
+        findings = _judge(hostile, ours, others_of(hostile, orders))
+        if not any(finding.is_wrong for finding in findings):
+            break
+    return findings
+
+
+def _judge(
+    hostile: Hostile, ours: dict[str, Tensor], others: list[dict[str, Tensor]]
+) -> list[Finding]:
+    truth = truth_of(hostile)
+    assert ours.keys() == truth.keys()
+    chaotic = _chaotic_rows(truth, others)
+    findings = []
+    for name in truth:
+        every = [views(name, results[name]) for results in (truth, ours, *others)]
+        for (row, exact), (_, found), *rest in zip(*every, strict=True):
+            tensors = (exact, found, torch.stack([tensor for _, tensor in rest]))
+            unjudged = torch.zeros(len(exact), dtype=torch.bool)
+            if name.startswith("grad"):
+                unjudged |= chaotic if "batch" in row else chaotic.any()
+            findings.append(_judge_rows(hostile, name, row, *tensors, unjudged))
+    return findings
+
+
+def _chaotic_rows(truth: dict[str, Tensor], others: list[dict[str, Tensor]]) -> Tensor:
+    """Rows of the batch whose states another one has lost altogether, bool (B,).
+
+    Errors grow from step to step where weights are large, until a gate that was open is shut. The
+    gradient then is that of another function.
+    """
+    exact = truth["h_n"].movedim(-2, 0).flatten(1)
+    chaotic = torch.zeros(len(exact), dtype=torch.bool)
+    for other in others:
+        error = (other["h_n"].movedim(-2, 0).flatten(1) - exact).nan_to_num(0, 0, 0)
+        chaotic |= error.norm(dim=-1) > CHAOS * exact.nan_to_num(0, 0, 0).norm(dim=-1)
+    return chaotic
+
+
+def _judge_rows(
+    hostile: Hostile,
+    name: str,
+    row: str,
+    truth: Tensor,
+    ours: Tensor,
+    others: Tensor,
+    unjudged: Tensor,
+) -> Finding:
+    kind = torch.finfo(hostile.dtype)
+    # Below the smallest normal number of the type that is computed in, a result may be 0.
+    tiny = 1e-300 if hostile.dtype == torch.float64 else 1e-37
+    is_number = truth.isfinite()
+    # A row in which another one overflows is one where everyone may, by the order of a sum.
+    overflows = (is_number & ~others.isfinite()).any(0).any(-1)
+    lost = (is_number & ~ours.isfinite()).any(-1) & ~overflows
+    # A NaN must be seen, unless another one shows a number there, or zoneout keeps the state.
+    hidden = (truth.isnan() & ours.isfinite() & ~others.isfinite().any(0)).any(-1)
+    if "zoneout" in hostile.how_options:
+        hidden = torch.zeros_like(hidden)
+
+    def error(results: Tensor) -> Tensor:
+        counts = is_number & ours.isfinite() & results.isfinite()
+        return torch.where(counts, results - truth, 0.0).norm(dim=-1)
+
+    size = torch.where(is_number, truth, 0.0).norm(dim=-1)
+    usual, theirs = size, torch.stack([error(results) for results in others]).amax(0)
+    if hostile.change in ALIKE:
+        theirs = theirs.amax().expand_as(theirs)
+    if hostile.change in ALIKE or "weight" in row:  # a sum over the batch, of which little is left
+        usual = size.clamp(min=float(size.square().mean().sqrt()))
+    # The truth about float64 has errors of the same size.
+    allowed = (2 * TWICE if hostile.dtype == torch.float64 else TWICE) * theirs
+    allowed += ROUNDINGS[hostile.dtype] * kind.eps * usual + tiny * truth.shape[-1] ** 0.5
+    found = error(ours)
+    unjudged = unjudged | overflows
+    beyond = (found > allowed) & ~unjudged
+    excess = torch.where(lost | hidden, math.inf, torch.where(unjudged, 0.0, found / allowed))
+    worst = int(excess.argmax())
+    why = "NaN or inf" if lost[worst] else "hides a NaN" if hidden[worst] else "too large"
+    return Finding(
+        name,
+        f"{row} {worst}",
+        float(found[worst] / size[worst]) if size[worst] > 0 else float(found[worst]),
+        float(excess[worst]),
+        why if (lost | hidden | beyond)[worst] else "",
+        len(truth),
+        int(unjudged.sum()),
+    )
