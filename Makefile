@@ -13,10 +13,16 @@ CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/
 
 WHEELS := build/wheels
 
-.PHONY: test test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
+.PHONY: test test-slow test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST)
+
+# What `test` takes a sample of: every float, and every option with every hostile change of the
+# arguments. Prints what it counted, and takes hours.
+test-slow: export FUSEDRNN_EXHAUSTIVE = 1
+test-slow: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -s tests/test_math.py tests/test_hostile_scales.py
 
 # All that CUDA can be tested for without a GPU, where there is nvcc: everything on a torch for
 # CUDA, then both wheels on the oldest torch and on the newest. Kernels for one GPU are enough where

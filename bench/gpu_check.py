@@ -2,7 +2,7 @@
 
 Builds for the GPU that is there, runs the CUDA tests, the benchmarks and compute-sanitizer, what
 matters most first. It ends within nine minutes, and says which parts that did not reach; --minutes
-15 is enough for all, and --parts chooses some. A part that fails does not stop the others; the exit
+17 is enough for all, and --parts chooses some. A part that fails does not stop the others; the exit
 status is 0 if all passed. Needs a torch built for CUDA, a CUDA toolkit, what the build needs and
 pytest, all in the Python that runs it.
 """
@@ -102,14 +102,17 @@ def parts(out: Path) -> list[Part]:
     def sweep(name: str, limit_s: float) -> Part:
         return benchmark(name, limit_s, "--budget-s", f"{limit_s - SLACK_S:.0f}")
 
-    persistent = "tests/test_cuda_persistent.py"
+    math, persistent = "tests/test_math.py", "tests/test_cuda_persistent.py"
+    scales = "tests/test_hostile_scales.py"
     return [
         Part("build", 120, pip, build_env),
+        tests("math", 25, math),  # compiles for half of it
         tests("persistent", 60, persistent, "-k", "not emulation"),
         sweep("speed", 115),
         sweep("memory", 60),
-        tests("tests", 100, f"--ignore={persistent}"),
+        tests("tests", 100, *(f"--ignore={p}" for p in (math, persistent, scales))),
         sweep("chunks", 45),
+        tests("scales", 95, scales),
         sweep("numerics", 75),
         benchmark("train_text", 45, "--dtype", "bfloat16"),
         *map(sanitizer, SANITIZERS),

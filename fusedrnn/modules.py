@@ -187,17 +187,18 @@ class GRU(RNNBase):
             backward goes through the steps between them again. With two directions and several
             layers this holds for the last layer; those below keep their output.
         recompute: False keeps the pre-activations for backward instead of computing them again,
-            with the same results: 4 * hidden_size numbers of float32 for each step and row (float64
-            if that is the dtype). With the output that is 5 times its memory in float32 and 9 times
-            in 16 bits. It saves two sevenths of the matrix products of a training step with as many
-            inputs as units, and pays where memory is not the limit and these are most of the time:
-            on the CPU, a quarter of the time (bench/results/cpu.md), and on a GPU for large
-            batches; for small ones most of the time goes into the steps, which stay.
-            :func:`fusedrnn.plan` says both for given sizes.
+            with the same output, and the same gradients up to rounding: 4 * hidden_size numbers of
+            float32 for each step and row (float64 if that is the dtype). With the output that is 5
+            times its memory in float32 and 9 times in 16 bits. It saves two sevenths of the matrix
+            products of a training step with as many inputs as units, and pays where memory is not
+            the limit and these are most of the time: on the CPU, a quarter of the time
+            (bench/results/cpu.md), and on a GPU for large batches; for small ones most of the time
+            goes into the steps, which stay. :func:`fusedrnn.plan` says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
             is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
             256 to 4,096 of them, as many as let training take a quarter of the memory that
-            torch.nn.LSTM takes, by count.
+            torch.nn.LSTM takes, by count. Results are the same up to rounding: products of
+            other sizes may be summed up in another order.
         workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
             layer and direction, one of which is at work at a time: chunks are as few as that
             allows, and never more is taken. If one step takes more, a call raises a RuntimeError

@@ -1,7 +1,8 @@
 """Elementary functions, types and normals of the C++ kernels, for every CPU instruction set here.
 
-The bounds are in cpp/math_check.cpp; here it is compiled and run, and its random numbers are
-compared with Python code that knows nothing of it, its conversions with torch's.
+The bounds are in cpp/functions.h and cpp/math_check.cpp; here they are compiled and run, and what
+they print of random numbers is compared with Python code that knows nothing of it, of conversions
+with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats, else it is a sample of some ten millions.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import platform
+import re
 import shutil
 import subprocess
 
 import pytest
 import torch
+from test_cuda_kernels import NVCC, each_architecture, needs_nvcc
 
-SOURCE = pathlib.Path(__file__).parent / "cpp" / "math_check.cpp"
+CPP = pathlib.Path(__file__).parent / "cpp"
+CSRC = CPP.parents[1] / "csrc"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 # The processor flags, as Linux names them, that each instruction set's code may use.
@@ -24,8 +30,11 @@ NEEDED = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
-CHECKS = ["exp", "log", "tanh", "sigmoid", "sincospi", "double", "select", "tails"]
-CHECKS += ["narrow", "philox", "normals", "moments"]
+CHECKS = ["special", "double", "select", "tails", "narrow", "philox", "normals", "moments"]
+NAMES = [line for line in (CPP / "functions.h").read_text().splitlines() if " kName = " in line]
+FUNCTIONS = re.findall(r'"(\w+)"', "".join(NAMES))
+EXHAUSTIVE = os.environ.get("FUSEDRNN_EXHAUSTIVE") == "1"
+STRIDE = 1 if EXHAUSTIVE else 499
 
 
 def cpu_flags() -> set[str]:
@@ -35,31 +44,126 @@ def cpu_flags() -> set[str]:
         return set()
 
 
-@pytest.fixture(scope="module", params=NEEDED)
-def run_check(request, tmp_path_factory):
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
+def constants() -> list[str]:
+    """All floating literals of the functions, where one may change its ways."""
+    literal = r"\b(?:0x[\da-f.]+p[+-]?\d+|\d+\.\d+(?:e[+-]?\d+)?)(?=f?\b)"
+    sources = [(CSRC / name).read_text() for name in ("math.h", "scalar.h")]
+    found = sorted({constant for source in sources for constant in re.findall(literal, source)})
+    assert {"0.55", "87.5", "0x1.715476p+0"} <= set(found)
+    return found
+
+
+def compiled(source: str, program: pathlib.Path, *flags: str) -> pathlib.Path:
+    if COMPILER is None:
         pytest.skip("no C++ compiler")
-    isa = request.param
-    if not NEEDED[isa] <= cpu_flags():
-        pytest.skip(f"no {isa} on this processor")
-    program = tmp_path_factory.mktemp(isa) / "math_check"
-    define = f"-DCHECK_{isa.upper()}"
-    command = [compiler, *FLAGS, *WARNINGS, define, str(SOURCE), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True)
+    language = ["-x", "c++"] if source.endswith(".cu") else []
+    command = [COMPILER, *FLAGS, *WARNINGS, *flags, *language, str(CPP / source)]
+    built = subprocess.run([*command, "-o", program], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    return program
 
-    def run(check: str) -> str:
-        done = subprocess.run([program, check], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
-    return run
+def run(*command: str | pathlib.Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def said_by_failing(*command: str | pathlib.Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=NEEDED)
+def isa(request):
+    if not NEEDED[request.param] <= cpu_flags():
+        pytest.skip(f"no {request.param} on this processor")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run_check(isa, tmp_path_factory):
+    program = tmp_path_factory.mktemp(isa) / "math_check"
+    compiled("math_check.cpp", program, f"-DCHECK_{isa.upper()}")
+    return lambda check: run(program, check)
+
+
+@pytest.fixture(scope="module")
+def math_sweep(isa, tmp_path_factory):
+    program = tmp_path_factory.mktemp(isa) / "math_sweep"
+    return compiled("math_sweep.cpp", program, f"-DCHECK_{isa.upper()}", "-pthread")
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_math(run_check, check):
     run_check(check)
+
+
+@pytest.mark.timeout(3600 if EXHAUSTIVE else 600)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_over_floats(math_sweep, isa, function):
+    """Errors, with denormals kept and flushed; and the same bits of vectors and single floats."""
+    said = run(math_sweep, function, str(STRIDE), *constants())
+    print(f"{isa}, {said}", end="")
+
+
+@pytest.mark.parametrize(
+    ("bug", "wanted"),
+    [
+        (1, "FAILED exp, error with denormals kept"),
+        (2, "FAILED exp, error with denormals flushed"),
+        (3, "FAILED exp, vector and float differ"),
+    ],
+)
+def test_a_wrong_function_is_noticed(tmp_path, bug, wanted):
+    flags = [f"-DFUSEDRNN_CHECK_SEEDED_BUG={bug}", "-pthread"]
+    program = compiled("math_sweep.cpp", tmp_path / "math_sweep", *flags)
+    assert wanted in said_by_failing(program, "exp", "9973", *constants())
+
+
+# --- the same on a GPU ---------------------------------------------------------------------------
+
+FMA_FLAGS = ["-mfma"] if platform.machine() == "x86_64" else []
+has_fma = pytest.mark.skipif(
+    FMA_FLAGS != [] and "fma" not in cpu_flags(), reason="no fused multiply-add on this processor"
+)
+
+
+@has_fma
+def test_the_sweep_for_gpus_in_a_loop(tmp_path):
+    program = compiled("math_sweep.cu", tmp_path / "math_sweep", *FMA_FLAGS)
+    assert "exp: error " in run(program, "997")
+    flags = [*FMA_FLAGS, "-DFUSEDRNN_CHECK_SEEDED_BUG=1"]
+    program = compiled("math_sweep.cu", tmp_path / "math_sweep", *flags)
+    assert "FAILED exp: " in said_by_failing(program, "997")
+
+
+def compiled_for_gpu(program: pathlib.Path, architecture: str) -> pathlib.Path:
+    host = ",".join([*FMA_FLAGS, "-ffp-contract=fast"])
+    command = [NVCC, "-O3", "-std=c++17", f"-arch={architecture}", f"-Xcompiler={host}"]
+    built = subprocess.run(
+        [*command, str(CPP / "math_sweep.cu"), "-o", program], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+@needs_nvcc
+@each_architecture
+def test_the_sweep_compiles_for_gpus(tmp_path, architecture):
+    compiled_for_gpu(tmp_path / "math_sweep", architecture)
+
+
+@needs_nvcc
+@has_fma
+@pytest.mark.cuda
+def test_over_all_floats_on_a_gpu(tmp_path):
+    """Errors, judged on the GPU; and the bits of a sample are those of the CPU."""
+    print(run(compiled_for_gpu(tmp_path / "math_sweep", "native"), "1"), end="")
+
+
+# --- conversions, random numbers -----------------------------------------------------------------
 
 
 def test_conversions_are_those_of_torch(run_check):

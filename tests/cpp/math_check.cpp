@@ -1,221 +1,48 @@
-// Checks of csrc/math.h, scalar.h, philox.h and cpu/vector.h for one instruction set, chosen with
-// -DCHECK_AVX512 or -DCHECK_AVX2. Run as `math_check NAME`; test_math.py does, for every NAME.
-// Prints what it measured and exits with 1 if a bound is broken.
-#if defined(CHECK_AVX512)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define FUSEDRNN_ISA avx512
-#elif defined(CHECK_AVX2)
-#pragma GCC target("avx2,fma")
-#define FUSEDRNN_ISA avx2
-#else
-#define FUSEDRNN_ISA baseline
-#endif
-#include <cfloat>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <vector>
-
-#include "../../csrc/cpu/denormals.h"
-#include "../../csrc/cpu/vector.h"
-#include "../../csrc/scalar.h"
+// Checks of csrc/math.h, scalar.h, philox.h and cpu/vector.h for one instruction set beyond what a
+// sweep over floats shows (math_sweep.cpp). Run as `math_check NAME`; test_math.py does, for every
+// NAME. Prints what it measured and exits with 1 if a bound is broken.
+#include "check.h"
+// (the instruction set first)
+#include "functions.h"
 
 namespace {
 
-using fusedrnn::BFloat16;
-using fusedrnn::Half;
-using fusedrnn::kLanes;
-using fusedrnn::load;
-using fusedrnn::narrow;
-using fusedrnn::normal4;
-using fusedrnn::normals;
-using fusedrnn::store;
-using fusedrnn::VecF;
-using fusedrnn::VecU;
-using fusedrnn::widen;
-namespace math = fusedrnn::math;
+using namespace fusedrnn;
+using namespace fusedrnn::check;
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-int failures = 0;
-
-void expect(bool ok, const char* what, double x, double got) {
-  if (ok) return;
-  if (++failures <= 20) std::printf("FAILED %s at %.9g (%a): got %.9g\n", what, x, x, got);
-}
-
-bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0; }
-
-float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-struct Exp {
-  template <class F>
-  static F apply(F x) {
-    return math::exp(x);
-  }
-  static long double exact(long double x) { return expl(x); }
-};
-
-struct Log {
-  template <class F>
-  static F apply(F x) {
-    return math::log(x);
-  }
-  static long double exact(long double x) { return logl(x); }
-};
-
-struct Tanh {
-  template <class F>
-  static F apply(F x) {
-    return math::tanh(x);
-  }
-  static long double exact(long double x) { return tanhl(x); }
-};
-
-struct Sigmoid {
-  template <class F>
-  static F apply(F x) {
-    return math::sigmoid(x);
-  }
-  static long double exact(long double x) { return 1 / (1 + expl(-x)); }
-};
-
-template <bool kSin>
-struct TurnPart {
-  template <class F>
-  static F apply(F x) {
-    F s, c;
-    math::sincospi(x, s, c);
-    return kSin ? s : c;
-  }
-  static long double exact(long double x) {
-    constexpr long double kPi = 3.14159265358979323846264338327950288L;
-    return kSin ? sinl(kPi * x) : cosl(kPi * x);
-  }
-};
-
-// One function over every stride-th float of [first, last], in the order of their bits: all
-// magnitudes are met equally. Errors count in ulp of the exact value, or as they are if absolute.
-// Below 1.7e-38 a result may be flushed to 0.
+// Results that are exact beside those that math_sweep knows.
 template <class Function>
-void sweep(const char* name, float first, float last, double bound, bool absolute = false) {
-  uint32_t begin, end;
-  std::memcpy(&begin, &first, sizeof begin);
-  std::memcpy(&end, &last, sizeof end);
-  const char* stride_text = std::getenv("MATH_CHECK_STRIDE");
-  const uint32_t stride = stride_text ? std::atoi(stride_text) : 1499;
-  double worst = 0;
-  float worst_at = 0;
-  int filled = 0;
-  float x[kLanes], y[kLanes];
-  for (uint64_t bits = begin; bits < uint64_t{end} + stride; bits += stride) {
-    x[filled++] = float_of(bits < end ? static_cast<uint32_t>(bits) : end);
-    if (filled < kLanes && bits < end) continue;
-    store(y, Function::apply(load(x, filled)), filled);
-    for (int i = 0; i < filled; ++i) {
-      const float scalar = Function::apply(x[i]);
-      expect(same_bits(y[i], scalar), "vector and scalar differ", x[i], y[i] - scalar);
-      const long double exact = Function::exact(x[i]);
-      if (std::fabs(exact) > FLT_MAX) {
-        expect(y[i] > FLT_MAX / (1 + 2 * FLT_EPSILON), "overflow", x[i], y[i]);
-      } else if (!absolute && std::fabs(exact) < 1.7e-38L && y[i] == 0) {
-        continue;
-      } else {
-        int exponent;
-        std::frexp(exact, &exponent);
-        const int least = FLT_MIN_EXP > exponent ? FLT_MIN_EXP : exponent;
-        const double unit = absolute ? 1.0 : std::ldexp(1.0, least - FLT_MANT_DIG);
-        const double error = static_cast<double>(std::fabs(y[i] - exact)) / unit;
-        if (!(error <= worst)) worst = error, worst_at = x[i];
-      }
-    }
-    filled = 0;
-  }
-  std::printf("%s: error %.4g%s at %.9g\n", name, worst, absolute ? "" : " ulp", worst_at);
-  expect(worst <= bound, name, worst_at, worst);
-}
-
-template <class Function>
-void special(const char* what, float x, float want) {
+void special(float x, float want) {
   float y[kLanes];
   store(y, Function::apply(math::splat<VecF>(x)));
-  const float scalar = Function::apply(x);
-  const bool both_nan = std::isnan(want) && std::isnan(y[0]) && std::isnan(scalar);
-  expect(both_nan || (same_bits(y[0], want) && same_bits(scalar, want)), what, x, y[0]);
+  expect(same(y[0], want) && same(Function::apply(x), want), Function::kName, x, y[0]);
 }
 
-// Without fused multiply-add there are more roundings.
-#if defined(CHECK_AVX512) || defined(CHECK_AVX2)
-constexpr double kExpBound = 1.2, kLogBound = 1.5, kTanhBound = 2.0, kSigmoidBound = 2.5;
-#else
-constexpr double kExpBound = 1.5, kLogBound = 1.5, kTanhBound = 2.5, kSigmoidBound = 3.0;
-#endif
-
-void check_exp() {
-  sweep<Exp>("exp, x > 0", 0.0f, kInf, kExpBound);
-  sweep<Exp>("exp, x < 0", -0.0f, -kInf, kExpBound);
-  special<Exp>("exp", 0.0f, 1.0f);
-  special<Exp>("exp", -0.0f, 1.0f);
-  special<Exp>("exp", kInf, kInf);
-  special<Exp>("exp", -kInf, 0.0f);
-  special<Exp>("exp", FLT_MAX, kInf);
-  special<Exp>("exp", -FLT_MAX, 0.0f);
-  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
-    special<Exp>("exp", float_of(payload), kNaN);
+void check_special() {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (float zero : {0.0f, -0.0f}) {
+    special<Exp>(zero, 1.0f);
+    special<Sigmoid>(zero, 0.5f);
+    special<Complement>(zero, 0.5f);
+    special<Tanh>(zero, zero);
+    special<Derivative>(zero, 1.0f);
+  }
+  special<Log>(1.0f, 0.0f);
+  special<Tanh>(FLT_MIN, FLT_MIN);
+  for (float x : {100.0f, FLT_MAX, kInf}) {
+    special<Exp>(x, kInf);
+    special<Exp>(-x, 0.0f);
+    for (float sign : {1.0f, -1.0f}) {
+      special<Sigmoid>(sign * x, sign > 0 ? 1.0f : 0.0f);
+      special<Complement>(sign * x, sign > 0 ? 0.0f : 1.0f);
+      special<Tanh>(sign * x, sign);
+      special<Derivative>(sign * x, 0.0f);
+    }
   }
   // The last argument with a finite result and the first without.
+  special<Exp>(88.72283f, math::exp(88.72283f));
   expect(std::isfinite(math::exp(88.72283f)), "exp", 88.72283, math::exp(88.72283f));
-  expect(std::isinf(math::exp(88.72284f)), "exp", 88.72284, math::exp(88.72284f));
-}
-
-void check_log() {
-  sweep<Log>("log, x < 1", FLT_MIN, 1.0f, kLogBound);
-  sweep<Log>("log, x > 1", 1.0f, FLT_MAX, kLogBound);
-  special<Log>("log", 1.0f, 0.0f);
-}
-
-void check_tanh() {
-  sweep<Tanh>("tanh, x > 0", 0.0f, kInf, kTanhBound);
-  sweep<Tanh>("tanh, x < 0", -0.0f, -kInf, kTanhBound);
-  special<Tanh>("tanh", 0.0f, 0.0f);
-  special<Tanh>("tanh", -0.0f, -0.0f);
-  special<Tanh>("tanh", FLT_MIN, FLT_MIN);
-  for (float x : {9.5f, 1e4f, FLT_MAX, kInf}) {
-    special<Tanh>("tanh", x, 1.0f);
-    special<Tanh>("tanh", -x, -1.0f);
-  }
-  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
-    special<Tanh>("tanh", float_of(payload), kNaN);
-  }
-}
-
-void check_sigmoid() {
-  sweep<Sigmoid>("sigmoid, x > 0", 0.0f, kInf, kSigmoidBound);
-  sweep<Sigmoid>("sigmoid, x < 0", -0.0f, -kInf, kSigmoidBound);
-  special<Sigmoid>("sigmoid", 0.0f, 0.5f);
-  special<Sigmoid>("sigmoid", -0.0f, 0.5f);
-  for (float x : {100.0f, FLT_MAX, kInf}) {
-    special<Sigmoid>("sigmoid", x, 1.0f);
-    special<Sigmoid>("sigmoid", -x, 0.0f);
-  }
-  for (uint32_t payload : {0x7fc00000u, 0xffc00000u, 0x7fc00001u, 0x7fffffffu, 0xffffffffu}) {
-    special<Sigmoid>("sigmoid", float_of(payload), kNaN);
-  }
-}
-
-void check_sincospi() {
-  constexpr double kBound = 1.2e-7;
-  sweep<TurnPart<true>>("sin(pi x), x > 0", 0.0f, 1.0f, kBound, true);
-  sweep<TurnPart<true>>("sin(pi x), x < 0", -0.0f, -1.0f, kBound, true);
-  sweep<TurnPart<false>>("cos(pi x), x > 0", 0.0f, 1.0f, kBound, true);
-  sweep<TurnPart<false>>("cos(pi x), x < 0", -0.0f, -1.0f, kBound, true);
+  special<Exp>(88.72284f, kInf);
 }
 
 // The double versions are the C library's; this sees that the right ones are called.
@@ -274,12 +101,6 @@ void check_tails() {
     store(exact_size.data(), load(exact_size.data(), n) * 2.0f, n);
     for (float v : exact_size) expect(v == 4, "end of memory", n, v);
   }
-}
-
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
 }
 
 // One number, and the same in a vector.  Out of line and of a volatile, so that no second call,
@@ -462,21 +283,13 @@ void check_moments() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const struct {
-    const char* name;
-    void (*run)();
-  } checks[] = {
-      {"exp", check_exp},         {"log", check_log},           {"tanh", check_tanh},
-      {"sigmoid", check_sigmoid}, {"sincospi", check_sincospi}, {"double", check_double},
-      {"select", check_select},   {"tails", check_tails},       {"narrow", check_narrow},
-      {"philox", check_philox},   {"normals", check_normals},   {"moments", check_moments}};
-  for (const auto& check : checks) {
-    if (argc == 2 && std::strcmp(argv[1], check.name) == 0) {
-      check.run();
-      std::printf("%d failures\n", failures);
-      return failures != 0;
-    }
-  }
-  std::printf("usage: math_check NAME\n");
-  return 2;
+  return run_named(argc, argv,
+                   {{"special", check_special},
+                    {"double", check_double},
+                    {"select", check_select},
+                    {"tails", check_tails},
+                    {"narrow", check_narrow},
+                    {"philox", check_philox},
+                    {"normals", check_normals},
+                    {"moments", check_moments}});
 }

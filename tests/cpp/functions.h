@@ -1,0 +1,272 @@
+// The functions of one float in csrc/math.h and csrc/scalar.h: of each the exact result, and how
+// far from it the function may be. Written once for the CPU and for CUDA; the sweeps over all
+// floats, math_sweep.cpp and math_sweep.cu, take the list from here.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "../../csrc/scalar.h"
+
+namespace fusedrnn::check {
+
+constexpr double kWrong = HUGE_VAL;  // an error that no bound allows
+
+// exp may give 0 where the result is below this, and so may what is made of it.
+constexpr double kSmallest = 1.7e-38;
+
+FUSEDRNN_HD double power_of_two(int n) {
+  return Traits<double>::from_bits(static_cast<uint64_t>(n + 1023) << 52);
+}
+
+// n where 2^n <= |x| < 2^(n + 1), but at least `least`.
+FUSEDRNN_HD int exponent_of(double x, int least) {
+  const int n = static_cast<int>(Traits<double>::bits(x) >> 52 & 0x7ff) - 1023;
+  return n < least ? least : n;
+}
+
+FUSEDRNN_HD bool is_negative(double x) { return Traits<double>::bits(x) >> 63; }
+
+FUSEDRNN_HD bool is_denormal(float x) { return x != 0 && x > -FLT_MIN && x < FLT_MIN; }
+
+FUSEDRNN_HD bool same(float a, float b) {
+  return Traits<float>::bits(a) == Traits<float>::bits(b) || (a != a && b != b);
+}
+
+// In ulp of the exact result, that of the smallest normal number at least. Only a NaN may give a
+// NaN, and 0 has the sign of the exact result too.
+FUSEDRNN_HD double ulp_error(double exact, float y, double smallest = kSmallest) {
+  const double size = exact < 0 ? -exact : exact;
+  if (exact != exact || y != y) return exact != exact && y != y ? 0 : kWrong;
+  if (is_negative(exact) != is_negative(y)) return kWrong;
+  if (y == 0 && size < smallest) return 0;
+  if (size > FLT_MAX) return (y < 0 ? -y : y) >= FLT_MAX * (1 - 2.0 * FLT_EPSILON) ? 0 : kWrong;
+  const double difference = y - exact;
+  return (difference < 0 ? -difference : difference) *
+         power_of_two(FLT_MANT_DIG - 1 - exponent_of(exact, FLT_MIN_EXP - 1));
+}
+
+// x rounded to nearest even, to numbers with `fraction` bits after the first one and exponents from
+// `least` on; inf from 2^most on.
+FUSEDRNN_HD double rounded(double x, int fraction, int least, int most) {
+  if (!(x > -HUGE_VAL && x < HUGE_VAL)) return x;
+  const double unit = power_of_two(exponent_of(x, least) - fraction);
+  const double y = ::rint(x / unit) * unit;
+  return (y < 0 ? -y : y) < power_of_two(most) ? y : y * HUGE_VAL;
+}
+
+// With FUSEDRNN_CHECK_SEEDED_BUG the results of exp are wrong, to see that a sweep notices: 1, by
+// four ulp near the upper end; 2, where denormals are flushed; 3, in the last bit of a vector's.
+#if !defined(FUSEDRNN_CHECK_SEEDED_BUG)
+#define FUSEDRNN_CHECK_SEEDED_BUG 0
+#endif
+template <class F>
+FUSEDRNN_HD F seeded(F x, F y) {
+  constexpr int kBug = FUSEDRNN_CHECK_SEEDED_BUG;
+  if constexpr (kBug == 1) return math::select(x > 88.7f, y + y * 0x1p-21f, y);
+  if constexpr (kBug == 2) return math::select(x < -87.3f, y + (x * 0x1p-140f) * 0x1p20f, y);
+  if constexpr (kBug == 3 && sizeof(F) > sizeof(float)) return y + y * 0x1p-24f * 1.5f;
+  return y;
+}
+
+// What a function has if it does not say otherwise. Same is a second way to the same bits, if there
+// is one, and kBound holds with fused multiply-add; without it, four thirds of it do.
+struct Function {
+  using Same = void;
+  static constexpr const char* kUnit = " ulp";
+  static FUSEDRNN_HD bool covers(float) { return true; }
+  static FUSEDRNN_HD double error(double exact, float y) { return ulp_error(exact, y); }
+};
+
+struct Exp : Function {
+  static constexpr const char* kName = "exp";
+  static constexpr double kBound = 0.9;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return seeded(x, math::exp(x));
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::exp(x); }
+};
+
+struct SigmoidOfTwo {
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    F complement;
+    return math::sigmoid(x, complement);
+  }
+};
+
+struct Sigmoid : Function {
+  using Same = SigmoidOfTwo;
+  static constexpr const char* kName = "sigmoid";
+  static constexpr double kBound = 2.7;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return math::sigmoid(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return 1 / (1 + ::exp(-x)); }
+};
+
+struct Complement : Function {
+  static constexpr const char* kName = "complement";
+  static constexpr double kBound = 2.7;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    F complement;
+    math::sigmoid(x, complement);
+    return complement;
+  }
+  static FUSEDRNN_HD double exact(double x) { return 1 / (1 + ::exp(x)); }
+};
+
+struct TanhOfTwo {
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    F derivative;
+    return math::tanh(x, derivative);
+  }
+};
+
+struct Tanh : Function {
+  using Same = TanhOfTwo;
+  static constexpr const char* kName = "tanh";
+  static constexpr double kBound = 1.5;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return math::tanh(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::tanh(x); }
+};
+
+struct Derivative : Function {
+  static constexpr const char* kName = "derivative";
+  static constexpr double kBound = 3.8;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    F derivative;
+    math::tanh(x, derivative);
+    return derivative;
+  }
+  // 1 / cosh(x)^2, with sizes that do not overflow.
+  static FUSEDRNN_HD double exact(double x) {
+    const double e = ::exp(x < 0 ? x : -x);
+    const double root = 2 * e / (1 + e * e);
+    return root * root;
+  }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return ulp_error(exact, y, 4 * kSmallest);
+  }
+};
+
+struct Log : Function {
+  static constexpr const char* kName = "log";
+  static constexpr double kBound = 1;
+  static FUSEDRNN_HD bool covers(float x) { return x >= FLT_MIN && x <= FLT_MAX; }
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return math::log(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::log(x); }
+};
+
+template <bool kSin>
+struct TurnPart : Function {
+  static constexpr const char* kName = kSin ? "sinpi" : "cospi";
+  static constexpr const char* kUnit = "";
+  static constexpr double kBound = 7e-8;
+  static FUSEDRNN_HD bool covers(float x) { return x >= -1 && x <= 1; }
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    F s, c;
+    math::sincospi(x, s, c);
+    return kSin ? s : c;
+  }
+  static FUSEDRNN_HD double exact(double x) {
+    constexpr double kPi = 3.14159265358979323846;
+    return kSin ? ::sin(kPi * x) : ::cos(kPi * x);
+  }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    const double size = y < exact ? exact - y : y - exact;
+    return size < 1 ? size : kWrong;
+  }
+};
+
+// These two are exact.
+struct Sqrt : Function {
+  static constexpr const char* kName = "sqrt";
+  static constexpr double kBound = 0;
+  // The root of a negative denormal is -0 where denormals are 0.
+  static FUSEDRNN_HD bool covers(float x) { return !(x < 0 && x > -FLT_MIN); }
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return math::sqrt(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::sqrt(x); }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    const bool is_of_denormal = exact > 0 && exact < 0x1p-63;
+    return same(y, static_cast<float>(exact)) || (is_of_denormal && y == 0) ? 0 : kWrong;
+  }
+};
+
+struct Clamp : Function {
+  static constexpr const char* kName = "clamp";
+  static constexpr double kBound = 0;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return math::min(math::max(x, -0.75f), 1.25f);
+  }
+  static FUSEDRNN_HD double exact(double x) { return x < -0.75 ? -0.75 : x > 1.25 ? 1.25 : x; }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return same(y, static_cast<float>(exact)) ? 0 : kWrong;
+  }
+};
+
+// The 16 bits of a T in the place of a float; also exact, and denormals count.
+template <class T>
+struct Narrow : Function {
+  static constexpr bool kIsHalf = std::is_same_v<T, Half>;
+  static constexpr const char* kName = kIsHalf ? "float16" : "bfloat16";
+  static constexpr double kBound = 0;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return Traits<F>::from_bits(T::narrow(x));
+  }
+  static FUSEDRNN_HD double exact(double x) {
+    return kIsHalf ? rounded(x, 10, -14, 16) : rounded(x, 7, -126, 128);
+  }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    const uint32_t word = Traits<float>::bits(y);
+    if (exact != exact) return word == 0x7fff ? 0 : kWrong;
+    if (word > 0xffff) return kWrong;
+    const double wide = T::template widen<float>(word);
+    return wide == exact && is_negative(wide) == is_negative(exact) ? 0 : kWrong;
+  }
+};
+
+// Calls visit(F{}) for every function F.
+template <class Visit>
+void for_each_function(Visit visit) {
+  visit(Exp{}), visit(Sigmoid{}), visit(Complement{}), visit(Tanh{}), visit(Derivative{});
+  visit(Log{}), visit(TurnPart<true>{}), visit(TurnPart<false>{}), visit(Sqrt{}), visit(Clamp{});
+  visit(Narrow<BFloat16>{}), visit(Narrow<Half>{});
+}
+
+// The errors that were found, and the largest of them with its x.
+struct Tally {
+  unsigned long long failures = 0, worst = 0;  // the bits of a float of 0 or above, those of x
+
+  FUSEDRNN_HD void add(double error, double bound, float x) {
+    const uint64_t bits = Traits<float>::bits(static_cast<float>(error));
+    const unsigned long long here = bits << 32 | Traits<float>::bits(x);
+    failures += error > bound;
+    worst = here > worst ? here : worst;
+  }
+  FUSEDRNN_HD void add(const Tally& other) {
+    failures += other.failures;
+    worst = other.worst > worst ? other.worst : worst;
+  }
+  float error() const { return Traits<float>::from_bits(static_cast<uint32_t>(worst >> 32)); }
+  float x() const { return Traits<float>::from_bits(static_cast<uint32_t>(worst)); }
+};
+
+}  // namespace fusedrnn::check
