@@ -266,9 +266,16 @@ def _run(run: Run, device: str) -> Report:
         for dtype in dtypes
     }
     task = run.progress.add_task("train_text", total=len(trainings) * (job.steps + 20))
+    unable: dict[str, str] = {}
     for k in range(job.steps):
-        for training in trainings.values():
-            training.step(k, train[k % len(train)])
+        for name, training in list(trainings.items()):
+            try:
+                training.step(k, train[k % len(train)])
+            except RuntimeError as error:  # torch has no LSTM of 16 bits for some processors
+                if k > 0 or not name.startswith(f"{LSTM}, "):
+                    raise
+                unable[name] = str(error).split(". ")[0]
+                del trainings[name]
             run.progress.advance(task)
     results = {}
     for name, training in trainings.items():
@@ -284,6 +291,7 @@ def _run(run: Run, device: str) -> Report:
         },
         "characters": job.steps * job.window * job.batch,
         "cells": results,
+        "unable": unable,
     }
     tables, failures = [_table(numbers)], []
     if LOOP in results and OURS in results:
@@ -354,6 +362,7 @@ def _table(numbers: dict[str, Any]) -> Table:
         ]
         for name, result in numbers["cells"].items()
     ]
+    rows += [[name, reason, "", "", ""] for name, reason in numbers["unable"].items()]
     title = "Language model, {characters:,} characters, ".format(**numbers)
     title += "window {window}, B={batch}, H={hidden}".format(**job)
     columns = ["", "bits/char", "chars/s", "peak MiB", f"longest window in {job['memory_mib']} MiB"]

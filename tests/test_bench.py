@@ -153,8 +153,10 @@ def test_train_in_bfloat16(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     text = load(tmp_path, "train_text_bfloat16")
     cells = {name: result["train_bits"] for name, result in text["cells"].items()}
-    assert list(cells) == [LSTM, f"{LSTM}, bfloat16", OURS, f"{OURS}, bfloat16"]
-    for name in (LSTM, OURS):
+    unable = list(text["unable"])  # where torch has no LSTM of 16 bits for the processor
+    assert unable in ([], [f"{LSTM}, bfloat16"])
+    assert {*cells, *unable} == {LSTM, f"{LSTM}, bfloat16", OURS, f"{OURS}, bfloat16"}
+    for name in (OURS,) if unable else (LSTM, OURS):
         assert cells[f"{name}, bfloat16"] != cells[name]
         assert cells[f"{name}, bfloat16"] == pytest.approx(cells[name], rel=1e-3)
     (target,) = text["targets"]
