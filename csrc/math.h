@@ -143,9 +143,8 @@ FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
   } else {
     e = exp_in_range(max(x, -87.5f));
   }
-  const F large = 1.0f / (e + 1.0f);
-  small = e * large;
-  return large;
+  small = e * (1.0f / (e + 1.0f));
+  return 1.0f - small;  // which near 1 is closer than the quotient, where e + 1 has been rounded
 }
 
 // -|x|
@@ -193,8 +192,8 @@ template <class F>
 FUSEDRNN_HD F tanh(F x, F& derivative) {
   const F minus_a = detail::minus_size(x);
   F t;
-  detail::sigmoid_of_minus(minus_a + minus_a, t);
-  const F far_derivative = (4.0f * t) * (1.0f - t);
+  const F not_t = detail::sigmoid_of_minus(minus_a + minus_a, t);
+  const F far_derivative = (4.0f * t) * not_t;
   if constexpr (std::is_same_v<F, double>) {
     derivative = far_derivative;
     return ::tanh(x);

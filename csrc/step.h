@@ -99,6 +99,13 @@ struct Zoneout {
   int64_t layer, batch, first_step;  // as those of Noise
   double h, state;                   // probabilities
 
+  // What mix() makes the expectation with: 1 - probability, which a float has lost where that is
+  // near 1.  Where something is drawn, 0.
+  template <class A>
+  FUSEDRNN_HD A rest(double probability) const {
+    return seed == nullptr ? A(1 - probability) : A(0);
+  }
+
   // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.  row: counted
   // from the start of the sequence.
   template <class A>
@@ -229,11 +236,12 @@ FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t colu
   store_blocks<kBlocks>(zeros, plane, width, row, column, unit);
 }
 
-// k a + (1 - k) b.  Where k is 1 or 0, the number that it leaves out may be NaN or inf.
-template <class V>
-FUSEDRNN_HD V mix(const V& k, const V& a, const V& b) {
-  const V both = k * a + (math::splat<V>(1.0f) - k) * b;
-  return math::select(k == 1.0f, a, math::select(k == 0.0f, b, both));
+// What zoneout makes of a state a and the new value b: k a + rest b, or where rest is 0 and k is 1
+// or 0, one of them alone: the other one may be NaN or inf.
+template <class V, class A>
+FUSEDRNN_HD V mix(const V& k, A rest, const V& a, const V& b) {
+  const V fresh = math::select(k == 0.0f, b, k * a + rest * b);
+  return rest == 0 ? math::select(k == 1.0f, a, fresh) : fresh;
 }
 
 // x, or 0 where k is 1, whatever x is there.
@@ -262,20 +270,21 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, int64_
                                            const UnitInput<V>& given, V* factors) {
   const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
   const int64_t from_start = step.first_row + row + shift;
+  using A = Acc<T>;
   const V input = given.input;
   V state{};
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
   if constexpr (Stage::kState) {
     if (step.zoneout.state > 0) {
       const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      state = mix(kept, input, state);
+      state = mix(kept, step.zoneout.template rest<A>(step.zoneout.state), input, state);
     }
   }
   if constexpr (Stage::kResult) {
     if (step.is_last && step.zoneout.h > 0) {
       const V h = kCarriesResult<Stage> ? input : given.h;
       const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      out = mix(kept, h, out);
+      out = mix(kept, step.zoneout.template rest<A>(step.zoneout.h), h, out);
     }
   }
 
@@ -365,27 +374,30 @@ FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& s
   const int64_t from_start = step.first_row + row + shift;
   V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
   V kept_h{}, kept_state{};
+  using A = Acc<T>;
+  const A rest_h = step.zoneout.template rest<A>(step.zoneout.h),
+          rest_state = step.zoneout.template rest<A>(step.zoneout.state);
   if constexpr (Stage::kResult) {
     if (step.is_last && step.zoneout.h > 0) {
       kept_h = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      dh = mix(kept_h, dout, V{});
-      dout = mix(kept_h, V{}, dout);
+      dh = mix(kept_h, rest_h, dout, V{});
+      dout = mix(kept_h, rest_h, V{}, dout);
     }
   }
   if constexpr (Stage::kState) {
     if (step.zoneout.state > 0) {
       kept_state = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      dkept = mix(kept_state, dstate, V{});
-      dstate = mix(kept_state, V{}, dstate);
+      dkept = mix(kept_state, rest_state, dstate, V{});
+      dstate = mix(kept_state, rest_state, V{}, dstate);
     }
   }
   UnitAdjoints<Stage, V> d;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
   if constexpr (Stage::kCarry) {
     // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
-    const bool keeps_states = step.zoneout.state > 0 || !Stage::kState;
-    if (step.is_last && step.zoneout.h > 0 && keeps_states) {
-      const V kept = Stage::kState ? mix(kept_h, kept_state, V{}) : kept_h;
+    const bool keeps_states = !Stage::kState || (step.zoneout.state > 0 && rest_state == 0);
+    if (step.is_last && step.zoneout.h > 0 && rest_h == 0 && keeps_states) {
+      const V kept = Stage::kState ? mix(kept_h, rest_h, kept_state, V{}) : kept_h;
       for (int k = 0; k < kSideAlone<Stage>; ++k) d.dside[k] = unless_one(kept, d.dside[k]);
       for (V& gradient : d.dprojection) gradient = unless_one(kept, gradient);
       d.dinput = unless_one(kept, d.dinput);

@@ -185,6 +185,25 @@ def test_what_zoneout_keeps_does_not_look_at_what_is_new(device, kind, training)
     assert not grad_input.any() and not any(grad.any() for grad in grads[1:])
 
 
+@pytest.mark.parametrize("p", [0.3, 0.999, 1 - 1e-6, 1 - 1e-9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_expectation_of_zoneout_near_1(device, kind, p):
+    """Little is left of the new value, and a float of ``p`` would not say how much."""
+    rnn = make(kind, device, zoneout=p).eval()
+    input = random(6, 2, 3, device=device)
+    noise = {"eps": torch.randn(1, 6, 2, 5)} if kind == "StochasticGRU" else {}
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        rnn, x = rnn.to(dtype), input.detach().to(dtype).requires_grad_()
+        output, _ = rnn(x, **{name: eps.to(device, dtype) for name, eps in noise.items()})
+        gradients = torch.autograd.grad(output.sum(), [x, *rnn.parameters()])
+        results.append([t.double() for t in (output, *gradients)])
+    for exact, found in zip(*results, strict=True):
+        assert (found - exact).norm() < 1e-5 * exact.norm()
+    rnn.flat_weight.data.fill_(torch.nan)
+    assert rnn(x, **{name: eps.to(device) for name, eps in noise.items()})[0].isnan().all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_dropout(device, kind):
     """As if the dropped elements were zero; input weights and biases are left alone."""

@@ -26,9 +26,9 @@ struct Pack {
     for (int i = 0; i < kLanes; ++i) sum.lane[i] = a.lane[i] + b.lane[i];
     return sum;
   }
-  FUSEDRNN_HD friend Pack mix(const Pack& k, const Pack& a, const Pack& b) {
+  FUSEDRNN_HD friend Pack mix(const Pack& k, A rest, const Pack& a, const Pack& b) {
     Pack mixed;
-    for (int i = 0; i < kLanes; ++i) mixed.lane[i] = mix(k.lane[i], a.lane[i], b.lane[i]);
+    for (int i = 0; i < kLanes; ++i) mixed.lane[i] = mix(k.lane[i], rest, a.lane[i], b.lane[i]);
     return mixed;
   }
   FUSEDRNN_HD friend Pack unless_one(const Pack& k, const Pack& x) {

@@ -361,8 +361,9 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
       }
     }
     const PersistentUnit u = Units::unit_at(row);
-    early.keeps_h = u.kept_h == 1.0f;
-    early.keeps_state = u.kept_state == 1.0f;
+    early.keeps_h = u.kept_h == 1.0f && s.zoneout.template rest<float>(s.zoneout.h) == 0;
+    early.keeps_state =
+        u.kept_state == 1.0f && s.zoneout.template rest<float>(s.zoneout.state) == 0;
     early.of_result = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 1.0f, 0.0f);
     if constexpr (Stage::kState) {
       early.of_state = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 0.0f, 1.0f);

@@ -171,6 +171,7 @@ bool passes(const char* name, const char* what, const Tally& tally) {
 template <class Function>
 bool report(const Counts& counts) {
   const auto print = [](const char* what, const Tally& tally) {
+    if (tally.error() == 0) return void(std::printf("%s 0", what));
     std::printf("%s %.4g%s at %.9g", what, tally.error(), Function::kUnit, tally.x());
   };
   std::printf("%s: %llu floats, ", Function::kName, static_cast<unsigned long long>(counts.floats));

@@ -110,7 +110,7 @@ bool sweep(uint32_t stride, Tally* tally, float* y) {
   if (!launch(Sweep<Function>{stride, tally}) || !launch(Evaluate<Function>{y})) return false;
   const uint32_t different = kHostFuses ? differences<Function>(y) : 0;
   std::printf("%s: error %.4g%s at %.9g; ", Function::kName, tally->error(), Function::kUnit,
-              tally->x());
+              tally->error() == 0 ? 0.0f : tally->x());
   if (kHostFuses) {
     std::printf("%u of %u differ from the CPU's\n", different, kSamples);
   } else {

@@ -34,6 +34,8 @@ def others_of(hostile: Hostile, orders: int) -> list[dict[str, Tensor]]:
     """What torch and the loop make of it in the case's dtype."""
     drawn = [torch.Generator().manual_seed(seed) for seed in range(orders)]
     loops = [hostile.loop(hostile.dtype, order=order) for order in (None, *drawn)]
+    if hostile.dtype == torch.float64:  # else all have the gates of the truth, with their roundings
+        loops += [hostile.loop(hostile.dtype, order=order, by_logarithm=True) for order in drawn]
     return [r for r in (hostile.torchs(), *loops) if r is not None]
 
 

@@ -49,12 +49,14 @@ def call(
     how: Regularization,
     order: torch.Generator | None = None,
     is_exact: bool = False,
+    by_logarithm: bool = False,
 ) -> tuple[Tensor, ...]:
     """output, h_n, and c_n of an LSTM.
 
     Args:
         order: draws the order in which products are summed up; None takes it as it is.
         is_exact: derivatives of gates, and what a gate leaves of a number, without cancellation.
+        by_logarithm: gates that are rounded otherwise than torch's.
     """
     directions = 2 if case.bidirectional else 1
     x, dtype = a.input, a.input.dtype
@@ -72,7 +74,8 @@ def call(
         outputs = []
         for direction in range(directions):
             row = layer * directions + direction
-            cell = Cell(case, a.weights[row * per_row : (row + 1) * per_row], order, is_exact)
+            weights = a.weights[row * per_row : (row + 1) * per_row]
+            cell = Cell(case, weights, order, is_exact, by_logarithm)
             states = [s[row] for s in (a.hx, a.cx) if s is not None]
             kept = [
                 kept_at(p, row | stream, steps, batch, s.shape[-1], how).to(dtype)
@@ -140,9 +143,19 @@ class Cell:
     """One layer and direction."""
 
     def __init__(
-        self, case: Case, weights: list[Tensor], order: torch.Generator | None, is_exact: bool
+        self,
+        case: Case,
+        weights: list[Tensor],
+        order: torch.Generator | None,
+        is_exact: bool,
+        by_logarithm: bool,
     ):
         self.kind, self.order, self.is_exact = case.cell, order, is_exact
+        self.sigmoid, self.tanh = torch.sigmoid, torch.tanh
+        if is_exact:
+            self.sigmoid, self.tanh = _Sigmoid.apply, _Tanh.apply
+        elif by_logarithm:
+            self.sigmoid = lambda x: torch.nn.functional.logsigmoid(x).exp()
         matrices = 3 if case.cell == "stochastic_gru" else 2
         self.weights = weights[:matrices]
         self.biases = weights[matrices : 2 * matrices] if case.bias else [None] * matrices
@@ -162,9 +175,7 @@ class Cell:
 
     def step(self, x: Tensor, states: list[Tensor], eps: Tensor | None) -> list[Tensor]:
         """The states after a step."""
-        h, sigmoid, tanh = states[0], torch.sigmoid, torch.tanh
-        if self.is_exact:
-            sigmoid, tanh = _Sigmoid.apply, _Tanh.apply
+        h, sigmoid, tanh = states[0], self.sigmoid, self.tanh
         side = self.linear(x, self.weights[0], self.biases[0])
         if self.kind == "lstm":
             gates = side + self.linear(h, self.weights[1], self.biases[1])
