@@ -133,8 +133,8 @@ FUSEDRNN_HD F exp_in_range(F x) {
 }
 
 // For x <= 0: sigmoid(-x), and sigmoid(x) in `small`. Both are made of e^x, which is at most 1, so
-// nothing overflows, and where e^x is 0, sigmoid(x) is. (1 / (e^-x + 1) would be denormal there: 0
-// if denormals are flushed, and if not, no small number any more when a huge state multiplies it.)
+// that nothing overflows, and where e^x is 0, `small` is. The usual 1 / (e^-x + 1) is a denormal
+// number there, which is 0 or not as the processor is told, and which a huge state makes large.
 template <class F>
 FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
   F e;
