@@ -26,6 +26,12 @@ PLACES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(threads):
+    """Small tensors: threads would only wait for each other."""
+    threads(1)
+
+
 @pytest.mark.timeout(6 * 3600 if EXHAUSTIVE else 600)
 @pytest.mark.parametrize(("cell", "dtype", "backend"), PLACES)
 def test_errors_are_at_most_twice_those_of_torch(cell, dtype, backend):

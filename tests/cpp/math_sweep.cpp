@@ -161,6 +161,13 @@ Counts sweep(const std::vector<Block>& blocks) {
   return all;
 }
 
+bool passes(const char* name, const char* what, const Tally& tally) {
+  if (tally.failures == 0) return true;
+  std::printf("FAILED %s, %s: %llu times, as at %.9g (%a)\n", name, what, tally.failures, tally.x(),
+              tally.x());
+  return false;
+}
+
 template <class Function>
 bool report(const Counts& counts) {
   const auto print = [](const char* what, const Tally& tally) {

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 import rich.progress
+import torch
 from cases import DTYPES
 from rich.table import Table
 
@@ -58,6 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     backends = options.backend or [b for b in BACKENDS if b != "cuda"]
     dtypes = [d for d in DTYPES if not options.dtype or str(d)[6:] in options.dtype]
+    torch.set_num_threads(1)  # of small tensors, where threads would only wait for each other
     # Backends innermost: they are measured by the same truth, which is kept for them.
     places = [p for p in itertools.product(dtypes, CELLS, backends) if has_case(p[2], p[0])]
     counts: dict[tuple[str, str], Counts] = collections.defaultdict(Counts)
