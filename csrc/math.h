@@ -159,7 +159,7 @@ FUSEDRNN_HD F minus_size(F x) {
 
 }  // namespace detail
 
-// Within 0.9 ulp. Results below 1.7e-38 are 0; overflow gives inf, NaN stays NaN.
+// Within 0.95 ulp. Results below 1.7e-38 are 0; overflow gives inf, NaN stays NaN.
 template <class F>
 FUSEDRNN_HD F exp(F x) {
   if constexpr (std::is_same_v<F, double>) {
@@ -170,7 +170,7 @@ FUSEDRNN_HD F exp(F x) {
 }
 
 // sigmoid(x), and 1 - sigmoid(x) without the cancellation that a subtraction would have. Both are
-// within 2.7 ulp, also in the tails; what is below 1.7e-38 is 0.
+// within 2.8 ulp, also in the tails; what is below 1.7e-38 is 0.
 template <class F>
 FUSEDRNN_HD F sigmoid(F x, F& complement) {
   F small;
@@ -186,7 +186,7 @@ FUSEDRNN_HD F sigmoid(F x) {
   return sigmoid(x, complement);
 }
 
-// Within 1.5 ulp; and derivative = 1 - tanh(x)^2 without cancellation, within 3.8 ulp, 0 where it
+// Within 1.5 ulp; and derivative = 1 - tanh(x)^2 without cancellation, within 4.1 ulp, 0 where it
 // is below 6.8e-38. Near 0 a polynomial, elsewhere 1 - 2 sigmoid(-2 |x|); both are computed.
 template <class F>
 FUSEDRNN_HD F tanh(F x, F& derivative) {

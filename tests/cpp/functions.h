@@ -84,7 +84,7 @@ struct Function {
 
 struct Exp : Function {
   static constexpr const char* kName = "exp";
-  static constexpr double kBound = 0.9;
+  static constexpr double kBound = 0.95;
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
     return seeded(x, math::exp(x));
@@ -103,7 +103,7 @@ struct SigmoidOfTwo {
 struct Sigmoid : Function {
   using Same = SigmoidOfTwo;
   static constexpr const char* kName = "sigmoid";
-  static constexpr double kBound = 2.7;
+  static constexpr double kBound = 2.8;
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
     return math::sigmoid(x);
@@ -113,7 +113,7 @@ struct Sigmoid : Function {
 
 struct Complement : Function {
   static constexpr const char* kName = "complement";
-  static constexpr double kBound = 2.7;
+  static constexpr double kBound = 2.8;
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
     F complement;
@@ -144,7 +144,7 @@ struct Tanh : Function {
 
 struct Derivative : Function {
   static constexpr const char* kName = "derivative";
-  static constexpr double kBound = 3.8;
+  static constexpr double kBound = 4.1;
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
     F derivative;
