@@ -54,6 +54,7 @@ OPTIONS = {
     "lengths": Option({"lengths": True, "chunk_size": 2}),
     "reset": Option({"reset": True}),
     "two directions": Option({"bidirectional": True}),
+    "no bias": Option({"bias": False}),  # so that no gate is saturated by one
     "two layers": Option({"num_layers": 2}),
     "dropout": Option({"num_layers": 2}, {"dropout": 0.3}),
     "zoneout": Option({}, {"zoneout": (0.3, 0.6)}),

@@ -31,6 +31,8 @@ def scale(tensor: Tensor, factor: float | Tensor) -> None:
 
 def blocks(case: Case, a: Arguments, gate: int) -> Iterator[Tensor]:
     """The first bias of a gate in every layer: 3 and 4 are loc and logvar of a stochastic GRU."""
+    if not case.bias:
+        return
     gates, matrices = GATES[case.cell], 3 if case.cell == "stochastic_gru" else 2
     per_row = 2 * matrices + bool(case.proj_size)
     for first in range(0, len(a.weights), per_row):
