@@ -1,5 +1,5 @@
-// The driver's backend for CPU tensors: GEMMs and copies by torch, stages by the kernels of cpu/,
-// threads of torch's pool.
+// The driver's backend for CPU tensors: GEMMs (but for narrow ones) and copies by torch, stages by the
+// kernels of cpu/, threads of torch's pool.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -78,6 +78,12 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
+    if (out.columns < kWide) {
+      return parallel(out.rows, a.columns * b.columns / kTermsPerElement,
+                      [&](int64_t first, int64_t last) {
+                        kernels_.narrow_product(out, a, b, accumulate, first, last);
+                      });
+    }
     const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
                          b_tensor = borrower_.borrow(b);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
@@ -135,6 +141,10 @@ class CpuBackend : public cpu::Memory<Element> {
   // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
   // it saves.
   static constexpr int64_t kStageGrain = 4'096;
+  // Terms of a narrow product that take as long as an element of a stage.
+  static constexpr int64_t kTermsPerElement = 16;
+  // Columns from which on torch's GEMM is closer and faster; see cpu/narrow_product.h.
+  static constexpr int64_t kWide = 12;
   // f over [0, count), each item being `size` elements of work.
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {

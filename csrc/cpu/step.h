@@ -22,6 +22,10 @@ struct Kernels {
   void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   // sum[c] += sum over rows of m[r][c], for the columns [first, last).
   void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum);
+  // The rows [first, last) of out (+)= a b.
+  void (*narrow_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
+                         const Matrix<const Acc<T>>& b, bool accumulate, int64_t first,
+                         int64_t last);
 };
 
 // The same code compiled for three instruction sets; see step_impl.h.

@@ -2,12 +2,11 @@
 // defines FUSEDRNN_ISA, which names the namespace of all that is emitted here and sets the width of
 // VecF; see vector.h for why nothing may be emitted outside of it.
 #pragma once
+#include "narrow_product.h"
 #include "step.h"
 #include "vector.h"
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
-
-FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // n <= kWidth neighbouring elements of a row in one vector, as forward_unit wants them.
 struct VectorUnit {
@@ -201,7 +200,13 @@ void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum) {
 
 template <class T>
 Kernels<T> kernels() {
-  return {&forward<T>, &backward<T>, &gather<T>, &clear<T>, &dropout<Acc<T>>, &column_sum<Acc<T>>};
+  return {&forward<T>,
+          &backward<T>,
+          &gather<T>,
+          &clear<T>,
+          &dropout<Acc<T>>,
+          &column_sum<Acc<T>>,
+          &NarrowProduct<Acc<T>>::rows};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();
