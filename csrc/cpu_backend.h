@@ -1,5 +1,5 @@
-// The driver's backend for CPU tensors: GEMMs (but for narrow ones) and copies by torch, stages by the
-// kernels of cpu/, threads of torch's pool.
+// The driver's backend for CPU tensors: GEMMs (but for narrow ones) and copies by torch, stages by
+// the kernels of cpu/, threads of torch's pool.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -78,7 +78,8 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
-    if (out.columns < kWide) {
+    // A single row would use one lane of a vector.
+    if (out.columns < cpu::kWide && out.rows > 1) {
       return parallel(out.rows, a.columns * b.columns / kTermsPerElement,
                       [&](int64_t first, int64_t last) {
                         kernels_.narrow_product(out, a, b, accumulate, first, last);
@@ -143,8 +144,6 @@ class CpuBackend : public cpu::Memory<Element> {
   static constexpr int64_t kStageGrain = 4'096;
   // Terms of a narrow product that take as long as an element of a stage.
   static constexpr int64_t kTermsPerElement = 16;
-  // Columns from which on torch's GEMM is closer and faster; see cpu/narrow_product.h.
-  static constexpr int64_t kWide = 12;
   // f over [0, count), each item being `size` elements of work.
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {

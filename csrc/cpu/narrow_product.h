@@ -3,7 +3,7 @@
 // another (MKL does for fewer than 12 columns), so its rounding error grows with the square root of
 // their number, here of all rows of a chunk; and it may be several times slower than for wide ones.
 #pragma once
-#include "../matrix.h"
+#include "step.h"
 #include "vector.h"
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
@@ -22,16 +22,12 @@ struct NarrowProduct {
                    bool accumulate, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row += kRows) {
       const int64_t count = least(kRows, last - row);
-      const Matrix<const A> strip = a.row_range(row, count);
-      for (int64_t column = 0; column < out.columns; column += kGroup) {
-        const int64_t columns = least(kGroup, out.columns - column);
-        Vector sum[kGroup] = {};
-        add_products(strip, b.column_range(column, columns), sum);
-        for (int64_t c = 0; c < columns; ++c) {
-          A* to = out.data + row * out.row_stride + (column + c) * out.column_stride;
-          for (int64_t r = 0; r < count; ++r, to += out.row_stride) {
-            *to = accumulate ? *to + sum[c][r] : sum[c][r];
-          }
+      Vector sum[kWide] = {};
+      add_products(a.row_range(row, count), b, sum);
+      for (int64_t c = 0; c < out.columns; ++c) {
+        A* to = out.data + row * out.row_stride + c * out.column_stride;
+        for (int64_t r = 0; r < count; ++r, to += out.row_stride) {
+          *to = accumulate ? *to + sum[c][r] : sum[c][r];
         }
       }
     }
@@ -39,7 +35,7 @@ struct NarrowProduct {
 
  private:
   FUSEDRNN_HD static void add_products(const Matrix<const A>& strip, const Matrix<const A>& b,
-                                       Vector (&sum)[kGroup]) {
+                                       Vector (&sum)[kWide]) {
     A copied[kTerms * kRows];
     for (int64_t k = 0; k < strip.columns; k += kTerms) {
       const Matrix<const A> terms = strip.column_range(k, least(kTerms, strip.columns - k));
@@ -53,29 +49,36 @@ struct NarrowProduct {
     }
   }
 
-  // Columns of a strip as whole vectors, one after another, with zeros where it has no rows.
+  // Columns of a strip as whole vectors, one after another.  Where it has fewer rows, the last one
+  // stands in the other lanes, whose sums nobody reads.
   FUSEDRNN_HD static void copy(const Matrix<const A>& terms, A* to) {
+    const A* row[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
-      const A* from = terms.data + (r < terms.rows ? r * terms.row_stride : 0);
-      for (int64_t k = 0; k < terms.columns; ++k) {
-        to[k * kRows + r] = r < terms.rows ? from[k * terms.column_stride] : A(0);
-      }
+      row[r] = terms.data + least(r, terms.rows - 1) * terms.row_stride;
+    }
+    for (int64_t k = 0; k < terms.columns; ++k) {
+      Vector column;
+      for (int64_t r = 0; r < kRows; ++r) column[r] = row[r][k * terms.column_stride];
+      memcpy(to + k * kRows, &column, sizeof column);
     }
   }
 
   FUSEDRNN_HD static void add_terms(const A* terms, int64_t stride, const Matrix<const A>& factors,
-                                    Vector (&sum)[kGroup]) {
-    switch (factors.columns) {
-      case 1: return add_columns<1>(terms, stride, factors, sum);
-      case 2: return add_columns<2>(terms, stride, factors, sum);
-      case 3: return add_columns<3>(terms, stride, factors, sum);
-      default: return add_columns<kGroup>(terms, stride, factors, sum);
+                                    Vector* sum) {
+    for (int64_t c = 0; c < factors.columns; c += kGroup) {
+      const Matrix<const A> group = factors.column_range(c, least(kGroup, factors.columns - c));
+      switch (group.columns) {
+        case 1: add_columns<1>(terms, stride, group, sum + c); break;
+        case 2: add_columns<2>(terms, stride, group, sum + c); break;
+        case 3: add_columns<3>(terms, stride, group, sum + c); break;
+        default: add_columns<kGroup>(terms, stride, group, sum + c);
+      }
     }
   }
 
   template <int kColumns>
   FUSEDRNN_HD static void add_columns(const A* terms, int64_t stride,
-                                      const Matrix<const A>& factors, Vector (&sum)[kGroup]) {
+                                      const Matrix<const A>& factors, Vector* sum) {
     Vector part[kColumns] = {};
     for (int64_t k = 0; k < factors.rows; ++k) {
       Vector term;

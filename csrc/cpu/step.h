@@ -13,6 +13,9 @@ using Forward = ForwardStep<T, Acc<T>>;
 template <class T>
 using Backward = BackwardStep<T, Acc<T>>;
 
+// Columns of a product from which on torch's GEMM is close and fast; see narrow_product.h.
+constexpr int64_t kWide = 12;
+
 template <class T>
 struct Kernels {
   void (*forward)(StageKind, const Forward<T>&, int64_t first_row, int64_t last_row);
@@ -22,7 +25,7 @@ struct Kernels {
   void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   // sum[c] += sum over rows of m[r][c], for the columns [first, last).
   void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum);
-  // The rows [first, last) of out (+)= a b.
+  // The rows [first, last) of out (+)= a b, which has fewer than kWide columns.
   void (*narrow_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                          const Matrix<const Acc<T>>& b, bool accumulate, int64_t first,
                          int64_t last);
