@@ -1,4 +1,4 @@
-// The driver's backend for CPU tensors: GEMMs (but for narrow ones) and copies by torch, stages by
+// The driver's backend for CPU tensors: GEMMs (but narrow ones) and copies by torch, stages by
 // the kernels of cpu/, threads of torch's pool.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -78,13 +78,15 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
-    // A single row would use one lane of a vector.
-    if (out.columns < cpu::kWide && out.rows > 1) {
-      return parallel(out.rows, a.columns * b.columns / kTermsPerElement,
-                      [&](int64_t first, int64_t last) {
-                        kernels_.narrow_product(out, a, b, accumulate, first, last);
-                      });
+    // A weight's gradient, whose terms are the rows of a chunk.
+    const bool sums_rows = a.row_stride == 1;
+    const bool is_flat = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
+    const bool is_narrow = out.columns < cpu::kWide;
+    // Of few rows, where terms lie side by side in memory, which forward's do not.
+    if (is_flat && out.columns >= cpu::kTall && b.column_stride == 1) {
+      return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
     }
+    if (is_narrow && (sums_rows || !is_flat)) return narrow(out, a, b, accumulate);
     const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
                          b_tensor = borrower_.borrow(b);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
@@ -139,6 +141,13 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
  private:
+  void narrow(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+              bool accumulate) const {
+    parallel(out.rows, a.columns * b.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
+      kernels_.narrow_product(out, a, b, accumulate, first, last);
+    });
+  }
+
   // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
   // it saves.
   static constexpr int64_t kStageGrain = 4'096;

@@ -44,24 +44,32 @@ def test_error_is_at_most_twice_that_of_torch(device, case):
     assert ours <= 2 * theirs, (ours, theirs)
 
 
+# What GEMMs may add up one after another: sums of products with few columns or few rows.
 NARROW = [
     Case(seq_len=60, batch=100, input_size=1, hidden_size=9, latent_size=5),
     Case(seq_len=60, batch=100, input_size=11, hidden_size=4, latent_size=11),
+    Case(seq_len=60, batch=100, input_size=64, hidden_size=3, latent_size=40),
     Case(seq_len=50, batch=128, input_size=5, hidden_size=64, latent_size=3),
+    Case(seq_len=50, batch=128, input_size=2, hidden_size=64, latent_size=1),
     Case(seq_len=8, batch=16, input_size=3, hidden_size=700, latent_size=20),
+    Case(seq_len=60, batch=1, input_size=16, hidden_size=150, latent_size=120),
+    Case(seq_len=10, batch=3, input_size=7, hidden_size=500, latent_size=12),
 ]
-NARROW_CASES = [replace(case, cell=cell, dtype=torch.float32) for cell in CELLS for case in NARROW]
+NARROW_CASES = [replace(case, cell=cell) for cell in CELLS for case in NARROW]
+NARROW_CASES += [
+    Case("lstm", seq_len=60, batch=100, hidden_size=64, proj_size=size) for size in (1, 2, 11)
+]
 
 
 @pytest.mark.parametrize("case", NARROW_CASES, ids=str)
-def test_long_sums_of_narrow_layers_are_as_close_as_those_of_torch(device, case):
-    """Gradients of weights add up all rows, an input's all units; each one by itself."""
-    exact, torchs = (of(case, device) for of in (truth, baseline))
+def test_long_sums_are_as_close_as_those_of_torch(device, case):
+    """Each result by itself, if it has enough numbers not to be right by luck."""
+    case = replace(case, dtype=torch.float32)
     results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
-    ours = relative_errors(results, exact)
-    theirs = relative_errors(torchs, exact)
+    exact, torchs = (of(case, device) for of in (truth, baseline))
+    ours, theirs = (relative_errors(r, exact) for r in (results, torchs))
     for name, expected in exact.items():
-        if name == "grad_input" or (name.startswith("grad_weights") and expected.dim() == 2):
+        if expected.numel() >= 100:
             assert ours[name] <= 2 * theirs[name], name
 
 

@@ -13,8 +13,8 @@ using Forward = ForwardStep<T, Acc<T>>;
 template <class T>
 using Backward = BackwardStep<T, Acc<T>>;
 
-// Columns of a product from which on torch's GEMM is close and fast; see narrow_product.h.
-constexpr int64_t kWide = 12;
+// Columns and rows of a product from which on torch's GEMM is close and fast; see narrow_product.h.
+constexpr int64_t kWide = 12, kTall = 4;
 
 template <class T>
 struct Kernels {
