@@ -78,7 +78,8 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
-    // A weight's gradient, whose terms are the rows of a chunk.
+    // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
+    // and a few of them are summed up as badly as a few columns.
     const bool sums_rows = a.row_stride == 1;
     const bool is_flat = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
     const bool is_narrow = out.columns < cpu::kWide;

@@ -13,7 +13,8 @@ using Forward = ForwardStep<T, Acc<T>>;
 template <class T>
 using Backward = BackwardStep<T, Acc<T>>;
 
-// Columns and rows of a product from which on torch's GEMM is close and fast; see narrow_product.h.
+// Columns (of a weight's gradient, rows as well) and rows of a product from which on torch's GEMM
+// is close and fast; see narrow_product.h.
 constexpr int64_t kWide = 12, kTall = 4;
 
 template <class T>
