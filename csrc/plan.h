@@ -4,6 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#ifdef FUSEDRNN_RED_ZONES
+#include <sanitizer/asan_interface.h>
+#endif
+
+#include "checked.h"
 
 namespace fusedrnn {
 
@@ -79,17 +84,26 @@ class Arena {
 
   template <class T>
   T* take(int64_t count) {
-    const size_t begin = size_;
-    size_ += (size_t(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
-    return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + begin);
+    const int64_t begin = size_, end = plus(begin, times(count, sizeof(T)));
+    size_ = plus(end, kAlignment - 1 + kRedZone) / kAlignment * kAlignment;
+    if (base_ == nullptr) return nullptr;
+#ifdef FUSEDRNN_RED_ZONES
+    ASAN_POISON_MEMORY_REGION(base_ + end, size_ - end);
+#endif
+    return reinterpret_cast<T*>(base_ + begin);
   }
-  int64_t size_bytes() const { return int64_t(size_); }
+  int64_t size_bytes() const { return size_; }
 
  private:
-  static constexpr size_t kAlignment =
-      256;  // what GEMMs on a GPU like best; a CPU's vectors need 64
+  // What GEMMs on a GPU like best; a CPU's vectors need 64.
+  static constexpr int64_t kAlignment = 256;
+#ifdef FUSEDRNN_RED_ZONES  // a test's build: whoever leaves an array is caught by the sanitizer
+  static constexpr int64_t kRedZone = 64;
+#else
+  static constexpr int64_t kRedZone = 0;
+#endif
   char* base_;
-  size_t size_ = 0;
+  int64_t size_ = 0;
 };
 
 }  // namespace fusedrnn
