@@ -1,23 +1,35 @@
-// Arithmetic of sizes that does not wrap.
+// Checks that fail in one sentence, and arithmetic of sizes that does not wrap.
 #pragma once
 #include <cstdint>
+#include <sstream>
 #include <stdexcept>
 
 namespace fusedrnn {
 
-[[noreturn]] inline void fail_as_too_large() {
-  throw std::runtime_error("fusedrnn: sizes are too large: their product must be below 2^63");
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream text;
+  text << "fusedrnn: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
 }
+
+// A macro, because the text is to be made only where it is needed.  torch's own would add the path
+// of a file on the machine that compiled it.
+#define FUSEDRNN_CHECK(condition, ...)               \
+  do {                                               \
+    if (!(condition)) ::fusedrnn::fail(__VA_ARGS__); \
+  } while (false)
 
 inline int64_t times(int64_t a, int64_t b) {
   int64_t product;
-  if (__builtin_mul_overflow(a, b, &product)) fail_as_too_large();
+  if (__builtin_mul_overflow(a, b, &product)) fail("sizes are too large: ", a, " times ", b);
   return product;
 }
 
 inline int64_t plus(int64_t a, int64_t b) {
   int64_t sum;
-  if (__builtin_add_overflow(a, b, &sum)) fail_as_too_large();
+  if (__builtin_add_overflow(a, b, &sum)) fail("sizes are too large: ", a, " and ", b);
   return sum;
 }
 

@@ -9,6 +9,7 @@
 
 #include "cpu/denormals.h"
 #include "cpu/memory.h"
+#include "cpu/signals.h"
 #include "cpu/step.h"
 #include "torch_stable.h"
 
@@ -77,7 +78,8 @@ class CpuBackend : public cpu::Memory<Element> {
     steps(nullptr);
   }
 
-  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) const {
+  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) {
+    signals_.look();
     // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
     // and a few of them are summed up as badly as a few columns.
     const bool sums_rows = a.row_stride == 1;
@@ -100,9 +102,9 @@ class CpuBackend : public cpu::Memory<Element> {
     borrower_.copy(out, Matrix<const From>(from));
   }
   template <class To, class From>
-  void copy_steps(To* out, const Sequence<From>& from, int64_t begin, int64_t steps,
-                  int64_t batch) const {
-    borrower_.copy_steps(out, from, begin, steps, batch);
+  void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
+                  int64_t begin, int64_t steps, int64_t batch) const {
+    borrower_.copy_steps(out, first, from, begin, steps, batch);
   }
 
   void zero(Matrix<A> out) const { std::fill_n(out.data, out.rows * out.columns, A(0)); }
@@ -166,6 +168,7 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   const Borrower borrower_{0, 0};  // the CPU
+  cpu::Signals signals_;
   const cpu::Kernels<T>& kernels_ = cpu::kernels<T>();
 };
 

@@ -39,10 +39,10 @@ class CudaDevice {
             bool accumulate, void* workspace) {
     const cublasStatus_t status = gemms_(out, a, b, accumulate, workspace, stream_);
     if (status != CUBLAS_STATUS_SUCCESS) forget_error();
-    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fusedrnn: the product of (", a.rows, ", ",
-                    a.columns, ") and (", b.rows, ", ", b.columns, ") matrices in ",
-                    torch::headeronly::toString(kScalarType<T>),
-                    " failed: ", cublasLtGetStatusString(status), kCaptureHint);
+    FUSEDRNN_CHECK(status == CUBLAS_STATUS_SUCCESS, "the product of (", a.rows, ", ", a.columns,
+                   ") and (", b.rows, ", ", b.columns, ") matrices in ",
+                   torch::headeronly::toString(kScalarType<T>),
+                   " failed: ", cublasLtGetStatusString(status), kCaptureHint);
   }
 
   void zero(void* data, size_t size_bytes) const {
@@ -122,7 +122,7 @@ class CudaDevice {
     if (error == cudaSuccess) return;
     forget_error();
     const char* kind = error == cudaErrorMemoryAllocation ? "out of memory: " : "";
-    STD_TORCH_CHECK(false, "fusedrnn: ", kind, what, " failed: ", cudaGetErrorString(error));
+    fail(kind, what, " failed: ", cudaGetErrorString(error));
   }
   static std::vector<Gpu> all_gpus() {
     int count = 0;
@@ -159,8 +159,8 @@ class CudaDevice {
     STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
     cublasMath_t mode = CUBLAS_DEFAULT_MATH;
     const cublasStatus_t status = cublasGetMathMode(static_cast<cublasHandle_t>(handle), &mode);
-    STD_TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fusedrnn: asking for cuBLAS' math mode ",
-                    "failed: ", cublasGetStatusString(status));
+    FUSEDRNN_CHECK(status == CUBLAS_STATUS_SUCCESS, "asking for cuBLAS' math mode ",
+                   "failed: ", cublasGetStatusString(status));
     return (mode & CUBLAS_TF32_TENSOR_OP_MATH) == CUBLAS_TF32_TENSOR_OP_MATH;
   }
 

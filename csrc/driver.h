@@ -13,6 +13,7 @@
 // Backend: types T (tensors), O (GEMM operands), A = Acc<T>, and
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
+//   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
 //   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
 //   column_sums(ColumnSums)
 //   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(shift), or replays what
@@ -154,6 +155,7 @@ class Driver {
       backend_.meet();
       if (layer_.states != nullptr) copy_rows(state_before(chunk), buffers.carry, hidden());
       if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
+      if (layer_.is_packed()) pack(output_sequence(), buffers.output, chunk);
       if (layer_.overlaps) project(index + 1);
     }
     streams.join();
@@ -253,13 +255,26 @@ class Driver {
                 layer_.input.row_stride(layer_.seq_len, layer_.batch), 1};
       }
     }
-    backend_.copy_steps(copy, layer_.input, chunk.first, chunk.steps, layer_.batch);
+    unpack(copy, layer_.input, chunk);
     if (layer_.mask.lengths != nullptr) {
       backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy},
                      chunk.rows());
     }
     if (layer_.dropout > 0) drop(copy, chunk);
     return Matrix<const O>::contiguous(copy, chunk.rows(), layer_.sizes.input);
+  }
+
+  // The steps of a chunk as rows of the workspace, whatever strides they have in memory.
+  template <class To, class From>
+  void unpack(To* rows, const Sequence<From>& sequence, const Chunk& chunk) {
+    backend_.copy_steps(Sequence<To>::contiguous(rows, layer_.batch, sequence.width), 0,
+                        Sequence<const std::remove_const_t<From>>(sequence), chunk.first,
+                        chunk.steps, layer_.batch);
+  }
+  void pack(const Sequence<T>& sequence, const T* rows, const Chunk& chunk) {
+    backend_.copy_steps(sequence, chunk.first,
+                        Sequence<const T>::contiguous(rows, layer_.batch, sequence.width), 0,
+                        chunk.steps, layer_.batch);
   }
 
   // The input of a chunk, or the gradient of what is left of it.
@@ -277,7 +292,7 @@ class Driver {
     if (copy == nullptr) {
       return {sequence.at(chunk.first), sequence.row_stride(layer_.seq_len, layer_.batch), true};
     }
-    backend_.copy_steps(copy, sequence, chunk.first, chunk.steps, layer_.batch);
+    unpack(copy, sequence, chunk);
     return {copy, sequence.width, false};
   }
   template <class P>
@@ -285,7 +300,10 @@ class Driver {
     if (rows.data != nullptr) rows.data += row * rows.stride;
     return rows;
   }
-  // The output from a row on.
+  Sequence<T> output_sequence() const {
+    return layer_.sequence(layer_.output, output(), layer_.output_stride);
+  }
+  // The output from a row on, if it is not packed.
   template <class P = T>
   Rows<P> output_from(int64_t row) const {
     return {same<P>(layer_.output + row * layer_.output_stride), layer_.output_stride, true};
@@ -367,6 +385,7 @@ class Driver {
     }
     if (step.is_last) {
       step.output = output_from(from_start);
+      if (layer_.is_packed()) step.output = {buffers.output + row * output(), output(), false};
       step.operand = buffers.h;
       if (layer_.has_state()) step.h = {h.data, h.row_stride, false};
     } else {
@@ -439,13 +458,26 @@ class Driver {
     }
   }
 
+  // h_{t-1} of a chunk's rows that have one in the output.  copy: of a packed one.
+  Rows<const T> output_before(const Chunk& chunk, T* copy) {
+    const int64_t direction = layer_.mask.direction;
+    if (copy == nullptr) return output_from<const T>(chunk.first_row - direction * layer_.batch);
+    // The step before the first one, or behind the last, is none.
+    const int64_t first = std::max<int64_t>(chunk.first - direction, 0);
+    const int64_t last = std::min(chunk.first - direction + chunk.steps, layer_.seq_len);
+    backend_.copy_steps(Sequence<T>::contiguous(copy, layer_.batch, output()),
+                        first - (chunk.first - direction), Sequence<const T>(output_sequence()),
+                        first, last - first, layer_.batch);
+    return {copy, output(), false};
+  }
+
   // The intermediates of a chunk up to the core, all steps at once: GEMM results unless
   // pre-activations are kept, and of each stage before the core its result and its factors.
   void rebuild(const Chunk& chunk, const Kept<const A>& kept, BackwardBuffers& buffers) {
     const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     Rebuilt& rebuilt = buffers.of(chunk.index);
     if (layer_.mask.any()) {
-      const GatherStep<T, O> step{output(),  chunk.first_row, output_from<const T>(chunk.first_row),
+      const GatherStep<T, O> step{output(),  chunk.first_row, output_before(chunk, rebuilt.output),
                                   layer_.hx, layer_.mask,     rebuilt.h};
       backend_.gather(step, chunk.rows());
     } else if (rebuilt.h != nullptr) {
@@ -657,8 +689,12 @@ class Driver {
 
   void input_gradient(const Chunk& chunk, const Gradients<T>& gradients, const Rebuilt& rebuilt) {
     const bool drops = layer_.dropout > 0 && gradients.completes_input;
-    const int64_t at = chunk.first_row * layer_.sizes.input;
-    const auto dx = Matrix<T>::contiguous(gradients.input + at, chunk.rows(), layer_.sizes.input);
+    const int64_t width = layer_.sizes.input;
+    const Sequence<T> packed = layer_.sequence(gradients.input, width, width);
+    T* at = gradients.input + chunk.first_row * width;
+    if (layer_.is_packed()) at = rebuilt.grad_input;
+    if (layer_.is_packed() && gradients.adds_to_input) unpack(at, packed, chunk);
+    const auto dx = Matrix<T>::contiguous(at, chunk.rows(), width);
     const auto add_up = [&](const auto& sum) {
       bool adds = gradients.adds_to_input;
       for_side(rebuilt.gradient, chunk,
@@ -682,6 +718,7 @@ class Driver {
     if constexpr (kTensorIsOperand) {
       if (drops) drop(dx.data, chunk);
     }
+    if (layer_.is_packed()) pack(packed, dx.data, chunk);
   }
 
   void weight_gradient(A* gradient, const Matrix<const O>& d, const Matrix<const O>& source) {

@@ -78,10 +78,10 @@ class GpuBackend : public cuda::Memory<Element> {
     device_.by_torch([=, borrower = borrower_] { borrower.copy(out, Matrix<const From>(from)); });
   }
   template <class To, class From>
-  void copy_steps(To* out, const Sequence<From>& from, int64_t begin, int64_t steps,
-                  int64_t batch) const {
+  void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
+                  int64_t begin, int64_t steps, int64_t batch) const {
     device_.by_torch(
-        [=, borrower = borrower_] { borrower.copy_steps(out, from, begin, steps, batch); });
+        [=, borrower = borrower_] { borrower.copy_steps(out, first, from, begin, steps, batch); });
   }
 
   template <class C>
@@ -146,9 +146,9 @@ class GpuBackend : public cuda::Memory<Element> {
 
  private:
   void check(const cuda::Launch& launched, int64_t rows, int64_t width) const {
-    STD_TORCH_CHECK(launched.error == 0, "fusedrnn: kernel ", launched.kernel, " over ", rows,
-                    " rows of ", width, " in ", torch::headeronly::toString(kScalarType<T>),
-                    " failed to launch: ", Device::message(launched.error));
+    FUSEDRNN_CHECK(launched.error == 0, "kernel ", launched.kernel, " over ", rows, " rows of ",
+                   width, " in ", torch::headeronly::toString(kScalarType<T>),
+                   " failed to launch: ", Device::message(launched.error));
   }
 
   Device& device_;

@@ -1,8 +1,11 @@
-// What Python asks of C++ without tensors: the layout of the flat weight buffer, and how the
-// package was built.
+// What Python asks of C++ without tensors: the layout of the flat weight buffer, plans, and that
+// operators are ended by signals.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -104,6 +107,37 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   });
 }
 
+// What a signal's handler has raised within an operator, until the operator has ended.  Only
+// Python's main thread comes here.
+static std::unique_ptr<py::error_already_set> interruption;
+// Calls that would raise it.  Of others, as of compiled graphs, an operator may not be ended: they
+// would end with another error.
+static thread_local int interruptible_calls = 0;
+
+static bool handle_signals() {
+  const bool is_main_thread = syscall(SYS_gettid) == getpid();
+  if (interruptible_calls == 0 || !is_main_thread) return false;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  interruption = std::make_unique<py::error_already_set>();
+  return true;
+}
+
+static py::object call_interruptibly(const py::object& function, const py::args& arguments) {
+  struct Count {
+    Count() { ++interruptible_calls; }
+    ~Count() { --interruptible_calls; }
+  };
+  try {
+    const Count count;
+    return function(*arguments);
+  } catch (const py::error_already_set&) {
+    if (interruption == nullptr) throw;
+    const auto raised = std::move(interruption);
+    throw *raised;
+  }
+}
+
 PYBIND11_MODULE(_helpers, m) {
   m.def("plan", &plan, py::kw_only(), py::arg("cell"), py::arg("noise"), py::arg("input_size"),
         py::arg("hidden_size"), py::arg("latent_size"), py::arg("output_size"), py::arg("bias"),
@@ -124,22 +158,21 @@ PYBIND11_MODULE(_helpers, m) {
       "Facts of GPUs by name: name, compute capability, multiprocessors, bytes of shared memory "
       "of a block.");
   m.def(
-      "layout",
+      "layer_layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
-         int64_t output_size, int64_t num_layers, int64_t directions, bool bias) {
+         int64_t output_size, bool bias) {
         py::list parameters;
-        for (const fusedrnn::Parameter& p : fusedrnn::module_layout(
-                 cell_named(cell), {input_size, hidden_size, latent_size, output_size}, num_layers,
-                 directions, bias)) {
+        for (const fusedrnn::Parameter& p : fusedrnn::layer_layout(
+                 cell_named(cell), {input_size, hidden_size, latent_size, output_size}, bias)) {
           std::vector<int64_t> shape{p.rows};
           if (p.columns != 0) shape.push_back(p.columns);
-          parameters.append(py::make_tuple(p.name, p.offset, py::tuple(py::cast(shape))));
+          parameters.append(py::make_tuple(p.name, py::tuple(py::cast(shape))));
         }
         return parameters;
       },
       py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"), py::arg("latent_size"),
-      py::arg("output_size"), py::arg("num_layers"), py::arg("directions"), py::arg("bias"),
-      "[(name, offset in elements, shape)] of a module's parameters in its flat buffer.");
+      py::arg("output_size"), py::arg("bias"),
+      "[(name, shape)] of the parameters of one layer and direction, in their order.");
   m.def(
       "kept_columns",
       [](const std::string& cell, int64_t hidden_size, int64_t latent_size, bool noise) {
@@ -149,4 +182,11 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
+  m.attr("MOST_ROWS") = fusedrnn::kMostRows;
+  m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;
+  m.def(
+      "signal_check", [] { return reinterpret_cast<uintptr_t>(&handle_signals); },
+      "Address of what an operator calls to have signals handled.");
+  m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
+        "function(*arguments), which raises what a signal's handler has raised meanwhile.");
 }

@@ -17,7 +17,7 @@ struct Layer {
   int64_t seq_len, batch, chunk;  // chunk: steps
   Sequence<const T> input, eps;   // eps.data may be null
   const T *hx, *cx;       // (batch, output), (batch, hidden); cx: if there is a state, or null
-  T* output;              // seq_len * batch rows
+  T* output;              // in the input's rows
   int64_t output_stride;  // from row to row; backward only reads
   Acc<T>* states;         // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
@@ -44,6 +44,13 @@ struct Layer {
   Matrix<T> output_rows(int64_t first, int64_t count) const {
     return {output + first * output_stride, count, sizes.output, output_stride, 1};
   }
+  // Whether rows of input, output and their gradients lie as in a PackedSequence.
+  bool is_packed() const { return input.is_packed(); }
+  // What has the input's rows.
+  template <class P>
+  Sequence<P> sequence(P* data, int64_t width, int64_t row_stride) const {
+    return {data, width, batch * row_stride, row_stride, 1, input.starts};
+  }
   bool has_state() const { return fusedrnn::has_state(cell); }
   int last() const { return cell.num_stages - 1; }
   int core() const { return fusedrnn::core(cell); }
@@ -67,7 +74,7 @@ struct Gradients {
   Sequence<const T> output;  // data may be null
   const T *h_n, *c_n;        // (batch, output), (batch, hidden), or null
   // Wanted where not null.
-  T *input, *hx, *cx, *eps;  // contiguous
+  T *input, *hx, *cx, *eps;  // contiguous; the input's in the input's rows
   // The input's is a sum over directions: whether some of it is there already, and all of it then.
   bool adds_to_input, completes_input;
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];

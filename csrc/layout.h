@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "checked.h"
 #include "stages.h"
 
 namespace fusedrnn {
@@ -104,7 +105,8 @@ inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
   int64_t columns = 0;
   for (int s = 0; s <= core(cell); ++s) {
     const CellStage& stage = cell.stages[s];
-    columns += traits(stage.kind).pre_blocks * sizes[cell.projections[stage.projection].to];
+    const int64_t width = sizes[cell.projections[stage.projection].to];
+    columns = plus(columns, times(traits(stage.kind).pre_blocks, width));
   }
   return columns;
 }
@@ -122,47 +124,28 @@ struct Parameter {
   std::string name;
   int projection;
   int64_t offset, rows, columns;
-  int64_t numel() const { return rows * (columns == 0 ? 1 : columns); }
+  int64_t numel() const { return times(rows, columns == 0 ? 1 : columns); }
 };
 
 // The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights
 // that never have one.
-inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias,
-                                           int64_t offset = 0, const std::string& suffix = "") {
+inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias) {
   std::vector<Parameter> parameters;
+  int64_t offset = 0;
   const auto add = [&](bool is_bias, bool of_those_with_bias) {
     for (int p = 0; p < cell.num_projections; ++p) {
       const Projection& projection = cell.projections[p];
       if (projection.has_bias != of_those_with_bias) continue;
-      parameters.push_back({(is_bias ? "bias_" : "weight_") + std::string(projection.name) + suffix,
-                            p, offset, projection.blocks * sizes[projection.to],
+      parameters.push_back({(is_bias ? "bias_" : "weight_") + std::string(projection.name), p,
+                            offset, times(projection.blocks, sizes[projection.to]),
                             is_bias ? 0 : sizes[projection.from]});
-      offset += parameters.back().numel();
+      offset = plus(offset, parameters.back().numel());
     }
   };
   add(false, true);
   if (bias) add(true, true);
   add(false, false);
   return parameters;
-}
-
-// All layers of a module back to back, the directions of each too; layer k > 0 reads the output of
-// layer k - 1, all directions of it.
-inline std::vector<Parameter> module_layout(const Cell& cell, Sizes sizes, int64_t num_layers,
-                                            int64_t directions, bool bias) {
-  std::vector<Parameter> all;
-  int64_t offset = 0;
-  for (int64_t layer = 0; layer < num_layers; ++layer) {
-    for (int64_t direction = 0; direction < directions; ++direction) {
-      const std::string suffix = "_l" + std::to_string(layer) + (direction == 0 ? "" : "_reverse");
-      for (Parameter& p : layer_layout(cell, sizes, bias, offset, suffix)) {
-        offset += p.numel();
-        all.push_back(std::move(p));
-      }
-    }
-    sizes.input = directions * sizes.output;
-  }
-  return all;
 }
 
 }  // namespace fusedrnn

@@ -28,24 +28,39 @@ struct Matrix {
 };
 
 // A (seq_len, batch, width) tensor as the user gave it: any strides, or data == nullptr for none.
+// Or packed, where each step has rows for the first entries of the batch alone: (rows, width), and
+// starts tells the first row of each step, and the number of all.
 template <class T>
 struct Sequence {
   T* data;
   int64_t width, stride_t, stride_b, stride_w;
+  const int64_t* starts = nullptr;
 
+  operator Sequence<const T>() const { return {data, width, stride_t, stride_b, stride_w, starts}; }
+  static Sequence contiguous(T* data, int64_t batch, int64_t width) {
+    return {data, width, batch * width, width, 1};
+  }
+  bool is_packed() const { return starts != nullptr; }
   // True if the (t, b) rows of `steps` steps lie at one stride, so that a GEMM can read them.
   bool has_uniform_rows(int64_t steps, int64_t batch) const {
-    return (stride_w == 1 || width == 1) && row_stride(steps, batch) >= width &&
+    return !is_packed() && (stride_w == 1 || width == 1) && row_stride(steps, batch) >= width &&
            (steps == 1 || batch == 1 || stride_t == batch * stride_b);
-  }
-  bool is_contiguous(int64_t steps, int64_t batch) const {
-    return has_uniform_rows(steps, batch) &&
-           (row_stride(steps, batch) == width || steps * batch == 1);
   }
   int64_t row_stride(int64_t steps, int64_t batch) const {
     return batch > 1 ? stride_b : steps > 1 ? stride_t : width;
   }
-  T* at(int64_t t) const { return data + t * stride_t; }
+  T* at(int64_t t) const { return data + (is_packed() ? starts[t] * stride_b : t * stride_t); }
+  int64_t rows_of(int64_t t, int64_t batch) const {
+    return is_packed() ? starts[t + 1] - starts[t] : batch;
+  }
+  // From step t on, how many of `steps` steps lie at one stride.
+  int64_t alike_from(int64_t t, int64_t steps) const {
+    if (!is_packed()) return steps;
+    int64_t alike = 1;
+    while (alike < steps && starts[t + alike + 1] - starts[t + alike] == rows_of(t, 0)) ++alike;
+    return alike;
+  }
+  int64_t step_stride(int64_t t) const { return is_packed() ? rows_of(t, 0) * stride_b : stride_t; }
 };
 
 }  // namespace fusedrnn

@@ -32,3 +32,8 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
   m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CpuPlatform>));
   m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CpuPlatform>));
 }
+
+// For who has loaded this library by ctypes.
+extern "C" __attribute__((visibility("default"))) void fusedrnn_set_signal_check(bool (*check)()) {
+  fusedrnn::cpu::signal_check = check;
+}

@@ -2,7 +2,6 @@
 // memory, and how long that takes by a model.
 #pragma once
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -35,6 +34,31 @@ struct Problem {
     is_operand[p.projection] = is_operand[p.projection] && weight.is_operand();
   }
 };
+
+inline void check_rows(int64_t seq_len, int64_t batch) {
+  FUSEDRNN_CHECK(seq_len >= 0 && batch >= 0 &&
+                     times(std::max<int64_t>(seq_len, 1), std::max<int64_t>(batch, 1)) <= kMostRows,
+                 "seq_len * batch must be below 2^32, got ", seq_len, " and ", batch);
+}
+
+// Whether a problem has a size: whatever is counted below then stays far from the end of int64.
+inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, int64_t batch) {
+  check_rows(seq_len, batch);
+  int64_t features = 0;
+  for (int p = 0; p < cell.num_projections; ++p) {
+    for (const Width width : {cell.projections[p].from, cell.projections[p].to}) {
+      FUSEDRNN_CHECK(sizes[width] > 0, "a layer must have features, got sizes of ", sizes.input,
+                     " (input), ", sizes.hidden, " (hidden), ", sizes.output, " (output)");
+      features = plus(features, sizes[width]);
+    }
+  }
+  const int64_t rows =
+      plus(times(std::max<int64_t>(seq_len, 1), std::max<int64_t>(batch, 1)), features);
+  FUSEDRNN_CHECK(times(rows, features) <= kMostNumbers,
+                 "sizes are too large: a layer may have 2^50 numbers, got ", seq_len, " steps of ",
+                 batch, " rows, and sizes of ", sizes.input, " (input), ", sizes.hidden,
+                 " (hidden), ", sizes.output, " (output)");
+}
 
 enum class Pass { Forward, Backward };
 
@@ -119,14 +143,15 @@ template <class Memory>
 class WorkspaceCount {
  public:
   // All gradients wanted, and tensors as they come from torch; or, if for_any, whatever a call can
-  // have: input, eps and the output's gradient in strides that must be copied, lengths, resets.
+  // have: lengths, resets, and input, eps and the output's gradient packed, or in strides that must
+  // be copied.
   WorkspaceCount(const Problem& problem, bool for_any) {
     static T there{};  // nothing is read
     static A sum{};
-    static const int64_t length{};
+    static const int64_t length{}, start{};
     static const bool reset{};
     const auto sequence = [&](int64_t width) -> Sequence<const T> {
-      if (for_any) return {&there, width, 0, 0, 0};
+      if (for_any) return {&there, width, 0, 0, 0, &start};
       return {&there, width, problem.batch * width, width, 1};
     };
     const Cell& cell = problem.cell;
@@ -266,6 +291,7 @@ class WorkspaceBound {
 template <class Memory>
 LayerPlan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
+  check_sizes(problem.cell, problem.sizes, problem.seq_len, problem.batch);
   const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
   const int64_t batch = std::max<int64_t>(problem.batch, 1);
   const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
@@ -296,10 +322,8 @@ LayerPlan plan_layer(const Problem& problem) {
       plan.lacks_room = true;
       return plan;
     }
-    throw std::runtime_error(
-        "fusedrnn: workspace_bytes must be at least " + std::to_string(needed) +
-        " for a layer with an input of (" + std::to_string(seq_len) + ", " + std::to_string(batch) +
-        ", " + std::to_string(problem.sizes.input) + "), got " + std::to_string(limit));
+    fail("workspace_bytes must be at least ", needed, " for a layer with an input of (", seq_len,
+         ", ", batch, ", ", problem.sizes.input, "), got ", limit);
   }
   const auto fits = [&](int64_t steps) {
     const int64_t bytes = bound(steps);

@@ -534,7 +534,7 @@ struct ColumnSums {
 template <class T, class O>
 struct GatherStep {
   int64_t width, first_row;
-  Rows<const T> output;  // of the row itself, in the sequence
+  Rows<const T> before;  // h_{t-1} as the output has it, of rows that have one
   const T* hx;           // [batch, width]
   Mask mask;
   O* h;  // [rows, width]
@@ -551,7 +551,7 @@ FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, int64_t 
     if (mask.is_first(from_start)) {  // hx has been reset by whoever gave it
       h = unit.load(step.hx + Place(from_start, mask.batch).b * step.width + column);
     } else if (!mask.is_reset(from_start)) {
-      h = unit.load(step.output.at(row - mask.direction * mask.batch, 0) + column);
+      h = unit.load(step.before.at(row, 0) + column);
     }
   }
   unit.store(step.h + row * step.width + column, h);

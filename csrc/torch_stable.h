@@ -8,6 +8,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+
 #include "matrix.h"
 #include "scalar.h"
 
@@ -69,18 +71,27 @@ class Borrower {
     copy(borrow(out), borrow(from));
   }
 
-  // Steps [begin, begin + steps) of a sequence, as contiguous rows.
+  // Steps of a sequence, from begin on, to those of another, from first on: all rows that both
+  // have.
   template <class To, class From>
-  void copy_steps(To* out, const Sequence<const From>& from, int64_t begin, int64_t steps,
-                  int64_t batch) const {
-    const int64_t sizes[] = {steps, batch, from.width};
-    const int64_t strides[] = {batch * from.width, from.width, 1};
-    const int64_t from_strides[] = {from.stride_t, from.stride_b, from.stride_w};
-    copy(BorrowedTensor(out, 3, sizes, strides, type_, index_),
-         BorrowedTensor(from.at(begin), 3, sizes, from_strides, type_, index_));
+  void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
+                  int64_t begin, int64_t steps, int64_t batch) const {
+    for (int64_t t = 0; t < steps;) {
+      const int64_t alike =
+          std::min(out.alike_from(first + t, steps - t), from.alike_from(begin + t, steps - t));
+      const int64_t rows = std::min(out.rows_of(first + t, batch), from.rows_of(begin + t, batch));
+      copy(borrow(out, first + t, alike, rows), borrow(from, begin + t, alike, rows));
+      t += alike;
+    }
   }
 
  private:
+  template <class T>
+  BorrowedTensor borrow(const Sequence<T>& s, int64_t t, int64_t steps, int64_t rows) const {
+    const int64_t sizes[] = {steps, rows, s.width};
+    const int64_t strides[] = {s.step_stride(t), s.stride_b, s.stride_w};
+    return BorrowedTensor(s.at(t), 3, sizes, strides, type_, index_);
+  }
   static void copy(const BorrowedTensor& out, const BorrowedTensor& from) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(out.get(), from.get(), 0));
   }

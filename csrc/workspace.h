@@ -78,6 +78,11 @@ struct Workspace {
     return arena.take<O>(layer.chunk * layer.batch * layer.sizes.input);
   }
 
+  // What is packed, or unpacked, of a chunk.
+  static T* take_packed(const Layer<T>& layer, int64_t width, Arena& arena) {
+    return layer.is_packed() ? arena.take<T>(layer.chunk * layer.batch * width) : nullptr;
+  }
+
   struct Forward : Buffers {
     O* x;                                 // of a chunk
     A *side[2], *projection[kMaxStages];  // of a chunk, in turns; of one step
@@ -86,6 +91,7 @@ struct Workspace {
     // Of a kernel for all steps of a chunk: h after it, and what goes from block to block.
     O* h_after;
     char* exchange;
+    T* output;  // of a chunk, if it has to be packed
 
     bool takes_turns;
 
@@ -93,7 +99,7 @@ struct Workspace {
 
     Forward(const Layer<T>& layer, Arena& arena)
         : Buffers(layer, 0, arena), x(take_input(layer, arena)), side{}, projection{}, operand{},
-          h{}, carry{}, h_after{}, exchange{}, takes_turns(layer.overlaps) {
+          h{}, carry{}, h_after{}, exchange{}, output{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) {
         side[i] = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
       }
@@ -110,6 +116,7 @@ struct Workspace {
         exchange = arena.take<char>(layer.persistent.workspace_bytes());
       }
       if (!carry_is_output(layer)) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
+      output = take_packed(layer, layer.sizes.output, arena);
     }
   };
 
@@ -120,11 +127,13 @@ struct Workspace {
     O* x;                   // the input, if it has to be copied
     Matrix<const O> input;  // once it is there
     O *operand[kMaxStages], *h;
-    A *dx, *state;  // state: before each step
+    A *dx, *state;           // state: before each step
+    T *output, *grad_input;  // output: before each step
 
     Rebuilt() = default;
     Rebuilt(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : planes{}, x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{} {
+        : planes{}, x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{},
+          output(take_packed(layer, layer.sizes.output, arena)), grad_input{} {
       const int64_t rows = layer.chunk * layer.batch;
       gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
       if constexpr (std::is_same_v<O, A>) {
@@ -135,6 +144,9 @@ struct Workspace {
       for (int s = 0; s < layer.last(); ++s) operand[s] = arena.take<O>(rows * layer.width(s));
       if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);
       if (layer.has_state()) state = arena.take<A>(rows * layer.sizes.hidden);
+      if (gradients.input != nullptr) {
+        grad_input = take_packed(layer, layer.sizes.input, arena);
+      }
       if (gradients.input != nullptr && !input_gradient_is_result(layer)) {
         // The core's GEMM results have become gradients by then.
         const int64_t room = std::is_same_v<O, A> ? 0 : layer.columns(layer.core());

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import functional, reference
 from ._library import set_chunk_replay
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
@@ -19,9 +20,11 @@ __all__ = [
     "StochasticGRU",
     "StochasticGRUCell",
     "convert",
+    "functional",
     "gru",
     "lstm",
     "plan",
+    "reference",
     "set_chunk_replay",
     "stochastic_gru",
     "to_torch",

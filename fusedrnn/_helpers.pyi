@@ -1,18 +1,19 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Gpu = tuple[str, int, int, int]
 
-def layout(
+MOST_ROWS: int
+MOST_LAYERS: int
+
+def layer_layout(
     cell: str,
     input_size: int,
     hidden_size: int,
     latent_size: int,
     output_size: int,
-    num_layers: int,
-    directions: int,
     bias: bool,
-) -> list[tuple[str, int, tuple[int, ...]]]: ...
+) -> list[tuple[str, tuple[int, ...]]]: ...
 def kept_columns(cell: str, hidden_size: int, latent_size: int, noise: bool) -> int: ...
 def plan(
     *,
@@ -36,3 +37,5 @@ def plan(
     strides: Sequence[Sequence[int]] = ...,
 ) -> dict[str, Any]: ...
 def known_gpus() -> dict[str, Gpu]: ...
+def signal_check() -> int: ...
+def call_interruptibly(function: Callable[..., Any], *arguments: Any) -> Any: ...

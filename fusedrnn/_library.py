@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.machinery
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,18 +13,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_core = next(Path(__file__).parent.glob("_core*.so"), None)
+
+def _compiled(name: str) -> Path:
+    """A library without Python in it, under the very name that setuptools gives it."""
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    suffix = next((suffix for suffix in suffixes if ".abi3" in suffix), suffixes[0])
+    return Path(__file__).with_name(name + suffix)
+
+
+_core = _compiled("_core")
 try:
     from . import _helpers
-except ImportError:
-    _core = None
-if _core is None:
+
+    torch.ops.load_library(str(_core))
+except (ImportError, OSError) as error:
     raise ImportError(
-        f"fusedrnn is not built: its compiled modules are missing in {Path(__file__).parent}; "
-        "run `pip install .` in the source tree and import from elsewhere"
-    )
-torch.ops.load_library(str(_core))
+        f"fusedrnn is not built: its compiled modules in {Path(__file__).parent} are missing, or "
+        f"are of another Python or torch ({error}); run `pip install .` in the source tree and "
+        "import from elsewhere"
+    ) from error
+# So that Ctrl-C ends a long call.
+ctypes.CDLL(str(_core)).fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))
 _ops = torch.ops.fusedrnn
+
+MOST_ROWS, MOST_LAYERS = _helpers.MOST_ROWS, _helpers.MOST_LAYERS
 
 replay_chunks = False
 # How a persistent kernel's blocks hand on results: by flags, or by the packets themselves. The bits
@@ -51,8 +67,8 @@ def set_chunk_replay(enabled: bool) -> None:
 
 def _load_cuda() -> str | None:
     """Loads the operators on CUDA; says why there are none."""
-    library = next(Path(__file__).parent.glob("_cuda*.so"), None)
-    if library is None:
+    library = _compiled("_cuda")
+    if not library.exists():
         return (
             "fusedrnn was built for the CPU only; reinstall it where torch has CUDA and there is a "
             "CUDA compiler (FUSEDRNN_CUDA=1 says what is missing)"
@@ -90,6 +106,32 @@ def plan_layer(gpu: _helpers.Gpu | None, **problem: Any) -> dict[str, Any]:
     return _helpers.plan(gpu=gpu, tf32=tf32, **problem)
 
 
+def _of_tensors(input: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
+    return {
+        "bias": any(w.dim() == 1 for w in weights),
+        "dtype": str(input.dtype).removeprefix("torch."),
+        "strides": [w.stride() for w in weights],
+    }
+
+
+def check_plan(input: Tensor, weights: Sequence[Tensor], *, backend: str, **problem: Any) -> None:
+    """What the operator would refuse to do, refused before anything else happens.
+
+    Raises:
+        RuntimeError: ``workspace_bytes`` are too few, or the backend is not possible.
+    """
+    switches = {"by_flags": exchange_by_flags, "overlap": overlap_chunks}
+    made = plan_layer(
+        gpu_facts(input.device),
+        backend=backend,
+        **problem,
+        **switches,
+        **_of_tensors(input, weights),
+    )
+    if backend == "persistent" != made["backend"]:
+        raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
+
+
 @torch.compiler.assume_constant_result
 def layout(
     cell: str,
@@ -101,9 +143,34 @@ def layout(
     directions: int,
     bias: bool,
 ) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Name, offset in elements and shape of each parameter in a module's flat buffer."""
+    """Name, offset in elements and shape of each parameter in a module's flat buffer.
+
+    All layers back to back, the directions of each too. Layer k > 0 reads the output of layer
+    k - 1, all directions of it.
+    """
+    sizes = (int(hidden_size), int(latent_size), int(output_size))  # a tracer's cannot be hashed
+    parameters, offset = [], 0
+    for layer in range(num_layers):
+        for suffix in ("", "_reverse")[:directions]:
+            for name, shape in layer_layout(cell, int(input_size), *sizes, bias):
+                parameters.append((f"{name}_l{layer}{suffix}", offset, shape))
+                offset += math.prod(shape)
+        input_size = directions * output_size
+    return parameters
+
+
+@functools.lru_cache(maxsize=256)
+def layer_layout(
+    cell: str,
+    input_size: int,
+    hidden_size: int,
+    latent_size: int,
+    output_size: int,
+    bias: bool,
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Name and shape of each parameter of one layer and direction."""
     sizes = (input_size, hidden_size, latent_size, output_size)
-    return _helpers.layout(cell, *sizes, num_layers, directions, bias)
+    return tuple(_helpers.layer_layout(cell, *sizes, bias))
 
 
 class Dropout(NamedTuple):
@@ -123,9 +190,9 @@ class Mask(NamedTuple):
     """What the rows of a batch do besides computing; see csrc/step.h."""
 
     lengths: Tensor | None = None
-    """(B,) int64 on the input's device: steps of each row."""
-    host_lengths: Tensor | None = None
-    """The same on the CPU."""
+    """(B,) int64 on the CPU: steps of each row of a padded batch."""
+    batch_sizes: Tensor | None = None
+    """(T,) int64 on the CPU: rows that take each step of a packed batch."""
     reset: Tensor | None = None
     """(T, B) bool: whether a row's state is zero before the step."""
 
@@ -152,7 +219,8 @@ def run_layer(
     """One layer over a sequence, in D = 1 or 2 directions.
 
     input (T, B, I), hx (D, B, P), cx (D, B, H), weights of each direction -> output (T, B, D * P),
-    h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. P is H, unless the cell
+    h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. With ``mask.batch_sizes`` input
+    and output are packed: (rows, features). P is H, unless the cell
     projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the
     counter of the first direction's noise is ``layer``. A part of a sequence has the noise of its
     place from ``first_step`` on. ``reverse``: the one direction there is runs backwards.
@@ -175,7 +243,7 @@ def _call(operator: Any, *arguments: Any) -> Any:
     if torch.compiler.is_compiling():
         return operator(*arguments)
     try:
-        return operator(*arguments)
+        return _helpers.call_interruptibly(operator, *arguments)
     except RuntimeError as error:
         if "fusedrnn: out of memory" in str(error) and any(
             isinstance(a, Tensor) and a.is_cuda for a in arguments
@@ -196,7 +264,7 @@ class _Layer(torch.autograd.Function):
         eps: Tensor | None,
         seed: Tensor | None,
         lengths: Tensor | None,
-        host_lengths: Tensor | None,
+        batch_sizes: Tensor | None,
         reset: Tensor | None,
         mask_seed: Tensor | None,
         dropout: float,
@@ -211,7 +279,7 @@ class _Layer(torch.autograd.Function):
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        tensors = (input, hx, cx, list(weights), lengths, host_lengths, reset, eps, seed)
+        tensors = (input, hx, cx, list(weights), lengths, batch_sizes, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
         switches = (replay_chunks, exchange_by_flags, overlap_chunks)
@@ -299,6 +367,23 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
+def _check_devices(
+    input: Tensor, tensors: Sequence[Tensor | None], *on_host: Tensor | None
+) -> None:
+    """One meta tensor is enough to get into a fake kernel, which must not answer for a real one."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(
+                "fusedrnn: all tensors must be on the device of input, "
+                f"got {input.device} and {tensor.device}"
+            )
+    for tensor in on_host:
+        if tensor is not None and not tensor.is_cpu and not input.is_meta:
+            raise RuntimeError(
+                f"fusedrnn: lengths and batch_sizes must be on the CPU, got {tensor.device}"
+            )
+
+
 # The fake kernels repeat the operators' schemas, so their types stand there (csrc/ops.h).
 @torch.library.register_fake("fusedrnn::forward")
 def _(  # type: ignore[no-untyped-def]
@@ -308,7 +393,7 @@ def _(  # type: ignore[no-untyped-def]
     cx,
     weights,
     lengths,
-    host_lengths,
+    batch_sizes,
     reset,
     eps,
     seed,
@@ -327,8 +412,9 @@ def _(  # type: ignore[no-untyped-def]
     by_flags,
     overlap,
 ):
-    seq_len, batch, _ = input.shape
-    directions, _, output_size = hx.shape
+    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
+    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
+    directions, batch, output_size = hx.shape
     hidden_size = output_size if cx is None else cx.shape[2]
     latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
@@ -339,25 +425,23 @@ def _(  # type: ignore[no-untyped-def]
             gpu_facts(input.device),
             cell=cell,
             noise=has_noise,
-            input_size=input.shape[2],
+            input_size=input.shape[-1],
             hidden_size=hidden_size,
             latent_size=latent_size,
             output_size=output_size,
-            bias=any(w.dim() == 1 for w in weights),
             seq_len=seq_len,
             batch=batch,
-            dtype=str(input.dtype).removeprefix("torch."),
             chunk_size=chunk_size,
             workspace_bytes=workspace_bytes,
             backend=backend,
             by_flags=by_flags,
             overlap=overlap,
-            strides=[w.stride() for w in weights],
+            **_of_tensors(input, weights),
         )
         states = -(-seq_len // made["chunk_steps"])
     accumulate_in = torch.promote_types(input.dtype, torch.float32)
     return (
-        input.new_empty(seq_len, batch, directions * output_size),
+        input.new_empty(*input.shape[:-1], directions * output_size),
         input.new_empty(directions, batch, output_size),
         input.new_empty(0 if cx is None else directions, batch, hidden_size),
         input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
@@ -379,7 +463,7 @@ def _(  # type: ignore[no-untyped-def]
     states,
     weights,
     lengths,
-    host_lengths,
+    batch_sizes,
     reset,
     eps,
     seed,
@@ -398,6 +482,10 @@ def _(  # type: ignore[no-untyped-def]
     by_flags,
     overlap,
 ):
+    tensors = [hx, cx, output, kept, states, *weights, reset, eps, seed, mask_seed]
+    tensors += [grad_output, grad_h_n, grad_c_n]
+    _check_devices(input, tensors, lengths, batch_sizes)
+
     def like(tensor: Tensor, bit: int) -> Tensor:
         return input.new_empty(tensor.shape if needs & bit else 0)
 

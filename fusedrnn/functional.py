@@ -1,21 +1,19 @@
-"""Functional forms of the recurrent layers, and the one set of checks on what users pass."""
+"""Functional forms of the recurrent layers; checks.py says what they refuse."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
-from . import _library
+from . import _library, checks
 from .stack import Stack, States
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "stepwise", "persistent")
 _HAVE_STATE = ("lstm", "projected_lstm")  # beside h
 _AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
 
@@ -101,8 +99,8 @@ def stochastic_gru(
             are too few for one step.
         TypeError: for an argument of a wrong type.
     """
+    checks.noise(eps, seed, generator, sample)
     noise = _Noise(eps, seed, generator, sample)
-    noise.check()
     options = _Options(
         num_layers,
         bias,
@@ -212,8 +210,7 @@ def lstm(
 
     The other arguments and the errors are those of :func:`stochastic_gru`.
     """
-    if not isinstance(proj_size, int) or isinstance(proj_size, bool) or proj_size < 0:
-        raise ValueError(f"fusedrnn: proj_size must be an int of at least 0, got {proj_size!r}")
+    checks.proj_size(proj_size)
     h_0, c_0 = split_lstm_state(hx)
     options = _Options(
         num_layers,
@@ -231,6 +228,7 @@ def lstm(
         chunk_size,
         workspace_bytes,
         backend,
+        proj_size,
     )
     cell = "projected_lstm" if proj_size else "lstm"
     output, h_n, c_n = _run(cell, input, weights, h_0, c_0, options, _Noise())
@@ -245,18 +243,6 @@ class _Noise(NamedTuple):
     seed: Tensor | None = None
     generator: torch.Generator | None = None
     sample: bool = False
-
-    def check(self) -> None:
-        sources = {"eps": self.eps, "seed": self.seed, "generator": self.generator}
-        given = [name for name, source in sources.items() if source is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"fusedrnn: {' and '.join(given)} exclude each other: give one of them"
-            )
-        if given and not self.sample:
-            raise ValueError(
-                f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given"
-            )
 
 
 class _Options(NamedTuple):
@@ -277,22 +263,19 @@ class _Options(NamedTuple):
     chunk_size: int | None
     workspace_bytes: int | None
     backend: str
+    proj_size: int = 0
 
     def check(self, has_state: bool) -> None:
-        for name in ("chunk_size", "workspace_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int | None) or isinstance(value, bool):
-                raise TypeError(f"fusedrnn: {name} must be an int or None, got {value!r}")
-            if value is not None and value < 1:
-                raise ValueError(f"fusedrnn: {name} must be at least 1, got {value}")
-        check_exclusive(self.chunk_size, self.workspace_bytes)
-        check_backend(self.backend)
-        layers = self.num_layers
-        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-            raise ValueError(f"fusedrnn: num_layers must be an int of at least 1, got {layers!r}")
-        _check_probability("dropout", self.dropout)
-        _check_probability("weight_dropout", self.weight_dropout)
-        check_zoneout(self.zoneout, has_state)
+        for name in ("bias", "batch_first", "bidirectional"):
+            checks.flag(name, getattr(self, name))
+        for name in ("training", "return_sequence", "recompute"):
+            checks.flag(name, getattr(self, name))
+        checks.num_layers(self.num_layers)
+        checks.probability("dropout", self.dropout)
+        checks.probability("weight_dropout", self.weight_dropout)
+        checks.zoneout(self.zoneout, has_state)
+        checks.chunks(self.chunk_size, self.workspace_bytes)
+        checks.backend(self.backend)
 
     def zoneout_pair(self) -> tuple[float, float]:
         """Of h, and of the state beside it."""
@@ -300,178 +283,192 @@ class _Options(NamedTuple):
         return h, state
 
 
-def check_exclusive(chunk_size: int | None, workspace_bytes: int | None) -> None:
-    """
-    Raises:
-        ValueError: Both are given.
-    """
-    if chunk_size is not None and workspace_bytes is not None:
-        raise ValueError(
-            f"fusedrnn: chunk_size and workspace_bytes exclude each other, got {chunk_size} and "
-            f"{workspace_bytes}"
-        )
-
-
-def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """That of new weights: torch's default if None.
-
-    Raises:
-        TypeError, RuntimeError: It is no dtype, or not one that is supported.
-    """
-    if dtype is None:
-        dtype = torch.get_default_dtype()
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {type(dtype).__name__}")
-    if dtype not in _DTYPES:
-        names = ", ".join(str(d) for d in _DTYPES)
-        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {dtype}")
-    return dtype
-
-
-def check_backend(backend: str) -> None:
-    """Raises ValueError for what is not the name of one."""
-    if backend not in BACKENDS:
-        names = ", ".join(map(repr, BACKENDS))
-        raise ValueError(f"fusedrnn: backend must be one of {names}, got {backend!r}")
-
-
-def check_zoneout(zoneout: float | tuple[float, float], has_state: bool) -> None:
-    """Raises ValueError for what is no probability, or a pair without a state beside h."""
-    is_pair = isinstance(zoneout, tuple) and len(zoneout) == 2
-    if isinstance(zoneout, tuple) and not (is_pair and has_state):
-        expected = "a probability, or a pair of them" if has_state else "one probability"
-        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {zoneout!r}")
-    for p in zoneout if isinstance(zoneout, tuple) else (zoneout,):
-        _check_probability("zoneout", p)
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {value!r}")
-
-
-def _run(cell: str, input: S, *arguments: Any) -> tuple[S, Tensor, Tensor | None]:
-    """Any cell over layers -> output, h_n, c_n if any."""
-    run = _run_packed if isinstance(input, PackedSequence) else _run_padded
-    return cast(Any, run)(cell, input, *arguments)
-
-
-def _run_padded(
+def _run(
     cell: str,
-    input: Tensor,
+    input: S,
     weights: Sequence[Tensor],
     hx: Tensor | None,
     cx: Tensor | None,
     options: _Options,
     noise: _Noise,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Checks, then one operator per layer."""
-    has_state = cell in _HAVE_STATE
-    options.check(has_state)
+) -> tuple[S, Tensor, Tensor | None]:
+    """Any cell over layers -> output, h_n, c_n if any; everything in one dtype under autocast."""
+    options.check(cell in _HAVE_STATE)
+    weights = _check_count(cell, weights, options)
+    data: Tensor = input.data if isinstance(input, PackedSequence) else input
+    tensors: dict[str, Tensor | None] = {"input": data}
+    tensors |= {f"weights[{i}]": w for i, w in enumerate(weights)}
+    tensors |= {"hx": hx, "cx": cx, "eps": noise.eps}
+    checks.types(tensors, optional=("hx", "cx", "eps"))
+
+    device = data.device.type
+    without_autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        without_autocast = torch.autocast(device, enabled=False)
+        tensors = {name: _autocast(tensor, dtype) for name, tensor in tensors.items()}
+    checks.dtypes_and_devices(tensors)
+    with without_autocast:
+        return _run_stack(cell, input, tensors, options, noise._replace(eps=tensors["eps"]))
+
+
+def _run_stack(
+    cell: str, input: S, tensors: dict[str, Tensor | None], options: _Options, noise: _Noise
+) -> tuple[S, Tensor, Tensor | None]:
+    """The rest of the checks, then one operator per layer."""
+    data, hx, cx, eps = (tensors[name] for name in ("input", "hx", "cx", "eps"))
+    weights = [w for name, w in tensors.items() if name.startswith("weights") and w is not None]
+    assert data is not None
     directions = 2 if options.bidirectional else 1
     rows = options.num_layers * directions  # of hx
     names = _names(cell, options)
-    if len(weights) != len(names):
-        raise ValueError(
-            f"fusedrnn: {options.num_layers} layer(s) with bias={options.bias} and "
-            f"bidirectional={options.bidirectional} take {len(names)} weights, got {len(weights)}"
-        )
-    tensors: dict[str, Tensor | None] = {"input": input}
-    tensors |= {f"weights[{i}]": w for i, w in enumerate(weights)}
-    tensors |= {"hx": hx, "cx": cx, "eps": noise.eps}
-    _check_types(tensors)
-
-    device_type = input.device.type
-    if device_type in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
-            return _run_padded(
-                cell,
-                _autocast(input, dtype),
-                [_autocast(w, dtype) for w in weights],
-                None if hx is None else _autocast(hx, dtype),
-                None if cx is None else _autocast(cx, dtype),
-                options,
-                noise._replace(eps=None if noise.eps is None else _autocast(noise.eps, dtype)),
-            )
-    _check_dtypes_and_devices(tensors)
-
     sizes = _check_weights(cell, names, weights, options)
-    if input.dim() not in (2, 3):
-        raise ValueError(f"fusedrnn: input must have 2 or 3 dimensions, got {input.dim()}")
-    is_batched = input.dim() == 3
-    batch_dim = 0 if options.batch_first else 1
-    sequence = input if is_batched else input.unsqueeze(1)
-    if is_batched and options.batch_first:
-        sequence = sequence.transpose(0, 1)
-    seq_len, batch, input_size = sequence.shape
-    if input_size != weights[0].shape[1]:
-        raise RuntimeError(
-            f"fusedrnn: input must have {weights[0].shape[1]} features (input_size), "
-            f"got shape {tuple(input.shape)}"
-        )
-    if seq_len == 0:
-        raise RuntimeError(
-            f"fusedrnn: expected a sequence of at least one step, got shape {tuple(input.shape)}"
-        )
-    maybe_batch = (batch,) if is_batched else ()
-    eps = noise.eps
-    _check_shape("hx", hx, (rows, *maybe_batch, sizes.output))
-    _check_shape("cx", cx, (rows, *maybe_batch, sizes.hidden))
-    _check_shape("eps", eps, (rows, seq_len, *maybe_batch, sizes.latent))
-    mask = _mask(options, input, seq_len, batch, is_batched, batch_dim)
+    place = _place(input, data, options, sizes)
+    maybe_batch: tuple[int, ...] = (place.batch,) if place.is_batched else ()
+    checks.shape("hx", hx, (rows, *maybe_batch, sizes.output))
+    checks.shape("cx", cx, (rows, *maybe_batch, sizes.hidden))
+    checks.shape("eps", eps, (rows, place.seq_len, *maybe_batch, sizes.latent))
+    checks.seed(noise.seed, data)
+    mask = place.mask(options, data)
 
     def initial(state: Tensor | None, width: int) -> Tensor:
         if state is None:
-            return sequence.new_zeros(rows, batch, width)
-        return state if is_batched else state.unsqueeze(1)
+            return data.new_zeros(rows, place.batch, width)
+        return place.sorted(state, 1)
 
+    has_state = cell in _HAVE_STATE
     states = States(initial(hx, sizes.output), initial(cx, sizes.hidden) if has_state else None)
-    if eps is not None and not is_batched:
-        eps = eps.unsqueeze(2)
-    seed = _check_seed(noise.seed, input.device)
-    if noise.sample and eps is None and seed is None:
-        seed = _draw_seed(noise.generator, input.device)
-
     zoneout = options.zoneout_pair()
-    mask_seed = None
-    if options.training and (max(zoneout) > 0 or (options.dropout > 0 and options.num_layers > 1)):
-        mask_seed = _draw_seed(None, input.device)
-
     stack = Stack(
         cell,
         options.num_layers,
         directions,
-        _drop_recurrent_weights(names, weights, options),
+        weights,
         mask,
-        eps,
-        seed,
-        _library.Dropout(options.dropout if options.training else 0.0, *zoneout, seed=mask_seed),
+        None if eps is None else place.sorted(eps, 2),
+        noise.seed,
+        _library.Dropout(options.dropout if options.training else 0.0, *zoneout),
         options.chunk_size or 0,
         options.workspace_bytes or 0,
         options.recompute,
         options.backend,
     )
+    sequence = place.sequence(data)
+    stack.check(sequence, states, noise.sample)
+    stack = _draw(stack, names, options, noise, data.device)
     if options.return_sequence:
         output, (h_n, c_n) = stack.run(sequence, states)
-        if options.batch_first and is_batched:
-            output = output.transpose(0, 1)
-        elif not is_batched:
-            output = output.squeeze(1)
+        result = place.result(output)
     else:
         h_n, c_n = stack.run_for_last_states(sequence, states)
-        output = torch.cat(h_n[-directions:].unbind(), -1)
-        output = output if is_batched else output.squeeze(0)
-    if not is_batched:
-        h_n, c_n = h_n.squeeze(1), None if c_n is None else c_n.squeeze(1)
-    return output, h_n, c_n
+        result = place.unsorted(torch.cat(h_n[-directions:].unbind(), -1), 0)
+    return result, place.unsorted(h_n, 1), None if c_n is None else place.unsorted(c_n, 1)
+
+
+class _Place(NamedTuple):
+    """Where steps and rows of a batch are in the user's tensors, and where the operators want them.
+
+    These want (seq_len, batch, features), or the data of a PackedSequence as it is.
+    """
+
+    seq_len: int
+    batch: int
+    is_batched: bool
+    batch_first: bool
+    packing: checks.Packing | None
+
+    def sequence(self, input: Tensor) -> Tensor:
+        if self.packing is not None:
+            return input
+        if not self.is_batched:
+            return input.unsqueeze(1)
+        return input.transpose(0, 1) if self.batch_first else input
+
+    def result(self, output: Tensor) -> Any:
+        """The output as the user's input was."""
+        if self.packing is not None:
+            return self.packing.pack(output)
+        if not self.is_batched:
+            return output.squeeze(1)
+        return output.transpose(0, 1) if self.batch_first else output
+
+    def sorted(self, tensor: Tensor, dim: int) -> Tensor:
+        """``dim``: of the batch, in a batched tensor."""
+        if self.packing is not None:
+            return self.packing.sort(tensor, dim)
+        return tensor if self.is_batched else tensor.unsqueeze(dim)
+
+    def unsorted(self, tensor: Tensor, dim: int) -> Tensor:
+        if self.packing is not None:
+            return self.packing.unsort(tensor, dim)
+        return tensor if self.is_batched else tensor.squeeze(dim)
+
+    def mask(self, options: _Options, input: Tensor) -> _library.Mask:
+        """Checked lengths and resets, as the operators take them."""
+        lengths, batch_sizes, reset = options.lengths, None, options.reset
+        if lengths is not None:
+            if self.packing is not None:
+                raise ValueError(
+                    "fusedrnn: lengths must not be given for a PackedSequence, which has them"
+                )
+            if not self.is_batched:
+                raise ValueError(
+                    "fusedrnn: lengths are for a batch of sequences, got input without batch"
+                )
+            lengths = checks.lengths(lengths, self.seq_len, self.batch)
+        if self.packing is not None:
+            batch_sizes = self.packing.batch_sizes
+        steps = (self.seq_len, self.batch) if self.is_batched else (self.seq_len,)
+        checks.reset(reset, steps[::-1] if self.batch_first else steps, input)
+        if reset is not None:
+            if self.batch_first and self.is_batched:
+                reset = reset.t()
+            reset = self.sorted(reset, 1).contiguous()
+        return _library.Mask(lengths, batch_sizes, reset)
+
+
+def _place(
+    input: Tensor | PackedSequence, data: Tensor, options: _Options, sizes: _Sizes
+) -> _Place:
+    packing = None
+    if isinstance(input, PackedSequence):
+        packing = checks.packing(input)
+        seq_len, batch = len(packing.batch_sizes), int(packing.batch_sizes[0])
+    elif data.dim() not in (2, 3):
+        raise ValueError(f"fusedrnn: input must have 2 or 3 dimensions, got {data.dim()}")
+    elif data.dim() == 2:
+        seq_len, batch = data.shape[0], 1
+    else:
+        seq_len, batch = data.shape[:2][::-1] if options.batch_first else data.shape[:2]
+    if data.shape[-1] != sizes.input:
+        raise RuntimeError(
+            f"fusedrnn: input must have {sizes.input} features (input_size), "
+            f"got shape {tuple(data.shape)}"
+        )
+    checks.rows(seq_len, batch, data.shape)
+    is_batched = packing is not None or data.dim() == 3
+    return _Place(seq_len, batch, is_batched, options.batch_first, packing)
+
+
+def _draw(
+    stack: Stack, names: Sequence[str], options: _Options, noise: _Noise, device: torch.device
+) -> Stack:
+    """Everything random of a call, once nothing can be wrong any more."""
+    if noise.sample and stack.eps is None and stack.seed is None:
+        stack = stack._replace(seed=_draw_seed(noise.generator, device))
+    if not options.training:
+        return stack
+    drops_out = options.dropout > 0 and options.num_layers > 1
+    if drops_out or max(options.zoneout_pair()) > 0:
+        stack = stack._replace(dropout=stack.dropout._replace(seed=_draw_seed(None, device)))
+    return stack._replace(weights=_drop_recurrent_weights(names, stack.weights, options))
 
 
 def _drop_recurrent_weights(
     names: Sequence[str], weights: Sequence[Tensor], options: _Options
 ) -> Sequence[Tensor]:
     """DropConnect on every weight matrix that the state goes through: one mask for a call."""
-    if options.weight_dropout == 0 or not options.training:
+    if options.weight_dropout == 0:
         return weights
 
     def is_recurrent(name: str) -> bool:
@@ -481,108 +478,6 @@ def _drop_recurrent_weights(
         F.dropout(w, options.weight_dropout) if is_recurrent(name) else w
         for name, w in zip(names, weights, strict=True)
     ]
-
-
-def _run_packed(
-    cell: str,
-    input: PackedSequence,
-    weights: Sequence[Tensor],
-    hx: Tensor | None,
-    cx: Tensor | None,
-    options: _Options,
-    noise: _Noise,
-) -> tuple[PackedSequence, Tensor, Tensor | None]:
-    """A packed sequence is padded, in its own order of rows, which falls by length."""
-    if options.lengths is not None:
-        raise ValueError("fusedrnn: lengths must not be given for a PackedSequence, which has them")
-    data, batch_sizes, sorted_indices, unsorted_indices = input
-
-    def reorder(tensor: Tensor | None, order: Tensor | None, dim: int) -> Tensor | None:
-        return tensor if tensor is None or order is None else tensor.index_select(dim, order)
-
-    padded, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
-    batch_dim = 0 if options.batch_first else 1  # of reset, which is padded as the input was
-    reset = reorder(options.reset, sorted_indices, batch_dim)
-    reset = reset.t() if reset is not None and options.batch_first else reset
-    sorted_noise = noise._replace(eps=reorder(noise.eps, sorted_indices, 2))
-    output, h_n, c_n = _run_padded(
-        cell,
-        padded,
-        weights,
-        reorder(hx, sorted_indices, 1),
-        reorder(cx, sorted_indices, 1),
-        options._replace(lengths=lengths, reset=reset, batch_first=False),
-        sorted_noise,
-    )
-    packed: Any
-    if options.return_sequence:
-        packed = pack_padded_sequence(output, lengths)
-        packed = PackedSequence(packed.data, packed.batch_sizes, sorted_indices, unsorted_indices)
-    else:
-        packed = reorder(output, unsorted_indices, 0)
-    if unsorted_indices is not None:
-        h_n = h_n.index_select(1, unsorted_indices)
-    return packed, h_n, reorder(c_n, unsorted_indices, 1)
-
-
-def _mask(
-    options: _Options, input: Tensor, seq_len: int, batch: int, is_batched: bool, batch_dim: int
-) -> _library.Mask:
-    """Checked lengths and resets, as the operator takes them."""
-    lengths, reset = options.lengths, options.reset
-    host_lengths = None
-    if lengths is not None:
-        host_lengths = _check_lengths(lengths, seq_len, batch, is_batched)
-        # A copy on the CPU too: torch.compile takes no tensor for two arguments.
-        lengths = host_lengths.to(input.device, non_blocking=True, copy=True)
-    if reset is not None:
-        if not isinstance(reset, Tensor):
-            raise TypeError(f"fusedrnn: reset must be a tensor, got {type(reset).__name__}")
-        if reset.dtype != torch.bool:
-            raise ValueError(f"fusedrnn: reset must be torch.bool, got {reset.dtype}")
-        _check_shape("reset", reset, tuple(input.shape[:-1]))
-        if reset.device != input.device:
-            raise RuntimeError(
-                f"fusedrnn: reset must be on {input.device} as input is, got {reset.device}"
-            )
-        reset = reset if is_batched else reset.unsqueeze(1)
-        reset = (reset.t() if is_batched and batch_dim == 0 else reset).contiguous()
-    return _library.Mask(lengths, host_lengths, reset)
-
-
-def _check_lengths(
-    lengths: Tensor | Sequence[int], seq_len: int, batch: int, is_batched: bool
-) -> Tensor:
-    if not is_batched:
-        raise ValueError("fusedrnn: lengths are for a batch of sequences, got input without batch")
-    if isinstance(lengths, Tensor):
-        if lengths.dtype != torch.int64:
-            raise ValueError(f"fusedrnn: lengths must be int64, got {lengths.dtype}")
-        if not lengths.is_cpu:
-            raise RuntimeError(
-                "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
-                f"got {lengths.device}"
-            )
-        host = lengths
-    else:
-        try:  # ints of all kinds, NumPy's too
-            if any(isinstance(n, bool) for n in lengths):
-                raise TypeError
-            host = torch.tensor([operator.index(n) for n in lengths], dtype=torch.int64)
-        except TypeError:
-            raise TypeError(
-                "fusedrnn: lengths must be an int64 tensor or a sequence of ints"
-            ) from None
-    if tuple(host.shape) != (batch,):
-        raise RuntimeError(f"fusedrnn: lengths must have shape {(batch,)}, got {tuple(host.shape)}")
-    if torch.compiler.is_compiling():  # no values yet; the operator looks at them, and takes 0
-        return host.contiguous()
-    least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
-    if least < 1 or most > seq_len:
-        raise ValueError(
-            f"fusedrnn: lengths must be in [1, {seq_len}], got {least if least < 1 else most}"
-        )
-    return host.contiguous()
 
 
 def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -601,7 +496,9 @@ def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, T
     return h_0, c_0
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None:
+        return None
     # As torch's own autocast: float64 stays what it is, and so does what is no float at all.
     is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(dtype) if is_eligible else tensor
@@ -615,57 +512,6 @@ def _draw_seed(generator: torch.Generator | None, device: torch.device) -> Tenso
         -(2**62), 2**62, (1,), dtype=torch.int64, device=source, generator=generator
     )
     return seed.to(device, non_blocking=True)
-
-
-def _check_seed(seed: Tensor | None, device: torch.device) -> Tensor | None:
-    if seed is None:
-        return None
-    if not isinstance(seed, Tensor):
-        raise TypeError(f"fusedrnn: seed must be a tensor, got {type(seed).__name__}")
-    if seed.dtype != torch.int64 or seed.numel() != 1:
-        raise ValueError(
-            f"fusedrnn: seed must be one int64, got {seed.dtype} of shape {tuple(seed.shape)}"
-        )
-    if seed.device != device:
-        raise RuntimeError(f"fusedrnn: seed must be on {device} as input is, got {seed.device}")
-    return seed
-
-
-def _check_types(tensors: dict[str, Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) and (
-            tensor is not None or name not in ("hx", "cx", "eps")
-        ):
-            raise TypeError(f"fusedrnn: {name} must be a tensor, got {type(tensor).__name__}")
-
-
-def _check_dtypes_and_devices(tensors: dict[str, Tensor | None]) -> None:
-    input = tensors["input"]
-    assert input is not None
-    if input.dtype not in _DTYPES:
-        raise ValueError(
-            f"fusedrnn: input must be float32, float64, bfloat16 or float16, got {input.dtype}"
-        )
-    if input.is_cuda and _library.cuda_obstacle is not None:
-        raise RuntimeError(f"fusedrnn: input is on {input.device}, but {_library.cuda_obstacle}")
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != input.dtype:
-            error = RuntimeError if name in ("hx", "cx") else ValueError  # as in torch.nn
-            raise error(f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}")
-        if tensor.device != input.device:
-            raise RuntimeError(
-                f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}"
-            )
-
-
-def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    # Tuples of plain numbers: torch.compile of torch 2.11 compares nothing else with a torch.Size.
-    if tensor is not None and tuple(tensor.shape) != tuple(shape):
-        raise RuntimeError(
-            f"fusedrnn: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}"
-        )
 
 
 class _Sizes(NamedTuple):
@@ -687,6 +533,23 @@ def _names(cell: str, options: _Options) -> list[str]:
     return [name for name, _, _ in _layout(cell, _Sizes(), options)]
 
 
+def _check_count(cell: str, weights: Sequence[Tensor], options: _Options) -> Sequence[Tensor]:
+    """Counted before anything is made for each layer: there may be said to be a million."""
+    if isinstance(weights, Tensor | Mapping | str | bytes) or not isinstance(weights, Collection):
+        raise TypeError(
+            f"fusedrnn: weights must be a sequence of tensors, got {type(weights).__name__}"
+        )
+    directions = 2 if options.bidirectional else 1
+    per_direction = len(_library.layer_layout(cell, *_Sizes(), options.bias))
+    count = options.num_layers * directions * per_direction
+    if len(weights) != count:
+        raise ValueError(
+            f"fusedrnn: {options.num_layers} layer(s) with bias={options.bias} and "
+            f"bidirectional={options.bidirectional} take {count} weights, got {len(weights)}"
+        )
+    return weights
+
+
 def _check_weights(
     cell: str, names: Sequence[str], weights: Sequence[Tensor], options: _Options
 ) -> _Sizes:
@@ -698,6 +561,10 @@ def _check_weights(
         if weight.dim() != 2:
             at = names.index(f"weight_{name}_l0")
             raise ValueError(f"fusedrnn: weights[{at}] must have 2 dimensions, got {weight.dim()}")
+        if weight.shape[1] == 0:
+            raise RuntimeError(
+                f"fusedrnn: weights[{at}] must have columns, got shape {tuple(weight.shape)}"
+            )
         return weight.shape[1]
 
     input_size = width("ih")
@@ -710,5 +577,10 @@ def _check_weights(
         hidden_size = width("hh")
         sizes = _Sizes(input_size, hidden_size, 0, hidden_size)
     for (name, _, shape), weight in zip(_layout(cell, sizes, options), weights, strict=True):
-        _check_shape(name, weight, shape)
+        checks.shape(name, weight, shape)
+    if options.proj_size not in (0, sizes.output):
+        raise ValueError(
+            f"fusedrnn: proj_size must be {sizes.output} as weights have it, "
+            f"got {options.proj_size}"
+        )
     return sizes

@@ -1,7 +1,7 @@
 """The modules: sizes, options and named weights, declared as in torch.nn.
 
-Constructors check what is theirs (sizes, flags, dtype). Every check of a tensor stands behind the
-functional form, so that both forms refuse the same inputs with the same words.
+Every check stands in checks.py, and those of tensors behind the functional form, so that both forms
+refuse the same with the same words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from . import _library, functional
+from . import _library, checks, functional
 from .functional import S
 from .weights import FlatModule, Layout
 
@@ -51,27 +51,25 @@ class RNNBase(FlatModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.input_size = _positive_int("input_size", input_size)
-        self.hidden_size = _positive_int("hidden_size", hidden_size)
+        self.input_size = checks.positive_int("input_size", input_size)
+        self.hidden_size = checks.positive_int("hidden_size", hidden_size)
         if latent_size is not None:
-            self.latent_size = _positive_int("latent_size", latent_size)
-        self.proj_size = _proj_size(proj_size, hidden_size)
-        functional.check_zoneout(zoneout, has_state=self._cell == "lstm")
+            self.latent_size = checks.positive_int("latent_size", latent_size)
+        self.proj_size = checks.proj_size(proj_size, hidden_size)
+        checks.zoneout(zoneout, has_state=self._cell == "lstm")
         self.zoneout = zoneout
-        self.weight_dropout = _probability("weight_dropout", weight_dropout)
-        self.return_sequence = _flag("return_sequence", return_sequence)
-        self.num_layers = _positive_int("num_layers", num_layers)
-        self.bias = _flag("bias", bias)
-        self.batch_first = _flag("batch_first", batch_first)
-        self.dropout = _probability("dropout", dropout)
-        self.bidirectional = _flag("bidirectional", bidirectional)
-        self.recompute = _flag("recompute", recompute)
-        self.chunk_size = None if chunk_size is None else _positive_int("chunk_size", chunk_size)
-        self.workspace_bytes = (
-            None if workspace_bytes is None else _positive_int("workspace_bytes", workspace_bytes)
-        )
-        functional.check_exclusive(chunk_size, workspace_bytes)
-        functional.check_backend(backend)
+        self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
+        self.return_sequence = checks.flag("return_sequence", return_sequence)
+        self.num_layers = checks.num_layers(num_layers)
+        self.bias = checks.flag("bias", bias)
+        self.batch_first = checks.flag("batch_first", batch_first)
+        self.dropout = checks.probability("dropout", dropout)
+        self.bidirectional = checks.flag("bidirectional", bidirectional)
+        self.recompute = checks.flag("recompute", recompute)
+        checks.chunks(chunk_size, workspace_bytes)
+        self.chunk_size = chunk_size
+        self.workspace_bytes = workspace_bytes
+        checks.backend(backend)
         self.backend = backend
         if dropout > 0 and num_layers == 1:
             warnings.warn(
@@ -79,7 +77,7 @@ class RNNBase(FlatModule):
                 "nothing",
                 stacklevel=3,
             )
-        self._make_weights(device, functional.check_dtype(dtype))
+        self._make_weights(device, checks.dtype(dtype))
         self.reset_parameters()
 
     @property
@@ -623,12 +621,12 @@ class RNNCellBase(FlatModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.input_size = _positive_int("input_size", input_size)
-        self.hidden_size = _positive_int("hidden_size", hidden_size)
+        self.input_size = checks.positive_int("input_size", input_size)
+        self.hidden_size = checks.positive_int("hidden_size", hidden_size)
         if latent_size is not None:
-            self.latent_size = _positive_int("latent_size", latent_size)
-        self.bias = _flag("bias", bias)
-        self._make_weights(device, functional.check_dtype(dtype))
+            self.latent_size = checks.positive_int("latent_size", latent_size)
+        self.bias = checks.flag("bias", bias)
+        self._make_weights(device, checks.dtype(dtype))
         if not bias:  # as in torch.nn, where the names exist in any case
             for name, _, _ in self._layer_layout(bias=True):
                 if name.startswith("bias_"):
@@ -909,34 +907,6 @@ class StochasticGRUCell(RNNCellBase):
             sample=sample,
         )
         return h_n.squeeze(0)
-
-
-def _positive_int(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"fusedrnn: {name} must be an int, got {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"fusedrnn: {name} must be a positive integer, got {value}")
-    return value
-
-
-def _proj_size(value: int, hidden_size: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"fusedrnn: proj_size must be an int, got {type(value).__name__}")
-    if not 0 <= value < hidden_size:
-        raise ValueError(f"fusedrnn: proj_size must be in [0, {hidden_size}), got {value}")
-    return value
-
-
-def _flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"fusedrnn: {name} must be a bool, got {type(value).__name__}")
-    return value
-
-
-def _probability(name: str, value: float) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {value!r}")
-    return float(value)
 
 
 def _init_uniform(module: nn.Module, hidden_size: int) -> None:

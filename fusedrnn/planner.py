@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from . import _helpers, _library
-from .functional import check_dtype
+from . import _helpers, _library, checks
 from .modules import GRU, LSTM, RNNBase, StochasticGRU
 
 _MODULES = {"gru": GRU, "lstm": LSTM, "stochastic_gru": StochasticGRU}
@@ -119,26 +119,15 @@ def plan(
         ('persistent', 128)
     """
     if isinstance(module, Mapping):
-        options = {"device": "meta", **module}
-        cell = options.pop("cell", None)
-        if cell not in _MODULES:
-            raise ValueError(f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {cell!r}")
-        module = _MODULES[cell](**options)
+        module = _module_of(module)
     if not isinstance(module, RNNBase):
         raise TypeError(
             "fusedrnn: module must be a fusedrnn.GRU, LSTM or StochasticGRU, "
             f"got {type(module).__name__}"
         )
-    dtype = check_dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
-    *steps, input_size = input_shape
-    if len(steps) not in (1, 2) or input_size != module.input_size or min(steps) < 1:
-        raise ValueError(
-            f"fusedrnn: input_shape must be (seq_len, batch, {module.input_size}), "
-            f"got {tuple(input_shape)}"
-        )
-    if len(steps) == 2 and module.batch_first:
-        steps.reverse()
-    seq_len, batch = (*steps, 1)[:2]
+    dtype = checks.dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
+    checks.flag("sample", sample)
+    seq_len, batch = _steps(module, input_shape)
     directions = 2 if module.bidirectional else 1
     output_size = module.proj_size or module.hidden_size
     widest = module.input_size
@@ -167,6 +156,42 @@ def plan(
     return Plan(**made)
 
 
+def _module_of(options: Mapping[str, Any]) -> RNNBase:
+    """What they make, without memory; of many layers two, which are all that a plan looks at."""
+    options = {"device": "meta", **options}
+    cell = options.pop("cell", None)
+    if not isinstance(cell, str) or cell not in _MODULES:
+        raise ValueError(f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {cell!r}")
+    cls = _MODULES[cell]
+    unknown = [name for name in options if name not in inspect.signature(cls).parameters]
+    if unknown:
+        raise TypeError(f"fusedrnn: {cls.__name__} has no argument {unknown[0]!r}")
+    missing = [name for name in ("input_size", "hidden_size") if name not in options]
+    if missing:
+        raise TypeError(f"fusedrnn: {cls.__name__} needs {missing[0]}")
+    if "num_layers" in options:
+        options["num_layers"] = min(checks.num_layers(options["num_layers"]), 2)
+    return cls(**options)
+
+
+def _steps(module: RNNBase, input_shape: Sequence[int]) -> tuple[int, int]:
+    """seq_len and batch of an input of this shape."""
+    wanted = f"input_shape must be (seq_len, batch, {module.input_size})"
+    if not isinstance(input_shape, Sequence) or isinstance(input_shape, str | bytes):
+        raise TypeError(f"fusedrnn: {wanted}, got {type(input_shape).__name__}")
+    for size in input_shape:
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"fusedrnn: {wanted}, got {tuple(input_shape)}")
+    *steps, input_size = input_shape or (0,)
+    if len(steps) not in (1, 2) or input_size != module.input_size or min(steps) < 1:
+        raise ValueError(f"fusedrnn: {wanted}, got {tuple(input_shape)}")
+    if len(steps) == 2 and module.batch_first:
+        steps.reverse()
+    seq_len, batch = (*steps, 1)[:2]
+    checks.rows(seq_len, batch, input_shape)
+    return seq_len, batch
+
+
 def _gpu(device: Device) -> _helpers.Gpu | None:
     """Facts of a GPU, or None for the CPU."""
     known = _helpers.known_gpus()
@@ -174,7 +199,7 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
         return known[device]
     try:
         where = torch.device("cuda" if device is None else device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         where = torch.device("meta")
     if where.type == "cpu":
         return None
@@ -183,6 +208,6 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
         raise ValueError(
             f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, got {device!r}"
         )
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
         raise RuntimeError(f"fusedrnn: there is no {where} on this machine")
     return _library.gpu_facts(where)

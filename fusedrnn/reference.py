@@ -416,7 +416,7 @@ def _loop(
     ]
     active = None  # (seq_len, batch, 1): whether a row takes the step
     if lengths is not None:
-        ends = torch.as_tensor(lengths).to(x.device)
+        ends = torch.as_tensor(lengths, device=x.device)
         active = (torch.arange(seq_len, device=x.device)[:, None] < ends)[..., None]
         x = x.masked_fill(~active, 0)  # whatever stands there has no gradient, be it NaN
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from . import _library
@@ -45,7 +46,8 @@ class Stack(NamedTuple):
     """Layers of a cell, and what they are to do besides it.
 
     ``eps`` is (L * D, T, B, Z), ``weights`` those of all layers and directions one after the other.
-    ``dropout`` is that of every layer but the first.
+    ``dropout`` is that of every layer but the first. With ``mask.batch_sizes`` sequences are
+    packed: (rows, features).
     """
 
     cell: str
@@ -61,6 +63,35 @@ class Stack(NamedTuple):
     recompute: bool
     backend: str
     first_step: int = 0
+
+    def check(self, sequence: Tensor, states: States, has_noise: bool) -> None:
+        """Has every layer planned, where that can fail, before the first one runs.
+
+        Raises:
+            RuntimeError: ``workspace_bytes`` are too few, or the backend is not possible.
+        """
+        if (self.workspace_bytes == 0 and self.backend != "persistent") or is_compiling():
+            return
+        batch, output_size = states.h.shape[1:]
+        hidden_size = output_size if states.c is None else states.c.shape[2]
+        per_layer = len(self.weights) // self.num_layers
+        for layer in range(self.num_layers):
+            weights = self.weights[layer * per_layer : (layer + 1) * per_layer]
+            _library.check_plan(
+                sequence,
+                weights,
+                cell=self.cell,
+                noise=has_noise,
+                seq_len=self._steps(sequence),
+                batch=batch,
+                input_size=weights[0].shape[1],
+                hidden_size=hidden_size,
+                latent_size=weights[1].shape[1] if self.cell == "stochastic_gru" else 0,
+                output_size=output_size,
+                chunk_size=self.chunk_size,
+                workspace_bytes=self.workspace_bytes,
+                backend=self.backend,
+            )
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
         """sequence (T, B, I) -> output (T, B, D * P) of the last layer, last states of all."""
@@ -121,7 +152,7 @@ class Stack(NamedTuple):
 
     def _in_parts(self, rows: slice, sequence: Tensor, states: States) -> States:
         """All layers in one direction, or one direction of the last layer."""
-        seq_len = len(sequence)
+        seq_len = self._steps(sequence)
         steps = max(LEAST_PART, math.isqrt(seq_len))
         begins = range(0, seq_len, steps)
         backwards = self.directions == 2 and rows.start % 2 == 1
@@ -130,8 +161,9 @@ class Stack(NamedTuple):
             t is not None and t.requires_grad for t in tensors
         )
         for begin in reversed(begins) if backwards else begins:
-            part = self._part(begin, min(begin + steps, seq_len))
-            arguments = (rows, sequence[begin : begin + steps], *states)
+            end = min(begin + steps, seq_len)
+            part = self._part(begin, end)
+            arguments = (rows, self._rows(sequence, begin, end), *states)
             if needs_grad:
                 # All that is random here comes from seeds that are tensors.
                 h, c = checkpoint(
@@ -150,15 +182,27 @@ class Stack(NamedTuple):
             return self._run_rows(rows, sequence, states)[1]
         return self.run(sequence, states)[1]
 
+    def _steps(self, sequence: Tensor) -> int:
+        batch_sizes = self.mask.batch_sizes
+        return len(sequence if batch_sizes is None else batch_sizes)
+
+    def _rows(self, sequence: Tensor, begin: int, end: int) -> Tensor:
+        """Those of steps [begin, end)."""
+        batch_sizes = self.mask.batch_sizes
+        if batch_sizes is None:
+            return sequence[begin:end]
+        first, last = (int(batch_sizes[:step].sum()) for step in (begin, end))
+        return sequence[first:last]
+
     def _part(self, begin: int, end: int) -> Stack:
         """The same over steps [begin, end) of the sequence."""
-        lengths, host_lengths, reset = self.mask
-        lengths, host_lengths = (
-            None if n is None else (n - begin).clamp(0, end - begin)
-            for n in (lengths, host_lengths)
-        )
+        lengths, batch_sizes, reset = self.mask
         return self._replace(
-            mask=Mask(lengths, host_lengths, None if reset is None else reset[begin:end]),
+            mask=Mask(
+                None if lengths is None else (lengths - begin).clamp(0, end - begin),
+                None if batch_sizes is None else batch_sizes[begin:end],
+                None if reset is None else reset[begin:end],
+            ),
             eps=None if self.eps is None else self.eps[:, begin:end],
             first_step=self.first_step + begin,
         )
@@ -172,9 +216,14 @@ def _reset_first(state: Tensor, mask: Mask, reverse: bool) -> Tensor:
     if mask.reset is None:
         return state
     first, last = mask.reset[0], mask.reset[-1]
-    if mask.lengths is not None:
-        some = mask.lengths > 0
-        at = (mask.lengths - 1).clamp(min=0).unsqueeze(0)
+    lengths = mask.lengths
+    if mask.batch_sizes is not None:
+        rows = torch.arange(state.shape[1], device="cpu").unsqueeze(1)
+        lengths = (mask.batch_sizes > rows).sum(1)
+    if lengths is not None:
+        lengths = lengths.to(state.device, non_blocking=True)
+        some = lengths > 0
+        at = (lengths - 1).clamp(min=0).unsqueeze(0)
         first, last = first & some, mask.reset.gather(0, at).squeeze(0) & some
     zeroed = [last] if reverse else [first, last][: state.shape[0]]
     return state.masked_fill(torch.stack(zeroed).unsqueeze(-1), 0)

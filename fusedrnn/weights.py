@@ -58,7 +58,10 @@ class FlatModule(nn.Module):
     def _make_weights(self, device: Device, dtype: torch.dtype) -> None:
         """Registers every weight as a view of a new buffer, with values still to be set."""
         self._slots = self._read_layout()
-        flat = torch.zeros(_size(self._slots), device=device, dtype=dtype)
+        size = _size(self._slots)
+        if size * dtype.itemsize >= 2**63:
+            raise RuntimeError(f"fusedrnn: sizes are too large: {size} weights of {dtype}")
+        flat = torch.zeros(size, device=device, dtype=dtype)
         for slot in self._slots:
             # .data, so that each has a version of its own: autograd takes an in-place change of one
             # view for a change of all that share its version.

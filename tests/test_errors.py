@@ -77,7 +77,7 @@ def bad_calls():
     yield "few weights", arguments(weights=weights[:-1]), {}, ValueError, "12 weights, got 11"
     yield "no biases", good, {"bias": False}, ValueError, "6 weights, got 12"
     yield "other layers", good, {"num_layers": 3}, ValueError, "18 weights, got 12"
-    yield "no layers", good, {"num_layers": 0}, ValueError, "at least 1, got 0"
+    yield "no layers", good, {"num_layers": 0}, ValueError, "a positive integer, got 0"
     for index, name in enumerate(["ih", "zh", "hz"]):
         w = weights[index]
         rank = arguments(weights=one(weights, index, w[0]))
@@ -134,10 +134,10 @@ def bad_calls():
         yield f"{name} of reset", arguments(reset=wrong), {}, error, message
     for name in ("chunk_size", "workspace_bytes"):
         for wrong, error, message in (
-            (0, ValueError, "must be at least 1, got 0"),
-            (-3, ValueError, "must be at least 1, got -3"),
-            (2.0, TypeError, "must be an int or None, got 2.0"),
-            (True, TypeError, "must be an int or None, got True"),
+            (0, ValueError, "must be a positive integer, got 0"),
+            (-3, ValueError, "must be a positive integer, got -3"),
+            (2.0, TypeError, "must be an int or None, got float"),
+            (True, TypeError, "must be an int or None, got bool"),
         ):
             options = {"chunk_size": None, name: wrong}
             yield f"{name} {wrong}", good, options, error, f"{name} {message}"
@@ -167,7 +167,7 @@ def test_bad_call(name):
 
 def test_the_operator_of_a_projection_checks_both_widths():
     case = Case("lstm", seq_len=4, proj_size=2, dtype=torch.float32)
-    good = {"cell": "projected_lstm", "lengths": None, "host_lengths": None, "reset": None}
+    good = {"cell": "projected_lstm", "lengths": None, "reset": None}
     _, arguments = raw_forward(case, **good)
     weights, hx, cx = (arguments[name] for name in ("weights", "hx", "cx"))
     for message, changes in {
@@ -182,6 +182,12 @@ def test_the_operator_of_a_projection_checks_both_widths():
             raw_forward(case, **good, **changes)
 
 
+def packed(batch_sizes):
+    """Of input with 5 features, as the operator takes it."""
+    rows = torch.zeros(int(sum(batch_sizes)), 5)
+    return {"input": rows, "batch_sizes": torch.tensor(batch_sizes), "lengths": None, "reset": None}
+
+
 def raw_forward(case, **changes):
     """The operator itself, past the checks of the functional form."""
     a = case.tensors()
@@ -192,7 +198,7 @@ def raw_forward(case, **changes):
         "cx": a.cx,
         "weights": a.weights,
         "lengths": a.lengths,
-        "host_lengths": a.lengths,
+        "batch_sizes": None,
         "reset": a.reset,
         "eps": a.eps,
         "seed": a.seed,
@@ -240,15 +246,26 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         "hx must be Float": {"hx": good["hx"].double()},
         "dropout needs a mask_seed": {"dropout": 0.5},
         "must be probabilities": {"zoneout": 1.5},
-        "first_step": {"first_step": -1},
+        "first_step must be 0 or more, and below 2": {"first_step": -1},
+        "first_step must be 0 or more": {"first_step": 2**32 - 4},
         "reverse is for": {"reverse": True},
         "at least one step": {"input": good["input"][:0]},
         "3 dimensions": {"input": good["input"][0]},
-        "lengths are needed": {"host_lengths": None},
+        "lengths and batch_sizes exclude": {"batch_sizes": lengths},
         "lengths must have shape": {"lengths": lengths[1:]},
         "lengths must be Long": {"lengths": lengths.int()},
-        r"lengths must be in \[0, 4\], got 5": {"host_lengths": lengths.clamp(min=5)},
-        r"lengths must be in \[0, 4\], got -1": {"host_lengths": lengths.clamp(max=-1)},
+        "lengths must have 1 dim": {"lengths": lengths[:, None]},
+        r"lengths must be in \[0, 4\], got 5": {"lengths": lengths.clamp(min=5)},
+        r"lengths must be in \[0, 4\], got -1": {"lengths": lengths.clamp(max=-1)},
+        "seq_len . batch must be below": {"input": good["input"][:1].expand(2**31, 3, 5)},
+        "layer must have features": {"input": good["input"][..., :0]},
+        "input must have 2 dimensions": packed([3, 3, 2, 1]) | {"input": good["input"]},
+        "batch_sizes must be positive": packed([3, 3, 2, 0]),
+        "batch_sizes must be positive, at most": packed([4, 3, 2, 1]),
+        "and never rise, got 3 at step 2 after 2": packed([3, 2, 3, 1]),
+        "batch_sizes must add up to the rows of input, got 9": packed([3, 3, 2, 1])
+        | {"input": torch.zeros(8, 5)},
+        "batch_sizes must be Long": packed([3.0, 3.0]),
         "reset must have shape": {"reset": reset.t().contiguous()},
         "reset must be Bool": {"reset": reset.float()},
         "reset must be contiguous": {"reset": reset.t().contiguous().t()},

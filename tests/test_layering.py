@@ -16,11 +16,27 @@ ROOT = Path(__file__).parents[1]
 
 # A file includes files of its own layer and of lower ones.
 CPP_LAYERS = {
-    0: ["hd.h", "scalar.h", "math.h", "philox.h", "stages.h", "layout.h", "plan.h"],  # one unit
+    0: [  # one unit
+        "hd.h",
+        "scalar.h",
+        "math.h",
+        "philox.h",
+        "stages.h",
+        "checked.h",
+        "layout.h",
+        "plan.h",
+    ],
     1: ["matrix.h", "step.h", "cuda/device.h"],  # one step, as plain data; what a GPU can do
     2: ["cpu/*", "cuda/*"],  # a step carried out
     3: ["layer.h", "workspace.h", "planner.h", "driver.h"],  # all steps
-    4: ["torch_stable.h", "*_backend.h", "cuda_device.h", "ops.*", "ops_cuda.cpp"],  # the binding
+    4: [  # the binding
+        "torch_stable.h",
+        "*_backend.h",
+        "cuda_device.h",
+        "arguments.h",
+        "ops.*",
+        "ops_cuda.cpp",
+    ],
 }
 TORCH_LAYER = 4  # the only one that sees torch
 HELPERS = "helpers.cpp"  # beside the layers: torch-free, includes all below the binding
@@ -30,7 +46,7 @@ CELL_MATH = ["math.h", "stages.h", "philox.h"]  # the only places of exp, tanh a
 PYTHON_LAYERS = {
     0: ["_helpers", "reference"],
     1: ["_library", "weights"],
-    2: ["stack"],
+    2: ["checks", "stack"],
     3: ["functional"],
     4: ["modules"],
     5: ["conversion", "planner"],

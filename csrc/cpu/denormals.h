@@ -9,13 +9,15 @@
 
 namespace fusedrnn::cpu {
 
-// While it lives, denormals are zero on this thread; then the thread's mode is what it was.
-class FlushDenormals {
+// While it lives, the thread's mode is another one.
+class Denormals {
  public:
-  FlushDenormals() : mode_(get()) { set(mode_ | kFlush); }
-  ~FlushDenormals() { set(mode_); }
-  FlushDenormals(const FlushDenormals&) = delete;
-  FlushDenormals& operator=(const FlushDenormals&) = delete;
+  explicit Denormals(bool flushed) : mode_(get()) {
+    set(flushed ? mode_ | kFlush : mode_ & ~kFlush);
+  }
+  ~Denormals() { set(mode_); }
+  Denormals(const Denormals&) = delete;
+  Denormals& operator=(const Denormals&) = delete;
 
  private:
 #if defined(__x86_64__)
@@ -36,6 +38,13 @@ class FlushDenormals {
   static void set(uint64_t) {}
 #endif
   uint64_t mode_;
+};
+
+struct FlushDenormals : Denormals {
+  FlushDenormals() : Denormals(true) {}
+};
+struct KeepDenormals : Denormals {
+  KeepDenormals() : Denormals(false) {}
 };
 
 }  // namespace fusedrnn::cpu

@@ -290,7 +290,7 @@ bool all_aligned(const Backward<T>& s) {
 }
 template <class T>
 bool all_aligned(const GatherStep<T, T>& s) {
-  return all_aligned(s.width, s.output, s.hx, s.h);
+  return all_aligned(s.width, s.before, s.hx, s.h);
 }
 template <class T>
 bool all_aligned(const ClearStep<T>& s) {

@@ -71,14 +71,14 @@ struct EmulatedDevice {
   template <class C, class T>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate, void*) {
-    STD_TORCH_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
-                        out.column_stride == 1 && out.row_stride >= out.columns &&
-                        out.rows == a.rows,
-                    "not a product that a GPU computes");
+    FUSEDRNN_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
+                       out.column_stride == 1 && out.row_stride >= out.columns &&
+                       out.rows == a.rows,
+                   "not a product that a GPU computes");
     const bool is_known =
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
-    STD_TORCH_CHECK(is_known || stream()->recording == nullptr,
-                    "a product whose algorithm would have to be chosen while recording");
+    FUSEDRNN_CHECK(is_known || stream()->recording == nullptr,
+                   "a product whose algorithm would have to be chosen while recording");
     stream()->enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
@@ -143,7 +143,7 @@ struct EmulatedDevice {
       streams_[s].queue[done[s]++].work();
     }
     for (int64_t s : {0, 1}) {
-      STD_TORCH_CHECK(done[s] == streams_[s].queue.size(), "two streams wait for each other");
+      FUSEDRNN_CHECK(done[s] == streams_[s].queue.size(), "two streams wait for each other");
     }
     abandon();
   }
@@ -236,7 +236,7 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
       if (plan.depth == 2) run(std::integral_constant<int, 2>{});
       if (plan.depth == 4) run(std::integral_constant<int, 4>{});
     });
-    STD_TORCH_CHECK(failure.empty(), failure);
+    FUSEDRNN_CHECK(failure.empty(), failure);
   });
   return {name, 0};
 }

@@ -1,0 +1,336 @@
+"""What users pass, checked: the one set of errors of modules, functional forms and plans.
+
+A TypeError is for what is of a wrong kind, a ValueError for a value, a rank or a dtype, and a
+RuntimeError for a shape or a device, as in torch.nn. All come before anything is drawn or computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from . import _library
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+BACKENDS = ("auto", "stepwise", "persistent")
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def positive_int(name: str, value: int) -> int:
+    """Sizes and counts."""
+    if not _is_int(value):
+        raise TypeError(f"fusedrnn: {name} must be an int, got {_kind(value)}")
+    if value < 1:
+        raise ValueError(f"fusedrnn: {name} must be a positive integer, got {value}")
+    if value >= 2**63:
+        raise ValueError(f"fusedrnn: {name} must be below 2^63, got {value}")
+    return value
+
+
+def num_layers(value: int) -> int:
+    """As many as the operators can tell apart."""
+    most = _library.MOST_LAYERS // 2  # in two directions
+    if positive_int("num_layers", value) > most:
+        raise ValueError(f"fusedrnn: num_layers must be at most {most}, got {value}")
+    return value
+
+
+def proj_size(value: int, hidden_size: int | None = None) -> int:
+    """``hidden_size``: of the module, if it is known."""
+    if not _is_int(value):
+        raise TypeError(f"fusedrnn: proj_size must be an int, got {_kind(value)}")
+    if value < 0 or (hidden_size is not None and value >= hidden_size):
+        end = "" if hidden_size is None else f" and below hidden_size={hidden_size}"
+        raise ValueError(f"fusedrnn: proj_size must be at least 0{end}, got {value}")
+    return value
+
+
+def flag(name: str, value: bool) -> bool:
+    """Nothing else counts as true or false: a text "False" would be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"fusedrnn: {name} must be a bool, got {_kind(value)}")
+    return value
+
+
+def probability(name: str, value: float) -> float:
+    """Of any wrong kind this is a ValueError, as in torch.nn."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {_text(value)}")
+    return float(value)
+
+
+def zoneout(value: float | tuple[float, float], has_state: bool) -> None:
+    """One probability, or a pair where there is a state beside h."""
+    if isinstance(value, tuple) and not (len(value) == 2 and has_state):
+        expected = "a probability, or a pair of them" if has_state else "one probability"
+        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {_text(value)}")
+    for p in value if isinstance(value, tuple) else (value,):
+        probability("zoneout", p)
+
+
+def chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
+    """At most one of them."""
+    for name, value in (("chunk_size", chunk_size), ("workspace_bytes", workspace_bytes)):
+        if value is not None:
+            if not _is_int(value):
+                raise TypeError(f"fusedrnn: {name} must be an int or None, got {_kind(value)}")
+            positive_int(name, value)
+    if chunk_size is not None and workspace_bytes is not None:
+        raise ValueError(
+            f"fusedrnn: chunk_size and workspace_bytes exclude each other, got {chunk_size} and "
+            f"{workspace_bytes}"
+        )
+
+
+def backend(value: str) -> None:
+    """Its name."""
+    if not isinstance(value, str) or value not in BACKENDS:
+        names = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"fusedrnn: backend must be one of {names}, got {_text(value)}")
+
+
+def dtype(value: torch.dtype | None) -> torch.dtype:
+    """That of new weights: torch's default if None."""
+    if value is None:
+        value = torch.get_default_dtype()
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {_kind(value)}")
+    if value not in DTYPES:
+        names = ", ".join(str(d) for d in DTYPES)
+        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {value}")
+    return value
+
+
+def noise(eps: object, seed: object, generator: object, sample: bool) -> None:
+    """At most one source, and none without a sample."""
+    flag("sample", sample)
+    sources = {"eps": eps, "seed": seed, "generator": generator}
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ValueError(f"fusedrnn: {' and '.join(given)} exclude each other: give one of them")
+    if given and not sample:
+        raise ValueError(f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"fusedrnn: generator must be a torch.Generator, got {_kind(generator)}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _text(value: object) -> str:
+    """A value in a message: as it is if that is short, else its type."""
+    if isinstance(value, str | int | float | tuple | None):
+        text = repr(value)
+        if len(text) <= 40:
+            return text
+    return _kind(value)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def types(tensors: Mapping[str, Any], optional: Sequence[str] = ()) -> None:
+    """Each is a tensor of numbers at strides; ``optional`` ones may be None."""
+    for name, tensor in tensors.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"fusedrnn: {name} must be a tensor, got {_kind(tensor)}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"fusedrnn: {name} must be a dense tensor, got a {layout} one")
+
+
+def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
+    """Those of ``tensors["input"]``."""
+    input = tensors["input"]
+    assert input is not None
+    if input.dtype not in DTYPES:
+        raise ValueError(
+            f"fusedrnn: input must be float32, float64, bfloat16 or float16, got {input.dtype}"
+        )
+    if input.is_cuda and _library.cuda_obstacle is not None:
+        raise RuntimeError(f"fusedrnn: input is on {input.device}, but {_library.cuda_obstacle}")
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != input.dtype:
+            error = RuntimeError if name in ("hx", "cx") else ValueError  # as in torch.nn
+            raise error(f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}")
+        on_device(name, tensor, input)
+
+
+def on_device(name: str, tensor: Tensor, input: Tensor) -> None:
+    """That of the input."""
+    if tensor.device != input.device:
+        raise RuntimeError(
+            f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}"
+        )
+
+
+def shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
+    """None passes."""
+    # Tuples of plain numbers: torch.compile of torch 2.11 compares nothing else with a torch.Size.
+    if tensor is not None and tuple(tensor.shape) != tuple(expected):
+        raise RuntimeError(
+            f"fusedrnn: {name} must have shape {tuple(expected)}, got {tuple(tensor.shape)}"
+        )
+
+
+def rows(seq_len: int, batch: int, got: Sequence[int]) -> None:
+    """As many as the operators can count. ``got``: the input's shape."""
+    if seq_len == 0:
+        raise RuntimeError(
+            f"fusedrnn: expected a sequence of at least one step, got shape {tuple(got)}"
+        )
+    if seq_len * max(batch, 1) > _library.MOST_ROWS:
+        raise RuntimeError(f"fusedrnn: seq_len * batch must be below 2^32, got shape {tuple(got)}")
+
+
+def seed(value: Tensor | None, input: Tensor) -> None:
+    """One int64 on the input's device, or None."""
+    if value is None:
+        return
+    types({"seed": value})
+    if value.dtype != torch.int64 or value.numel() != 1:
+        raise ValueError(
+            f"fusedrnn: seed must be one int64, got {value.dtype} of shape {tuple(value.shape)}"
+        )
+    on_device("seed", value, input)
+
+
+def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> None:
+    """Bool, of the shape of the input's rows, or None."""
+    if value is None:
+        return
+    types({"reset": value})
+    if value.dtype != torch.bool:
+        raise ValueError(f"fusedrnn: reset must be torch.bool, got {value.dtype}")
+    shape("reset", value, expected)
+    on_device("reset", value, input)
+
+
+def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
+    """As a contiguous int64 tensor on the CPU."""
+    wanted = "lengths must be an int64 tensor or a sequence of ints"
+    if isinstance(value, Tensor):
+        types({"lengths": value})
+        if value.dtype != torch.int64:
+            raise ValueError(f"fusedrnn: lengths must be int64, got {value.dtype}")
+        if not value.is_cpu:
+            raise RuntimeError(
+                "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
+                f"got {value.device}"
+            )
+        host = value
+    else:
+        if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+            raise TypeError(f"fusedrnn: {wanted}, got {_kind(value)}")
+        try:  # ints of all kinds, NumPy's too
+            if any(isinstance(n, bool) for n in value):
+                raise TypeError
+            numbers = [operator.index(n) for n in value]
+        except TypeError:
+            raise TypeError(f"fusedrnn: {wanted}") from None
+        # What is too large for an int64 is too long as well.
+        kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
+        host = torch.tensor(kept, dtype=torch.int64, device="cpu")
+    shape("lengths", host, (batch,))
+    if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
+        least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
+        if least < 1 or most > seq_len:
+            got = least if least < 1 else most
+            raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {got}")
+    return host.contiguous()
+
+
+class Packing(NamedTuple):
+    """What a PackedSequence says of the rows of its data."""
+
+    batch_sizes: Tensor
+    """Rows that take each step, (seq_len,) int64 on the CPU; they never rise."""
+    sorted_indices: Tensor | None
+    """Places in the batch as the user has it, (batch,) int64; None if they are the same."""
+    unsorted_indices: Tensor | None
+
+    def sort(self, tensor: Tensor, dim: int) -> Tensor:
+        """From the user's order of rows to that of the data."""
+        if self.sorted_indices is None:
+            return tensor
+        return tensor.index_select(dim, self.sorted_indices)
+
+    def unsort(self, tensor: Tensor, dim: int) -> Tensor:
+        """Back again."""
+        if self.unsorted_indices is None:
+            return tensor
+        return tensor.index_select(dim, self.unsorted_indices)
+
+    def pack(self, data: Tensor) -> PackedSequence:
+        """Other data of the same rows."""
+        return PackedSequence(data, *self)
+
+
+def packing(input: PackedSequence) -> Packing:
+    """Of a PackedSequence, which anybody can make by hand.
+
+    The values of indices on a GPU are left to torch, which looks at them there: to do it here would
+    be to wait for the GPU.
+    """
+    data, batch_sizes, sorted_indices, unsorted_indices = input
+    types({"data of the PackedSequence": data, "batch_sizes": batch_sizes})
+    if batch_sizes.dtype != torch.int64 or batch_sizes.dim() != 1:
+        raise ValueError(
+            "fusedrnn: batch_sizes must be int64 of 1 dimension, "
+            f"got {batch_sizes.dtype} of shape {tuple(batch_sizes.shape)}"
+        )
+    if not batch_sizes.is_cpu:
+        raise RuntimeError(f"fusedrnn: batch_sizes must be on the CPU, got {batch_sizes.device}")
+    if data.dim() != 2:
+        raise ValueError(
+            f"fusedrnn: data of a PackedSequence must have 2 dimensions, got {data.dim()}"
+        )
+    if batch_sizes.numel() == 0:
+        raise RuntimeError("fusedrnn: expected a PackedSequence of at least one step")
+    if int(batch_sizes.min()) < 1 or bool((batch_sizes[1:] > batch_sizes[:-1]).any()):
+        raise ValueError("fusedrnn: batch_sizes must be positive and never rise")
+    batch, rows = int(batch_sizes[0]), data.shape[0]
+    if batch > rows or int(batch_sizes.sum()) != rows:
+        raise RuntimeError(f"fusedrnn: batch_sizes must add up to the {rows} rows of the data")
+    if sorted_indices is not None or unsorted_indices is not None:
+        _check_order(sorted_indices, unsorted_indices, batch, data)
+    return Packing(batch_sizes.contiguous(), sorted_indices, unsorted_indices)
+
+
+def _check_order(
+    sorted_indices: Tensor | None, unsorted_indices: Tensor | None, batch: int, data: Tensor
+) -> None:
+    orders = {"sorted_indices": sorted_indices, "unsorted_indices": unsorted_indices}
+    types(orders)
+    for name, order in orders.items():
+        assert order is not None
+        if order.dtype != torch.int64:
+            raise ValueError(f"fusedrnn: {name} must be int64, got {order.dtype}")
+        shape(name, order, (batch,))
+        on_device(name, order, data)
+        if order.is_cpu and batch and not 0 <= int(order.min()) <= int(order.max()) < batch:
+            raise ValueError(f"fusedrnn: {name} must be in [0, {batch})")
+    if data.is_cpu:
+        assert sorted_indices is not None and unsorted_indices is not None
+        places = torch.arange(batch, device="cpu")
+        if not torch.equal(sorted_indices[unsorted_indices], places):
+            raise ValueError(
+                "fusedrnn: sorted_indices and unsorted_indices must be permutations, each the "
+                "inverse of the other"
+            )
