@@ -43,6 +43,9 @@ class Build(BuildExtension):
 # torch chooses the C++ standard, since its headers decide what is needed. csrc is no include
 # folder: its files find each other by relative names, and its math.h must not become <math.h>.
 cxx_flags = [
+    # Errors of torch's headers name the file they are in: without the folders of this machine.
+    f"-fmacro-prefix-map={Path.cwd()}/=",
+    f"-fmacro-prefix-map={Path(torch.__file__).parent}/=torch/",
     "-O3",
     "-g0",
     "-fvisibility=hidden",
@@ -79,6 +82,7 @@ if toolkit:
                 "nvcc": [
                     "-O3",
                     "-std=c++17",
+                    *(f"-Xcompiler={flag}" for flag in cxx_flags if "prefix-map" in flag),
                     "-Xcompiler=-fvisibility=hidden",
                     f"--threads={os.environ.get('MAX_JOBS') or 0}",  # architectures in parallel
                 ],

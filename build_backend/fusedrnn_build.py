@@ -9,6 +9,7 @@ What stops a build is said in one sentence and ends in SystemExit, so that pip s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,6 +175,32 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     return unmet_needs()
 
 
+def is_writable() -> bool:
+    """Whether setuptools can write beside the sources, as it always does."""
+    folders = (".", "fusedrnn", "build", "fusedrnn.egg-info")
+    return all(os.access(folder, os.W_OK) for folder in folders if os.path.exists(folder))
+
+
+@contextlib.contextmanager
+def writable_tree() -> Iterator[None]:
+    """Works in a copy of the source tree, if that one is read-only."""
+    if is_writable():
+        yield
+        return
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "fusedrnn")
+        left_out = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__", ".*")
+        shutil.copytree(here, copy, ignore=left_out, copy_function=shutil.copyfile)
+        for path in [copy, *copy.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        os.chdir(copy)
+        try:
+            yield
+        finally:
+            os.chdir(here)
+
+
 get_requires_for_build_editable = get_requires_for_build_wheel
 get_requires_for_build_sdist = get_requires_for_build_wheel
 
@@ -180,13 +208,17 @@ get_requires_for_build_sdist = get_requires_for_build_wheel
 def setuptools_hook(name: str) -> Callable[..., Any]:
     """setuptools' own hook, once all it needs is known to be there."""
 
-    def hook(*args: Any, **kwargs: Any) -> Any:
+    def hook(folder: str, *args: Any, **kwargs: Any) -> Any:
         unmet = get_requires_for_build_wheel()
         if unmet:  # pip, too, comes here without asking when told --no-build-isolation
             fail(f"building needs {', '.join(unmet)}; install them, or let pip isolate the build")
+        if "editable" in name and not is_writable():
+            fail("an editable install writes into the source tree, which is read-only")
         from setuptools import build_meta
 
-        return getattr(build_meta, name)(*args, **kwargs)
+        folder = os.path.abspath(folder)
+        with writable_tree():
+            return getattr(build_meta, name)(folder, *args, **kwargs)
 
     return hook
 

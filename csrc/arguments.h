@@ -24,8 +24,15 @@ inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   return text.str();
 }
 
-// A tensor of zeros or of anything.  torch's own error does not get through its stable ABI, and in
-// torch 2.11 and 2.12 not even its text.
+// Why torch could not do something, which its stable ABI tells in the lines behind the first; the
+// first is about torch's headers.  torch 2.11 and 2.12 tell nothing.
+inline std::string reason_of(const std::exception& error) {
+  const std::string text = error.what();
+  const size_t end = text.find('\n');
+  return end == std::string::npos ? "" : ": " + text.substr(end + 1);
+}
+
+// A tensor of zeros or of anything.
 inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype,
                        const char* what, bool zeros = false) {
   try {
@@ -33,7 +40,7 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
                  : torch::stable::new_empty(like, shape, dtype);
   } catch (const std::exception& error) {
     fail("out of memory: there is no room for ", what, ", ", torch::headeronly::toString(dtype),
-         " of shape ", shape_text(shape), ": ", error.what());
+         " of shape ", shape_text(shape), reason_of(error));
   }
 }
 
@@ -156,8 +163,7 @@ class Arguments {
         l.weight[p] = {data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)};
       }
     }
-    l.mask = {has_lengths() ? data<int64_t>(lengths_) : nullptr,
-              call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
+    l.mask = {lengths_, call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),
               direction == 1 || call_.reverse ? -1 : 1};
     if (has_lengths()) l.rows_at = rows_at_.data();
     l.dropout = call_.dropout;
@@ -312,6 +318,10 @@ class Arguments {
       most = sizes[t];
       starts_.push_back(rows += sizes[t]);
     }
+    unpacked_lengths_.assign(size_t(batch()), 0);
+    for (int64_t t = seq_len() - 1, b = 0; t >= 0; --t) {
+      while (b < sizes[t]) unpacked_lengths_[size_t(b++)] = t + 1;
+    }
     rows_at_.assign(sizes, sizes + seq_len());
     FUSEDRNN_CHECK(rows == input().size(0), "batch_sizes must add up to the rows of input, got ",
                    rows, " for ", shape_text(input().sizes()));
@@ -360,32 +370,28 @@ class Arguments {
   // Lengths of rows, for kernels: on the device of the input.
   void place_lengths() {
     if (!has_lengths()) return;
-    Tensor host;
-    if (is_packed()) {
-      host = allocate(*call_.batch_sizes, {batch()}, ScalarType::Long, "lengths");
-      auto* lengths = static_cast<int64_t*>(host.mutable_data_ptr());
-      std::fill_n(lengths, batch(), 0);
-      for (int64_t t = 0, b = rows_at_[0]; t < seq_len(); ++t) {
-        const int64_t after = t + 1 < seq_len() ? rows_at_[size_t(t + 1)] : 0;
-        while (b > after) lengths[--b] = t + 1;
-      }
-    } else {
-      host = *call_.lengths;
-    }
-    lengths_ = host;
+    lengths_ = is_packed() ? unpacked_lengths_.data() : data<int64_t>(*call_.lengths);
     if (input().is_cpu()) return;
-    lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
-    torch::stable::copy_(lengths_, host, /*non_blocking=*/true);
+    Tensor host = is_packed() ? allocate(*call_.batch_sizes, {batch()}, ScalarType::Long, "lengths")
+                              : *call_.lengths;
+    if (is_packed()) {
+      std::copy_n(lengths_, batch(), static_cast<int64_t*>(host.mutable_data_ptr()));
+    }
+    device_lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
+    torch::stable::copy_(device_lengths_, host, /*non_blocking=*/true);
+    lengths_ = data<int64_t>(device_lengths_);
   }
 
   Call call_;
   Cell cell_;
   Sizes sizes_;
   bool has_bias_;
-  Tensor hx_, cx_, lengths_;
+  Tensor hx_, cx_, device_lengths_;
+  const int64_t* lengths_ = nullptr;
   std::vector<Parameter> layout_;
   std::vector<int64_t> rows_at_;  // of each step, one more than the last row that takes it
-  std::vector<int64_t> starts_;   // if packed: of each step, its first row, and all rows behind it
+  // If packed: of each step its first row, and in the end all rows; steps of each row of the batch.
+  std::vector<int64_t> starts_, unpacked_lengths_;
 };
 
 }  // namespace fusedrnn

@@ -152,15 +152,21 @@ def layout(
     parameters, offset = [], 0
     for layer in range(num_layers):
         for suffix in ("", "_reverse")[:directions]:
-            for name, shape in layer_layout(cell, int(input_size), *sizes, bias):
+            for name, shape in _layer_layout(cell, int(input_size), *sizes, bias):
                 parameters.append((f"{name}_l{layer}{suffix}", offset, shape))
                 offset += math.prod(shape)
         input_size = directions * output_size
     return parameters
 
 
+@torch.compiler.assume_constant_result
+def weights_per_direction(cell: str, bias: bool) -> int:
+    """How many weights a layer has in each direction."""
+    return len(_layer_layout(cell, 1, 1, 1, 1, bias))
+
+
 @functools.lru_cache(maxsize=256)
-def layer_layout(
+def _layer_layout(
     cell: str,
     input_size: int,
     hidden_size: int,

@@ -540,7 +540,7 @@ def _check_count(cell: str, weights: Sequence[Tensor], options: _Options) -> Seq
             f"fusedrnn: weights must be a sequence of tensors, got {type(weights).__name__}"
         )
     directions = 2 if options.bidirectional else 1
-    per_direction = len(_library.layer_layout(cell, *_Sizes(), options.bias))
+    per_direction = _library.weights_per_direction(cell, options.bias)
     count = options.num_layers * directions * per_direction
     if len(weights) != count:
         raise ValueError(

@@ -59,9 +59,12 @@ class FlatModule(nn.Module):
         """Registers every weight as a view of a new buffer, with values still to be set."""
         self._slots = self._read_layout()
         size = _size(self._slots)
-        if size * dtype.itemsize >= 2**63:
-            raise RuntimeError(f"fusedrnn: sizes are too large: {size} weights of {dtype}")
-        flat = torch.zeros(size, device=device, dtype=dtype)
+        try:
+            flat = torch.zeros(size, device=device, dtype=dtype)
+        except RuntimeError as error:  # there is no such device, or not so much memory
+            raise type(error)(
+                f"fusedrnn: no {size:,} weights of {dtype} can be made: {error}"
+            ) from None
         for slot in self._slots:
             # .data, so that each has a version of its own: autograd takes an in-place change of one
             # view for a change of all that share its version.

@@ -284,8 +284,9 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         for message in ("eps must have shape", "exclude"):
             del bad[message]
     for message, changes in bad.items():
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{message}") as caught:
             raw_forward(case, **changes)
+        assert "csrc" not in str(caught.value)
 
     def raw_backward(**changes):
         arguments = {k: v for k, v in good.items() if k != "keep"}
@@ -315,8 +316,260 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
     else:
         bad |= {"there is no cx": {"needs": 4}, "states must be given": {"states": output}}
     for message, changes in bad.items():
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{message}"):
             raw_backward(**changes)
+
+
+def calls_of(tensors, path=()):
+    """Each tensor among arguments, with where it is."""
+    for at, value in tensors.items() if isinstance(tensors, dict) else enumerate(tensors):
+        if isinstance(value, torch.Tensor):
+            yield (*path, at), value
+        elif isinstance(value, list):
+            yield from calls_of(value, (*path, at))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_meta_tensor_among_others_does_not_lead_to_results_of_nothing(cell):
+    case = replace(CASE, cell=cell, num_layers=1, **MASKED, dtype=torch.float32)
+    (output, h_n, _, _, states), good = raw_forward(case)
+    backward = {k: v for k, v in good.items() if k != "keep"}
+    backward |= {"grad_output": output, "grad_h_n": h_n, "grad_c_n": None, "output": output}
+    backward |= {"kept": None, "states": states if cell == "lstm" else None, "needs": 3}
+    for operator, arguments in (
+        (torch.ops.fusedrnn.forward, good),
+        (torch.ops.fusedrnn.backward, backward),
+    ):
+        for path, tensor in calls_of(arguments):
+            changed = arguments | {"weights": list(arguments["weights"])}
+            where = changed
+            for at in path[:-1]:
+                where = where[at]
+            where[path[-1]] = tensor.to("meta")
+            with pytest.raises(RuntimeError, match=r"fusedrnn: .* must be on the (device|CPU)"):
+                operator(**changed)
+    everything = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in good.items()}
+    everything["weights"] = [w.to("meta") for w in good["weights"]]
+    assert torch.ops.fusedrnn.forward(**everything)[0].is_meta
+
+
+FLAGS = ("bias", "batch_first", "bidirectional", "training", "return_sequence", "recompute")
+
+
+@pytest.mark.parametrize("value", ["False", 0, 1, None, torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("cell", CELLS)
+def test_flags_are_bools(cell, value):
+    arguments = replace(CASE, cell=cell).tensors()
+    kind = type(value).__name__
+    for flag in FLAGS:
+        with pytest.raises(TypeError, match=f"^fusedrnn: {flag} must be a bool, got {kind}$"):
+            arguments.call(fusedrnn, **(CASE.options | {flag: value}))
+    if cell == "stochastic_gru":
+        with pytest.raises(TypeError, match="^fusedrnn: sample must be a bool, got"):
+            replace(arguments, sample=value).call(fusedrnn)
+
+
+# What no equation is for, and torch makes all the same.
+STRANGE = {
+    "sparse": lambda t: t.to_sparse(),
+    "sparse_csr": lambda t: t.flatten(1).to_sparse_csr(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "jagged": lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+    "mkldnn": lambda t: t.to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("name", ["input", "hx", "eps", "weights"])
+def test_tensors_without_strides(name, kind):
+    case = replace(CASE, noise="eps", num_layers=1, dtype=torch.float32)
+    good = case.tensors()
+    value = good.weights[0] if name == "weights" else getattr(good, name)
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("a torch without mkldnn")
+    strange = STRANGE[kind](value)
+    bad = replace(good, **{name: one(good.weights, 0, strange) if name == "weights" else strange})
+    said = r"weights\[0\]" if name == "weights" else name
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError, match=f"^fusedrnn: {said} must be a dense tensor, got a "):
+        bad.call(fusedrnn, **case.options, weight_dropout=0.5)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_is_drawn_is_drawn_after_all_checks():
+    """Also of what only an operator knows: of its last layer, and of the backend."""
+    x = torch.randn(4, 3, 5)
+    draws = {"num_layers": 2, "dropout": 0.5, "zoneout": 0.5, "weight_dropout": 0.5}
+    first = fusedrnn.StochasticGRU(5, 7)
+    state = torch.get_rng_state()
+    for options in ({"workspace_bytes": 100}, {"backend": "persistent"}):
+        for return_sequence in (True, False):
+            rnn = fusedrnn.StochasticGRU(5, 7, **draws, **options, return_sequence=return_sequence)
+            torch.set_rng_state(state)
+            with pytest.raises(RuntimeError, match="workspace_bytes must be|is not possible here"):
+                rnn(x)
+            assert torch.equal(state, torch.get_rng_state())
+    # Enough for the first layer, whose input is narrow, and not for the second.
+    rnn = fusedrnn.GRU(1, 64, num_layers=2, bidirectional=True, dropout=0.5)
+    with pytest.raises(RuntimeError, match="workspace_bytes must be") as caught:
+        rnn.workspace_bytes = 1
+        rnn(x[..., :1])
+    rnn.workspace_bytes = int(str(caught.value).split("at least ")[1].split()[0])
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="workspace_bytes must be"):
+        rnn(x[..., :1])
+    assert torch.equal(state, torch.get_rng_state())
+    first(x)  # and it still can be drawn
+    assert not torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("num_layers", [10**6, 10**8])
+def test_weights_are_counted_first(num_layers):
+    weights = list(fusedrnn.GRU(5, 7).parameters())
+    with pytest.raises(ValueError, match=f"take {4 * num_layers} weights, got 4"):
+        fusedrnn.gru(torch.randn(4, 3, 5), weights, num_layers=num_layers)
+
+
+@pytest.mark.parametrize("make", [fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU])
+def test_sizes_without_end(make):
+    for sizes, error, message in (
+        ((5, 7), ValueError, "num_layers must be at most 268435455, got 1000000000"),
+        ((2**62, 7), RuntimeError, "sizes are too large"),
+        ((5, 2**40), RuntimeError, "sizes are too large"),
+        ((2**63, 7), ValueError, "input_size must be below 2^63"),
+    ):
+        options = {"num_layers": 10**9} if error is ValueError and sizes[0] == 5 else {}
+        with pytest.raises(error, match=f"^fusedrnn: {re.escape(message)}"):
+            make(*sizes, device="meta", **options)
+
+
+HUGE = (2**31, 2**40, 2**62 - 1, 2**62, 2**63 - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "H100", "A100"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_plans_of_sizes_near_the_end_of_int64(cell, device):
+    def attempt(steps, batch, dtype=torch.bfloat16, **sizes):
+        sizes = {"cell": cell, "input_size": 8, "hidden_size": 8} | sizes
+        try:
+            plan = fusedrnn.plan(sizes, (steps, batch, sizes["input_size"]), dtype, device)
+        except (ValueError, RuntimeError) as error:
+            assert str(error).startswith("fusedrnn: ")
+        else:
+            assert min(plan.training_bytes, plan.most_workspace_bytes, plan.chunk_steps) > 0
+            assert plan.training_bytes < 2**62 and plan.most_workspace_bytes < 2**62
+
+    for huge in HUGE:
+        attempt(huge, 1)
+        attempt(1, huge)
+        attempt(huge, huge)
+        attempt(4, 3, chunk_size=huge)
+        attempt(4, 3, workspace_bytes=huge)
+        for name in ("input_size", "hidden_size", "num_layers"):
+            attempt(4, 3, **{name: huge})
+            attempt(2**31, 1, torch.float64, **{name: huge})
+        attempt(2**16, 2**15, hidden_size=huge, input_size=huge)
+    attempt(2**32 - 1, 1, torch.float64, input_size=2**16, hidden_size=2**16)
+
+
+def test_wrong_plans():
+    sizes = {"cell": "gru", "input_size": 8, "hidden_size": 8}
+    for arguments, error, message in (
+        ((sizes, 5), TypeError, r"input_shape must be (seq_len, batch, 8), got int"),
+        ((sizes, None), TypeError, "got NoneType"),
+        ((sizes, "abc"), TypeError, "got str"),
+        ((sizes, (4, 3.0, 8)), TypeError, "got (4, 3.0, 8)"),
+        ((sizes, ()), ValueError, "input_shape must be (seq_len, batch, 8), got ()"),
+        ((sizes, (4, 0, 8)), ValueError, "got (4, 0, 8)"),
+        ((sizes, (4, 3, 8), torch.float32, 3.5), ValueError, "device must be cpu, a CUDA device"),
+        ((sizes, (4, 3, 8), torch.float32, object()), ValueError, "device must be cpu"),
+        ((sizes | {"cell": []}, (4, 3, 8)), ValueError, "cell must be one of"),
+        ((sizes | {"heads": 3}, (4, 3, 8)), TypeError, "GRU has no argument 'heads'"),
+        (({"cell": "gru", "input_size": 8}, (4, 3, 8)), TypeError, "GRU needs hidden_size"),
+        ((3, (4, 3, 8)), TypeError, "module must be a fusedrnn.GRU"),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            fusedrnn.plan(*arguments)
+        assert str(caught.value).startswith("fusedrnn: ")
+    with pytest.raises(TypeError, match="sample must be a bool"):
+        fusedrnn.plan(sizes, (4, 3, 8), torch.float32, "cpu", sample="no")
+
+
+def test_generators():
+    rnn = fusedrnn.StochasticGRU(5, 7)
+    with pytest.raises(TypeError, match=r"^fusedrnn: generator must be a torch.Generator, got int"):
+        rnn(torch.randn(4, 3, 5), generator=3)
+
+
+def test_proj_size_is_that_of_the_weights():
+    weights = list(fusedrnn.LSTM(5, 7, proj_size=3).parameters())
+    with pytest.raises(ValueError, match="proj_size must be 3 as weights have it, got 2"):
+        fusedrnn.lstm(torch.randn(4, 2, 5), weights, proj_size=2)
+
+
+def test_lengths_on_another_default_device():
+    rnn = fusedrnn.GRU(5, 7)
+    x = torch.randn(4, 3, 5)
+    expected, _ = rnn(x, lengths=[4, 2, 1])
+    packed = torch.nn.utils.rnn.pack_sequence([x[:4, 0], x[:2, 1], x[:1, 2]])
+    try:
+        torch.set_default_device("meta")
+        output, _ = rnn(x, lengths=[4, 2, 1])
+        of_packed, _ = rnn(packed)
+        by_loop, _ = fusedrnn.reference.gru(x, list(rnn.parameters()), lengths=[4, 2, 1])
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(output, expected)
+    assert torch.equal(of_packed.data[:3], expected[0])
+    torch.testing.assert_close(by_loop, expected)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import torch, fusedrnn
+
+rnn = fusedrnn.GRU(64, 512)
+x = torch.randn(20_000, 32, 64)  # minutes
+small = x[:9].requires_grad_()
+before = rnn(small)[0]
+call = lambda: rnn(x)
+if sys.argv[1] == "backward":
+    # Half a minute, of which forward took a third.
+    total = rnn(x[:6_000].requires_grad_())[0].sum()
+    call = total.backward
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(torch.tensor(1e-40) * 1))
+signals = [signal.SIGUSR1, signal.SIGINT]  # a handler that returns does not end the call
+
+def send():
+    for number in signals:
+        time.sleep(1)
+        os.kill(os.getpid(), number)
+
+threading.Thread(target=send, daemon=True).start()
+state = torch.get_rng_state()
+try:
+    call()
+except KeyboardInterrupt:
+    print("interrupted")
+assert torch.equal(state, torch.get_rng_state())
+assert len(seen) == 1 and seen[0] > 0  # denormals are not flushed in handlers
+after = rnn(small)[0]
+assert torch.equal(before, after)
+grads = [torch.autograd.grad(output.sum(), small)[0] for output in (before, after)]
+assert torch.equal(*grads)
+print("nothing lost")
+"""
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_signals_end_a_long_call(what):
+    """With time to spare: this is no measurement."""
+    run = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, what], capture_output=True, text=True, timeout=300
+    )
+    assert run.stdout.splitlines() == ["interrupted", "nothing lost"], run.stderr
 
 
 def test_the_library_says_when_it_is_not_built(tmp_path):
@@ -329,3 +582,16 @@ def test_the_library_says_when_it_is_not_built(tmp_path):
     )
     assert run.returncode != 0
     assert "fusedrnn is not built" in run.stderr and "pip install ." in run.stderr
+
+
+def test_a_leftover_library_is_not_loaded(tmp_path):
+    """Of another build: what is loaded has the very name that this one gives."""
+    source = Path(fusedrnn.__file__).parent
+    shutil.copytree(source, tmp_path / "fusedrnn", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("_core.so", "_core.0.so", "_core_old.abi3.so", "_cuda.0.so"):
+        (tmp_path / "fusedrnn" / name).write_text("no library at all")
+    code = "import fusedrnn; fusedrnn.GRU(2, 3); print(fusedrnn.__file__)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str(tmp_path / "fusedrnn/__init__.py")

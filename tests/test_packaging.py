@@ -208,6 +208,50 @@ def test_sdist_holds_all_that_compiling_needs(tmp_path: Path) -> None:
     assert not [name for name in packed if name.endswith((".so", ".pyc"))]
 
 
+# Root may write everywhere; so this tells the backend what others are told.
+READ_ONLY = """
+import os
+may = os.access
+os.access = lambda path, mode, **options: mode != os.W_OK and may(path, mode, **options)
+import fusedrnn_build
+"""
+
+
+def test_a_read_only_tree_is_built_from_a_copy(tmp_path: Path) -> None:
+    """Of the sources alone; metadata takes the way of a whole wheel, without its minutes."""
+    tree, made = tmp_path / "tree", tmp_path / "made"
+    made.mkdir()
+    ignored = shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "__pycache__", "tests")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    (tree / "build").mkdir()
+    folders = [tree, *(p for p in tree.rglob("*") if p.is_dir())]
+    before = sorted(tree.rglob("*"))
+    for folder in folders:
+        folder.chmod(0o555)
+    environment = os.environ | {"PYTHONPATH": str(tree / "build_backend"), "FUSEDRNN_CUDA": "0"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+
+    def call(hook: str) -> subprocess.CompletedProcess[str]:
+        code = f"{READ_ONLY}fusedrnn_build.{hook}({str(made)!r})"
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True
+        )
+
+    try:
+        done = call("prepare_metadata_for_build_wheel")
+        assert done.returncode == 0, done.stderr
+        assert list(made.glob("fusedrnn-*.dist-info/METADATA"))
+        assert sorted(tree.rglob("*")) == before
+        done = call("build_editable")
+        assert done.returncode == 1
+        assert done.stderr.strip() == (
+            "fusedrnn: an editable install writes into the source tree, which is read-only"
+        )
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
 FORWARD_BACKWARD = """
 import sys, fusedrnn, torch
 print(fusedrnn.__file__)

@@ -134,9 +134,9 @@ def test_gradients_of_packed_rows_that_are_no_neighbours(device):
         assert torch.equal(ours, expected)
 
 
-def test_packed_rows_are_counted_in_the_limit_of_the_workspace(device):
-    rnn = fusedrnn.LSTM(5, 7, bidirectional=True, device=device)
-    packed = pack_sequence([torch.randn(n, 5, device=device) for n in (9, 4, 4, 1)])
+def test_packed_rows_are_counted_in_the_limit_of_the_workspace():
+    rnn = fusedrnn.LSTM(5, 7, bidirectional=True)
+    packed = pack_sequence([torch.randn(n, 5) for n in (9, 4, 4, 1)])
     with pytest.raises(RuntimeError, match="workspace_bytes must be at least") as caught:
         rnn.workspace_bytes = 1
         rnn(packed)

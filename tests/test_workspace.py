@@ -67,9 +67,16 @@ def with_gaps(tensor):
 class Call:
     """Calls of the operators themselves, so that every allocation is known."""
 
-    def __init__(self, case, strided=False, dropout=0.0):
+    def __init__(self, case, strided=False, dropout=0.0, packed=False):
         self.case, self.dropout, a = case, dropout, case.tensors()
         self.arguments = a
+        self.batch_sizes = None
+        if packed:  # rows that end one after the other
+            lengths = torch.arange(case.batch).neg().add(case.seq_len).clamp(min=1)
+            steps = torch.arange(case.seq_len)
+            self.batch_sizes = (lengths > steps.unsqueeze(1)).sum(1)
+            taken = steps.unsqueeze(1) < lengths
+            a.lengths, a.input, a.grad_output = None, a.input[taken], a.grad_output[taken]
         if strided:
             a.input, a.grad_output = swapped(a.input, 0, 1), swapped(a.grad_output, 0, 1)
             a.eps = None if a.eps is None else swapped(a.eps, 1, 2)
@@ -84,7 +91,7 @@ class Call:
     def run(self, workspace_bytes):
         """Sizes of the workspaces of forward, and of backward."""
         a, ops, dtype = self.arguments, _library._ops, self.case.dtype
-        masks = (a.lengths, a.lengths, a.reset)
+        masks = (a.lengths, self.batch_sizes, a.reset)
         rest = (a.weights, *masks, a.eps, a.seed, self.dropout, 0.0, 0.0, torch.tensor([5]))
         rest += (0, 0, False, 0, workspace_bytes, "auto")
         first = (name_of(self.case), a.input, a.hx, a.cx)
@@ -160,11 +167,12 @@ SHARED = [HealthCheck.function_scoped_fixture]  # `device` is the same for all e
     is_projected=st.booleans(),
     strided=st.booleans(),
     dropout=st.sampled_from([0.0, 0.5]),
+    packed=st.booleans(),
     part=st.floats(0, 1.1),
 )
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
 def test_never_more_and_not_needlessly_less(
-    request, kind, case, is_projected, strided, dropout, part
+    request, kind, case, is_projected, strided, dropout, packed, part
 ):
     if kind == "emulated":
         request.getfixturevalue("emulator")
@@ -172,7 +180,7 @@ def test_never_more_and_not_needlessly_less(
         case = replace(case, noise="none")
     if case.cell == "lstm" and is_projected:
         case = replace(case, proj_size=case.hidden_size // 2)
-    check(Call(case, strided, dropout), gpu_of(kind), part)
+    check(Call(case, strided, dropout, packed), gpu_of(kind), part)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
@@ -181,7 +189,8 @@ def test_never_more_and_not_needlessly_less(
 def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, kind, case, dtype):
     if kind == "emulated":
         request.getfixturevalue("emulator")
-    call = Call(replace(case, dtype=dtype, noise="eps", **MASKED), strided=True, dropout=0.5)
+    case = replace(case, dtype=dtype, noise="eps", **MASKED)
+    call = Call(case, strided=True, dropout=0.5, packed=True)
     limit = call.least() + 10_000
     plan = made(call.case, gpu_of(kind), workspace_bytes=limit, strides=call.strides)
     forward, backward = call.run(limit)
@@ -246,9 +255,9 @@ def test_backward_has_the_chunks_of_forward(emulator, allow_tf32, monkeypatch, c
 
 
 def test_a_persistent_kernel_is_not_lost_to_more_steps_than_it_can_count():
-    case = Case("gru", 2**32, 1, 1, 1, dtype=torch.bfloat16)
+    case = Case("gru", 2**32 - 1, 1, 1, 1, dtype=torch.bfloat16)
     plan = made(case, gpu_of("emulated", MULTIPROCESSORS), workspace_bytes=2**50)
-    assert (plan["backend"], plan["chunk_steps"]) == ("persistent", -(-(2**32) // 3))
+    assert (plan["backend"], plan["chunk_steps"]) == ("persistent", (2**32 - 1) // 3)
 
 
 def test_an_empty_batch_takes_none():
