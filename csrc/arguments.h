@@ -46,7 +46,7 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
 
 // What the operators are called with, apart from gradients and results: one layer, all directions.
 struct Call {
-  std::string cell;
+  int64_t cell;  // of kCells
   Tensor input;  // (T, B, I), or packed (N, I): the rows of each step, one step after the other
   Tensor hx;     // (D, B, P)
   MaybeTensor cx;
@@ -62,16 +62,16 @@ struct Call {
   int64_t first_step;  // where the sequence is a part of a longer one
   bool reverse;        // with one direction: that time runs backwards
   int64_t chunk_size, workspace_bytes;
-  std::string backend;  // for these see planner.h
+  int64_t backend;  // of kBackends; for these see planner.h
   bool by_flags, overlap;
 };
 
 class Arguments {
  public:
   explicit Arguments(const Call& call) : call_(call) {
-    const Cell* cell = find_cell(call.cell.c_str());
-    FUSEDRNN_CHECK(cell != nullptr, "there is no cell ", call.cell);
-    cell_ = *cell;
+    FUSEDRNN_CHECK(call.cell >= 0 && call.cell < int64_t(std::size(kCells)), "there is no cell ",
+                   call.cell);
+    cell_ = kCells[call.cell];
     check_options();
     check_steps();
     check_weights();
@@ -118,7 +118,7 @@ class Arguments {
     p.batch = batch();
     p.chunk_size = call_.chunk_size;
     p.workspace_bytes = call_.workspace_bytes;
-    p.backend = call_.backend;
+    p.backend = backend();
     p.exchange = call_.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
     p.overlap = call_.overlap;
     p.gpu = platform.gpu();
@@ -196,6 +196,7 @@ class Arguments {
   }
 
   const Tensor& input() const { return call_.input; }
+  std::string backend() const { return kBackends[call_.backend]; }
   int64_t directions() const { return call_.hx.size(0); }
   int64_t seq_len() const { return is_packed() ? call_.batch_sizes->numel() : input().size(0); }
   int64_t batch() const { return is_packed() ? call_.hx.size(1) : input().size(1); }
@@ -257,8 +258,8 @@ class Arguments {
                    c.workspace_bytes);
     FUSEDRNN_CHECK(c.chunk_size == 0 || c.workspace_bytes == 0,
                    "chunk_size and workspace_bytes exclude each other");
-    FUSEDRNN_CHECK(c.backend == "auto" || c.backend == "stepwise" || c.backend == "persistent",
-                   "backend must be auto, stepwise or persistent, got ", c.backend);
+    FUSEDRNN_CHECK(c.backend >= 0 && c.backend < int64_t(std::size(kBackends)),
+                   "there is no backend ", c.backend);
     for (const double p : {c.dropout, c.zoneout, c.state_zoneout}) {
       FUSEDRNN_CHECK(p >= 0 && p <= 1, "dropout and zoneout must be probabilities in [0, 1], got ",
                      p);
@@ -335,10 +336,10 @@ class Arguments {
     const size_t without = layer_layout(cell_, {}, false).size();
     FUSEDRNN_CHECK(weights.size() % size_t(directions()) == 0 &&
                        (of_direction == with_bias || of_direction == without),
-                   call_.cell, " takes ", without, " weights, or ", with_bias,
+                   cell_.name, " takes ", without, " weights, or ", with_bias,
                    " with biases, for each direction, got ", weights.size());
     has_bias_ = of_direction == with_bias;
-    FUSEDRNN_CHECK(call_.cx.has_value() == has_state(), call_.cell,
+    FUSEDRNN_CHECK(call_.cx.has_value() == has_state(), cell_.name,
                    has_state() ? " needs cx" : " takes no cx");
     FUSEDRNN_CHECK(!call_.cx || call_.cx->dim() == 3, "cx must have 3 dimensions");
     const int64_t output = call_.hx.size(2);

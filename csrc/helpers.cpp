@@ -182,6 +182,12 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and batch entry that are kept for backward without recompute.");
+  // The operators take places in these.
+  py::list cells, backends;
+  for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells.append(cell.name);
+  for (const char* backend : fusedrnn::kBackends) backends.append(backend);
+  m.attr("CELLS") = py::tuple(cells);
+  m.attr("BACKENDS") = py::tuple(backends);
   m.attr("MOST_ROWS") = fusedrnn::kMostRows;
   m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;
   m.def(

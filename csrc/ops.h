@@ -44,10 +44,10 @@ using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 // are the H of the cell unless it projects them.
 template <class Platform>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    std::string cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
+    int64_t cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
     MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
-    bool reverse, int64_t chunk_size, int64_t workspace_bytes, std::string backend, bool keep,
+    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, bool keep,
     bool replay, bool by_flags, bool overlap) {
   const Arguments args(
       {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
     const Problem asked = args.problem(platform);
     const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
-    FUSEDRNN_CHECK(backend != "persistent" || plan.forward.is_persistent,
+    FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
                    "backend='persistent' is not possible here: ", reason(asked, plan));
     const int64_t kept_numel = keep ? args.kept_numel() : 0;
     const int64_t states_numel = args.states_numel(plan.steps);
@@ -101,13 +101,12 @@ enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16
 // -> gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed
 template <class Platform>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, std::string cell,
-    Tensor input, Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states,
-    Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes, MaybeTensor reset,
-    MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout, double state_zoneout,
-    MaybeTensor mask_seed, int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size,
-    int64_t workspace_bytes, std::string backend, int64_t needs, bool replay, bool by_flags,
-    bool overlap) {
+    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
+    Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states, Weights weights,
+    MaybeTensor lengths, MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps,
+    MaybeTensor seed, double dropout, double zoneout, double state_zoneout, MaybeTensor mask_seed,
+    int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes,
+    int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap) {
   const Arguments args(
       {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
        reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
@@ -206,20 +205,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   });
 }
 
-// The operators' schemas, without their names.
+// The operators' schemas, without their names.  No text is passed: torch's stable ABI keeps a copy
+// of each one for ever.
 constexpr const char* kForwardSchema =
-    "(str cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
+    "(int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, int workspace_bytes, str backend, bool keep, bool replay, "
+    "bool reverse, int chunk_size, int workspace_bytes, int backend, bool keep, bool replay, "
     "bool by_flags, bool overlap) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
-    "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, str cell, Tensor input, Tensor hx, "
+    "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, int cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, int workspace_bytes, str backend, int needs, bool replay, "
+    "bool reverse, int chunk_size, int workspace_bytes, int backend, int needs, bool replay, "
     "bool by_flags, bool overlap) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 

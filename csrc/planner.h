@@ -12,6 +12,8 @@
 
 namespace fusedrnn {
 
+inline constexpr const char* kBackends[] = {"auto", "stepwise", "persistent"};
+
 // What all of that follows from.
 struct Problem {
   Cell cell{};
@@ -21,7 +23,7 @@ struct Problem {
   int64_t chunk_size = 0;       // steps, and
   int64_t workspace_bytes = 0;  // the most that a pass may take: as the caller wants it, or 0
   int64_t chunks = 0;           // as many as forward has saved states, or 0
-  std::string backend;          // "auto", "stepwise" or "persistent"
+  std::string backend;          // of kBackends
   cuda::Exchange exchange{};
   bool overlap = false;      // whether there may be a second stream
   const Gpu* gpu = nullptr;  // null for the CPU

@@ -3,6 +3,8 @@ from typing import Any
 
 Gpu = tuple[str, int, int, int]
 
+CELLS: tuple[str, ...]
+BACKENDS: tuple[str, ...]
 MOST_ROWS: int
 MOST_LAYERS: int
 

@@ -36,6 +36,8 @@ except (ImportError, OSError) as error:
 ctypes.CDLL(str(_core)).fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))
 _ops = torch.ops.fusedrnn
 
+# The operators take places in these: see csrc/ops.h.
+CELLS, BACKENDS = _helpers.CELLS, _helpers.BACKENDS
 MOST_ROWS, MOST_LAYERS = _helpers.MOST_ROWS, _helpers.MOST_LAYERS
 
 replay_chunks = False
@@ -237,10 +239,13 @@ def run_layer(
         and torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
     )
-    options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
+    place = BACKENDS.index(backend)
+    options = (layer, first_step, reverse, chunk_size, workspace_bytes, place, keep)
     *probabilities, mask_seed = dropout
     tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
-    output, h_n, c_n, _, _ = _Layer.apply(cell, *tensors, *probabilities, *options, *weights)
+    output, h_n, c_n, _, _ = _Layer.apply(
+        CELLS.index(cell), *tensors, *probabilities, *options, *weights
+    )
     return output, h_n, c_n
 
 
@@ -263,7 +268,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        cell: str,
+        cell: int,
         input: Tensor,
         hx: Tensor,
         cx: Tensor | None,
@@ -281,7 +286,7 @@ class _Layer(torch.autograd.Function):
         reverse: bool,
         chunk_size: int,
         workspace_bytes: int,
-        backend: str,
+        backend: int,
         keep: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -424,12 +429,12 @@ def _(  # type: ignore[no-untyped-def]
     hidden_size = output_size if cx is None else cx.shape[2]
     latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
-    columns = _helpers.kept_columns(cell, hidden_size, latent_size, has_noise) if keep else 0
+    columns = _helpers.kept_columns(CELLS[cell], hidden_size, latent_size, has_noise) if keep else 0
     states = 0
     if cx is not None:
         made = plan_layer(
             gpu_facts(input.device),
-            cell=cell,
+            cell=CELLS[cell],
             noise=has_noise,
             input_size=input.shape[-1],
             hidden_size=hidden_size,
@@ -439,7 +444,7 @@ def _(  # type: ignore[no-untyped-def]
             batch=batch,
             chunk_size=chunk_size,
             workspace_bytes=workspace_bytes,
-            backend=backend,
+            backend=BACKENDS[backend],
             by_flags=by_flags,
             overlap=overlap,
             **_of_tensors(input, weights),

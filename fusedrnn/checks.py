@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 from . import _library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "stepwise", "persistent")
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -95,8 +94,8 @@ def chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
 
 def backend(value: str) -> None:
     """Its name."""
-    if not isinstance(value, str) or value not in BACKENDS:
-        names = ", ".join(map(repr, BACKENDS))
+    if not isinstance(value, str) or value not in _library.BACKENDS:
+        names = ", ".join(map(repr, _library.BACKENDS))
         raise ValueError(f"fusedrnn: backend must be one of {names}, got {_text(value)}")
 
 

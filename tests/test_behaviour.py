@@ -365,7 +365,7 @@ def raw_arguments(case, arguments):
     a = arguments
     masks = (a.lengths, a.lengths, a.reset)
     raw = (a.cell, a.input, a.hx, a.cx, a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
-    raw += (0, 0, False, case.chunk_size, 0, "auto")
+    raw += (0, 0, False, case.chunk_size, 0, 0)
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
 
 

@@ -465,10 +465,15 @@ def test_arguments_on_the_cpu_are_refused(what):
 def test_the_operator_itself_reads_no_memory_of_the_cpu():
     a = CASE.tensors("cuda")
     good = {"input": a.input, "hx": a.hx, "weights": a.weights, "eps": None, "seed": a.seed}
-    rest = {"cell": "stochastic_gru", "cx": None, "lengths": None, "batch_sizes": None}
+    rest = {
+        "cell": _library.CELLS.index("stochastic_gru"),
+        "cx": None,
+        "lengths": None,
+        "batch_sizes": None,
+    }
     rest |= {"reset": None, "dropout": 0.0, "zoneout": 0.0, "state_zoneout": 0.0, "layer": 0}
     rest |= {"mask_seed": None, "first_step": 0, "reverse": False, "chunk_size": 0, "replay": True}
-    rest |= {"backend": "auto", "by_flags": False, "overlap": False, "workspace_bytes": 0}
+    rest |= {"backend": 0, "by_flags": False, "overlap": False, "workspace_bytes": 0}
     changes = [
         {"hx": a.hx.cpu()},
         {"seed": a.seed.cpu()},

@@ -12,6 +12,7 @@ import torch
 from cases import CELLS, MASKED, Case
 
 import fusedrnn
+from fusedrnn import _library
 
 CASE = Case(seq_len=4, batch=3, input_size=5, hidden_size=7, latent_size=6, num_layers=2)
 
@@ -211,13 +212,14 @@ def raw_forward(case, **changes):
         "reverse": False,
         "chunk_size": 2,
         "workspace_bytes": 0,
-        "backend": "auto",
+        "backend": 0,
         "keep": False,
         "replay": True,
         "by_flags": False,
         "overlap": False,
     }
     arguments |= changes
+    arguments["cell"] = _library.CELLS.index(arguments["cell"])
     return torch.ops.fusedrnn.forward(**arguments), arguments
 
 
@@ -230,7 +232,7 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
     last = {"gru": "bias_hh", "lstm": "bias_hh", "stochastic_gru": "bias_hz"}[cell]
     size = len(weights) // 2
     bad = {
-        "no cell": {"cell": "elman"},
+        "no backend": {"backend": 3},
         "weights, or": {"weights": weights[:2]},
         "weight_ih must have shape .*, got .5,": {"weights": [weights[0][0], *weights[1:]]},
         "weight_ih must have shape": {"weights": [weights[0][1:], *weights[1:]]},
@@ -296,6 +298,9 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         return torch.ops.fusedrnn.backward(**(arguments | changes))
 
     raw_backward()
+    for cell in (-1, len(_library.CELLS)):
+        with pytest.raises(RuntimeError, match=f"fusedrnn: there is no cell {cell}"):
+            raw_backward(cell=cell)
     bad = {
         "output must have shape": {"output": output[1:]},
         "output must be contiguous": {
@@ -365,7 +370,7 @@ def test_flags_are_bools(cell, value):
         with pytest.raises(TypeError, match=f"^fusedrnn: {flag} must be a bool, got {kind}$"):
             arguments.call(fusedrnn, **(CASE.options | {flag: value}))
     if cell == "stochastic_gru":
-        with pytest.raises(TypeError, match="^fusedrnn: sample must be a bool, got"):
+        with pytest.raises(TypeError, match=r"^fusedrnn: sample must be a bool, got"):
             replace(arguments, sample=value).call(fusedrnn)
 
 
@@ -407,7 +412,7 @@ def test_what_is_drawn_is_drawn_after_all_checks():
         for return_sequence in (True, False):
             rnn = fusedrnn.StochasticGRU(5, 7, **draws, **options, return_sequence=return_sequence)
             torch.set_rng_state(state)
-            with pytest.raises(RuntimeError, match="workspace_bytes must be|is not possible here"):
+            with pytest.raises(RuntimeError, match=r"workspace_bytes must be|is not possible here"):
                 rnn(x)
             assert torch.equal(state, torch.get_rng_state())
     # Enough for the first layer, whose input is narrow, and not for the second.

@@ -93,8 +93,8 @@ class Call:
         a, ops, dtype = self.arguments, _library._ops, self.case.dtype
         masks = (a.lengths, self.batch_sizes, a.reset)
         rest = (a.weights, *masks, a.eps, a.seed, self.dropout, 0.0, 0.0, torch.tensor([5]))
-        rest += (0, 0, False, 0, workspace_bytes, "auto")
-        first = (name_of(self.case), a.input, a.hx, a.cx)
+        rest += (0, 0, False, 0, workspace_bytes, 0)
+        first = (_library.CELLS.index(name_of(self.case)), a.input, a.hx, a.cx)
         results = []
         switches = (True, False, _library.overlap_chunks)
         sizes = allocations(lambda: results.append(ops.forward(*first, *rest, False, *switches)))
