@@ -13,7 +13,7 @@ CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/
 
 WHEELS := build/wheels
 
-.PHONY: test test-slow test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
+.PHONY: test test-slow stress test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST)
@@ -23,6 +23,12 @@ test: $(VENV)/test.stamp
 test-slow: export FUSEDRNN_EXHAUSTIVE = 1
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -s tests/test_math.py tests/test_hostile_scales.py
+
+# What `test` runs the short form of: many steps and calls, threads, processes, and no memory. Takes
+# less than 15 minutes on two cores.
+stress: export OMP_NUM_THREADS = 1
+stress: $(VENV)/test.stamp
+	cd tests && $(abspath $(BIN))/python -m stress
 
 # All that CUDA can be tested for without a GPU, where there is nvcc: everything on a torch for
 # CUDA, then both wheels on the oldest torch and on the newest. Kernels for one GPU are enough where

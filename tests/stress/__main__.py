@@ -1,0 +1,36 @@
+"""What a long life does to the operators: ``python -m stress`` in the folder tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import rich
+import rich.progress
+from rich.table import Table
+
+from . import Row, Scale
+from .experiments import EXPERIMENTS
+
+
+def main() -> None:
+    """One row for each experiment. Exit status 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="less of everything: about a minute")
+    parser.add_argument("--only", choices=EXPERIMENTS, action="append", metavar="NAME")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    scale = Scale(options.short, options.seed)
+    names = [name for name in EXPERIMENTS if name in (options.only or EXPERIMENTS)]
+    rows: dict[str, Row] = {}
+    for name in rich.progress.track(names, transient=True):
+        rows[name] = EXPERIMENTS[name].row(scale)
+    table = Table("experiment", "done", "measured", "", show_lines=True)
+    for name, row in rows.items():
+        table.add_row(name, row.done, row.measured, "\n".join(row.wrong) or "ok")
+    rich.print(table)
+    sys.exit(1 if any(row.wrong for row in rows.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A function in a process of its own, whose end is waited for only so long."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+
+class Broken(RuntimeError):
+    """The process hung, died, or raised an error; the text says which."""
+
+
+def _report(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    pipe.close()
+
+
+def isolated(
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float,
+    method: str = "spawn",
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """What the function returns. ``seconds`` is a limit for what hangs, and no measure of speed.
+
+    Raises:
+        Broken: it did not return.
+    """
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_report, args=(sender, function, arguments), daemon=False)
+    with mock.patch.dict(os.environ, environment or {}):
+        process.start()
+    sender.close()  # so that the end of the process is the end of the pipe
+    try:
+        if not receiver.poll(seconds):
+            raise Broken(f"hung: no answer after {seconds:g} s")
+        is_answer, answer = receiver.recv()
+    except EOFError:
+        process.join()
+        raise Broken(f"died with exit status {process.exitcode}") from None
+    finally:
+        if process.is_alive():
+            process.join(0 if receiver.closed else 5)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        receiver.close()
+    if not is_answer:
+        raise Broken(f"raised an error:\n{answer}")
+    return answer

@@ -1,0 +1,119 @@
+"""Eight threads that share modules, while the number of torch's own threads changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from cases import Arguments, Case
+from torch import Tensor, nn
+
+from . import CELLS, Row, Scale, large, masked, module_of, module_results
+from .bits import beyond_rounding, changed, copied, denormals_are_kept
+
+WORKERS, COUNTS = 8, (1, 2, 4)
+# More threads than cores: they should sleep rather than spin while they wait for each other.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+
+
+def verdict(results: Mapping[str, Tensor], expected: list[dict[str, Tensor]]) -> str:
+    """Which results they are: of a number of threads, of a mixture of several, or none of these.
+
+    The number may change within a call, and each product takes what it finds.
+    """
+    wrong = [changed(results, e) for e in expected]
+    if [] in wrong:
+        return "same bits"
+    far = beyond_rounding(results, expected[0])
+    return f"wrong: {', '.join(far)}" if far else "same but for rounding"
+
+
+@dataclass
+class Shared:
+    """A module for all threads, its arguments, and its results by number of torch's threads."""
+
+    name: str
+    rnn: nn.Module
+    arguments: Arguments
+    expected: dict[bool, list[dict[str, Tensor]]]  # with gradients and without
+
+    @classmethod
+    def of(cls, name: str, case: Case) -> Shared:
+        rnn, arguments = module_of(case), case.tensors().to(case.dtype)
+        shared = cls(name, rnn, arguments, {})
+        for grad in (False, True):
+            shared.expected[grad] = []
+            for count in COUNTS:
+                torch.set_num_threads(count)
+                shared.expected[grad].append(copied(shared.results(grad)))
+        return shared
+
+    def results(self, grad: bool) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(grad):  # of this thread only
+            return module_results(self.rnn, self.arguments)
+
+
+def _shared() -> Iterator[Shared]:
+    for (name, case), dtype in itertools.product(CELLS.items(), (torch.float32, torch.bfloat16)):
+        # Small ones are called often and large ones use several threads. The noise is given: a
+        # module would draw another seed for every call.
+        for sized in (masked(case), large(case)):
+            yield Shared.of(f"{name}, {dtype}", replace(sized, dtype=dtype, noise="eps"))
+
+
+def together(everything: list[Shared], calls: int, seed: int) -> Counter[str]:
+    """Verdicts of all calls of all threads."""
+    verdicts: Counter[str] = Counter()
+    lock, stop = threading.Lock(), threading.Event()
+
+    def work(worker: int) -> None:
+        drawn = random.Random(seed + worker)
+        mine: Counter[str] = Counter()
+        for _ in range(calls):
+            shared, grad = drawn.choice(everything), drawn.random() < 0.5
+            if drawn.random() < 0.2:  # OpenMP keeps the number of threads for each thread
+                torch.set_num_threads(drawn.choice(COUNTS))
+            try:
+                found = verdict(shared.results(grad), shared.expected[grad])
+            except Exception as error:
+                found = f"wrong: {error!r}"
+            mine[f"{found} ({shared.name})" if found.startswith("wrong") else found] += 1
+        if not denormals_are_kept():
+            mine["wrong: denormals are flushed afterwards"] += 1
+        with lock:
+            verdicts.update(mine)
+
+    def change() -> None:
+        for count in itertools.cycle(COUNTS):
+            torch.set_num_threads(count)
+            if stop.wait(0.002):
+                return
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS)]
+    changer = threading.Thread(target=change)
+    for thread in (changer, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    changer.join()
+    return verdicts
+
+
+def threads(scale: Scale) -> Row:
+    """Inference and training by eight threads at once."""
+    torch.manual_seed(scale.seed)
+    everything = list(_shared())
+    calls = scale.choose(2_000, 60)
+    verdicts = together(everything, calls, scale.seed)
+    kinds = ("same bits", "same but for rounding")
+    return Row(
+        f"{WORKERS} threads, {calls:,} calls each, of {len(everything)} shared modules",
+        ", ".join(f"{verdicts[kind]:,} with the {kind}" for kind in kinds),
+        [f"{n:,} times {what}" for what, n in verdicts.items() if what not in kinds],
+    )
