@@ -34,6 +34,6 @@ EXPERIMENTS = {
     "no memory": Experiment(no_memory.no_memory, no_memory.ENVIRONMENT),
     "forked": Experiment(processes.forked, processes.ENVIRONMENT),
     "spawned": Experiment(processes.spawned, processes.ENVIRONMENT),
-    "poison": Experiment(poison.poison, {}),
+    "poison": Experiment(poison.poison, threads.ENVIRONMENT),
     "repetition": Experiment(repetition.repetition, threads.ENVIRONMENT),
 }

@@ -71,9 +71,9 @@ class Memory:
         )
 
 
-# One object, or 16 bytes, kept by each of a few thousand steps is more than that. What remains is
-# noise of the allocators, and of caches that are still filled.
-MOST = Memory(resident=2**20, allocated=2**14, tensors=0, objects=1_000)
+# One object, or 16 bytes, kept by each of a thousand steps is more than that. What remains is noise
+# of the allocators, and the same after twenty times as many steps.
+MOST = Memory(resident=2**20, allocated=2**15, tensors=0, objects=1_000)
 
 
 def growth(step: Step, steps: int) -> Row:

@@ -46,16 +46,18 @@ def isolated(
         if not receiver.poll(seconds):
             raise Broken(f"hung: no answer after {seconds:g} s")
         is_answer, answer = receiver.recv()
+        process.join(seconds)
     except EOFError:
         process.join()
         raise Broken(f"died with exit status {process.exitcode}") from None
     finally:
-        if process.is_alive():
-            process.join(0 if receiver.closed else 5)
-        if process.is_alive():
-            process.kill()
-        process.join()
         receiver.close()
+        is_hung = process.is_alive()
+        process.kill()
+        process.join()
     if not is_answer:
         raise Broken(f"raised an error:\n{answer}")
+    if is_hung or process.exitcode:
+        end = "hung" if is_hung else f"died with exit status {process.exitcode}"
+        raise Broken(f"{end} after its answer")
     return answer

@@ -157,7 +157,7 @@ def no_memory(scale: Scale) -> Row:
     torch.manual_seed(scale.seed)
     kept = make_room_for_small_things()
     kinds: Counter[str] = Counter()
-    step = scale.choose(MIB // 4, 2 * MIB)
+    step = scale.choose(MIB // 2, 2 * MIB)
     every = list(_cases(scale))
     for case, is_backward in itertools.product(every, (False, True)):
         call = Call(case, case.tensors().to(case.dtype), is_backward)
