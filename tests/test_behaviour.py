@@ -10,7 +10,7 @@ from cases import CELLS, MASKED, Case
 from torch.profiler import ProfilerActivity, profile
 
 import fusedrnn
-from fusedrnn import reference
+from fusedrnn import _library, reference
 from fusedrnn._library import layout
 
 CASE = Case(seq_len=20, batch=6, chunk_size=8, dtype=torch.float32)
@@ -363,8 +363,21 @@ for threads in (1, 2, 1, 2):
 def raw_arguments(case, arguments):
     """What the operators take from the cell to backend."""
     a = arguments
-    masks = (a.lengths, a.lengths, a.reset)
-    raw = (a.cell, a.input, a.hx, a.cx, a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
+    masks = (a.lengths, None, a.reset)
+    raw = (
+        _library.CELLS.index(a.cell),
+        a.input,
+        a.hx,
+        a.cx,
+        a.weights,
+        *masks,
+        a.eps,
+        a.seed,
+        0.0,
+        0.0,
+        0.0,
+        None,
+    )
     raw += (0, 0, False, case.chunk_size, 0, 0)
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
 

@@ -348,7 +348,8 @@ def test_fake_states_are_as_many_as_real_ones():
     for case in (LSTM, PROJECTED, replace(LSTM, dtype=torch.bfloat16, bidirectional=True)):
         for limit in (12_000, 20_000, 60_000):
             a = case.tensors()
-            raw = (name_of(case), a.input, a.hx, a.cx, a.weights, None, None, None, None, None)
-            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, "auto", *[False] * 4)
+            cell = _library.CELLS.index(name_of(case))
+            raw = (cell, a.input, a.hx, a.cx, a.weights, None, None, None, None, None)
+            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, 0, *[False] * 4)
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(torch.ops.fusedrnn.forward.default, raw, test_utils=tests)
