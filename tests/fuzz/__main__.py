@@ -1,0 +1,83 @@
+"""Random calls: ``python -m fuzz valid`` and ``python -m fuzz bad`` in the folder tests.
+
+Exit status 1 if anything is wrong. What is printed with a finding runs its case again alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+
+import rich
+from rich.markup import escape
+from rich.table import Table
+
+from . import batches
+
+PROGRAMS = ("valid", "bad")
+CASES_OF_A_SEED = 10**9
+
+
+def main() -> None:
+    """One program or both, plain and under sanitizers as asked for."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("program", choices=[*PROGRAMS, "all"], help="all: plain and sanitized")
+    parser.add_argument("--minutes", type=float, default=1.0, help="in all (1)")
+    parser.add_argument("--seed", type=int, default=0, help="where cases begin")
+    parser.add_argument("--case", type=int, help="this one alone")
+    parser.add_argument("--sanitized", action="store_true", help="by the library for sanitizers")
+    options = parser.parse_args()
+    if options.case is not None:
+        sys.exit(alone(options.program, options.case, options.sanitized))
+    runs = [(options.program, options.sanitized)]
+    if options.program == "all":
+        runs = [(program, is_sanitized) for is_sanitized in (False, True) for program in PROGRAMS]
+    if any(is_sanitized for _, is_sanitized in runs):
+        batches.sanitized.build()
+    table = Table("program", "library", "cases", "right", "raised", "accepted", "died", "findings")
+    has_findings = False
+    for program, is_sanitized in runs:
+        until = time.time() + 60 * options.minutes / len(runs)
+        counts = show(program, is_sanitized, options.seed * CASES_OF_A_SEED, until)
+        library = "sanitized" if is_sanitized else "plain"
+        whats = [f"{counts[what]:,}" for what in ("cases", "right", "raised", "accepted", "died")]
+        findings = {k: n for k, n in counts.items() if k.startswith("finding: ")}
+        has_findings |= bool(findings)
+        texts = [f"{n:,} {kind.removeprefix('finding: ')}" for kind, n in sorted(findings.items())]
+        table.add_row(program, library, *whats, "\n".join(texts) or "0")
+    rich.print(table)
+    sys.exit(1 if has_findings else 0)
+
+
+def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[str]:
+    """Runs cases, and prints those of the findings that are not like another one."""
+    counts: Counter[str] = Counter()
+    seen = set()
+    flag = " --sanitized" if is_sanitized else ""
+    for record in batches.run(program, first, until=until, is_sanitized=is_sanitized):
+        counts.update(["cases", record.outcome.what])
+        for kind, text in record.outcome.findings:
+            counts[f"finding: {kind}"] += 1
+            likeness = kind, re.sub(r"\d+", "0", text)[:80] or record.outcome.call[:40]
+            if likeness not in seen:
+                seen.add(likeness)
+                command = f"python -m fuzz {program} --case {record.case}{flag}"
+                rich.print(f"[bold]{escape(kind)}[/]: {escape(text)}\n  {escape(command)}")
+                rich.print(f"  [dim]{escape(record.outcome.call)}[/]")
+    return counts
+
+
+def alone(program: str, case: int, is_sanitized: bool) -> int:
+    """A case by itself, with all that the process has to say; 1 if anything is wrong."""
+    (record,) = batches.run(program, case, 1, is_sanitized=is_sanitized, is_shown=True)
+    rich.print(f"{record.outcome.what}: {escape(record.outcome.call)}")
+    for kind, text in record.outcome.findings:
+        rich.print(f"[bold]{escape(kind)}[/]: {escape(text)}")
+    return 1 if record.outcome.findings else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Cases in batches, each a process of its own, and what became of every case."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import Outcome, sanitized
+
+TESTS = Path(__file__).parents[1]
+BATCH = 200
+HANG_SECONDS = 60.0
+MOST_BYTES = 8 << 30
+SUMMARY = re.compile(r"^SUMMARY: .*|^Fatal Python error.*|.*runtime error: .*|^\w*Error: .*", re.M)
+HANG = re.compile(r"^Timeout \(", re.M)
+TOO_LARGE = re.compile(r"SUMMARY: AddressSanitizer: (allocation-size-too-big|out-of-memory)")
+
+
+@dataclass
+class Record:
+    """Of one case."""
+
+    program: str
+    case: int
+    outcome: Outcome
+
+
+def run(
+    program: str,
+    first: int,
+    count: int | None = None,
+    *,
+    until: float | None = None,
+    is_sanitized: bool = False,
+    hang_seconds: float = HANG_SECONDS,
+    is_shown: bool = False,
+) -> Iterator[Record]:
+    """Cases from ``first`` on: so many, or as many as there is time for.
+
+    ``is_shown``: what the process prints is printed, and where an error comes from.
+    """
+    end = None if count is None else first + count
+    while (end is None or first < end) and (until is None or time.time() < until):
+        batch = BATCH if end is None else min(BATCH, end - first)
+        words = [program, str(first), str(batch)]
+        words += ["--hang-seconds", str(hang_seconds * (3 if is_sanitized else 1))]
+        words += [] if until is None else ["--until", str(until)]
+        words += ["--sanitized"] * is_sanitized + ["--shown"] * is_shown
+        records, reached = _batch(program, first, words, is_sanitized)
+        yield from records
+        if reached == first:  # the time was over, or the process did not even begin
+            break
+        first = reached
+
+
+def _batch(
+    program: str, first: int, words: list[str], is_sanitized: bool
+) -> tuple[list[Record], int]:
+    """Its records, and the first case that is still to do."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    if is_sanitized:
+        sanitized.build()
+        environment |= sanitized.environment(MOST_BYTES)
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
+        command = [sys.executable, "-m", "fuzz.worker", *words, "--most-bytes", str(MOST_BYTES)]
+        run = subprocess.run(
+            [*command, "--report", report.name], cwd=TESTS, env=environment, stderr=subprocess.PIPE
+        )
+        lines: list[dict[str, Any]] = [json.loads(line) for line in report]
+    records, begun = [], None
+    for line in lines:
+        if "case" in line:
+            case, begun = line.pop("case"), None
+            records.append(Record(program, case, Outcome(**line)))
+        elif "begins" in line:
+            begun = line["begins"]
+    said = run.stderr.decode(errors="replace")
+    if "--shown" in words:
+        print(said, file=sys.stderr)
+    if begun is not None:
+        records.append(Record(program, begun, death(run.returncode, said)))
+    elif not lines or "ends" not in lines[-1]:
+        raise RuntimeError(f"no case was begun: {said[-2000:]}")
+    elif not lines[-1]["is_as_before"]:
+        what = f"a good call after these {len(records)} cases has other bits than before them"
+        records[-1].outcome.findings.append(("other bits", what))
+    return records, first + len(records)
+
+
+def death(status: int, said: str) -> Outcome:
+    """Of a process, by what it left."""
+    if TOO_LARGE.search(said):  # the sanitizer knows no std::bad_alloc
+        return Outcome("raised", "more memory than the sanitizer gives")
+    if hang := HANG.search(said):
+        return Outcome("died", "", [("hang", said[hang.start() :][:1500])])
+    what = " | ".join(SUMMARY.findall(said)) or said[-500:]
+    return Outcome("died", "", [("crash", f"status {status}: {what}")])

@@ -1,0 +1,24 @@
+// A write behind an array of a workspace, so that a test can see it caught.
+#include "../../csrc/plan.h"
+#include "../../csrc/torch_stable.h"
+
+namespace {
+
+// Writes the number `count` of an array of so many, between two others.
+void write_behind(torch::stable::Tensor memory, int64_t count) {
+  fusedrnn::Arena arena(memory.mutable_data_ptr());
+  arena.take<double>(count);
+  double* volatile middle = arena.take<double>(count);
+  arena.take<double>(count);
+  STD_TORCH_CHECK(arena.size_bytes() <= memory.numel(), "fusedrnn: too little memory");
+  middle[count] = 1;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(fusedrnn_overrun, m) {
+  m.def("write_behind(Tensor memory, int count) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedrnn_overrun, CPU, m) {
+  m.impl("write_behind", TORCH_BOX(&write_behind));
+}

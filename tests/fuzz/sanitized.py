@@ -1,0 +1,73 @@
+"""The CPU library built for sanitizers, in the place of the one that fusedrnn loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+LIBRARY = ROOT / "build" / f"fuzz-torch{torch.__version__}" / "sanitized.so"
+SOURCES = [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+FLAGS = [
+    *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1", "-g"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DFUSEDRNN_RED_ZONES"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),  # as setup.py
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",
+]
+
+
+def build() -> Path:
+    """The library, anew if a source has changed: all of fusedrnn's own, and one overrun."""
+    sources = [*SOURCES, FOLDER / "sanitized.cpp"]
+    newest = max(s.stat().st_mtime for s in [*sources, *(ROOT / "csrc").rglob("*.h")])
+    if LIBRARY.exists() and LIBRARY.stat().st_mtime > newest:
+        return LIBRARY
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    fresh = LIBRARY.with_suffix(f".{os.getpid()}")  # another process may be loading the old one
+    includes = [f"-isystem{path}" for path in include_paths()]
+    torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command = ["c++", *FLAGS, *includes, *map(str, sources), "-o", str(fresh), *torch_libraries]
+    subprocess.run(command, check=True)
+    fresh.replace(LIBRARY)
+    return LIBRARY
+
+
+def runtime(name: str) -> str | None:
+    """Where the compiler has a library that it links to programs, or None."""
+    words = ["c++", f"-print-file-name={name}"]
+    found = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return found if Path(found).is_absolute() else None
+
+
+def is_possible() -> bool:
+    """Torch for CUDA does not pass the address sanitizer itself."""
+    return torch.version.cuda is None and runtime("libasan.so") is not None
+
+
+def environment(most_bytes: int) -> dict[str, str]:
+    """Of a process that may load the library; it gets no more than so much memory at once."""
+    # The one of C++ as well: the sanitizer looks for its functions before torch loads it.
+    libraries = [runtime("libasan.so"), runtime("libstdc++.so")]
+    options = ("detect_leaks=0", "allocator_may_return_null=1", "handle_abort=1")
+    return {
+        "LD_PRELOAD": " ".join(path for path in libraries if path),
+        "ASAN_OPTIONS": ":".join([*options, f"max_allocation_size_mb={most_bytes >> 20}"]),
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def import_fusedrnn() -> None:
+    """Imports fusedrnn so that its operators are those of the library, which has their names."""
+    load = torch.ops.load_library
+
+    def instead(path: str) -> None:
+        load(str(LIBRARY) if "_core" in Path(path).name else path)
+
+    with mock.patch.object(torch.ops, "load_library", instead):
+        import fusedrnn  # noqa: F401

@@ -1,0 +1,73 @@
+"""Runs cases one after another, and writes down each before it begins: the process may not survive.
+
+``python -m fuzz.worker PROGRAM FIRST COUNT``; batches.py starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import importlib
+import json
+import math
+import resource
+import time
+import traceback
+import warnings
+
+from . import Outcome, sanitized
+
+
+def main() -> None:
+    """All of them, or until it is too late."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--report", required=True)
+    parser.add_argument("--shown", action="store_true")
+    parser.add_argument("--sanitized", action="store_true")
+    parser.add_argument("--until", type=float, default=math.inf)
+    parser.add_argument("--hang-seconds", type=float, required=True)
+    parser.add_argument("--most-bytes", type=int, required=True)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.sanitized:
+        sanitized.import_fusedrnn()
+    program = importlib.import_module(f"fuzz.{options.program}")
+    program.is_shown = options.shown
+    getattr(program, "prepare", lambda: None)()
+    if not options.sanitized:  # whose shadow of all memory counts as well
+        limit_memory(options.most_bytes)
+    before = program.good_call()
+    with open(options.report, "a", buffering=1) as report:
+        for case in range(options.first, options.first + options.count):
+            if time.time() > options.until:
+                break
+            print(json.dumps({"begins": case}), file=report)
+            faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
+            outcome = run(program, case)
+            faulthandler.cancel_dump_traceback_later()
+            print(json.dumps({"case": case, **dataclasses.asdict(outcome)}), file=report)
+        is_as_before = program.good_call() == before
+        print(json.dumps({"ends": True, "is_as_before": is_as_before}), file=report)
+
+
+def run(program: object, case: int) -> Outcome:
+    """A case, whose own mistakes are findings too."""
+    try:
+        return program.run(case)  # type: ignore[attr-defined]
+    except Exception:
+        return Outcome("failed", "", [("failure", traceback.format_exc(limit=-6))])
+
+
+def limit_memory(most_bytes: int) -> None:
+    """So much beyond what the process has by now: what is huge is refused rather than swapped."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + most_bytes, now + most_bytes))
+
+
+if __name__ == "__main__":
+    main()
