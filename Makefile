@@ -13,7 +13,8 @@ CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/
 
 WHEELS := build/wheels
 
-.PHONY: test test-slow stress test-cuda test-wheels wheel bench gpu-check lint format clean FORCE
+.PHONY: test test-slow fuzz stress test-cuda test-wheels wheel bench gpu-check lint format clean
+.PHONY: FORCE
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST)
@@ -23,6 +24,12 @@ test: $(VENV)/test.stamp
 test-slow: export FUSEDRNN_EXHAUSTIVE = 1
 test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -s tests/test_math.py tests/test_hostile_scales.py
+
+# Random calls, right and wrong ones, by the library as it is and by one for sanitizers.
+MINUTES ?= 10
+SEED ?= 1
+fuzz: $(VENV)/test.stamp
+	cd tests && PYTHONPATH=.. $(abspath $(BIN))/python -m fuzz all --minutes $(MINUTES) --seed $(SEED)
 
 # What `test` runs the short form of: many steps and calls, threads, processes, and no memory. Takes
 # less than 15 minutes on two cores.

@@ -11,12 +11,13 @@ import sys
 import time
 from collections import Counter
 
-import rich
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from . import batches
 
+CONSOLE = Console()
 PROGRAMS = ("valid", "bad")
 CASES_OF_A_SEED = 10**9
 
@@ -48,7 +49,7 @@ def main() -> None:
         has_findings |= bool(findings)
         texts = [f"{n:,} {kind.removeprefix('finding: ')}" for kind, n in sorted(findings.items())]
         table.add_row(program, library, *whats, "\n".join(texts) or "0")
-    rich.print(table)
+    CONSOLE.print(table)
     sys.exit(1 if has_findings else 0)
 
 
@@ -61,21 +62,22 @@ def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[
         counts.update(["cases", record.outcome.what])
         for kind, text in record.outcome.findings:
             counts[f"finding: {kind}"] += 1
-            likeness = kind, re.sub(r"\d+", "0", text)[:80] or record.outcome.call[:40]
+            likeness = kind, re.sub(r"\d+|'[^']*'", "", text)[:80] or record.outcome.call[:40]
             if likeness not in seen:
                 seen.add(likeness)
                 command = f"python -m fuzz {program} --case {record.case}{flag}"
-                rich.print(f"[bold]{escape(kind)}[/]: {escape(text)}\n  {escape(command)}")
-                rich.print(f"  [dim]{escape(record.outcome.call)}[/]")
+                CONSOLE.print(f"[bold]{escape(kind)}[/]: {escape(text)}", soft_wrap=True)
+                CONSOLE.print(f"  {escape(command)}", soft_wrap=True)
+                CONSOLE.print(f"  [dim]{escape(record.outcome.call)}[/]", soft_wrap=True)
     return counts
 
 
 def alone(program: str, case: int, is_sanitized: bool) -> int:
     """A case by itself, with all that the process has to say; 1 if anything is wrong."""
     (record,) = batches.run(program, case, 1, is_sanitized=is_sanitized, is_shown=True)
-    rich.print(f"{record.outcome.what}: {escape(record.outcome.call)}")
+    CONSOLE.print(f"{record.outcome.what}: {escape(record.outcome.call)}", soft_wrap=True)
     for kind, text in record.outcome.findings:
-        rich.print(f"[bold]{escape(kind)}[/]: {escape(text)}")
+        CONSOLE.print(f"[bold]{escape(kind)}[/]: {escape(text)}", soft_wrap=True)
     return 1 if record.outcome.findings else 0
 
 

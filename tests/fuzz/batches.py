@@ -76,19 +76,21 @@ def _batch(
             [*command, "--report", report.name], cwd=TESTS, env=environment, stderr=subprocess.PIPE
         )
         lines: list[dict[str, Any]] = [json.loads(line) for line in report]
-    records, begun = [], None
+    records, begun, call = [], None, ""
     for line in lines:
         if "case" in line:
             case, begun = line.pop("case"), None
             records.append(Record(program, case, Outcome(**line)))
         elif "begins" in line:
             begun = line["begins"]
+        else:
+            call = line.get("call", "")
     said = run.stderr.decode(errors="replace")
     if "--shown" in words:
         print(said, file=sys.stderr)
     if begun is not None:
-        records.append(Record(program, begun, death(run.returncode, said)))
-    elif not lines or "ends" not in lines[-1]:
+        records.append(Record(program, begun, death(run.returncode, said, call)))
+    elif not lines or "is_as_before" not in lines[-1]:
         raise RuntimeError(f"no case was begun: {said[-2000:]}")
     elif not lines[-1]["is_as_before"]:
         what = f"a good call after these {len(records)} cases has other bits than before them"
@@ -96,11 +98,11 @@ def _batch(
     return records, first + len(records)
 
 
-def death(status: int, said: str) -> Outcome:
-    """Of a process, by what it left."""
+def death(status: int, said: str, call: str) -> Outcome:
+    """Of a process in a call, by what it left."""
     if TOO_LARGE.search(said):  # the sanitizer knows no std::bad_alloc
-        return Outcome("raised", "more memory than the sanitizer gives")
+        return Outcome("raised", call)
     if hang := HANG.search(said):
-        return Outcome("died", "", [("hang", said[hang.start() :][:1500])])
+        return Outcome("died", call, [("hang", said[hang.start() :][:1500])])
     what = " | ".join(SUMMARY.findall(said)) or said[-500:]
-    return Outcome("died", "", [("crash", f"status {status}: {what}")])
+    return Outcome("died", call, [("crash", f"status {status}: {what}")])

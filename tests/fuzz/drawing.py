@@ -13,6 +13,7 @@ from hostile.oracle import Regularization
 import fusedrnn
 
 DTYPES = [torch.float64] * 3 + [torch.float32, torch.bfloat16, torch.float16]
+extra_bytes = 0  # of red zones, of which no plan knows
 
 
 def size(rng: random.Random, most: int = 40) -> int:
@@ -115,7 +116,9 @@ def draw(rng: random.Random) -> Call:
         options["training"] = rng.random() < 0.5
     if case.chunk_size is None and some(0.2):
         least = least_workspace(case, noise)
-        options["workspace_bytes"] = int(least * rng.choice([1, 1, 1.5, 4]))
+        if form == "functional":  # whose weights may have to be copied
+            least += weights_bytes(case)
+        options["workspace_bytes"] = int(least * rng.choice([1, 1, 1.5, 4])) + extra_bytes
     if some(0.1):
         options["backend"] = rng.choice(["auto", "stepwise"])
     return Call(
@@ -133,6 +136,12 @@ def draw(rng: random.Random) -> Call:
         threads=rng.choice([1, 1, 2]),
         mode=rng.choice(["grad"] * 8 + ["no_grad", "inference"]),
     )
+
+
+def weights_bytes(case: Case) -> int:
+    """Of a layer in float64, at most."""
+    weights = case.tensors().weights
+    return 8 * sum(w.numel() + 64 for w in weights)
 
 
 def least_workspace(case: Case, noise: str) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import Outcome
-from .bad import SECONDS, Good, tried
+from .bad import SECONDS, tried
+from .good import Good
 
 
 def refuse(message: str = "fusedrnn: no", kind: type[Exception] = ValueError) -> None:
@@ -99,7 +100,7 @@ def good_call() -> bool:
     return spoilt
 
 
-def run(case: int) -> Outcome:
+def run(case: int, note: Callable[[str], None]) -> Outcome:
     """One fault, after which everything is as it was."""
     function = overruns if case == OVERRUN else FAULTS[case][0]
     good = Good("fault", function, {"x": torch.zeros(3)})

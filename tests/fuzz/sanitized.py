@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 LIBRARY = ROOT / "build" / f"fuzz-torch{torch.__version__}" / "sanitized.so"
 SOURCES = [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+RED_ZONES = 1 << 16  # bytes that those of a workspace may take in all
 FLAGS = [
     *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1", "-g"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DFUSEDRNN_RED_ZONES"),
@@ -71,3 +72,6 @@ def import_fusedrnn() -> None:
 
     with mock.patch.object(torch.ops, "load_library", instead):
         import fusedrnn  # noqa: F401
+    from . import drawing
+
+    drawing.extra_bytes = RED_ZONES

@@ -15,6 +15,8 @@ import resource
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from . import Outcome, sanitized
 
@@ -42,22 +44,25 @@ def main() -> None:
         limit_memory(options.most_bytes)
     before = program.good_call()
     with open(options.report, "a", buffering=1) as report:
+
+        def write(**line: Any) -> None:
+            print(json.dumps(line), file=report)
+
         for case in range(options.first, options.first + options.count):
             if time.time() > options.until:
                 break
-            print(json.dumps({"begins": case}), file=report)
+            write(begins=case)
             faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-            outcome = run(program, case)
+            outcome = run(program, case, note=lambda call: write(call=call))
             faulthandler.cancel_dump_traceback_later()
-            print(json.dumps({"case": case, **dataclasses.asdict(outcome)}), file=report)
-        is_as_before = program.good_call() == before
-        print(json.dumps({"ends": True, "is_as_before": is_as_before}), file=report)
+            write(case=case, **dataclasses.asdict(outcome))
+        write(is_as_before=program.good_call() == before)
 
 
-def run(program: object, case: int) -> Outcome:
+def run(program: object, case: int, note: Callable[[str], None]) -> Outcome:
     """A case, whose own mistakes are findings too."""
     try:
-        return program.run(case)  # type: ignore[attr-defined]
+        return program.run(case, note)  # type: ignore[attr-defined]
     except Exception:
         return Outcome("failed", "", [("failure", traceback.format_exc(limit=-6))])
 

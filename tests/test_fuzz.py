@@ -1,0 +1,50 @@
+"""Some of the random calls of tests/fuzz, and that it notices what it looks for."""
+
+import pytest
+from fuzz import batches, sanitized
+from fuzz.faults import FAULTS, OVERRUN
+
+needs_sanitizer = pytest.mark.skipif(
+    not sanitized.is_possible(), reason="there is no address sanitizer for this compiler and torch"
+)
+
+
+def check(program, count, is_sanitized=False):
+    records = list(batches.run(program, 0, count, is_sanitized=is_sanitized))
+    assert [record.case for record in records] == list(range(count))
+    wrong = [
+        f"python -m fuzz {program} --case {r.case}{' --sanitized' * is_sanitized}: {r.outcome}"
+        for r in records
+        if r.outcome.findings
+    ]
+    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "count"), [("valid", 200), ("bad", 800)])
+def test_random_calls(program, count):
+    check(program, count)
+
+
+@pytest.mark.slow
+@needs_sanitizer
+@pytest.mark.parametrize(("program", "count"), [("valid", 40), ("bad", 200)])
+def test_random_calls_under_sanitizers(program, count):
+    check(program, count, is_sanitized=True)
+
+
+@pytest.mark.slow
+def test_every_fault_is_found():
+    records = list(batches.run("faults", 0, len(FAULTS), hang_seconds=5))
+    assert len(records) == len(FAULTS)
+    for record, (_, expected) in zip(records, FAULTS, strict=True):
+        kinds = {kind for kind, _ in record.outcome.findings}
+        assert kinds == ({expected} if expected else set()), record
+
+
+@pytest.mark.slow
+@needs_sanitizer
+def test_red_zones_between_arrays_are_found():
+    (record,) = batches.run("faults", OVERRUN, 1, is_sanitized=True)
+    ((kind, text),) = record.outcome.findings
+    assert kind == "crash" and "use-after-poison" in text and "write_behind" in text
