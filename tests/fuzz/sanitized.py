@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 LIBRARY = ROOT / "build" / f"fuzz-torch{torch.__version__}" / "sanitized.so"
 SOURCES = [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+LIMITS = ("max_allocation_size_mb", "hard_rss_limit_mb")  # one is refused, the other one ends it
 RED_ZONES = 1 << 16  # bytes that those of a workspace may take in all
 FLAGS = [
     *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1", "-g"),
@@ -52,13 +53,14 @@ def is_possible() -> bool:
 
 
 def environment(most_bytes: int) -> dict[str, str]:
-    """Of a process that may load the library; it gets no more than so much memory at once."""
+    """Of a process that may load the library; it gets no more than so much memory."""
     # The one of C++ as well: the sanitizer looks for its functions before torch loads it.
     libraries = [runtime("libasan.so"), runtime("libstdc++.so")]
-    options = ("detect_leaks=0", "allocator_may_return_null=1", "handle_abort=1")
+    options = ["detect_leaks=0", "allocator_may_return_null=1", "handle_abort=1"]
+    options += [f"{limit}={most_bytes >> 20}" for limit in LIMITS]
     return {
         "LD_PRELOAD": " ".join(path for path in libraries if path),
-        "ASAN_OPTIONS": ":".join([*options, f"max_allocation_size_mb={most_bytes >> 20}"]),
+        "ASAN_OPTIONS": ":".join(options),
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
