@@ -21,9 +21,18 @@ from .good import KINDS, Good, operator
 from .watch import Watch, faults_of, tensors_in
 from .wrong import wrong
 
+OF_ONE_SHAPE = ("hx", "eps", "weights", "lengths", "reset")  # if nothing else is changed
 SECONDS = 2.0  # of the process, that a wrong call may take
 good_call = valid.good_call
 is_shown = False  # where errors come from
+
+
+def kinds_of(value: Any) -> list[Any] | None:
+    """Shapes and dtypes of its tensors, unless one has none."""
+    try:
+        return [(tuple(t.shape), t.dtype) for t in tensors_in(value)]
+    except RuntimeError:
+        return None
 
 
 def spoil(good: Good, rng: random.Random) -> tuple[list[str], bool]:
@@ -32,12 +41,16 @@ def spoil(good: Good, rng: random.Random) -> tuple[list[str], bool]:
     count = min(rng.choice([1, 1, 2, 3]), len(good.arguments))
     for name in rng.sample(list(good.arguments), count):
         value = good.arguments[name]
+        before = kinds_of(value)
         if isinstance(value, dict):  # what a module is made of
             key = rng.choice(list(value))
             value[key], is_wrong = wrong(value[key], rng)
             name = f"{name}[{key!r}]"
         else:
             good.arguments[name], is_wrong = wrong(value, rng)
+        alone = count == 1 and name in OF_ONE_SHAPE and before is not None
+        if alone and (now := kinds_of(good.arguments[name])) is not None:
+            is_wrong |= len(now) == len(before) and now != before
         names.append(name)
         must_raise |= is_wrong and not good.is_raw
     return names, must_raise
@@ -57,7 +70,8 @@ def words(value: Any) -> str:
         kind = f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
         if value.layout != torch.strided or value.is_meta:
             return f"{kind}, {value.layout}, {value.device}"
-        return f"{kind}, strides {value.stride()}" + f" = {value.tolist()}" * (value.numel() <= 6)
+        small = f" = {value.tolist()}" if value.numel() <= 6 else ""
+        return f"{kind}, strides {value.stride()}{small}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(words, value))})"
     return repr(value)[:100]

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 INTS = [-1, 0, 1, 2, 3, 7, 10**6, 10**9, 2**31 - 1, 2**31, 2**32 - 1, 2**32]
 INTS += [2**62, 2**63 - 1, 2**63, 2**70, -(2**63)]
-HUGE = [2**31, 2**32 + 1, 2**33, 2**40, 2**60]
+HUGE = [2**32 + 1, 2**33, 2**40, 2**60]
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.uint8, torch.bool),
