@@ -20,7 +20,10 @@ TESTS = Path(__file__).parents[1]
 BATCH = 200
 HANG_SECONDS = 60.0
 MOST_BYTES = 8 << 30
-SUMMARY = re.compile(r"^SUMMARY: .*|^Fatal Python error.*|.*runtime error: .*|^\w*Error: .*", re.M)
+SUMMARY = re.compile(
+    r"^SUMMARY: .*|^Fatal Python error.*|.*runtime error: .*|^\w*Error: .*|.*rss limit exhausted.*",
+    re.MULTILINE,
+)
 HANG = re.compile(r"^Timeout \(", re.M)
 TOO_LARGE = re.compile(r"SUMMARY: AddressSanitizer: (allocation-size-too-big|out-of-memory)")
 
