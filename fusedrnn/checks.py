@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.types import Device
 
 from . import _library
 
@@ -65,7 +66,7 @@ def flag(name: str, value: bool) -> bool:
 def probability(name: str, value: float) -> float:
     """Of any wrong kind this is a ValueError, as in torch.nn."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {_text(value)}")
+        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {text_of(value)}")
     return float(value)
 
 
@@ -73,7 +74,7 @@ def zoneout(value: float | tuple[float, float], has_state: bool) -> None:
     """One probability, or a pair where there is a state beside h."""
     if isinstance(value, tuple) and not (len(value) == 2 and has_state):
         expected = "a probability, or a pair of them" if has_state else "one probability"
-        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {_text(value)}")
+        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {text_of(value)}")
     for p in value if isinstance(value, tuple) else (value,):
         probability("zoneout", p)
 
@@ -96,7 +97,7 @@ def backend(value: str) -> None:
     """Its name."""
     if not isinstance(value, str) or value not in _library.BACKENDS:
         names = ", ".join(map(repr, _library.BACKENDS))
-        raise ValueError(f"fusedrnn: backend must be one of {names}, got {_text(value)}")
+        raise ValueError(f"fusedrnn: backend must be one of {names}, got {text_of(value)}")
 
 
 def dtype(value: torch.dtype | None) -> torch.dtype:
@@ -109,6 +110,14 @@ def dtype(value: torch.dtype | None) -> torch.dtype:
         names = ", ".join(str(d) for d in DTYPES)
         raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {value}")
     return value
+
+
+def device(value: Device) -> None:
+    """Any that torch knows by name, or None."""
+    if isinstance(value, bool) or not isinstance(value, torch.device | str | int | None):
+        raise TypeError(f"fusedrnn: device must be a torch.device or a name, got {_kind(value)}")
+    if isinstance(value, int) and not 0 <= value < 2**15:
+        raise ValueError(f"fusedrnn: there is no device {text_of(value)}")
 
 
 def noise(eps: object, seed: object, generator: object, sample: bool) -> None:
@@ -128,7 +137,7 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
     """A value in a message: as it is if that is short, else its type."""
     if isinstance(value, str | int | float | tuple | None):
         text = repr(value)

@@ -557,9 +557,9 @@ def _check_weights(
     first = dict(zip(names, weights, strict=True))
 
     def width(name: str) -> int:
-        weight = first[f"weight_{name}_l0"]
+        name = f"weight_{name}_l0"
+        weight, at = first[name], names.index(name)
         if weight.dim() != 2:
-            at = names.index(f"weight_{name}_l0")
             raise ValueError(f"fusedrnn: weights[{at}] must have 2 dimensions, got {weight.dim()}")
         if weight.shape[1] == 0:
             raise RuntimeError(

@@ -77,6 +77,7 @@ class RNNBase(FlatModule):
                 "nothing",
                 stacklevel=3,
             )
+        checks.device(device)
         self._make_weights(device, checks.dtype(dtype))
         self.reset_parameters()
 
@@ -626,6 +627,7 @@ class RNNCellBase(FlatModule):
         if latent_size is not None:
             self.latent_size = checks.positive_int("latent_size", latent_size)
         self.bias = checks.flag("bias", bias)
+        checks.device(device)
         self._make_weights(device, checks.dtype(dtype))
         if not bias:  # as in torch.nn, where the names exist in any case
             for name, _, _ in self._layer_layout(bias=True):
@@ -654,18 +656,17 @@ class RNNCellBase(FlatModule):
     @staticmethod
     def _as_sequence(input: Tensor, **states: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """A sequence of one step, and states with a layer, of tensors that have neither."""
-        if not isinstance(input, Tensor):
-            raise TypeError(f"fusedrnn: input must be a tensor, got {type(input).__name__}")
+        checks.types({"input": input, **states}, optional=list(states))
         if input.dim() not in (1, 2):
             raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
         for name, state in states.items():
-            if isinstance(state, Tensor) and state.dim() != input.dim():
+            if state is not None and state.dim() != input.dim():
                 error = RuntimeError if state.dim() in (1, 2) else ValueError  # as in torch.nn
                 raise error(
                     f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
                     f"got {state.dim()}"
                 )
-        layered = [t.unsqueeze(0) if isinstance(t, Tensor) else t for t in states.values()]
+        layered = [None if t is None else t.unsqueeze(0) for t in states.values()]
         return input.unsqueeze(0), layered
 
 

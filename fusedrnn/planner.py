@@ -48,8 +48,9 @@ class Plan:
     backward_workspace_bytes: int
     """The same of backward, besides the gradients."""
     most_workspace_bytes: int
-    """The most that either can take: with lengths and resets, and tensors in strides that it has to
-    copy. What ``workspace_bytes=`` limits."""
+    """The most that either can take: packed or with lengths, with resets, and with input, noise and
+    gradients in strides that it has to copy. What ``workspace_bytes=`` limits. Weights in strides
+    that it has to copy, which no module makes, are not counted here."""
     training_bytes: int
     """What a training step holds at its peak beside weights, input and the output's gradient: the
     output, what is saved besides, the workspace, and the gradients of the weights."""
@@ -161,7 +162,9 @@ def _module_of(options: Mapping[str, Any]) -> RNNBase:
     options = {"device": "meta", **options}
     cell = options.pop("cell", None)
     if not isinstance(cell, str) or cell not in _MODULES:
-        raise ValueError(f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {cell!r}")
+        raise ValueError(
+            f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {checks.text_of(cell)}"
+        )
     cls = _MODULES[cell]
     unknown = [name for name in options if name not in inspect.signature(cls).parameters]
     if unknown:
@@ -206,7 +209,8 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
     if where.type != "cuda":
         names = ", ".join(known)
         raise ValueError(
-            f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, got {device!r}"
+            f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, "
+            f"got {checks.text_of(device)}"
         )
     if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
         raise RuntimeError(f"fusedrnn: there is no {where} on this machine")

@@ -61,10 +61,10 @@ class FlatModule(nn.Module):
         size = _size(self._slots)
         try:
             flat = torch.zeros(size, device=device, dtype=dtype)
-        except RuntimeError as error:  # there is no such device, or not so much memory
-            raise type(error)(
-                f"fusedrnn: no {size:,} weights of {dtype} can be made: {error}"
-            ) from None
+        except (RuntimeError, AssertionError) as error:  # no such device, or not so much memory
+            cls = type(error) if isinstance(error, RuntimeError) else RuntimeError
+            reason = f"no {size:,} weights of {dtype} can be made: {error}"
+            raise cls(f"fusedrnn: {reason}") from None
         for slot in self._slots:
             # .data, so that each has a version of its own: autograd takes an in-place change of one
             # view for a change of all that share its version.
