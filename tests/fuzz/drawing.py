@@ -153,7 +153,9 @@ def least_workspace(case: Case, noise: str) -> int:
     if case.proj_size:
         sizes["proj_size"] = case.proj_size
     shape = (case.seq_len, max(case.batch, 1), case.input_size)
-    made = fusedrnn.plan(
-        sizes | {"chunk_size": 1}, shape, case.dtype, device="cpu", sample=noise != "none"
-    )
-    return made.most_workspace_bytes
+    dtypes = {case.dtype, torch.bfloat16}  # under autocast
+    plans = [
+        fusedrnn.plan(sizes | {"chunk_size": 1}, shape, dtype, "cpu", sample=noise != "none")
+        for dtype in dtypes
+    ]
+    return max(plan.most_workspace_bytes for plan in plans)
