@@ -143,4 +143,4 @@ def _report(results: Results, count: int) -> Report:
 
 
 if __name__ == "__main__":
-    main([run], __doc__, on_cuda=[run_on_cuda])
+    main([run], __doc__, on_cuda=[run_on_cuda], cuda_options=())

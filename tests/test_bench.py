@@ -23,6 +23,7 @@ from bench import (  # noqa: E402
     gpu_check,
     memory,
     numerics,
+    packed,
     report,
     speed,
     sweep,
@@ -378,6 +379,20 @@ def test_chunks(tmp_path: Path) -> None:
     assert [rows[name]["chunk_steps"] for name in ("4", "8", "16")] == [4, 8, 16]
     assert rows["4"]["peak_bytes"] < rows["8"]["peak_bytes"] < rows["16"]["peak_bytes"]
     assert len({len(row["train_ms"]) for row in rows.values()}) == 1
+
+
+def test_packed(tmp_path: Path) -> None:
+    run = bench("bench.packed", "--quick", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    (case,) = load(tmp_path, "packed")["cases"]
+    rows = case["contenders"]
+    assert list(rows) == list(packed.MODULES)
+    for ours, (padded, _) in packed.BASES.items():
+        assert rows[ours]["peak_bytes"] < rows[padded]["peak_bytes"]
+    rows_there = len(packed.packed_input(packed.QUICK, "cpu", torch.float32).data)
+    assert f"over {rows_there} packed rows" in run.stdout
+    # Half of them, and half a row more for each sequence.
+    assert rows_there == 17 * 32 // 2
 
 
 def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(

@@ -10,15 +10,13 @@ void write_behind(torch::stable::Tensor memory, int64_t count) {
   arena.take<double>(count);
   double* volatile middle = arena.take<double>(count);
   arena.take<double>(count);
-  STD_TORCH_CHECK(arena.size_bytes() <= memory.numel(), "fusedrnn: too little memory");
+  FUSEDRNN_CHECK(arena.size_bytes() <= memory.numel(), "too little memory");
   middle[count] = 1;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(fusedrnn_overrun, m) {
-  m.def("write_behind(Tensor memory, int count) -> ()");
-}
+STABLE_TORCH_LIBRARY(fusedrnn_overrun, m) { m.def("write_behind(Tensor memory, int count) -> ()"); }
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_overrun, CPU, m) {
   m.impl("write_behind", TORCH_BOX(&write_behind));
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -67,12 +69,13 @@ def environment(most_bytes: int) -> dict[str, str]:
 
 def import_fusedrnn() -> None:
     """Imports fusedrnn so that its operators are those of the library, which has their names."""
-    load = torch.ops.load_library
+    load = ctypes.CDLL  # torch loads libraries of operators by it too
 
-    def instead(path: str) -> None:
-        load(str(LIBRARY) if "_core" in Path(path).name else path)
+    def instead(path: str, *arguments: Any, **options: Any) -> ctypes.CDLL:
+        is_core = path is not None and Path(path).name.startswith("_core.")
+        return load(str(LIBRARY) if is_core else path, *arguments, **options)
 
-    with mock.patch.object(torch.ops, "load_library", instead):
+    with mock.patch.object(ctypes, "CDLL", instead):
         import fusedrnn  # noqa: F401
     from . import drawing
 
