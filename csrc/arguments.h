@@ -90,7 +90,21 @@ class Arguments {
     }
     hx_ = torch::stable::contiguous(call.hx);
     if (call.cx) cx_ = torch::stable::contiguous(*call.cx);
-    place_lengths();
+  }
+
+  // Lengths of rows, for kernels: on the device of the input.
+  template <class Platform>
+  void place_lengths(Platform& platform) {
+    if (!has_lengths()) return;
+    lengths_ = is_packed() ? unpacked_lengths_.data() : data<int64_t>(*call_.lengths);
+    if (input().is_cpu()) return;
+    const Tensor& like = is_packed() ? *call_.batch_sizes : *call_.lengths;
+    Tensor host = allocate(like, {batch()}, ScalarType::Long, "lengths");
+    std::copy_n(lengths_, batch(), static_cast<int64_t*>(host.mutable_data_ptr()));
+    platform.keep(host);
+    device_lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
+    torch::stable::copy_(device_lengths_, host, /*non_blocking=*/true);
+    lengths_ = data<int64_t>(device_lengths_);
   }
 
   // (T, B, width), or packed (N, width): of a sequence beside the input.
@@ -366,21 +380,6 @@ class Arguments {
   void check_states() const {
     check("hx", call_.hx, {directions(), batch(), sizes_.output});
     if (call_.cx) check("cx", *call_.cx, {directions(), batch(), sizes_.hidden});
-  }
-
-  // Lengths of rows, for kernels: on the device of the input.
-  void place_lengths() {
-    if (!has_lengths()) return;
-    lengths_ = is_packed() ? unpacked_lengths_.data() : data<int64_t>(*call_.lengths);
-    if (input().is_cpu()) return;
-    Tensor host = is_packed() ? allocate(*call_.batch_sizes, {batch()}, ScalarType::Long, "lengths")
-                              : *call_.lengths;
-    if (is_packed()) {
-      std::copy_n(lengths_, batch(), static_cast<int64_t*>(host.mutable_data_ptr()));
-    }
-    device_lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
-    torch::stable::copy_(device_lengths_, host, /*non_blocking=*/true);
-    lengths_ = data<int64_t>(device_lengths_);
   }
 
   Call call_;

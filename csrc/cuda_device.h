@@ -20,12 +20,13 @@ class CudaDevice {
   // replay: whether steps may be recorded and replayed
   CudaDevice(const Tensor& input, bool replay)
       : index_(input.get_device_index()), guard_(index_), stream_(current_stream(index_)),
-        may_record_(replay && !is_capturing(stream_)),
+        is_capturing_(is_capturing(stream_)), may_record_(replay && !is_capturing_),
         allows_tf32_(input.scalar_type() == ScalarType::Float && torch_allows_tf32()),
         gemms_(index_, allows_tf32_) {}
 
   Borrower borrower() const { return Borrower(aoti_torch_device_type_cuda(), index_); }
   cuda::Stream stream() const { return stream_; }
+  bool is_capturing() const { return is_capturing_; }
   bool may_record() const { return may_record_; }
   bool allows_tf32() const { return allows_tf32_; }  // of tensors like the input
   const Gpu& gpu() const {
@@ -167,7 +168,7 @@ class CudaDevice {
   int32_t index_;
   torch::stable::accelerator::DeviceGuard guard_;
   cuda::Stream stream_;
-  bool may_record_, allows_tf32_;
+  bool is_capturing_, may_record_, allows_tf32_;
   cuda::Gemms gemms_;
   cuda::SecondStream second_{};
 };

@@ -10,6 +10,7 @@ struct CpuPlatform {
   CpuPlatform(const Tensor& /*input*/, bool /*replay*/) {}
   static const Gpu* gpu() { return nullptr; }
   static bool allows_tf32() { return false; }
+  void keep(const Tensor& /*host*/) const {}  // none is copied
 
   template <class T>
   CpuBackend<T> backend() const {

@@ -5,6 +5,7 @@
 //   Platform(input, replay)
 //   gpu()                        its facts for plans, or null
 //   allows_tf32()                whether products of float32 may be rounded to TF32
+//   keep(host)                   of memory that the call's work reads: as long as that may be done
 //   backend<T>()                 the driver's backend
 //   computing(multiply_adds)     an object that lives while the driver works
 #pragma once
@@ -49,12 +50,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
     bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, bool keep,
     bool replay, bool by_flags, bool overlap) {
-  const Arguments args(
+  Arguments args(
       {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
        reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
        layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
        overlap});
   Platform platform(input, replay);
+  args.place_lengths(platform);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
@@ -107,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     MaybeTensor seed, double dropout, double zoneout, double state_zoneout, MaybeTensor mask_seed,
     int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes,
     int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap) {
-  const Arguments args(
+  Arguments args(
       {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
        reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
        layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
@@ -125,6 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                  "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
 
   Platform platform(input, replay);
+  args.place_lengths(platform);
   return dispatch_dtype(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;

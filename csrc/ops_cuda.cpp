@@ -1,4 +1,7 @@
 // The operators on CUDA: a library of its own, loaded where torch has CUDA.
+#include <mutex>
+#include <vector>
+
 #include "cuda_device.h"
 #include "gpu_backend.h"
 #include "ops.h"
@@ -11,6 +14,15 @@ class CudaPlatform {
   CudaPlatform(const Tensor& input, bool replay) : device_(input, replay) {}
   const Gpu* gpu() const { return &device_.gpu(); }
   bool allows_tf32() const { return device_.allows_tf32(); }
+  // A graph that captures a copy of it reads it whenever it is launched, and nobody tells when it
+  // is no longer there.
+  void keep(const Tensor& host) const {
+    static std::mutex mutex;
+    static auto* const kept = new std::vector<Tensor>();  // for ever: torch may be gone before
+    if (!device_.is_capturing()) return;
+    const std::lock_guard lock(mutex);
+    kept->push_back(host);
+  }
 
   template <class T>
   GpuBackend<T, CudaDevice> backend() {

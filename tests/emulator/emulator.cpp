@@ -172,6 +172,7 @@ class EmulatedPlatform {
   EmulatedPlatform(const Tensor& /*input*/, bool replay) : device_(replay) {}
   static const Gpu* gpu() { return &fusedrnn::gpu; }
   static bool allows_tf32() { return tf32; }
+  void keep(const Tensor& /*host*/) const {}
 
   template <class T>
   GpuBackend<T, EmulatedDevice> backend() {
