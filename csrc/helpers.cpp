@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/memory.h"
@@ -125,16 +126,20 @@ static bool handle_signals() {
 
 static py::object call_interruptibly(const py::object& function, const py::args& arguments) {
   struct Count {
-    Count() { ++interruptible_calls; }
+    Count() {
+      if (interruptible_calls++ == 0) interruption.reset();
+    }
     ~Count() { --interruptible_calls; }
   };
+  const auto raise = [] { throw *std::exchange(interruption, nullptr); };
+  const Count count;
   try {
-    const Count count;
-    return function(*arguments);
+    const py::object result = function(*arguments);
+    if (interruption != nullptr) raise();  // somebody in between has caught the error
+    return result;
   } catch (const py::error_already_set&) {
-    if (interruption == nullptr) throw;
-    const auto raised = std::move(interruption);
-    throw *raised;
+    if (interruption != nullptr) raise();
+    throw;
   }
 }
 
@@ -173,6 +178,16 @@ PYBIND11_MODULE(_helpers, m) {
       py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"), py::arg("latent_size"),
       py::arg("output_size"), py::arg("bias"),
       "[(name, shape)] of the parameters of one layer and direction, in their order.");
+  m.def(
+      "check_sizes",
+      [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
+         int64_t output_size, int64_t seq_len, int64_t batch) {
+        fusedrnn::check_sizes(cell_named(cell), {input_size, hidden_size, latent_size, output_size},
+                              seq_len, batch);
+      },
+      py::kw_only(), py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"),
+      py::arg("latent_size"), py::arg("output_size"), py::arg("seq_len"), py::arg("batch"),
+      "Raises a RuntimeError if a layer is too large.");
   m.def(
       "kept_columns",
       [](const std::string& cell, int64_t hidden_size, int64_t latent_size, bool noise) {

@@ -16,6 +16,16 @@ def layer_layout(
     output_size: int,
     bias: bool,
 ) -> list[tuple[str, tuple[int, ...]]]: ...
+def check_sizes(
+    *,
+    cell: str,
+    input_size: int,
+    hidden_size: int,
+    latent_size: int,
+    output_size: int,
+    seq_len: int,
+    batch: int,
+) -> None: ...
 def kept_columns(cell: str, hidden_size: int, latent_size: int, noise: bool) -> int: ...
 def plan(
     *,

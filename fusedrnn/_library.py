@@ -116,6 +116,9 @@ def _of_tensors(input: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
+check_sizes = _helpers.check_sizes
+
+
 def check_plan(input: Tensor, weights: Sequence[Tensor], *, backend: str, **problem: Any) -> None:
     """What the operator would refuse to do, refused before anything else happens.
 

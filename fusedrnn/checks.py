@@ -7,7 +7,7 @@ RuntimeError for a shape or a device, as in torch.nn. All come before anything i
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -244,7 +244,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             )
         host = value
     else:
-        if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
             raise TypeError(f"fusedrnn: {wanted}, got {_kind(value)}")
         try:  # ints of all kinds, NumPy's too
             if any(isinstance(n, bool) for n in value):
@@ -272,6 +272,13 @@ class Packing(NamedTuple):
     sorted_indices: Tensor | None
     """Places in the batch as the user has it, (batch,) int64; None if they are the same."""
     unsorted_indices: Tensor | None
+
+    def batch(self) -> int:
+        """Rows that take the first step, which are all."""
+        count: Any = self.batch_sizes[0]
+        # To torch.jit.trace an int would be a constant.
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return count if is_traced else int(count)
 
     def sort(self, tensor: Tensor, dim: int) -> Tensor:
         """From the user's order of rows to that of the data."""
@@ -311,6 +318,13 @@ def packing(input: PackedSequence) -> Packing:
         )
     if batch_sizes.numel() == 0:
         raise RuntimeError("fusedrnn: expected a PackedSequence of at least one step")
+    if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
+        _check_packing(input)
+    return Packing(batch_sizes.contiguous(), sorted_indices, unsorted_indices)
+
+
+def _check_packing(input: PackedSequence) -> None:
+    data, batch_sizes, sorted_indices, unsorted_indices = input
     if int(batch_sizes.min()) < 1 or bool((batch_sizes[1:] > batch_sizes[:-1]).any()):
         raise ValueError("fusedrnn: batch_sizes must be positive and never rise")
     batch, rows = int(batch_sizes[0]), data.shape[0]
@@ -318,7 +332,6 @@ def packing(input: PackedSequence) -> Packing:
         raise RuntimeError(f"fusedrnn: batch_sizes must add up to the {rows} rows of the data")
     if sorted_indices is not None or unsorted_indices is not None:
         _check_order(sorted_indices, unsorted_indices, batch, data)
-    return Packing(batch_sizes.contiguous(), sorted_indices, unsorted_indices)
 
 
 def _check_order(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -433,7 +433,7 @@ def _place(
     packing = None
     if isinstance(input, PackedSequence):
         packing = checks.packing(input)
-        seq_len, batch = len(packing.batch_sizes), int(packing.batch_sizes[0])
+        seq_len, batch = len(packing.batch_sizes), packing.batch()
     elif data.dim() not in (2, 3):
         raise ValueError(f"fusedrnn: input must have 2 or 3 dimensions, got {data.dim()}")
     elif data.dim() == 2:
@@ -535,7 +535,8 @@ def _names(cell: str, options: _Options) -> list[str]:
 
 def _check_count(cell: str, weights: Sequence[Tensor], options: _Options) -> Sequence[Tensor]:
     """Counted before anything is made for each layer: there may be said to be a million."""
-    if isinstance(weights, Tensor | Mapping | str | bytes) or not isinstance(weights, Collection):
+    is_sized = hasattr(weights, "__len__") and hasattr(weights, "__iter__")  # also a ParameterList
+    if isinstance(weights, Tensor | Mapping | Set | str | bytes) or not is_sized:
         raise TypeError(
             f"fusedrnn: weights must be a sequence of tensors, got {type(weights).__name__}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,26 +68,33 @@ class Stack(NamedTuple):
         """Has every layer planned, where that can fail, before the first one runs.
 
         Raises:
-            RuntimeError: ``workspace_bytes`` are too few, or the backend is not possible.
+            RuntimeError: ``workspace_bytes`` are too few, the backend is not possible, or sizes are
+                too large.
         """
-        if (self.workspace_bytes == 0 and self.backend != "persistent") or is_compiling():
+        if is_compiling():
             return
         batch, output_size = states.h.shape[1:]
-        hidden_size = output_size if states.c is None else states.c.shape[2]
+        sizes: dict[str, Any] = {
+            "cell": self.cell,
+            "seq_len": self._steps(sequence),
+            "batch": batch,
+            "hidden_size": output_size if states.c is None else states.c.shape[2],
+            "latent_size": self.weights[1].shape[1] if self.cell == "stochastic_gru" else 0,
+            "output_size": output_size,
+        }
         per_layer = len(self.weights) // self.num_layers
         for layer in range(self.num_layers):
             weights = self.weights[layer * per_layer : (layer + 1) * per_layer]
+            sizes["input_size"] = weights[0].shape[1]
+            if layer < 2:
+                _library.check_sizes(**sizes)
+            if self.workspace_bytes == 0 and self.backend != "persistent":
+                continue
             _library.check_plan(
                 sequence,
                 weights,
-                cell=self.cell,
                 noise=has_noise,
-                seq_len=self._steps(sequence),
-                batch=batch,
-                input_size=weights[0].shape[1],
-                hidden_size=hidden_size,
-                latent_size=weights[1].shape[1] if self.cell == "stochastic_gru" else 0,
-                output_size=output_size,
+                **sizes,
                 chunk_size=self.chunk_size,
                 workspace_bytes=self.workspace_bytes,
                 backend=self.backend,
@@ -160,17 +167,29 @@ class Stack(NamedTuple):
         needs_grad = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in tensors
         )
+        # A checkpoint does not notice what changes before it runs again.
+        watched = [t for t in (*tensors, self.mask.reset) if t is not None and not t.is_inference()]
+        versions = [t._version for t in watched] if needs_grad and not is_compiling() else None
+
+        def last_states(part: Stack, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+            if versions is not None and versions != [t._version for t in watched]:
+                raise RuntimeError(
+                    "fusedrnn: one of the variables needed for gradient computation has been "
+                    "modified by an inplace operation"
+                )
+            return part._last_states(*arguments)
+
         for begin in reversed(begins) if backwards else begins:
             end = min(begin + steps, seq_len)
             part = self._part(begin, end)
-            arguments = (rows, self._rows(sequence, begin, end), *states)
+            arguments = (part, rows, self._rows(sequence, begin, end), *states)
             if needs_grad:
                 # All that is random here comes from seeds that are tensors.
                 h, c = checkpoint(
-                    part._last_states, *arguments, use_reentrant=False, preserve_rng_state=False
+                    last_states, *arguments, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                h, c = part._last_states(*arguments)
+                h, c = last_states(*arguments)
             states = States(h, c)
         return states
 
@@ -200,7 +219,7 @@ class Stack(NamedTuple):
         return self._replace(
             mask=Mask(
                 None if lengths is None else (lengths - begin).clamp(0, end - begin),
-                None if batch_sizes is None else batch_sizes[begin:end],
+                None if batch_sizes is None else batch_sizes[begin:end].clone(),
                 None if reset is None else reset[begin:end],
             ),
             eps=None if self.eps is None else self.eps[:, begin:end],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 
 from fusedrnn import _library
 
@@ -38,9 +38,7 @@ def threads():
 def emulator(monkeypatch):
     """Computes by the emulation of the GPU backend; the operators, some of which control it."""
     operators = emulated_operators()
-    monkeypatch.setattr(_library, "_ops", operators)
-    # Plans of tensors on the CPU are the CPU's; what the emulated GPU refuses it says itself.
-    monkeypatch.setattr(_library, "check_plan", lambda *args, **problem: None)
+    use(monkeypatch, operators)
     operators.control(False, "")
     yield operators
     operators.control(False, "")

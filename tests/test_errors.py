@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -427,6 +428,59 @@ def test_what_is_drawn_is_drawn_after_all_checks():
     assert torch.equal(state, torch.get_rng_state())
     first(x)  # and it still can be drawn
     assert not torch.equal(state, torch.get_rng_state())
+
+
+def test_sizes_are_checked_before_anything_is_drawn():
+    rnn = fusedrnn.StochasticGRU(2**19, 2, zoneout=0.5)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"^fusedrnn: sizes are too large: a layer may have 2"):
+        rnn(torch.zeros(1).expand(2**21, 2000, 2**19))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_weights_in_any_collection():
+    weights = list(fusedrnn.GRU(5, 7).parameters())
+    x = torch.randn(4, 3, 5)
+    expected, _ = fusedrnn.gru(x, weights)
+    for collection in (tuple(weights), torch.nn.ParameterList(weights)):
+        assert torch.equal(fusedrnn.gru(x, collection)[0], expected)
+    for wrong in (weights[0], dict(enumerate(weights)), set(weights), "abc", 3, iter(weights)):
+        with pytest.raises(TypeError, match="fusedrnn: weights must be a sequence of tensors, got"):
+            fusedrnn.gru(x, wrong)
+
+
+def test_an_interruption_that_is_swallowed_is_raised_in_the_end():
+    """And not in some later call."""
+    library = fusedrnn._library
+    seen = []
+
+    def handler(number, frame):
+        raise KeyError("of the handler")
+
+    x = torch.randn(4000, 32, 64)
+    rnn = fusedrnn.GRU(64, 256)
+    flat = list(rnn.parameters())
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+        def call():
+            try:
+                torch.ops.fusedrnn.forward(
+                    *(library.CELLS.index("gru"), x, torch.zeros(1, 32, 256), None, flat),
+                    *(None, None, None, None, None, 0.0, 0.0, 0.0, None, 0, 0, False, 0, 0, 0),
+                    *(False, False, False, False),
+                )
+            except RuntimeError as error:
+                seen.append(str(error))
+
+        with pytest.raises(KeyError, match="of the handler"):
+            library._helpers.call_interruptibly(call)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen in ([], ["fusedrnn: a signal has ended the call"])
+    assert library._helpers.call_interruptibly(len, "later") == 5
 
 
 @pytest.mark.parametrize("num_layers", [10**6, 10**8])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, Case
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 
 import fusedrnn
 from fusedrnn import _library
@@ -38,7 +38,7 @@ def overlapped(monkeypatch):
     def call(function, *arguments, overlap=True, multiprocessors=132, **options):
         operators.control(False, "", multiprocessors=multiprocessors, tf32=True, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(_library, "_ops", operators)
+            use(patch, operators)
             patch.setattr(_library, "overlap_chunks", overlap)
             result = function(*arguments)
         call.splits = operators.counts()[4]

@@ -109,7 +109,8 @@ def test_nothing_is_saved_of_steps_that_are_not_there():
     saved = {}
 
     def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -143,6 +144,52 @@ def test_packed_rows_are_counted_in_the_limit_of_the_workspace():
     rnn.workspace_bytes = int(str(caught.value).split("at least ")[1].split()[0])
     output, _ = rnn(packed)
     output.data.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["batch_sizes", "reset", "weight", "input"])
+def test_changes_before_backward_are_noticed_without_the_output(what):
+    """Where steps run a second time; batch sizes are copied."""
+    rnn = fusedrnn.GRU(4, 6, return_sequence=False)
+    data = torch.randn(42, 4, requires_grad=True)
+    changed = data.detach().clone().requires_grad_() * 1
+    sizes = torch.tensor([3, 1] + [1] * 38)
+    reset = torch.zeros(40, 3, dtype=torch.bool)
+    (expected,) = torch.autograd.grad(
+        rnn(PackedSequence(data, sizes.clone()), reset=reset.clone())[1].sum(), data
+    )
+    input = changed if what == "input" else data
+    _, h_n = rnn(PackedSequence(input, sizes), reset=reset)
+    with torch.no_grad():
+        if what == "batch_sizes":
+            sizes[:2] = 2
+        elif what == "reset":
+            reset[:] = True
+        elif what == "weight":
+            rnn.weight_hh_l0.mul_(2)
+        else:
+            input.mul_(2)
+    if what == "batch_sizes":
+        assert torch.equal(torch.autograd.grad(h_n.sum(), data)[0], expected)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(h_n.sum(), input)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+def test_a_traced_module_takes_other_batches():
+    rnn = fusedrnn.GRU(4, 6).requires_grad_(False)
+
+    def last(data, sizes):
+        return rnn(PackedSequence(data, sizes))[1]
+
+    def batch(*lengths):
+        packed = pack_sequence([torch.randn(n, 4) for n in lengths])
+        return packed.data, packed.batch_sizes
+
+    traced = torch.jit.trace(last, batch(9, 5, 2), check_trace=False)
+    for lengths in ((9, 5, 2), (9, 4), (7, 7, 7, 1)):
+        example = batch(*lengths)
+        torch.testing.assert_close(traced(*example), last(*example))
 
 
 def compiled(rnn):

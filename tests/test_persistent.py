@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, PACKETS, compiled
 
 import fusedrnn
@@ -96,7 +96,7 @@ def persistent(monkeypatch):
         usual = {"multiprocessors": 132, "schedule": 1, "tf32": True}
         operators.control(False, "", **(usual | options))
         with monkeypatch.context() as patch:
-            patch.setattr(_library, "_ops", operators)
+            use(patch, operators)
             patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
             result = function(*arguments)
         assert operators.counts()[2] > 0, "the kernels have not been called"

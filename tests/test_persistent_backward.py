@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, truth
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
 from test_persistent import BASE, CELLS, assert_no_worse, assert_same
 
@@ -75,7 +75,7 @@ def chain(monkeypatch):
         options = {"multiprocessors": 132, "schedule": 1} | options
         operators.control(False, "", **(options if is_on else {}))
         with monkeypatch.context() as patch:
-            patch.setattr(_library, "_ops", operators)
+            use(patch, operators)
             patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
             found = function(*arguments)
         assert (operators.counts()[3] > 0) == is_on

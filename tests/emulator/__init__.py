@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths, load
 
+from fusedrnn import _library
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / f"emulator-torch{torch.__version__}"
@@ -29,6 +31,15 @@ def emulated_operators() -> Any:
         is_python_module=False,
     )
     return torch.ops.fusedrnn_emulated
+
+
+def use(patch: Any, operators: Any) -> None:
+    """Has modules compute by the emulation, while a pytest.MonkeyPatch is in force.
+
+    What the emulated GPU refuses it says itself: plans for tensors on the CPU are the CPU's.
+    """
+    patch.setattr(_library, "_ops", operators)
+    patch.setattr(_library, "check_plan", lambda *args, **problem: None)
 
 
 def build_sanitized() -> Path:
