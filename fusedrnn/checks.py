@@ -176,7 +176,11 @@ def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
             continue
         if tensor.dtype != input.dtype:
             error = RuntimeError if name in ("hx", "cx") else ValueError  # as in torch.nn
-            raise error(f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}")
+            is_weight = name.startswith("weights")
+            hint = f"; or convert the input by .to({tensor.dtype})" if is_weight else ""
+            raise error(
+                f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}{hint}"
+            )
         on_device(name, tensor, input)
 
 
@@ -233,6 +237,7 @@ def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> Non
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     """As a contiguous int64 tensor on the CPU."""
     wanted = "lengths must be an int64 tensor or a sequence of ints"
+    got = ""
     if isinstance(value, Tensor):
         types({"lengths": value})
         if value.dtype != torch.int64:
@@ -247,11 +252,12 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
         if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
             raise TypeError(f"fusedrnn: {wanted}, got {_kind(value)}")
         try:  # ints of all kinds, NumPy's too
+            got = f", got one with {' and '.join(sorted({_kind(n) for n in value}))}"
             if any(isinstance(n, bool) for n in value):
                 raise TypeError
             numbers = [operator.index(n) for n in value]
         except TypeError:
-            raise TypeError(f"fusedrnn: {wanted}") from None
+            raise TypeError(f"fusedrnn: {wanted}{got}") from None
         # What is too large for an int64 is too long as well.
         kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
         host = torch.tensor(kept, dtype=torch.int64, device="cpu")
@@ -259,8 +265,8 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
         if least < 1 or most > seq_len:
-            got = least if least < 1 else most
-            raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {got}")
+            wrong = least if least < 1 else most
+            raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {wrong}")
     return host.contiguous()
 
 

@@ -489,9 +489,10 @@ def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, T
     if hx is None:
         return None, None
     if not isinstance(hx, tuple | list) or [isinstance(t, Tensor) for t in hx] != [True, True]:
-        raise TypeError(
-            f"fusedrnn: hx must be a pair of tensors (h_0, c_0), got {type(hx).__name__}"
-        )
+        got = type(hx).__name__
+        if isinstance(hx, tuple | list):
+            got += f" of {', '.join(type(t).__name__ for t in hx[:9])}"
+        raise TypeError(f"fusedrnn: hx must be a pair of tensors (h_0, c_0), got {got}")
     h_0, c_0 = hx
     return h_0, c_0
 

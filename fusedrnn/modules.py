@@ -653,19 +653,28 @@ class RNNCellBase(FlatModule):
         """Sizes, and what differs from the defaults."""
         return _repr(self, latent_size=self.hidden_size, bias=True)
 
-    @staticmethod
-    def _as_sequence(input: Tensor, **states: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    def _as_sequence(
+        self, input: Tensor, **states: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """A sequence of one step, and states with a layer, of tensors that have neither."""
         checks.types({"input": input, **states}, optional=list(states))
         if input.dim() not in (1, 2):
             raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
+        if input.shape[-1] != self.input_size:
+            raise RuntimeError(
+                f"fusedrnn: input must have {self.input_size} features (input_size), "
+                f"got shape {tuple(input.shape)}"
+            )
         for name, state in states.items():
-            if state is not None and state.dim() != input.dim():
-                error = RuntimeError if state.dim() in (1, 2) else ValueError  # as in torch.nn
-                raise error(
+            if state is None:
+                continue
+            if state.dim() not in (1, 2):
+                raise ValueError(
                     f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
                     f"got {state.dim()}"
                 )
+            width = getattr(self, "latent_size", 0) if name == "eps" else self.hidden_size
+            checks.shape(name, state, (*input.shape[:-1], width))
         layered = [None if t is None else t.unsqueeze(0) for t in states.values()]
         return input.unsqueeze(0), layered
 
@@ -732,8 +741,7 @@ class GRUCell(RNNCellBase):
 
         Raises:
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
-            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`, which sees a
-                sequence of one step: its messages speak of shapes with a leading 1.
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
         sequence, (h_0,) = self._as_sequence(input, hx=hx)
         _, h_n = functional.gru(sequence, self._weights(), h_0, bias=self.bias)
@@ -797,8 +805,7 @@ class LSTMCell(RNNCellBase):
 
         Raises:
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
-            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`, which sees a
-                sequence of one step: its messages speak of shapes with a leading 1.
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
         h, c = functional.split_lstm_state(hx)
         sequence, (h_0, c_0) = self._as_sequence(input, hx=h, cx=c)
@@ -894,8 +901,7 @@ class StochasticGRUCell(RNNCellBase):
 
         Raises:
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
-            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`,
-                which sees a sequence of one step: its messages speak of shapes with a leading 1.
+            TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
         sequence, (h_0, noise) = self._as_sequence(input, hx=hx, eps=eps)
         _, h_n = functional.stochastic_gru(

@@ -122,9 +122,10 @@ def plan(
     if isinstance(module, Mapping):
         module = _module_of(module)
     if not isinstance(module, RNNBase):
+        cls = type(module)
         raise TypeError(
             "fusedrnn: module must be a fusedrnn.GRU, LSTM or StochasticGRU, "
-            f"got {type(module).__name__}"
+            f"got {cls.__module__}.{cls.__qualname__}"
         )
     dtype = checks.dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
     checks.flag("sample", sample)
@@ -186,8 +187,10 @@ def _steps(module: RNNBase, input_shape: Sequence[int]) -> tuple[int, int]:
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"fusedrnn: {wanted}, got {tuple(input_shape)}")
     *steps, input_size = input_shape or (0,)
-    if len(steps) not in (1, 2) or input_size != module.input_size or min(steps) < 1:
+    if len(steps) not in (1, 2) or input_size != module.input_size:
         raise ValueError(f"fusedrnn: {wanted}, got {tuple(input_shape)}")
+    if min(steps) < 1:
+        raise ValueError(f"fusedrnn: {wanted}, each at least 1, got {tuple(input_shape)}")
     if len(steps) == 2 and module.batch_first:
         steps.reverse()
     seq_len, batch = (*steps, 1)[:2]
@@ -213,5 +216,8 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
             f"got {checks.text_of(device)}"
         )
     if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
-        raise RuntimeError(f"fusedrnn: there is no {where} on this machine")
+        raise RuntimeError(
+            f"fusedrnn: there is no {where} on this machine; device may also be 'cpu', or the name "
+            f"of a GPU: {', '.join(known)}"
+        )
     return _library.gpu_facts(where)

@@ -290,7 +290,7 @@ def lstm(
 
     Returns:
         output: As :func:`gru`.
-        (h_n, c_n): Each (num_layers * D, batch, hidden_size).
+        (h_n, c_n): (num_layers * D, batch, P) and (num_layers * D, batch, hidden_size).
 
     Example::
 

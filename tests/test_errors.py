@@ -403,6 +403,25 @@ def test_tensors_without_strides(name, kind):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_cells_speak_of_the_shapes_that_they_are_given():
+    cell, x = fusedrnn.LSTMCell(8, 16), torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match=r"features \(input_size\), got shape \(4, 7\)"):
+        cell(x[:, :7])
+    with pytest.raises(RuntimeError, match=r"cx must have shape \(4, 16\), got \(1, 16\)"):
+        cell(x, (torch.zeros(4, 16), torch.zeros(1, 16)))
+    with pytest.raises(RuntimeError, match=r"eps must have shape \(4, 3\), got \(4, 2\)"):
+        fusedrnn.StochasticGRUCell(8, 16, 3)(x, eps=torch.zeros(4, 2))
+
+
+def test_hints():
+    with pytest.raises(ValueError, match=r"or convert the input by .to\(torch.float32\)"):
+        fusedrnn.GRU(5, 7)(torch.randn(4, 3, 5).double())
+    with pytest.raises(TypeError, match=r"a pair of tensors .*, got tuple of Tensor, NoneType"):
+        fusedrnn.LSTM(5, 7)(torch.randn(4, 3, 5), (torch.zeros(1, 3, 7), None))
+    with pytest.raises(TypeError, match="a sequence of ints, got one with float and int"):
+        fusedrnn.GRU(5, 7)(torch.randn(4, 3, 5), lengths=[1.0, 2, 3])
+
+
 def test_what_is_drawn_is_drawn_after_all_checks():
     """Also of what only an operator knows: of its last layer, and of the backend."""
     x = torch.randn(4, 3, 5)
@@ -540,7 +559,7 @@ def test_wrong_plans():
         ((sizes, "abc"), TypeError, "got str"),
         ((sizes, (4, 3.0, 8)), TypeError, "got (4, 3.0, 8)"),
         ((sizes, ()), ValueError, "input_shape must be (seq_len, batch, 8), got ()"),
-        ((sizes, (4, 0, 8)), ValueError, "got (4, 0, 8)"),
+        ((sizes, (4, 0, 8)), ValueError, "each at least 1, got (4, 0, 8)"),
         ((sizes, (4, 3, 8), torch.float32, 3.5), ValueError, "device must be cpu, a CUDA device"),
         ((sizes, (4, 3, 8), torch.float32, object()), ValueError, "device must be cpu"),
         ((sizes | {"cell": []}, (4, 3, 8)), ValueError, "cell must be one of"),

@@ -462,9 +462,9 @@ def test_ranks_that_the_cell_refuses():
     x = torch.randn(2, 5)
     with pytest.raises(ValueError, match="fusedrnn: input must have 1 or 2 dimensions, got 3"):
         cell(x[None])
-    with pytest.raises(RuntimeError, match=r"hx must have 2 dimension\(s\), as input has, got 1"):
+    with pytest.raises(RuntimeError, match=r"hx must have shape \(2, 4\), got \(4,\)"):
         cell(x, torch.randn(4))
-    with pytest.raises(RuntimeError, match=r"fusedrnn: hx must have 1 dimension\(s\)"):
+    with pytest.raises(RuntimeError, match=r"fusedrnn: hx must have shape \(4,\), got \(1, 4\)"):
         cell(x[0], torch.randn(1, 4))
     with pytest.raises(ValueError, match=r"fusedrnn: eps must have 2 dimension\(s\)"):
         cell(x, eps=torch.randn(1, 2, 3))

@@ -37,13 +37,20 @@ def main() -> None:
     if options.program == "all":
         runs = [(program, is_sanitized) for is_sanitized in (False, True) for program in PROGRAMS]
     if any(is_sanitized for _, is_sanitized in runs):
+        CONSOLE.print("building the library for sanitizers, if it is not there: minutes")
         batches.sanitized.build()
     table = Table("program", "library", "cases", "right", "raised", "accepted", "died", "findings")
+    table.caption = "of wrong calls: accepted ones went through, as some may; died of no memory"
     has_findings = False
     for program, is_sanitized in runs:
         until = time.time() + 60 * options.minutes / len(runs)
-        counts = show(program, is_sanitized, options.seed * CASES_OF_A_SEED, until)
         library = "sanitized" if is_sanitized else "plain"
+        CONSOLE.print(f"{program}, {library}, {60 * options.minutes / len(runs):.0f} s")
+        try:
+            counts = show(program, is_sanitized, options.seed * CASES_OF_A_SEED, until)
+        except RuntimeError as error:  # no case was begun
+            CONSOLE.print(escape(str(error)), soft_wrap=True)
+            counts = Counter({"finding: not begun": 1})
         whats = [f"{counts[what]:,}" for what in ("cases", "right", "raised", "accepted", "died")]
         findings = {k: n for k, n in counts.items() if k.startswith("finding: ")}
         has_findings |= bool(findings)

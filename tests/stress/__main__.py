@@ -25,11 +25,17 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for name in rich.progress.track(names, transient=True):
         rows[name] = EXPERIMENTS[name].row(scale)
-    table = Table("experiment", "done", "measured", "", show_lines=True)
+        print(f"{name}: {verdict(rows[name])}", flush=True)
+    table = Table("experiment", "done", "measured", "verdict", show_lines=True)
     for name, row in rows.items():
-        table.add_row(name, row.done, row.measured, "\n".join(row.wrong) or "ok")
+        table.add_row(name, row.done, row.measured, verdict(row))
     rich.print(table)
     sys.exit(1 if any(row.wrong for row in rows.values()) else 0)
+
+
+def verdict(row: Row) -> str:
+    """What is wrong, or ok."""
+    return "\n".join(row.wrong) or "ok"
 
 
 if __name__ == "__main__":
