@@ -108,9 +108,9 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   });
 }
 
-// What a signal's handler has raised within an operator, until the operator has ended.  Only
-// Python's main thread comes here.
-static std::unique_ptr<py::error_already_set> interruption;
+// What a signal's handler has raised within an operator, until the operator has ended: of Python's
+// main thread, the only one that handles signals, and none of others' business.
+static thread_local std::unique_ptr<py::error_already_set> interruption;
 // Calls that would raise it.  Of others, as of compiled graphs, an operator may not be ended: they
 // would end with another error.
 static thread_local int interruptible_calls = 0;

@@ -618,6 +618,15 @@ if sys.argv[1] == "backward":
     call = total.backward
 seen = []
 signal.signal(signal.SIGUSR1, lambda *_: seen.append(torch.tensor(1e-40) * 1))
+stop = threading.Event()
+
+def others():  # calls of other threads neither take the exception nor lose it
+    while not stop.is_set():
+        rnn(small)
+
+busy = [threading.Thread(target=others, daemon=True) for _ in range(2)]
+for thread in busy:
+    thread.start()
 signals = [signal.SIGUSR1, signal.SIGINT]  # a handler that returns does not end the call
 
 def send():
@@ -631,6 +640,9 @@ try:
     call()
 except KeyboardInterrupt:
     print("interrupted")
+stop.set()
+for thread in busy:
+    thread.join()
 assert torch.equal(state, torch.get_rng_state())
 assert len(seen) == 1 and seen[0] > 0  # denormals are not flushed in handlers
 after = rnn(small)[0]
