@@ -137,6 +137,10 @@ def check_plan(input: Tensor, weights: Sequence[Tensor], *, backend: str, **prob
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
 
 
+# Name, offset in elements and shape of a parameter.
+_Parameters = tuple[tuple[str, int, tuple[int, ...]], ...]
+
+
 @torch.compiler.assume_constant_result
 def layout(
     cell: str,
@@ -147,41 +151,39 @@ def layout(
     num_layers: int,
     directions: int,
     bias: bool,
-) -> list[tuple[str, int, tuple[int, ...]]]:
+) -> _Parameters:
     """Name, offset in elements and shape of each parameter in a module's flat buffer.
 
     All layers back to back, the directions of each too. Layer k > 0 reads the output of layer
     k - 1, all directions of it.
     """
-    sizes = (int(hidden_size), int(latent_size), int(output_size))  # a tracer's cannot be hashed
-    parameters, offset = [], 0
-    for layer in range(num_layers):
-        for suffix in ("", "_reverse")[:directions]:
-            for name, shape in _layer_layout(cell, int(input_size), *sizes, bias):
-                parameters.append((f"{name}_l{layer}{suffix}", offset, shape))
-                offset += math.prod(shape)
-        input_size = directions * output_size
-    return parameters
+    sizes = (int(input_size), int(hidden_size), int(latent_size), int(output_size))  # hashable
+    return _layout(cell, sizes, num_layers, directions, bias)
 
 
 @torch.compiler.assume_constant_result
 def weights_per_direction(cell: str, bias: bool) -> int:
     """How many weights a layer has in each direction."""
-    return len(_layer_layout(cell, 1, 1, 1, 1, bias))
+    return len(_layout(cell, (1, 1, 1, 1), 1, 1, bias))
 
 
 @functools.lru_cache(maxsize=256)
-def _layer_layout(
-    cell: str,
-    input_size: int,
-    hidden_size: int,
-    latent_size: int,
-    output_size: int,
-    bias: bool,
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Name and shape of each parameter of one layer and direction."""
-    sizes = (input_size, hidden_size, latent_size, output_size)
-    return tuple(_helpers.layer_layout(cell, *sizes, bias))
+def _layout(
+    cell: str, sizes: tuple[int, int, int, int], num_layers: int, directions: int, bias: bool
+) -> _Parameters:
+    input_size, hidden_size, latent_size, output_size = sizes
+    parameters, offset = [], 0
+    for layer in range(num_layers):
+        # In Python, where a million layers can be interrupted.
+        of_layer = _helpers.layer_layout(
+            cell, input_size, hidden_size, latent_size, output_size, bias
+        )
+        for suffix in ("", "_reverse")[:directions]:
+            for name, shape in of_layer:
+                parameters.append((f"{name}_l{layer}{suffix}", offset, shape))
+                offset += math.prod(shape)
+        input_size = directions * output_size
+    return tuple(parameters)
 
 
 class Dropout(NamedTuple):

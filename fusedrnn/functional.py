@@ -524,7 +524,9 @@ class _Sizes(NamedTuple):
     output: int = 1
 
 
-def _layout(cell: str, sizes: _Sizes, options: _Options) -> list[tuple[str, int, tuple[int, ...]]]:
+def _layout(
+    cell: str, sizes: _Sizes, options: _Options
+) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
     directions = 2 if options.bidirectional else 1
     return _library.layout(cell, *sizes, options.num_layers, directions, options.bias)
 
