@@ -35,7 +35,7 @@ def test_random_calls_under_sanitizers(program, count):
 
 @pytest.mark.slow
 def test_every_fault_is_found():
-    records = list(batches.run("faults", 0, len(FAULTS), hang_seconds=5))
+    records = list(batches.run("faults", 0, len(FAULTS), hang_seconds=20))
     assert len(records) == len(FAULTS)
     for record, (_, expected) in zip(records, FAULTS, strict=True):
         kinds = {kind for kind, _ in record.outcome.findings}

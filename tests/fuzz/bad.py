@@ -22,7 +22,7 @@ from .watch import Watch, faults_of, tensors_in
 from .wrong import wrong
 
 OF_ONE_SHAPE = ("hx", "eps", "weights", "lengths", "reset")  # if nothing else is changed
-SECONDS = 10.0  # of the process, in which a wrong call must be told to be one
+SECONDS = 4.0  # of the process, in which a wrong call must be told to be one
 good_call = valid.good_call
 is_shown = False  # where errors come from
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 LONGEST_MESSAGE = 600
 MOST_BYTES = 1 << 26  # of a tensor whose values are compared
-PATH = re.compile(r"csrc\b|/\w+/[\w/.-]*\.\w+")
+PATH = re.compile(r"csrc\b|(?:^|[\s\"'(=,])/\w+/[\w/.-]*\.\w+")  # and no address of a page
 # What torch itself says about arguments that do not fit an operator's schema or device.
 OF_SCHEMA = re.compile(r"fusedrnn::\w+\(\) |Could not run 'fusedrnn::|Overflow when unpacking")
 
