@@ -232,12 +232,12 @@ def run_layer(
     """One layer over a sequence, in D = 1 or 2 directions.
 
     input (T, B, I), hx (D, B, P), cx (D, B, H), weights of each direction -> output (T, B, D * P),
-    h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. With ``mask.batch_sizes`` input
-    and output are packed: (rows, features). P is H, unless the cell
-    projects its h to fewer features. Without eps (D, T, B, Z) and seed (1,) there is no noise; the
-    counter of the first direction's noise is ``layer``. A part of a sequence has the noise of its
-    place from ``first_step`` on. ``reverse``: the one direction there is runs backwards.
-    ``chunk_size`` and ``workspace_bytes`` 0 are automatic.
+    h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. P is H, unless the cell
+    projects its h to fewer features. With ``mask.batch_sizes`` input and output are packed: (rows,
+    features). Without eps (D, T, B, Z) and seed (1,) there is no noise; the counter of the first
+    direction's noise is ``layer``. A part of a sequence has the noise of its place from
+    ``first_step`` on. ``reverse``: the one direction there is runs backwards. ``chunk_size`` and
+    ``workspace_bytes`` 0 are automatic.
     """
     keep = (
         not recompute
