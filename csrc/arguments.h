@@ -64,6 +64,7 @@ struct Call {
   int64_t chunk_size, workspace_bytes;
   int64_t backend;  // of kBackends; for these see planner.h
   bool by_flags, overlap;
+  int64_t free_multiprocessors;
 };
 
 class Arguments {
@@ -135,6 +136,7 @@ class Arguments {
     p.backend = backend();
     p.exchange = call_.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
     p.overlap = call_.overlap;
+    p.free_multiprocessors = call_.free_multiprocessors;
     p.gpu = platform.gpu();
     p.tf32 = platform.allows_tf32();
     for (size_t i = 0; i < call_.weights.size(); ++i) {
@@ -272,6 +274,8 @@ class Arguments {
                    c.workspace_bytes);
     FUSEDRNN_CHECK(c.chunk_size == 0 || c.workspace_bytes == 0,
                    "chunk_size and workspace_bytes exclude each other");
+    FUSEDRNN_CHECK(c.free_multiprocessors >= 0, "free_multiprocessors must be 0 or more, got ",
+                   c.free_multiprocessors);
     FUSEDRNN_CHECK(c.backend >= 0 && c.backend < int64_t(std::size(kBackends)),
                    "there is no backend ", c.backend);
     for (const double p : {c.dropout, c.zoneout, c.state_zoneout}) {

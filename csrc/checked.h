@@ -6,13 +6,18 @@
 
 namespace fusedrnn {
 
-template <class... Parts>
+template <class Error = std::runtime_error, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream text;
   text << "fusedrnn: ";
   (text << ... << parts);
-  throw std::runtime_error(text.str());
+  throw Error(text.str());
 }
+
+// A GPU does not run such a grid.  Nothing has happened.
+struct LaunchRefused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // A macro, because the text is to be made only where it is needed.  torch's own would add the path
 // of a file on the machine that compiled it.

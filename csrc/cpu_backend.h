@@ -59,7 +59,7 @@ class CpuBackend : public cpu::Memory<Element> {
   using A = Acc<T>;
   struct Recording {};
 
-  void use_scratch(char* const (&)[2], int64_t /*rows*/, int64_t /*columns*/) const {}
+  void use_scratch(char* const (&)[2], const ScratchNeeds& /*needs*/) const {}
 
   // There is one stream for all.
   struct Split {

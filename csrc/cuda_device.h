@@ -6,6 +6,7 @@
 
 #include "cuda/gemm.h"
 #include "cuda/graph.h"
+#include "cuda/most_blocks.h"
 #include "cuda/second_stream.h"
 #include "cuda/step.h"
 #include "plan.h"
@@ -25,6 +26,7 @@ class CudaDevice {
         gemms_(index_, allows_tf32_) {}
 
   Borrower borrower() const { return Borrower(aoti_torch_device_type_cuda(), index_); }
+  int index() const { return index_; }
   cuda::Stream stream() const { return stream_; }
   bool is_capturing() const { return is_capturing_; }
   bool may_record() const { return may_record_; }
@@ -33,17 +35,33 @@ class CudaDevice {
     static const std::vector<Gpu> all = all_gpus();
     return all.at(size_t(index_));
   }
+  // How many blocks of a kernel its GPU runs at once, as cuda::MostBlocks; and that it does not.
+  static int64_t most_blocks(const cuda::PersistentKernel* kernel) {
+    return cuda::BlockCounts::of_process().most(*kernel, [](const auto& asked) {
+      const torch::stable::accelerator::DeviceGuard guard(asked.device);
+      return asked.is_backward ? count_backward_blocks(asked) : count_forward_blocks(asked);
+    });
+  }
+  static void refuse(const cuda::PersistentKernel& kernel) {
+    cuda::BlockCounts::of_process().refuse(kernel);
+  }
   static const char* message(int error) { return cudaGetErrorString(cudaError_t(error)); }
+  // Told once, an error must not be told again by torch's next kernel.
+  static void forget_error() { (void)cudaGetLastError(); }
 
+  // False if cuBLASLt has no algorithm for it: then nothing has been done.
   template <class C, class T>
-  void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
-            bool accumulate, void* workspace) {
-    const cublasStatus_t status = gemms_(out, a, b, accumulate, workspace, stream_);
+  bool gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+            bool accumulate, void* workspace, int64_t workspace_bytes) {
+    const cublasStatus_t status =
+        gemms_(out, a, b, accumulate, workspace, workspace_bytes, stream_);
     if (status != CUBLAS_STATUS_SUCCESS) forget_error();
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
     FUSEDRNN_CHECK(status == CUBLAS_STATUS_SUCCESS, "the product of (", a.rows, ", ", a.columns,
                    ") and (", b.rows, ", ", b.columns, ") matrices in ",
                    torch::headeronly::toString(kScalarType<T>),
                    " failed: ", cublasLtGetStatusString(status), kCaptureHint);
+    return true;
   }
 
   void zero(void* data, size_t size_bytes) const {
@@ -136,14 +154,16 @@ class CudaDevice {
         return value;
       };
       const int major = attribute(cudaDevAttrComputeCapabilityMajor);
-      all.push_back({"this GPU", 10 * major + attribute(cudaDevAttrComputeCapabilityMinor),
+      all.push_back({"this GPU",
+                     10 * major + attribute(cudaDevAttrComputeCapabilityMinor),
                      attribute(cudaDevAttrMultiProcessorCount),
-                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                     {},
+                     device,
+                     most_blocks});
     }
     return all;
   }
-  // Told once, an error must not be told again by torch's next kernel.
-  static void forget_error() { (void)cudaGetLastError(); }
   static cuda::Stream current_stream(int32_t index) {
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));

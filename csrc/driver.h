@@ -22,8 +22,8 @@
 //   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
 //   adjoint_chunk(plan, PersistentBackward, workspace): its adjoint chain, if kPersistentBackward
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
-//   scratch_bytes(rows, columns), use_scratch(pointers, rows, columns): memory of its own in the
-//       workspace, for each stream; enough for column sums of such a matrix
+//   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds): memory of its own in the
+//       workspace, for each stream
 //   split(wanted): an object.  While it lives, and if it is wanted, aside(f) calls f() for a second
 //       stream, and meet() makes each of the two wait for what the other has been given so far; in
 //       the end the first one does.  Else there is one stream for all.
@@ -225,7 +225,7 @@ class Driver {
   // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
   // serves, so that float weights are never copied.
   void prepare(const Buffers& buffers) {
-    backend_.use_scratch(buffers.scratch, layer_.chunk * layer_.batch, buffers.summed_columns);
+    backend_.use_scratch(buffers.scratch, buffers.needs);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
       const Matrix<const T>& w = layer_.weight[p];
       if (Space::weight_is_ready(w)) {

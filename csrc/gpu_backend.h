@@ -70,7 +70,12 @@ class GpuBackend : public cuda::Memory<Element> {
   template <class C>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate) {
-    device_.gemm(out, a, b, accumulate, scratch_.gemm_workspace);
+    if (device_.gemm(out, a, b, accumulate, scratch_.gemm_workspace,
+                     scratch_.gemm_workspace_bytes)) {
+      return;
+    }
+    is_by_torch_ = true;
+    device_.by_torch([=, borrower = borrower_] { borrower.multiply(out, a, b, accumulate); });
   }
 
   template <class To, class From>
@@ -112,27 +117,27 @@ class GpuBackend : public cuda::Memory<Element> {
   // All steps of a chunk at once.
   void forward_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentForward<T>& chunk,
                      void* workspace) {
-    check(cuda::launch_persistent_forward<T>(plan, chunk, workspace, device_.stream()),
-          chunk.steps * chunk.batch, chunk.step[0].width);
+    check_chunk(cuda::launch_persistent_forward<T>(plan, chunk, workspace, device_.stream()),
+                cuda::kernel_of<T>(plan, /*is_backward=*/false, device_.index()), chunk);
   }
 
   void adjoint_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentBackward<T>& chunk,
                      void* workspace) {
-    check(cuda::launch_persistent_backward<T>(plan, chunk, workspace, device_.stream()),
-          chunk.steps * chunk.batch, chunk.step[0].width);
+    check_chunk(cuda::launch_persistent_backward<T>(plan, chunk, workspace, device_.stream()),
+                cuda::kernel_of<T>(plan, /*is_backward=*/true, device_.index()), chunk);
   }
 
   // The second one is null where there is no second stream.
-  void use_scratch(char* const (&scratch)[2], int64_t rows, int64_t summed_columns) {
+  void use_scratch(char* const (&scratch)[2], const ScratchNeeds& needs) {
     Arena first(scratch[0]), second(scratch[1]);
-    scratch_ = Memory::carve(first, rows, summed_columns);
-    if (scratch[1] != nullptr) other_scratch_ = Memory::carve(second, rows, summed_columns);
+    scratch_ = Memory::carve(first, needs);
+    if (scratch[1] != nullptr) other_scratch_ = Memory::carve(second, needs);
   }
 
   template <class F>
   void enqueue(Recording& recording, bool is_whole, bool repeats, int64_t first_row,
                const F& steps) {
-    if (!repeats || !recording.is_warm || !device_.may_record()) {
+    if (!repeats || !recording.is_warm || is_by_torch_ || !device_.may_record()) {
       recording.is_warm = recording.is_warm || is_whole;
       return steps(nullptr);
     }
@@ -145,16 +150,28 @@ class GpuBackend : public cuda::Memory<Element> {
   }
 
  private:
+  template <class Error = std::runtime_error>
   void check(const cuda::Launch& launched, int64_t rows, int64_t width) const {
-    FUSEDRNN_CHECK(launched.error == 0, "kernel ", launched.kernel, " over ", rows, " rows of ",
-                   width, " in ", torch::headeronly::toString(kScalarType<T>),
-                   " failed to launch: ", Device::message(launched.error));
+    if (launched.error == 0) return;
+    Device::forget_error();
+    fail<Error>("kernel ", launched.kernel, " over ", rows, " rows of ", width, " in ",
+                torch::headeronly::toString(kScalarType<T>),
+                " failed to launch: ", Device::message(launched.error));
+  }
+  template <class Chunk>
+  void check_chunk(const cuda::Launch& launched, const cuda::PersistentKernel& kernel,
+                   const Chunk& chunk) const {
+    const int64_t rows = int64_t(chunk.steps) * chunk.batch, width = chunk.step[0].width;
+    if (!launched.is_refused) return check(launched, rows, width);
+    device_.refuse(kernel);
+    check<LaunchRefused>(launched, rows, width);
   }
 
   Device& device_;
   Borrower borrower_;
   typename Memory::Scratch scratch_{}, other_scratch_{};  // of the stream in use
   bool is_split_ = false;
+  bool is_by_torch_ = false;  // some product was; torch takes memory for it, which no recording may
 };
 
 }  // namespace fusedrnn

@@ -33,8 +33,9 @@ static auto dispatch_dtype(const std::string& dtype, const F& f) {
   throw py::value_error("fusedrnn: there is no " + dtype);
 }
 
-// Name, compute capability, multiprocessors, bytes of shared memory of a block.
-using GpuFacts = std::tuple<std::string, int, int, int64_t>;
+// Name, compute capability, multiprocessors, bytes of shared memory of a block; its index, and
+// where its driver can be asked (MostBlocks), or 0.
+using GpuFacts = std::tuple<std::string, int, int, int64_t, int, uintptr_t>;
 using Strides = std::vector<std::vector<int64_t>>;
 
 // The plan of one layer and direction.  gpu: none for the CPU.  strides: of all weights of all
@@ -43,13 +44,19 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
                      int64_t latent_size, int64_t output_size, bool bias, int64_t seq_len,
                      int64_t batch, const std::string& dtype, int64_t chunk_size,
                      int64_t workspace_bytes, const std::string& backend, bool by_flags,
-                     bool overlap, const std::optional<GpuFacts>& gpu_facts, bool tf32,
-                     const Strides& strides) {
+                     bool overlap, int64_t free_multiprocessors,
+                     const std::optional<GpuFacts>& gpu_facts, bool tf32, const Strides& strides) {
   using namespace fusedrnn;
   Gpu gpu{"", 0, 0, 0};
   if (gpu_facts) {
-    const auto& [gpu_name, capability, multiprocessors, shared_bytes] = *gpu_facts;
-    gpu = {gpu_name.c_str(), capability, multiprocessors, shared_bytes};
+    const auto& [gpu_name, capability, multiprocessors, shared_bytes, device, ask] = *gpu_facts;
+    gpu = {gpu_name.c_str(),
+           capability,
+           multiprocessors,
+           shared_bytes,
+           {},
+           device,
+           reinterpret_cast<cuda::MostBlocks>(ask)};
   }
   Problem problem;
   problem.cell = noise ? cell_named(name) : without_noise(cell_named(name));
@@ -62,6 +69,7 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   problem.backend = backend;
   problem.exchange = by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
   problem.overlap = overlap;
+  problem.free_multiprocessors = free_multiprocessors;
   problem.gpu = gpu_facts ? &gpu : nullptr;
   problem.tf32 = tf32;
   const auto layout = layer_layout(problem.cell, problem.sizes, bias);
@@ -90,11 +98,9 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
       result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
       result["forward_workspace_bytes"] = workspace.forward;
       result["backward_workspace_bytes"] = workspace.backward;
-      Problem counted = problem;
-      if (made.lacks_room) counted.backend = "stepwise";
       result["training_bytes"] = training_bytes<T>(problem, made.steps, workspace.backward);
       result["nn_lstm_training_bytes"] = lstm_training_bytes<T>(problem);
-      result["most_workspace_bytes"] = WorkspaceBound<Memory>(counted, made.steps)(made.steps);
+      result["most_workspace_bytes"] = WorkspaceCount<Memory>(problem, true)(made).most();
       for (const bool recompute : {true, false}) {
         const std::string end = recompute ? "_with_recompute" : "_without_recompute";
         const int64_t saved = saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);
@@ -148,20 +154,22 @@ PYBIND11_MODULE(_helpers, m) {
         py::arg("hidden_size"), py::arg("latent_size"), py::arg("output_size"), py::arg("bias"),
         py::arg("seq_len"), py::arg("batch"), py::arg("dtype"), py::arg("chunk_size"),
         py::arg("workspace_bytes"), py::arg("backend"), py::arg("by_flags"), py::arg("overlap"),
-        py::arg("gpu"), py::arg("tf32"), py::arg("strides") = Strides{},
+        py::arg("free_multiprocessors"), py::arg("gpu"), py::arg("tf32"),
+        py::arg("strides") = Strides{},
         "The plan of one layer and direction, by name of its fields.");
   m.def(
       "known_gpus",
       [] {
         py::dict gpus;
         for (const fusedrnn::Gpu& gpu : fusedrnn::kKnownGpus) {
-          gpus[gpu.name] =
-              GpuFacts{gpu.name, gpu.compute_capability, gpu.multiprocessors, gpu.shared_bytes};
+          gpus[gpu.name] = GpuFacts{
+              gpu.name, gpu.compute_capability, gpu.multiprocessors, gpu.shared_bytes, 0, 0};
         }
         return gpus;
       },
       "Facts of GPUs by name: name, compute capability, multiprocessors, bytes of shared memory "
-      "of a block.");
+      "of a block; the index of one that is there, and the address of what its driver is asked "
+      "by, or 0.");
   m.def(
       "layer_layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,

@@ -37,6 +37,17 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
   }
 }
 
+// dispatch_dtype(), a second time if a GPU has refused to launch a kernel: that is remembered, and
+// what is planned then does without.
+template <class F>
+auto planned_anew(const Tensor& input, const F& f) {
+  try {
+    return dispatch_dtype(input, f);
+  } catch (const LaunchRefused&) {
+    return dispatch_dtype(input, f);
+  }
+}
+
 template <class Platform, class T>
 using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 
@@ -49,15 +60,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
     bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, bool keep,
-    bool replay, bool by_flags, bool overlap) {
-  Arguments args(
-      {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
-       reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
-       layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
-       overlap});
+    bool replay, bool by_flags, bool overlap, int64_t free_multiprocessors) {
+  Arguments args({cell,
+                  input,
+                  hx,
+                  cx,
+                  weights,
+                  lengths,
+                  batch_sizes,
+                  reset,
+                  eps,
+                  seed,
+                  dropout,
+                  zoneout,
+                  state_zoneout,
+                  mask_seed,
+                  layer,
+                  first_step,
+                  reverse,
+                  chunk_size,
+                  workspace_bytes,
+                  backend,
+                  by_flags,
+                  overlap,
+                  free_multiprocessors});
   Platform platform(input, replay);
   args.place_lengths(platform);
-  return dispatch_dtype(input, [&](auto element) {
+  return planned_anew(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
     const ScalarType dtype = input.scalar_type();
@@ -108,12 +137,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     MaybeTensor lengths, MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps,
     MaybeTensor seed, double dropout, double zoneout, double state_zoneout, MaybeTensor mask_seed,
     int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes,
-    int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap) {
-  Arguments args(
-      {cell,   input,      hx,      cx,         weights,         lengths,       batch_sizes,
-       reset,  eps,        seed,    dropout,    zoneout,         state_zoneout, mask_seed,
-       layer,  first_step, reverse, chunk_size, workspace_bytes, backend,       by_flags,
-       overlap});
+    int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap,
+    int64_t free_multiprocessors) {
+  Arguments args({cell,
+                  input,
+                  hx,
+                  cx,
+                  weights,
+                  lengths,
+                  batch_sizes,
+                  reset,
+                  eps,
+                  seed,
+                  dropout,
+                  zoneout,
+                  state_zoneout,
+                  mask_seed,
+                  layer,
+                  first_step,
+                  reverse,
+                  chunk_size,
+                  workspace_bytes,
+                  backend,
+                  by_flags,
+                  overlap,
+                  free_multiprocessors});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
   const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
   args.check_sequence("output", output, directions * width);
@@ -128,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   Platform platform(input, replay);
   args.place_lengths(platform);
-  return dispatch_dtype(input, [&](auto element) {
+  return planned_anew(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
     Problem asked = args.problem(platform);
@@ -215,7 +263,7 @@ constexpr const char* kForwardSchema =
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, int workspace_bytes, int backend, bool keep, bool replay, "
-    "bool by_flags, bool overlap) "
+    "bool by_flags, bool overlap, int free_multiprocessors=0) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, int cell, Tensor input, Tensor hx, "
@@ -223,7 +271,7 @@ constexpr const char* kBackwardSchema =
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, int workspace_bytes, int backend, int needs, bool replay, "
-    "bool by_flags, bool overlap) "
+    "bool by_flags, bool overlap, int free_multiprocessors=0) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

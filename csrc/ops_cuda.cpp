@@ -41,3 +41,9 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CudaPlatform>));
   m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CudaPlatform>));
 }
+
+// For who has loaded this library by ctypes.
+extern "C" __attribute__((visibility("default"))) int64_t
+fusedrnn_most_blocks(const fusedrnn::cuda::PersistentKernel* kernel) {
+  return fusedrnn::CudaDevice::most_blocks(kernel);
+}

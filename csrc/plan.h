@@ -41,6 +41,13 @@ struct Tflops {
   double of_16_bits = 0, tf32 = 0, float32 = 0, float64 = 0;
 };
 
+namespace cuda {
+struct PersistentKernel;
+// How many blocks of a kernel its GPU runs at once; kRefused if it has refused to.
+using MostBlocks = int64_t (*)(const PersistentKernel*);
+constexpr int64_t kRefused = -1;
+}  // namespace cuda
+
 // What plans ask of a GPU.
 struct Gpu {
   const char* name;
@@ -48,6 +55,9 @@ struct Gpu {
   int multiprocessors;
   int64_t shared_bytes;  // that one block may have
   Tflops tflops{};       // see tflops_of()
+  // Its driver, if it is there to be asked.
+  int device = 0;
+  cuda::MostBlocks most_blocks = nullptr;
 };
 // By their data sheets (SXM where there are several; float64 of L40S and RTX 4090 by the Ada GPU
 // Architecture whitepaper), and the table of compute capabilities in the CUDA C++ Programming
@@ -78,9 +88,13 @@ inline Tflops tflops_of(const Gpu& gpu) {
   return {part * all.of_16_bits, part * all.tf32, part * all.float32, part * all.float64};
 }
 
-// That a GEMM may use on a GPU.  More serves one with few tiles to split its sum, which those over
-// a whole chunk do not need.
-inline constexpr int64_t kGemmWorkspaceBytes = 2 << 20;
+// What a backend's own memory in the workspace follows from.
+struct ScratchNeeds {
+  int64_t rows;            // of a chunk
+  int64_t summed_columns;  // at most, of the matrices of one call of column_sums()
+  // Of the weights whose gradients are wanted: rows of all of them, and numbers of the largest.
+  int64_t weight_rows, largest_weight;
+};
 
 // Divides one allocation into arrays.  With base == nullptr it only counts, so that the code that
 // carves the workspace is also the code that says how large it is.

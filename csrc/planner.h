@@ -25,9 +25,10 @@ struct Problem {
   int64_t chunks = 0;           // as many as forward has saved states, or 0
   std::string backend;          // of kBackends
   cuda::Exchange exchange{};
-  bool overlap = false;      // whether there may be a second stream
-  const Gpu* gpu = nullptr;  // null for the CPU
-  bool tf32 = false;         // whether products of float32 may be rounded to TF32, now
+  bool overlap = false;              // whether there may be a second stream
+  int64_t free_multiprocessors = 0;  // that persistent kernels leave to others
+  const Gpu* gpu = nullptr;          // null for the CPU
+  bool tf32 = false;                 // whether products of float32 may be rounded to TF32, now
   // Whether a GEMM can read a weight where it lies, in each direction.
   bool is_operand[kMaxProjections] = {true, true, true};
 
@@ -68,6 +69,7 @@ enum class Pass { Forward, Backward };
 struct Plan {
   bool is_persistent = false;
   cuda::PersistentPlan persistent;  // also of the way that is not gone
+  bool is_refused = false;          // by the driver of the GPU: it would be persistent
   bool overlaps = false;  // if there are several chunks, a second stream works beside the kernel
 };
 
@@ -107,8 +109,9 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
     return plan;
   }
   const auto make = pass == Pass::Forward ? cuda::plan_persistent : cuda::plan_persistent_backward;
-  plan.persistent = make(problem.cell, problem.sizes, std::max<int64_t>(problem.batch, 1), steps,
-                         element_bytes, problem.exchange, *problem.gpu, problem.tf32);
+  plan.persistent =
+      make(problem.cell, problem.sizes, std::max<int64_t>(problem.batch, 1), steps, element_bytes,
+           problem.exchange, *problem.gpu, problem.tf32, problem.free_multiprocessors);
   plan.is_persistent = problem.backend != "stepwise" && plan.persistent.is_possible() &&
                        (problem.backend == "persistent" ||
                         persistent_us(pass, plan.persistent) < step_us(pass, problem, {}));
@@ -120,8 +123,25 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
   return plan;
 }
 
-// Why forward is what it is, in a sentence.
-inline std::string reason(const Problem& problem, const LayerPlan& plan) {
+// Lets the driver of a GPU, if it is there, object to a persistent kernel.  What else runs on the
+// GPU, or the part of it that a process has, may leave no room for all blocks at once.
+template <class T>
+void heed_driver(Pass pass, const Gpu& gpu, Plan& plan) {
+  if (!plan.is_persistent || gpu.most_blocks == nullptr) return;
+  const auto kernel = cuda::kernel_of<T>(plan.persistent, pass == Pass::Backward, gpu.device);
+  const int64_t most = gpu.most_blocks(&kernel);
+  if (most >= plan.persistent.grid()) return;
+  const std::string all = "all " + std::to_string(plan.persistent.grid()) + " blocks";
+  plan.persistent.refuse(most == cuda::kRefused
+                             ? "The GPU's driver has refused to run " + all +
+                                   " of the kernel at once."
+                             : "The kernel needs " + all + " at once, and the GPU's driver runs " +
+                                   std::to_string(most) + ".");
+  plan.is_refused = true;
+  plan.is_persistent = plan.overlaps = false;
+}
+
+inline std::string reason_of_forward(const Problem& problem, const LayerPlan& plan) {
   const cuda::PersistentPlan& persistent = plan.forward.persistent;
   if (problem.backend == "stepwise") return "It was asked for.";
   if (!persistent.is_possible()) return persistent.why_not;
@@ -132,6 +152,14 @@ inline std::string reason(const Problem& problem, const LayerPlan& plan) {
                                     : "Launched kernels are faster than a persistent one with " +
                                           std::to_string(persistent.tiles) +
                                           " tiles of rows for each copy of the weights.";
+}
+
+// Why forward is what it is, in a sentence; and in another one, if the driver objects to it, why
+// backward is not.
+inline std::string reason(const Problem& problem, const LayerPlan& plan) {
+  const std::string forward = reason_of_forward(problem, plan);
+  if (plan.forward.is_refused || !plan.backward.is_refused) return forward;
+  return forward + " Backward is stepwise: " + plan.backward.persistent.why_not;
 }
 
 struct WorkspaceBytes {
@@ -291,7 +319,7 @@ class WorkspaceBound {
 // Their number tells their length, so that backward gets it from the states that forward saved:
 // what it would find by itself depends on strides, and on whether TF32 is allowed.
 template <class Memory>
-LayerPlan plan_layer(const Problem& problem) {
+LayerPlan plan_by_sizes(const Problem& problem) {
   using T = typename Memory::T;
   check_sizes(problem.cell, problem.sizes, problem.seq_len, problem.batch);
   const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
@@ -320,7 +348,7 @@ LayerPlan plan_layer(const Problem& problem) {
     Problem stepwise = problem;
     stepwise.backend = "stepwise";
     if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, least)(least) < needed) {
-      LayerPlan plan = plan_layer<Memory>(stepwise);
+      LayerPlan plan = plan_by_sizes<Memory>(stepwise);
       plan.lacks_room = true;
       return plan;
     }
@@ -345,6 +373,30 @@ LayerPlan plan_layer(const Problem& problem) {
     }
   }
   return plan_steps(problem, sizeof(T), steps_of((seq_len + longest - 1) / longest));
+}
+
+// The same, where the driver of the GPU has a say.  It changes the length of no chunk, but to stay
+// within workspace_bytes: a graph that was compiled before a kernel was refused has the number of
+// chunks in its shapes.  Nor of those that forward has saved states for.
+template <class Memory>
+LayerPlan plan_layer(const Problem& problem) {
+  using T = typename Memory::T;
+  LayerPlan plan = plan_by_sizes<Memory>(problem);
+  if (problem.gpu == nullptr) return plan;
+  heed_driver<T>(Pass::Forward, *problem.gpu, plan.forward);
+  heed_driver<T>(Pass::Backward, *problem.gpu, plan.backward);
+  const bool is_refused = plan.forward.is_refused || plan.backward.is_refused;
+  if (!is_refused || problem.workspace_bytes == 0 || problem.batch == 0 || problem.chunks > 0 ||
+      WorkspaceCount<Memory>(problem, true)(plan).most() <= problem.workspace_bytes) {
+    return plan;
+  }
+  Problem stepwise = problem;
+  stepwise.backend = "stepwise";
+  const LayerPlan shorter = plan_by_sizes<Memory>(stepwise);
+  plan.steps = shorter.steps;
+  plan.forward.is_persistent = plan.backward.is_persistent = false;
+  plan.forward.overlaps = plan.backward.overlaps = false;
+  return plan;
 }
 
 // Microseconds of backward over the whole sequence, by the model: the steps, and GEMMs over whole

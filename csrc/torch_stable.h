@@ -9,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "matrix.h"
 #include "scalar.h"
@@ -46,10 +47,13 @@ class BorrowedTensor {
         aoti_torch_create_tensor_from_blob(const_cast<Element*>(data), dims, sizes, strides, 0,
                                            dtype, device_type, device_index, &handle_));
   }
-  ~BorrowedTensor() { aoti_torch_delete_tensor_object(handle_); }
+  ~BorrowedTensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
   BorrowedTensor(const BorrowedTensor&) = delete;
   BorrowedTensor& operator=(const BorrowedTensor&) = delete;
   AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
 
  private:
   AtenTensorHandle handle_ = nullptr;
@@ -69,6 +73,20 @@ class Borrower {
   template <class To, class From>
   void copy(const Matrix<To>& out, const Matrix<const From>& from) const {
     copy(borrow(out), borrow(from));
+  }
+
+  // out (+)= a b, where a and b have one type and out that or a wider one.  Sums are of out's type,
+  // or of float for types of 16 bits.
+  template <class C, class T>
+  void multiply(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+                bool accumulate) const {
+    const auto wide = [&](const auto& m) {
+      return torch::stable::to(Tensor(borrow(m).release()), kScalarType<Acc<T>>);
+    };
+    const Tensor product = torch::stable::matmul(wide(a), wide(b));
+    Tensor result(borrow(out).release());
+    torch::stable::copy_(result,
+                         accumulate ? torch::stable::subtract(wide(out), product, -1) : product);
   }
 
   // Steps of a sequence, from begin on, to those of another, from first on: all rows that both

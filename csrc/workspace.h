@@ -47,14 +47,15 @@ struct Workspace {
     O* weight[kMaxProjections];
     A* bias[kMaxProjections];
     T* eps;
-    int64_t summed_columns;  // at most
-    char* scratch[2];        // the backend's own, of each stream
+    ScratchNeeds needs;
+    char* scratch[2];  // the backend's own, of each stream
 
-    Buffers(const Layer<T>& layer, int64_t summed, Arena& arena)
-        : weight{}, bias{}, eps{}, summed_columns(summed), scratch{} {
-      const int64_t rows = layer.chunk * layer.batch;
+    // needs: but for the rows.
+    Buffers(const Layer<T>& layer, const ScratchNeeds& needs, Arena& arena)
+        : weight{}, bias{}, eps{}, needs(needs), scratch{} {
+      const int64_t rows = this->needs.rows = layer.chunk * layer.batch;
       for (int i = 0; i < layer.buffers(); ++i) {
-        scratch[i] = arena.take<char>(Backend::scratch_bytes(rows, summed));
+        scratch[i] = arena.take<char>(Backend::scratch_bytes(this->needs));
       }
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
@@ -98,7 +99,7 @@ struct Workspace {
     A* side_of(int64_t chunk) const { return side[takes_turns ? chunk % 2 : 0]; }
 
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, 0, arena), x(take_input(layer, arena)), side{}, projection{}, operand{},
+        : Buffers(layer, {}, arena), x(take_input(layer, arena)), side{}, projection{}, operand{},
           h{}, carry{}, h_after{}, exchange{}, output{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) {
         side[i] = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
@@ -167,7 +168,7 @@ struct Workspace {
     const Rebuilt& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, summed(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
+        : Buffers(layer, scratch_needs(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
           grad_output{}, exchange{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Rebuilt(layer, gradients, arena);
       for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
@@ -183,12 +184,16 @@ struct Workspace {
     }
 
    private:
-    static int64_t summed(const Layer<T>& layer, const Gradients<T>& gradients) {
-      int64_t columns = 0;
+    static ScratchNeeds scratch_needs(const Layer<T>& layer, const Gradients<T>& gradients) {
+      ScratchNeeds needs{};
       for (int p = 0; p < layer.cell.num_projections; ++p) {
-        if (gradients.bias[p] != nullptr) columns += layer.weight[p].rows;
+        const Matrix<const T>& w = layer.weight[p];
+        if (gradients.bias[p] != nullptr) needs.summed_columns += w.rows;
+        if (gradients.weight[p] == nullptr) continue;
+        needs.weight_rows += w.rows;
+        needs.largest_weight = std::max(needs.largest_weight, w.rows * w.columns);
       }
-      return columns;
+      return needs;
     }
   };
 };

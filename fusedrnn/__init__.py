@@ -3,7 +3,7 @@
 from importlib.metadata import version as _version
 
 from . import functional, reference
-from ._library import set_chunk_replay
+from ._library import set_chunk_replay, set_free_multiprocessors
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
@@ -26,6 +26,7 @@ __all__ = [
     "plan",
     "reference",
     "set_chunk_replay",
+    "set_free_multiprocessors",
     "stochastic_gru",
     "to_torch",
 ]

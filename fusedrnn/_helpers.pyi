@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Gpu = tuple[str, int, int, int]
+Gpu = tuple[str, int, int, int, int, int]
 
 CELLS: tuple[str, ...]
 BACKENDS: tuple[str, ...]
@@ -44,6 +44,7 @@ def plan(
     backend: str,
     by_flags: bool,
     overlap: bool,
+    free_multiprocessors: int,
     gpu: Gpu | None,
     tf32: bool,
     strides: Sequence[Sequence[int]] = ...,

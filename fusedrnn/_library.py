@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 
 def _compiled(name: str) -> Path:
@@ -67,8 +67,53 @@ def set_chunk_replay(enabled: bool) -> None:
     replay_chunks = enabled
 
 
+_free_multiprocessors: int | None = None
+# As many as NCCL's kernels take on one machine, about.
+_FREE_FOR_OTHERS = 16
+
+
+def set_free_multiprocessors(count: int | None) -> None:
+    """How many multiprocessors of a GPU persistent kernels leave to other kernels.
+
+    The blocks of a persistent kernel fill their multiprocessors until it ends, and it begins when
+    all of them have room. What runs beside it has the others: without any, the collectives of
+    DistributedDataParallel and FSDP would wait for each chunk of steps, and each chunk for them.
+    But fewer blocks may also mean that each has more rows, and more time, so that it is 0 where
+    nothing is known to run beside. At least one copy of the weights is always there.
+
+    Args:
+        count: Multiprocessors, or None, which is the default: 16 in a process that
+            ``torch.distributed`` has joined with others, else 0.
+
+    Raises:
+        TypeError: ``count`` is neither an int nor None.
+        ValueError: ``count`` is below 0.
+    """
+    if count is not None:
+        if not isinstance(count, int) or isinstance(count, bool):
+            name = type(count).__name__
+            raise TypeError(f"fusedrnn: count must be an int or None, got {name}")
+        if count < 0:
+            raise ValueError(f"fusedrnn: count must be 0 or more, got {count}")
+    global _free_multiprocessors
+    _free_multiprocessors = count
+
+
+def multiprocessors_left() -> int:
+    """To other kernels, by persistent ones, as of now."""
+    if _free_multiprocessors is not None:
+        return _free_multiprocessors
+    is_joined = distributed.is_available() and distributed.is_initialized()
+    return _FREE_FOR_OTHERS if is_joined and distributed.get_world_size() > 1 else 0
+
+
+# Address of what asks a GPU's driver how many blocks of a kernel it runs at once; 0 without CUDA.
+_most_blocks = 0
+
+
 def _load_cuda() -> str | None:
     """Loads the operators on CUDA; says why there are none."""
+    global _most_blocks
     library = _compiled("_cuda")
     if not library.exists():
         return (
@@ -81,6 +126,8 @@ def _load_cuda() -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:  # a CUDA of another major version
         return f"the CUDA kernels cannot be loaded under CUDA {torch.version.cuda}: {error}"
+    ask = ctypes.CDLL(str(library)).fusedrnn_most_blocks
+    _most_blocks = ctypes.cast(ask, ctypes.c_void_p).value or 0
     return None
 
 
@@ -96,10 +143,12 @@ def gpu_facts(device: torch.device) -> _helpers.Gpu | None:
     if device.type != "cuda":
         return None
     if not torch.cuda.is_available():  # a tracer may speak of one
-        return "", 0, 0, 0
+        return "", 0, 0, 0, 0, 0
     facts = torch.cuda.get_device_properties(device)
+    capability = 10 * facts.major + facts.minor
     shared_bytes = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return facts.name, 10 * facts.major + facts.minor, facts.multi_processor_count, shared_bytes
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return facts.name, capability, facts.multi_processor_count, shared_bytes, index, _most_blocks
 
 
 def plan_layer(gpu: _helpers.Gpu | None, **problem: Any) -> dict[str, Any]:
@@ -125,7 +174,11 @@ def check_plan(input: Tensor, weights: Sequence[Tensor], *, backend: str, **prob
     Raises:
         RuntimeError: ``workspace_bytes`` are too few, or the backend is not possible.
     """
-    switches = {"by_flags": exchange_by_flags, "overlap": overlap_chunks}
+    switches = {
+        "by_flags": exchange_by_flags,
+        "overlap": overlap_chunks,
+        "free_multiprocessors": multiprocessors_left(),
+    }
     made = plan_layer(
         gpu_facts(input.device),
         backend=backend,
@@ -254,6 +307,11 @@ def run_layer(
     return output, h_n, c_n
 
 
+def _switches() -> tuple[Any, ...]:
+    """The operators' last arguments, which are no module's business."""
+    return replay_chunks, exchange_by_flags, overlap_chunks, multiprocessors_left()
+
+
 def _call(operator: Any, *arguments: Any) -> Any:
     """Calls an operator; torch's stable ABI lets only RuntimeErrors through, which this amends."""
     if torch.compiler.is_compiling():
@@ -298,8 +356,8 @@ class _Layer(torch.autograd.Function):
         tensors = (input, hx, cx, list(weights), lengths, batch_sizes, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
-        switches = (replay_chunks, exchange_by_flags, overlap_chunks)
-        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options, *switches)
+        options = (*options, *_switches())
+        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -334,7 +392,7 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (*ctx.options, needs, replay_chunks, exchange_by_flags, overlap_chunks)
+        options = (*ctx.options, needs, *_switches())
         with torch.no_grad():
             grads = _call(
                 _ops.backward,
@@ -427,6 +485,7 @@ def _(  # type: ignore[no-untyped-def]
     replay,
     by_flags,
     overlap,
+    free_multiprocessors=0,
 ):
     _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
     seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
@@ -452,6 +511,7 @@ def _(  # type: ignore[no-untyped-def]
             backend=BACKENDS[backend],
             by_flags=by_flags,
             overlap=overlap,
+            free_multiprocessors=free_multiprocessors,
             **_of_tensors(input, weights),
         )
         states = -(-seq_len // made["chunk_steps"])
@@ -497,6 +557,7 @@ def _(  # type: ignore[no-untyped-def]
     replay,
     by_flags,
     overlap,
+    free_multiprocessors=0,
 ):
     tensors = [hx, cx, output, kept, states, *weights, reset, eps, seed, mask_seed]
     tensors += [grad_output, grad_h_n, grad_c_n]

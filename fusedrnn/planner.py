@@ -152,6 +152,7 @@ def plan(
         backend=module.backend,
         by_flags=_library.exchange_by_flags,
         overlap=_library.overlap_chunks,
+        free_multiprocessors=_library.multiprocessors_left(),
     )
     if module.backend == "persistent" != made["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")

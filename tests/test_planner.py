@@ -33,7 +33,7 @@ def test_the_gpus_are_those_of_the_documentation():
 @pytest.mark.parametrize(("batch", "size"), [(16, 256), (64, 256), (64, 512), (32, 1024), (1, 1)])
 def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
     made = plan(cell, batch, size, gpu)
-    name, capability, multiprocessors, shared_bytes = _helpers.known_gpus()[gpu]
+    name, capability, multiprocessors, shared_bytes, *_ = _helpers.known_gpus()[gpu]
     assert name == gpu
     assert made.backend == "persistent" and "fit into the registers" in made.reason
     assert 0 < made.grid <= multiprocessors and made.threads == 256
@@ -143,7 +143,7 @@ def test_the_model_of_other_gpus():
     sizes = dict(input_size=512, hidden_size=512, latent_size=0, output_size=512, bias=True)
     call = dict(cell="gru", noise=False, seq_len=1024, batch=64, dtype="float32", tf32=True)
     rest = dict(workspace_bytes=0, backend="stepwise", by_flags=False, chunk_size=32)
-    rest["overlap"] = False
+    rest |= {"overlap": False, "free_multiprocessors": 0}
 
     def us(*gpu):
         made = _helpers.plan(gpu=gpu, **sizes, **call, **rest)
@@ -152,9 +152,9 @@ def test_the_model_of_other_gpus():
     known = _helpers.known_gpus()
     assert us("NVIDIA H100 80GB HBM3", *known["H100"][1:]) == us(*known["H100"])
     assert us("NVIDIA GeForce RTX 4090", *known["RTX 4090"][1:]) == us(*known["RTX 4090"])
-    assert us("NVIDIA L4", 89, 58, 99 << 10) > us(*known["L40S"])
-    assert us("another", 89, 142, 99 << 10) == us(*known["L40S"])
-    assert us("another", 75, 72, 64 << 10) == 0  # not known
+    assert us("NVIDIA L4", 89, 58, 99 << 10, 0, 0) > us(*known["L40S"])
+    assert us("another", 89, 142, 99 << 10, 0, 0) == us(*known["L40S"])
+    assert us("another", 75, 72, 64 << 10, 0, 0) == 0  # not known
     assert plan("gru", 64, 512, "cpu").modelled_backward_us_with_recompute == 0
 
 

@@ -28,7 +28,7 @@ def name_of(case):
 
 
 def gpu_of(device, multiprocessors=0):
-    return None if device == "cpu" else ("emulated", 90, multiprocessors, 227 << 10)
+    return None if device == "cpu" else ("emulated", 90, multiprocessors, 227 << 10, 0, 0)
 
 
 def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=()):
@@ -50,6 +50,7 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
         backend=backend,
         by_flags=False,
         overlap=_library.overlap_chunks,
+        free_multiprocessors=0,
         strides=strides,
     )
 

@@ -1,5 +1,6 @@
 // What the CPU backend asks of the workspace: types and sizes.
 #pragma once
+#include "../plan.h"
 #include "../scalar.h"
 
 namespace fusedrnn::cpu {
@@ -13,7 +14,7 @@ struct Memory {
   static constexpr bool kReplays = false, kGemmRounds = false;
   static constexpr bool kPersistent = false, kPersistentBackward = false;
 
-  static int64_t scratch_bytes(int64_t /*rows*/, int64_t /*columns*/) { return 0; }
+  static int64_t scratch_bytes(const ScratchNeeds& /*needs*/) { return 0; }
 };
 
 }  // namespace fusedrnn::cpu

@@ -8,15 +8,36 @@
 namespace fusedrnn::cuda {
 
 template <class Args>
-cudaError_t launch_at_once(void (*kernel)(Args), const PersistentPlan& plan, const Args& args,
-                           cudaStream_t stream) {
-  if (plan.shared_bytes > (48 << 10)) {
-    // What is above, a kernel has to be allowed: once and for all, not for this launch, since other
-    // threads may launch it too.
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(plan.shared_limit));
-    if (error != cudaSuccess) return error;
+using Kernel = void (*)(Args);
+
+// Whether an error of a launch says that such a grid is not run here, and nothing else.  What has
+// gone wrong on the GPU before may come to light by a launch as well.
+inline bool is_refusal(cudaError_t error) {
+  switch (error) {
+    case cudaErrorCooperativeLaunchTooLarge:
+    case cudaErrorLaunchOutOfResources:
+    case cudaErrorInvalidConfiguration:
+    case cudaErrorInvalidValue:
+    case cudaErrorNotSupported:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorNoKernelImageForDevice: return true;
+    default: return false;
   }
+}
+
+// More shared memory than this a kernel has to be allowed: once and for all, not for one launch,
+// since other threads may launch it too.
+inline cudaError_t allow_shared_memory(const void* kernel, int64_t bytes, int64_t limit) {
+  if (bytes <= (48 << 10)) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(limit));
+}
+
+template <class Args>
+cudaError_t launch_at_once(Kernel<Args> kernel, const PersistentPlan& plan, const Args& args,
+                           cudaStream_t stream) {
+  const auto* address = reinterpret_cast<const void*>(kernel);
+  const cudaError_t error = allow_shared_memory(address, plan.shared_bytes, plan.shared_limit);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
@@ -30,18 +51,40 @@ cudaError_t launch_at_once(void (*kernel)(Args), const PersistentPlan& plan, con
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// launch(stages): that of the kernel for a list of stages, with args as they are by then.
-template <class Args, class F>
-Launch launch_prepared(const char* name, const PersistentPlan& plan, void* workspace, Args& args,
-                       cudaStream_t stream, const F& launch) {
+template <class Args>
+Launch launch_prepared(const char* name, Kernel<Args> kernel, const PersistentPlan& plan,
+                       void* workspace, Args& args, cudaStream_t stream) {
+  if (kernel == nullptr) return {name, cudaErrorInvalidDeviceFunction, /*is_refused=*/true};
   cudaError_t error = cudaSuccess;
   prepare(plan, workspace, args, [&](void* memory, int byte, size_t count) {
     if (error == cudaSuccess) error = cudaMemsetAsync(memory, byte, count, stream);
   });
   if (error != cudaSuccess) return {name, error};
-  error = cudaErrorInvalidValue;
-  dispatch_stages(plan, [&](auto stages) { error = launch(stages); });
-  return {name, error};
+  error = launch_at_once(kernel, plan, args, stream);
+  return {name, error, is_refusal(error)};
+}
+
+// How many blocks of it a kernel's GPU, which is the current one, runs at once.
+template <class Args>
+int64_t count_blocks(Kernel<Args> found, const PersistentKernel& kernel) {
+  const auto* address = reinterpret_cast<const void*>(found);
+  int is_possible = 0, multiprocessors = 0, of_each = 0;
+  cudaError_t error = address == nullptr ? cudaErrorInvalidDeviceFunction : cudaSuccess;
+  const auto then = [&](const auto& ask) {
+    if (error == cudaSuccess) error = ask();
+  };
+  const auto attribute = [&](int* value, cudaDeviceAttr which) {
+    then([=] { return cudaDeviceGetAttribute(value, which, kernel.device); });
+  };
+  attribute(&is_possible, cudaDevAttrCooperativeLaunch);
+  attribute(&multiprocessors, cudaDevAttrMultiProcessorCount);
+  then([&] { return allow_shared_memory(address, kernel.shared_bytes, kernel.shared_limit); });
+  then([&] {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, address, kPersistentThreads,
+                                                         size_t(kernel.shared_bytes));
+  });
+  if (error != cudaSuccess) (void)cudaGetLastError();  // or torch's next kernel tells of it
+  return error != cudaSuccess || is_possible == 0 ? 0 : int64_t(multiprocessors) * of_each;
 }
 
 }  // namespace fusedrnn::cuda

@@ -1,16 +1,18 @@
 // Matrix products by cuBLASLt.  Which of its algorithms serves a shape best is asked once per
-// process and shape; a call then takes the library's handle, workspace and stream as arguments, so
-// that it can be recorded into a graph and gives the same bits there.
+// process, for all numbers of rows that are about the same, since sequences come in any length; a
+// call then takes the library's handle, workspace and stream as arguments, so that it can be
+// recorded into a graph and gives the same bits there.
 #pragma once
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "../matrix.h"
 #include "../plan.h"
@@ -49,99 +51,41 @@ struct Operand {
   auto key() const { return std::tuple(rows, columns, leading, transposed, alignment_bytes()); }
 };
 
-// Everything that one shape needs but its addresses.
-struct GemmPlan {
-  cublasLtMatmulDesc_t multiply = nullptr;
-  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
-  cublasLtMatmulAlgo_t algorithm{};
-};
+// Rows that one algorithm serves: up to an eighth more.
+inline int64_t rows_alike(int64_t rows) {
+  int64_t step = 1;
+  while (16 * step <= rows) step *= 2;
+  return (rows + step - 1) / step * step;
+}
 
-class Gemms {
+// A product's description, to be asked about and computed with.
+class GemmPlan {
  public:
-  // tf32: whether products of floats may be rounded to TF32
-  Gemms(int device, bool tf32) : shared_(of_device(device)), tf32_(tf32) {}
-
-  // out (+)= a b for matrices that are operands, out's columns one after the other; O: of a and b,
-  // C: of out.
-  template <class O, class C>
-  cublasStatus_t operator()(const Matrix<C>& out, const Matrix<const O>& a,
-                            const Matrix<const O>& b, bool accumulate, void* workspace,
-                            cudaStream_t stream) {
-    // By columns it is out^T = b^T a^T.
-    const Operand left = Operand::transpose_of(b), right = Operand::transpose_of(a),
-                  result = Operand::transpose_of(out);
-    const GemmPlan* plan = nullptr;
-    const cublasStatus_t found = find<O, C>(left, right, result, &plan);
-    if (found != CUBLAS_STATUS_SUCCESS) return found;
-    const Acc<O> alpha = 1, beta = accumulate ? 1 : 0;
-    return cublasLtMatmul(shared_.handle, plan->multiply, &alpha, left.data, plan->a, right.data,
-                          plan->b, &beta, out.data, plan->out, out.data, plan->out,
-                          &plan->algorithm, workspace, kGemmWorkspaceBytes, stream);
-  }
-
- private:
-  using OperandKey = decltype(std::declval<Operand>().key());
-  using Key = std::tuple<int, int, bool, OperandKey, OperandKey, OperandKey>;
-
-  // One for each device, for as long as the process lives: nobody may use CUDA when it ends.
-  struct Shared {
-    cublasLtHandle_t handle = nullptr;
-    std::mutex mutex;
-    std::map<Key, GemmPlan> plans;
-  };
-  static Shared& of_device(int device) {
-    static std::mutex mutex;
-    static auto& all = *new std::map<int, Shared>;
-    const std::lock_guard lock(mutex);
-    return all[device];
-  }
-
-  template <class O, class C>
-  cublasStatus_t find(const Operand& a, const Operand& b, const Operand& out,
-                      const GemmPlan** plan) {
-    const Key key{kDataType<O>, kDataType<C>, tf32_, a.key(), b.key(), out.key()};
-    for (const auto& [known, its_plan] : recent_) {
-      if (known == key) {
-        *plan = its_plan;
-        return CUBLAS_STATUS_SUCCESS;
-      }
+  GemmPlan() = default;
+  ~GemmPlan() {
+    if (multiply_ != nullptr) cublasLtMatmulDescDestroy(multiply_);
+    for (cublasLtMatrixLayout_t m : {a_, b_, out_}) {
+      if (m != nullptr) cublasLtMatrixLayoutDestroy(m);
     }
-    const std::lock_guard lock(shared_.mutex);
-    auto at = shared_.plans.find(key);
-    if (at == shared_.plans.end()) {
-      if (shared_.handle == nullptr) {
-        const cublasStatus_t created = cublasLtCreate(&shared_.handle);
-        if (created != CUBLAS_STATUS_SUCCESS) return created;
-      }
-      GemmPlan made;
-      const cublasStatus_t status = make<O, C>(a, b, out, made);
-      if (status != CUBLAS_STATUS_SUCCESS) {
-        destroy(made);
-        return status;
-      }
-      at = shared_.plans.emplace(key, made).first;
-    }
-    recent_.emplace_back(key, &at->second);
-    *plan = &at->second;
-    return CUBLAS_STATUS_SUCCESS;
   }
+  GemmPlan(const GemmPlan&) = delete;
+  GemmPlan& operator=(const GemmPlan&) = delete;
 
   template <class O, class C>
-  cublasStatus_t make(const Operand& a, const Operand& b, const Operand& out,
-                      GemmPlan& plan) const {
+  cublasStatus_t describe(const Operand& a, const Operand& b, const Operand& out, bool tf32) {
     constexpr bool kIsDouble = std::is_same_v<O, double>;
-    const auto compute = kIsDouble                           ? CUBLAS_COMPUTE_64F
-                         : std::is_same_v<O, float> && tf32_ ? CUBLAS_COMPUTE_32F_FAST_TF32
-                                                             : CUBLAS_COMPUTE_32F;
+    const auto compute = kIsDouble                          ? CUBLAS_COMPUTE_64F
+                         : std::is_same_v<O, float> && tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                            : CUBLAS_COMPUTE_32F;
     cublasStatus_t status =
-        cublasLtMatmulDescCreate(&plan.multiply, compute, kIsDouble ? CUDA_R_64F : CUDA_R_32F);
+        cublasLtMatmulDescCreate(&multiply_, compute, kIsDouble ? CUDA_R_64F : CUDA_R_32F);
     const auto then = [&](auto call) {
       if (status == CUBLAS_STATUS_SUCCESS) status = call();
     };
     const auto transpose = [&](cublasLtMatmulDescAttributes_t which, bool transposed) {
       const cublasOperation_t operation = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
       then([&] {
-        return cublasLtMatmulDescSetAttribute(plan.multiply, which, &operation, sizeof operation);
+        return cublasLtMatmulDescSetAttribute(multiply_, which, &operation, sizeof operation);
       });
     };
     transpose(CUBLASLT_MATMUL_DESC_TRANSA, a.transposed);
@@ -152,18 +96,23 @@ class Gemms {
                                           m.leading);
       });
     };
-    layout(plan.a, kDataType<O>, a);
-    layout(plan.b, kDataType<O>, b);
-    layout(plan.out, kDataType<C>, out);
+    layout(a_, kDataType<O>, a);
+    layout(b_, kDataType<O>, b);
+    layout(out_, kDataType<C>, out);
+    return status;
+  }
 
+  // The algorithm for what has been described; empty if cuBLASLt has none.
+  cublasStatus_t choose(cublasLtHandle_t handle, const Operand& a, const Operand& b,
+                        const Operand& out, int64_t workspace_bytes,
+                        std::optional<cublasLtMatmulAlgo_t>& algorithm) const {
     cublasLtMatmulPreference_t preference = nullptr;
-    then([&] { return cublasLtMatmulPreferenceCreate(&preference); });
+    cublasStatus_t status = cublasLtMatmulPreferenceCreate(&preference);
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t which, auto value) {
-      then([&] {
-        return cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value);
-      });
+      if (status != CUBLAS_STATUS_SUCCESS) return;
+      status = cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value);
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(kGemmWorkspaceBytes));
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
     // A sum that is split is put together in float (double), whatever the type of the result.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -173,26 +122,151 @@ class Gemms {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out.alignment_bytes());
     cublasLtMatmulHeuristicResult_t best{};
     int found = 0;
-    then([&] {
-      return cublasLtMatmulAlgoGetHeuristic(shared_.handle, plan.multiply, plan.a, plan.b, plan.out,
-                                            plan.out, preference, 1, &best, &found);
-    });
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      status = cublasLtMatmulAlgoGetHeuristic(handle, multiply_, a_, b_, out_, out_, preference, 1,
+                                              &best, &found);
+      if (status == CUBLAS_STATUS_SUCCESS && found > 0) status = best.state;
+    }
     if (preference != nullptr) cublasLtMatmulPreferenceDestroy(preference);
-    then([&] { return found == 0 ? CUBLAS_STATUS_NOT_SUPPORTED : best.state; });
-    plan.algorithm = best.algo;
-    return status;
+    if (status == CUBLAS_STATUS_SUCCESS && found > 0) algorithm = best.algo;
+    return status == CUBLAS_STATUS_NOT_SUPPORTED ? CUBLAS_STATUS_SUCCESS : status;
   }
 
-  static void destroy(const GemmPlan& plan) {
-    if (plan.multiply != nullptr) cublasLtMatmulDescDestroy(plan.multiply);
-    for (cublasLtMatrixLayout_t m : {plan.a, plan.b, plan.out}) {
-      if (m != nullptr) cublasLtMatrixLayoutDestroy(m);
+  template <class S>
+  cublasStatus_t compute(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm,
+                         const void* a, const void* b, S beta, void* out, void* workspace,
+                         int64_t workspace_bytes, cudaStream_t stream) const {
+    const S alpha = 1;
+    return cublasLtMatmul(handle, multiply_, &alpha, a, a_, b, b_, &beta, out, out_, out, out_,
+                          &algorithm, workspace, size_t(workspace_bytes), stream);
+  }
+
+  // What cuBLASLt says of an algorithm that is none for this product.
+  static bool is_unsupported(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+  }
+
+ private:
+  cublasLtMatmulDesc_t multiply_ = nullptr;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
+};
+
+class Gemms {
+ public:
+  // tf32: whether products of floats may be rounded to TF32
+  Gemms(int device, bool tf32) : shared_(of_device(device)), tf32_(tf32) {}
+
+  // out (+)= a b for matrices that are operands, out's columns one after the other; O: of a and b,
+  // C: of out.  Not supported: cuBLASLt has no algorithm for it, and nothing has been done.
+  template <class O, class C>
+  cublasStatus_t operator()(const Matrix<C>& out, const Matrix<const O>& a,
+                            const Matrix<const O>& b, bool accumulate, void* workspace,
+                            int64_t workspace_bytes, cudaStream_t stream) {
+    // By columns it is out^T = b^T a^T.
+    const Operand left = Operand::transpose_of(b), right = Operand::transpose_of(a),
+                  result = Operand::transpose_of(out);
+    const Key key = key_of<O, C>(left, right, result, workspace_bytes);
+    Known* known = nullptr;
+    for (Known& of_call : recent_) {
+      if (of_call.key == key) known = &of_call;
     }
+    if (known == nullptr) {
+      known = &recent_.emplace_back(key);
+      cublasStatus_t status = known->plan.template describe<O, C>(left, right, result, tf32_);
+      if (status == CUBLAS_STATUS_SUCCESS) {
+        status = choose<O, C>(left, right, result, workspace_bytes, known->algorithm);
+      }
+      if (status != CUBLAS_STATUS_SUCCESS) {
+        recent_.pop_back();
+        return status;
+      }
+    }
+    const Acc<O> beta = accumulate ? 1 : 0;
+    const auto compute = [&] {
+      if (!known->algorithm) return CUBLAS_STATUS_NOT_SUPPORTED;
+      return known->plan.compute(shared_.handle, *known->algorithm, left.data, right.data, beta,
+                                 out.data, workspace, workspace_bytes, stream);
+    };
+    cublasStatus_t status = compute();
+    if (!GemmPlan::is_unsupported(status) || known->is_exact) return status;
+    // What serves about as many rows may not serve these.
+    known->is_exact = true;
+    known->algorithm.reset();
+    status =
+        known->plan.choose(shared_.handle, left, right, result, workspace_bytes, known->algorithm);
+    return status == CUBLAS_STATUS_SUCCESS ? compute() : status;
+  }
+
+ private:
+  using OperandKey = decltype(std::declval<Operand>().key());
+  using Key = std::tuple<int, int, bool, int64_t, OperandKey, OperandKey, OperandKey>;
+  using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
+
+  // One for each device, for as long as the process lives: nobody may use CUDA when it ends.
+  struct Shared {
+    cublasLtHandle_t handle = nullptr;
+    std::mutex mutex;
+    std::map<Key, Algorithm> algorithms;
+  };
+  static Shared& of_device(int device) {
+    static std::mutex mutex;
+    static auto& all = *new std::map<int, Shared>;
+    const std::lock_guard lock(mutex);
+    return all[device];
+  }
+
+  // A shape of this call.
+  struct Known {
+    explicit Known(const Key& key) : key(key) {}
+    Key key;
+    GemmPlan plan;
+    Algorithm algorithm;
+    bool is_exact = false;  // the algorithm has been asked for these very rows
+  };
+
+  template <class O, class C>
+  Key key_of(const Operand& a, const Operand& b, const Operand& out,
+             int64_t workspace_bytes) const {
+    return {kDataType<O>, kDataType<C>, tf32_, workspace_bytes, a.key(), b.key(), out.key()};
+  }
+
+  // For about as many rows of the sequence.  Each has its numbers one after the other; the product
+  // has a row for each, or where it is the gradient of a weight sums them up.
+  template <class O, class C>
+  cublasStatus_t choose(const Operand& left, const Operand& right, const Operand& result,
+                        int64_t workspace_bytes, Algorithm& algorithm) {
+    Operand a = left, b = right, out = result;
+    if (!(left.transposed && right.transposed)) {
+      const int64_t rows = rows_alike(right.columns);
+      (right.transposed ? a : out).columns = b.columns = rows;
+    }
+    const Key key = key_of<O, C>(a, b, out, workspace_bytes);
+    const std::lock_guard lock(shared_.mutex);
+    const auto at = shared_.algorithms.find(key);
+    if (at != shared_.algorithms.end()) {
+      algorithm = at->second;
+      return CUBLAS_STATUS_SUCCESS;
+    }
+    if (shared_.handle == nullptr) {
+      const cublasStatus_t created = cublasLtCreate(&shared_.handle);
+      if (created != CUBLAS_STATUS_SUCCESS) return created;
+    }
+    GemmPlan plan;
+    cublasStatus_t status = plan.describe<O, C>(a, b, out, tf32_);
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      status = plan.choose(shared_.handle, a, b, out, workspace_bytes, algorithm);
+    }
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    // Strides are the callers', and could be others for ever.
+    constexpr size_t kMost = 4096;
+    if (shared_.algorithms.size() == kMost) shared_.algorithms.clear();
+    shared_.algorithms.emplace(key, algorithm);
+    return status;
   }
 
   Shared& shared_;
   bool tf32_;
-  std::vector<std::pair<Key, const GemmPlan*>> recent_;  // those of this call
+  std::deque<Known> recent_;
 };
 
 }  // namespace fusedrnn::cuda

@@ -1,5 +1,6 @@
 // What the GPU backend asks of the workspace: types and sizes, without a GPU.
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "../plan.h"
@@ -22,18 +23,34 @@ struct Memory {
   struct Scratch {
     int64_t* shift;
     char* gemm_workspace;
+    int64_t gemm_workspace_bytes;
     A* partial_sums;
   };
-  // With room for column sums over `rows` rows of up to `summed_columns` columns.
-  static Scratch carve(Arena& arena, int64_t rows, int64_t summed_columns) {
-    const int64_t slabs = (rows + kSumRows - 1) / kSumRows;
-    return {arena.take<int64_t>(1), arena.take<char>(kGemmWorkspaceBytes),
-            arena.take<A>(slabs * summed_columns)};
+  static Scratch carve(Arena& arena, const ScratchNeeds& needs) {
+    const int64_t slabs = (needs.rows + kSumRows - 1) / kSumRows;
+    const int64_t gemm_bytes = gemm_workspace_bytes(needs);
+    return {arena.take<int64_t>(1), arena.take<char>(gemm_bytes), gemm_bytes,
+            arena.take<A>(slabs * needs.summed_columns)};
   }
-  static int64_t scratch_bytes(int64_t rows, int64_t summed_columns) {
+  static int64_t scratch_bytes(const ScratchNeeds& needs) {
     Arena arena;
-    carve(arena, rows, summed_columns);
+    carve(arena, needs);
     return arena.size_bytes();
+  }
+
+  // What a GEMM may use.  The gradient of a weight has few tiles and a long sum, over the rows of a
+  // chunk: to fill a GPU, cuBLASLt splits it and adds up what the parts give, which stands here.
+  // For parts of some hundred rows, up to what it asks for on its largest GPUs, but little beside
+  // the chunk itself.  A power of two, because algorithms are chosen for a size of it.
+  static int64_t gemm_workspace_bytes(const ScratchNeeds& needs) {
+    constexpr int64_t kLeast = 2 << 20, kMost = 32 << 20, kRowsOfPart = 256, kShare = 8;
+    const int64_t part = std::max<int64_t>(needs.largest_weight, 1) * int64_t(sizeof(A));
+    const int64_t parts = std::min(needs.rows / kRowsOfPart, kMost / part);
+    const int64_t chunk = times(times(needs.rows, needs.weight_rows), sizeof(A));
+    const int64_t wanted = std::min(parts * part, chunk / kShare);
+    int64_t bytes = kLeast;
+    while (2 * bytes <= wanted) bytes *= 2;
+    return bytes;
   }
 };
 

@@ -5,14 +5,21 @@ namespace fusedrnn::cuda {
 
 // In a source for each list.
 template <class T, class... Stages>
-cudaError_t launch_stages(StageList<Stages...>, const PersistentPlan& plan,
-                          const PersistentForward<T>& args, cudaStream_t stream);
+Kernel<PersistentForward<T>> forward_kernel(StageList<Stages...>, int depth);
+
+// Null if there is none.
+template <class T>
+Kernel<PersistentForward<T>> find_forward(const StageKind* stages, int num_stages, int depth) {
+  Kernel<PersistentForward<T>> kernel = nullptr;
+  dispatch_stages(stages, num_stages, [&](auto list) { kernel = forward_kernel<T>(list, depth); });
+  return kernel;
+}
 
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream) {
-  const auto launch = [&](auto stages) { return launch_stages<T>(stages, plan, args, stream); };
-  return launch_prepared("persistent_forward", plan, workspace, args, stream, launch);
+  const auto kernel = find_forward<T>(plan.stages, plan.num_stages, plan.depth);
+  return launch_prepared("persistent_forward", kernel, plan, workspace, args, stream);
 }
 
 template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<BFloat16>, void*,
@@ -21,5 +28,17 @@ template Launch launch_persistent_forward(const PersistentPlan&, PersistentForwa
                                           Stream);
 template Launch launch_persistent_forward(const PersistentPlan&, PersistentForward<float>, void*,
                                           Stream);
+
+int64_t count_forward_blocks(const PersistentKernel& kernel) {
+  const auto count = [&](auto find) {
+    return count_blocks(find(kernel.stages, kernel.num_stages, kernel.depth), kernel);
+  };
+  switch (kernel.type) {
+    case PersistentKernel::kBFloat16: return count(find_forward<BFloat16>);
+    case PersistentKernel::kHalf: return count(find_forward<Half>);
+    case PersistentKernel::kFloat: return count(find_forward<float>);
+    default: return 0;
+  }
+}
 
 }  // namespace fusedrnn::cuda

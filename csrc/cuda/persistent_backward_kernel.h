@@ -1,4 +1,4 @@
-// Kernel and launch of the adjoint chain for one list of stages, in every dtype: a source for each
+// The kernel of the adjoint chain for one list of stages, in every dtype: a source for each
 // list, as forward.
 #pragma once
 #include "cooperative.h"
@@ -14,20 +14,18 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 }
 
 template <class T, class... Stages>
-cudaError_t launch_backward_stages(StageList<Stages...>, const PersistentPlan& plan,
-                                   const PersistentBackward<T>& args, cudaStream_t stream) {
-  switch (plan.depth) {
-    case 1: return launch_at_once(run_persistent_backward<T, 1, Stages...>, plan, args, stream);
-    case 2: return launch_at_once(run_persistent_backward<T, 2, Stages...>, plan, args, stream);
-    case 4: return launch_at_once(run_persistent_backward<T, 4, Stages...>, plan, args, stream);
+Kernel<PersistentBackward<T>> backward_kernel(StageList<Stages...>, int depth) {
+  switch (depth) {
+    case 1: return run_persistent_backward<T, 1, Stages...>;
+    case 2: return run_persistent_backward<T, 2, Stages...>;
+    case 4: return run_persistent_backward<T, 4, Stages...>;
   }
-  return cudaErrorInvalidValue;
+  return nullptr;
 }
 
 #define FUSEDRNN_PERSISTENT_BACKWARD_STAGES(...)                                                  \
-  template cudaError_t launch_backward_stages(StageList<__VA_ARGS__>, const PersistentPlan&,      \
-                                              const PersistentBackward<BFloat16>&, cudaStream_t); \
-  template cudaError_t launch_backward_stages(StageList<__VA_ARGS__>, const PersistentPlan&,      \
-                                              const PersistentBackward<Half>&, cudaStream_t);
+  template Kernel<PersistentBackward<BFloat16>> backward_kernel<BFloat16>(StageList<__VA_ARGS__>, \
+                                                                          int);                   \
+  template Kernel<PersistentBackward<Half>> backward_kernel<Half>(StageList<__VA_ARGS__>, int);
 
 }  // namespace fusedrnn::cuda

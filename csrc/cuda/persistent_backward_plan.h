@@ -11,15 +11,15 @@ namespace fusedrnn::cuda {
 inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& sizes, int64_t batch,
                                                int64_t steps, int64_t element_bytes,
                                                Exchange exchange, const Gpu& device,
-                                               bool tf32 = false) {
+                                               bool tf32 = false, int64_t free = 0) {
   // What it sends forward and what it adds up does not decide whether forward can run.
   Gpu other = device;
   other.shared_bytes = INT64_MAX;
   PersistentPlan plan =
-      plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32);
+      plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32, free);
   if (!plan.is_possible()) return plan;
   if (element_bytes != 2) {
-    plan.why_not = "Backward has kernels for bfloat16 and float16 only.";
+    plan.refuse("Backward has kernels for bfloat16 and float16 only.");
     return plan;
   }
   plan.shared_limit = device.shared_bytes;
@@ -35,9 +35,9 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
   plan.shared_bytes = int64_t(sizeof(float)) *
                       (2 * kAdjointSumFloats + int64_t(plan.tiles) * kKeptArrays * kTileThreads);
   if (plan.shared_bytes > device.shared_bytes) {
-    plan.why_not = "A batch of " + std::to_string(batch) + " needs " +
-                   std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
-                   std::to_string(device.shared_bytes) + ".";
+    plan.refuse("A batch of " + std::to_string(batch) + " needs " +
+                std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
+                std::to_string(device.shared_bytes) + ".");
   }
   return plan;
 }

@@ -1,4 +1,4 @@
-// Kernel and launch for one list of stages, in every dtype: each list has a source of its own,
+// The kernel for one list of stages, in every dtype: each list has a source of its own,
 // since they take the compiler long.
 #pragma once
 #include "cooperative.h"
@@ -14,22 +14,19 @@ __global__ void __launch_bounds__(kPersistentThreads, 1)
 }
 
 template <class T, class... Stages>
-cudaError_t launch_stages(StageList<Stages...>, const PersistentPlan& plan,
-                          const PersistentForward<T>& args, cudaStream_t stream) {
-  switch (plan.depth) {
-    case 1: return launch_at_once(run_persistent<T, 1, Stages...>, plan, args, stream);
-    case 2: return launch_at_once(run_persistent<T, 2, Stages...>, plan, args, stream);
-    case 4: return launch_at_once(run_persistent<T, 4, Stages...>, plan, args, stream);
+Kernel<PersistentForward<T>> forward_kernel(StageList<Stages...>, int depth) {
+  switch (depth) {
+    case 1: return run_persistent<T, 1, Stages...>;
+    case 2: return run_persistent<T, 2, Stages...>;
+    case 4: return run_persistent<T, 4, Stages...>;
   }
-  return cudaErrorInvalidValue;
+  return nullptr;
 }
 
-#define FUSEDRNN_PERSISTENT_STAGES(...)                                                 \
-  template cudaError_t launch_stages(StageList<__VA_ARGS__>, const PersistentPlan&,     \
-                                     const PersistentForward<BFloat16>&, cudaStream_t); \
-  template cudaError_t launch_stages(StageList<__VA_ARGS__>, const PersistentPlan&,     \
-                                     const PersistentForward<Half>&, cudaStream_t);     \
-  template cudaError_t launch_stages(StageList<__VA_ARGS__>, const PersistentPlan&,     \
-                                     const PersistentForward<float>&, cudaStream_t);
+#define FUSEDRNN_PERSISTENT_STAGES(...)                                                         \
+  template Kernel<PersistentForward<BFloat16>> forward_kernel<BFloat16>(StageList<__VA_ARGS__>, \
+                                                                        int);                   \
+  template Kernel<PersistentForward<Half>> forward_kernel<Half>(StageList<__VA_ARGS__>, int);   \
+  template Kernel<PersistentForward<float>> forward_kernel<float>(StageList<__VA_ARGS__>, int);
 
 }  // namespace fusedrnn::cuda

@@ -9,13 +9,14 @@
 namespace fusedrnn::cuda {
 
 // element_bytes: of the tensors' dtype.  steps: of the longest chunk.  batch: at least 1.  tf32:
-// whether products of float32 may be rounded to TF32.
+// whether products of float32 may be rounded to TF32.  free: multiprocessors that are left to
+// others, if one copy of the weights lets it.
 inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int64_t batch,
                                       int64_t steps, int64_t element_bytes, Exchange exchange,
-                                      const Gpu& device, bool tf32 = false) {
+                                      const Gpu& device, bool tf32 = false, int64_t free = 0) {
   PersistentPlan plan;
   const auto refuse = [&](const std::string& why) {
-    plan.why_not = why;
+    plan.refuse(why);
     return plan;
   };
   if (element_bytes > 4) return refuse("The kernels are for bfloat16, float16 and float32.");
@@ -35,6 +36,9 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
     widest = std::max(widest, sizes[projection.to]);
     most_columns = std::max(most_columns, sizes[projection.from]);
   }
+  if (!dispatch_stages(plan, [](auto) {})) {
+    return refuse("There is no such kernel for the stages of this cell.");
+  }
   const int packet_numbers = int(16 / element_bytes), depth_columns = 4 * packet_numbers;
   const int64_t limit = kMostDepth * kWarps * depth_columns;
   if (std::max(widest, most_columns) > limit) {
@@ -48,7 +52,8 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
                   ".");
   }
   const int64_t all_tiles = (batch + kTileRows - 1) / kTileRows;
-  const int64_t most_groups = std::min<int64_t>(device.multiprocessors / plan.blocks, all_tiles);
+  const int64_t with_room = std::max<int64_t>((device.multiprocessors - free) / plan.blocks, 1);
+  const int64_t most_groups = std::min(with_room, all_tiles);
   plan.tiles = int((all_tiles + most_groups - 1) / most_groups);
   plan.groups = int((all_tiles + plan.tiles - 1) / plan.tiles);
   const int needed = warp_depth(int(most_columns), depth_columns);

@@ -59,6 +59,7 @@ struct PersistentPlan {
   int64_t count_bytes[kMostStages] = {};  // of its flags
 
   bool is_possible() const { return why_not.empty(); }
+  void refuse(const std::string& why) { why_not = why; }
   // Whether stage s sends through memory that is there anyway, not through the workspace.
   bool is_in_place(int s) const { return s < num_stages && sent_bytes[s] == 0; }
   int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
@@ -75,6 +76,32 @@ struct PersistentPlan {
     return bytes;
   }
 };
+
+// Names a persistent kernel on a GPU, and what a block of it takes.  Goes from library to library,
+// so it is made of plain numbers.
+struct PersistentKernel {
+  enum Type { kBFloat16, kHalf, kFloat };
+  int device;
+  bool is_backward;
+  Type type;
+  int depth, num_stages;
+  StageKind stages[kMostStages];
+  int64_t shared_bytes, shared_limit;
+};
+template <class T>
+constexpr PersistentKernel::Type kPersistentType = PersistentKernel::kFloat;
+template <>
+inline constexpr PersistentKernel::Type kPersistentType<BFloat16> = PersistentKernel::kBFloat16;
+template <>
+inline constexpr PersistentKernel::Type kPersistentType<Half> = PersistentKernel::kHalf;
+
+template <class T>
+PersistentKernel kernel_of(const PersistentPlan& plan, bool is_backward, int device) {
+  PersistentKernel kernel{device,          is_backward, kPersistentType<T>, plan.depth,
+                          plan.num_stages, {},          plan.shared_bytes,  plan.shared_limit};
+  std::copy_n(plan.stages, plan.num_stages, kernel.stages);
+  return kernel;
+}
 
 // Where a stage leaves for other blocks what it sends: slots, each with the rows of the batch.
 struct Slots {
@@ -131,11 +158,12 @@ void prepare(const PersistentPlan& plan, void* workspace, ExchangeArguments& arg
 template <class... Stages>
 struct StageList {};
 
-// Calls f(StageList<...>{}) for the stages of a plan; false if there is no kernel for them.
+// Calls f(StageList<...>{}) for stages that there are kernels for: the one list of these, which
+// plans ask too.  Else it is false.
 template <class F>
-bool dispatch_stages(const PersistentPlan& plan, const F& f) {
+bool dispatch_stages(const StageKind* stages, int num_stages, const F& f) {
   const auto is = [&](std::initializer_list<StageKind> kinds) {
-    return std::equal(kinds.begin(), kinds.end(), plan.stages, plan.stages + plan.num_stages);
+    return std::equal(kinds.begin(), kinds.end(), stages, stages + num_stages);
   };
   if (is({StageKind::Gru})) return f(StageList<Gru>{}), true;
   if (is({StageKind::Lstm})) return f(StageList<Lstm>{}), true;
@@ -144,11 +172,20 @@ bool dispatch_stages(const PersistentPlan& plan, const F& f) {
   if (is({StageKind::Linear, StageKind::Gru})) return f(StageList<Linear, Gru>{}), true;
   return false;
 }
+template <class F>
+bool dispatch_stages(const PersistentPlan& plan, const F& f) {
+  return dispatch_stages(plan.stages, plan.num_stages, f);
+}
 
 // Prepares and launches the kernel, both on the stream.  Never waits, and may be captured.  A GPU
-// that cannot run all blocks at once, because it is shared, gives an error.
+// that cannot run all blocks at once, because it is shared, refuses it.
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream);
+
+// How many blocks the GPU, which is the current one, runs at once; 0 if it says that it cannot
+// tell.
+int64_t count_forward_blocks(const PersistentKernel& kernel);
+int64_t count_backward_blocks(const PersistentKernel& kernel);
 
 }  // namespace fusedrnn::cuda

@@ -3,6 +3,7 @@
 // is done in an order that their waits allow, and a GEMM is three loops.
 // What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -14,6 +15,7 @@ int64_t seeded_bug = 0;
 }
 #define FUSEDRNN_SEEDED_BUG seeded_bug
 #include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/most_blocks.h"
 #include "../../csrc/cuda/persistent.h"
 #include "../../csrc/cuda/persistent_backward.h"
 #include "../../csrc/gpu_backend.h"
@@ -49,7 +51,14 @@ int64_t splits = 0;
 int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
 int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they meet
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
-Gpu gpu{"emulated", 90, 0, 227 << 10};
+int64_t blocks_at_once = 0;     // that the driver says it runs
+std::string refused_kernel;     // whatever it says
+bool error_is_pending = false;  // that torch's next kernel would tell of
+std::optional<cuda::BlockCounts> counts_of_blocks;
+int64_t most_blocks(const cuda::PersistentKernel* kernel) {
+  return counts_of_blocks->most(*kernel, [](const auto&) { return blocks_at_once; });
+}
+Gpu gpu{"emulated", 90, 0, 227 << 10, {}, 0, most_blocks};
 int64_t schedule = 0;  // of threads in these
 uint32_t patience = 0;
 int64_t forward_bug = 0, backward_bug = 0;
@@ -64,13 +73,17 @@ struct EmulatedDevice {
   explicit EmulatedDevice(bool replay) : replay_(replay) {}
 
   Borrower borrower() const { return Borrower(0, 0); }
+  int index() const { return 0; }
+  static void refuse(const cuda::PersistentKernel& kernel) { counts_of_blocks->refuse(kernel); }
+  static void forget_error() { error_is_pending = false; }
   cuda::Stream stream() { return &streams_[current_]; }
   bool may_record() const { return replay_; }
   static const char* message(int) { return "it was told to"; }
 
   template <class C, class T>
-  void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
-            bool accumulate, void*) {
+  bool gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+            bool accumulate, void* workspace, int64_t workspace_bytes) {
+    if (failing_kernel == "gemm") return false;
     FUSEDRNN_CHECK(a.is_operand() && b.is_operand() && a.columns == b.rows &&
                        out.column_stride == 1 && out.row_stride >= out.columns &&
                        out.rows == a.rows,
@@ -91,7 +104,12 @@ struct EmulatedDevice {
           at = narrow<C>(Acc<C>(sum));
         }
       }
+      // It may leave anything there.
+      for (int64_t at : {int64_t(0), workspace_bytes - 64}) {
+        memset(static_cast<char*>(workspace) + at, 0xff, 64);
+      }
     });
+    return true;
   }
   void zero(void* data, size_t size_bytes) {
     stream()->enqueue([=] { memset(data, 0, size_bytes); });
@@ -186,7 +204,11 @@ class EmulatedPlatform {
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
              int64_t bug, int64_t bug_backward, int64_t looks, bool allow_tf32, int64_t order,
-             int64_t no_wait) {
+             int64_t no_wait, int64_t blocks, std::string refused) {
+  counts_of_blocks.emplace();
+  blocks_at_once = blocks;
+  refused_kernel = refused;
+  error_is_pending = false;
   backwards = run_backwards;
   gpu.multiprocessors = int(multiprocessors);
   schedule = seed;
@@ -199,16 +221,21 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   streams_order = order;
   missing_wait = no_wait;
 }
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> counts() {
-  return {launches, replays, forwards, adjoints, splits};
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool> counts() {
+  return {launches, replays, forwards, adjoints, splits, error_is_pending};
 }
 
 }  // namespace
 
 namespace cuda {
+Launch failed(const char* kernel, bool is_refused = false) {
+  error_is_pending = true;
+  return {kernel, 1, is_refused};
+}
+
 template <class Body>
 Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream) {
-  if (kernel == failing_kernel) return {kernel, 1};
+  if (kernel == failing_kernel) return failed(kernel);
   ++launches;
   stream->enqueue([=] {
     for (int64_t i = 0; i < count; ++i) body(backwards ? count - 1 - i : i);
@@ -220,7 +247,8 @@ Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream
 template <class Args, class Kernel>
 Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& plan, Args args,
                          void* workspace, Stream stream, const Kernel& kernel) {
-  if (name == failing_kernel) return {name, 1};
+  if (name == failing_kernel) return failed(name);
+  if (name == refused_kernel) return failed(name, /*is_refused=*/true);
   ++launches;
   args.patience = patience;
   stream->enqueue([=]() mutable {
@@ -282,8 +310,9 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False, int "
-      "streams_order=0, int missing_wait=-1) -> ()");
-  m.def("counts() -> (int, int, int, int, int)");
+      "streams_order=0, int missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='') "
+      "-> ()");
+  m.def("counts() -> (int, int, int, int, int, bool)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {

@@ -1,0 +1,51 @@
+// What the driver says of persistent kernels: how many of their blocks a GPU runs at once, asked
+// once for each, and which of them it has refused to launch.
+#pragma once
+#include <array>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "../plan.h"
+#include "persistent_step.h"
+
+namespace fusedrnn::cuda {
+
+class BlockCounts {
+ public:
+  static BlockCounts& of_process() {
+    static auto& all = *new BlockCounts;  // for ever: torch may be gone before
+    return all;
+  }
+
+  // count(kernel): asks the driver.
+  template <class F>
+  int64_t most(const PersistentKernel& kernel, const F& count) {
+    const std::lock_guard lock(mutex_);
+    if (refused_.count(key(kernel, 0)) > 0) return kRefused;
+    const auto [at, is_new] = most_.emplace(key(kernel, kernel.shared_bytes), 0);
+    if (is_new) at->second = count(kernel);
+    return at->second;
+  }
+
+  // For the rest of the process: what else runs on a GPU, and which part of it this process has,
+  // seldom changes.
+  void refuse(const PersistentKernel& kernel) {
+    const std::lock_guard lock(mutex_);
+    refused_.insert(key(kernel, 0));
+  }
+
+ private:
+  using Key = std::array<int64_t, 6 + kMostStages>;
+  static Key key(const PersistentKernel& k, int64_t shared_bytes) {
+    Key key{k.device, k.is_backward, k.type, k.depth, k.num_stages, shared_bytes};
+    for (int s = 0; s < k.num_stages; ++s) key[size_t(6 + s)] = int64_t(k.stages[s]);
+    return key;
+  }
+
+  std::mutex mutex_;
+  std::map<Key, int64_t> most_;
+  std::set<Key> refused_;
+};
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,297 @@
+"""What a GPU does not run: `auto` goes another way, says so, and leaves no error behind.
+
+Here the emulation of the GPU backend refuses; on a GPU that has no room, its driver does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import MASKED, Case, relative_errors, truth
+from emulator import emulated_operators, use
+
+import fusedrnn
+from fusedrnn import _helpers, _library
+
+FORWARD, BACKWARD = "persistent_forward", "persistent_backward"
+BASE = Case("gru", 7, 9, 5, 17, 9, chunk_size=2, dtype=torch.bfloat16)
+CASES = [
+    BASE,
+    replace(BASE, cell="lstm", recompute=False, **MASKED),
+    replace(BASE, cell="lstm", proj_size=5, num_layers=2),
+    replace(BASE, cell="stochastic_gru", bidirectional=True),
+]
+COUNTS = ("launches", "replays", "forwards", "adjoints", "splits", "error_is_pending")
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """A call's results by an emulated GPU, whose options are given, and what it has counted."""
+    operators = emulated_operators()
+
+    def call(function, *arguments, multiprocessors=132, failing_kernel="", **options):
+        operators.control(False, failing_kernel, multiprocessors, tf32=True, **options)
+        with monkeypatch.context() as patch:
+            use(patch, operators)
+            try:
+                return function(*arguments)
+            finally:
+                call.counts = dict(zip(COUNTS, operators.counts(), strict=True))
+
+    yield call
+    operators.control(False, "")
+
+
+def results(case, **options):
+    return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
+
+
+def assert_same(these, those):
+    for name, tensor in these.items():
+        assert torch.equal(tensor, those[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(call, case):
+    expected = call(results, case, multiprocessors=0)
+    assert_same(call(lambda: results(case, backend="stepwise")), expected)
+    exact = truth(case.same_for_torch(), "cpu")
+    bounds = relative_errors(expected, exact)
+    for refused, other in ((FORWARD, "adjoints"), (BACKWARD, "forwards")):
+        ours = call(results, case, refused_kernel=refused)
+        assert call.counts["forwards" if refused == FORWARD else "adjoints"] == 1, "tried again"
+        assert call.counts[other] > 1
+        assert not call.counts["error_is_pending"]
+        for name, error in relative_errors(ours, exact).items():
+            assert error <= 2 * bounds[name] + 1e-4, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(call, case):
+    """Asked before, whatever number it gives; and there is no half of a group of blocks."""
+    expected = call(results, case, multiprocessors=0)
+    grid = 4  # two tiles of rows, and two blocks for 17 units
+    for blocks_at_once in (0, grid - 1):
+        ours = call(results, case, blocks_at_once=blocks_at_once)
+        assert call.counts["forwards"] == call.counts["adjoints"] == 0
+        assert_same(ours, expected)
+    call(results, case, blocks_at_once=grid)
+    assert call.counts["forwards"] > 0 and call.counts["adjoints"] > 0
+
+
+@pytest.mark.parametrize("refused", [{"refused_kernel": FORWARD}, {"blocks_at_once": 3}], ids=str)
+def test_what_was_asked_for_is_an_error_that_says_why(call, refused):
+    why = "refused to run all 4 blocks" if "refused_kernel" in refused else "and the .* runs 3"
+    with pytest.raises(RuntimeError, match=f"'persistent' is not possible here: .*{why}"):
+        call(lambda: results(BASE, backend="persistent"), **refused)
+    assert not call.counts["error_is_pending"]
+
+
+@pytest.mark.parametrize("kernel", [FORWARD, BACKWARD, "gru_forward", "gather"])
+def test_no_error_is_left_for_the_next_kernel_to_tell(call, kernel):
+    case = replace(BASE, reset=True)
+    multiprocessors = 132 if "persistent" in kernel else 0
+    with pytest.raises(RuntimeError, match=f"kernel {kernel} over .* failed to launch"):
+        call(results, case, failing_kernel=kernel, multiprocessors=multiprocessors)
+    assert not call.counts["error_is_pending"]
+
+
+@pytest.mark.parametrize("refused", [FORWARD, BACKWARD])
+def test_workspace_bytes_hold_after_a_refusal(call, refused):
+    """Of the same chunks where these fit, and of shorter ones where they do not."""
+    case = replace(BASE, cell="lstm", chunk_size=None, seq_len=12)
+    exact = truth(case.same_for_torch(), "cpu")
+    bounds = relative_errors(call(results, case, multiprocessors=0), exact)
+    for limit in (2_130_000, 2_150_000, 2_200_000):
+        options = {"workspace_bytes": limit, "chunk_size": None}
+        ours = call(lambda o=options: results(case, **o), refused_kernel=refused)
+        for name, error in relative_errors(ours, exact).items():
+            assert error <= 2 * bounds[name] + 1e-4, name
+
+
+def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
+    for case in (
+        *CASES,
+        replace(BASE, cell="stochastic_gru", noise="eps", dtype=torch.float32),
+        replace(BASE, cell="lstm", dtype=torch.float64, seq_len=21),
+    ):
+        exact = truth(case.same_for_torch(), "cpu")
+        bounds = relative_errors(call(results, case, multiprocessors=0), exact)
+        assert (call.counts["replays"] > 0) == (case.seq_len > 6 and not case.lengths)
+        errors = relative_errors(call(results, case, multiprocessors=0, failing_kernel="gemm"), exact)
+        assert call.counts["replays"] == 0, "torch takes memory, which no recording may"
+        eps = torch.finfo(case.dtype).eps
+        for name, error in errors.items():
+            assert error <= 2 * bounds[name] + eps, name
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+SIZES = {"input_size": 64, "hidden_size": 64, "latent_size": 32, "bias": True, "noise": True}
+CALL = {"seq_len": 64, "batch": 64, "dtype": "bfloat16", "chunk_size": 4, "tf32": False}
+REST = {"workspace_bytes": 0, "by_flags": False, "overlap": False, "free_multiprocessors": 0}
+
+
+def planned(answers, cell="gru", output_size=64, **options):
+    """By a driver that gives these answers for forward and backward."""
+    asked = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
+    def most_blocks(kernel):
+        device, is_backward = ctypes.cast(kernel, ctypes.POINTER(ctypes.c_int))[:2]
+        asked.append((device, bool(is_backward & 0xFF)))
+        return answers[is_backward & 0xFF]
+
+    address = ctypes.cast(most_blocks, ctypes.c_void_p).value
+    gpu = (*_helpers.known_gpus()["H100"][:4], 3, address)
+    options = {"backend": "auto"} | SIZES | CALL | REST | options
+    return _helpers.plan(cell=cell, output_size=output_size, gpu=gpu, **options), asked
+
+
+def test_a_plan_says_what_the_driver_objects_to():
+    free, asked = planned((132, 132))
+    assert (free["backend"], free["backward"], free["grid"]) == ("persistent", "persistent", 32)
+    assert asked == [(3, False), (3, True)]
+    refused, _ = planned((-1, 132))
+    assert (refused["backend"], refused["backward"]) == ("stepwise", "persistent")
+    assert refused["reason"] == (
+        "The GPU's driver has refused to run all 32 blocks of the kernel at once."
+    )
+    assert refused["grid"] == refused["shared_memory_bytes"] == 0
+    few, _ = planned((132, 31))
+    assert (few["backend"], few["backward"]) == ("persistent", "stepwise")
+    assert few["reason"] == (
+        "The weights fit into the registers of 4 multiprocessors. Backward is stepwise: The kernel "
+        "needs all 32 blocks at once, and the GPU's driver runs 31."
+    )
+    neither, _ = planned((0, 0))
+    assert (neither["backend"], neither["backward"]) == ("stepwise", "stepwise")
+    _, asked = planned((0, 0), backend="stepwise")
+    assert asked == []
+
+
+def test_chunks_are_as_long_whatever_the_driver_says():
+    """A graph compiled before has their number in its shapes."""
+    for cell in ("gru", "lstm", "stochastic_gru"):
+        both = [planned(a, cell, chunk_size=0, seq_len=999)[0] for a in ((132, 132), (-1, -1))]
+        assert both[0]["backend"] != both[1]["backend"]
+        assert both[0]["chunk_steps"] == both[1]["chunk_steps"]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_every_cell_has_kernels_or_a_reason(tmp_path):
+    source, program = Path(__file__).parent / "cpp" / "plans.cpp", tmp_path / "plans"
+    subprocess.run(["c++", "-std=c++17", "-O1", source, "-o", program], check=True)
+    run = subprocess.run([program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    assert "stochastic_lstm: There is no such kernel for the stages of this cell." in run.stdout
+
+
+# --- room for others -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free():
+    """Sets what is left free, for one test."""
+    yield fusedrnn.set_free_multiprocessors
+    fusedrnn.set_free_multiprocessors(None)
+
+
+def grid(batch, size, **options):
+    sizes = {"cell": "gru", "input_size": size, "hidden_size": size, **options}
+    made = fusedrnn.plan(sizes, (64, batch, size), torch.bfloat16, "H100")
+    assert made.backend == "persistent"
+    return made.grid
+
+
+def test_multiprocessors_are_left_free(free):
+    assert (grid(64, 256), grid(64, 512), grid(32, 1024)) == (128, 128, 128)
+    free(4)
+    assert grid(64, 256) == 128
+    free(16)
+    assert (grid(64, 256), grid(64, 512), grid(16, 256)) == (64, 96, 32)
+    assert grid(32, 1024) == 64
+    free(132)
+    assert grid(64, 256) == 16, "one copy of the weights is always there"
+    free(None)
+    assert grid(64, 256) == 128
+
+
+def test_where_others_have_joined_some_are_left_free(monkeypatch, free):
+    group = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
+    for name, value in group.items():
+        monkeypatch.setattr(torch.distributed, name, value)
+    assert _library.multiprocessors_left() == 16
+    assert grid(64, 256) == 64
+    free(0)
+    assert grid(64, 256) == 128
+    free(None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert grid(64, 256) == 128
+
+
+def test_calls_leave_them_free_too(call, free):
+    case = replace(BASE, seq_len=2, batch=20)
+    expected = call(results, case)
+    for count in (1, 128, 10**6):
+        free(count)
+        assert_same(call(results, case), expected)
+        assert call.counts["forwards"] > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [(-1, ValueError, "must be 0 or more, got -1"), (True, TypeError, "an int or None, got bool")],
+)
+def test_the_number_is_checked(count, error, message):
+    with pytest.raises(error, match=f"fusedrnn: count {message}|fusedrnn: count must be {message}"):
+        fusedrnn.set_free_multiprocessors(count)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+IN_A_PART_OF_THE_GPU = """
+import torch
+from torch.cuda.green_contexts import GreenContext
+import fusedrnn
+
+rnn = fusedrnn.LSTM(64, 256, device="cuda", dtype=torch.bfloat16)
+input = torch.randn(40, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+def train():
+    output, _ = rnn(input)
+    (gradient,) = torch.autograd.grad(output.float().square().sum(), input)
+    return output, gradient
+rnn.backend = "stepwise"
+expected = train()
+rnn.backend = "auto"
+part = GreenContext.create(num_sms=16)
+part.set_context()
+try:
+    got = train()
+    (input + 1).sum().item()  # would tell of an error that was left behind
+finally:
+    part.pop_context()
+plan = fusedrnn.plan(rnn, input.shape, device="cuda")
+print(plan.reason, plan.backward)
+assert plan.backend == plan.backward == "stepwise" and "blocks" in plan.reason
+assert all(torch.equal(a, b) for a, b in zip(got, expected))
+"""
+
+
+@pytest.mark.cuda
+def test_a_grid_that_is_refused_by_a_gpu():
+    """In a part of its multiprocessors, of which a count of all says nothing."""
+    pytest.importorskip("torch.cuda.green_contexts")
+    command = [sys.executable, "-c", IN_A_PART_OF_THE_GPU]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if "not supported" in done.stderr or "not available" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-2000:]
