@@ -29,7 +29,7 @@ class Plan:
     backward: str
     """The same of backward."""
     reason: str
-    """Why forward is that."""
+    """Why forward is that, and why backward is not where only that is refused by the GPU."""
     modelled_step_us: float
     """Microseconds that a step of the forward recurrence takes by the model of
     docs/performance.md, which has not been measured yet; 0 on the CPU."""
@@ -99,7 +99,8 @@ def plan(
             ``torch.backends.cuda.matmul.fp32_precision == "tf32"``, which is the same as the older
             ``allow_tf32``.
         device: "cpu", a CUDA device of this machine, or the name of a GPU: "A100", "H100", "H200",
-            "B200", "L40S", "RTX 4090".
+            "B200", "L40S", "RTX 4090". Of a GPU of this machine the driver is asked as well, which
+            may have no room for all blocks of a kernel at once.
         sample: As in the call of a StochasticGRU.
 
     Returns:

@@ -123,9 +123,10 @@ def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
         replace(BASE, cell="lstm", dtype=torch.float64, seq_len=21),
     ):
         exact = truth(case.same_for_torch(), "cpu")
-        bounds = relative_errors(call(results, case, multiprocessors=0), exact)
+        stepwise = {"multiprocessors": 0}
+        bounds = relative_errors(call(results, case, **stepwise), exact)
         assert (call.counts["replays"] > 0) == (case.seq_len > 6 and not case.lengths)
-        errors = relative_errors(call(results, case, multiprocessors=0, failing_kernel="gemm"), exact)
+        errors = relative_errors(call(results, case, failing_kernel="gemm", **stepwise), exact)
         assert call.counts["replays"] == 0, "torch takes memory, which no recording may"
         eps = torch.finfo(case.dtype).eps
         for name, error in errors.items():
