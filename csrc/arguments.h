@@ -184,12 +184,9 @@ class Arguments {
     if (has_lengths()) l.rows_at = rows_at_.data();
     l.dropout = call_.dropout;
     l.dropout_layer = call_.layer - (call_.reverse ? 1 : 0);
-    l.zoneout = {call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr,
-                 l.layer,
-                 batch(),
-                 l.first_step,
-                 call_.zoneout,
-                 has_state() ? call_.state_zoneout : 0};
+    l.zoneout =
+        Zoneout<Acc<T>>::of(call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr, l.layer,
+                            l.first_step, call_.zoneout, has_state() ? call_.state_zoneout : 0);
     return l;
   }
 

@@ -311,7 +311,7 @@ class Driver {
 
   // eps: of the chunk
   Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
-    return {from_row(eps, row), layer_.seed, layer_.batch, layer_.layer, layer_.first_step};
+    return {from_row(eps, row), layer_.seed, layer_.layer, layer_.first_step};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection

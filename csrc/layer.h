@@ -25,7 +25,7 @@ struct Layer {
   int64_t first_step;                       // where this is a part of a longer sequence
   double dropout;                           // of the input
   int64_t dropout_layer;                    // `layer` of the first direction: both have one input
-  Zoneout zoneout;                          // its seed is that of dropout too
+  Zoneout<Acc<T>> zoneout;                  // its seed is that of dropout too
   Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
   Mask mask;

@@ -23,12 +23,18 @@
 
 namespace fusedrnn {
 
-// Where a row of a sequence is, counted from its start.  32-bit division, since 64-bit division is
-// a function that a GPU calls; the operators take no more than 2^32 rows.
+// Where a row of a sequence is, counted from its start.  32 bits are enough, since the operators
+// take fewer than 2^32 rows.
 struct Place {
   uint32_t t, b;
-  FUSEDRNN_HD Place(int64_t row, int64_t batch)
-      : t(uint32_t(row) / uint32_t(batch)), b(uint32_t(row) - t * uint32_t(batch)) {}
+
+  // Of a row's number.  64-bit division is a function that a GPU calls.
+  FUSEDRNN_HD static Place of_row(int64_t row, int64_t batch) {
+    const uint32_t t = uint32_t(row) / uint32_t(batch);
+    return {t, uint32_t(row) - t * uint32_t(batch)};
+  }
+  // So many steps later; before the first step, t is larger than any.
+  FUSEDRNN_HD Place after(int steps) const { return {t + uint32_t(steps), b}; }
 };
 
 // Rows at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
@@ -38,14 +44,14 @@ struct Rows {
   int64_t stride;
   bool in_sequence;
 
-  FUSEDRNN_HD P* at(int64_t row, int64_t shift) const {
+  FUSEDRNN_HD P* at(int64_t row, int64_t shift = 0) const {
     return data + (in_sequence ? row + shift : row) * stride;
   }
 };
 
 // What rows of a batch do besides computing.  A row is finished from its length on: there it keeps
 // its state, and nothing else of it counts.  Where `reset` is set, its state is zero before the
-// step.  Rows are counted from the start of the sequence, t = row / batch.
+// step.
 struct Mask {
   const int64_t* lengths;  // [batch], or null: none is finished
   const bool* reset;       // [seq_len, batch], or null
@@ -53,22 +59,19 @@ struct Mask {
   int direction;  // 1, or -1 if time runs backwards
 
   FUSEDRNN_HD bool any() const { return lengths != nullptr || reset != nullptr; }
-  FUSEDRNN_HD bool is_active(int64_t row) const {
-    if (lengths == nullptr) return true;
-    const Place place(row, batch);
-    return place.t < lengths[place.b];
+  FUSEDRNN_HD bool is_active(Place at) const { return lengths == nullptr || at.t < lengths[at.b]; }
+  FUSEDRNN_HD bool is_reset(Place at) const {
+    return reset != nullptr && reset[at.t * uint32_t(batch) + at.b];
   }
-  FUSEDRNN_HD bool is_reset(int64_t row) const { return reset != nullptr && reset[row]; }
   // Of an active row: whether its state is zeroed before the step that it takes next.
-  FUSEDRNN_HD bool is_reset_next(int64_t row) const {
-    if (reset == nullptr) return false;
-    const int64_t next = row + direction * batch;
-    return next >= 0 && next < seq_len * batch && is_reset(next) && is_active(next);
+  FUSEDRNN_HD bool is_reset_next(Place at) const {
+    const Place next = at.after(direction);
+    return reset != nullptr && next.t < seq_len && is_reset(next) && is_active(next);
   }
   // Whether the row takes its first step, from the initial state.
-  FUSEDRNN_HD bool is_first(int64_t row) const {
-    const int64_t before = row - direction * batch;
-    return before < 0 || before >= seq_len * batch || (direction < 0 && !is_active(before));
+  FUSEDRNN_HD bool is_first(Place at) const {
+    const Place before = at.after(-direction);
+    return before.t >= seq_len || (direction < 0 && !is_active(before));
   }
 };
 
@@ -77,15 +80,13 @@ template <class T>
 struct Noise {
   Rows<const T> eps;    // null: drawn from the seed
   const int64_t* seed;  // one element, or null if eps is given
-  int64_t batch, layer;
+  int64_t layer;
   int64_t first_step;  // of the sequence, where it is a part of a longer one
 
-  // That of four units, 4 block and on.  row: counted from the start of the sequence.
+  // That of four units, 4 block and on.
   template <class A>
-  FUSEDRNN_HD void draw(int64_t row, uint32_t block, A (&normal)[4]) const {
-    const Place place(row, batch);
-    normal4(uint64_t(*seed), uint32_t(first_step) + place.t, place.b, block, uint32_t(layer),
-            normal);
+  FUSEDRNN_HD void draw(Place at, uint32_t block, A (&normal)[4]) const {
+    normal4(uint64_t(*seed), uint32_t(first_step) + at.t, at.b, block, uint32_t(layer), normal);
   }
 };
 
@@ -94,32 +95,39 @@ constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateS
 
 // Zoneout (Krueger et al. 2017): with some probability a unit keeps its h, and with another its
 // state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
+template <class A>
 struct Zoneout {
-  const int64_t* seed;
-  int64_t layer, batch, first_step;  // as those of Noise
-  double h, state;                   // probabilities
+  // A probability as kernels need it, prepared by the host, since many GPUs are slow in float64.
+  struct Chance {
+    A probability;
+    A rest;  // for the expectation: 1 - probability, exact also where that is near 1; or drawn: 0
+    uint64_t threshold;  // of 32 random bits, below which a unit keeps what it has
 
-  // What mix() makes the expectation with: 1 - probability, which a float has lost where that is
-  // near 1.  Where something is drawn, 0.
-  template <class A>
-  FUSEDRNN_HD A rest(double probability) const {
-    return seed == nullptr ? A(1 - probability) : A(0);
+    FUSEDRNN_HD bool is_possible() const { return probability > 0; }
+  };
+  const int64_t* seed;
+  int64_t layer, first_step;  // as those of Noise
+  Chance h, state;
+
+  static Zoneout of(const int64_t* seed, int64_t layer, int64_t first_step, double h,
+                    double state) {
+    const auto chance = [&](double probability) {
+      return Chance{A(probability), seed == nullptr ? A(1 - probability) : A(0),
+                    uint64_t(probability * 0x1p32)};
+    };
+    return {seed, layer, first_step, chance(h), chance(state)};
   }
 
-  // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.  row: counted
-  // from the start of the sequence.
-  template <class A>
-  FUSEDRNN_HD void kept(double probability, uint32_t stream, int64_t row, uint32_t block,
+  // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.
+  FUSEDRNN_HD void kept(const Chance& chance, uint32_t stream, Place at, uint32_t block,
                         A (&kept)[4]) const {
-    if (seed == nullptr || probability == 0) {
-      for (int j = 0; j < 4; ++j) kept[j] = A(probability);
+    if (seed == nullptr || !chance.is_possible()) {
+      for (int j = 0; j < 4; ++j) kept[j] = chance.probability;
       return;
     }
-    const Place place(row, batch);
-    uint32_t words[4] = {uint32_t(first_step) + place.t, place.b, block, uint32_t(layer) | stream};
+    uint32_t words[4] = {uint32_t(first_step) + at.t, at.b, block, uint32_t(layer) | stream};
     philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
-    const auto threshold = uint64_t(probability * 0x1p32);
-    for (int j = 0; j < 4; ++j) kept[j] = words[j] < threshold ? A(1) : A(0);
+    for (int j = 0; j < 4; ++j) kept[j] = words[j] < chance.threshold ? A(1) : A(0);
   }
 };
 
@@ -138,7 +146,7 @@ struct ForwardStep {
   Rows<const O> h;      // h_{t-1}, for a last stage that does not carry it
   Noise<T> noise;
   Mask mask;
-  Zoneout zoneout;
+  Zoneout<A> zoneout;
   // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
   // result rounded to T, whatever O is, so that backward can rebuild it from the output.
   O* operand;
@@ -161,7 +169,7 @@ struct BackwardStep {
   bool is_last;         // of the cell: dout is the adjoint of h
   const A* state;       // [rows, width], of the step before
   Mask mask;
-  Zoneout zoneout;
+  Zoneout<A> zoneout;
   A* dout;                    // [rows, width], adjoint from the step or stage behind
   Rows<const T> grad_output;  // added to dout
   O *dside, *dprojection;     // may be the memory of side and projection, or of factors
@@ -169,31 +177,37 @@ struct BackwardStep {
   T* deps;                    // [rows, width] in the sequence, or null
 };
 
-template <int kBlocks, class V, class A, class Unit>
-FUSEDRNN_HD void load_blocks(V* values, const A* plane, const A* bias, int64_t width, int64_t row,
-                             int64_t column, const Unit& unit) {
+template <class Step>
+FUSEDRNN_HD int64_t shift_of(const Step& step) {
+  return step.shift == nullptr ? 0 : *step.shift;
+}
+
+// row: its number, or something else that times a length is an offset
+template <int kBlocks, class V, class A, class Row, class Unit>
+FUSEDRNN_HD void load_blocks(V* values, const A* plane, const A* bias, int64_t width,
+                             const Row& row, int64_t column, const Unit& unit) {
+  const A* first = plane + row * (kBlocks * width) + column;
   for (int k = 0; k < kBlocks; ++k) {
-    values[k] = unit.load(plane + (row * kBlocks + k) * width + column);
+    values[k] = unit.load(first + k * width);
     if (bias != nullptr) values[k] = values[k] + unit.load(bias + k * width + column);
   }
 }
 
-template <int kBlocks, class V, class P, class Unit>
-FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, int64_t row, int64_t column,
-                              const Unit& unit) {
-  for (int k = 0; k < kBlocks; ++k) {
-    unit.store(plane + (row * kBlocks + k) * width + column, values[k]);
-  }
+template <int kBlocks, class V, class P, class Row, class Unit>
+FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, const Row& row,
+                              int64_t column, const Unit& unit) {
+  P* first = plane + row * (kBlocks * width) + column;
+  for (int k = 0; k < kBlocks; ++k) unit.store(first + k * width, values[k]);
 }
 
-// pre_row: where the row is in step.pre
-template <class Stage, class V, class Step, class Unit>
-FUSEDRNN_HD void load_pre(V* pre, const Step& step, int64_t row, int64_t pre_row, int64_t column,
+// shift: of the rows in step.pre
+template <class Stage, class V, class Step, class Row, class Unit>
+FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t shift, int64_t column,
                           const Unit& unit) {
   if (step.pre != nullptr) {
     using A = std::remove_reference_t<decltype(*step.pre)>;
-    const A* no_bias = nullptr;
-    return load_blocks<Stage::kPre>(pre, step.pre, no_bias, step.width, pre_row, column, unit);
+    const A *first = step.pre + shift * (Stage::kPre * step.width), *no_bias = nullptr;
+    return load_blocks<Stage::kPre>(pre, first, no_bias, step.width, row, column, unit);
   }
   V side[Stage::kSide > 0 ? Stage::kSide : 1], projection[Stage::kProjection];
   load_blocks<Stage::kProjection>(projection, step.projection, step.projection_bias, step.width,
@@ -263,28 +277,24 @@ struct UnitResult {
   V next, carry;  // go on to the next projection, still to be rounded, and to the next step
 };
 
-// row: as in arrays of the chunk
 template <class Stage, class T, class O, class V, class Unit>
-FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, int64_t row,
-                                           int64_t column, const Unit& unit, const V* pre,
+FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place at, int64_t column,
+                                           const Unit& unit, const V* pre,
                                            const UnitInput<V>& given, V* factors) {
-  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t from_start = step.first_row + row + shift;
-  using A = Acc<T>;
   const V input = given.input;
   V state{};
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
   if constexpr (Stage::kState) {
-    if (step.zoneout.state > 0) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      state = mix(kept, step.zoneout.template rest<A>(step.zoneout.state), input, state);
+    if (step.zoneout.state.is_possible()) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, at, column);
+      state = mix(kept, step.zoneout.state.rest, input, state);
     }
   }
   if constexpr (Stage::kResult) {
-    if (step.is_last && step.zoneout.h > 0) {
+    if (step.is_last && step.zoneout.h.is_possible()) {
       const V h = kCarriesResult<Stage> ? input : given.h;
-      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      out = mix(kept, step.zoneout.template rest<A>(step.zoneout.h), h, out);
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, at, column);
+      out = mix(kept, step.zoneout.h.rest, h, out);
     }
   }
 
@@ -299,29 +309,29 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, int64_
 }
 
 // To the arrays of the sequence.
-template <class Stage, class T, class O, class V, class Unit>
-FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, int64_t row, int64_t column,
-                               const Unit& unit, const V* pre, const V& out) {
-  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
-  if (step.output.data != nullptr) unit.store(step.output.at(row, shift) + column, out);
+template <class Stage, class T, class O, class V, class Row, class Unit>
+FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, int64_t shift,
+                               int64_t column, const Unit& unit, const V* pre, const V& out) {
+  if (step.output.data != nullptr) unit.store(step.output.at(int64_t(row), shift) + column, out);
   if (step.keep != nullptr) {
-    store_blocks<Stage::kPre>(pre, step.keep, step.width, row + shift, column, unit);
+    Acc<T>* first = step.keep + shift * (Stage::kPre * step.width);
+    store_blocks<Stage::kPre>(pre, first, step.width, row, column, unit);
   }
 }
 
+// row: as in arrays of the chunk.  at: in the sequence
 template <class Stage, class T, class O, class Unit>
-FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_t column,
+FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place at, int64_t column,
                               const Unit& unit) {
   using V = typename Unit::Value;
-  const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t at = row * width + column, from_start = step.first_row + row + shift;
-  if (!step.mask.is_active(from_start)) {
+  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  if (!step.mask.is_active(at)) {
     if constexpr (Stage::kCarry) {
       if (step.carry_out != nullptr)
-        unit.store(step.carry_out + at, unit.load(step.carry.at(row, 0) + column));
+        unit.store(step.carry_out + element, unit.load(step.carry.at(row) + column));
     }
     // h waits as well; of what feeds another stage, GEMMs over all rows of a chunk read it.
-    if (!step.is_last && step.operand != nullptr) unit.store(step.operand + at, V{});
+    if (!step.is_last && step.operand != nullptr) unit.store(step.operand + element, V{});
     if constexpr (Stage::kFactors) {
       if (step.factors != nullptr) {
         clear_blocks<Stage::kPre>(step.factors, width, row, column, unit);
@@ -331,25 +341,26 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, int64_
   }
   V pre[Stage::kPre], factors[Stage::kPre];
   UnitInput<V> given{};
-  load_pre<Stage>(pre, step, row, row + shift, column, unit);
-  if constexpr (Stage::kCarry) given.input = unit.load(step.carry.at(row, 0) + column);
+  load_pre<Stage>(pre, step, row, shift, column, unit);
+  if constexpr (Stage::kCarry) given.input = unit.load(step.carry.at(row) + column);
   if constexpr (Stage::kNoise) {
     given.input = step.noise.eps.data == nullptr
-                      ? unit.drawn(step.noise, from_start, column)
+                      ? unit.drawn(step.noise, at, column)
                       : unit.load(step.noise.eps.at(row, shift) + column);
   }
   if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
-    if (step.is_last && step.zoneout.h > 0) given.h = unit.load(step.h.at(row, 0) + column);
+    if (step.is_last && step.zoneout.h.is_possible()) {
+      given.h = unit.load(step.h.at(row) + column);
+    }
   }
-  if constexpr (Stage::kResult) given.is_reset_next = step.mask.is_reset_next(from_start);
+  if constexpr (Stage::kResult) given.is_reset_next = step.mask.is_reset_next(at);
 
-  const UnitResult<V> result =
-      forward_from_pre<Stage>(step, row, column, unit, pre, given, factors);
+  const UnitResult<V> result = forward_from_pre<Stage>(step, at, column, unit, pre, given, factors);
   if (step.operand != nullptr) {
-    unit.store(step.operand + at, unit.template round_to<T>(result.next));
+    unit.store(step.operand + element, unit.template round_to<T>(result.next));
   }
-  if (step.carry_out != nullptr) unit.store(step.carry_out + at, result.carry);
-  store_forward<Stage>(step, row, column, unit, pre, result.out);
+  if (step.carry_out != nullptr) unit.store(step.carry_out + element, result.carry);
+  store_forward<Stage>(step, row, shift, column, unit, pre, result.out);
   if constexpr (Stage::kFactors) {
     if (step.factors != nullptr) {
       store_blocks<Stage::kPre>(factors, step.factors, width, row, column, unit);
@@ -365,39 +376,36 @@ struct UnitAdjoints {
   V dh;      // of h_{t-1}, past the stage
 };
 
-// Linear in dout and dstate, the adjoints of the unit's results.  row: as in arrays of the chunk
+// Linear in dout and dstate, the adjoints of the unit's results.
 template <class Stage, class T, class O, class V, class Unit>
-FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, int64_t row,
+FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, Place at,
                                                      int64_t column, const Unit& unit, const V* pre,
                                                      const V& carry, V dout, V dstate) {
-  const int64_t shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t from_start = step.first_row + row + shift;
   V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
   V kept_h{}, kept_state{};
-  using A = Acc<T>;
-  const A rest_h = step.zoneout.template rest<A>(step.zoneout.h),
-          rest_state = step.zoneout.template rest<A>(step.zoneout.state);
+  const auto &h = step.zoneout.h, &state = step.zoneout.state;
+  const bool may_keep_h = step.is_last && h.is_possible();
   if constexpr (Stage::kResult) {
-    if (step.is_last && step.zoneout.h > 0) {
-      kept_h = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, from_start, column);
-      dh = mix(kept_h, rest_h, dout, V{});
-      dout = mix(kept_h, rest_h, V{}, dout);
+    if (may_keep_h) {
+      kept_h = unit.kept(step.zoneout, h, kZoneoutStream, at, column);
+      dh = mix(kept_h, h.rest, dout, V{});
+      dout = mix(kept_h, h.rest, V{}, dout);
     }
   }
   if constexpr (Stage::kState) {
-    if (step.zoneout.state > 0) {
-      kept_state = unit.kept(step.zoneout, step.zoneout.state, kStateStream, from_start, column);
-      dkept = mix(kept_state, rest_state, dstate, V{});
-      dstate = mix(kept_state, rest_state, V{}, dstate);
+    if (state.is_possible()) {
+      kept_state = unit.kept(step.zoneout, state, kStateStream, at, column);
+      dkept = mix(kept_state, state.rest, dstate, V{});
+      dstate = mix(kept_state, state.rest, V{}, dstate);
     }
   }
   UnitAdjoints<Stage, V> d;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
   if constexpr (Stage::kCarry) {
     // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
-    const bool keeps_states = !Stage::kState || (step.zoneout.state > 0 && rest_state == 0);
-    if (step.is_last && step.zoneout.h > 0 && rest_h == 0 && keeps_states) {
-      const V kept = Stage::kState ? mix(kept_h, rest_h, kept_state, V{}) : kept_h;
+    const bool keeps_states = !Stage::kState || (state.is_possible() && state.rest == 0);
+    if (may_keep_h && h.rest == 0 && keeps_states) {
+      const V kept = Stage::kState ? mix(kept_h, h.rest, kept_state, V{}) : kept_h;
       for (int k = 0; k < kSideAlone<Stage>; ++k) d.dside[k] = unless_one(kept, d.dside[k]);
       for (V& gradient : d.dprojection) gradient = unless_one(kept, gradient);
       d.dinput = unless_one(kept, d.dinput);
@@ -409,43 +417,45 @@ FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& s
 }
 
 // To the arrays that GEMMs read, dprojection unless it is null, and the gradient of eps.
-template <class Stage, class T, class O, class V, class Unit>
-FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, int64_t row, int64_t column,
-                                const Unit& unit, const UnitAdjoints<Stage, V>& d) {
-  const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
+template <class Stage, class T, class O, class V, class Row, class Unit>
+FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row, int64_t shift,
+                                int64_t column, const Unit& unit, const UnitAdjoints<Stage, V>& d) {
+  const int64_t width = step.width;
   if (step.dprojection != nullptr) {
     store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
   }
   store_blocks<kSideAlone<Stage>>(d.dside, step.dside, width, row, column, unit);
   if constexpr (Stage::kNoise) {
-    if (step.deps != nullptr) unit.store(step.deps + (row + shift) * width + column, d.dinput);
+    if (step.deps != nullptr) {
+      unit.store(step.deps + shift * width + row * width + column, d.dinput);
+    }
   }
 }
 
+// row, at: as of forward_unit
 template <class Stage, class T, class O, class Unit>
-FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int64_t column,
-                               const Unit& unit) {
+FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Place at,
+                               int64_t column, const Unit& unit) {
   using V = typename Unit::Value;
-  const int64_t width = step.width, shift = step.shift == nullptr ? 0 : *step.shift;
-  const int64_t at = row * width + column, from_start = step.first_row + row + shift;
-  if (!step.mask.is_active(from_start)) {  // its adjoints wait where they are
-    return store_backward<Stage>(step, row, column, unit, UnitAdjoints<Stage, V>{});
+  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  if (!step.mask.is_active(at)) {  // its adjoints wait where they are
+    return store_backward<Stage>(step, row, shift, column, unit, UnitAdjoints<Stage, V>{});
   }
   V pre[Stage::kPre], carry{}, dstate{};
   if constexpr (Stage::kLinear) {
     for (V& p : pre) p = V{};  // not there
   } else {
-    load_pre<Stage>(pre, step, row, Stage::kFactors ? row : row + shift, column, unit);
+    load_pre<Stage>(pre, step, row, Stage::kFactors ? 0 : shift, column, unit);
   }
-  V dout = unit.load(step.dout + at);
+  V dout = unit.load(step.dout + element);
   if constexpr (Stage::kState) {
-    carry = unit.load(step.state + at);
-    dstate = unit.load(step.dcarry + at);
+    carry = unit.load(step.state + element);
+    dstate = unit.load(step.dcarry + element);
   } else if constexpr (Stage::kCarry) {
     carry = unit.load(step.carry.at(row, shift) + column);
   }
   if constexpr (Stage::kResult) {
-    if (step.mask.is_reset_next(from_start)) {
+    if (step.mask.is_reset_next(at)) {
       dstate = V{};
       if (step.is_last) dout = V{};
     }
@@ -454,12 +464,12 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, int6
     dout = dout + unit.load(step.grad_output.at(row, shift) + column);
   }
 
-  const auto d = backward_from_pre<Stage>(step, row, column, unit, pre, carry, dout, dstate);
+  const auto d = backward_from_pre<Stage>(step, at, column, unit, pre, carry, dout, dstate);
   if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
-    if (step.is_last) unit.store(step.dout + at, d.dh);  // the GEMM adds the rest
+    if (step.is_last) unit.store(step.dout + element, d.dh);  // the GEMM adds the rest
   }
-  store_backward<Stage>(step, row, column, unit, d);
-  if constexpr (Stage::kCarry) unit.store(step.dcarry + at, d.dinput);
+  store_backward<Stage>(step, row, shift, column, unit, d);
+  if constexpr (Stage::kCarry) unit.store(step.dcarry + element, d.dinput);
 }
 
 // Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is
@@ -478,8 +488,8 @@ struct DropoutStep {
 // Four neighbours from `column` on.
 template <class O>
 FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
-  const Place place(step.first_row + row, step.batch);
-  uint32_t words[4] = {uint32_t(step.first_step) + place.t, place.b, uint32_t(column / 4),
+  const Place at = Place::of_row(step.first_row + row, step.batch);
+  uint32_t words[4] = {uint32_t(step.first_step) + at.t, at.b, uint32_t(column / 4),
                        uint32_t(step.layer) | kDropoutStream};
   philox4x32(words, uint32_t(uint64_t(*step.seed)), uint32_t(uint64_t(*step.seed) >> 32));
   O* x = step.x + row * step.width + column;
@@ -498,9 +508,9 @@ struct ClearStep {
 };
 
 template <class O, class Unit>
-FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, int64_t column,
+FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, Place at, int64_t column,
                             const Unit& unit) {
-  if (!step.mask.is_active(step.first_row + row)) {
+  if (!step.mask.is_active(at)) {
     unit.store(step.x + row * step.width + column, typename Unit::Value{});
   }
 }
@@ -541,17 +551,16 @@ struct GatherStep {
 };
 
 template <class T, class O, class Unit>
-FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, int64_t column,
+FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, Place at, int64_t column,
                              const Unit& unit) {
   using V = typename Unit::Value;
   const Mask& mask = step.mask;
-  const int64_t from_start = step.first_row + row;
   V h{};
-  if (mask.is_active(from_start)) {
-    if (mask.is_first(from_start)) {  // hx has been reset by whoever gave it
-      h = unit.load(step.hx + Place(from_start, mask.batch).b * step.width + column);
-    } else if (!mask.is_reset(from_start)) {
-      h = unit.load(step.before.at(row, 0) + column);
+  if (mask.is_active(at)) {
+    if (mask.is_first(at)) {  // hx has been reset by whoever gave it
+      h = unit.load(step.hx + at.b * step.width + column);
+    } else if (!mask.is_reset(at)) {
+      h = unit.load(step.before.at(row) + column);
     }
   }
   unit.store(step.h + row * step.width + column, h);

@@ -76,6 +76,18 @@ def global_accesses(ptx: str) -> dict[str, list[str]]:
     return {name: instruction.findall(text) for name, text in kernels(ptx).items()}
 
 
+def in_loops(ptx: str) -> list[str]:
+    """The instructions of a kernel that it may execute more than once."""
+    lines = re.sub(r"//[^\n]*", "", ptx).splitlines()
+    at = {line.rstrip(":"): i for i, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    repeated: set[int] = set()
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if jump and at[jump[1]] <= i:
+            repeated.update(range(at[jump[1]], i + 1))
+    return [lines[i] for i in sorted(repeated)]
+
+
 def width_bits(instruction: str) -> int:
     lanes = re.search(r"\.v(\d)", instruction)
     return int(instruction.rpartition(".")[2][1:]) * (int(lanes[1]) if lanes else 1)
@@ -174,6 +186,26 @@ def test_persistent_backward_uses_tensor_cores_and_few_fences(architecture: str)
         assert text.count("st.relaxed.gpu.global.v4") == gates, match[0]
 
 
+PHILOX = [0xCD9E8D57, 0xD2511F53]  # has 32 bits times these, which ptxas sees in 64
+
+
+@needs_nvcc
+@each_architecture
+def test_steps_of_persistent_kernels_compute_nothing_slow(architecture: str) -> None:
+    """No float64, no integer division, and 64-bit products only where strides are the user's."""
+    _, ptx = compiled(architecture)
+    persistent = {name: text for name, text in kernels(ptx).items() if "run_persistent" in name}
+    assert len(persistent) == 75
+    for name, text in persistent.items():
+        steps = in_loops(text)
+        assert sum("mma.sync" in line for line in steps) == text.count("mma.sync"), name
+        slow = re.compile(r"\.f64\b|\b(?:div|rem)\.[su]\d")
+        assert [line for line in steps if slow.search(line)] == [], name
+        products = [line for line in steps if re.search(r"\bm(?:ul|ad)\.lo\.[su]64", line)]
+        products = [p for p in products if not any(f", {factor};" in p for factor in PHILOX)]
+        assert len(products) <= 5, (name, products)
+
+
 WITH_A_SPILL = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z5cleanPdi' for 'sm_80'
@@ -198,6 +230,33 @@ def test_a_spill_is_seen() -> None:
     assert str(spills) == (
         "spills for sm_80: 1152 bytes of local memory, 720 bytes spilled and 800 bytes read back"
     )
+
+
+WITH_A_LOOP = """\
+	div.s32 	%r1, %r2, %r3;
+$L__BB0_1:
+	add.s32 	%r1, %r1, 1; // $L__BB0_1
+	@%p1 bra 	$L__BB0_2;
+	mul.lo.s32 	%r1, %r1, 3;
+$L__BB0_2:
+	setp.lt.s32 	%p2, %r1, %r2;
+	@%p2 bra 	$L__BB0_1;
+	bra.uni 	$L__BB0_3;
+$L__BB0_3:
+	ret;
+"""
+
+
+def test_what_is_in_a_loop_is_seen() -> None:
+    assert [line.split()[0] for line in in_loops(WITH_A_LOOP)] == [
+        "$L__BB0_1:",
+        "add.s32",
+        "@%p1",
+        "mul.lo.s32",
+        "$L__BB0_2:",
+        "setp.lt.s32",
+        "@%p2",
+    ]
 
 
 def test_width_of_an_access() -> None:

@@ -49,18 +49,18 @@ struct VectorUnit {
     }
   }
 
-  FUSEDRNN_HD VecF kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
-                        int64_t column) const {
+  FUSEDRNN_HD VecF kept(const Zoneout<float>& zoneout, const Zoneout<float>::Chance& chance,
+                        uint32_t stream, Place at, int64_t column) const {
     float all[kLanes];
     for (int i = 0; i < kLanes; i += 4) {
       float four[4];
-      zoneout.kept(probability, stream, row, uint32_t((column + i) / 4), four);
+      zoneout.kept(chance, stream, at, uint32_t((column + i) / 4), four);
       for (int j = 0; j < 4; ++j) all[i + j] = four[j];
     }
     return load(all);
   }
   template <class T>
-  FUSEDRNN_HD VecF drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
+  FUSEDRNN_HD VecF drawn(const Noise<T>&, Place /*at*/, int64_t /*column*/) const {
     return load(normals);
   }
 };
@@ -85,14 +85,14 @@ struct DoubleUnit {
   FUSEDRNN_HD double round_to(double x) const {
     return x;
   }
-  FUSEDRNN_HD double kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
-                          int64_t column) const {
+  FUSEDRNN_HD double kept(const Zoneout<double>& zoneout, const Zoneout<double>::Chance& chance,
+                          uint32_t stream, Place at, int64_t column) const {
     double four[4];
-    zoneout.kept(probability, stream, row, uint32_t(column / 4), four);
+    zoneout.kept(chance, stream, at, uint32_t(column / 4), four);
     return four[column % 4];
   }
   template <class T>
-  FUSEDRNN_HD double drawn(const Noise<T>&, int64_t /*row*/, int64_t /*column*/) const {
+  FUSEDRNN_HD double drawn(const Noise<T>&, Place /*at*/, int64_t /*column*/) const {
     return *normals;
   }
 };
@@ -106,9 +106,9 @@ struct UnitFor<double> {
   using type = DoubleUnit;
 };
 
-// Calls f(row, column, unit) for all elements of rows [first, last).  A row is cut into vectors
-// from its start, whichever thread has it, so an element's bits depend on nothing but its place.
-// noise: where to draw normals from, or null.
+// Calls f(row, place, column, unit) for all elements of rows [first, last).  A row is cut into
+// vectors from its start, whichever thread has it, so an element's bits depend on nothing but its
+// place. noise: where to draw normals from, or null.
 template <class T, class Step, class F>
 FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t first, int64_t last,
                            const F& f) {
@@ -116,15 +116,15 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
   constexpr int64_t kDrawn = 4 * Unit::kWidth;  // Philox gives four normals per lane
   Acc<T> normals[kDrawn];
   for (int64_t row = first; row < last; ++row) {
+    const Place at = Place::of_row(step.first_row + row, step.mask.batch);
     for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
       if (noise != nullptr) {
-        const Place place(step.first_row + row, noise->batch);
-        Unit::draw(uint64_t(*noise->seed), uint32_t(noise->first_step) + place.t, place.b,
+        Unit::draw(uint64_t(*noise->seed), uint32_t(noise->first_step) + at.t, at.b,
                    uint32_t(begin / 4), uint32_t(noise->layer), normals);
       }
       const int64_t end = least(step.width, begin + kDrawn);
       for (int64_t column = begin; column < end; column += Unit::kWidth) {
-        f(row, column, Unit{least(Unit::kWidth, end - column), normals + (column - begin)});
+        f(row, at, column, Unit{least(Unit::kWidth, end - column), normals + (column - begin)});
       }
     }
   }
@@ -135,10 +135,10 @@ void forward(StageKind kind, const Forward<T>& step, int64_t first, int64_t last
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
     const bool draws = Stage::kNoise && step.noise.eps.data == nullptr;
-    for_units<T>(step, draws ? &step.noise : nullptr, first, last,
-                 [&](int64_t row, int64_t column, const auto& unit) __attribute__((always_inline)) {
-                   forward_unit<Stage>(step, row, column, unit);
-                 });
+    for_units<T>(
+        step, draws ? &step.noise : nullptr, first, last,
+        [&](int64_t row, Place at, int64_t column, const auto& unit)
+            __attribute__((always_inline)) { forward_unit<Stage>(step, row, at, column, unit); });
   });
 }
 
@@ -147,10 +147,10 @@ void backward(StageKind kind, const Backward<T>& step, int64_t first, int64_t la
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
     const Noise<T>* no_noise = nullptr;
-    for_units<T>(step, no_noise, first, last,
-                 [&](int64_t row, int64_t column, const auto& unit) __attribute__((always_inline)) {
-                   backward_unit<Stage>(step, row, column, unit);
-                 });
+    for_units<T>(
+        step, no_noise, first, last,
+        [&](int64_t row, Place at, int64_t column, const auto& unit)
+            __attribute__((always_inline)) { backward_unit<Stage>(step, row, at, column, unit); });
   });
 }
 
@@ -158,16 +158,16 @@ template <class T>
 void gather(const GatherStep<T, Acc<T>>& step, int64_t first, int64_t last) {
   const Noise<T>* no_noise = nullptr;
   for_units<T>(step, no_noise, first, last,
-               [&](int64_t row, int64_t column, const auto& unit)
-                   __attribute__((always_inline)) { gather_unit(step, row, column, unit); });
+               [&](int64_t row, Place at, int64_t column, const auto& unit)
+                   __attribute__((always_inline)) { gather_unit(step, row, at, column, unit); });
 }
 
 template <class T>
 void clear(const ClearStep<Acc<T>>& step, int64_t first, int64_t last) {
   const Noise<T>* no_noise = nullptr;
   for_units<T>(step, no_noise, first, last,
-               [&](int64_t row, int64_t column, const auto& unit)
-                   __attribute__((always_inline)) { clear_unit(step, row, column, unit); });
+               [&](int64_t row, Place at, int64_t column, const auto& unit)
+                   __attribute__((always_inline)) { clear_unit(step, row, at, column, unit); });
 }
 
 template <class A>

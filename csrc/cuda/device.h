@@ -80,6 +80,14 @@ FUSEDRNN_DEVICE void store_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// The product of two numbers, by one instruction: the compiler multiplies 64 bits by 64 where it
+// has widened one of them before.
+FUSEDRNN_DEVICE int64_t wide_product(int a, int b) {
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 // That of the lane `distance` further on, for all lanes of a warp; of the last ones, anything.
 FUSEDRNN_DEVICE uint32_t shuffle_down(uint32_t v, int distance) {
   return __shfl_down_sync(0xffffffffu, v, unsigned(distance));

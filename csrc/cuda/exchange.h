@@ -84,6 +84,17 @@ FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
   return packet;
 }
 
+// A row of arrays of the chunk.  One wide product gives its offset: a step has fewer than 2^31
+// numbers in all of its rows, since blocks keep some of each unit in their shared memory.
+struct RowOfChunk {
+  int t, b, row_step;
+
+  FUSEDRNN_DEVICE explicit operator int64_t() const { return wide_product(t, row_step) + b; }
+  FUSEDRNN_DEVICE friend int64_t operator*(const RowOfChunk& row, int64_t columns) {
+    return wide_product(row.t, row.row_step * int(columns)) + row.b * int(columns);
+  }
+};
+
 // A block's place among the others, and its exchange with those of its group.  Steps are counted in
 // the order of work.
 template <class Args>
@@ -91,22 +102,27 @@ struct BlockOfGroup {
   const Args& args;
   Thread thread;
   int group, index;  // which block of which group
-  int64_t shift;     // see step.h
+  uint32_t first_t;  // of the chunk's first step, counted from the start of the sequence
   float* shared;
 
   FUSEDRNN_DEVICE BlockOfGroup(const Args& args, unsigned char* shared)
       : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
-        shift(args.step[0].shift == nullptr ? 0 : *args.step[0].shift),
+        first_t(Place::of_row(args.step[0].first_row, args.batch).t),
         shared(reinterpret_cast<float*>(shared)) {}
 
   FUSEDRNN_DEVICE int first_unit() const { return index * kTileUnits; }
   FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
 
+  FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int row) const { return {t, row, args.row_step}; }
+  FUSEDRNN_DEVICE Place place(int t, int row) const {
+    return {first_t + uint32_t(args.row_step < 0 ? -t : t), uint32_t(row)};
+  }
+
   // A row of what stage s sends in step i.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int row_packets) const {
     const Slots& slots = args.sent[s];
     const int slot = FUSEDRNN_SEEDED_BUG == 6 ? 0 : i & slots.mask;
-    return slots.first + (int64_t(slot) * slots.rows + row) * row_packets;
+    return slots.first + RowOfChunk{slot, row, slots.rows} * row_packets;
   }
   FUSEDRNN_DEVICE void store(Packet* to, const Packet& packet) const {
     if (args.exchange == Exchange::Packets) {

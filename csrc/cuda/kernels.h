@@ -101,17 +101,16 @@ struct Unit {
     for (int i = 0; i < kLanes; ++i) rounded.lane[i] = widen(narrow<T>(value.lane[i]));
     return rounded;
   }
-  // row: counted from the start of the sequence
-  FUSEDRNN_HD Value kept(const Zoneout& zoneout, double probability, uint32_t stream, int64_t row,
-                         int64_t column) const {
+  FUSEDRNN_HD Value kept(const Zoneout<A>& zoneout, const typename Zoneout<A>::Chance& chance,
+                         uint32_t stream, Place at, int64_t column) const {
     Value value;
-    zoneout.kept(probability, stream, row, uint32_t(column / kLanes), value.lane);
+    zoneout.kept(chance, stream, at, uint32_t(column / kLanes), value.lane);
     return value;
   }
   template <class T>
-  FUSEDRNN_HD Value drawn(const Noise<T>& noise, int64_t row, int64_t column) const {
+  FUSEDRNN_HD Value drawn(const Noise<T>& noise, Place at, int64_t column) const {
     Value value;
-    noise.draw(row, uint32_t(column / kLanes), value.lane);
+    noise.draw(at, uint32_t(column / kLanes), value.lane);
     return value;
   }
 };
@@ -171,7 +170,8 @@ struct ForwardBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    forward_unit<Stage>(step, row, column, unit);
+    const Place at = Place::of_row(step.first_row + row + shift_of(step), step.mask.batch);
+    forward_unit<Stage>(step, row, at, column, unit);
   }
 };
 
@@ -183,7 +183,8 @@ struct BackwardBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    backward_unit<Stage>(step, row, column, unit);
+    const Place at = Place::of_row(step.first_row + row + shift_of(step), step.mask.batch);
+    backward_unit<Stage>(step, row, at, column, unit);
   }
 };
 
@@ -195,7 +196,8 @@ struct GatherBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    gather_unit(step, row, column, unit);
+    const Place at = Place::of_row(step.first_row + row, step.mask.batch);
+    gather_unit(step, row, at, column, unit);
   }
 };
 
@@ -207,7 +209,8 @@ struct ClearBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    clear_unit(step, row, column, unit);
+    const Place at = Place::of_row(step.first_row + row, step.mask.batch);
+    clear_unit(step, row, at, column, unit);
   }
 };
 

@@ -43,10 +43,27 @@ struct PersistentUnit {
   FUSEDRNN_HD void store(P* p, float value) const {
     *p = narrow<P>(value);
   }
-  FUSEDRNN_HD float kept(const Zoneout&, double, uint32_t stream, int64_t, int64_t) const {
+  FUSEDRNN_HD float kept(const Zoneout<float>&, const Zoneout<float>::Chance&, uint32_t stream,
+                         Place, int64_t) const {
     return stream == kStateStream ? kept_state : kept_h;
   }
 };
+
+// With what zoneout keeps of it: of h, and of the state beside it.
+template <bool kOfH, bool kOfState>
+FUSEDRNN_DEVICE PersistentUnit zoneout_of(const Zoneout<float>& zoneout, Place at, int unit) {
+  const auto kept = [&](const Zoneout<float>::Chance& chance, uint32_t stream) {
+    if (!chance.is_possible()) return 0.0f;
+    float four[4];
+    zoneout.kept(chance, stream, at, uint32_t(unit / 4), four);
+    const int i = unit % 4;
+    return i < 2 ? (i == 0 ? four[0] : four[1]) : (i == 2 ? four[2] : four[3]);
+  };
+  PersistentUnit u{};
+  if constexpr (kOfH) u.kept_h = kept(zoneout.h, kZoneoutStream);
+  if constexpr (kOfState) u.kept_state = kept(zoneout.state, kStateStream);
+  return u;
+}
 
 // A packet of the user's own memory as an operand, zero from `count` numbers on.
 template <class T>
@@ -132,14 +149,13 @@ class PersistentStage {
     load_bias(PersistentBlock<T>::kSideBias, step().side_bias, Stage::kSide);
     if (!thread().computes()) return;
     for (int tile = 0; tile < args().tiles; ++tile) {
-      const int row = block.first_row(tile) + thread().row();
+      const int row = row_of_batch(tile);
       const bool is_there = unit() < width_ && row < args().batch;
       if constexpr (Stage::kCarry) {
-        block.kept(kCarryArray, tile) =
-            is_there ? widen(step().carry.at(row, block.shift)[unit()]) : 0.0f;
+        block.kept(kCarryArray, tile) = is_there ? widen(step().carry.at(row)[unit()]) : 0.0f;
       }
       if constexpr (kHoldsH) {
-        block.kept(kHArray, tile) = is_there ? widen(args().h.at(row, block.shift)[unit()]) : 0.0f;
+        block.kept(kHArray, tile) = is_there ? widen(args().h.at(row)[unit()]) : 0.0f;
       }
     }
   }
@@ -184,8 +200,8 @@ class PersistentStage {
   FUSEDRNN_DEVICE int column(int d) const {
     return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
-  FUSEDRNN_DEVICE int64_t chunk_row(int t, int tile) const {
-    return int64_t(t) * args().row_step + block_.first_row(tile) + thread().row();
+  FUSEDRNN_DEVICE int row_of_batch(int tile) const {
+    return block_.first_row(tile) + thread().row();
   }
   // Number i of this lane's d, as warp `warp` has summed it up.
   FUSEDRNN_DEVICE float& part(float* turn, int warp, int gate, int i) const {
@@ -209,36 +225,24 @@ class PersistentStage {
     if constexpr (Stage::kNoise) {
       if (s.noise.eps.data == nullptr) draw(t, tile, noise);
     }
-    const int64_t row = chunk_row(t, tile), from_start = s.first_row + row + block_.shift;
-    early.is_there = thread().computes() && unit() < width_ &&
-                     block_.first_row(tile) + thread().row() < args().batch;
+    const int b = row_of_batch(tile);
+    const RowOfChunk row = block_.row_of_chunk(t, b);
+    const Place at = block_.place(t, b);
+    early.is_there = thread().computes() && unit() < width_ && b < args().batch;
     if (!early.is_there) return early;
-    early.is_active = s.mask.is_active(from_start);
-    if constexpr (Stage::kResult) early.given.is_reset_next = s.mask.is_reset_next(from_start);
+    early.is_active = s.mask.is_active(at);
+    if constexpr (Stage::kResult) early.given.is_reset_next = s.mask.is_reset_next(at);
     if constexpr (Stage::kSide > 0) {
       const float* no_bias = nullptr;
       load_blocks<Stage::kSide>(early.side, s.side, no_bias, s.width, row, unit(), early.unit);
     }
     if constexpr (Stage::kNoise) {
       if (s.noise.eps.data != nullptr) {
-        early.eps = s.noise.eps.at(row, block_.shift)[unit()];
+        early.eps = s.noise.eps.at(int64_t(row))[unit()];
       }
     }
-    if constexpr (kIsLast) {
-      early.unit.kept_h = kept(s.zoneout.h, kZoneoutStream, from_start);
-    }
-    if constexpr (Stage::kState) {
-      early.unit.kept_state = kept(s.zoneout.state, kStateStream, from_start);
-    }
+    early.unit = zoneout_of<kIsLast, Stage::kState>(s.zoneout, at, unit());
     return early;
-  }
-
-  FUSEDRNN_DEVICE float kept(double probability, uint32_t stream, int64_t from_start) const {
-    if (!(probability > 0)) return 0;
-    float four[4];
-    step().zoneout.kept(probability, stream, from_start, uint32_t(unit() / 4), four);
-    const int i = unit() % 4;
-    return i < 2 ? (i == 0 ? four[0] : four[1]) : (i == 2 ? four[2] : four[3]);
   }
 
   // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
@@ -249,8 +253,7 @@ class PersistentStage {
     const int b = block_.first_row(tile) + in_tile;
     if (b >= args().batch) return;
     float four[4];
-    step().noise.draw(step().first_row + int64_t(t) * args().row_step + b + block_.shift,
-                      uint32_t(first_unit_ / 4 + quad), four);
+    step().noise.draw(block_.place(t, b), uint32_t(first_unit_ / 4 + quad), four);
     FUSEDRNN_UNROLL
     for (int i = 0; i < 4; ++i) noise[in_tile * kNoiseStride + 4 * quad + i] = four[i];
   }
@@ -263,12 +266,12 @@ class PersistentStage {
     const int row = block_.first_row(tile) + thread().g;
     Operand x{};
     const int source_step = kIndex == 0 ? t - 1 : t;
-    if (source_step < 0) {
+    if (kIndex == 0 && t == 0) {
+      const T* h = args().h.at(row);
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
         if (has_packet(row, d)) {
-          x.packet[d] =
-              load_operand(args().h.at(row, block_.shift) + column(d), 1, columns_ - column(d));
+          x.packet[d] = load_operand(h + column(d), 1, columns_ - column(d));
         }
       }
       return x;
@@ -314,8 +317,7 @@ class PersistentStage {
 
   FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float* turn) {
     const auto& s = step();
-    const int b = block_.first_row(tile) + thread().row();
-    const int64_t row = chunk_row(t, tile);
+    const int b = row_of_batch(tile);
     float projection[kGates], pre[Stage::kPre], factors[Stage::kPre];
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
@@ -341,7 +343,8 @@ class PersistentStage {
 
     UnitResult<float> result{};
     if (early.is_active) {
-      result = forward_from_pre<Stage>(s, row, unit(), early.unit, pre, given, factors);
+      result =
+          forward_from_pre<Stage>(s, block_.place(t, b), unit(), early.unit, pre, given, factors);
     } else {  // the state waits; what would feed another stage is zero
       result.carry = given.input;
       if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
@@ -352,19 +355,23 @@ class PersistentStage {
     if (!early.is_there) return;
     if constexpr (Stage::kCarry) block_.kept(kCarryArray, tile) = result.carry;
     if constexpr (kHoldsH) block_.kept(kHArray, tile) = widen(next);
-    if (early.is_active) store_forward<Stage>(s, row, unit(), early.unit, pre, result.out);
+    if (early.is_active) {
+      const int64_t no_shift = 0;
+      store_forward<Stage>(s, block_.row_of_chunk(t, b), no_shift, unit(), early.unit, pre,
+                           result.out);
+    }
     if (is_end) {
       if constexpr (Stage::kCarry) {
-        if (s.carry_out != nullptr) s.carry_out[int64_t(b) * width_ + unit()] = result.carry;
+        if (s.carry_out != nullptr) s.carry_out[b * width_ + unit()] = result.carry;
       }
-      if (kIsLast && s.operand != nullptr) s.operand[int64_t(b) * width_ + unit()] = next;
+      if (kIsLast && s.operand != nullptr) s.operand[b * width_ + unit()] = next;
     }
   }
 
   FUSEDRNN_DEVICE void send(int t, int tile, T value) const {
     if (FUSEDRNN_SEEDED_BUG == 8) return;
     const Packet packet = pack_neighbours(value);
-    const int row = block_.first_row(tile) + thread().row();
+    const int row = row_of_batch(tile);
     if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
       block_.store(
           block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket,

@@ -203,36 +203,21 @@ class AdjointUnits {
   FUSEDRNN_DEVICE bool is_there(int tile) const {
     return thread().computes() && unit() < width_ && row_of_batch(tile) < args().batch;
   }
-  FUSEDRNN_DEVICE int64_t chunk_row(int t, int tile) const {
-    return int64_t(t) * args().row_step + row_of_batch(tile);
+  FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int tile) const {
+    return block_.row_of_chunk(t, row_of_batch(tile));
   }
-  FUSEDRNN_DEVICE int64_t from_start(int64_t row) const {
-    return step().first_row + row + block_.shift;
+  FUSEDRNN_DEVICE Place place(int t, int tile) const { return block_.place(t, row_of_batch(tile)); }
+  FUSEDRNN_DEVICE PersistentUnit unit_at(Place at) const {
+    return zoneout_of<kIsLast, Stage::kState>(step().zoneout, at, unit());
   }
-  // With what zoneout keeps of it.
-  FUSEDRNN_DEVICE PersistentUnit unit_at(int64_t row) const {
-    PersistentUnit u{};
-    if constexpr (kIsLast) u.kept_h = kept(step().zoneout.h, kZoneoutStream, row);
-    if constexpr (Stage::kState) u.kept_state = kept(step().zoneout.state, kStateStream, row);
-    return u;
-  }
-  FUSEDRNN_DEVICE void pre_at(int64_t row, float (&pre)[Stage::kPre]) const {
-    load_pre<Stage>(pre, step(), row, Stage::kFactors ? row : row + block_.shift, unit(),
-                    PersistentUnit{});
+  FUSEDRNN_DEVICE void pre_at(const RowOfChunk& row, float (&pre)[Stage::kPre]) const {
+    const int64_t no_shift = 0;
+    load_pre<Stage>(pre, step(), row, no_shift, unit(), PersistentUnit{});
   }
 
  protected:
   AdjointBlock<T>& block_;
   int width_;
-
- private:
-  FUSEDRNN_DEVICE float kept(double probability, uint32_t stream, int64_t row) const {
-    if (!(probability > 0)) return 0;
-    float four[4];
-    step().zoneout.kept(probability, stream, from_start(row), uint32_t(unit() / 4), four);
-    const int i = unit() % 4;
-    return i < 2 ? (i == 0 ? four[0] : four[1]) : (i == 2 ? four[2] : four[3]);
-  }
 };
 
 // The states beside h, each from the one before, and what the stage behind has projected.
@@ -255,22 +240,21 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
     const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
     if (steps <= 0) return;
     ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
-    forward.first_row = step().first_row;
-    forward.shift = step().shift;
     forward.zoneout = step().zoneout;
-    int64_t row = Units::chunk_row(0, tile);
+    RowOfChunk row = Units::row_of_chunk(0, tile);
     float state = args().state[row * width_ + Units::unit()], pre[Stage::kPre];
     Units::pre_at(row, pre);
     for (int t = 0; t < steps; ++t) {
-      const int64_t next_row = row + args().row_step;
+      const RowOfChunk next_row = Units::row_of_chunk(t + 1, tile);
+      const Place at = Units::place(t, tile);
       float next_pre[Stage::kPre] = {}, factors[Stage::kPre], operand = 0;
       if (t + 1 < steps) Units::pre_at(next_row, next_pre);  // on their way meanwhile
-      if (step().mask.is_active(Units::from_start(row))) {
+      if (step().mask.is_active(at)) {
         UnitInput<float> given{};
         given.input = state;
-        given.is_reset_next = step().mask.is_reset_next(Units::from_start(row));
+        given.is_reset_next = step().mask.is_reset_next(at);
         const UnitResult<float> result = forward_from_pre<Stage>(
-            forward, row, Units::unit(), Units::unit_at(row), pre, given, factors);
+            forward, at, Units::unit(), Units::unit_at(at), pre, given, factors);
         state = result.carry;
         operand = result.next;
       }
@@ -299,7 +283,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
   FUSEDRNN_DEVICE AdjointStage(Block& block) : Units(block), product_(block) {
     for (int tile = 0; Units::has_tile(tile); ++tile) {
       if (!Units::is_there(tile)) continue;
-      const int64_t at = int64_t(Units::row_of_batch(tile)) * width_ + unit();
+      const int at = Units::row_of_batch(tile) * width_ + unit();
       if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
       if constexpr (Stage::kState) block.kept(Block::kDstate, tile) = step().dcarry[at];
     }
@@ -341,32 +325,32 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     early.is_there = Units::is_there(tile);
     if (!early.is_there) return early;
     const auto& s = step();
-    const int64_t row = Units::chunk_row(t, tile), from_start = Units::from_start(row);
-    early.is_active = s.mask.is_active(from_start);
+    const RowOfChunk row = Units::row_of_chunk(t, tile);
+    const Place at = Units::place(t, tile);
+    early.is_active = s.mask.is_active(at);
     if (!early.is_active) return early;
-    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(from_start);
+    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(at);
     float pre[Stage::kPre] = {}, carry = 0;
     if constexpr (!Stage::kLinear) Units::pre_at(row, pre);
     if constexpr (Stage::kState) {
       carry = args().state[row * width_ + unit()];
     } else if constexpr (Stage::kCarry) {
       const bool is_first = t == 0 && args().first_carry.data != nullptr;
-      const T* h = is_first ? args().first_carry.at(Units::row_of_batch(tile), block_.shift)
-                            : s.carry.at(row, block_.shift);
+      const T* h =
+          is_first ? args().first_carry.at(Units::row_of_batch(tile)) : s.carry.at(int64_t(row));
       carry = widen(h[unit()]);
     }
     if constexpr (kIsLast) {
       if (s.grad_output.data != nullptr) {
-        early.grad_output = widen(s.grad_output.at(row, block_.shift)[unit()]);
+        early.grad_output = widen(s.grad_output.at(int64_t(row))[unit()]);
       }
     }
-    const PersistentUnit u = Units::unit_at(row);
-    early.keeps_h = u.kept_h == 1.0f && s.zoneout.template rest<float>(s.zoneout.h) == 0;
-    early.keeps_state =
-        u.kept_state == 1.0f && s.zoneout.template rest<float>(s.zoneout.state) == 0;
-    early.of_result = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 1.0f, 0.0f);
+    const PersistentUnit u = Units::unit_at(at);
+    early.keeps_h = u.kept_h == 1.0f && s.zoneout.h.rest == 0;
+    early.keeps_state = u.kept_state == 1.0f && s.zoneout.state.rest == 0;
+    early.of_result = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 1.0f, 0.0f);
     if constexpr (Stage::kState) {
-      early.of_state = backward_from_pre<Stage>(s, row, unit(), u, pre, carry, 0.0f, 1.0f);
+      early.of_state = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 0.0f, 1.0f);
     }
     return early;
   }
@@ -403,12 +387,14 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     if constexpr (Stage::kState) {
       block_.kept(Block::kDstate, tile) = early.is_active ? d.dinput : dstate;
     }
-    store_backward<Stage>(step(), Units::chunk_row(t, tile), unit(), PersistentUnit{}, d);
+    const int64_t no_shift = 0;
+    store_backward<Stage>(step(), Units::row_of_chunk(t, tile), no_shift, unit(), PersistentUnit{},
+                          d);
   }
 
   FUSEDRNN_DEVICE void finish(int tile, float sum) const {
     if (!Units::is_there(tile)) return;
-    const int64_t at = int64_t(Units::row_of_batch(tile)) * width_ + unit();
+    const int at = Units::row_of_batch(tile) * width_ + unit();
     if constexpr (kIsLast) step().dout[at] = block_.kept(Block::kDh, tile) + sum;
     if constexpr (Stage::kState) step().dcarry[at] = block_.kept(Block::kDstate, tile);
   }

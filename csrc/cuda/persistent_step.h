@@ -127,8 +127,8 @@ struct ExchangeArguments {
 template <class T>
 struct PersistentForward : ExchangeArguments {
   // Of the chunk's first step.  Of arrays of one step, carry and carry_out are those before and
-  // after the chunk, and operand of the last stage is h after it; pre, projection and factors are
-  // not used.
+  // after the chunk, and operand of the last stage is h after it; pre, projection, factors
+  // and shift are not used.
   ForwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> h;                      // before the chunk; not the memory of h after it

@@ -334,6 +334,8 @@ inline void store_relaxed(uint32_t* p, uint32_t v) {
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 
+inline int64_t wide_product(int a, int b) { return int64_t(a) * b; }
+
 inline uint32_t shuffle_down(uint32_t v, int distance) { return emulated::shuffle(v, distance); }
 
 inline uint32_t round_to_tf32(float x) {

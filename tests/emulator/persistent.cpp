@@ -36,7 +36,7 @@ struct Call {
   int64_t eps_stride;
   const int64_t *seed, *lengths;
   const bool* reset;
-  const int64_t *zoneout_seed, *shift;
+  const int64_t* zoneout_seed;
   double zoneout_h, zoneout_state;
   void* output;
   int64_t output_stride;
@@ -64,14 +64,12 @@ std::string run(const Call& call) {
     auto& step = args.step[s];
     step.width = sizes[projection.to];
     step.first_row = call.first_row;
-    step.shift = call.shift;
     step.is_last = s == cell.num_stages - 1;
     step.mask = {call.lengths, call.reset, call.seq_len, call.batch, int(call.direction)};
-    step.zoneout = {call.zoneout_seed, call.layer,     call.batch,
-                    call.first_step,   call.zoneout_h, call.zoneout_state};
+    step.zoneout = Zoneout<float>::of(call.zoneout_seed, call.layer, call.first_step,
+                                      call.zoneout_h, call.zoneout_state);
     step.noise = {{static_cast<const T*>(call.eps), call.eps_stride, true},
                   call.seed,
-                  call.batch,
                   call.layer,
                   call.first_step};
     step.side = call.side;
