@@ -52,8 +52,8 @@ struct Thread {
 // without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
 // would cost registers that the weights need.
 FUSEDRNN_DEVICE bool has_patience(const ExchangeArguments& args, uint32_t looks) {
-  constexpr uint32_t kLooksAlone = 32;  // before it asks whether another thread has given up
-  if (looks < kLooksAlone) return true;
+  constexpr uint32_t kLooksAlone = 64;  // before it asks whether another thread has given up
+  if (looks % kLooksAlone != kLooksAlone - 1) return true;
   if (looks < args.patience && load_relaxed(args.given_up) != kGivenUp) return true;
   store_relaxed(args.given_up, kGivenUp);
   return false;
@@ -144,21 +144,25 @@ struct BlockOfGroup {
     }
   }
 
-  // Packets: loads again what has not been there, every fourth packet from `from` on.
+  // Packets: loads again what has not been there, every fourth packet from `from` on.  Many lanes
+  // wait most of the time, and would fill the L2 cache's bandwidth if each asked for all that it
+  // lacks: it asks for the first of these, and once that has come for all others at once.
   template <int kCount>
   FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
     if (FUSEDRNN_SEEDED_BUG == 10) return;
+    int asked_for = kCount;
     for (uint32_t looks = 0;; ++looks) {
-      bool is_complete = true;
+      int first = kCount;  // that is missing
       FUSEDRNN_UNROLL
-      for (int d = 0; d < kCount; ++d) is_complete = is_complete && has_arrived(x[d]);
-      if (is_complete) return;
-      if (!has_patience(args, looks)) return;
+      for (int d = kCount - 1; d >= 0; --d) first = has_arrived(x[d]) ? first : d;
+      if (first == kCount || !has_patience(args, looks)) return;
       pause();
+      const bool has_come = first > asked_for;
       FUSEDRNN_UNROLL
       for (int d = 0; d < kCount; ++d) {
-        if (!has_arrived(x[d])) x[d] = load_relaxed(from + 4 * d);
+        if (d == first || (has_come && !has_arrived(x[d]))) x[d] = load_relaxed(from + 4 * d);
       }
+      asked_for = first;
     }
   }
   // Flags: of each warp `depth` of kDepth blocks of columns, which are units of stage s.  A lane

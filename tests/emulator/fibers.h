@@ -53,12 +53,17 @@ struct Block {
   unsigned char* shared;
   Warp* warps;
 };
+// What a thread has asked memory for by relaxed loads, and how often it has paused.
+struct Traffic {
+  int packets, words, pauses;
+};
 struct Fiber {
   ucontext_t context;
   Block* block;
   int thread;
   bool is_done;
   const char* waits_at;
+  Traffic traffic;
   void* tsan;
 };
 
@@ -80,6 +85,7 @@ FUSEDRNN_UNSEEN inline Fiber& self() { return *grid.current; }
 FUSEDRNN_UNSEEN inline Warp& warp() { return self().block->warps[self().thread / kWarpSize]; }
 FUSEDRNN_UNSEEN inline Lane& lane() { return warp().lanes[self().thread % kWarpSize]; }
 FUSEDRNN_UNSEEN inline void count_event() { ++grid.events; }
+FUSEDRNN_UNSEEN inline void count_word() { ++self().traffic.words; }
 
 FUSEDRNN_UNSEEN inline void leave() {
   Fiber& me = self();
@@ -92,6 +98,7 @@ FUSEDRNN_UNSEEN inline void wait_at(const char* where) {
   leave();
 }
 FUSEDRNN_UNSEEN inline void poll() {
+  ++self().traffic.pauses;
   grid.polling[grid.num_polling++] = &self();
   wait_at("a poll");
 }
@@ -192,7 +199,10 @@ FUSEDRNN_UNSEEN void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
 }
 
-FUSEDRNN_UNSEEN inline Packet load_unseen(const Packet* p) { return *p; }
+FUSEDRNN_UNSEEN inline Packet load_unseen(const Packet* p) {
+  ++self().traffic.packets;
+  return *p;
+}
 FUSEDRNN_UNSEEN inline void store_unseen(Packet* p, const Packet& v) {
   *p = v;
   ++grid.events;
@@ -328,7 +338,10 @@ inline void store_release(uint32_t* p, uint32_t v) {
   emulated::count_event();
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
-inline uint32_t load_relaxed(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline uint32_t load_relaxed(const uint32_t* p) {
+  emulated::count_word();
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
 inline void store_relaxed(uint32_t* p, uint32_t v) {
   emulated::count_event();
   __atomic_store_n(p, v, __ATOMIC_RELAXED);

@@ -1,0 +1,70 @@
+// A warp that waits for packets, by itself: see main().
+#include "../../csrc/cuda/exchange.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace fusedrnn::cuda {
+namespace {
+
+struct Call {
+  uint32_t patience;
+  int given_up_at;           // by another thread
+  std::vector<int> sent_at;  // of each packet
+};
+
+// Times are counted in looks: each thread that pauses may look once before any does so again.
+template <int kCount>
+void run(const Call& call) {
+  Packet packets[4 * kCount];
+  memset(packets, 0xff, sizeof packets);
+  uint32_t given_up = 0;
+  PersistentForward<BFloat16> args{};
+  args.batch = args.blocks = args.tiles = 1;
+  args.patience = call.patience;
+  args.given_up = &given_up;
+
+  const auto send = [&] {
+    int last = call.given_up_at;
+    for (const int at : call.sent_at) last = at > last ? at : last;
+    for (int now = 0; now <= last; ++now) {
+      for (int d = 0; d < kCount; ++d) {
+        if (now == call.sent_at[d]) store_relaxed(packets + 4 * d, Packet{});
+      }
+      if (now == call.given_up_at) store_relaxed(&given_up, kGivenUp);
+      pause();
+    }
+  };
+  const auto receive = [&] {
+    const BlockOfGroup<PersistentForward<BFloat16>> block(args, emulated::shared_memory());
+    Packet x[kCount];
+    for (int d = 0; d < kCount; ++d) x[d] = load_relaxed(packets + 4 * d);
+    block.wait_for(x, packets);
+    bool is_complete = true;
+    for (const Packet& packet : x) is_complete = is_complete && has_arrived(packet);
+    const emulated::Traffic& traffic = emulated::self().traffic;
+    printf("%d %d %d %d\n", traffic.pauses, traffic.packets - kCount, traffic.words, is_complete);
+  };
+  const std::string failure = emulated::launch(2, kWarpSize, 1, 1, [&] {
+    if (block_index() == 0) return receive();
+    if (thread_index() == 0) send();
+  });
+  if (!failure.empty()) printf("%s\n", failure.c_str());
+}
+
+}  // namespace
+}  // namespace fusedrnn::cuda
+
+// patience given_up_at sent_at...: of each lane, how often it has looked again, how many packets it
+// has loaded for that and how often it has looked whether another thread has given up, and whether
+// all packets have come.
+int main(int count, char** arguments) {
+  using namespace fusedrnn::cuda;
+  Call call{uint32_t(atoi(arguments[1])), atoi(arguments[2]), {}};
+  for (int i = 3; i < count; ++i) call.sent_at.push_back(atoi(arguments[i]));
+  switch (call.sent_at.size()) {
+    case 1: run<1>(call); break;
+    case 2: run<2>(call); break;
+    case 4: run<4>(call); break;
+  }
+}

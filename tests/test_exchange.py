@@ -1,0 +1,75 @@
+"""How threads of a persistent kernel wait for packets, on the CPU.
+
+That they compute with the right ones, test_persistent.py and test_persistent_backward.py show.
+"""
+
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+from emulator.persistent import FOLDER, compiled
+
+ENOUGH = 1 << 20  # looks, more than any of these waits takes
+NEVER = -1
+LOOKS_ALONE = 64  # of a thread, before it asks whether another one has given up
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Of one lane: its looks at what was missing, and what it has loaded for them."""
+
+    looks: int
+    packets: int
+    looks_at_others: int
+    is_complete: bool
+
+
+def waits(sent_at, patience=ENOUGH, given_up_at=NEVER):
+    """What the lanes of a warp do until packets have come; times are looks of the sender."""
+    command = [compiled("exchange", source=FOLDER / "exchange.cpp"), patience, given_up_at]
+    done = subprocess.run(
+        [*map(str, command), *map(str, sent_at)], capture_output=True, text=True, timeout=60
+    )
+    lines = [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+    assert len(lines) == 32, done.stdout + done.stderr
+    return [Wait(*numbers[:3], bool(numbers[3])) for numbers in lines]
+
+
+@pytest.mark.parametrize(
+    ("sent_at", "beside"),
+    [
+        ((200,), 0),
+        ((200, 200), 0),
+        ((200, 200, 200, 200), 2),  # the one waited for, then the three others in one look
+        ((50, 100, 150, 200), 2 + 1),  # each time all others, then again one
+        ((200, 150, 100, 50), 2),
+        ((50, 200, 50, 200), 2),
+        ((1, 1, 1, 200), 2),
+    ],
+    ids=str,
+)
+def test_one_packet_is_asked_for_while_none_comes(sent_at, beside):
+    """``beside``: packets that are loaded in the same look as another one."""
+    for wait in waits(sent_at):
+        assert wait.is_complete
+        assert wait.looks >= max(sent_at) - 1
+        assert wait.packets <= wait.looks + beside
+
+
+@pytest.mark.parametrize("packets", [1, 2, 4])
+def test_others_are_asked_rarely_whether_they_have_given_up(packets):
+    for wait in waits([1000] * packets):
+        assert wait.is_complete
+        assert wait.looks_at_others == wait.looks // LOOKS_ALONE > 10
+
+
+@pytest.mark.parametrize("packets", [1, 2, 4])
+def test_a_thread_gives_up(packets):
+    """By itself after its patience, and soon after another one has."""
+    for wait in waits([NEVER] * packets, patience=1000):
+        assert not wait.is_complete
+        assert 1000 <= wait.looks < 1000 + LOOKS_ALONE
+        assert wait.packets == wait.looks
+    for wait in waits([NEVER] * packets, given_up_at=500):
+        assert not wait.is_complete
+        assert wait.looks < 500 + LOOKS_ALONE
