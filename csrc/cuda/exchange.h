@@ -2,9 +2,8 @@
 //
 // What a stage sends in a step, packets of rows of the batch, stands in a slot.  There are two
 // protocols, which give the same bits:
-//   Packets: each step has a slot of its own, preset to all ones.  No number is that, since
-//       narrow() and round_to_tf32() give one NaN, 0x7fff and 0x7fffffff, so a word that is
-//       something else has arrived.
+//   Packets: each step has a slot of its own, preset to all ones.  No number is sent as that,
+//       since there is one NaN, 0x7fff or 0x7fffffff, so a word that is something else has arrived.
 //   Flags: each warp that sends counts what it has sent, and who reads waits for the counts of
 //       those who send to it.  Steps may take turns with two slots; each kernel says why these are
 //       enough for up to two stages.
@@ -73,9 +72,11 @@ FUSEDRNN_DEVICE bool has_arrived(const Packet& p) {
 template <class T>
 FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
   using Of = Operands<T>;
-  constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu;
+  constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu, all_ones = 2 * nan + 1;
   uint32_t bits = Of::bits(value);
-  if (FUSEDRNN_SEEDED_BUG == 11 && (bits & nan) == nan) bits = 2 * nan + 1;
+  if (FUSEDRNN_SEEDED_BUG == 15 && bits == nan) bits = all_ones;
+  if (bits == all_ones) bits = nan;  // PTX does not say to which NaN it narrows
+  if (FUSEDRNN_SEEDED_BUG == 11 && bits == nan) bits = all_ones;
   Packet packet;
   packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
   packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
