@@ -1,0 +1,91 @@
+"""In 16 bits, a GPU multiplies rounded gradients of pre-activations, the CPU unrounded ones.
+
+``pytest -s`` prints the errors that docs/numerics.md shows.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, relative_errors, truth
+from emulator import emulated_operators, use
+
+import fusedrnn
+
+CELLS = [
+    {"cell": "gru"},
+    {"cell": "lstm"},
+    {"cell": "lstm", "proj_size": 24},
+]
+STOCHASTIC = {"cell": "stochastic_gru", "latent_size": 24}
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SUMS = 1e-5  # of float32: errors of a sum over those of its terms
+
+
+def results(case, device="cpu"):
+    return case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
+
+
+@pytest.fixture(params=["stepwise", "persistent", pytest.param("cuda", marks=pytest.mark.cuda)])
+def on_gpu(request, monkeypatch):
+    """Results of a case by the backend for GPUs: emulated, in either way, or as it is."""
+    if request.param == "cuda":
+        yield lambda case: {name: t.cpu() for name, t in results(case, "cuda").items()}
+        return
+    operators = emulated_operators()
+
+    def emulated(case):
+        operators.control(False, "", 132 if request.param == "persistent" else 0, 1)
+        with monkeypatch.context() as patch:
+            use(patch, operators)
+            found = results(case)
+        assert (operators.counts()[3] > 0) == (request.param == "persistent")
+        return found
+
+    yield emulated
+    operators.control(False, "")
+
+
+@each_dtype
+@pytest.mark.parametrize("cell", [*CELLS, STOCHASTIC], ids=str)
+def test_gradients_are_within_two_roundings(on_gpu, cell, dtype):
+    """And the CPU's, which are rounded once, within one."""
+    case = Case(seq_len=20, batch=8, input_size=40, hidden_size=40, dtype=dtype, **cell)
+    rounding, exact = 0.5 * torch.finfo(dtype).eps, truth(case, "cpu")
+    gradients = {name: t for name, t in exact.items() if name.startswith("grad")}
+    cpu, gpu = (relative_errors(found, gradients) for found in (results(case), on_gpu(case)))
+    print(f"\n{case}: CPU {max(cpu.values()):.1e}, GPU {max(gpu.values()):.1e}")
+    for name in gradients:
+        assert cpu[name] <= rounding and gpu[name] <= 2 * rounding, name
+    assert max(cpu.values()) < max(gpu.values())
+
+
+@each_dtype
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_single_number_is_as_exact_as_the_terms_of_its_sum(on_gpu, cell, dtype):
+    """Of one number of input: gradients of all pre-activations, which are those of the bias, times
+    weights.  A step alone of these cells rounds nothing else on the way to it.
+    """
+    rounding = 0.5 * torch.finfo(dtype).eps
+    one = Case(seq_len=1, batch=1, input_size=1, dtype=dtype, **cell)
+    errors = {}
+    for hidden_size in range(33, 65):
+        case = replace(one, hidden_size=hidden_size)
+        weights, exact = case.tensors().weights, truth(case, "cpu")
+        bias = next(i for i, w in enumerate(weights) if w.dim() == 1)
+        terms = exact[f"grad_weights[{bias}]"] * weights[0][:, 0].double()
+        size = exact["grad_input"].abs().item()
+        assert terms.sum().item() == pytest.approx(exact["grad_input"].item(), abs=1e-12)
+        all_terms = terms.abs().sum().item()
+        cpu, gpu = (
+            (found["grad_input"] - exact["grad_input"]).abs().item()
+            for found in (results(case), on_gpu(case))
+        )
+        assert cpu <= rounding * size + SUMS * all_terms
+        assert gpu <= rounding * size + (rounding + SUMS) * all_terms
+        errors[hidden_size] = cpu / size, gpu / size
+    worst = [max(error) for error in zip(*errors.values(), strict=True)]
+    print(f"\n{one}")
+    for sizes, (cpu, gpu) in {"40": errors[40], "33 to 64": worst}.items():
+        print(f"  hidden_size={sizes}: CPU {cpu:.1e}, GPU {gpu:.1e}")
+    assert 2 * worst[0] < worst[1]
