@@ -12,6 +12,7 @@ import torch
 from cases import MASKED, truth
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
+from speed_sizes import SMALL_SIZES
 from test_persistent import BASE, CELLS, assert_no_worse, assert_same
 
 import fusedrnn
@@ -38,17 +39,9 @@ SHAPES = [
     replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
     replace(BASE, seq_len=17, batch=3, chunk_size=4),  # chunks that are replayed, and a short one
     replace(BASE, seq_len=17, batch=3, chunk_size=4, bidirectional=True, recompute=False),
-    replace(BASE, seq_len=3, batch=3, hidden_size=300, latent_size=20),  # two and four blocks of
-    replace(BASE, seq_len=2, batch=2, hidden_size=20, latent_size=530),  # units for each warp
 ]
-CASES = [
-    replace(shape, **cell)
-    for cell in CELLS
-    for shape in SHAPES
-    if cell["cell"] == "stochastic_gru" or shape.latent_size < 500
-]
+CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
 CASES += [replace(shape, **cell) for cell in IN_PLACE for shape in (SHAPES[2], SHAPES[9])]
-CASES.append(replace(BASE, cell="lstm", seq_len=2, batch=2, hidden_size=530, proj_size=20))
 CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
 
 # Small, and with all that a row can do: two groups, of two tiles each.
@@ -92,6 +85,17 @@ def test_error_is_at_most_twice_that_of_single_steps(chain, case):
     steps = chain(results, case, is_on=False)
     assert_no_worse(packets, steps, truth(case.same_for_torch(), "cpu"))
     assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
+
+
+@pytest.mark.parametrize(
+    "size", [size for size in SMALL_SIZES if size.case.dtype is not torch.float32], ids=str
+)
+def test_speed_sizes(chain, size):
+    """Both passes, as in test_error_is_at_most_twice_that_of_single_steps()."""
+    case, options = size.case, {"multiprocessors": size.multiprocessors}
+    packets = chain(results, case, schedule=1, **options)
+    assert_no_worse(packets, chain(results, case, is_on=False), truth(case.same_for_torch(), "cpu"))
+    assert_same(chain(results, case, exchange=FLAGS, schedule=2, **options), packets)
 
 
 @pytest.mark.parametrize("case", MASKED_CASES, ids=str)
