@@ -32,6 +32,12 @@ namespace fusedrnn::cuda {
 FUSEDRNN_DEVICE int thread_index() { return int(threadIdx.x); }
 FUSEDRNN_DEVICE int block_index() { return int(blockIdx.x); }
 
+// Of the block: as much as its launch has asked for.
+FUSEDRNN_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+
 // All threads of the block, of the warp; each orders their accesses to memory.
 FUSEDRNN_DEVICE void sync_block() { __syncthreads(); }
 FUSEDRNN_DEVICE void sync_warp() { __syncwarp(); }

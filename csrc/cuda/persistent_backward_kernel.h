@@ -9,8 +9,7 @@ namespace fusedrnn::cuda {
 template <class T, int kDepth, class... Stages>
 __global__ void __launch_bounds__(kPersistentThreads, 1)
     run_persistent_backward(const __grid_constant__ PersistentBackward<T> args) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  persistent_backward<T, kDepth>(StageList<Stages...>{}, args, shared);
+  persistent_backward<T, kDepth>(StageList<Stages...>{}, args, shared_memory());
 }
 
 template <class T, class... Stages>

@@ -9,8 +9,7 @@ namespace fusedrnn::cuda {
 template <class T, int kDepth, class... Stages>
 __global__ void __launch_bounds__(kPersistentThreads, 1)
     run_persistent(const __grid_constant__ PersistentForward<T> args) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  persistent_forward<T, kDepth>(StageList<Stages...>{}, args, shared);
+  persistent_forward<T, kDepth>(StageList<Stages...>{}, args, shared_memory());
 }
 
 template <class T, class... Stages>

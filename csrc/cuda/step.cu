@@ -22,8 +22,11 @@ template <class Body>
 Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream) {
   const int64_t blocks = (count + kThreads - 1) / kThreads;
   if (blocks > INT32_MAX) return {kernel, cudaErrorInvalidConfiguration};
-  run<<<unsigned(blocks), kThreads, 0, stream>>>(body, count);
-  return {kernel, cudaGetLastError()};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return {kernel, cudaLaunchKernelEx(&config, run<Body>, body, count)};
 }
 
 }  // namespace fusedrnn::cuda

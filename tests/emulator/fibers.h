@@ -319,6 +319,7 @@ FUSEDRNN_UNSEEN inline unsigned char* shared_memory() { return self().block->sha
 
 FUSEDRNN_UNSEEN inline int thread_index() { return emulated::self().thread; }
 FUSEDRNN_UNSEEN inline int block_index() { return emulated::self().block->index; }
+FUSEDRNN_UNSEEN inline unsigned char* shared_memory() { return emulated::shared_memory(); }
 
 inline void sync_block() {
   emulated::sync(emulated::block_barrier(), 0, emulated::grid.threads, "a barrier of the block");
