@@ -1,0 +1,14 @@
+// Before all of torch's headers: functions of torch that mean a GPU are those of torch.cpp.
+#pragma once
+#define aoti_torch_get_device_index fake_torch_get_device_index
+#define aoti_torch_get_device_type fake_torch_get_device_type
+#define aoti_torch_create_device_guard fake_torch_create_device_guard
+#define aoti_torch_delete_device_guard fake_torch_delete_device_guard
+#define aoti_torch_get_current_cuda_stream fake_torch_get_current_cuda_stream
+#define aoti_torch_create_cuda_stream_guard fake_torch_create_cuda_stream_guard
+#define aoti_torch_delete_cuda_stream_guard fake_torch_delete_cuda_stream_guard
+#define torch_get_current_cuda_blas_handle fake_torch_get_current_cuda_blas_handle
+#define aoti_torch_create_tensor_from_blob fake_torch_create_tensor_from_blob
+#define aoti_torch_copy_ fake_torch_copy_
+#define torch_call_dispatcher fake_torch_call_dispatcher
+#define aoti_torch_call_dispatcher fake_aoti_torch_call_dispatcher
