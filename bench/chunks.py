@@ -6,9 +6,7 @@ a quarter of nn.LSTM's. Longer ones take more memory, and may still be faster.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,21 +28,19 @@ from .cases import (
 )
 from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
 from .report import DTYPES, Report, Run, Table, Target, main, mib
-from .sweep import Case, Results, Row, attempt, not_reached, numbers, release, why_none
+from .sweep import Budget, Case, Results, not_reached, numbers, opened, why_none
+from .worker import Notes, Row, measure_apart, measure_here
 
 QUICK = Shape(16, 32, 32)
 ROUNDS, BUDGET_S = 20, 6.0
 AUTOMATIC = "automatic"
 LEAST_STEPS = 4
 
-Timer = Callable[[Callable[[], object]], float]
-Peak = Callable[[Callable[[], object]], int]
-
 
 def run(run: Run) -> Report:
     """The smaller shape of the benchmark."""
     cases = [Case(QUICK if run.quick else SMALL, torch.float32)]
-    return _run(run, cases, "cpu", lambda call: measure_memory(call).peak_bytes, time_ms)
+    return _run(run, cases, "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
@@ -53,21 +49,25 @@ def run_on_cuda(run: Run) -> Report:
     dtypes = DTYPES.values() if "all" in chosen else [DTYPES[name] for name in chosen]
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CHUNKS_SHAPES)
     cases = [Case(shape, dtype) for dtype in dtypes or CHUNKS_DTYPES for shape in shapes]
-    return _run(run, cases, "cuda", cuda_peak_bytes, cuda_time_ms)
+    return _run(run, cases, "cuda")
 
 
-def _run(run: Run, cases: Sequence[Case], device: str, peak: Peak, timer: Timer) -> Report:
+def _run(run: Run, cases: Sequence[Case], device: str) -> Report:
     results: Results = {
         case: dict.fromkeys(_chunks(case.shape), not_reached(run)) for case in cases
     }
     task = run.progress.add_task("chunks", total=len(cases))
-    begin = time.perf_counter()
+    budget = Budget(run)
     for case in cases:
-        if time.perf_counter() - begin > run.budget_s:
+        if budget.is_spent:
             break
-        results[case] = _measure(case, device, peak, timer, 3 if run.quick else ROUNDS)
+        numbers = case.numbers() | {"device": device, "rounds": 3 if run.quick else ROUNDS}
+        names = list(_chunks(case.shape))
+        if device == "cuda":
+            results[case] |= measure_apart("bench.chunks", numbers, names, end=budget.end)
+        else:
+            results[case] |= measure_here(measure, numbers, names)
         run.write(_report(results, device))
-        release()
         run.progress.advance(task)
     return _report(results, device)
 
@@ -80,36 +80,41 @@ def _chunks(shape: Shape) -> dict[str, int | None]:
     return {AUTOMATIC: None, **{str(count): count for count in steps}, LSTM: None}
 
 
-def _measure(case: Case, device: str, peak: Peak, timer: Timer, rounds: int) -> dict[str, Row]:
+def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Rows of a case; see worker.py. torch's comes first, and cannot break a process."""
+    case, on_cuda = opened(numbers), numbers["device"] == "cuda"
+    sizes = _chunks(case.shape)
     steps: dict[str, TrainingStep] = {}
+    rows: dict[str, Row] = {}
+    for name in sorted(names, key=lambda name: name != LSTM):
+        with notes.on(name):
+            step = _training_step(name, sizes[name], case, numbers["device"])
+            step.train()  # loads kernels, and allocates what libraries keep for good
+            if on_cuda:
+                rows[name] = {"peak_bytes": cuda_peak_bytes(step.train)}
+            else:
+                rows[name] = {"peak_bytes": measure_memory(step.train).peak_bytes}
+            if name != LSTM:
+                rows[name]["chunk_steps"] = _chunk_steps(step, case, numbers["device"])
+            steps[name] = step
+    times = interleaved_ms(
+        {name: step.train for name, step in steps.items()},
+        rounds=numbers["rounds"],
+        budget_s=BUDGET_S,
+        before=notes.begin,
+        timer=cuda_time_ms if on_cuda else time_ms,
+    )
+    for name, train_ms in times.items():
+        notes.row(name, rows[name] | {"train_ms": train_ms})
 
-    def prepare(name: str, chunk_size: int | None) -> Row:
-        def make(width: int) -> fusedrnn.StochasticGRU:
-            return fusedrnn.StochasticGRU(width, width, chunk_size=chunk_size)
 
-        if name == LSTM:
-            step = training_step(LSTM, case.shape, device, case.dtype)
-        else:
-            step = TrainingStep(make, case.shape, device, case.dtype)
-        step.train()  # loads kernels, and allocates what libraries keep for good
-        row = {"peak_bytes": peak(step.train)}
-        steps[name] = step
-        return row | ({"chunk_steps": _chunk_steps(step, case, device)} if name != LSTM else {})
+def _training_step(name: str, chunk_size: int | None, case: Case, device: str) -> TrainingStep:
+    def make(width: int) -> fusedrnn.StochasticGRU:
+        return fusedrnn.StochasticGRU(width, width, chunk_size=chunk_size)
 
-    def measure() -> Row:
-        calls = {name: step.train for name, step in steps.items()}
-        return interleaved_ms(calls, rounds=rounds, budget_s=BUDGET_S, timer=timer)
-
-    rows = {
-        name: attempt(partial(prepare, name, size)) for name, size in _chunks(case.shape).items()
-    }
-    times = attempt(measure)
-    if why_none(times):
-        return {name: row if why_none(row) else times for name, row in rows.items()}
-    return {
-        name: row if why_none(row) else row | {"train_ms": times[name]}
-        for name, row in rows.items()
-    }
+    if name == LSTM:
+        return training_step(LSTM, case.shape, device, case.dtype)
+    return TrainingStep(make, case.shape, device, case.dtype)
 
 
 def _chunk_steps(step: TrainingStep, case: Case, device: str) -> int:
@@ -127,10 +132,11 @@ def _report(results: Results, device: str) -> Report:
             targets.append(Target(what, str(case), r.median, CHUNKS_LIMIT, r.spread))
     tables = [_table(case, rows) for case, rows in results.items()]
     failures = [
-        f"chunk_size {name} failed at {case}: {row['error']}"
+        f"chunk_size {name} {what} at {case}: {row[reason]}"
         for case, rows in results.items()
         for name, row in rows.items()
-        if name != LSTM and "error" in row
+        for reason, what in (("error", "failed"), ("missing", "is missing"))
+        if name != LSTM and reason in row and (reason == "error" or case.shape in CHUNKS_SHAPES)
     ]
     return Report("chunks", numbers(results), tables, targets, failures)
 

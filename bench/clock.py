@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -68,7 +68,7 @@ def interleaved_ms(
     *,
     rounds: int,
     budget_s: float,
-    on_call: Callable[[], object] = lambda: None,
+    before: Callable[[str], object] = lambda name: None,
     timer: Callable[[Callable[[], object]], float] = time_ms,
 ) -> dict[str, list[float]]:
     """Times of each call in milliseconds, one per round; the caller warms up.
@@ -84,8 +84,8 @@ def interleaved_ms(
         if done >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
             break
         for name, call in calls.items():
+            before(name)
             times_ms[name].append(timer(call))
-            on_call()
     return times_ms
 
 
@@ -93,6 +93,19 @@ def ratio(times_ms: Iterable[float], other_ms: Iterable[float]) -> Ratio:
     """How much longer one call takes than another, from times of the same rounds."""
     ratios = [a / b for a, b in zip(times_ms, other_ms, strict=True)]
     return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+def ratio_of_medians(times_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
+    """The same from times of different processes, which share no rounds.
+
+    What slows one of them for a while shows in the least and the most, the extremes of what the
+    times allow, and little in the medians.
+    """
+    return Ratio(
+        median(times_ms) / median(other_ms),
+        min(times_ms) / max(other_ms),
+        max(times_ms) / min(other_ms),
+    )
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from .cases import (
+    BESIDE,
     COMPILED,
     CUDA_MEMORY_LIMITS,
     DROP_INS,
@@ -17,6 +17,7 @@ from .cases import (
     LONG_QUICK,
     MEMORY_LIMITS,
     ON_CPU,
+    ON_CUDA_TOGETHER,
     OURS,
     OVER_SEQ_LEN,
     OVER_SEQ_LEN_QUICK,
@@ -29,7 +30,8 @@ from .cases import (
 )
 from .clock import cuda_peak_bytes, cuda_saved_bytes, measure_memory, saved_sizes_bytes
 from .report import Report, Run, Table, Target, main, mib
-from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_none
+from .sweep import Case, Results, failures, numbers, opened, release, sweep, why_none
+from .worker import Notes, Row
 
 
 def run(run: Run) -> Report:
@@ -85,7 +87,9 @@ def run(run: Run) -> Report:
 
 def run_on_cuda(run: Run) -> Report:
     """Peaks, and what waits for backward, over shapes and dtypes."""
-    return sweep(run, _measure_on_cuda, _report_on_cuda)
+    # One after the other, those first that cannot break a process: no row needs another one's.
+    names = [name for group in ON_CUDA_TOGETHER for name in group if name not in BESIDE.values()]
+    return sweep(run, "bench.memory", [names], _report_on_cuda)
 
 
 def _measure(name: str, shape: Shape) -> dict[str, Any]:
@@ -185,8 +189,11 @@ def _plot(run: Run, over: list[dict[str, Any]], contenders: list[str]) -> None:
     figure.savefig(run.out / "memory_over_seq_len.png", dpi=130)
 
 
-def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
-    def measure(name: str) -> Row:
+def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Rows of a case on a GPU; see worker.py."""
+    case = opened(numbers)
+
+    def peaks(name: str) -> Row:
         # The first one compiles, and allocates what libraries keep for good. A graph is captured by
         # the second one too, and takes its memory then: replay allocates nothing.
         training_step(name, case.shape, "cuda", case.dtype).train()
@@ -198,7 +205,10 @@ def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
             "host_bytes": host_bytes,
         }
 
-    return {name: attempt(partial(measure, name)) for name in names}
+    for name in names:
+        with notes.on(name):
+            notes.row(name, peaks(name))
+        release()
 
 
 def _report_on_cuda(results: Results) -> Report:

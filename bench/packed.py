@@ -8,8 +8,7 @@ batch is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,8 @@ import fusedrnn
 from .cases import CUDA_QUICK, GRU, LSTM, OUR_GRU, OUR_LSTM, SMALL, Shape
 from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
 from .report import Report, Run, Table, Target, main, mib
-from .sweep import Case, Results, Row, attempt, failures, numbers, why_none
+from .sweep import Budget, Case, Results, failures, not_reached, numbers, opened, why_none
+from .worker import Notes, Row, measure_apart, measure_here
 
 QUICK = Shape(16, 32, 32)
 CUDA = Shape(1024, 64, 512)
@@ -59,14 +59,12 @@ BASES = {OUR_GRU: (PADDED_GRU, GRU), OUR_LSTM: (PADDED_LSTM, LSTM)}
 
 def run(run: Run) -> Report:
     """The smaller shape of the benchmark."""
-    case = Case(QUICK if run.quick else SMALL, torch.float32)
-    return _run(run, case, "cpu", lambda call: measure_memory(call).peak_bytes, time_ms)
+    return _run(run, Case(QUICK if run.quick else SMALL, torch.float32), "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
     """In bfloat16."""
-    case = Case(CUDA_QUICK if run.quick else CUDA, torch.bfloat16)
-    return _run(run, case, "cuda", cuda_peak_bytes, cuda_time_ms)
+    return _run(run, Case(CUDA_QUICK if run.quick else CUDA, torch.bfloat16), "cuda")
 
 
 def packed_input(shape: Shape, device: str, dtype: torch.dtype) -> PackedSequence:
@@ -78,41 +76,56 @@ def packed_input(shape: Shape, device: str, dtype: torch.dtype) -> PackedSequenc
     return PackedSequence(packed.data.detach().requires_grad_(), packed.batch_sizes)
 
 
-def _run(
-    run: Run,
-    case: Case,
-    device: str,
-    peak: Callable[[Callable[[], object]], int],
-    timer: Callable[[Callable[[], object]], float],
-) -> Report:
+def _run(run: Run, case: Case, device: str) -> Report:
+    rows = dict.fromkeys(MODULES, not_reached(run))
+    task = run.progress.add_task("packed", total=1)
+    numbers = case.numbers() | {"device": device, "rounds": 3 if run.quick else ROUNDS}
+    if device == "cuda":
+        rows |= measure_apart("bench.packed", numbers, list(MODULES), end=Budget(run).end)
+    else:
+        rows |= measure_here(measure, numbers, list(MODULES))
+    run.progress.advance(task)
+    return _report({case: rows})
+
+
+def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Rows of a case; see worker.py."""
+    case, device = opened(numbers), numbers["device"]
     input = packed_input(case.shape, device, case.dtype)
     gradient = torch.randn_like(input.data)
     calls: dict[str, Callable[[], object]] = {}
-    task = run.progress.add_task("packed", total=len(MODULES) + 1)
+    rows: dict[str, Row] = {}
+    for name in sorted(names, key=lambda name: name not in (GRU, LSTM)):  # cannot break a process
+        with notes.on(name):
+            module = MODULES[name](case.shape.hidden_size).to(device, case.dtype)
+            train = _training_call(module, input, gradient)
+            train()  # loads kernels, and allocates what libraries keep for good
+            if device == "cuda":
+                rows[name] = {"peak_bytes": cuda_peak_bytes(train)}
+            else:
+                rows[name] = {"peak_bytes": measure_memory(train).peak_bytes}
+            calls[name] = train
+    times = interleaved_ms(
+        calls,
+        rounds=numbers["rounds"],
+        budget_s=BUDGET_S,
+        before=notes.begin,
+        timer=cuda_time_ms if device == "cuda" else time_ms,
+    )
+    for name, train_ms in times.items():
+        notes.row(name, rows[name] | {"train_ms": train_ms})
 
-    def prepare(name: str) -> Row:
-        module = MODULES[name](case.shape.hidden_size).to(device, case.dtype)
-        leaves: list[Tensor] = [input.data, *module.parameters()]
 
-        def train() -> None:
-            torch.autograd.grad(module(input)[0].data, leaves, gradient)
-
-        train()  # loads kernels, and allocates what libraries keep for good
-        row = {"peak_bytes": peak(train)}
-        calls[name] = train
-        run.progress.advance(task)
-        return row
-
-    rows = {name: attempt(partial(prepare, name)) for name in MODULES}
-    rounds = 3 if run.quick else ROUNDS
-    times = interleaved_ms(calls, rounds=rounds, budget_s=BUDGET_S, timer=timer)
-    rows = {name: row | {"train_ms": times.get(name)} for name, row in rows.items()}
-    run.progress.advance(task)
-    return _report({case: rows}, len(input.data))
+def _training_call(
+    module: nn.Module, input: PackedSequence, gradient: Tensor
+) -> Callable[[], object]:
+    leaves: list[Tensor] = [input.data, *module.parameters()]
+    return lambda: torch.autograd.grad(module(input)[0].data, leaves, gradient)
 
 
-def _report(results: Results, count: int) -> Report:
+def _report(results: Results) -> Report:
     ((case, rows),) = results.items()
+    count = len(packed_input(case.shape, "cpu", case.dtype).data)
     targets = [
         Target(
             f"peak memory, packed, {a} / {b}",
@@ -130,14 +143,13 @@ def _report(results: Results, count: int) -> Report:
         if reason := why_none(row):
             lines.append([name, reason, *[""] * (len(columns) - 2)])
             continue
+        times, sizes = [""] * 2, [""] * 2
+        for i, base in enumerate(rows[base] for base in BASES.get(name, ())):
+            if not why_none(base):
+                times[i] = str(ratio(row["train_ms"], base["train_ms"]))
+                sizes[i] = f"{row['peak_bytes'] / base['peak_bytes']:.3f}"
         line = [name, f"{median(row['train_ms']):.2f}"]
-        bases = [rows[base] for base in BASES.get(name, ())]
-        texts = [
-            [str(ratio(row["train_ms"], base["train_ms"])) for base in bases],
-            [f"{row['peak_bytes'] / base['peak_bytes']:.3f}" for base in bases],
-        ]
-        line += (texts[0] or ["", ""]) + [mib(row["peak_bytes"])] + (texts[1] or ["", ""])
-        lines.append(line)
+        lines.append([*line, *times, mib(row["peak_bytes"]), *sizes])
     table = Table(title, columns, lines)
     return Report("packed", numbers(results), [table], targets, failures(results))
 

@@ -97,7 +97,8 @@ class Run:
     def write(self, report: Report) -> None:
         """Writes the JSON of a report, which may be one so far."""
         targets = [asdict(target) | {"passed": target.passed} for target in report.targets]
-        content = {"environment": self.about, "targets": targets, **report.numbers}
+        content = {"environment": self.about, "targets": targets, "failures": report.failures}
+        content |= report.numbers | {"tables": list(map(markdown_table, report.tables))}
         whole = self.out / f"{report.name}.json"
         partial = whole.with_suffix(".partial")  # whoever stops us finds no half of a file
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -149,7 +150,7 @@ class Screen:
         if self.console:
             self.console.print(_rich_table(table, mark=mark))
         else:
-            print(_markdown_table(table))
+            print(markdown_table(table))
 
     def line(self, text: str, style: str | None = None) -> None:
         """Prints a line."""
@@ -173,27 +174,25 @@ def main(
     """Runs benchmarks as a command and exits: with status 1 if a result is wrong.
 
     A missed target is no wrong result: a busy machine misses them too. ``on_cuda`` are those to run
-    with ``--device cuda``, and ``cuda_options`` what they take.
+    with ``--device cuda``, the default if there are no others, and ``cuda_options`` what they take.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of results ({RESULTS})")
-    parser.set_defaults(device="cpu")
+    parser.set_defaults(device="cpu" if benchmarks else "cuda")
     add_options(parser)
     if on_cuda:
         _add_cuda_options(parser, cuda_options)
     options = parser.parse_args()
     if options.device == "cuda":
         benchmarks = on_cuda
-        # torch allows cuDNN's unless told otherwise: nn.LSTM's float32 would be no float32.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     elif on_cuda and any(getattr(options, name) is not None for name in map(_field, cuda_options)):
         parser.error(f"{', '.join(cuda_options)} need --device cuda")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(THREADS)
+    set_up_torch()
 
     screen = Screen()
     about = _environment(sys.argv[1:], options.device)
@@ -220,6 +219,13 @@ def main(
     sys.exit(1 if failures else 0)
 
 
+def set_up_torch() -> None:
+    """As in every process that measures."""
+    torch.set_num_threads(THREADS)
+    # torch allows cuDNN's unless told otherwise: nn.LSTM's float32 would be no float32.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
 def _add_cuda_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
     known: dict[str, dict[str, Any]] = {
         "--dtype": {"action": "append", "choices": [*DTYPES, "all"], "help": "may be repeated"},
@@ -235,7 +241,8 @@ def _add_cuda_options(parser: argparse.ArgumentParser, options: Sequence[str]) -
             "help": f"seconds after which a benchmark begins nothing new ({CUDA_BUDGET_S})",
         },
     }
-    parser.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
+    default = parser.get_default("device")
+    parser.add_argument("--device", type=_device, help=f"cpu or cuda ({default})")
     cuda = parser.add_argument_group("with --device cuda")
     for option in options:
         cuda.add_argument(option, **known[option])
@@ -333,10 +340,11 @@ def _markdown(reports: list[Report], targets: list[Target], about: dict[str, Any
     tables = [_target_table(targets), *(table for report in reports for table in report.tables)]
     dtype = "" if "gpu" in about else "float32, "
     head = f"`{about['command']}` on {_machine(about)}, {dtype}{about['date'][:10]}.\n"
-    return "\n".join([head, *(_markdown_table(table) for table in tables)])
+    return "\n".join([head, *(markdown_table(table) for table in tables)])
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table as text."""
     lines = [f"**{table.title}**", ""]
     lines.append("| " + " | ".join(table.columns) + " |")
     lines.append("|" + "|".join([":--", *["--:"] * (len(table.columns) - 1)]) + "|")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from fusedrnn import plan
 
 from .cases import (
+    BESIDE,
     COMPILED,
     CONTENDERS,
     CUDA_FORWARD_LIMITS,
@@ -28,6 +29,7 @@ from .cases import (
     LOOP,
     LSTM,
     ON_CPU,
+    ON_CUDA_TOGETHER,
     OUR_GRU,
     OUR_LSTM,
     OURS,
@@ -41,9 +43,10 @@ from .cases import (
     training_step,
     why_not_compiled,
 )
-from .clock import cuda_time_ms, interleaved_ms, ratio
+from .clock import Ratio, cuda_time_ms, interleaved_ms, ratio, ratio_of_medians
 from .report import Report, Run, Table, Target, main
-from .sweep import Case, Results, Row, attempt, failures, numbers, sweep, why_none
+from .sweep import Case, Results, failures, numbers, opened, sweep, why_none
+from .worker import Notes, Row
 
 Calls = dict[str, Callable[[], object]]
 REBUILD = "rebuilding GEMMs"
@@ -69,10 +72,10 @@ def run(run: Run) -> Report:
         contenders.remove(COMPILED)
 
     def measure(calls: Calls, rounds: int, budget_s: float) -> dict[str, list[float]]:
-        def advance() -> None:
+        def advance(_: str) -> None:
             run.progress.advance(task)
 
-        return interleaved_ms(calls, rounds=rounds, budget_s=budget_s, on_call=advance)
+        return interleaved_ms(calls, rounds=rounds, budget_s=budget_s, before=advance)
 
     results, tables, targets = [], [], []
     for shape, rounds in shapes.items():
@@ -129,7 +132,7 @@ def run(run: Run) -> Report:
 
 def run_on_cuda(run: Run) -> Report:
     """Training step and forward pass over shapes and dtypes."""
-    return sweep(run, _measure_on_cuda, _report_on_cuda)
+    return sweep(run, "bench.speed", ON_CUDA_TOGETHER, _report_on_cuda)
 
 
 def _training_calls(shape: Shape, contenders: list[str]) -> Calls:
@@ -256,37 +259,34 @@ def _table(title: str, group: Group, shape: Shape, times_ms: dict[str, list[floa
     return Table(f"{title}{group.title}{shape}", ["", "ms", *group.over], rows)
 
 
-def _measure_on_cuda(names: Sequence[str], case: Case) -> dict[str, Row]:
+def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Rows of a case on a GPU; see worker.py."""
+    case = opened(numbers)
     steps: dict[str, TrainingStep] = {}
+    for name in names:
+        with notes.on(name):
+            step = training_step(name, case.shape, "cuda", case.dtype)
+            for _ in range(2):  # the first compiles or captures, the second is as all that follow
+                step.train()
+                step.infer()
+            torch.cuda.synchronize()  # so that its faults are not taken for those of the next one
+            steps[name] = step
 
-    def prepare(name: str) -> Row:
-        step = training_step(name, case.shape, "cuda", case.dtype)
-        for _ in range(2):  # the first compiles or captures, the second is as all that follow
-            step.train()
-            step.infer()
-        steps[name] = step
-        return {}
+    def times_ms(calls: Calls, budget_s: float) -> dict[str, list[float]]:
+        return interleaved_ms(
+            calls, rounds=CUDA_ROUNDS, budget_s=budget_s, before=notes.begin, timer=cuda_time_ms
+        )
 
-    def measure() -> Row:
-        def times_ms(calls: Calls, budget_s: float) -> dict[str, list[float]]:
-            return interleaved_ms(calls, rounds=CUDA_ROUNDS, budget_s=budget_s, timer=cuda_time_ms)
-
-        train_ms = times_ms({name: step.train for name, step in steps.items()}, CUDA_TRAIN_S)
-        forward_ms = times_ms({name: step.infer for name, step in steps.items()}, CUDA_FORWARD_S)
-        backward: Calls = {
-            name: _backward(steps[name], steps[name].forward())
-            for name in (*PERSISTENT, *PERSISTENT.values())
-            if name in steps
-        }
-        backward_ms = times_ms(backward, CUDA_BACKWARD_S)
-        return {
-            name: _row(name, case, train_ms[name], forward_ms[name], backward_ms.get(name))
-            for name in steps
-        }
-
-    rows = {name: attempt(partial(prepare, name)) for name in names}
-    measured = attempt(measure)
-    return rows | (dict.fromkeys(steps, measured) if "error" in measured else measured)
+    train_ms = times_ms({name: step.train for name, step in steps.items()}, CUDA_TRAIN_S)
+    forward_ms = times_ms({name: step.infer for name, step in steps.items()}, CUDA_FORWARD_S)
+    backward: Calls = {
+        name: _backward(steps[name], steps[name].forward())
+        for name in (*PERSISTENT, *PERSISTENT.values())
+        if name in steps
+    }
+    backward_ms = times_ms(backward, CUDA_BACKWARD_S)
+    for name in steps:
+        notes.row(name, _row(name, case, train_ms[name], forward_ms[name], backward_ms.get(name)))
 
 
 def _row(
@@ -315,14 +315,34 @@ def _report_on_cuda(results: Results) -> Report:
     return Report("speed", numbers(results), tables, targets, failures(results))
 
 
+def _compared(rows: dict[str, Row], a: str, b: str, times: str) -> Ratio | None:
+    """Times of one contender over those of another, None if either has none.
+
+    Those of one process are compared round by round, and torch's LSTM and GRU are there in either.
+    """
+    beside = BESIDE.get(b, b)
+    other = next(
+        (rows[n] for n in (b, beside) if n in rows and _are_together(rows[a], rows[n])), rows[b]
+    )
+    ours_ms, other_ms = rows[a].get(times), other.get(times)
+    if not ours_ms or not other_ms:
+        return None
+    if _are_together(rows[a], other):
+        return ratio(ours_ms, other_ms)
+    return ratio_of_medians(ours_ms, other_ms)
+
+
+def _are_together(row: Row, other: Row) -> bool:
+    return row.get("process") == other.get("process") and not (why_none(row) or why_none(other))
+
+
 def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
     """Of what was measured."""
     targets = []
 
     def compare(what: str, limits: dict[tuple[str, str], float], times: str) -> None:
         for (a, b), limit in limits.items():
-            if why_none(rows[a]) is None and why_none(rows[b]) is None:
-                r = ratio(rows[a][times], rows[b][times])
+            if r := _compared(rows, a, b, times):
                 targets.append(Target(f"{what}, {a} / {b}", str(case), r.median, limit, r.spread))
 
     def bound(what: str, name: str, times: str, factor: float, limit: float) -> None:
@@ -349,17 +369,15 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
 def _backward_table(results: Results) -> Table:
     lines = []
     for case, rows in results.items():
-        pairs = [
-            (rows[a].get("backward_ms"), rows[b].get("backward_ms")) for a, b in PERSISTENT.items()
-        ]
-        lines.append([str(case), *(str(ratio(a, b)) if a and b else "" for a, b in pairs)])
+        ratios = [_compared(rows, a, b, "backward_ms") for a, b in PERSISTENT.items()]
+        lines.append([str(case), *(str(r) if r else "" for r in ratios)])
     return Table("Backward, persistent kernels / stepwise", ["", *PERSISTENT], lines)
 
 
 def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
-    def over(times: list[float], other: str) -> str:
-        other_ms = rows[other].get("train_ms")
-        return f"{median(times) / median(other_ms):.3f}" if other_ms else ""
+    def over(name: str, other: str) -> str:
+        r = _compared(rows, name, other, "train_ms")
+        return f"{r.median:.3f}" if r else ""
 
     def ms(times: list[float]) -> list[str]:
         return [f"{median(times):.2f}", f"{min(times):.2f}–{max(times):.2f}"]
@@ -377,7 +395,7 @@ def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
             [
                 name,
                 *ms(train_ms),
-                *(over(train_ms, other(name)) for other in group.over.values()),
+                *(over(name, other(name)) for other in group.over.values()),
                 f"{row['train_tflops']:.1f}",
                 *ms(row["forward_ms"]),
                 f"{row['forward_tflops']:.1f}",

@@ -20,10 +20,13 @@ from .cases import (
     Shape,
     has_targets,
 )
-from .report import DTYPES, Report, Run
+from .report import DTYPES, Report, Run, set_up_torch
+from .worker import STALL_S, Row, measure_apart
 
-# Numbers of a contender, or why there are none, under "error" or "missing".
-Row = dict[str, Any]
+# A process that is at work when the budget is spent may go on for so long.
+OVERTIME_S = 20.0
+# To compile a step takes minutes.
+LATER_STALL_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -41,33 +44,71 @@ class Case:
         """As in --dtype."""
         return str(self.dtype).removeprefix("torch.")
 
+    def numbers(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"shape": vars(self.shape), "dtype": self.dtype_name}
+
+    @classmethod
+    def of_numbers(cls, numbers: dict[str, Any]) -> Case:
+        """That of ``numbers()``."""
+        return cls(Shape(**numbers["shape"]), DTYPES[numbers["dtype"]])
+
 
 Results = dict[Case, dict[str, Row]]
 
 
 def sweep(
     run: Run,
-    measure: Callable[[Sequence[str], Case], dict[str, Row]],
+    module: str,
+    groups: Sequence[Sequence[str]],
     report: Callable[[Results], Report],
 ) -> Report:
-    """Fills in a row for every contender in every case, and writes the report after each job."""
+    """Fills in a row for every contender in every case, and writes the report after each job.
+
+    A job is a group of contenders, which the module's ``measure`` has in one process, or one of
+    those that come later.
+    """
     cases = _cases(run)
     missing = not_reached(run)
-    results: Results = {case: dict.fromkeys((*ON_CUDA, *ON_CUDA_LATER), missing) for case in cases}
-    jobs: list[tuple[tuple[str, ...], Case]] = [(ON_CUDA, case) for case in cases]
-    jobs += [((name,), case) for case in cases for name in ON_CUDA_LATER]
+    names = [name for name in ON_CUDA if any(name in group for group in groups)]
+    results: Results = {case: dict.fromkeys((*names, *ON_CUDA_LATER), missing) for case in cases}
+    jobs = [(group, case, STALL_S) for case in cases for group in groups]
+    jobs += [((name,), case, LATER_STALL_S) for case in cases for name in ON_CUDA_LATER]
     task = run.progress.add_task(report(results).name, total=len(jobs))
 
-    begin = time.perf_counter()
-    for names, case in jobs:
-        if time.perf_counter() - begin > run.budget_s:
+    clock = Budget(run)
+    for group, case, stall_s in jobs:
+        if clock.is_spent:
             break
-        results[case] = results[case] | measure(names, case)
+        results[case] |= measure_apart(
+            module, case.numbers(), group, end=clock.end, stall_s=stall_s
+        )
         run.write(report(results))
-        release()
         run.progress.advance(task)
-        print(f"{time.perf_counter() - begin:4.0f} s  {case}: {'; '.join(names)}", flush=True)
+        print(f"{clock.seconds:4.0f} s  {case}: {'; '.join(group)}", flush=True)
     return report(results)
+
+
+class Budget:
+    """The time of a run, from now on."""
+
+    def __init__(self, run: Run) -> None:
+        self.begin, self.budget_s = time.monotonic(), run.budget_s
+
+    @property
+    def seconds(self) -> float:
+        """That have gone by."""
+        return time.monotonic() - self.begin
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing new is to begin."""
+        return self.seconds > self.budget_s
+
+    @property
+    def end(self) -> float:
+        """When all is to have ended, by ``time.monotonic()``."""
+        return self.begin + self.budget_s + OVERTIME_S
 
 
 def _cases(run: Run) -> list[Case]:
@@ -78,22 +119,19 @@ def _cases(run: Run) -> list[Case]:
     return sorted(cases, key=lambda case: not has_targets(case.shape, case.dtype))
 
 
+def opened(case: dict[str, Any]) -> Case:
+    """The case of a job, in the process that measures it."""
+    set_up_torch()
+    return Case.of_numbers(case)
+
+
 def release() -> None:
-    """Gives back what a job took, so that none finds less memory than the one before."""
+    """Gives back what a contender took, so that none finds less memory than the one before."""
     torch.compiler.reset()  # it compiles one function for eight shapes only
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # gigabytes of pinned memory; has no public name
-
-
-def attempt(call: Callable[[], Row]) -> Row:
-    """What a call returns, or its error: a contender that fails must not end all."""
-    try:
-        return call()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return {"error": f"{type(error).__name__}: {lines[0]:.150}"}
 
 
 def not_reached(run: Run) -> Row:
@@ -108,19 +146,17 @@ def why_none(row: Row) -> str | None:
 
 def numbers(results: Results) -> dict[str, Any]:
     """Results for JSON."""
-    return {
-        "cases": [
-            {"shape": vars(case.shape), "dtype": case.dtype_name, "contenders": rows}
-            for case, rows in results.items()
-        ]
-    }
+    return {"cases": [case.numbers() | {"contenders": rows} for case, rows in results.items()]}
 
 
 def failures(results: Results) -> list[str]:
-    """Errors of ours. Those of others are theirs, and stand in their rows."""
+    """Errors of ours, and rows of ours that targets need. Errors of others stand in their rows."""
     return [
         f"{name} failed at {case}: {row['error']}"
+        if "error" in row
+        else f"{name} is missing at {case}: {row['missing']}"
         for case, rows in results.items()
         for name, row in rows.items()
-        if name.startswith(OURS) and "error" in row
+        if name.startswith(OURS)
+        and ("error" in row or ("missing" in row and has_targets(case.shape, case.dtype)))
     ]

@@ -1,0 +1,166 @@
+"""Runs commands that may crash, hang or flood: they end in time, with all they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).parents[1]
+TAIL_BYTES = 1 << 16
+POLL_S = 0.05
+# For a process that has been killed to end, and for what its pipe still holds. One that waits
+# within the driver of a GPU may not end at all.
+KILL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        status: Its exit status; below 0 the signal that ended it; None if it was stopped here.
+        tail: The end of what it wrote.
+    """
+
+    pid: int
+    status: int | None
+    seconds: float
+    tail: str
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.status is None:
+            return f"stopped after {self.seconds:.0f} s"
+        if self.status < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"ended by {names.get(-self.status, f'signal {-self.status}')}"
+        return f"exit status {self.status}"
+
+
+def run(
+    command: Sequence[str],
+    deadline: Callable[[], float],
+    *,
+    env: Mapping[str, str] | None = None,
+    take: Callable[[bytes], object] = lambda data: None,
+) -> Ended:
+    """Runs a command in the root of the source tree.
+
+    It is stopped once ``deadline()``, asked again and again, is over, by the clock of
+    ``time.monotonic()``. ``take`` gets all that it writes, to whichever of its two outputs. What it
+    has started ends with it, told by the environment that it leaves to its children.
+    """
+    begin = time.monotonic()
+    mark = f"FUSEDRNN_RUN_{uuid.uuid4().hex}"
+    tail = b""
+
+    def keep(data: bytes) -> None:
+        nonlocal tail
+        take(data)
+        tail = (tail + data)[-TAIL_BYTES:]
+
+    process = subprocess.Popen(
+        list(command),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), mark: "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+    os.set_blocking(pipe, False)
+    try:
+        while process.poll() is None and time.monotonic() < deadline():
+            _read(pipe, keep, POLL_S)
+        status = process.poll()
+    finally:
+        process.kill()
+        _kill(mark)
+        _wait(process)
+    end = time.monotonic() + POLL_S  # a child that got away may hold the pipe, and fill it for ever
+    while time.monotonic() < end and _read(pipe, keep, 0):
+        pass
+    process.stdout.close()
+    return Ended(process.pid, status, time.monotonic() - begin, tail.decode(errors="replace"))
+
+
+def _read(pipe: int, keep: Callable[[bytes], object], wait_s: float) -> bool:
+    """Reads what is there, after a wait for it; whether there may be more."""
+    if not select.select([pipe], [], [], wait_s)[0]:
+        return False
+    data = os.read(pipe, 1 << 16)
+    if data:
+        keep(data)
+    else:
+        time.sleep(wait_s)  # all who could write have closed it
+    return bool(data)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} has been killed and does not end", flush=True)
+
+
+def _kill(mark: str) -> None:
+    """Kills the processes in whose environment this stands, until there are none."""
+    end = time.monotonic() + KILL_S
+    while (found := _marked(mark)) and time.monotonic() < end:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if mark.encode() in environment.read_bytes():
+                found.append(int(environment.parent.name))
+    return found
+
+
+class Log:
+    """Keeps the beginning and the end of all that is written to a file."""
+
+    def __init__(self, file: BinaryIO, first: int, last: int) -> None:
+        self.file = file
+        self.first, self.last, self.left_out = first, last, 0
+
+    def write(self, data: bytes) -> None:
+        """Appends; now and then leaves out what stands between the beginning and the end."""
+        self.file.write(data)
+        if self.file.tell() > self.first + 2 * self.last:
+            self._shorten()
+
+    def finish(self) -> None:
+        """Leaves out all that is to be left out."""
+        if self.file.tell() > self.first + self.last + len(self._note()):
+            self._shorten()
+
+    def _note(self) -> bytes:
+        return f"\n... {self.left_out} bytes are left out here ...\n".encode()
+
+    def _shorten(self) -> None:
+        noted = len(self._note()) if self.left_out else 0
+        size = self.file.tell()
+        self.file.seek(size - self.last)
+        end = self.file.read(self.last)
+        self.left_out += size - self.last - self.first - noted
+        self.file.truncate(self.first)
+        self.file.seek(self.first)
+        self.file.write(self._note() + end)
