@@ -1,0 +1,60 @@
+"""What the machine and the source tree are, asked without importing torch."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .contain import ROOT
+
+ASK_S = 60
+
+
+def about() -> dict[str, Any]:
+    """An empty text is for what the machine does not have."""
+    torch = "import torch; print(torch.__version__, torch.cuda.is_available())"
+    torch_version, _, sees_gpu = _said(sys.executable, "-c", torch).rpartition(" ")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": nvidia_smi("name"),
+        "driver": nvidia_smi("driver_version"),
+        "torch": torch_version,
+        "torch_sees_gpu": sees_gpu == "True",
+        "nvcc": _said(cuda_tool("nvcc"), "--version").rpartition("\n")[2],
+        "commit": commit(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def commit() -> str:
+    """That of the source tree; of one without a repository, what FUSEDRNN_COMMIT says."""
+    if not (ROOT / ".git").exists():
+        return os.environ.get("FUSEDRNN_COMMIT") or "unknown"
+    changed = _said("git", "status", "--porcelain")
+    return _said("git", "describe", "--always") + (" with changes" if changed else "")
+
+
+def nvidia_smi(field: str) -> str:
+    """Of the first GPU, which is the one that torch takes."""
+    return _said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0]
+
+
+def cuda_tool(name: str) -> str:
+    """Where a tool of the CUDA toolkit is; its name if it is nowhere."""
+    folder = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    return shutil.which(name) or shutil.which(name, path=folder) or name
+
+
+def _said(*words: str) -> str:
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=ASK_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

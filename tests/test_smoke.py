@@ -1,0 +1,197 @@
+"""What the check for a GPU asks first, on the emulation: a wrong number is found and named."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator import emulated_operators, use
+from emulator.persistent import FOLDER, compiled
+
+from fusedrnn import _library
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
+from bench import smoke, step_probe, worker  # noqa: E402
+from bench.step_probe import Step  # noqa: E402
+
+NVCC = shutil.which("nvcc") or shutil.which(
+    "nvcc", path=Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+)
+CELLS = [
+    {"cell": "gru"},
+    {"cell": "lstm"},
+    {"cell": "projected_lstm"},
+    *({"cell": "stochastic_gru", "noise": noise} for noise in ("seed", "eps", "none")),
+]
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Computes by the emulation of a GPU; the operators."""
+    operators = emulated_operators()
+    use(monkeypatch, operators)
+    operators.control(False, "", 132, 1, tf32=True)
+    yield operators
+    operators.control(False, "")
+
+
+class Planted:
+    """Operators whose first call of one of them gives a wrong number."""
+
+    def __init__(self, operators: Any, operator: str, result: int, index: int) -> None:
+        self.operators, self.wrong = operators, (result, index)
+        self.names = [operator]
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        results = getattr(self.operators, name)(*arguments)
+        if name in self.names:
+            self.names.remove(name)
+            result, index = self.wrong
+            results[result].view(-1)[index] += 1
+        return results
+
+    def forward(self, *arguments: Any) -> Any:
+        return self._call("forward", *arguments)
+
+    def backward(self, *arguments: Any) -> Any:
+        return self._call("backward", *arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_right_kernel_has_no_wrong_number(
+    emulated: Any, cell: dict[str, str], dtype: Any
+) -> None:
+    step = Step(**cell, dtype=dtype, seq_len=2, device="cpu")
+    assert step_probe.persistent(step) == []
+    forwards, adjoints = emulated.counts()[2:4]
+    assert forwards == 1
+    assert adjoints == (dtype is torch.bfloat16), "there is a kernel for 16 bits only"
+
+
+ROWS, UNITS = step_probe.BATCH, step_probe.SIZES[1]
+T, ROW, UNIT = 1, 3, 17
+
+
+@pytest.mark.parametrize(
+    "operator, result, index, said",
+    [
+        ("forward", 0, (T * ROWS + ROW) * UNITS + UNIT, "output: 1 of 1320 .* t=1 row=3 unit=17: "),
+        (
+            *("forward", 3, ((T * ROWS + ROW) * 4 + 1) * UNITS + UNIT),
+            "pre-activations of the GRU: 1 of 5280 .* t=1 row=3 gate=u unit=17: ",
+        ),
+        (
+            *("backward", 0, (T * ROWS + ROW) * step_probe.INPUT + 2),
+            "gradient of input: 1 of 165 .* t=1 row=3 feature=2: ",
+        ),
+        (
+            *("backward", 4, (2 * UNITS + UNIT) * step_probe.INPUT + 4),
+            "gradient of weight_ih_l0: 1 of 600 .* gate=n unit=17 column=4: ",
+        ),
+    ],
+)
+def test_a_wrong_number_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    emulated: Any,
+    operator: str,
+    result: int,
+    index: int,
+    said: str,
+) -> None:
+    """First of all that is wrong because of it."""
+    monkeypatch.setattr(_library, "_ops", Planted(emulated, operator, result, index))
+    first, *_ = step_probe.persistent(Step(seq_len=3, device="cpu"))
+    assert re.match(said.replace(".*", "numbers are wrong, the first at"), first), first
+
+
+def test_what_is_not_a_number_is_wrong() -> None:
+    def values(*numbers: float) -> dict[str, step_probe.Values]:
+        return {"output": step_probe.Values(torch.tensor(numbers), ("t",))}
+
+    expected = values(1.0, 2.0, 3.0)
+    assert step_probe.differences(values(1.0, 2.0, 3.0), expected, 1e-3) == []
+    said = "output: 2 of 3 numbers are wrong, the first at t=1: nan instead of 2"
+    assert step_probe.differences(values(1.0, float("nan"), 4.0), expected, 1e-3) == [said]
+
+
+@pytest.mark.parametrize("layout", step_probe.LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_products_over_any_strides(emulated: Any, layout: str, dtype: torch.dtype) -> None:
+    emulated.control(False, "")
+    assert step_probe.strided(Step(dtype=dtype, seq_len=3, device="cpu"), layout) == []
+
+
+def test_layouts_are_different_strides_of_the_same_numbers() -> None:
+    tensor = torch.randn(6, 5)
+    found = [step_probe.laid_out(tensor, layout) for layout in step_probe.LAYOUTS]
+    assert all(torch.equal(one, tensor) for one in found)
+    assert [one.stride() for one in found] == [(5, 1), (1, 6), (8, 1), (10, 2), (5, 1)]
+    assert found[-1].storage_offset() == 1
+
+
+def test_a_probe_has_a_row_for_each_call(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
+    monkeypatch.setitem(smoke.CELLS, "gru", Step("gru", device="cpu"))
+    monkeypatch.setattr(smoke, "set_up_torch", lambda: None)  # it is for a process of its own
+    names = list(smoke.trials("gru"))
+    assert len(names) == 3 * 3 * 3 * 2
+    rows = worker.measure_here(smoke.measure, "gru", names[:2])
+    torch.backends.cuda.matmul.allow_tf32 = False  # as before
+    assert rows == {name: {"wrong": []} for name in names[:2]}
+    assert len(smoke.trials(smoke.STRIDES)) == 4 * len(step_probe.LAYOUTS)
+
+
+def test_report_names_what_is_wrong() -> None:
+    probes = {
+        "mma": {"mma": {"said": ["mma bfloat16: right"], "wrong": []}},
+        "flags": {"flags": {"error": "exit status 1: CUDA error"}},
+        "gru": {f"call {i}": {"wrong": ["output: t=1"]} for i in range(7)},
+    }
+    report = smoke.report(probes)
+    assert report.failures[:2] == ["flags: exit status 1: CUDA error", "call 0: output: t=1"]
+    assert report.failures[-1] == "gru: and 2 more"
+    assert [row[2] for row in report.tables[0].rows] == [
+        "mma bfloat16: right",
+        *report.failures[:2],
+    ]
+    assert len(report.numbers["rows"]) == 9
+
+
+@pytest.mark.parametrize(
+    "said, status, row",
+    [
+        ("hop by flags: 430 ns", 0, {"wrong": [], "hop_ns": 430}),
+        ("wrong: hop 3", 1, {"wrong": ["wrong: hop 3"]}),
+        ("CUDA error: no", 1, {"wrong": [], "error": "exit status 1: CUDA error: no"}),
+    ],
+)
+def test_what_the_program_says(tmp_path: Path, said: str, status: int, row: dict[str, Any]) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho '{said}'\nexit {status}\n")
+    program.chmod(0o755)
+    found = smoke.program_row(program, "flags", time.monotonic() + 60)
+    assert found == {"said": [said]} | row
+
+
+def test_probes_in_cpp_run_on_the_emulation() -> None:
+    program = compiled("smoke", source=FOLDER / "smoke.cpp")
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+def test_probes_in_cpp_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smoke, "COMPILE_S", 300)
+    program = tmp_path / "smoke"
+    smoke.compile_program(program, "sm_90a")
+    done = subprocess.run([program, "hop"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "expected mma, packets or flags\n")
