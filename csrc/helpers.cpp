@@ -211,6 +211,12 @@ PYBIND11_MODULE(_helpers, m) {
   for (const char* backend : fusedrnn::kBackends) backends.append(backend);
   m.attr("CELLS") = py::tuple(cells);
   m.attr("BACKENDS") = py::tuple(backends);
+  py::dict model;
+  model["exchange"] = fusedrnn::kExchangeUs;
+  model["tile"] = fusedrnn::kTileUs;
+  model["launched"] = fusedrnn::kLaunchedUs;
+  model["gemm"] = fusedrnn::kGemmUs;
+  m.attr("MODEL_US") = model;  // microseconds that plans reckon with
   m.attr("MOST_ROWS") = fusedrnn::kMostRows;
   m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;
   m.def(

@@ -5,6 +5,7 @@ Gpu = tuple[str, int, int, int, int, int]
 
 CELLS: tuple[str, ...]
 BACKENDS: tuple[str, ...]
+MODEL_US: dict[str, float]
 MOST_ROWS: int
 MOST_LAYERS: int
 
