@@ -10,6 +10,7 @@ OUT ?= build/gpu-check
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp)
+CPP += $(wildcard bench/*.h bench/*.cu)
 
 WHEELS := build/wheels
 
@@ -63,8 +64,10 @@ test-wheels: $(VENV)/torch.txt
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
 
+# GROUP: first (build, probes, tests), speed or deep.
+GROUP ?= first
 gpu-check:
-	$(PYTHON) -m bench.gpu_check $(OUT)
+	$(PYTHON) -m bench.gpu_check $(OUT) --group $(GROUP)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check

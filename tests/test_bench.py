@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ from bench import (  # noqa: E402
     chunks,
     clock,
     gpu_check,
+    machine,
     memory,
     numerics,
     packed,
+    parts,
     report,
     speed,
     sweep,
-    train_text,
+    worker,
 )
 
 OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
@@ -224,9 +228,10 @@ def test_every_contender_stands_in_one_table_with_what_it_is_compared_with() -> 
     stochastic, drop_ins = cases.groups(names)
     assert {*stochastic.names, *drop_ins.names} == set(names)
     assert not set(cases.DROP_INS) & set(stochastic.names)
-    assert {*cases.DROP_INS, *cases.DROP_INS.values()} == set(drop_ins.names)
+    beside = cases.BESIDE.values()
+    assert {*cases.DROP_INS, *cases.DROP_INS.values(), *beside} == set(drop_ins.names)
     (other,) = drop_ins.over.values()
-    assert other(cases.KEPT_GRU) == other(cases.GRU) == cases.GRU
+    assert other(cases.KEPT_GRU) == other(cases.GRU) == other(cases.GRU_BESIDE) == cases.GRU
 
 
 @pytest.mark.parametrize("name", [cases.CHECKPOINTED, cases.OFFLOADED])
@@ -246,6 +251,10 @@ class OnCpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         later = (cases.CHECKPOINTED, cases.OFFLOADED)
         monkeypatch.setattr(sweep, "ON_CUDA_LATER", later)
+        monkeypatch.setattr(sweep, "measure_apart", self.measure_apart)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        # Threads that wait for each other are slow beside other tests.
+        monkeypatch.setattr(sweep, "set_up_torch", lambda: None)
         monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
         for benchmark in (memory, speed):
             monkeypatch.setattr(benchmark, "training_step", self.training_step)
@@ -255,6 +264,12 @@ class OnCpu:
         monkeypatch.setattr(memory, "cuda_peak_bytes", lambda train: train() or 1000)
         self.failing: dict[str, str] = {}
         self.out = out
+        self.measured: list[tuple[str, tuple[str, ...]]] = []
+
+    def measure_apart(self, module: str, case: Any, names: Any, **_: float) -> dict[str, Any]:
+        """Not apart, for what is replaced here is replaced in this process alone."""
+        self.measured.append((module, tuple(names)))
+        return worker.measure_here(importlib.import_module(module).measure, case, names)
 
     def training_step(self, name: str, shape: cases.Shape, device: str, dtype: torch.dtype) -> Any:
         assert device == "cuda"
@@ -278,7 +293,9 @@ def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
         (case,) = load(on_cpu.out, result.name)["cases"]
         assert case["shape"] == vars(cases.CUDA_QUICK)
         assert case["dtype"] == "float32"
-        assert list(case["contenders"]) == [*cases.ON_CUDA, *sweep.ON_CUDA_LATER]
+        beside = cases.BESIDE.values() if benchmark is memory else ()
+        names = [name for name in cases.ON_CUDA if name not in beside]
+        assert list(case["contenders"]) == [*names, *sweep.ON_CUDA_LATER]
         assert not any(map(sweep.why_none, case["contenders"].values()))
         assert len(result.tables) == 2 + (benchmark is speed)
         for table in result.tables:
@@ -308,19 +325,62 @@ def test_gpu_benchmark_says_what_time_did_not_reach(on_cpu: OnCpu) -> None:
     assert result.targets == result.failures == []
 
 
-def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu) -> None:
+def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
 
-    def measure(names: Any, case: sweep.Case) -> dict[str, sweep.Row]:
+    def measure_apart(module: str, case: Any, names: Any, **_: float) -> dict[str, worker.Row]:
         file = on_cpu.out / "name.json"
         shown.append(json.loads(file.read_text())["cases"] if file.exists() else None)
         return {name: {"peak_bytes": 1} for name in names}
 
-    sweep.sweep(on_cpu.run(), measure, lambda r: report.Report("name", sweep.numbers(r), []))
+    monkeypatch.setattr(sweep, "measure_apart", measure_apart)
+
+    def make(results: sweep.Results) -> report.Report:
+        return report.Report("name", sweep.numbers(results), [])
+
+    sweep.sweep(on_cpu.run(), "module", cases.ON_CUDA_TOGETHER, make)
     before, (after_first,), *_ = shown
     assert before is None
     rows = after_first["contenders"]
-    assert {name for name in rows if "missing" not in rows[name]} == set(cases.ON_CUDA)
+    measured = {name for name in rows if "missing" not in rows[name]}
+    assert measured == set(cases.ON_CUDA_TOGETHER[0])
+
+
+def test_groups_of_contenders_are_measured_apart(on_cpu: OnCpu) -> None:
+    """Those that no kernel of ours can break come first."""
+    speed.run_on_cuda(on_cpu.run())
+    names = [names for _, names in on_cpu.measured]
+    assert names == [*cases.ON_CUDA_TOGETHER, *((name,) for name in sweep.ON_CUDA_LATER)]
+    assert {module for module, _ in on_cpu.measured} == {"bench.speed"}
+    together = [name for group in cases.ON_CUDA_TOGETHER for name in group]
+    assert len(set(together)) == len(together)
+    assert set(together) == set(cases.ON_CUDA)
+    assert not {*cases.PERSISTENT, cases.KEPT, cases.CAPTURED} & set(cases.ON_CUDA_TOGETHER[0])
+
+
+def test_times_of_one_process_are_compared_within_rounds() -> None:
+    def row(process: int, *times: float) -> worker.Row:
+        return {"process": process, "train_ms": list(times)}
+
+    rows = {OURS: row(2, 1, 2, 3), LSTM: row(1, 4, 4, 4), cases.LSTM_BESIDE: row(2, 2, 4, 6)}
+    rows[LOOP] = row(1, 10, 20, 40)
+    beside = speed._compared(rows, OURS, LSTM, "train_ms")
+    assert beside == clock.Ratio(0.5, 0.5, 0.5)
+    assert speed._compared(rows, OURS, LOOP, "train_ms") == clock.Ratio(0.1, 1 / 40, 0.3)
+    rows[cases.LSTM_BESIDE] = {"error": "broken"}
+    assert speed._compared(rows, OURS, LSTM, "train_ms") == clock.Ratio(0.5, 0.25, 0.75)
+    rows[LSTM] = {"missing": "time"}
+    assert speed._compared(rows, OURS, LSTM, "train_ms") is None
+
+
+def test_rows_of_ours_that_targets_need_must_not_be_missing() -> None:
+    missing = {"missing": "not reached within 1 s"}
+    rows = {OURS: missing, LSTM: missing}
+    shapes = {cases.CUDA_QUICK: [], cases.CUDA_SHAPES[0]: [OURS]}
+    for shape, expected in shapes.items():
+        case = sweep.Case(shape, torch.bfloat16)
+        said = [f"{name} is missing at {case}: not reached within 1 s" for name in expected]
+        assert sweep.failures({case: rows}) == said
 
 
 def test_gpu_benchmark_begins_where_times_have_targets(on_cpu: OnCpu) -> None:
@@ -381,6 +441,16 @@ def test_chunks(tmp_path: Path) -> None:
     assert len({len(row["train_ms"]) for row in rows.values()}) == 1
 
 
+def test_a_benchmark_in_a_process_of_its_own() -> None:
+    case = sweep.Case(chunks.QUICK, torch.float32)
+    numbers = case.numbers() | {"device": "cpu", "rounds": 3}
+    end = time.monotonic() + 250
+    rows = worker.measure_apart("bench.chunks", numbers, ["4", LSTM], end=end)
+    assert rows.keys() == {"4", LSTM}
+    assert {len(row["train_ms"]) for row in rows.values()} == {3}
+    assert len({row["process"] for row in rows.values()}) == 1
+
+
 def test_packed(tmp_path: Path) -> None:
     run = bench("bench.packed", "--quick", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -400,18 +470,19 @@ def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(
 ) -> None:
     measured = []
 
-    def measure(case: sweep.Case, device: str, *_: Any) -> dict[str, sweep.Row]:
-        measured.append((case.shape, case.dtype, device))
-        return {name: {"missing": "none"} for name in chunks._chunks(case.shape)}
+    def measure_apart(module: str, numbers: Any, names: Any, **_: float) -> dict[str, worker.Row]:
+        case = sweep.Case.of_numbers(numbers)
+        measured.append((module, case.shape, case.dtype, numbers["device"]))
+        return {name: {"missing": "none"} for name in names}
 
-    monkeypatch.setattr(chunks, "_measure", measure)
+    monkeypatch.setattr(chunks, "measure_apart", measure_apart)
     run = on_cpu.run()
     chunks.run_on_cuda(run)
     run.options.dtype, run.options.shape = None, [cases.Shape(100, 2, 4)]
     (table,) = chunks.run_on_cuda(run).tables
     assert measured == [
-        (cases.CUDA_QUICK, torch.float32, "cuda"),
-        (cases.Shape(100, 2, 4), torch.bfloat16, "cuda"),
+        ("bench.chunks", cases.CUDA_QUICK, torch.float32, "cuda"),
+        ("bench.chunks", cases.Shape(100, 2, 4), torch.bfloat16, "cuda"),
     ]
     names = ["automatic", "4", "8", "16", "32", "64", "100", LSTM]
     assert [row[0] for row in table.rows] == names
@@ -421,7 +492,7 @@ def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(
 
 
 def test_the_best_chunk_is_one_that_takes_little_memory() -> None:
-    def row(ms: float, peak_bytes: int) -> sweep.Row:
+    def row(ms: float, peak_bytes: int) -> worker.Row:
         return {"train_ms": [ms] * 3, "peak_bytes": peak_bytes, "chunk_steps": 4}
 
     case = sweep.Case(cases.Shape(16, 2, 2), torch.bfloat16)
@@ -469,6 +540,7 @@ def test_numerics_on_a_gpu_has_tf32_and_says_what_is_missing(
         return found | {numerics.OURS: [1.0, 5.0, 3.0]}
 
     monkeypatch.setattr(numerics, "errors", errors)
+    monkeypatch.setattr(numerics, "measure_apart", on_cpu.measure_apart)
     result = numerics.run_on_cuda(on_cpu.run())
     kinds = ("float32", "bfloat16", "float16", "tf32")
     for table in result.tables:
@@ -479,7 +551,8 @@ def test_numerics_on_a_gpu_has_tf32_and_says_what_is_missing(
     assert len(result.failures) == 3 * 2
     result = numerics.run_on_cuda(on_cpu.run(budget_s=-1))
     assert {row[2] for table in result.tables for row in table.rows} == {"not reached within -1 s"}
-    assert result.targets == result.failures == []
+    assert result.targets == []
+    assert len(result.failures) == 24
 
 
 def test_markdown_stands_for_rich_where_that_is_missing(
@@ -496,12 +569,12 @@ def test_markdown_stands_for_rich_where_that_is_missing(
     ]
 
 
-def python_part(name: str, code: str, limit_s: float = 60, **options: Any) -> gpu_check.Part:
-    return gpu_check.Part(name, limit_s, [sys.executable, "-c", code], **options)
+def python_part(name: str, code: str, limit_s: float = 60, **options: Any) -> parts.Part:
+    return parts.Part(name, limit_s, [sys.executable, "-c", code], **options)
 
 
 def check(
-    parts: list[gpu_check.Part],
+    stages: list[list[parts.Part]],
     out: Path,
     monkeypatch: pytest.MonkeyPatch,
     sees_gpu: bool = True,
@@ -510,19 +583,23 @@ def check(
     names = ("gpu", "torch", "nvcc", "commit", "date")
     about = dict.fromkeys(names, "some") | {"torch_sees_gpu": sees_gpu}
     monkeypatch.setattr(gpu_check, "about", lambda: about)
-    passed = gpu_check.check(parts, out, seconds)
+    passed = gpu_check.Check(out, seconds).run(stages)
     outcomes = load(out, "summary")["parts"]
     return passed, {outcome["part"]: outcome for outcome in outcomes}
 
 
 def test_gpu_check_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [
-        python_part("fails", "print('fusedrnn: no GPU'); print('hint: none'); raise SystemExit(3)"),
-        gpu_check.Part("lacks", 1, ["no-such-command"]),
-        python_part("env", "import os; print(os.environ['A'])", env={"A": "b"}),
-        python_part("denied", "print('fine')", verdict=lambda lines: (False, f"{lines[0]}, but")),
+    stages = [
+        [
+            python_part(
+                "fails", "print('fusedrnn: no GPU'); print('hint: none'); raise SystemExit(3)"
+            )
+        ],
+        [parts.Part("lacks", 1, ["no-such-command"])],
+        [python_part("env", "import os; print(os.environ['A'])", env={"A": "b"})],
+        [python_part("denied", "print('fine')", verdict=lambda said: (False, f"{said[:4]}, but"))],
     ]
-    passed, outcomes = check(parts, tmp_path, monkeypatch)
+    passed, outcomes = check(stages, tmp_path, monkeypatch)
     assert not passed
     assert {name: (o["passed"], o["note"]) for name, o in outcomes.items()} == {
         "environment": (True, "some"),
@@ -532,13 +609,13 @@ def test_gpu_check_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.M
         "denied": (False, "fine, but"),
     }
     assert "hint: none" in (tmp_path / "log.txt").read_text()
-    assert "| fails | failed |" in (tmp_path / "summary.md").read_text()
+    assert "| fails | **failed** |" in (tmp_path / "summary.md").read_text()
 
 
 def test_gpu_check_passes_if_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [python_part("one", "print(1)")]
-    assert check(parts, tmp_path, monkeypatch)[0]
-    passed, outcomes = check(parts, tmp_path, monkeypatch, sees_gpu=False)
+    stages = [[python_part("one", "print(1)")]]
+    assert check(stages, tmp_path, monkeypatch)[0]
+    passed, outcomes = check(stages, tmp_path, monkeypatch, sees_gpu=False)
     assert not passed
     assert outcomes["environment"]["note"] == "torch sees no GPU"
     assert outcomes["one"]["passed"]
@@ -550,11 +627,10 @@ def test_gpu_check_stops_a_part_with_its_children(
     monkeypatch.setattr(gpu_check, "ENVIRONMENT_S", 0)
     child = "import time; time.sleep(60); open('late', 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    parts = [python_part("hangs", code, limit_s=1), python_part("after", "print('ran')")]
-    passed, outcomes = check(parts, tmp_path, monkeypatch)
+    stages = [[python_part("hangs", code, limit_s=1)], [python_part("after", "print('ran')")]]
+    passed, outcomes = check(stages, tmp_path, monkeypatch)
     assert not passed
     assert outcomes["hangs"]["note"] == "stopped after 1 s"
-    assert outcomes["hangs"]["seconds"] < 30
     assert outcomes["after"]["passed"]
 
 
@@ -562,8 +638,8 @@ def test_gpu_check_begins_no_part_that_may_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"first": 60, "long": 3600, "last": 60}
-    parts = [python_part(name, "print(1)", limit_s) for name, limit_s in limits.items()]
-    passed, outcomes = check(parts, tmp_path, monkeypatch, seconds=600)
+    stages = [[python_part(name, "print(1)", limit_s)] for name, limit_s in limits.items()]
+    passed, outcomes = check(stages, tmp_path, monkeypatch, seconds=600)
     assert not passed
     assert outcomes["first"]["passed"]
     assert outcomes["last"]["passed"]
@@ -571,29 +647,33 @@ def test_gpu_check_begins_no_part_that_may_not_end(
     assert outcomes["long"]["note"].endswith(" s left, and it may take 3600 s")
 
 
+@pytest.mark.parametrize("group", parts.GROUPS)
+def test_a_group_ends_in_time(tmp_path: Path, group: str) -> None:
+    known, stages = parts.parts(tmp_path), parts.GROUPS[group]
+    limit_s = gpu_check.ENVIRONMENT_S + sum(
+        max(known[name].limit_s for name in stage) for stage in stages
+    )
+    assert limit_s < 60 * gpu_check.MINUTES
+    assert stages[0] == ("build",)
+    files = {parts.BENCHMARKS[n] for stage in stages for n in stage if n in parts.BENCHMARKS}
+    assert len({"summary.json", "summary.md", gpu_check.LOG, *files}) <= 8
+
+
 def test_parts_of_gpu_check(tmp_path: Path) -> None:
-    parts = gpu_check.parts(tmp_path)
-    assert [part.name for part in parts] == [
-        *("build", "math", "persistent", "speed", "memory", "tests", "chunks", "scales"),
-        *("numerics", "train_text", *gpu_check.SANITIZERS, "emulation"),
-    ]
-    limit_s = gpu_check.ENVIRONMENT_S + sum(part.limit_s for part in parts)
-    assert limit_s <= 17 * 60, "what --help says is enough"
-    limit_s = gpu_check.ENVIRONMENT_S + sum(part.limit_s for part in parts[:7])
-    assert limit_s <= 60 * gpu_check.MINUTES
-    assert len(set(gpu_check.RESULTS)) <= 8
-    for part in parts:
+    known = parts.parts(tmp_path)
+    in_groups = [name for stages in parts.GROUPS.values() for stage in stages for name in stage]
+    assert set(in_groups) | {"packed"} == set(known)
+    for part in known.values():
         if "--budget-s" in part.command:
-            assert float(part.command[-1]) == part.limit_s - gpu_check.SLACK_S > 0
+            assert float(part.command[-1]) == part.limit_s - parts.SLACK_S > 0
+    assert parts.SLACK_S > sweep.OVERTIME_S
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, and would run them")
-@pytest.mark.parametrize("module", [train_text, numerics, chunks, memory, speed])
-def test_commands_of_gpu_check_have_options_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any
-) -> None:
-    name = module.__name__.rpartition(".")[2]
-    command = next(p.command for p in gpu_check.parts(tmp_path) if p.name == name)
+@pytest.mark.parametrize("name", parts.BENCHMARKS)
+def test_commands_of_gpu_check_have_options_that_there_are(tmp_path: Path, name: str) -> None:
+    module = importlib.import_module(f"bench.{name}")
+    command = parts.parts(tmp_path)[name].command
     assert list(command[1:3]) == ["-m", module.__name__]
     assert module.run_on_cuda
     said = bench(*command[2:])
@@ -606,18 +686,41 @@ def test_gpu_check_runs_the_parts_that_are_chosen(
 ) -> None:
     ran = []
 
-    def check(parts: list[gpu_check.Part], out: Path, seconds: float) -> bool:
-        ran.append(([part.name for part in parts], seconds))
-        return True
+    class Check:
+        def __init__(self, out: Path, seconds: float) -> None:
+            self.begin, self.seconds = 0.0, seconds
 
-    monkeypatch.setattr(gpu_check, "check", check)
-    for options in ([], ["--parts", "memory,build", "--minutes", "2"], ["--parts", "built,speed"]):
+        def run(self, stages: list[list[parts.Part]]) -> bool:
+            ran.append(([tuple(part.name for part in stage) for stage in stages], self.seconds))
+            return True
+
+    monkeypatch.setattr(gpu_check, "Check", Check)
+    for options in (
+        [],
+        ["--group", "deep"],
+        ["--parts", "memory,build", "--minutes", "2"],
+        ["--parts", "built,speed"],
+    ):
         monkeypatch.setattr(sys, "argv", ["gpu_check", str(tmp_path), *options])
         with pytest.raises(SystemExit):
             gpu_check.main()
-    everything = [part.name for part in gpu_check.parts(tmp_path)]
-    assert ran == [(everything, 540), (["build", "memory"], 120)]
-    assert capsys.readouterr().err.endswith(f"must be of {', '.join(everything)}, got built\n")
+    assert ran == [
+        ([*parts.GROUPS["first"]], 540),
+        ([*parts.GROUPS["deep"]], 540),
+        ([("memory",), ("build",)], 120),
+    ]
+    everything = ", ".join(parts.parts(tmp_path))
+    assert capsys.readouterr().err.endswith(f"must be of {everything}, got built\n")
+
+
+def test_a_tree_without_a_repository_takes_its_commit_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.delenv("FUSEDRNN_COMMIT", raising=False)
+    assert machine.commit() == "unknown"
+    monkeypatch.setenv("FUSEDRNN_COMMIT", "abc")
+    assert machine.commit() == "abc"
 
 
 @pytest.mark.parametrize(
@@ -630,28 +733,28 @@ def test_gpu_check_runs_the_parts_that_are_chosen(
     ],
 )
 def test_gpu_check_reads_the_results_of_tests(said: str, passed: bool) -> None:
-    lines = ["a test passed in 3 steps", f"===== {said} =====", ""]
-    assert gpu_check._tests(lines) == (passed, said)
-    assert gpu_check._tests([]) == (False, "")
+    tail = f"a test passed in 3 steps\n===== {said} =====\n"
+    assert parts.test_results(tail) == (passed, said)
+    assert parts.test_results("") == (False, "")
 
 
-def test_gpu_check_reads_the_targets(tmp_path: Path) -> None:
+def test_gpu_check_reads_the_results(tmp_path: Path) -> None:
+    """A target that is missed is a result; what failed, or was not measured, is none."""
     file = tmp_path / "speed.json"
-    assert gpu_check._targets(file) == (False, "")
-    target = {"what": "time, a / b", "limit": 0.5}
-    targets = [
-        target | {"where": "here", "value": 0.4, "passed": True},
-        target | {"where": "there", "value": 0.6, "passed": False},
-    ]
-    rows = {"a": {}, "b": {"missing": "time"}}
-    for count, verdict in {1: (True, "0.4", "here"), 2: (False, "0.6", "there")}.items():
-        file.write_text(json.dumps({"targets": targets[:count], "cases": [{"contenders": rows}]}))
-        met, value, where = verdict
-        note = f"1 of {count} targets met; time, a / b ≤ {value} (target 0.5) at {where}"
-        assert gpu_check._targets(file) == (met, f"{note}; 1 of 2 rows: missing")
+    assert parts.results(file) == (False, "")
+    targets = [{"passed": True}, {"passed": False}]
+    rows = {"a": {"ms": 1}, "b": {"missing": "time"}}
+    content = {"targets": targets, "failures": [], "cases": [{"contenders": rows}]}
+    note = "1 of 2 targets met; 1 of 2 rows: missing"
+    file.write_text(json.dumps(content))
+    assert parts.results(file) == (True, note)
+    file.write_text(json.dumps(content | {"failures": ["a failed"]}))
+    assert parts.results(file) == (False, f"{note}; 1 failures, the first: a failed")
+    file.write_text(json.dumps(content | {"targets": [], "rows": [], "cases": []}))
+    assert parts.results(file) == (False, "")
 
 
 def test_evidence_names_parts_that_there_are(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "gpu-evidence.md").read_text()
     named = set(re.findall(r"part `(\w+)`", text))
-    assert named == {part.name for part in gpu_check.parts(tmp_path)}
+    assert named == set(parts.parts(tmp_path)) - {"packed"}
