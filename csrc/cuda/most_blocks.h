@@ -35,6 +35,12 @@ class BlockCounts {
     refused_.insert(key(kernel, 0));
   }
 
+  void forget() {  // all of it: for tests
+    const std::lock_guard lock(mutex_);
+    most_.clear();
+    refused_.clear();
+  }
+
  private:
   using Key = std::array<int64_t, 6 + kMostStages>;
   static Key key(const PersistentKernel& k, int64_t shared_bytes) {

@@ -238,6 +238,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   }
   if (options.no_gemm == 1) return CUBLAS_STATUS_SUCCESS;
   if (options.no_gemm == 2) return CUBLAS_STATUS_NOT_SUPPORTED;
+  ++searches;
   const cublasStatus_t status = check(*product, *a, *b, *c, *d);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   results[0] = {.algo = {.compute = product->compute,
@@ -245,7 +246,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                          .result_type = d->type,
                          .transposed = {product->transposed[0], product->transposed[1]},
                          .alignment_bytes = {},
-                         .workspace_bytes = preference->workspace_bytes},
+                         .workspace_bytes = preference->workspace_bytes,
+                         .columns = {a->columns, b->columns, d->columns}},
                 .workspaceSize = preference->workspace_bytes,
                 .state = CUBLAS_STATUS_SUCCESS,
                 .wavesCount = 1,
@@ -276,6 +278,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t prod
       algorithm->result_type != layout_d->type || known[0] != transposed[0] ||
       known[1] != transposed[1]) {
     return refuse("an algorithm for another kind of product");
+  }
+  const int64_t columns[] = {layout_a->columns, layout_b->columns, layout_d->columns};
+  if (options.no_gemm == 4 && !std::equal(columns, columns + 3, algorithm->columns)) {
+    return CUBLAS_STATUS_NOT_SUPPORTED;
   }
   const void* const at[] = {a, b, c, d};
   const FakeLayout* const layouts[] = {layout_a, layout_b, layout_c, layout_d};

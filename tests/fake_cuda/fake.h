@@ -30,7 +30,8 @@ struct Options {
   int device = 0;      // where all tensors are: see kMultiprocessors
   // That others leave of the device; below 0, all.
   int free_multiprocessors = -1;
-  // 1: no algorithm is found, 2: the search fails, 3: products are refused
+  // 1: no algorithm is found, 2: the search fails, 3: products are refused, 4: by an algorithm that
+  // was found for another number of rows
   int no_gemm = 0;
   int64_t failing_launch = -1;  // the one with this number since control()
   Bug bug = Bug::None;
@@ -42,6 +43,8 @@ struct Counts {
   int64_t launches, cooperative, gemms, replays, waits;
 };
 inline Counts counts;
+// For algorithms of cuBLASLt, since the process began: so long they are known.
+inline int64_t searches = 0;
 
 // Two GPUs.
 constexpr int kMultiprocessors[] = {132, 6};

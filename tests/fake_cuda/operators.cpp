@@ -13,7 +13,7 @@ namespace fake {
 namespace {
 
 void control(int64_t order, bool tf32, int64_t device, int64_t free_multiprocessors,
-             int64_t no_gemm, int64_t failing_launch, int64_t bug, bool own_stream) {
+             int64_t no_gemm, int64_t failing_launch, int64_t bug, bool own_stream, bool forgets) {
   options = {.order = uint64_t(order),
              .tf32 = tf32,
              .device = int(device),
@@ -22,6 +22,7 @@ void control(int64_t order, bool tf32, int64_t device, int64_t free_multiprocess
              .failing_launch = failing_launch,
              .bug = Bug(bug)};
   counts = {};
+  if (forgets) fusedrnn::cuda::BlockCounts::of_process().forget();
   reset();
   choose_torch_stream(own_stream);
 }
@@ -29,6 +30,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> count() {
   return {counts.launches, counts.cooperative, counts.gemms, counts.replays, counts.waits};
 }
 int64_t last_error() { return cudaPeekAtLastError(); }
+int64_t count_searches() { return searches; }
 
 // As torch.cuda.graph does: torch's stream is one that records.
 struct Recording {
@@ -63,9 +65,11 @@ STABLE_TORCH_LIBRARY(fusedrnn_fake, m) {
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
       "control(int order=0, bool tf32=False, int device=0, int free_multiprocessors=-1, int "
-      "no_gemm=0, int failing_launch=-1, int bug=0, bool own_stream=False) -> ()");
+      "no_gemm=0, int failing_launch=-1, int bug=0, bool own_stream=False, bool "
+      "forgets=True) -> ()");
   m.def("counts() -> (int launches, int cooperative, int gemms, int replays, int waits)");
   m.def("last_error() -> int");
+  m.def("searches() -> int");
   m.def("take_notes() -> str");
   m.def("use_gpu_memory(bool wanted) -> ()");
   m.def("begin_recording() -> ()");
@@ -77,6 +81,7 @@ _STABLE_TORCH_LIBRARY_IMPL(fusedrnn_fake, CompositeExplicitAutograd, m, C10_UID)
   m.impl("control", TORCH_BOX(&fake::control));
   m.impl("counts", TORCH_BOX(&fake::count));
   m.impl("last_error", TORCH_BOX(&fake::last_error));
+  m.impl("searches", TORCH_BOX(&fake::count_searches));
   m.impl("take_notes", TORCH_BOX(&fake::take_notes));
   m.impl("use_gpu_memory", TORCH_BOX(&fake::use_gpu_memory));
   m.impl("begin_recording", TORCH_BOX(&fake::begin_recording));

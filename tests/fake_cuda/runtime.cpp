@@ -75,7 +75,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
   const auto text = [](auto number) { return std::to_string(number); };
   if (is_faulty()) return sticky;
   if (launches++ == options.failing_launch) {
-    return fail(cudaErrorLaunchOutOfResources, "it was told to fail");
+    return fail(cudaErrorIllegalState, "it was told to fail");
   }
   bool at_once = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
@@ -149,7 +149,10 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     case cudaErrorLaunchOutOfResources: return "too many resources requested for launch";
@@ -186,6 +189,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMultiProcessorCount: *value = kMultiprocessors[device]; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
+    case cudaDevAttrCooperativeLaunch: *value = 1; return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(kSharedOptin); return cudaSuccess;
   }
   return fail(cudaErrorNotSupported, "an attribute of a device that the fake does not know");

@@ -70,6 +70,7 @@ struct cublasLtMatmulAlgo_t {
   bool transposed[2];
   uint32_t alignment_bytes[4];
   uint64_t workspace_bytes;
+  int64_t columns[3];  // of the matrices that it was found for
 };
 struct cublasLtMatmulHeuristicResult_t {
   cublasLtMatmulAlgo_t algo;
