@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-OUT ?= build/gpu-check
+OUT ?= build/gpu-check/$(GROUP)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -42,9 +42,11 @@ stress: $(VENV)/test.stamp
 # CUDA, then both wheels on the oldest torch and on the newest. Kernels for one GPU are enough where
 # there is none; what nvcc makes of them for others does not depend on torch, and `test` looks at it.
 test-cuda: export TORCH_CUDA_ARCH_LIST ?= 9.0
+# They look at what nvcc makes of the sources, and at benchmarks.
+test-cuda: SAME_ON_EVERY_TORCH := test_cuda_kernels.py test_ptx.py test_bench.py test_gpu_check.py
 test-cuda: wheel
 	FUSEDRNN_CUDA=1 $(MAKE) test wheel VENV=.venv-cuda TORCH=torch==2.14.1 \
-	    PYTEST=--ignore=tests/test_cuda_kernels.py
+	    PYTEST="$(addprefix --ignore=tests/,$(SAME_ON_EVERY_TORCH))"
 	$(MAKE) test-wheels VENV=.venv-oldest TORCH=torch==2.11.0
 	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
 

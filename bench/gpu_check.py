@@ -90,7 +90,7 @@ class Check:
         words = list(part.command)
         file = io.BytesIO()
         said = contain.Log(file, *PART_BYTES)
-        said.write(f"\n$ {' '.join(words)}\n".encode())
+        said.write(f"\n== {part.name}\n$ {' '.join(words)}\n".encode())
         begin = time.monotonic()
         stop = min(max(due + part.limit_s, begin + part.most_s), self.end)
         try:
@@ -151,7 +151,8 @@ def summary(
 ) -> str:
     """What failed and what was missed, before all that was measured."""
     names = ("gpu", "torch", "nvcc", "commit", "date")
-    text = [", ".join(f"{name} {environment[name]}" for name in names), ""]
+    text = [", ".join(f"{name} {environment[name] or 'none'}" for name in names), ""]
+    text += [f"**{verdict(outcomes, contents)}**", ""]
     text += table(
         ["part", "", "seconds", ""],
         [
@@ -178,6 +179,20 @@ def summary(
     return "\n".join([*text, *tables]) + "\n"
 
 
+def verdict(outcomes: Sequence[Outcome], contents: dict[str, Any]) -> str:
+    """All in a line."""
+    failed = [outcome.part for outcome in outcomes if not outcome.passed]
+    missed = {
+        name: count
+        for name, content in contents.items()
+        if (count := sum(not target["passed"] for target in content["targets"]))
+    }
+    text = f"Failed: {', '.join(failed)}." if failed else "Nothing failed."
+    if missed:
+        text += f" Targets missed: {', '.join(f'{n} of {name}' for name, n in missed.items())}."
+    return text
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of Markdown."""
     lines = [[*columns], [":--"] * len(columns), *rows]
@@ -190,17 +205,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder of results; those of earlier runs go")
-    parser.add_argument("--group", choices=GROUPS, default="first", help="of parts (first)")
-    parser.add_argument("--parts", help="names of parts with commas between them, of any group")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--group", choices=GROUPS, default="first", help="of parts (first)")
+    chosen.add_argument("--parts", help="names of parts with commas between them, of any group")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all ({MINUTES:g})")
     options = parser.parse_args()
     out: Path = options.out.absolute()
+    if options.minutes <= 0:
+        parser.error(f"--minutes must be above 0, got {options.minutes:g}")
+    if out.exists() and not out.is_dir():
+        parser.error(f"{options.out} must be a folder")
     known = parts(out)
     stages: Sequence[Sequence[str]] = GROUPS[options.group]
     if options.parts is not None:
         stages = [[name] for name in options.parts.split(",")]
         if unknown := [name for (name,) in stages if name not in known]:
-            parser.error(f"--parts must be of {', '.join(known)}, got {', '.join(unknown)}")
+            got = ", ".join(map(repr, unknown))
+            parser.error(f"--parts must be of {', '.join(known)}, got {got}")
     out.mkdir(parents=True, exist_ok=True)
     for name in RESULTS:
         (out / name).unlink(missing_ok=True)

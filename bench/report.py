@@ -190,6 +190,8 @@ def main(
         benchmarks = on_cuda
     elif on_cuda and any(getattr(options, name) is not None for name in map(_field, cuda_options)):
         parser.error(f"{', '.join(cuda_options)} need --device cuda")
+    elif not benchmarks:
+        parser.error("there is nothing to measure but with --device cuda")
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     set_up_torch()

@@ -105,7 +105,7 @@ inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
 inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, int64_t steps) {
   Plan plan;
   if (problem.gpu == nullptr) {
-    plan.persistent.why_not = "There are such kernels for GPUs only.";
+    plan.persistent.why_not = "There are persistent kernels for GPUs only.";
     return plan;
   }
   const auto make = pass == Pass::Forward ? cuda::plan_persistent : cuda::plan_persistent_backward;
@@ -141,25 +141,28 @@ void heed_driver(Pass pass, const Gpu& gpu, Plan& plan) {
   plan.is_persistent = plan.overlaps = false;
 }
 
-inline std::string reason_of_forward(const Problem& problem, const LayerPlan& plan) {
-  const cuda::PersistentPlan& persistent = plan.forward.persistent;
+// Why a pass is what it is, in a sentence.
+inline std::string reason(const Problem& problem, const LayerPlan& layer, const Plan& plan) {
+  const cuda::PersistentPlan& persistent = plan.persistent;
   if (problem.backend == "stepwise") return "It was asked for.";
   if (!persistent.is_possible()) return persistent.why_not;
   if (problem.backend == "persistent") return "It was asked for.";
-  if (plan.lacks_room) return "A persistent kernel takes more memory than workspace_bytes.";
-  return plan.forward.is_persistent ? "The weights fit into the registers of " +
-                                          std::to_string(persistent.blocks) + " multiprocessors."
-                                    : "Launched kernels are faster than a persistent one with " +
-                                          std::to_string(persistent.tiles) +
-                                          " tiles of rows for each copy of the weights.";
+  if (layer.lacks_room) return "A persistent kernel takes more memory than workspace_bytes.";
+  const std::string copies =
+      persistent.groups == 1 ? "" : ", " + std::to_string(persistent.groups) + " times";
+  return plan.is_persistent
+             ? "The weights fit into the registers of " + std::to_string(persistent.blocks) +
+                   " multiprocessors" + copies + "."
+             : "Launched kernels are faster than a persistent one with " +
+                   std::to_string(persistent.tiles) +
+                   " tiles of rows for each copy of the weights.";
 }
 
-// Why forward is what it is, in a sentence; and in another one, if the driver objects to it, why
-// backward is not.
+// Why forward is what it is, and in another sentence why backward is not, if it is stepwise.
 inline std::string reason(const Problem& problem, const LayerPlan& plan) {
-  const std::string forward = reason_of_forward(problem, plan);
-  if (plan.forward.is_refused || !plan.backward.is_refused) return forward;
-  return forward + " Backward is stepwise: " + plan.backward.persistent.why_not;
+  const std::string of_forward = reason(problem, plan, plan.forward);
+  if (!plan.forward.is_persistent || plan.backward.is_persistent) return of_forward;
+  return of_forward + " Backward is stepwise: " + reason(problem, plan, plan.backward);
 }
 
 struct WorkspaceBytes {

@@ -68,33 +68,37 @@ def set_chunk_replay(enabled: bool) -> None:
 
 
 _free_multiprocessors: int | None = None
-# As many as NCCL's kernels take on one machine, about.
 _FREE_FOR_OTHERS = 16
 
 
 def set_free_multiprocessors(count: int | None) -> None:
-    """How many multiprocessors of a GPU persistent kernels leave to other kernels.
+    """Sets how many multiprocessors persistent kernels leave free for other kernels.
+
+    It holds for all GPUs of this process and from the next call on, and for :func:`fusedrnn.plan`;
+    a CUDA graph that has been captured keeps what it has.
 
     The blocks of a persistent kernel fill their multiprocessors until it ends, and it begins when
     all of them have room. What runs beside it has the others: without any, the collectives of
-    DistributedDataParallel and FSDP would wait for each chunk of steps, and each chunk for them.
-    But fewer blocks may also mean that each has more rows, and more time, so that it is 0 where
-    nothing is known to run beside. At least one copy of the weights is always there.
+    DistributedDataParallel and FSDP would wait for each chunk of steps, and each chunk for them,
+    since NCCL's kernels take some ten multiprocessors. But fewer blocks may also mean that each has
+    more rows, and more time, so that it is 0 where nothing is known to run beside. Set it where you
+    run kernels of your own on another stream, or to 0 where collectives never meet backward. At
+    least one copy of the weights is always there.
 
     Args:
         count: Multiprocessors, or None, which is the default: 16 in a process that
-            ``torch.distributed`` has joined with others, else 0.
+            ``torch.distributed`` has joined with others, by whichever backend, else 0.
 
     Raises:
         TypeError: ``count`` is neither an int nor None.
-        ValueError: ``count`` is below 0.
+        ValueError: ``count`` is below 0, or more than any GPU could have.
     """
     if count is not None:
         if not isinstance(count, int) or isinstance(count, bool):
             name = type(count).__name__
             raise TypeError(f"fusedrnn: count must be an int or None, got {name}")
-        if count < 0:
-            raise ValueError(f"fusedrnn: count must be 0 or more, got {count}")
+        if not 0 <= count < 2**31:
+            raise ValueError(f"fusedrnn: count must be in [0, 2^31), got {count}")
     global _free_multiprocessors
     _free_multiprocessors = count
 

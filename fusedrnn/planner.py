@@ -21,53 +21,60 @@ class Plan:
     """How one layer and direction goes through a sequence; print it.
 
     What the kernel for whole chunks takes is 0 where there is none.
+
+    Attributes:
+        backend: Of forward: "persistent", one kernel for all steps of a chunk with the weights in
+            registers, or "stepwise", a matrix product and a kernel for each stage of each step.
+        backward: The same of backward.
+        reason: Why forward is that; and if it is persistent and backward is not, why that is.
+        modelled_step_us: Microseconds that a step of the forward recurrence takes by the model of
+            docs/performance.md, which has not been measured yet; 0 on the CPU.
+        chunk_steps: Steps that are worked on at once.
+        grid: Blocks of the kernel, one for each multiprocessor that it takes.
+        threads: Of a block.
+        weight_registers: Registers of a thread, of its 255, that hold weights.
+        shared_memory_bytes: Of a block.
+        forward_workspace_bytes: Memory that forward takes besides its results.
+        backward_workspace_bytes: The same of backward, besides the gradients.
+        most_workspace_bytes: The most that either can take: packed or with lengths, with resets,
+            and with input, noise and gradients in strides that it has to copy. What
+            ``workspace_bytes=`` limits. Weights in strides that it has to copy, which no module
+            makes, are not counted here.
+        training_bytes: What a training step holds at its peak beside weights, input and the
+            output's gradient: the output, what is saved besides, the workspace, and the gradients
+            of the weights.
+        nn_lstm_training_bytes: The same of a torch.nn.LSTM of these sizes on a GPU, by count, at
+            least: output, four gates, cell state and the gradient of the input of every step, and
+            the gradients of the weights. A chunk of which nobody says how long it is is as long as
+            a quarter of that allows.
+        saved_bytes_with_recompute: What waits for backward besides input, weights and output: of an
+            LSTM, its states before each chunk.
+        modelled_backward_us_with_recompute: Microseconds that backward takes for the whole
+            sequence, by the same model; 0 on the CPU, and on a GPU that is not one of those below
+            nor of the compute capability of one.
+        saved_bytes_without_recompute: With the pre-activations besides, which ``recompute=False``
+            keeps.
+        modelled_backward_us_without_recompute: The same without the matrix products for these.
     """
 
     backend: str
-    """Of forward: "persistent", one kernel for all steps of a chunk with the weights in registers,
-    or "stepwise", a matrix product and a kernel for each stage of each step."""
     backward: str
-    """The same of backward."""
     reason: str
-    """Why forward is that, and why backward is not where only that is refused by the GPU."""
     modelled_step_us: float
-    """Microseconds that a step of the forward recurrence takes by the model of
-    docs/performance.md, which has not been measured yet; 0 on the CPU."""
     chunk_steps: int
-    """Steps that are worked on at once."""
     grid: int
-    """Blocks of the kernel, one for each multiprocessor that it takes."""
     threads: int
-    """Of a block."""
     weight_registers: int
-    """Registers of a thread, of its 255, that hold weights."""
     shared_memory_bytes: int
-    """Of a block."""
     forward_workspace_bytes: int
-    """Memory that forward takes besides its results."""
     backward_workspace_bytes: int
-    """The same of backward, besides the gradients."""
     most_workspace_bytes: int
-    """The most that either can take: packed or with lengths, with resets, and with input, noise and
-    gradients in strides that it has to copy. What ``workspace_bytes=`` limits. Weights in strides
-    that it has to copy, which no module makes, are not counted here."""
     training_bytes: int
-    """What a training step holds at its peak beside weights, input and the output's gradient: the
-    output, what is saved besides, the workspace, and the gradients of the weights."""
     nn_lstm_training_bytes: int
-    """The same of a torch.nn.LSTM of these sizes on a GPU, by count, at least: output, four gates,
-    cell state and the gradient of the input of every step, and the gradients of the weights. A
-    chunk of which nobody says how long it is is as long as a quarter of that allows."""
     saved_bytes_with_recompute: int
-    """What waits for backward besides input, weights and output: of an LSTM, its states before each
-    chunk."""
     modelled_backward_us_with_recompute: float
-    """Microseconds that backward takes for the whole sequence, by the same model; 0 on the CPU, and
-    on a GPU that is not one of those below nor of the compute capability of one."""
     saved_bytes_without_recompute: int
-    """With the pre-activations besides, which ``recompute=False`` keeps."""
     modelled_backward_us_without_recompute: float
-    """The same without the matrix products for these."""
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
@@ -103,15 +110,20 @@ def plan(
             may have no room for all blocks of a kernel at once.
         sample: As in the call of a StochasticGRU.
 
+    What else it depends on is the process: on :func:`fusedrnn.set_free_multiprocessors`, whose
+    default is another one where ``torch.distributed`` has joined several processes.
+
     Returns:
         The plan of the layer that takes the most workspace, in one direction: layers differ in
         their input alone, and run one after the other.
 
     Raises:
-        TypeError: ``module`` is none of fusedrnn's.
-        ValueError: The cell, the shape, the dtype or the device is not one of those above.
-        RuntimeError: There is no such CUDA device, the module's backend is "persistent" and that
-            is not possible, or its ``workspace_bytes`` are too few for chunks of one step.
+        TypeError: ``module`` is none of fusedrnn's nor a mapping of arguments that its class takes,
+            the shape is no sequence of ints, or the dtype none of torch's.
+        ValueError: The cell, the shape or the device is not one of those above.
+        RuntimeError: The dtype is not one of those above, there is no such CUDA device, the
+            module's backend is "persistent" and that is not possible, or its ``workspace_bytes``
+            are too few for chunks of one step.
 
     Example::
 

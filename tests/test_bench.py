@@ -710,7 +710,32 @@ def test_gpu_check_runs_the_parts_that_are_chosen(
         ([("memory",), ("build",)], 120),
     ]
     everything = ", ".join(parts.parts(tmp_path))
-    assert capsys.readouterr().err.endswith(f"must be of {everything}, got built\n")
+    assert capsys.readouterr().err.endswith(f"must be of {everything}, got 'built'\n")
+
+
+def test_gpu_check_is_told_what_it_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    wrong = {
+        "must be above 0, got -1": [str(tmp_path), "--minutes", "-1"],
+        "must be a folder": [str(file)],
+        "not allowed with argument --group": [str(tmp_path), "--group", "deep", "--parts", "fit"],
+    }
+    for said, options in wrong.items():
+        monkeypatch.setattr(sys, "argv", ["gpu_check", *options])
+        with pytest.raises(SystemExit):
+            gpu_check.main()
+        assert said in capsys.readouterr().err
+
+
+def test_gpu_check_says_all_in_a_line() -> None:
+    outcomes = [gpu_check.Outcome(part, part != "tests", 1.0, "") for part in ("build", "tests")]
+    contents = {"speed": {"targets": [{"passed": False}] * 3}, "fit": {"targets": []}}
+    assert gpu_check.verdict(outcomes[:1], {}) == "Nothing failed."
+    said = gpu_check.verdict(outcomes, contents)
+    assert said == "Failed: tests. Targets missed: 3 of speed."
 
 
 def test_a_tree_without_a_repository_takes_its_commit_from_the_environment(

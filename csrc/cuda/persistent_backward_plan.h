@@ -19,7 +19,7 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
       plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32, free);
   if (!plan.is_possible()) return plan;
   if (element_bytes != 2) {
-    plan.refuse("Backward has kernels for bfloat16 and float16 only.");
+    plan.refuse("For it there are persistent kernels of bfloat16 and float16 only.");
     return plan;
   }
   plan.shared_limit = device.shared_bytes;

@@ -19,12 +19,14 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
     plan.refuse(why);
     return plan;
   };
-  if (element_bytes > 4) return refuse("The kernels are for bfloat16, float16 and float32.");
+  if (element_bytes > 4) return refuse("Persistent kernels are for bfloat16, float16 and float32.");
   if (device.compute_capability < 80) {
     return refuse("The GPU is older than compute capability 8.0.");
   }
   if (element_bytes == 4 && !tf32) {
-    return refuse("float32 products would be rounded to TF32, which torch is not told to allow.");
+    return refuse(
+        "float32 products would be rounded to TF32, which torch is not told to allow "
+        "(torch.backends.cuda.matmul.fp32_precision).");
   }
   static_assert(kMostStages == kMaxStages);
   int64_t widest = 0, most_columns = 0;
