@@ -26,7 +26,7 @@ from typing import Any
 
 from . import contain
 from .machine import about
-from .parts import BENCHMARKS, GROUPS, Part, parts
+from .parts import BENCHMARKS, GROUPS, Part, content_of, parts
 
 LOG = "log.txt"
 RESULTS = ("summary.json", "summary.md", LOG, *BENCHMARKS.values())
@@ -114,8 +114,7 @@ class Check:
         verdict = "passed" if outcome.passed else "FAILED"
         print(f"{outcome.part:12} {verdict} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
         file = self.out / BENCHMARKS.get(outcome.part, "none")
-        if file.exists():  # part of the summary from now on
-            content = json.loads(file.read_text())
+        if content := content_of(file):  # part of the summary from now on
             self.tables += content.pop("tables")
             self.contents[outcome.part] = content
             file.unlink()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .machine import cuda_tool
 
@@ -128,14 +129,24 @@ def test_results(tail: str) -> tuple[bool, str]:
     return " passed" in summary, summary
 
 
+def content_of(path: Path) -> dict[str, Any] | None:
+    """What a benchmark has written; None if it has not, or not to its end."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    has_all = isinstance(content, dict) and content.keys() >= {"targets", "failures", "tables"}
+    return content if has_all else None
+
+
 def results(path: Path) -> tuple[bool, str]:
     """Whether what a benchmark found is right, and how many targets are met.
 
     A target that is missed is a result. What is wrong, or could not be measured, is a failure.
     """
-    if not path.exists():
-        return False, ""
-    content = json.loads(path.read_text())
+    content = content_of(path)
+    if content is None:
+        return False, f"{path.name} cannot be read" if path.exists() else ""
     targets, failures = content["targets"], content["failures"]
     notes = (
         [f"{sum(t['passed'] for t in targets)} of {len(targets)} targets met"] if targets else []

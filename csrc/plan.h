@@ -92,7 +92,8 @@ inline Tflops tflops_of(const Gpu& gpu) {
 struct ScratchNeeds {
   int64_t rows;            // of a chunk
   int64_t summed_columns;  // at most, of the matrices of one call of column_sums()
-  // Of the weights whose gradients are wanted: rows of all of them, and numbers of the largest.
+  // In backward: rows of all weights, and numbers of the largest.  Also of those whose gradients
+  // are not wanted: to want less never takes more.
   int64_t weight_rows, largest_weight;
 };
 

@@ -14,6 +14,8 @@ namespace fusedrnn {
 
 inline constexpr const char* kBackends[] = {"auto", "stepwise", "persistent"};
 
+enum class Pass { Forward, Backward };
+
 // What all of that follows from.
 struct Problem {
   Cell cell{};
@@ -29,6 +31,8 @@ struct Problem {
   int64_t free_multiprocessors = 0;  // that persistent kernels leave to others
   const Gpu* gpu = nullptr;          // null for the CPU
   bool tf32 = false;                 // whether products of float32 may be rounded to TF32, now
+  // Why the GPU's driver does not run the persistent kernel of a Pass, a sentence, or empty.
+  std::string refusal[2];
   // Whether a GEMM can read a weight where it lies, in each direction.
   bool is_operand[kMaxProjections] = {true, true, true};
 
@@ -62,8 +66,6 @@ inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, i
                  batch, " rows, and sizes of ", sizes.input, " (input), ", sizes.hidden,
                  " (hidden), ", sizes.output, " (output)");
 }
-
-enum class Pass { Forward, Backward };
 
 // Of a pass.
 struct Plan {
@@ -112,6 +114,9 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
   plan.persistent =
       make(problem.cell, problem.sizes, std::max<int64_t>(problem.batch, 1), steps, element_bytes,
            problem.exchange, *problem.gpu, problem.tf32, problem.free_multiprocessors);
+  const std::string& refusal = problem.refusal[int(pass)];
+  plan.is_refused = plan.persistent.is_possible() && !refusal.empty();
+  if (plan.is_refused) plan.persistent.refuse(refusal);
   plan.is_persistent = problem.backend != "stepwise" && plan.persistent.is_possible() &&
                        (problem.backend == "persistent" ||
                         persistent_us(pass, plan.persistent) < step_us(pass, problem, {}));
@@ -123,22 +128,21 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
   return plan;
 }
 
-// Lets the driver of a GPU, if it is there, object to a persistent kernel.  What else runs on the
-// GPU, or the part of it that a process has, may leave no room for all blocks at once.
+// What the driver of the GPU, if it is there, objects to a persistent kernel; empty if nothing.
+// What else runs on the GPU, or the part of it that a process has, may leave no room for all blocks
+// at once.
 template <class T>
-void heed_driver(Pass pass, const Gpu& gpu, Plan& plan) {
-  if (!plan.is_persistent || gpu.most_blocks == nullptr) return;
+std::string objection(Pass pass, const Gpu& gpu, const Plan& plan) {
+  if (!plan.is_persistent || gpu.most_blocks == nullptr) return "";
   const auto kernel = cuda::kernel_of<T>(plan.persistent, pass == Pass::Backward, gpu.device);
   const int64_t most = gpu.most_blocks(&kernel);
-  if (most >= plan.persistent.grid()) return;
+  if (most >= plan.persistent.grid()) return "";
   const std::string all = "all " + std::to_string(plan.persistent.grid()) + " blocks";
-  plan.persistent.refuse(most == cuda::kRefused
-                             ? "The GPU's driver has refused to run " + all +
-                                   " of the kernel at once."
-                             : "The kernel needs " + all + " at once, and the GPU's driver runs " +
-                                   std::to_string(most) + ".");
-  plan.is_refused = true;
-  plan.is_persistent = plan.overlaps = false;
+  if (most == cuda::kRefused) {
+    return "The GPU's driver has refused to run " + all + " of the kernel at once.";
+  }
+  return "The kernel needs " + all + " at once, and the GPU's driver runs " + std::to_string(most) +
+         ".";
 }
 
 // Why a pass is what it is, in a sentence.
@@ -355,8 +359,12 @@ LayerPlan plan_by_sizes(const Problem& problem) {
       plan.lacks_room = true;
       return plan;
     }
+    std::string refusals;
+    for (const std::string& refusal : problem.refusal) {
+      if (!refusal.empty()) refusals = ". " + refusal;
+    }
     fail("workspace_bytes must be at least ", needed, " for a layer with an input of (", seq_len,
-         ", ", batch, ", ", problem.sizes.input, "), got ", limit);
+         ", ", batch, ", ", problem.sizes.input, "), got ", limit, refusals);
   }
   const auto fits = [&](int64_t steps) {
     const int64_t bytes = bound(steps);
@@ -384,22 +392,20 @@ LayerPlan plan_by_sizes(const Problem& problem) {
 template <class Memory>
 LayerPlan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
-  LayerPlan plan = plan_by_sizes<Memory>(problem);
+  const LayerPlan plan = plan_by_sizes<Memory>(problem);
   if (problem.gpu == nullptr) return plan;
-  heed_driver<T>(Pass::Forward, *problem.gpu, plan.forward);
-  heed_driver<T>(Pass::Backward, *problem.gpu, plan.backward);
-  const bool is_refused = plan.forward.is_refused || plan.backward.is_refused;
-  if (!is_refused || problem.workspace_bytes == 0 || problem.batch == 0 || problem.chunks > 0 ||
-      WorkspaceCount<Memory>(problem, true)(plan).most() <= problem.workspace_bytes) {
-    return plan;
+  Problem refused = problem;
+  refused.refusal[0] = objection<T>(Pass::Forward, *problem.gpu, plan.forward);
+  refused.refusal[1] = objection<T>(Pass::Backward, *problem.gpu, plan.backward);
+  if (refused.refusal[0].empty() && refused.refusal[1].empty()) return plan;
+  const LayerPlan as_long = plan_steps(refused, sizeof(T), plan.steps);
+  const bool is_error = problem.backend == "persistent" && as_long.forward.is_refused;
+  const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0 && problem.chunks == 0;
+  if (is_error || !is_limited ||
+      WorkspaceCount<Memory>(problem, true)(as_long).most() <= problem.workspace_bytes) {
+    return as_long;
   }
-  Problem stepwise = problem;
-  stepwise.backend = "stepwise";
-  const LayerPlan shorter = plan_by_sizes<Memory>(stepwise);
-  plan.steps = shorter.steps;
-  plan.forward.is_persistent = plan.backward.is_persistent = false;
-  plan.forward.overlaps = plan.backward.overlaps = false;
-  return plan;
+  return plan_by_sizes<Memory>(refused);
 }
 
 // Microseconds of backward over the whole sequence, by the model: the steps, and GEMMs over whole

@@ -189,7 +189,6 @@ struct Workspace {
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
         if (gradients.bias[p] != nullptr) needs.summed_columns += w.rows;
-        if (gradients.weight[p] == nullptr) continue;
         needs.weight_rows += w.rows;
         needs.largest_weight = std::max(needs.largest_weight, w.rows * w.columns);
       }

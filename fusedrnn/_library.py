@@ -128,9 +128,9 @@ def _load_cuda() -> str | None:
         return "torch is a CPU build"
     try:
         torch.ops.load_library(str(library))
-    except OSError as error:  # a CUDA of another major version
+        ask = ctypes.CDLL(str(library)).fusedrnn_most_blocks
+    except (OSError, AttributeError) as error:  # a CUDA of another major version, an older build
         return f"the CUDA kernels cannot be loaded under CUDA {torch.version.cuda}: {error}"
-    ask = ctypes.CDLL(str(library)).fusedrnn_most_blocks
     _most_blocks = ctypes.cast(ask, ctypes.c_void_p).value or 0
     return None
 

@@ -332,6 +332,21 @@ def test_one_algorithm_serves_about_as_many_rows(gpu):
     assert sum(searches.values()) < 8 * most
 
 
+def test_an_algorithm_of_its_own_is_found_before_a_recording(gpu, monkeypatch):
+    """By the first call, where the one for about as many rows does not serve."""
+    case = replace(BASE, batch=33, input_size=29, dtype=torch.float64)
+    gpu(case, no_gemm=EXACT, replay=False)
+    arguments = case.tensors().to(case.dtype)
+    use(monkeypatch, gpu.operators)
+    with torch.no_grad():
+        for _ in range(2):
+            arguments.call(fusedrnn, **case.options)
+        gpu.operators.begin_recording()
+        arguments.call(fusedrnn, **case.options)
+        gpu.operators.end_recording()
+    assert gpu.operators.take_notes() == ""
+
+
 # --- faults that have to be noticed --------------------------------------------------------------
 
 # As csrc/ would be wrong if it did not say something: in the order of tests/fake_cuda/fake.h.

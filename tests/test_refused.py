@@ -116,6 +116,15 @@ def test_workspace_bytes_hold_after_a_refusal(call, refused):
             assert error <= 2 * bounds[name] + 1e-4, name
 
 
+def test_what_is_refused_is_said_where_room_lacks(call):
+    """Single steps backward may take more than the persistent kernel, for which it was enough."""
+    case = Case("stochastic_gru", 2, 128, 16, 100, 512, dtype=torch.bfloat16)
+    options = {"workspace_bytes": 3_689_216, "chunk_size": None}
+    with pytest.raises(RuntimeError, match=r"at least .* got 3689216\. .* has refused"):
+        call(lambda: results(case, **options), refused_kernel=BACKWARD, multiprocessors=132)
+    assert not call.counts["error_is_pending"]
+
+
 def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
     for case in (
         *CASES,
@@ -176,6 +185,20 @@ def test_a_plan_says_what_the_driver_objects_to():
     assert (neither["backend"], neither["backward"]) == ("stepwise", "stepwise")
     _, asked = planned((0, 0), backend="stepwise")
     assert asked == []
+
+
+@pytest.mark.parametrize("backend", ["auto", "persistent"])
+def test_shorter_chunks_leave_forward_as_it_is(backend):
+    """Where single steps backward, instead of what was refused, take more room."""
+    sizes = {"input_size": 1, "hidden_size": 16, "output_size": 8, "seq_len": 2000, "batch": 128}
+    options = {"cell": "projected_lstm", "chunk_size": 0, "backend": backend, **sizes}
+    options["workspace_bytes"] = 2_399_795
+    free, _ = planned((10**6, 10**6), **options)
+    refused, _ = planned((10**6, -1), **options)
+    assert refused["chunk_steps"] < free["chunk_steps"]
+    assert (refused["backend"], refused["backward"]) == ("persistent", "stepwise")
+    assert "Backward is stepwise: The GPU's driver has refused" in refused["reason"]
+    assert refused["most_workspace_bytes"] <= options["workspace_bytes"]
 
 
 def test_chunks_are_as_long_whatever_the_driver_says():

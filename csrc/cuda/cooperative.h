@@ -84,6 +84,7 @@ int64_t count_blocks(Kernel<Args> found, const PersistentKernel& kernel) {
                                                          size_t(kernel.shared_bytes));
   });
   if (error != cudaSuccess) (void)cudaGetLastError();  // or torch's next kernel tells of it
+  if (error != cudaSuccess && !is_refusal(error)) return kUnknown;
   return error != cudaSuccess || is_possible == 0 ? 0 : int64_t(multiprocessors) * of_each;
 }
 

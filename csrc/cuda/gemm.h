@@ -172,9 +172,12 @@ class Gemms {
     }
     if (known == nullptr) {
       known = &recent_.emplace_back(key);
-      cublasStatus_t status = known->plan.template describe<O, C>(left, right, result, tf32_);
+      cublasStatus_t status = make_handle();
       if (status == CUBLAS_STATUS_SUCCESS) {
-        status = choose<O, C>(left, right, result, workspace_bytes, known->algorithm);
+        status = known->plan.template describe<O, C>(left, right, result, tf32_);
+      }
+      if (status == CUBLAS_STATUS_SUCCESS) {
+        status = choose<O, C>(left, right, result, workspace_bytes, *known);
       }
       if (status != CUBLAS_STATUS_SUCCESS) {
         recent_.pop_back();
@@ -189,12 +192,16 @@ class Gemms {
     };
     cublasStatus_t status = compute();
     if (!GemmPlan::is_unsupported(status) || known->is_exact) return status;
-    // What serves about as many rows may not serve these.
+    // What serves about as many rows does not serve these: from now on they have their own, if any.
     known->is_exact = true;
     known->algorithm.reset();
     status =
         known->plan.choose(shared_.handle, left, right, result, workspace_bytes, known->algorithm);
-    return status == CUBLAS_STATUS_SUCCESS ? compute() : status;
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    status = compute();
+    if (GemmPlan::is_unsupported(status)) known->algorithm.reset();
+    remember(key, known->algorithm);
+    return known->algorithm ? status : CUBLAS_STATUS_NOT_SUPPORTED;
   }
 
  private:
@@ -213,6 +220,10 @@ class Gemms {
     static auto& all = *new std::map<int, Shared>;
     const std::lock_guard lock(mutex);
     return all[device];
+  }
+  cublasStatus_t make_handle() {
+    const std::lock_guard lock(shared_.mutex);
+    return shared_.handle != nullptr ? CUBLAS_STATUS_SUCCESS : cublasLtCreate(&shared_.handle);
   }
 
   // A shape of this call.
@@ -234,34 +245,36 @@ class Gemms {
   // has a row for each, or where it is the gradient of a weight sums them up.
   template <class O, class C>
   cublasStatus_t choose(const Operand& left, const Operand& right, const Operand& result,
-                        int64_t workspace_bytes, Algorithm& algorithm) {
+                        int64_t workspace_bytes, Known& known) {
+    if ((known.is_exact = recall(known.key, known.algorithm))) return CUBLAS_STATUS_SUCCESS;
     Operand a = left, b = right, out = result;
     if (!(left.transposed && right.transposed)) {
       const int64_t rows = rows_alike(right.columns);
       (right.transposed ? a : out).columns = b.columns = rows;
     }
     const Key key = key_of<O, C>(a, b, out, workspace_bytes);
-    const std::lock_guard lock(shared_.mutex);
-    const auto at = shared_.algorithms.find(key);
-    if (at != shared_.algorithms.end()) {
-      algorithm = at->second;
-      return CUBLAS_STATUS_SUCCESS;
-    }
-    if (shared_.handle == nullptr) {
-      const cublasStatus_t created = cublasLtCreate(&shared_.handle);
-      if (created != CUBLAS_STATUS_SUCCESS) return created;
-    }
+    if (recall(key, known.algorithm)) return CUBLAS_STATUS_SUCCESS;
     GemmPlan plan;
     cublasStatus_t status = plan.describe<O, C>(a, b, out, tf32_);
     if (status == CUBLAS_STATUS_SUCCESS) {
-      status = plan.choose(shared_.handle, a, b, out, workspace_bytes, algorithm);
+      status = plan.choose(shared_.handle, a, b, out, workspace_bytes, known.algorithm);
     }
-    if (status != CUBLAS_STATUS_SUCCESS) return status;
-    // Strides are the callers', and could be others for ever.
-    constexpr size_t kMost = 4096;
-    if (shared_.algorithms.size() == kMost) shared_.algorithms.clear();
-    shared_.algorithms.emplace(key, algorithm);
+    if (status == CUBLAS_STATUS_SUCCESS) remember(key, known.algorithm);
     return status;
+  }
+
+  bool recall(const Key& key, Algorithm& algorithm) {
+    const std::lock_guard lock(shared_.mutex);
+    const auto at = shared_.algorithms.find(key);
+    if (at == shared_.algorithms.end()) return false;
+    algorithm = at->second;
+    return true;
+  }
+  void remember(const Key& key, const Algorithm& algorithm) {
+    constexpr size_t kMost = 4096;  // strides are the callers', and could be others for ever
+    const std::lock_guard lock(shared_.mutex);
+    if (shared_.algorithms.size() >= kMost) shared_.algorithms.clear();
+    shared_.algorithms.insert_or_assign(key, algorithm);
   }
 
   Shared& shared_;

@@ -18,14 +18,17 @@ class BlockCounts {
     return all;
   }
 
-  // count(kernel): asks the driver.
+  // count(kernel): asks the driver, which may not answer this time (kUnknown).
   template <class F>
   int64_t most(const PersistentKernel& kernel, const F& count) {
     const std::lock_guard lock(mutex_);
     if (refused_.count(key(kernel, 0)) > 0) return kRefused;
-    const auto [at, is_new] = most_.emplace(key(kernel, kernel.shared_bytes), 0);
-    if (is_new) at->second = count(kernel);
-    return at->second;
+    const Key of_kernel = key(kernel, kernel.shared_bytes);
+    const auto at = most_.find(of_kernel);
+    if (at != most_.end()) return at->second;
+    const int64_t counted = count(kernel);
+    if (counted == kUnknown) return INT64_MAX;  // then the launch will tell
+    return most_.emplace(of_kernel, counted).first->second;
   }
 
   // For the rest of the process: what else runs on a GPU, and which part of it this process has,

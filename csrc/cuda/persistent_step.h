@@ -183,8 +183,8 @@ template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream);
 
-// How many blocks the GPU, which is the current one, runs at once; 0 if it says that it cannot
-// tell.
+// How many blocks the GPU, which is the current one, runs at once; or that it cannot be asked now.
+constexpr int64_t kUnknown = -2;
 int64_t count_forward_blocks(const PersistentKernel& kernel);
 int64_t count_backward_blocks(const PersistentKernel& kernel);
 

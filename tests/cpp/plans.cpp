@@ -5,6 +5,7 @@
 
 #include "../../csrc/cuda/memory.h"
 #include "../../csrc/cuda/persistent_backward_plan.h"
+#include "../../csrc/workspace.h"
 
 using namespace fusedrnn;
 
@@ -49,8 +50,43 @@ static void check_gemm_workspace() {
   expect("the most", gemm_mib<double>(1, int64_t(1) << 24), 2);
 }
 
+// Bytes of backward over chunks of so many steps, where the gradient of one weight is not wanted.
+static int64_t backward_bytes(int64_t steps, int frozen) {
+  using T = BFloat16;
+  static T there{};
+  static float sum{};
+  Layer<T> layer{};
+  layer.cell = *find_cell("lstm");
+  layer.sizes = {256, 1536, 0, 1536};
+  layer.seq_len = 2 * steps;
+  layer.batch = 64;
+  layer.chunk = steps;
+  layer.input = {&there, 256, 64 * 256, 256, 1};
+  Gradients<T> gradients{};
+  gradients.input = &there;
+  for (int p = 0; p < layer.cell.num_projections; ++p) {
+    const Projection& projection = layer.cell.projections[p];
+    const int64_t rows = projection.blocks * layer.sizes[projection.to];
+    layer.weight[p] = Matrix<const T>::contiguous(&there, rows, layer.sizes[projection.from]);
+    if (p != frozen) gradients.weight[p] = &sum;
+  }
+  Arena arena;
+  Workspace<cuda::Memory<T>>::Backward(layer, gradients, arena);
+  return arena.size_bytes();
+}
+
+static void check_frozen_weights() {
+  for (int64_t steps = 1; steps < 2000; steps *= 2) {
+    for (int frozen : {0, 1}) {
+      const int64_t all = backward_bytes(steps, -1), some = backward_bytes(steps, frozen);
+      expect("a frozen weight takes more", some > all, false);
+    }
+  }
+}
+
 int main() {
   check_gemm_workspace();
+  check_frozen_weights();
   for (const Cell& cell : kCells) {
     check(cell, true);
     check(without_noise(cell), true);
