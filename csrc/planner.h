@@ -394,10 +394,12 @@ LayerPlan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
   const LayerPlan plan = plan_by_sizes<Memory>(problem);
   if (problem.gpu == nullptr) return plan;
+  const std::string of_forward = objection<T>(Pass::Forward, *problem.gpu, plan.forward);
+  const std::string of_backward = objection<T>(Pass::Backward, *problem.gpu, plan.backward);
+  if (of_forward.empty() && of_backward.empty()) return plan;
   Problem refused = problem;
-  refused.refusal[0] = objection<T>(Pass::Forward, *problem.gpu, plan.forward);
-  refused.refusal[1] = objection<T>(Pass::Backward, *problem.gpu, plan.backward);
-  if (refused.refusal[0].empty() && refused.refusal[1].empty()) return plan;
+  refused.refusal[0] = of_forward;
+  refused.refusal[1] = of_backward;
   const LayerPlan as_long = plan_steps(refused, sizeof(T), plan.steps);
   const bool is_error = problem.backend == "persistent" && as_long.forward.is_refused;
   const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0 && problem.chunks == 0;

@@ -769,7 +769,7 @@ def test_gpu_check_reads_the_results(tmp_path: Path) -> None:
     assert parts.results(file) == (False, "")
     targets = [{"passed": True}, {"passed": False}]
     rows = {"a": {"ms": 1}, "b": {"missing": "time"}}
-    content = {"targets": targets, "failures": [], "cases": [{"contenders": rows}]}
+    content = {"targets": targets, "failures": [], "cases": [{"contenders": rows}], "tables": []}
     note = "1 of 2 targets met; 1 of 2 rows: missing"
     file.write_text(json.dumps(content))
     assert parts.results(file) == (True, note)
@@ -777,6 +777,9 @@ def test_gpu_check_reads_the_results(tmp_path: Path) -> None:
     assert parts.results(file) == (False, f"{note}; 1 failures, the first: a failed")
     file.write_text(json.dumps(content | {"targets": [], "rows": [], "cases": []}))
     assert parts.results(file) == (False, "")
+    for broken in ("", "[]", json.dumps(content)[:-9], "{}"):
+        file.write_text(broken)
+        assert parts.results(file) == (False, "speed.json cannot be read")
 
 
 def test_evidence_names_parts_that_there_are(tmp_path: Path) -> None:
