@@ -116,7 +116,7 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
            problem.exchange, *problem.gpu, problem.tf32, problem.free_multiprocessors);
   const std::string& refusal = problem.refusal[int(pass)];
   plan.is_refused = plan.persistent.is_possible() && !refusal.empty();
-  if (plan.is_refused) plan.persistent.refuse(refusal);
+  if (plan.is_refused) plan.persistent.why_not = refusal;
   plan.is_persistent = problem.backend != "stepwise" && plan.persistent.is_possible() &&
                        (problem.backend == "persistent" ||
                         persistent_us(pass, plan.persistent) < step_us(pass, problem, {}));

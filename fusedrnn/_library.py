@@ -79,11 +79,10 @@ def set_free_multiprocessors(count: int | None) -> None:
 
     The blocks of a persistent kernel fill their multiprocessors until it ends, and it begins when
     all of them have room. What runs beside it has the others: without any, the collectives of
-    DistributedDataParallel and FSDP would wait for each chunk of steps, and each chunk for them,
-    since NCCL's kernels take some ten multiprocessors. But fewer blocks may also mean that each has
-    more rows, and more time, so that it is 0 where nothing is known to run beside. Set it where you
-    run kernels of your own on another stream, or to 0 where collectives never meet backward. At
-    least one copy of the weights is always there.
+    DistributedDataParallel and FSDP would wait for each chunk of steps, and each chunk for them.
+    But fewer blocks may also mean that each has more rows, and more time, so that it is 0 where
+    nothing is known to run beside. Set it where you run kernels of your own on another stream, or
+    to 0 where collectives never meet backward. At least one copy of the weights is always there.
 
     Args:
         count: Multiprocessors, or None, which is the default: 16 in a process that

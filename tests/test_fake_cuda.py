@@ -12,18 +12,11 @@ import torch
 from cases import MASKED, Case, relative_errors, truth
 from emulator import use
 from fake_cuda import fake_operators
+from speed_sizes import CELLS
 
 import fusedrnn
 from fusedrnn import _library, reference
 
-CELLS = [
-    {"cell": "gru"},
-    {"cell": "lstm"},
-    {"cell": "lstm", "proj_size": 5},
-    {"cell": "stochastic_gru"},
-    {"cell": "stochastic_gru", "noise": "eps"},
-    {"cell": "stochastic_gru", "noise": "none"},
-]
 # Enough chunks for some to be replayed, and a short one; units of two blocks.
 BASE = Case(seq_len=7, batch=3, hidden_size=19, latent_size=17, chunk_size=2)
 IN_PLACE = {"hidden_size": 24, "latent_size": 16}  # whole packets

@@ -19,7 +19,7 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
       plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32, free);
   if (!plan.is_possible()) return plan;
   if (element_bytes != 2) {
-    plan.refuse("For it there are persistent kernels of bfloat16 and float16 only.");
+    plan.why_not = "For it there are persistent kernels of bfloat16 and float16 only.";
     return plan;
   }
   plan.shared_limit = device.shared_bytes;
@@ -35,9 +35,9 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
   plan.shared_bytes = int64_t(sizeof(float)) *
                       (2 * kAdjointSumFloats + int64_t(plan.tiles) * kKeptArrays * kTileThreads);
   if (plan.shared_bytes > device.shared_bytes) {
-    plan.refuse("A batch of " + std::to_string(batch) + " needs " +
-                std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
-                std::to_string(device.shared_bytes) + ".");
+    plan.why_not = "A batch of " + std::to_string(batch) + " needs " +
+                   std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +
+                   std::to_string(device.shared_bytes) + ".";
   }
   return plan;
 }

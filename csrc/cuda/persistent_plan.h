@@ -16,7 +16,7 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
                                       const Gpu& device, bool tf32 = false, int64_t free = 0) {
   PersistentPlan plan;
   const auto refuse = [&](const std::string& why) {
-    plan.refuse(why);
+    plan.why_not = why;
     return plan;
   };
   if (element_bytes > 4) return refuse("Persistent kernels are for bfloat16, float16 and float32.");

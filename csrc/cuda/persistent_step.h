@@ -59,7 +59,6 @@ struct PersistentPlan {
   int64_t count_bytes[kMostStages] = {};  // of its flags
 
   bool is_possible() const { return why_not.empty(); }
-  void refuse(const std::string& why) { why_not = why; }
   // Whether stage s sends through memory that is there anyway, not through the workspace.
   bool is_in_place(int s) const { return s < num_stages && sent_bytes[s] == 0; }
   int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
