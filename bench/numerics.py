@@ -100,8 +100,9 @@ def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[fl
     case = problem(name, seq_len, dtype, device)
     truth = case.results(CELLS[name][LOOP], torch.float64)
     found = {}
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind == TF32
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    allowed = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = kind == TF32
     try:
         for contender, cell in CELLS[name].items():
             results = case.results(cell, dtype)
@@ -109,7 +110,7 @@ def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[fl
                 float((a - b).norm() / b.norm()) for a, b in zip(results, truth, strict=True)
             ]
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+        matmul.allow_tf32, cudnn.allow_tf32 = allowed
     return found
 
 

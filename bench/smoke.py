@@ -127,7 +127,7 @@ def measure(probe: str, names: Sequence[str], notes: Notes) -> None:
     """Rows of what is tried of a probe; see worker.py."""
     set_up_torch()
     # For float32 persistent kernels have products rounded to TF32 alone.
-    torch.backends.cuda.matmul.allow_tf32 = probe != STRIDES
+    torch.backends.cudnn.rnn.fp32_precision = "ieee" if probe == STRIDES else "tf32"
     tried = trials(probe)
     for name in names:
         with notes.on(name):

@@ -65,6 +65,7 @@ struct Call {
   int64_t backend;  // of kBackends; for these see planner.h
   bool by_flags, overlap;
   int64_t free_multiprocessors;
+  bool tf32;  // whether products of float32 may be rounded to TF32
 };
 
 class Arguments {
@@ -138,7 +139,7 @@ class Arguments {
     p.overlap = call_.overlap;
     p.free_multiprocessors = call_.free_multiprocessors;
     p.gpu = platform.gpu();
-    p.tf32 = platform.allows_tf32();
+    p.tf32 = call_.tf32;
     for (size_t i = 0; i < call_.weights.size(); ++i) {
       const Tensor& w = call_.weights[i];
       if (w.dim() == 2) p.see_weight(layout_[i % layout_.size()], w.stride(0), w.stride(1));

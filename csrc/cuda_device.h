@@ -18,19 +18,18 @@ class CudaDevice {
  public:
   using Graph = cuda::Graph;
 
-  // replay: whether steps may be recorded and replayed
-  CudaDevice(const Tensor& input, bool replay)
+  // replay: whether steps may be recorded and replayed.  tf32: whether products of float32 may be
+  // rounded to TF32.
+  CudaDevice(const Tensor& input, bool replay, bool tf32)
       : index_(input.get_device_index()), guard_(index_), stream_(current_stream(index_)),
         is_capturing_(is_capturing(stream_)), may_record_(replay && !is_capturing_),
-        allows_tf32_(input.scalar_type() == ScalarType::Float && torch_allows_tf32()),
-        gemms_(index_, allows_tf32_) {}
+        allows_tf32_(tf32), gemms_(index_, tf32) {}
 
   Borrower borrower() const { return Borrower(aoti_torch_device_type_cuda(), index_); }
   int index() const { return index_; }
   cuda::Stream stream() const { return stream_; }
   bool is_capturing() const { return is_capturing_; }
   bool may_record() const { return may_record_; }
-  bool allows_tf32() const { return allows_tf32_; }  // of tensors like the input
   const Gpu& gpu() const {
     static const std::vector<Gpu> all = all_gpus();
     return all.at(size_t(index_));
@@ -63,6 +62,10 @@ class CudaDevice {
                    " failed: ", cublasLtGetStatusString(status), kCaptureHint);
     return true;
   }
+
+  // Whether torch would round products of float32 that may not be rounded here: it has one flag for
+  // its matrix products and another for recurrent layers.
+  bool torch_rounds_more() const { return !allows_tf32_ && torch_allows_tf32(); }
 
   void zero(void* data, size_t size_bytes) const {
     check(cudaMemsetAsync(data, 0, size_bytes, stream_), "zeroing memory");

@@ -75,7 +75,10 @@ class GpuBackend : public cuda::Memory<Element> {
       return;
     }
     is_by_torch_ = true;
-    device_.by_torch([=, borrower = borrower_] { borrower.multiply(out, a, b, accumulate); });
+    const ScalarType type = std::is_same_v<T, float> && device_.torch_rounds_more()
+                                ? ScalarType::Double
+                                : kScalarType<A>;
+    device_.by_torch([=, borrower = borrower_] { borrower.multiply(out, a, b, accumulate, type); });
   }
 
   template <class To, class From>

@@ -7,9 +7,8 @@ namespace fusedrnn {
 namespace {
 
 struct CpuPlatform {
-  CpuPlatform(const Tensor& /*input*/, bool /*replay*/) {}
+  CpuPlatform(const Tensor& /*input*/, bool /*replay*/, bool /*tf32*/) {}
   static const Gpu* gpu() { return nullptr; }
-  static bool allows_tf32() { return false; }
   void keep(const Tensor& /*host*/) const {}  // none is copied
 
   template <class T>

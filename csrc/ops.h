@@ -2,9 +2,8 @@
 // each direction.
 //
 // Platform is what a device adds, made anew for each call:
-//   Platform(input, replay)
+//   Platform(input, replay, tf32)
 //   gpu()                        its facts for plans, or null
-//   allows_tf32()                whether products of float32 may be rounded to TF32
 //   keep(host)                   of memory that the call's work reads: as long as that may be done
 //   backend<T>()                 the driver's backend
 //   computing(multiply_adds)     an object that lives while the driver works
@@ -60,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
     double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
     bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, bool keep,
-    bool replay, bool by_flags, bool overlap, int64_t free_multiprocessors) {
+    bool replay, bool by_flags, bool overlap, int64_t free_multiprocessors, bool tf32) {
   Arguments args({cell,
                   input,
                   hx,
@@ -83,8 +82,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
                   backend,
                   by_flags,
                   overlap,
-                  free_multiprocessors});
-  Platform platform(input, replay);
+                  free_multiprocessors,
+                  tf32});
+  Platform platform(input, replay, tf32);
   args.place_lengths(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
@@ -138,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     MaybeTensor seed, double dropout, double zoneout, double state_zoneout, MaybeTensor mask_seed,
     int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes,
     int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap,
-    int64_t free_multiprocessors) {
+    int64_t free_multiprocessors, bool tf32) {
   Arguments args({cell,
                   input,
                   hx,
@@ -161,7 +161,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                   backend,
                   by_flags,
                   overlap,
-                  free_multiprocessors});
+                  free_multiprocessors,
+                  tf32});
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
   const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
   args.check_sequence("output", output, directions * width);
@@ -174,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   FUSEDRNN_CHECK(needs >= 0 && needs < (kFirstWeight << weights.size()),
                  "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
 
-  Platform platform(input, replay);
+  Platform platform(input, replay, tf32);
   args.place_lengths(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
@@ -263,7 +264,7 @@ constexpr const char* kForwardSchema =
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, int workspace_bytes, int backend, bool keep, bool replay, "
-    "bool by_flags, bool overlap, int free_multiprocessors=0) "
+    "bool by_flags, bool overlap, int free_multiprocessors=0, bool tf32=False) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, int cell, Tensor input, Tensor hx, "
@@ -271,7 +272,7 @@ constexpr const char* kBackwardSchema =
     "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
     "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
     "bool reverse, int chunk_size, int workspace_bytes, int backend, int needs, bool replay, "
-    "bool by_flags, bool overlap, int free_multiprocessors=0) "
+    "bool by_flags, bool overlap, int free_multiprocessors=0, bool tf32=False) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 
 }  // namespace fusedrnn

@@ -11,9 +11,8 @@ namespace {
 
 class CudaPlatform {
  public:
-  CudaPlatform(const Tensor& input, bool replay) : device_(input, replay) {}
+  CudaPlatform(const Tensor& input, bool replay, bool tf32) : device_(input, replay, tf32) {}
   const Gpu* gpu() const { return &device_.gpu(); }
-  bool allows_tf32() const { return device_.allows_tf32(); }
   // A graph that captures a copy of it reads it whenever it is launched, and nobody tells when it
   // is no longer there.
   void keep(const Tensor& host) const {

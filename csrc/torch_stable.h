@@ -75,13 +75,13 @@ class Borrower {
     copy(borrow(out), borrow(from));
   }
 
-  // out (+)= a b, where a and b have one type and out that or a wider one.  Sums are of out's type,
-  // or of float for types of 16 bits.
+  // out (+)= a b, where a and b have one type and out that or a wider one.  type: of sums, which
+  // all of these are converted to.
   template <class C, class T>
   void multiply(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
-                bool accumulate) const {
+                bool accumulate, ScalarType type) const {
     const auto wide = [&](const auto& m) {
-      return torch::stable::to(Tensor(borrow(m).release()), kScalarType<Acc<T>>);
+      return torch::stable::to(Tensor(borrow(m).release()), type);
     };
     const Tensor product = torch::stable::matmul(wide(a), wide(b));
     Tensor result(borrow(out).release());

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.backends.cudnn import rnn as cudnn_rnn
 
 
 def _compiled(name: str) -> Path:
@@ -156,8 +157,15 @@ def gpu_facts(device: torch.device) -> _helpers.Gpu | None:
 
 def plan_layer(gpu: _helpers.Gpu | None, **problem: Any) -> dict[str, Any]:
     """What the operators make of a layer: see csrc/planner.h."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # allow_tf32 may raise an error
-    return _helpers.plan(gpu=gpu, tf32=tf32, **problem)
+    return _helpers.plan(gpu=gpu, **problem)
+
+
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether products of tensors may be rounded to TF32 on a GPU: as those of nn.LSTM, as of now.
+
+    A graph of torch.compile has a guard on that, and is compiled again when it changes.
+    """
+    return dtype == torch.float32 and cudnn_rnn.fp32_precision == "tf32"
 
 
 def _of_tensors(input: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
@@ -181,6 +189,7 @@ def check_plan(input: Tensor, weights: Sequence[Tensor], *, backend: str, **prob
         "by_flags": exchange_by_flags,
         "overlap": overlap_chunks,
         "free_multiprocessors": multiprocessors_left(),
+        "tf32": allows_tf32(input.dtype),
     }
     made = plan_layer(
         gpu_facts(input.device),
@@ -310,9 +319,10 @@ def run_layer(
     return output, h_n, c_n
 
 
-def _switches() -> tuple[Any, ...]:
+def _switches(dtype: torch.dtype) -> tuple[Any, ...]:
     """The operators' last arguments, which are no module's business."""
-    return replay_chunks, exchange_by_flags, overlap_chunks, multiprocessors_left()
+    ways = replay_chunks, exchange_by_flags, overlap_chunks
+    return *ways, multiprocessors_left(), allows_tf32(dtype)
 
 
 def _call(operator: Any, *arguments: Any) -> Any:
@@ -359,7 +369,7 @@ class _Layer(torch.autograd.Function):
         tensors = (input, hx, cx, list(weights), lengths, batch_sizes, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
-        options = (*options, *_switches())
+        options = (*options, *_switches(input.dtype))
         return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
@@ -395,7 +405,7 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (*ctx.options, needs, *_switches())
+        options = (*ctx.options, needs, *_switches(input.dtype))
         with torch.no_grad():
             grads = _call(
                 _ops.backward,
@@ -489,6 +499,7 @@ def _(  # type: ignore[no-untyped-def]
     by_flags,
     overlap,
     free_multiprocessors=0,
+    tf32=False,
 ):
     _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
     seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
@@ -515,6 +526,7 @@ def _(  # type: ignore[no-untyped-def]
             by_flags=by_flags,
             overlap=overlap,
             free_multiprocessors=free_multiprocessors,
+            tf32=tf32,
             **_of_tensors(input, weights),
         )
         states = -(-seq_len // made["chunk_steps"])
@@ -561,6 +573,7 @@ def _(  # type: ignore[no-untyped-def]
     by_flags,
     overlap,
     free_multiprocessors=0,
+    tf32=False,
 ):
     tensors = [hx, cx, output, kept, states, *weights, reset, eps, seed, mask_seed]
     tensors += [grad_output, grad_h_n, grad_c_n]

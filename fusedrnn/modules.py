@@ -205,8 +205,9 @@ class GRU(RNNBase):
             gradients. Not both this and ``chunk_size``.
         backend: How a GPU goes through the steps. "stepwise" is a matrix product and a kernel for
             each stage of each step; "persistent" is one kernel for a whole chunk, with the weights
-            kept on chip, for tensors of 16 bits, and of float32 where torch allows TF32
-            (``torch.backends.cuda.matmul``); "auto" is what :func:`fusedrnn.plan` chooses. Where
+            kept on chip, for tensors of 16 bits, and of float32 where torch allows TF32 in
+            recurrent layers (``torch.backends.cudnn.rnn.fp32_precision``, which by default does,
+            for torch.nn's too); "auto" is what :func:`fusedrnn.plan` chooses. Where
             "persistent" is not possible, a call raises a RuntimeError that says why.
             Backward of float32 is stepwise in any case. On the CPU there is "stepwise" alone.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if

@@ -102,9 +102,10 @@ def plan(
         input_shape: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
             or (seq_len, input_size).
         dtype: Of the tensors; the module's if None. Under autocast, that of autocast. Of float32
-            it counts whether torch may round products to TF32 at the time of this call,
-            ``torch.backends.cuda.matmul.fp32_precision == "tf32"``, which is the same as the older
-            ``allow_tf32``.
+            it counts whether products of recurrent layers may be rounded to TF32 at the time of
+            this call, which is torch's default: ``torch.backends.cudnn.rnn.fp32_precision``,
+            "tf32" or "ieee", or what that follows, as the older
+            ``torch.backends.cudnn.allow_tf32``.
         device: "cpu", a CUDA device of this machine, or the name of a GPU: "A100", "H100", "H200",
             "B200", "L40S", "RTX 4090". Of a GPU of this machine the driver is asked as well, which
             may have no room for all blocks of a kernel at once.
@@ -166,6 +167,7 @@ def plan(
         by_flags=_library.exchange_by_flags,
         overlap=_library.overlap_chunks,
         free_multiprocessors=_library.multiprocessors_left(),
+        tf32=_library.allows_tf32(dtype),
     )
     if module.backend == "persistent" != made["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")

@@ -203,6 +203,15 @@ class TorchLibrary:
         return output, (h_n, c_n)
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Whether cuDNN and we may round products of float32 on a GPU, for the rest of a test.
+
+    Of all its operations, or torch finds that its switches contradict each other.
+    """
+    precision = "tf32" if allowed else "ieee"
+    torch.backends.cudnn.rnn.fp32_precision = torch.backends.cudnn.conv.fp32_precision = precision
+
+
 @functools.cache
 def truth(case: Case, device: str) -> dict[str, Tensor]:
     """Outputs and gradients of the plain loop in float64, of arguments in ``case.dtype``."""

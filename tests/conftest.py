@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import allow_tf32
 from emulator import emulated_operators, use
 
 from fusedrnn import _library
@@ -10,6 +11,14 @@ from fusedrnn import _library
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_not_rounded():
+    """It may be by default: where a test is about TF32, it says so (cases.allow_tf32)."""
+    allow_tf32(False)
+    yield
+    allow_tf32(True)
 
 
 @pytest.fixture(autouse=True)

@@ -83,14 +83,13 @@ def sized(case: Case, batch: int, width: int) -> Case:
 
 @contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """As torch is told to, for products of float32."""
-    switch = torch.backends.cuda.matmul
-    before = switch.allow_tf32
-    switch.allow_tf32 = True
+    """For products of float32, as it is by default."""
+    before = torch.backends.cudnn.rnn.fp32_precision
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
     try:
         yield
     finally:
-        switch.allow_tf32 = before
+        torch.backends.cudnn.rnn.fp32_precision = before
 
 
 def planned(size: SpeedSize, gpu: str) -> tuple[fusedrnn.Plan, int, int]:

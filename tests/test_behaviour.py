@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case
+from cases import CELLS, MASKED, Case, allow_tf32
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
 import fusedrnn
@@ -428,6 +429,17 @@ def test_compile_fullgraph(cell, recompute):
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected)
     assert compiled(input)[0].shape == (3, 4, 14)
+
+
+def test_a_compiled_module_follows_the_switch_of_tf32():
+    """On the CPU it changes nothing but this."""
+    counter = CompileCounterWithBackend("aot_eager")
+    rnn = torch.compile(fusedrnn.GRU(3, 5), fullgraph=True, backend=counter)
+    input = torch.randn(2, 4, 3, requires_grad=True)
+    for allowed in (False, True, False, True):
+        allow_tf32(allowed)
+        rnn(input)[0].sum().backward()
+    assert counter.frame_count == 2
 
 
 def test_checkpoint_computes_the_same_again(cell):

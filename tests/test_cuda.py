@@ -7,6 +7,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from cases import DTYPES, OPTIONS, Case, relative_errors
@@ -156,17 +157,11 @@ def test_same_bits_in_several_threads():
 # --- TF32 ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["allow_tf32", "fp32_precision"])
-def allow_tf32(request):
-    """Both switches that torch has for products."""
-    switch = torch.backends.cuda.matmul
+@pytest.fixture
+def allow_tf32():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
-    if request.param == "allow_tf32":
-        yield lambda allow: setattr(switch, "allow_tf32", allow)
-    else:
-        yield lambda allow: setattr(switch, "fp32_precision", "tf32" if allow else "ieee")
-    switch.allow_tf32 = False  # sets what both of them set
+    return cases.allow_tf32
 
 
 def test_tf32_only_where_torch_allows_it(allow_tf32):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MASKED, Case, relative_errors, truth
+from cases import MASKED, Case, allow_tf32, relative_errors, truth
 from emulator import use
 from fake_cuda import fake_operators
 from speed_sizes import CELLS
@@ -142,10 +142,11 @@ def test_recorded_chunks_give_the_same_bits(gpu, cell):
 def test_values_through_tf32(gpu, cell):
     """Persistent kernels forward, single steps backward."""
     case = replace(BASE, dtype=torch.float32, **cell)
-    ours = gpu(case, tf32=True)
+    allow_tf32(True)
+    ours = gpu(case)
     assert_right(ours, case, tf32=True)
     assert gpu.cooperative > 0 and gpu.replays > 0
-    assert_same(gpu(case, tf32=True, by_flags=True, order=3), ours)
+    assert_same(gpu(case, by_flags=True, order=3), ours)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -308,6 +309,16 @@ def test_products_without_cublaslt(gpu, obstacle, dtype):
     assert_right(gpu(case, no_gemm=obstacle), case)
     assert gpu.gemms == gpu.replays == 0
     assert_right(gpu(case, no_gemm=obstacle, overlap=True), case)
+
+
+def test_torch_rounds_no_product_that_may_not_be_rounded(gpu):
+    """Its matrix products have a switch of their own: it is given wider numbers, of which it rounds
+    none."""
+    case = replace(BASE, input_size=31, hidden_size=33, dtype=torch.float32)
+    as_float = gpu(case, no_gemm=NO_ALGORITHM)
+    as_double = gpu(case, no_gemm=NO_ALGORITHM, torch_tf32=True)
+    assert_right(as_double, case)
+    assert any(not torch.equal(as_float[name], as_double[name]) for name in as_float)
 
 
 def test_one_algorithm_serves_about_as_many_rows(gpu):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MASKED, Case
+from cases import MASKED, Case, allow_tf32
 from emulator import emulated_operators, use
 
 import fusedrnn
@@ -36,7 +36,7 @@ def overlapped(monkeypatch):
     operators = emulated_operators()
 
     def call(function, *arguments, overlap=True, multiprocessors=132, **options):
-        operators.control(False, "", multiprocessors=multiprocessors, tf32=True, **options)
+        operators.control(False, "", multiprocessors=multiprocessors, **options)
         with monkeypatch.context() as patch:
             use(patch, operators)
             patch.setattr(_library, "overlap_chunks", overlap)
@@ -101,6 +101,7 @@ def test_a_missing_wait_is_noticed(overlapped, deterministic, stream):
 
 def test_only_forward_of_floats_has_a_kernel(overlapped):
     case = replace(BASE, dtype=torch.float32)
+    allow_tf32(True)
     expected = overlapped(results, case, overlap=False)
     assert_same(overlapped(results, case, streams_order=SECOND_AHEAD), expected)
     assert overlapped.splits == 1

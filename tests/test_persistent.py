@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import MASKED, Case, relative_errors, truth
+from cases import MASKED, Case, allow_tf32, relative_errors, truth
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, PACKETS, compiled
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, planned
@@ -64,12 +64,13 @@ def persistent(monkeypatch):
     """A call's results by the kernels, under the driver as it is.
 
     ``options`` are those of the emulation: multiprocessors, schedule (the seed of the order of
-    threads), seeded_bug, patience (in looks at memory) and tf32 (whether it is allowed).
+    threads), seeded_bug and patience (in looks at memory). tf32: whether it is allowed.
     """
     operators = emulated_operators()
 
-    def call(function, *arguments, exchange=PACKETS, **options):
-        usual = {"multiprocessors": 132, "schedule": 1, "tf32": True}
+    def call(function, *arguments, exchange=PACKETS, tf32=True, **options):
+        allow_tf32(tf32)
+        usual = {"multiprocessors": 132, "schedule": 1}
         operators.control(False, "", **(usual | options))
         with monkeypatch.context() as patch:
             use(patch, operators)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,16 +70,15 @@ def test_the_others_are_stepwise_and_say_why(case, reason):
             plan("stochastic_gru", backend="persistent", **case)
 
 
-@pytest.fixture(params=["allow_tf32", "fp32_precision", "set_float32_matmul_precision"])
+@pytest.fixture(params=["cudnn.rnn", "cudnn", "backends"])
 def tf32(request):
-    """Allowed by one of the switches that torch has for products."""
-    if request.param == "set_float32_matmul_precision":
-        torch.set_float32_matmul_precision("high")
-    else:
-        allowed = {"allow_tf32": True, "fp32_precision": "tf32"}[request.param]
-        setattr(torch.backends.cuda.matmul, request.param, allowed)
+    """Allowed by one of the switches that torch has for recurrent layers."""
+    backends = torch.backends
+    backends.cudnn.rnn.fp32_precision = "none"  # as the more general ones
+    of = {"cudnn.rnn": backends.cudnn.rnn, "cudnn": backends.cudnn, "backends": backends}
+    of[request.param].fp32_precision = "tf32"
     yield
-    torch.backends.cuda.matmul.allow_tf32 = False  # sets what all of them set
+    of[request.param].fp32_precision = "none"
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -96,6 +96,29 @@ def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
     too_wide = plan(cell, 16, 513, gpu, dtype=torch.float32)
     assert too_wide.backend == "stepwise" and "513 is above the 512" in too_wide.reason
     assert plan(cell, 16, 256, gpu, dtype=torch.float64).backend == "stepwise"
+
+
+@pytest.mark.parametrize(
+    ("switch", "backend"),
+    [("", "persistent"), ("torch.backends.cudnn.allow_tf32 = False", "stepwise")],
+    ids=["default", "older switch"],
+)
+def test_torch_allows_tf32_by_default(switch, backend):
+    """In a process of its own, since torch's older and newer switches do not go together."""
+    program = f"""
+import fusedrnn, torch
+{switch}
+sizes = {{"cell": "gru", "input_size": 64, "hidden_size": 256}}
+print(fusedrnn.plan(sizes, (64, 16, 64), torch.float32, "H100").backend)
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == backend
+
+
+def test_products_of_matrices_have_a_switch_of_their_own():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert "torch is not told to allow" in plan("gru", 16, 256, dtype=torch.float32).reason
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_the_model():

@@ -39,7 +39,7 @@ def call(monkeypatch):
     operators = emulated_operators()
 
     def call(function, *arguments, multiprocessors=132, failing_kernel="", **options):
-        operators.control(False, failing_kernel, multiprocessors, tf32=True, **options)
+        operators.control(False, failing_kernel, multiprocessors, **options)
         with monkeypatch.context() as patch:
             use(patch, operators)
             try:

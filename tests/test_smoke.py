@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import allow_tf32
 from emulator import emulated_operators, use
 from emulator.persistent import FOLDER, compiled
 
@@ -39,7 +40,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Computes by the emulation of a GPU; the operators."""
     operators = emulated_operators()
     use(monkeypatch, operators)
-    operators.control(False, "", 132, 1, tf32=True)
+    operators.control(False, "", 132, 1)
+    allow_tf32(True)
     yield operators
     operators.control(False, "")
 
@@ -145,7 +147,6 @@ def test_a_probe_has_a_row_for_each_call(monkeypatch: pytest.MonkeyPatch, emulat
     names = list(smoke.trials("gru"))
     assert len(names) == 3 * 3 * 3 * 2
     rows = worker.measure_here(smoke.measure, "gru", names[:2])
-    torch.backends.cuda.matmul.allow_tf32 = False  # as before
     assert rows == {name: {"wrong": []} for name in names[:2]}
     assert len(smoke.trials(smoke.STRIDES)) == 4 * len(step_probe.LAYOUTS)
 

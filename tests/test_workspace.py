@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, DTYPES, MASKED, Case
+from cases import CELLS, DTYPES, MASKED, Case, allow_tf32
 from test_behaviour import allocations, gradients, module
 
 import fusedrnn
@@ -51,6 +51,7 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
         by_flags=False,
         overlap=_library.overlap_chunks,
         free_multiprocessors=0,
+        tf32=_library.allows_tf32(case.dtype),
         strides=strides,
     )
 
@@ -198,19 +199,13 @@ def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, kind, 
     assert max(*forward, *backward) == plan["most_workspace_bytes"]
 
 
-@pytest.fixture
-def allow_tf32():
-    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_of_persistent_kernels_too(emulator, allow_tf32, monkeypatch, overlap, case, dtype):
+def test_of_persistent_kernels_too(emulator, monkeypatch, overlap, case, dtype):
     """Which exchange more the more steps there are, and for two streams need twice the room."""
     monkeypatch.setattr(_library, "overlap_chunks", overlap)
-    emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=True)
+    emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
     allow_tf32(True)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
     case = replace(case, dtype=dtype, seq_len=6, batch=9, **MASKED)
@@ -222,7 +217,7 @@ def test_of_persistent_kernels_too(emulator, allow_tf32, monkeypatch, overlap, c
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("case", [LSTM, PROJECTED], ids=str)
-def test_backward_has_the_chunks_of_forward(emulator, allow_tf32, monkeypatch, case, before):
+def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before):
     """Whatever has changed since: whether TF32 is allowed, how blocks exchange, strides."""
     case = replace(case, seq_len=6, batch=9, input_size=40, hidden_size=40, **MASKED)
     arguments = case.tensors().to(torch.float32)
@@ -231,7 +226,7 @@ def test_backward_has_the_chunks_of_forward(emulator, allow_tf32, monkeypatch, c
     strides = [w.stride() for w in arguments.weights]
 
     def tell(tf32):
-        emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1, tf32=tf32)
+        emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
         monkeypatch.setattr(_library, "exchange_by_flags", tf32)
         allow_tf32(tf32)
 

@@ -26,7 +26,7 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
   if (element_bytes == 4 && !tf32) {
     return refuse(
         "float32 products would be rounded to TF32, which torch is not told to allow "
-        "(torch.backends.cuda.matmul.fp32_precision).");
+        "(torch.backends.cudnn.rnn.fp32_precision).");
   }
   static_assert(kMostStages == kMaxStages);
   int64_t widest = 0, most_columns = 0;

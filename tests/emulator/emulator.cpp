@@ -62,7 +62,6 @@ Gpu gpu{"emulated", 90, 0, 227 << 10, {}, 0, most_blocks};
 int64_t schedule = 0;  // of threads in these
 uint32_t patience = 0;
 int64_t forward_bug = 0, backward_bug = 0;
-bool tf32 = false;  // whether products of float32 may be rounded; single steps never do
 
 struct EmulatedDevice {
   struct Graph {
@@ -78,6 +77,7 @@ struct EmulatedDevice {
   static void forget_error() { error_is_pending = false; }
   cuda::Stream stream() { return &streams_[current_]; }
   bool may_record() const { return replay_; }
+  bool torch_rounds_more() const { return false; }
   static const char* message(int) { return "it was told to"; }
 
   template <class C, class T>
@@ -187,9 +187,9 @@ struct EmulatedDevice {
 
 class EmulatedPlatform {
  public:
-  EmulatedPlatform(const Tensor& /*input*/, bool replay) : device_(replay) {}
+  EmulatedPlatform(const Tensor& /*input*/, bool replay, bool /*tf32: single steps never round*/)
+      : device_(replay) {}
   static const Gpu* gpu() { return &fusedrnn::gpu; }
-  static bool allows_tf32() { return tf32; }
   void keep(const Tensor& /*host*/) const {}
 
   template <class T>
@@ -203,7 +203,7 @@ class EmulatedPlatform {
 };
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
-             int64_t bug, int64_t bug_backward, int64_t looks, bool allow_tf32, int64_t order,
+             int64_t bug, int64_t bug_backward, int64_t looks, int64_t order,
              int64_t no_wait, int64_t blocks, std::string refused) {
   counts_of_blocks.emplace();
   blocks_at_once = blocks;
@@ -215,7 +215,6 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   forward_bug = bug;
   backward_bug = bug_backward;
   patience = uint32_t(looks);
-  tf32 = allow_tf32;
   failing_kernel = kernel;
   launches = replays = forwards = adjoints = splits = 0;
   streams_order = order;
@@ -309,9 +308,8 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
-      "seeded_bug=0, int backward_bug=0, int patience=1000000, bool tf32=False, int "
-      "streams_order=0, int missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='') "
-      "-> ()");
+      "seeded_bug=0, int backward_bug=0, int patience=1000000, int streams_order=0, int "
+      "missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='') -> ()");
   m.def("counts() -> (int, int, int, int, int, bool)");
 }
 

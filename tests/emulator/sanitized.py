@@ -50,7 +50,7 @@ def main() -> None:
     launches, replays, *_ = operators.counts()
     _library.overlap_chunks = True
     for order in (0, 1):
-        operators.control(False, "", multiprocessors=132, tf32=True, streams_order=order)
+        operators.control(False, "", multiprocessors=132, streams_order=order)
         for cell, dtype in itertools.product(("gru", "lstm", "stochastic_gru"), DTYPES):
             call(replace(SHAPES[0], cell=cell, dtype=dtype))
     print(f"{launches} launches, {replays} replays, {operators.counts()[4]} second streams")

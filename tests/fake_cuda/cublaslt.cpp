@@ -159,7 +159,7 @@ const char* cublasLtGetStatusString(cublasStatus_t status) {
 }
 const char* cublasGetStatusString(cublasStatus_t status) { return cublasLtGetStatusString(status); }
 cublasStatus_t cublasGetMathMode(cublasHandle_t /*handle*/, cublasMath_t* mode) {
-  *mode = options.tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH;
+  *mode = options.torch_tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH;
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {

@@ -26,7 +26,7 @@ enum class Bug {
 // What a test may set.
 struct Options {
   uint64_t order = 0;  // of streams and blocks.  0: as it was asked for, 1: the other way round
-  bool tf32 = false;   // what torch says of products of float32
+  bool torch_tf32 = false;  // whether torch's own matrix products of float32 may be rounded
   int device = 0;      // where all tensors are: see kMultiprocessors
   // That others leave of the device; below 0, all.
   int free_multiprocessors = -1;

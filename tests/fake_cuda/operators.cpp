@@ -12,10 +12,10 @@
 namespace fake {
 namespace {
 
-void control(int64_t order, bool tf32, int64_t device, int64_t free_multiprocessors,
+void control(int64_t order, bool torch_tf32, int64_t device, int64_t free_multiprocessors,
              int64_t no_gemm, int64_t failing_launch, int64_t bug, bool own_stream, bool forgets) {
   options = {.order = uint64_t(order),
-             .tf32 = tf32,
+             .torch_tf32 = torch_tf32,
              .device = int(device),
              .free_multiprocessors = int(free_multiprocessors),
              .no_gemm = int(no_gemm),
@@ -64,7 +64,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_fake, m) {
   m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
-      "control(int order=0, bool tf32=False, int device=0, int free_multiprocessors=-1, int "
+      "control(int order=0, bool torch_tf32=False, int device=0, int free_multiprocessors=-1, int "
       "no_gemm=0, int failing_launch=-1, int bug=0, bool own_stream=False, bool "
       "forgets=True) -> ()");
   m.def("counts() -> (int launches, int cooperative, int gemms, int replays, int waits)");
