@@ -91,7 +91,10 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
       result["backward"] = made.backward.is_persistent ? "persistent" : "stepwise";
       result["reason"] = reason(problem, made);
       result["modelled_step_us"] = step_us(Pass::Forward, problem, made.forward);
+      result["modelled_forward_us"] =
+          pass_us(Pass::Forward, problem, made, sizeof(T), /*recompute=*/true);
       result["chunk_steps"] = made.steps;
+      result["chunk_reason"] = made.why_steps;
       result["grid"] = is_persistent ? kernel.grid() : 0;
       result["threads"] = is_persistent ? cuda::kPersistentThreads : 0;
       result["weight_registers"] = is_persistent ? kernel.weight_registers() : 0;
@@ -106,7 +109,7 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
         const int64_t saved = saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);
         result[("saved_bytes" + end).c_str()] = saved;
         result[("modelled_backward_us" + end).c_str()] =
-            backward_us(problem, made, sizeof(T), recompute);
+            pass_us(Pass::Backward, problem, made, sizeof(T), recompute);
       }
       return result;
     };
@@ -215,7 +218,11 @@ PYBIND11_MODULE(_helpers, m) {
   model["exchange"] = fusedrnn::kExchangeUs;
   model["tile"] = fusedrnn::kTileUs;
   model["launched"] = fusedrnn::kLaunchedUs;
+  model["state"] = fusedrnn::kStateUs;
   model["gemm"] = fusedrnn::kGemmUs;
+  model["launch"] = fusedrnn::kLaunchUs;
+  model["kernel"] = fusedrnn::kKernelUs;
+  model["host"] = fusedrnn::kHostUs;
   m.attr("MODEL_US") = model;  // microseconds that plans reckon with
   m.attr("MOST_ROWS") = fusedrnn::kMostRows;
   m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;

@@ -1,4 +1,4 @@
-// How long a chunk of time may be, how its workspace is divided, and what a GPU has.
+// How large a call may be, how its workspace is divided, and what a GPU has.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -17,23 +17,6 @@ inline constexpr int64_t kMostRows = (int64_t(1) << 32) - 1, kMostLayers = (1 <<
 // Of all arrays of a call that grow with the rows, and of all weights, counted together: numbers.
 // So nothing that planner.h counts in bytes comes near 2^63.
 inline constexpr int64_t kMostNumbers = int64_t(1) << 50;
-
-// Rows (steps x batch) of a chunk of which nobody says how long it is: within these bounds, as many
-// as let training take a quarter of the memory of torch.nn.LSTM (planner.h).
-//
-// On the CPU the speed of time-parallel GEMMs is flat from 256 rows on, while the workspace grows
-// with every row and leaves the cache.  A GPU gains up to some 4,096 rows; what it does once for a
-// chunk takes about as long as the least steps.
-struct ChunkRows {
-  int64_t least, most;
-  int64_t least_steps, of_rows;  // at most, that these may take
-
-  constexpr int64_t least_of(int64_t batch) const {
-    return std::max((least + batch - 1) / batch,
-                    std::min(least_steps, (of_rows + batch - 1) / batch));
-  }
-};
-inline constexpr ChunkRows kCpuRows{256, 256, 1, 1}, kGpuRows{256, 4'096, 8, 1'024};
 
 // Products a second, in 10^12 operations (a multiply-add is two), without sparsity, of tensor cores
 // where there are any for the type.

@@ -1,108 +1,17 @@
-// How a layer goes through its steps: how many at once, each pass in which way and why, in how much
-// memory, and how long that takes by a model.
+// How a layer goes through its steps: how many at once, each pass in which way and why, and in how
+// much memory.
 #pragma once
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <type_traits>
 #include <utility>
 
 #include "cuda/persistent_backward_plan.h"
-#include "plan.h"
+#include "model.h"
 #include "workspace.h"
 
 namespace fusedrnn {
-
-inline constexpr const char* kBackends[] = {"auto", "stepwise", "persistent"};
-
-enum class Pass { Forward, Backward };
-
-// What all of that follows from.
-struct Problem {
-  Cell cell{};
-  Sizes sizes{};
-  bool bias = true;
-  int64_t seq_len = 1, batch = 1;
-  int64_t chunk_size = 0;       // steps, and
-  int64_t workspace_bytes = 0;  // the most that a pass may take: as the caller wants it, or 0
-  int64_t chunks = 0;           // as many as forward has saved states, or 0
-  std::string backend;          // of kBackends
-  cuda::Exchange exchange{};
-  bool overlap = false;              // whether there may be a second stream
-  int64_t free_multiprocessors = 0;  // that persistent kernels leave to others
-  const Gpu* gpu = nullptr;          // null for the CPU
-  bool tf32 = false;                 // whether products of float32 may be rounded to TF32, now
-  // Why the GPU's driver does not run the persistent kernel of a Pass, a sentence, or empty.
-  std::string refusal[2];
-  // Whether a GEMM can read a weight where it lies, in each direction.
-  bool is_operand[kMaxProjections] = {true, true, true};
-
-  void see_weight(const Parameter& p, int64_t row_stride, int64_t column_stride) {
-    const Matrix<const char> weight{nullptr, p.rows, p.columns, row_stride, column_stride};
-    is_operand[p.projection] = is_operand[p.projection] && weight.is_operand();
-  }
-};
-
-inline void check_rows(int64_t seq_len, int64_t batch) {
-  FUSEDRNN_CHECK(seq_len >= 0 && batch >= 0 &&
-                     times(std::max<int64_t>(seq_len, 1), std::max<int64_t>(batch, 1)) <= kMostRows,
-                 "seq_len * batch must be below 2^32, got ", seq_len, " and ", batch);
-}
-
-// Whether a problem has a size: whatever is counted below then stays far from the end of int64.
-inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, int64_t batch) {
-  check_rows(seq_len, batch);
-  int64_t features = 0;
-  for (int p = 0; p < cell.num_projections; ++p) {
-    for (const Width width : {cell.projections[p].from, cell.projections[p].to}) {
-      FUSEDRNN_CHECK(sizes[width] > 0, "a layer must have features, got sizes of ", sizes.input,
-                     " (input), ", sizes.hidden, " (hidden), ", sizes.output, " (output)");
-      features = plus(features, sizes[width]);
-    }
-  }
-  const int64_t rows =
-      plus(times(std::max<int64_t>(seq_len, 1), std::max<int64_t>(batch, 1)), features);
-  FUSEDRNN_CHECK(times(rows, features) <= kMostNumbers,
-                 "sizes are too large: a layer may have 2^50 numbers, got ", seq_len, " steps of ",
-                 batch, " rows, and sizes of ", sizes.input, " (input), ", sizes.hidden,
-                 " (hidden), ", sizes.output, " (output)");
-}
-
-// Of a pass.
-struct Plan {
-  bool is_persistent = false;
-  cuda::PersistentPlan persistent;  // also of the way that is not gone
-  bool is_refused = false;          // by the driver of the GPU: it would be persistent
-  bool overlaps = false;  // if there are several chunks, a second stream works beside the kernel
-};
-
-// Of both.
-struct LayerPlan {
-  int64_t steps = 1;  // of a chunk
-  Plan forward, backward;
-  bool lacks_room = false;  // for persistent kernels
-};
-
-// Microseconds that a stage of a step takes: of the model in docs/performance.md, not measured yet.
-// A persistent kernel's grow with the columns and with the rows of a group, and backward with the
-// gates, all of whose gradients are exchanged.  A launched one's hardly grow.
-constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
-// And what a GEMM over a whole chunk takes besides its arithmetic.
-constexpr double kGemmUs = 4.0;
-
-// Of all stages of a step.
-inline double persistent_us(Pass pass, const cuda::PersistentPlan& plan) {
-  double us = 0;
-  for (int s = 0; s < plan.num_stages; ++s) {
-    const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).projection_blocks;
-    us += kExchangeUs + kTileUs * gates * plan.depth * plan.tiles;
-  }
-  return us;
-}
-inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
-  if (problem.gpu == nullptr) return 0;
-  return plan.is_persistent ? persistent_us(pass, plan.persistent)
-                            : kLaunchedUs * problem.cell.num_stages;
-}
 
 inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, int64_t steps) {
   Plan plan;
@@ -117,9 +26,10 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
   const std::string& refusal = problem.refusal[int(pass)];
   plan.is_refused = plan.persistent.is_possible() && !refusal.empty();
   if (plan.is_refused) plan.persistent.why_not = refusal;
-  plan.is_persistent = problem.backend != "stepwise" && plan.persistent.is_possible() &&
-                       (problem.backend == "persistent" ||
-                        persistent_us(pass, plan.persistent) < step_us(pass, problem, {}));
+  plan.is_persistent =
+      problem.backend != "stepwise" && plan.persistent.is_possible() &&
+      (problem.backend == "persistent" ||
+       persistent_us(pass, problem.cell, plan.persistent) < launched_us(pass, problem.cell));
   // One multiprocessor in so many is to be free for that.
   constexpr int kFree = 4;
   plan.overlaps = problem.overlap && plan.is_persistent &&
@@ -319,71 +229,158 @@ class WorkspaceBound {
   WorkspaceCount<Memory> count_;
 };
 
-// The fewest chunks, of about the same length, for which either pass stays within
-// problem.workspace_bytes whatever tensors a call has; without these, problem.chunk_size or
-// ChunkRows.
+// Steps of each of so many chunks of a sequence but the last, which may have fewer.  On a GPU their
+// rows are a multiple of 128, what GEMMs like best, where as many chunks have room for that.
 //
 // Their number tells their length, so that backward gets it from the states that forward saved:
 // what it would find by itself depends on strides, and on whether TF32 is allowed.
+class Chunks {
+ public:
+  Chunks(int64_t seq_len, int64_t batch, bool on_gpu)
+      : seq_len_(seq_len), alike_(on_gpu ? kRows / std::gcd(batch, kRows) : 1) {}
+
+  int64_t steps_of(int64_t count) const {
+    const int64_t least = (seq_len_ + count - 1) / count;
+    return count_of(up(least)) == count ? std::min(up(least), seq_len_) : least;
+  }
+  // Of at most so many steps, and as few as then are needed.  Their rows are a multiple of 128 if
+  // that makes them an eighth shorter at most.
+  int64_t within(int64_t most) const {
+    if (most >= seq_len_) return seq_len_;
+    const int64_t down = most / alike_ * alike_;
+    int64_t count = count_of(8 * down >= 7 * most ? down : most);
+    while (steps_of(count) > most) ++count;
+    return steps_of(count);
+  }
+  // So many, or a few more.
+  int64_t up(int64_t steps) const { return (steps + alike_ - 1) / alike_ * alike_; }
+
+ private:
+  static constexpr int64_t kRows = 128;
+  int64_t count_of(int64_t steps) const { return (seq_len_ + steps - 1) / steps; }
+
+  int64_t seq_len_, alike_;  // alike_: steps whose rows are a multiple of 128
+};
+
+// The most that training may take where nobody says how long chunks are: no more than half of what
+// torch.nn.LSTM takes, and a quarter where that is much.
+struct TrainingLimit {
+  int64_t bytes;
+  const char* why;
+
+  explicit TrainingLimit(int64_t lstm_bytes) {
+    constexpr int64_t kMuch = 256 << 20;
+    const int64_t quarter = lstm_bytes / 4, half = lstm_bytes / 2;
+    bytes = std::max(quarter, std::min(half, kMuch));
+    why = bytes == half    ? "As many as half of torch.nn.LSTM's memory in training allows."
+          : bytes == kMuch ? "As many as 256 MiB of memory in training allow."
+                           : "As many as a quarter of torch.nn.LSTM's memory in training allows.";
+  }
+};
+
+// The least steps of a chunk on a GPU, whatever memory they take: weights alone may be more than
+// is allowed.
+inline int64_t least_steps(int64_t batch) {
+  constexpr int64_t kRows = 256, kSteps = 8, kMostRows = 1024;
+  return std::max((kRows + batch - 1) / batch, std::min(kSteps, (kMostRows + batch - 1) / batch));
+}
+
+template <class Memory>
+LayerPlan plan_by_sizes(const Problem& problem);
+
+// Where problem.workspace_bytes are not the `needed` ones of a single step: single steps of
+// launched kernels take less than persistent ones.
+template <class Memory>
+LayerPlan plan_without_room(const Problem& problem, int64_t needed) {
+  Problem stepwise = problem;
+  stepwise.backend = "stepwise";
+  if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, 1)(1) < needed) {
+    LayerPlan plan = plan_by_sizes<Memory>(stepwise);
+    plan.lacks_room = true;
+    return plan;
+  }
+  std::string refusals;
+  for (const std::string& refusal : problem.refusal) {
+    if (!refusal.empty()) refusals = ". " + refusal;
+  }
+  fail("workspace_bytes must be at least ", needed, " for a layer with an input of (",
+       std::max<int64_t>(problem.seq_len, 1), ", ", problem.batch, ", ", problem.sizes.input,
+       "), got ", problem.workspace_bytes, refusals);
+}
+
+// Chunks of the length that the caller wants; or as long as both passes stay within
+// problem.workspace_bytes, whatever tensors a call has; or without either,
+//   on the CPU, of 256 rows: the speed of GEMMs over them is flat from there on, while the
+//   workspace
+//     grows with every row and leaves the cache;
+//   on a GPU, the shortest whose fixed costs are little by the model, within the TrainingLimit.
 template <class Memory>
 LayerPlan plan_by_sizes(const Problem& problem) {
   using T = typename Memory::T;
   check_sizes(problem.cell, problem.sizes, problem.seq_len, problem.batch);
   const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
   const int64_t batch = std::max<int64_t>(problem.batch, 1);
-  const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
-  int64_t least = 1, most = seq_len, limit = problem.workspace_bytes;
-  if (problem.chunk_size > 0) {
-    least = most = problem.chunk_size;
-  } else if (!is_limited) {
-    const ChunkRows& rows = problem.gpu == nullptr ? kCpuRows : kGpuRows;
-    least = rows.least_of(batch);
-    most = std::max(least, rows.most / batch);
-    limit = lstm_training_bytes<T>(problem) / 4;
-  }
-  least = std::min(least, seq_len);
-  most = std::min(most, seq_len);
-  const auto steps_of = [&](int64_t chunks) {
-    return std::max(least, (seq_len + chunks - 1) / chunks);
+  const Chunks chunks(seq_len, batch, problem.gpu != nullptr);
+  const auto of_steps = [&](int64_t steps, const char* why) {
+    LayerPlan plan = plan_steps(problem, sizeof(T), steps);
+    plan.why_steps = steps == seq_len ? "The whole sequence." : why;
+    return plan;
   };
-  if (problem.chunks > 0) least = most = steps_of(problem.chunks);
-  if (!is_limited && least == most) return plan_steps(problem, sizeof(T), least);
-
-  WorkspaceBound<Memory> bound(problem, least, /*for_any=*/is_limited);
-  const int64_t needed = bound(least);
-  if (is_limited && needed > limit) {
-    Problem stepwise = problem;
-    stepwise.backend = "stepwise";
-    if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, least)(least) < needed) {
-      LayerPlan plan = plan_by_sizes<Memory>(stepwise);
-      plan.lacks_room = true;
-      return plan;
-    }
-    std::string refusals;
-    for (const std::string& refusal : problem.refusal) {
-      if (!refusal.empty()) refusals = ". " + refusal;
-    }
-    fail("workspace_bytes must be at least ", needed, " for a layer with an input of (", seq_len,
-         ", ", batch, ", ", problem.sizes.input, "), got ", limit, refusals);
+  if (problem.chunk_size > 0) {
+    return of_steps(std::min(problem.chunk_size, seq_len), "It was asked for.");
   }
+  const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
+  if (!is_limited && problem.gpu == nullptr) {
+    constexpr int64_t kRows = 256;
+    return of_steps(std::min((kRows + batch - 1) / batch, seq_len),
+                    "As many as have 256 rows: with more, a CPU is no faster.");
+  }
+  if (problem.chunks > 0) return of_steps(chunks.steps_of(problem.chunks), "As in forward.");
+
+  // More steps are more workspace.  But one chunk alone needs no room for two streams, so that the
+  // most may fit where fewer do not.
+  const auto longest = [&](int64_t least, int64_t most, const auto& fits) {
+    if (fits(most)) return most;
+    while (least < most) {
+      const int64_t middle = least + (most - least) / 2;
+      if (fits(middle + 1)) {
+        least = middle + 1;
+      } else {
+        most = middle;
+      }
+    }
+    return least;
+  };
+  if (is_limited) {
+    const int64_t limit = problem.workspace_bytes;
+    WorkspaceBound<Memory> bound(problem, 1);
+    const int64_t needed = bound(1);
+    if (needed > limit) return plan_without_room<Memory>(problem, needed);
+    const auto fits = [&](int64_t steps) { return bound(steps) <= limit; };
+    return of_steps(chunks.within(longest(1, seq_len, fits)), "As many as workspace_bytes allow.");
+  }
+
+  const LayerPlan of_one = plan_steps(problem, sizeof(T), 1);
+  const auto costs_too_much = [&](int64_t steps) {
+    return !costs_little(problem, of_one, sizeof(T), steps);
+  };
+  const int64_t wanted =
+      costs_too_much(seq_len) ? seq_len : longest(0, seq_len - 1, costs_too_much) + 1;
+  const int64_t most = std::min(chunks.up(wanted), seq_len);
+  const TrainingLimit limit(lstm_training_bytes<T>(problem));
+  const int64_t least = std::min(least_steps(batch), most);
+  WorkspaceBound<Memory> bound(problem, least, /*for_any=*/false);
   const auto fits = [&](int64_t steps) {
     const int64_t bytes = bound(steps);
-    if (is_limited || bytes > limit) return bytes <= limit;
-    // More steps are more workspace and fewer states to save.
-    return bytes <= saved_bytes(problem, steps, sizeof(Acc<T>), true) ||
-           training_bytes<T>(problem, steps, bytes) <= limit;
+    // With more steps there are fewer states to save.
+    return bytes <= limit.bytes && (bytes <= saved_bytes(problem, steps, sizeof(Acc<T>), true) ||
+                                    training_bytes<T>(problem, steps, bytes) <= limit.bytes);
   };
-  // One chunk alone needs no room for two, so that more steps may be less workspace.
-  int64_t longest = fits(most) ? most : least;
-  while (longest < most) {
-    const int64_t middle = longest + (most - longest + 1) / 2;
-    if (fits(middle)) {
-      longest = middle;
-    } else {
-      most = middle - 1;
-    }
-  }
-  return plan_steps(problem, sizeof(T), steps_of((seq_len + longest - 1) / longest));
+  const int64_t steps = longest(least, most, fits);
+  const char* why = !fits(steps)    ? "The least, whatever memory they take."
+                    : steps == most ? "What a chunk costs besides its steps is at most 3% of these."
+                                    : limit.why;
+  return of_steps(chunks.within(steps), why);
 }
 
 // The same, where the driver of the GPU has a say.  It changes the length of no chunk, but to stay
@@ -408,49 +405,6 @@ LayerPlan plan_layer(const Problem& problem) {
     return as_long;
   }
   return plan_by_sizes<Memory>(refused);
-}
-
-// Microseconds of backward over the whole sequence, by the model: the steps, and GEMMs over whole
-// chunks at the rate of the data sheet.  0 on the CPU and where the rate is not known.
-inline double backward_us(const Problem& problem, const LayerPlan& plan, int64_t element_bytes,
-                          bool recompute) {
-  if (problem.gpu == nullptr) return 0;
-  const Tflops all = tflops_of(*problem.gpu);
-  const double tflops = element_bytes == 8   ? all.float64
-                        : element_bytes == 2 ? all.of_16_bits
-                        : problem.tf32       ? all.tf32
-                                             : all.float32;
-  if (tflops == 0) return 0;
-  const Cell& cell = problem.cell;
-  const Sizes& sizes = problem.sizes;
-  double products = 0;  // multiply-adds for each row
-  int64_t gemms = 0;    // for each chunk
-  const auto add = [&](int64_t columns, Width from, int64_t count = 1) {
-    products += double(columns) * sizes[from];
-    gemms += count;
-  };
-  const auto columns_of = [&](int blocks, int s) {
-    return blocks * sizes[cell.projections[cell.stages[s].projection].to];
-  };
-  const int core = fusedrnn::core(cell);
-  const StageTraits of_core = traits(cell.stages[core].kind);
-  const int64_t side = columns_of(of_core.side_blocks, core);
-  const int64_t parts =
-      of_core.shared_blocks < of_core.side_blocks ? 2 : 1;  // what is shared, rest
-  add(side, Width::Input, parts);                           // of the input's weight
-  add(side, Width::Input, parts);                           // of the input
-  if (recompute) add(side, Width::Input, parts);            // the input's projection again
-  for (int s = 0; s < cell.num_stages; ++s) {
-    const CellStage& stage = cell.stages[s];
-    const int64_t columns = columns_of(traits(stage.kind).projection_blocks, s);
-    const Width from = cell.projections[stage.projection].from;
-    add(columns, from);
-    if (recompute && s <= core) add(columns, from);
-  }
-  const int64_t chunks = (problem.seq_len + plan.steps - 1) / plan.steps;
-  const double steps_us = double(problem.seq_len) * step_us(Pass::Backward, problem, plan.backward);
-  const double rows = double(problem.seq_len) * problem.batch;
-  return steps_us + double(chunks * gemms) * kGemmUs + 2 * rows * products / (1e6 * tflops);
 }
 
 }  // namespace fusedrnn

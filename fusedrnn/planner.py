@@ -29,7 +29,15 @@ class Plan:
         reason: Why forward is that; and if it is persistent and backward is not, why that is.
         modelled_step_us: Microseconds that a step of the forward recurrence takes by the model of
             docs/performance.md, which has not been measured yet; 0 on the CPU.
+        modelled_forward_us: Microseconds that forward takes for the whole sequence, by the same
+            model; 0 on the CPU, and on a GPU that is not one of those below nor of the compute
+            capability of one.
         chunk_steps: Steps that are worked on at once.
+        chunk_reason: Why so many. Without ``chunk_size`` and ``workspace_bytes``, a GPU gets the
+            shortest chunks that cost at most 3% besides their steps, by the model, as far as
+            training takes no more than half of ``nn_lstm_training_bytes`` or 256 MiB, or if that is
+            more, than a quarter of them; rows of a chunk are a multiple of 128 where they can be.
+            A CPU gets chunks of 256 rows.
         grid: Blocks of the kernel, one for each multiprocessor that it takes.
         threads: Of a block.
         weight_registers: Registers of a thread, of its 255, that hold weights.
@@ -45,13 +53,10 @@ class Plan:
             of the weights.
         nn_lstm_training_bytes: The same of a torch.nn.LSTM of these sizes on a GPU, by count, at
             least: output, four gates, cell state and the gradient of the input of every step, and
-            the gradients of the weights. A chunk of which nobody says how long it is is as long as
-            a quarter of that allows.
+            the gradients of the weights.
         saved_bytes_with_recompute: What waits for backward besides input, weights and output: of an
             LSTM, its states before each chunk.
-        modelled_backward_us_with_recompute: Microseconds that backward takes for the whole
-            sequence, by the same model; 0 on the CPU, and on a GPU that is not one of those below
-            nor of the compute capability of one.
+        modelled_backward_us_with_recompute: As ``modelled_forward_us``, of backward.
         saved_bytes_without_recompute: With the pre-activations besides, which ``recompute=False``
             keeps.
         modelled_backward_us_without_recompute: The same without the matrix products for these.
@@ -61,7 +66,9 @@ class Plan:
     backward: str
     reason: str
     modelled_step_us: float
+    modelled_forward_us: float
     chunk_steps: int
+    chunk_reason: str
     grid: int
     threads: int
     weight_registers: int
@@ -80,7 +87,7 @@ class Plan:
         lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
-            text = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+            text = format(value, {str: "", float: ",.1f", int: ","}[type(value)])
             lines.append(f"  {field.name.replace('_', ' ')}: {text}")
         return "\n".join(lines)
 

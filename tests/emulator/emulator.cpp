@@ -203,8 +203,8 @@ class EmulatedPlatform {
 };
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
-             int64_t bug, int64_t bug_backward, int64_t looks, int64_t order,
-             int64_t no_wait, int64_t blocks, std::string refused) {
+             int64_t bug, int64_t bug_backward, int64_t looks, int64_t order, int64_t no_wait,
+             int64_t blocks, std::string refused) {
   counts_of_blocks.emplace();
   blocks_at_once = blocks;
   refused_kernel = refused;

@@ -27,7 +27,7 @@ enum class Bug {
 struct Options {
   uint64_t order = 0;  // of streams and blocks.  0: as it was asked for, 1: the other way round
   bool torch_tf32 = false;  // whether torch's own matrix products of float32 may be rounded
-  int device = 0;      // where all tensors are: see kMultiprocessors
+  int device = 0;           // where all tensors are: see kMultiprocessors
   // That others leave of the device; below 0, all.
   int free_multiprocessors = -1;
   // 1: no algorithm is found, 2: the search fails, 3: products are refused, 4: by an algorithm that

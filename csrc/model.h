@@ -1,0 +1,146 @@
+// How long a pass takes on a GPU, by a model (docs/performance.md): what it does step by step, and
+// what it does once for a chunk of steps.
+#pragma once
+#include <algorithm>
+
+#include "problem.h"
+
+namespace fusedrnn {
+
+// Microseconds, not measured yet: `make gpu-check`, part fit, prints what they are on a GPU.
+//
+// A stage of a step in a persistent kernel is an exchange between blocks, and more for each tile of
+// a group's rows and 256 columns of weights; in backward for each gate too, all of whose gradients
+// are exchanged.  A launched stage is a GEMM and a kernel, which hardly grow.
+constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
+// A state beside h is computed again before the chain of adjoints, step by step: of a tile.
+constexpr double kStateUs = 0.45;
+// A GEMM over a whole chunk besides its arithmetic; another kernel, a copy or a preset of memory.
+constexpr double kGemmUs = 4.0, kLaunchUs = 3.0;
+// A persistent kernel besides its steps: blocks that begin together, load their weights, and end.
+constexpr double kKernelUs = 10.0;
+// Of the CPU, for whatever it enqueues.
+constexpr double kHostUs = 2.0;
+
+// Of all stages of a step.
+inline double persistent_us(Pass pass, const Cell& cell, const cuda::PersistentPlan& plan) {
+  double us = 0;
+  for (int s = 0; s < plan.num_stages; ++s) {
+    const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).projection_blocks;
+    us += kExchangeUs + kTileUs * gates * plan.depth * plan.tiles;
+  }
+  const bool rebuilds_state = pass == Pass::Backward && has_state(cell);
+  return us + (rebuilds_state ? kStateUs * plan.tiles : 0);
+}
+inline double launched_us(Pass pass, const Cell& cell) {
+  const bool rebuilds_state = pass == Pass::Backward && has_state(cell);
+  return kLaunchedUs * cell.num_stages + (rebuilds_state ? kLaunchUs : 0);
+}
+inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
+  if (problem.gpu == nullptr) return 0;
+  return plan.is_persistent ? persistent_us(pass, problem.cell, plan.persistent)
+                            : launched_us(pass, problem.cell);
+}
+
+// What a pass does once for a chunk.
+struct ChunkWork {
+  int64_t gemms = 0, launches = 0;  // launches: of what is neither a GEMM nor a persistent kernel
+  double products = 0;              // multiply-adds of these GEMMs, for each row
+};
+
+// Of tensors as they come from torch, all gradients wanted.
+inline ChunkWork chunk_work(Pass pass, const Problem& problem, const Plan& plan,
+                            int64_t element_bytes, bool recompute) {
+  const Cell& cell = problem.cell;
+  const Sizes& sizes = problem.sizes;
+  ChunkWork work;
+  const auto add = [&](int64_t columns, Width from, int64_t count = 1) {
+    work.products += double(columns) * sizes[from];
+    work.gemms += count;
+  };
+  const auto columns_of = [&](int blocks, int s) {
+    return blocks * sizes[cell.projections[cell.stages[s].projection].to];
+  };
+  const int core = fusedrnn::core(cell);
+  const StageTraits of_core = traits(cell.stages[core].kind);
+  const int64_t side = columns_of(of_core.side_blocks, core);
+  if (pass == Pass::Forward) {
+    add(side, Width::Input);
+    work.launches += !plan.is_persistent && has_state(cell);  // a copy of the state before it
+    return work;
+  }
+  const bool is_split = of_core.shared_blocks < of_core.side_blocks;
+  const int64_t parts = is_split ? 2 : 1;         // what is shared, rest
+  add(side, Width::Input, parts);                 // of the input's weight
+  add(side, Width::Input, parts);                 // of the input
+  if (recompute) add(side, Width::Input, parts);  // the input's projection again
+  for (int s = 0; s < cell.num_stages; ++s) {
+    const CellStage& stage = cell.stages[s];
+    const int64_t columns = columns_of(traits(stage.kind).projection_blocks, s);
+    const Width from = cell.projections[stage.projection].from;
+    add(columns, from);
+    if (recompute && s <= core) add(columns, from);
+  }
+  work.launches += core;                            // stages before the core, of all rows
+  work.launches += problem.bias ? 2 : 0;            // sums of columns
+  work.launches += element_bytes == 2 && is_split;  // the input's gradient, a sum that is rounded
+  work.launches += plan.is_persistent || has_state(cell);  // a preset, or a copy of the state
+  return work;
+}
+
+// Microseconds of a chunk.
+struct ChunkUs {
+  double steps = 0, fixed = 0, host = 0;
+};
+inline ChunkUs chunk_us(Pass pass, const Problem& problem, const Plan& plan, int64_t element_bytes,
+                        int64_t steps, bool recompute = true) {
+  const ChunkWork work = chunk_work(pass, problem, plan, element_bytes, recompute);
+  ChunkUs us;
+  us.steps = double(steps) * step_us(pass, problem, plan);
+  us.fixed = double(work.gemms) * kGemmUs + double(work.launches) * kLaunchUs +
+             (plan.is_persistent ? kKernelUs : 0);
+  // A launched stage is two of these.
+  const int64_t in_steps = plan.is_persistent ? 1 : 2 * problem.cell.num_stages * steps;
+  us.host = double(work.gemms + work.launches + in_steps) * kHostUs;
+  return us;
+}
+
+// Whether what chunks of so many steps cost besides these steps, in a training step, is little: at
+// most 3%.
+inline bool costs_little(const Problem& problem, const LayerPlan& plan, int64_t element_bytes,
+                         int64_t steps) {
+  constexpr double kMost = 0.03;
+  double all = 0, of_steps = 0;
+  for (const Pass pass : {Pass::Forward, Pass::Backward}) {
+    const Plan& way = pass == Pass::Forward ? plan.forward : plan.backward;
+    const ChunkUs us = chunk_us(pass, problem, way, element_bytes, steps);
+    all += std::max(us.steps + us.fixed, us.host);
+    of_steps += us.steps;
+  }
+  return all <= (1 + kMost) * of_steps;
+}
+
+// Microseconds of a pass over the whole sequence, with the GEMMs over whole chunks at the rate of
+// the data sheet.  0 on the CPU and where the rate is not known.
+inline double pass_us(Pass pass, const Problem& problem, const LayerPlan& plan,
+                      int64_t element_bytes, bool recompute) {
+  if (problem.gpu == nullptr) return 0;
+  const Tflops all = tflops_of(*problem.gpu);
+  const double tflops = element_bytes == 8   ? all.float64
+                        : element_bytes == 2 ? all.of_16_bits
+                        : problem.tf32       ? all.tf32
+                                             : all.float32;
+  if (tflops == 0) return 0;
+  const Plan& way = pass == Pass::Forward ? plan.forward : plan.backward;
+  const ChunkWork work = chunk_work(pass, problem, way, element_bytes, recompute);
+  const auto of_chunk = [&](int64_t steps) {
+    if (steps == 0) return 0.0;
+    const ChunkUs us = chunk_us(pass, problem, way, element_bytes, steps, recompute);
+    const double rows = double(steps) * double(problem.batch);
+    return std::max(us.steps + us.fixed + 2 * rows * work.products / (1e6 * tflops), us.host);
+  };
+  const int64_t whole = problem.seq_len / plan.steps;
+  return double(whole) * of_chunk(plan.steps) + of_chunk(problem.seq_len - whole * plan.steps);
+}
+
+}  // namespace fusedrnn
