@@ -32,7 +32,7 @@ TILE_ROWS, BLOCK_UNITS = 8, 16
 
 @dataclass(frozen=True)
 class SpeedSize:
-    """A case for persistent kernels in both passes, of float32 in forward and through TF32."""
+    """A case for persistent kernels in both passes, of float32 through TF32."""
 
     cell: int
     """Which of CELLS."""

@@ -9,16 +9,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MASKED, truth
+from cases import MASKED, relative_errors, truth
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
-from speed_sizes import SMALL_SIZES
-from test_persistent import BASE, CELLS, assert_no_worse, assert_same
+from speed_sizes import SMALL_SIZES, tf32_allowed
+from test_persistent import (
+    BASE,
+    CELLS,
+    FLOAT,
+    FLOAT_SHAPES,
+    assert_nearer,
+    assert_no_worse,
+    assert_same,
+    rounded_truth,
+    with_bits,
+)
 
 import fusedrnn
 from fusedrnn import _library
 
-# Widths that fill whole packets, so that blocks exchange through the gradients themselves.
+# Widths that fill whole packets: in 16 bits blocks exchange through the gradients themselves.
 IN_PLACE = [
     {
         **cell,
@@ -44,11 +54,26 @@ CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
 CASES += [replace(shape, **cell) for cell in IN_PLACE for shape in (SHAPES[2], SHAPES[9])]
 CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
 
+# Through TF32. What forward has rounded is kept, since the products of the emulation that would
+# rebuild it round nothing.
+FLOAT_LONG = replace(FLOAT, seq_len=17, batch=3, chunk_size=4, bidirectional=True)
+FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in (*FLOAT_SHAPES, FLOAT_LONG)]
+FLOAT_CASES += [
+    replace(shape, **cell) for cell in IN_PLACE for shape in (FLOAT_SHAPES[2], FLOAT_LONG)
+]
+FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+FLOAT_CASES = [replace(case, recompute=False) for case in FLOAT_CASES]
+# How far gradients through TF32 may be from others; those of the loop that rounds by hand are less.
+THROUGH_TF32 = 2**-10
+
 # Small, and with all that a row can do: two groups, of two tiles each.
 MASKED_CASES = [
-    replace(BASE, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED) for cell in CELLS + IN_PLACE
+    replace(base, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED)
+    for base in (BASE, FLOAT)
+    for cell in CELLS + IN_PLACE
 ]
 ZONEOUT = [cell for cell in CELLS if "noise" not in cell]
+each_base = pytest.mark.parametrize("base", [BASE, FLOAT], ids=lambda base: str(base.dtype))
 
 
 def results(case, **options):
@@ -60,12 +85,12 @@ def chain(monkeypatch):
     """A call's results by the kernels, under the driver as it is, unless ``is_on`` says otherwise.
 
     ``options`` are those of the emulation: multiprocessors, schedule (the seed of the order of
-    threads), backward_bug and patience (in looks at memory).
+    threads), backward_bug, patience (in looks at memory) and tf32 (whether it is allowed).
     """
     operators = emulated_operators()
 
     def call(function, *arguments, is_on=True, exchange=PACKETS, **options):
-        options = {"multiprocessors": 132, "schedule": 1} | options
+        options = {"multiprocessors": 132, "schedule": 1, "tf32": True} | options
         operators.control(False, "", **(options if is_on else {}))
         with monkeypatch.context() as patch:
             use(patch, operators)
@@ -87,14 +112,45 @@ def test_error_is_at_most_twice_that_of_single_steps(chain, case):
     assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
 
 
-@pytest.mark.parametrize(
-    "size", [size for size in SMALL_SIZES if size.case.dtype is not torch.float32], ids=str
-)
+def assert_rounded_alike(ours, case):
+    """Some operand's rounding may be tipped by a sum's last bit, and all that is behind it."""
+    by_hand = rounded_truth(case)
+    assert_nearer(ours, by_hand, case, share=0.75)
+    assert_no_worse(ours, by_hand, truth(case.same_for_torch(), "cpu"))
+
+
+@pytest.mark.parametrize("case", FLOAT_CASES, ids=str)
+def test_floats_are_rounded_to_tf32_and_nothing_else_is(chain, case):
+    """Close to the loop that rounds by hand, next to how far that is from the exact one."""
+    packets = chain(results, case, exchange=PACKETS, schedule=1)
+    assert_rounded_alike(packets, case)
+    assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
+
+
+def test_other_roundings_are_noticed(chain):
+    case = replace(FLOAT, cell="gru", recompute=False)
+    assert_rounded_alike(chain(results, case), case)
+    with pytest.raises(AssertionError, match="grad"):  # the last bits are cut off
+        assert_rounded_alike(chain(results, case, backward_bug=16), case)
+
+
+def test_floats_are_stepwise_where_torch_does_not_allow_tf32(chain):
+    assert_same(chain(results, FLOAT, tf32=False, is_on=False), chain(results, FLOAT, is_on=False))
+    with pytest.raises(AssertionError):
+        chain(results, FLOAT, tf32=False)
+
+
+@pytest.mark.parametrize("size", SMALL_SIZES, ids=str)
 def test_speed_sizes(chain, size):
-    """Both passes, as in test_error_is_at_most_twice_that_of_single_steps()."""
+    """Both passes, as in test_error_is_at_most_twice_that_of_single_steps().
+
+    Of floats errors are at most twice those of the loop that rounds by hand.
+    """
     case, options = size.case, {"multiprocessors": size.multiprocessors}
     packets = chain(results, case, schedule=1, **options)
-    assert_no_worse(packets, chain(results, case, is_on=False), truth(case.same_for_torch(), "cpu"))
+    is_float = case.dtype is torch.float32
+    theirs = rounded_truth(case) if is_float else chain(results, case, is_on=False)
+    assert_no_worse(packets, theirs, truth(case.same_for_torch(), "cpu"))
     assert_same(chain(results, case, exchange=FLAGS, schedule=2, **options), packets)
 
 
@@ -108,9 +164,10 @@ def test_order_of_threads_and_place_of_rows_make_no_difference(chain, case):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@each_base
 @pytest.mark.parametrize("cell", ZONEOUT, ids=str)
-def test_zoneout(chain, cell, training):
-    case = replace(BASE, seq_len=7, chunk_size=3, **cell, **MASKED)
+def test_zoneout(chain, cell, base, training):
+    case = replace(base, seq_len=7, chunk_size=3, **cell, **MASKED)
     zoneout = (0.3, 0.6) if case.cell == "lstm" else 0.3
 
     def run(case):
@@ -121,15 +178,25 @@ def test_zoneout(chain, cell, training):
     exact = case.tensors().to(torch.float64)
     exact = exact.results(fusedrnn, **case.options, zoneout=zoneout, training=training)
     ours = chain(run, case)
-    assert_no_worse(ours, chain(run, case, is_on=False), exact)
+    if base is FLOAT:
+        for name, error in relative_errors(ours, exact).items():
+            assert error < THROUGH_TF32, (name, error)
+    else:
+        assert_no_worse(ours, chain(run, case, is_on=False), exact)
     assert_same(chain(run, case, exchange=FLAGS, schedule=2), ours)
 
 
+def assert_close(gradient, expected, name):
+    allowed = THROUGH_TF32 if gradient.dtype is torch.float32 else 2e-2
+    assert (gradient - expected).norm() <= allowed * expected.norm(), name
+
+
+@each_base
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.parametrize("wanted", ["input", "weights", "none of h"])
-def test_some_gradients_only(chain, cell, wanted):
+def test_some_gradients_only(chain, cell, base, wanted):
     """Also from some cotangents only: those of the output, or those of the last state."""
-    case = replace(BASE, chunk_size=3, **cell)
+    case = replace(base, chunk_size=3, **cell)
     exact = chain(results, case, is_on=False)
 
     def run():
@@ -146,14 +213,15 @@ def test_some_gradients_only(chain, cell, wanted):
 
     ours, theirs = chain(run), chain(run, is_on=False)
     for name, gradient in ours.items():
-        assert (gradient - theirs[name]).norm() < 2e-2 * theirs[name].norm(), name
+        assert_close(gradient, theirs[name], name)
         assert torch.equal(theirs[name], exact[f"grad_{name}"])
 
 
+@each_base
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.parametrize("which", [0, 1])
-def test_from_output_or_last_state_alone(chain, cell, which):
-    case = replace(BASE, chunk_size=3, **cell, **MASKED)
+def test_from_output_or_last_state_alone(chain, cell, base, which):
+    case = replace(base, chunk_size=3, **cell, **MASKED)
 
     def run():
         arguments = case.tensors().to(case.dtype)
@@ -165,12 +233,13 @@ def test_from_output_or_last_state_alone(chain, cell, which):
 
     theirs = chain(run, is_on=False)
     for name, gradient in chain(run).items():
-        assert (gradient - theirs[name]).norm() <= 2e-2 * theirs[name].norm(), name
+        assert_close(gradient, theirs[name], name)
 
 
+@each_base
 @pytest.mark.parametrize("cell", ["gru", "lstm", "stochastic_gru"])
-def test_weights_may_lie_in_columns(chain, cell):
-    case = replace(BASE, cell=cell)
+def test_weights_may_lie_in_columns(chain, cell, base):
+    case = replace(base, cell=cell)
 
     def run(lay):
         arguments = case.tensors().to(case.dtype)
@@ -182,7 +251,7 @@ def test_weights_may_lie_in_columns(chain, cell):
 
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cell", CELLS + IN_PLACE, ids=str)
 def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
     """As in single steps, and nobody waits for ever."""
@@ -200,7 +269,7 @@ def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
 
     def in_gradient(arguments):
         arguments.grad_output[1, 4, 2] = torch.inf
-        arguments.grad_h_n.view(torch.int16)[0, 3] = -1  # the NaN whose bits are all set
+        with_bits(arguments.grad_h_n, 0, 3)
 
     for spoil in (in_input, in_gradient):
         theirs = chain(run, spoil, is_on=False)
@@ -210,19 +279,21 @@ def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
             assert torch.equal(tensor.isnan(), theirs[name].isnan()), name
 
 
+@each_base
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
-def test_gives_up_on_what_never_comes(chain, exchange):
+def test_gives_up_on_what_never_comes(chain, exchange, base):
     with pytest.raises(RuntimeError, match="other blocks have not sent their results in time"):
-        chain(results, BASE, backward_bug=8, patience=50, exchange=exchange)
+        chain(results, base, backward_bug=8, patience=50, exchange=exchange)
 
 
+@each_base
 @pytest.mark.parametrize("hidden_size", [37, 40])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_another_nan_would_hang(chain, cell, hidden_size):
-    """If narrow() let the bits of a NaN through."""
+def test_another_nan_would_hang(chain, cell, base, hidden_size):
+    """If rounding let the bits of a NaN through."""
 
     def run():
-        arguments = replace(BASE, cell=cell, hidden_size=hidden_size).tensors().to(BASE.dtype)
+        arguments = replace(base, cell=cell, hidden_size=hidden_size).tensors().to(base.dtype)
         arguments.grad_output[2, 1] = torch.nan
         return arguments.results(fusedrnn)
 
@@ -232,13 +303,15 @@ def test_another_nan_would_hang(chain, cell, hidden_size):
 
 PROGRAM = FOLDER / "persistent_backward.cpp"
 KERNELS = ["gru", "lstm", "projected_lstm", "stochastic_gru", "location_gru"]
-# Sizes and direction of time: with exchanges through the gradients, and with buffers for them.
-PROBLEMS = [(40, 1), (40, -1), (37, 1)]
+# Type of tensors, size and direction of time: exchanges through the gradients, and through slots.
+PROBLEMS = [("BFloat16", 40, 1), ("BFloat16", 40, -1), ("BFloat16", 37, 1)]
+PROBLEMS += [("float", 40, 1), ("float", 37, -1)]
 
 
-def run_program(name, flags, cell, hidden, direction, exchange, schedule=1, bug=0):
+def run_program(name, flags, cell, element, hidden, direction, exchange, schedule=1, bug=0):
     """Its exit status, and what it prints: a number that stands for all results."""
-    path = compiled(f"chain_{name}", "-g1", *flags, source=PROGRAM)
+    flags = ["-g1", *flags, f"-DFUSEDRNN_ELEMENT={element}"]
+    path = compiled(f"chain_{name}_{element}", *flags, source=PROGRAM)
     command = [path, cell, *map(str, (hidden, direction, exchange, schedule, bug))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
@@ -253,8 +326,8 @@ def watched(*arguments, **options):
 
 
 @functools.cache
-def undisturbed(cell, hidden, direction):
-    status, printed = watched(cell, hidden, direction, PACKETS)
+def undisturbed(cell, *problem):
+    status, printed = watched(cell, *problem, PACKETS)
     assert status == 0, printed
     return printed
 
@@ -290,30 +363,45 @@ BUGS = {
     "weights are turned by lanes in step": (13, "gru", PACKETS),
 }
 BUGS_IN_PLACE = BUGS | {"gradients are not preset": (14, "stochastic_gru", PACKETS)}
+BUGS_OF_FLOATS = BUGS | {"gradients and weights are not rounded": (16, "gru", PACKETS)}
+ALL_BUGS = {("BFloat16", 37): BUGS, ("BFloat16", 40): BUGS_IN_PLACE, ("float", 40): BUGS_OF_FLOATS}
 
 
 @pytest.mark.parametrize(
-    ("bug", "hidden"), [(bug, 37) for bug in BUGS] + [(bug, 40) for bug in BUGS_IN_PLACE]
+    ("element", "hidden", "bug"), [(*of, bug) for of, bugs in ALL_BUGS.items() for bug in bugs]
 )
-def test_bugs_are_caught(bug, hidden):
-    number, cell, exchange = BUGS_IN_PLACE[bug]
-    expected = undisturbed(cell, hidden, 1)
+def test_bugs_are_caught(element, hidden, bug):
+    number, cell, exchange = ALL_BUGS[element, hidden][bug]
+    problem = (element, hidden, 1)
+    expected = undisturbed(cell, *problem)
     for schedule in (1, 2, 3):
-        if watched(cell, hidden, 1, exchange, schedule=schedule, bug=number) != (0, expected):
+        if watched(cell, *problem, exchange, schedule=schedule, bug=number) != (0, expected):
             return
     pytest.fail(f"nobody noticed: {bug}", pytrace=False)
 
 
 @pytest.mark.parametrize(("cell", "gates"), [("gru", 3), ("lstm", 4)])
-@pytest.mark.parametrize(("hidden_size", "packets"), [(64, 0), (63, 8), (65, 9)])
-def test_only_widths_that_leave_packets_incomplete_take_memory(cell, gates, hidden_size, packets):
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size", "packets"),
+    [
+        (torch.bfloat16, 64, 0),
+        (torch.bfloat16, 63, 8),
+        (torch.bfloat16, 65, 9),
+        (torch.float32, 64, 16),  # never in place: there pre-activations stand until then
+        (torch.float32, 61, 16),
+    ],
+    ids=str,
+)
+def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_size, packets):
     """Beside the 16 bytes that every exchange takes; arrays of a workspace begin at 256 bytes."""
     batch, chunk_size = 16, 32
     sizes = {"cell": cell, "input_size": 64, "hidden_size": hidden_size, "chunk_size": chunk_size}
-    persistent, stepwise = (
-        fusedrnn.plan(sizes | {"backend": backend}, (1024, batch, 64), torch.bfloat16, "H100")
-        for backend in ("persistent", "stepwise")
-    )
+    with tf32_allowed():
+        persistent, stepwise = (
+            fusedrnn.plan(sizes | {"backend": backend}, (1024, batch, 64), dtype, "H100")
+            for backend in ("persistent", "stepwise")
+        )
+    assert persistent.backward == "persistent"
     exchange_bytes = 16 + 16 * packets * gates * batch * chunk_size
     taken = persistent.backward_workspace_bytes - stepwise.backward_workspace_bytes
     assert taken == -(-exchange_bytes // 256) * 256

@@ -27,7 +27,7 @@ struct Operands {
 
   FUSEDRNN_DEVICE static uint32_t bits(T number) {
     if constexpr (kRounds) {
-      if (FUSEDRNN_SEEDED_BUG == 12) return Traits<float>::bits(number);
+      if (FUSEDRNN_SEEDED_BUG == 16) return Traits<float>::bits(number);
       return round_to_tf32(number);
     } else {
       return number.bits;

@@ -15,10 +15,8 @@ struct Memory {
   using A = Acc<T>;
   using O = T;  // GEMMs accumulate in A and give either
   static constexpr bool kReplays = true, kGemmRounds = true;
-  // Whether there are kernels for whole chunks backward.
-  static constexpr bool kPersistentBackward = sizeof(T) == 2;
-  // Whether there are kernels for whole chunks.
-  static constexpr bool kPersistent = std::is_same_v<A, float>;
+  // Whether there are kernels for whole chunks, in each pass.
+  static constexpr bool kPersistent = std::is_same_v<A, float>, kPersistentBackward = kPersistent;
 
   struct Scratch {
     int64_t* shift;

@@ -27,6 +27,8 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
                                            void*, Stream);
 template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<Half>, void*,
                                            Stream);
+template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<float>, void*,
+                                           Stream);
 
 int64_t count_backward_blocks(const PersistentKernel& kernel) {
   const auto count = [&](auto find) {
@@ -35,6 +37,7 @@ int64_t count_backward_blocks(const PersistentKernel& kernel) {
   switch (kernel.type) {
     case PersistentKernel::kBFloat16: return count(find_backward<BFloat16>);
     case PersistentKernel::kHalf: return count(find_backward<Half>);
+    case PersistentKernel::kFloat: return count(find_backward<float>);
     default: return 0;
   }
 }

@@ -13,12 +13,16 @@
 //      gradient of this stage's projection, and write what else GEMMs over the whole chunk read.
 // Before all steps, the states beside h are computed again, each unit by the thread that needs it.
 //
-// Where all packets of a row are full, they go through the gradient that GEMMs read, and nobody
-// writes it a second time; each step has rows of its own there.  Elsewhere slots are memory for the
-// exchange alone, and with flags two of them are enough.  Who writes a gradient of step i (counted
-// backwards) has read, of every block that reads this gradient, what that made of step i - 1 of it
-// if there is one stage, and so after it had read step i - 2; with two stages, what it made of the
-// same step or of i - 1, all of it after step i - 1 of this one.
+// In 16 bits, where all packets of a row are full, they go through the gradient that GEMMs read,
+// and nobody writes it a second time; each step has rows of its own there.  Elsewhere slots are
+// memory for the exchange alone, and with flags two of them are enough.  Who writes a gradient of
+// step i (counted backwards) has read, of every block that reads this gradient, what that made of
+// step i - 1 of it if there is one stage, and so after it had read step i - 2; with two stages,
+// what it made of the same step or of i - 1, all of it after step i - 1 of this one.
+//
+// The gradient of a float is sent rounded to TF32, and GEMMs read all of its bits.  It is stored
+// where the pre-activation or the factor has been that it is the gradient of, by the thread that
+// has read that: no thread reads what another one has written there, nor writes what it will read.
 #pragma once
 #include <tuple>
 
@@ -26,8 +30,6 @@
 #include "persistent_backward_step.h"
 
 namespace fusedrnn::cuda {
-
-static_assert(2 * kAdjointSumFloats >= kWarps * kDepthColumns * kTileUnits / 2);
 
 // What the stages of a block have in common.
 template <class T>
@@ -54,7 +56,7 @@ struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
 };
 
 // The gradient of a projection, that of stage `kIndex`, times the block's columns of its weight.
-// kDepth: blocks of 32 units that a warp has room for.
+// kDepth: blocks of units that a warp has room for.
 template <class Stage, int kIndex, class T, int kDepth, int kPackets>
 class AdjointProduct {
   static constexpr int kGates = Stage::kProjection;
@@ -62,12 +64,13 @@ class AdjointProduct {
   static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
   static_assert(kAhead > 0);
   static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
+  using Of = Operands<T>;
 
  public:
   FUSEDRNN_DEVICE AdjointProduct(AdjointBlock<T>& block) : block_(block) {
     const auto& w = args().weight[kIndex];
     width_ = int(args().step[kIndex].width);
-    depth_ = warp_depth(width_);
+    depth_ = warp_depth(width_, Of::kDepthColumns);
     if (block.first_unit() >= w.columns) return;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
@@ -80,7 +83,7 @@ class AdjointProduct {
   FUSEDRNN_DEVICE void run(int i, int tile, float* turn) const {
     const int row = block_.first_row(tile) + thread().g;
     if (args().exchange == Exchange::Flags) {
-      block_.template wait_for_senders<kDepth, kDepthColumns>(kIndex, i, tile, depth_, width_);
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, tile, depth_, width_);
     }
     float sums[kChains][4] = {};
     Packet x[kGates][kDepth] = {};
@@ -118,39 +121,48 @@ class AdjointProduct {
  private:
   FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
   FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
-  // The first of the eight units that this lane multiplies of its warp's block d.
+  // The first of the units that this lane multiplies of its warp's block d, a packet of them.
   FUSEDRNN_DEVICE int unit(int d) const {
-    return (thread().warp * depth_ + d) * kDepthColumns + 8 * thread().q;
+    return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
   // Number j of this lane's d, as warp `warp` has summed it up.
   FUSEDRNN_DEVICE float& part(float* turn, int warp, int j) const {
     return turn[(warp * 4 + j) * kWarpSize + thread().lane];
   }
-  // 32 units of the weight are read along its rows, each by one lane, and turned in shared memory.
+  // A block of units of the weight is read along its rows, by as many lanes of each row as there
+  // are for one, and turned in shared memory.
   FUSEDRNN_DEVICE void load_weight(const Matrix<const T>& w, int gate, int d) {
-    constexpr int kRowWords = kTileUnits / 2;
-    auto* staged =
-        reinterpret_cast<uint32_t*>(block_.shared) + thread().warp * kDepthColumns * kRowWords;
-    const int k = (thread().warp * depth_ + d) * kDepthColumns + thread().lane;
-    const int count = d < depth_ && k < width_ ? int(w.columns) - block_.first_unit() : 0;
-    const T* row = w.data + (int64_t(gate) * width_ + k) * w.row_stride +
-                   block_.first_unit() * w.column_stride;
+    constexpr int kLanes = kWarpSize / Of::kDepthColumns, kColumns = kTileUnits / kLanes;
+    constexpr int kRowWords = kTileUnits / Of::kInWord;
+    constexpr int kStagedWords = Of::kDepthColumns * kRowWords;
+    static_assert(2 * kAdjointSumFloats >= kWarps * kStagedWords);
+    auto* staged = reinterpret_cast<uint32_t*>(block_.shared) + thread().warp * kStagedWords;
+    const int in_block = thread().lane / kLanes, first = thread().lane % kLanes * kColumns;
+    const int k = (thread().warp * depth_ + d) * Of::kDepthColumns + in_block;
+    const int column = block_.first_unit() + first;
+    const int count = d < depth_ && k < width_ ? int(w.columns) - column : 0;
+    const T* row = w.data + (int64_t(gate) * width_ + k) * w.row_stride + column * w.column_stride;
     FUSEDRNN_UNROLL
-    for (int i = 0; i < kTileUnits; i += kPacketNumbers) {
+    for (int i = 0; i < kColumns; i += Of::kInPacket) {
       const Packet packet = load_operand(row + i * w.column_stride, w.column_stride, count - i);
       FUSEDRNN_UNROLL
       for (int j = 0; j < 4; ++j) {
-        staged[thread().lane * kRowWords + i / 2 + j] = packet.word[j];
+        staged[in_block * kRowWords + (first + i) / Of::kInWord + j] = packet.word[j];
       }
     }
     if (FUSEDRNN_SEEDED_BUG != 13) sync_warp();
+    // Numbers of a column one below the other, as many as are in a word.
     const auto at = [&](int k, int column) {
-      return (staged[k * kRowWords + column / 2] >> (16 * (column % 2))) & 0xffffu;
+      if constexpr (Of::kInWord == 1) return staged[k * kRowWords + column];
+      const uint32_t* word = staged + k * kRowWords + column / 2;
+      const int shift = 16 * (column % 2);
+      return ((word[0] >> shift) & 0xffffu) | word[kRowWords] >> shift << 16;
     };
     FUSEDRNN_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const int column = thread().g + 8 * (i % 2), k = 8 * thread().q + 2 * (i / 2);
-      weight_[gate][d][i / 4][i % 4] = at(k, column) | at(k + 1, column) << 16;
+      const int column = thread().g + 8 * (i % 2);
+      weight_[gate][d][i / 4][i % 4] =
+          at(Of::kInPacket * thread().q + Of::kInWord * (i / 2), column);
     }
     sync_warp();
   }
@@ -159,7 +171,8 @@ class AdjointProduct {
     return d < depth_ && unit(d) < width_ && row < args().batch;
   }
   FUSEDRNN_DEVICE const Packet* sent(int i, int gate, int row) const {
-    return block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit(0) / 8;
+    return block_.sent(kIndex, i, row, kGates, gate, packets_of(width_, Of::kInPacket)) +
+           unit(0) / Of::kInPacket;
   }
   FUSEDRNN_DEVICE Packet load(int i, int gate, int row, int d) const {
     if (!has_packet(row, d)) return {};
@@ -426,15 +439,16 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
 
   FUSEDRNN_DEVICE void send(int i, int tile, const float (&dprojection)[kGates]) const {
     if (FUSEDRNN_SEEDED_BUG == 8) return;
+    constexpr int kInPacket = Operands<T>::kInPacket;
     const int row = Units::row_of_batch(tile);
-    const bool sends = thread().g == 0 && unit() < width_ && row < args().batch;
+    const bool sends = thread().g % kInPacket == 0 && unit() < width_ && row < args().batch;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
       const Packet packet = pack_neighbours(narrow<T>(dprojection[gate]));
       if (!sends) continue;
-      block_.store(
-          block_.sent(kIndex, i, row, kGates, gate, packets_of(width_)) + unit() / kPacketNumbers,
-          packet);
+      block_.store(block_.sent(kIndex, i, row, kGates, gate, packets_of(width_, kInPacket)) +
+                       unit() / kInPacket,
+                   packet);
     }
     block_.count_sent(kIndex, i, tile);
   }

@@ -25,6 +25,7 @@ Kernel<PersistentBackward<T>> backward_kernel(StageList<Stages...>, int depth) {
 #define FUSEDRNN_PERSISTENT_BACKWARD_STAGES(...)                                                  \
   template Kernel<PersistentBackward<BFloat16>> backward_kernel<BFloat16>(StageList<__VA_ARGS__>, \
                                                                           int);                   \
-  template Kernel<PersistentBackward<Half>> backward_kernel<Half>(StageList<__VA_ARGS__>, int);
+  template Kernel<PersistentBackward<Half>> backward_kernel<Half>(StageList<__VA_ARGS__>, int);   \
+  template Kernel<PersistentBackward<float>> backward_kernel<float>(StageList<__VA_ARGS__>, int);
 
 }  // namespace fusedrnn::cuda

@@ -6,8 +6,9 @@
 namespace fusedrnn::cuda {
 
 // As plan_persistent().  The same blocks hold the same weights, transposed; what they exchange are
-// gradients of projections, all GEMM blocks of each.  Where all packets of a row are full, they lie
-// as GEMMs read them, and the gradient itself is what they go through.
+// gradients of projections, all GEMM blocks of each.  In 16 bits, where all packets of a row are
+// full, they lie as GEMMs read them, and the gradient itself is what they go through.  Not so in
+// float32: there its memory has pre-activations until the kernel has read them.
 inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& sizes, int64_t batch,
                                                int64_t steps, int64_t element_bytes,
                                                Exchange exchange, const Gpu& device,
@@ -18,19 +19,17 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
   PersistentPlan plan =
       plan_persistent(cell, sizes, batch, steps, element_bytes, exchange, other, tf32, free);
   if (!plan.is_possible()) return plan;
-  if (element_bytes != 2) {
-    plan.why_not = "For it there are persistent kernels of bfloat16 and float16 only.";
-    return plan;
-  }
   plan.shared_limit = device.shared_bytes;
+  const int packet_numbers = int(16 / element_bytes);
   int64_t widest = 0;
   for (int s = 0; s < cell.num_stages; ++s) {
     const CellStage& stage = cell.stages[s];
     const int64_t width = sizes[cell.projections[stage.projection].to];
     widest = std::max(widest, width);
-    plan.sent_bytes[s] *= width % kPacketNumbers == 0 ? 0 : traits(stage.kind).projection_blocks;
+    const bool is_in_place = element_bytes == 2 && width % packet_numbers == 0;
+    plan.sent_bytes[s] *= is_in_place ? 0 : traits(stage.kind).projection_blocks;
   }
-  const int needed = warp_depth(int(widest));
+  const int needed = warp_depth(int(widest), 4 * packet_numbers);
   plan.depth = needed <= 2 ? needed : kMostDepth;
   plan.shared_bytes = int64_t(sizeof(float)) *
                       (2 * kAdjointSumFloats + int64_t(plan.tiles) * kKeptArrays * kTileThreads);

@@ -15,7 +15,7 @@ struct PersistentBackward : ExchangeArguments {
   // Of the chunk's first step, in the order of forward.  dout of the last stage is dh, and dcarry
   // of one with a state that state's adjoint, [batch, width] each: after the chunk when the kernel
   // starts, before it when it has ended.  Of the others, and `state`, nothing is read.  dprojection
-  // at a multiple of 16 bytes, and the memory of nothing that is read.
+  // at a multiple of 16 bytes; the memory of nothing that is read if a stage sends through it.
   BackwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> first_carry;  // before the first step, or null: stands where step.carry says

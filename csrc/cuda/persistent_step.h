@@ -23,8 +23,6 @@ constexpr int kTileRows = 8, kTileUnits = 16;  // of mma
 constexpr int kWarps = 8, kWarpLanes = 32, kPersistentThreads = kWarps * kWarpLanes;
 constexpr int kSenders = 4;    // warps that compute units, and send them
 constexpr int kMostDepth = 4;  // more does not fit into the registers
-// Of 16 bits: numbers in 16 bytes, and columns that a warp multiplies with as many per lane.
-constexpr int kPacketNumbers = 8, kDepthColumns = 4 * kPacketNumbers;
 constexpr int kMostStages = 2, kMostGates = 4;
 constexpr int kTileThreads = kSenders * kWarpLanes;
 constexpr int kKeptArrays = 2;    // a state, and h beside it
@@ -36,12 +34,12 @@ constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side 
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
 
 // Blocks of columns that each warp multiplies.
-FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns = kDepthColumns) {
+FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns) {
   const int all = (columns + depth_columns - 1) / depth_columns;
   return (all + kWarps - 1) / kWarps;
 }
 // In a row of so many numbers.
-FUSEDRNN_HD constexpr int packets_of(int width, int packet_numbers = kPacketNumbers) {
+FUSEDRNN_HD constexpr int packets_of(int width, int packet_numbers) {
   return (width + packet_numbers - 1) / packet_numbers;
 }
 

@@ -299,6 +299,8 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
                                            void*, Stream);
 template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<Half>, void*,
                                            Stream);
+template Launch launch_persistent_backward(const PersistentPlan&, PersistentBackward<float>, void*,
+                                           Stream);
 
 }  // namespace cuda
 }  // namespace fusedrnn

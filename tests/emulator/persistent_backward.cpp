@@ -11,6 +11,13 @@ int64_t seeded_bug = 0;
 #include "../../csrc/cuda/persistent_backward.h"
 #include "../../csrc/cuda/persistent_backward_plan.h"
 
+#ifndef FUSEDRNN_ELEMENT
+#define FUSEDRNN_ELEMENT BFloat16
+#endif
+namespace fusedrnn {
+using Element = FUSEDRNN_ELEMENT;  // of the tensors in main()
+}
+
 namespace fusedrnn::cuda {
 
 struct ChainOptions {
@@ -24,7 +31,8 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
   const auto exchange = Exchange(options.exchange);
   const PersistentPlan plan =
       plan_persistent_backward(cell, sizes, args.batch, args.steps, sizeof(T), exchange,
-                               {"", 90, int(options.multiprocessors), int64_t(100) << 10});
+                               {"", 90, int(options.multiprocessors), int64_t(100) << 10},
+                               /*tf32=*/true);
   if (!plan.is_possible()) return plan.why_not;
   std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
   prepare(plan, workspace.data(), args, [&](void* memory, int byte, size_t count) {
@@ -63,10 +71,16 @@ std::vector<float> random_floats(int64_t count) {
   for (float& x : numbers) x = random_number();
   return numbers;
 }
-std::vector<BFloat16> random_tensor(int64_t count) {
-  std::vector<BFloat16> numbers(count);
-  for (auto& x : numbers) x = narrow<BFloat16>(random_number());
+std::vector<Element> random_tensor(int64_t count) {
+  std::vector<Element> numbers(count);
+  for (auto& x : numbers) x = narrow<Element>(random_number());
   return numbers;
+}
+// What a gradient is of: as the driver has it, in the gradient's own memory if that is of floats.
+template <class Gradient>
+const float* of_gradient(const std::vector<Gradient>& gradient, const std::vector<float>& other) {
+  if constexpr (std::is_same_v<Gradient, float>) return gradient.data();
+  return other.data();
 }
 
 // One chunk of several blocks and tiles; prints a number that depends on every bit of its results.
@@ -83,8 +97,8 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
   const std::unique_ptr<bool[]> reset(new bool[kRows]());
   reset[kBatch + 4] = true;
 
-  cuda::PersistentBackward<BFloat16> args{};
-  std::vector<BFloat16> weights[cuda::kMostStages], d[cuda::kMostStages], dside;
+  cuda::PersistentBackward<Element> args{};
+  std::vector<Element> weights[cuda::kMostStages], d[cuda::kMostStages], dside;
   std::vector<float> projections[cuda::kMostStages];
   const auto side = random_floats(kRows * 4 * hidden);
   const auto h = random_tensor((kSteps + 1) * kBatch * sizes.output);
@@ -103,14 +117,15 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     step.mask = {lengths.data(), reset.get(), kSteps, kBatch, int(direction)};
     const int64_t columns = facts.projection_blocks * step.width;
     weights[s] = random_tensor(columns * sizes[p.from]);
-    args.weight[s] = Matrix<const BFloat16>::contiguous(weights[s].data(), columns, sizes[p.from]);
+    args.weight[s] = Matrix<const Element>::contiguous(weights[s].data(), columns, sizes[p.from]);
     projections[s] = random_floats(kRows * columns);
     d[s] = random_tensor(kRows * columns);
-    step.side = side.data() + first_row * facts.side_blocks * step.width;
-    step.projection = projections[s].data() + first_row * columns;
+    const int64_t alone = (facts.side_blocks - facts.shared_blocks) * step.width;
+    step.side = of_gradient(dside, side) + first_row * alone;
+    step.projection = of_gradient(d[s], projections[s]) + first_row * columns;
     if (facts.has_factors) step.pre = step.projection;
     step.dprojection = d[s].data() + first_row * columns;
-    step.dside = dside.data() + first_row * facts.side_blocks * step.width;
+    step.dside = dside.data() + first_row * alone;
     step.deps = deps.data() + first_row * latent;
     if (step.is_last) {
       step.dout = dh.data();
