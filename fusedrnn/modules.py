@@ -209,7 +209,7 @@ class GRU(RNNBase):
             recurrent layers (``torch.backends.cudnn.rnn.fp32_precision``, which by default does,
             for torch.nn's too); "auto" is what :func:`fusedrnn.plan` chooses. Where
             "persistent" is not possible, a call raises a RuntimeError that says why.
-            Backward of float32 is stepwise in any case. On the CPU there is "stepwise" alone.
+            On the CPU there is "stepwise" alone.
         device, dtype: Of the weights: float32, float64, bfloat16 or float16; torch's defaults if
             None.
 
