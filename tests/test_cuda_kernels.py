@@ -172,14 +172,16 @@ def test_persistent_kernels_use_tensor_cores_and_few_fences(architecture: str) -
 @each_architecture
 def test_persistent_backward_uses_tensor_cores_and_few_fences(architecture: str) -> None:
     _, ptx = compiled(architecture)
-    body = re.compile(r"run_persistent_backward<fusedrnn::(\w+), (\d), (.*)>$")
+    body = re.compile(r"run_persistent_backward<([\w:]+), (\d), (.*)>$")
     persistent = [(m, text) for name, text in kernels(ptx).items() if (m := body.search(name))]
-    assert len(persistent) == 30, "expected five lists of stages in two dtypes and three depths"
+    assert len(persistent) == 45, "expected five lists of stages in three dtypes and three depths"
     for match, text in persistent:
         stages, depth = re.findall(r"\w+(?=,|$)", match[3]), int(match[2])
         gates = sum(GATES[stage] for stage in stages)
-        dtype = {"BFloat16": "bf16", "Half": "f16"}[match[1]]
-        assert text.count(f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}") == 2 * depth * gates
+        shape, dtype = MMA[match[1].removeprefix("fusedrnn::")]
+        products = 2 * depth * gates
+        assert text.count(f"mma.sync.aligned.{shape}.row.col.f32.{dtype}") == products, match[0]
+        assert text.count("mma.sync") == products, match[0]
         assert not re.search(r"\b(membar|fence|atom|red)\b", text), match[0]
         assert len(re.findall(r"\bst\.release", text)) == len(stages), match[0]
         assert text.count("ld.relaxed.gpu.global.v4") == 2 * depth * gates, match[0]
@@ -195,7 +197,7 @@ def test_steps_of_persistent_kernels_compute_nothing_slow(architecture: str) -> 
     """No float64, no integer division, and 64-bit products only where strides are the user's."""
     _, ptx = compiled(architecture)
     persistent = {name: text for name, text in kernels(ptx).items() if "run_persistent" in name}
-    assert len(persistent) == 75
+    assert len(persistent) == 90
     for name, text in persistent.items():
         steps = in_loops(text)
         assert sum("mma.sync" in line for line in steps) == text.count("mma.sync"), name

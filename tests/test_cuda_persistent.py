@@ -17,6 +17,7 @@ from test_persistent import (
     assert_no_worse,
     assert_same,
     rounded_truth,
+    with_bits,
 )
 from test_persistent_backward import IN_PLACE
 
@@ -48,7 +49,7 @@ def assert_values(monkeypatch, run, case):
         exact = truth(case.same_for_torch(), "cuda")
         by_hand = None
         if case.dtype is torch.float32:
-            by_hand = rounded_truth(case, "cuda", of_input=True)
+            by_hand = rounded_truth(case, "cuda", of_all=True)
         assert_no_worse(packets, run(case, "stepwise"), exact, by_hand)
         assert_same(run(case), packets)
         monkeypatch.setattr(_library, "exchange_by_flags", True)
@@ -100,12 +101,12 @@ def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
     assert torch.equal(output[0].cpu(), expected[0])
 
 
-@pytest.mark.parametrize("by_flags", [False, True])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cell", CELLS + IN_PLACE, ids=str)
-def test_training(monkeypatch, cell, by_flags):
-    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
-    case = replace(BASE, seq_len=21, chunk_size=4, num_layers=2, **cell, **MASKED)
-    assert_no_worse(trained(case), trained(case, "stepwise"), truth(case.same_for_torch(), "cuda"))
+def test_training(monkeypatch, cell, dtype, recompute):
+    case = replace(BASE, dtype=dtype, seq_len=21, chunk_size=4, num_layers=2, **cell, **MASKED)
+    assert_values(monkeypatch, trained, replace(case, recompute=recompute))
 
 
 def test_streams_and_threads_at_the_same_time():
@@ -187,22 +188,35 @@ def test_a_second_stream_in_a_cuda_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("by_flags", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_nan_and_infinity_do_not_hang(monkeypatch, cell, by_flags):
+def test_nan_and_infinity_do_not_hang(monkeypatch, cell, dtype, by_flags):
+    """Neither pass, and of backward also where nothing but the gradient has some."""
     monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
-    case = replace(BASE, **cell)
-    arguments = case.tensors("cuda")
-    arguments.input[2, 1] = torch.nan
-    arguments.input[1, 4, 2] = torch.inf
-    arguments.hx.view(torch.int16)[0, 3] = -1  # a NaN with all bits set
-    with torch.no_grad():
-        ours, theirs = (
-            arguments.call(fusedrnn, **case.options, backend=backend)
-            for backend in ("persistent", "stepwise")
-        )
-    torch.cuda.synchronize()
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.isnan().any() and torch.equal(a.isnan(), b.isnan())
+    case = replace(BASE, dtype=dtype, **cell)
+
+    def in_input(arguments):
+        arguments.input[2, 1] = torch.nan
+        arguments.input[1, 4, 2] = torch.inf
+        with_bits(arguments.hx, 0, 3)
+
+    def in_gradient(arguments):
+        arguments.grad_output[1, 4, 2] = torch.inf
+        with_bits(arguments.grad_h_n, 0, 3)
+
+    def run(spoil, backend):
+        arguments = case.tensors("cuda").to(dtype)
+        with torch.no_grad():
+            spoil(arguments)
+        return arguments.results(fusedrnn, **case.options, backend=backend)
+
+    for spoil in (in_input, in_gradient):
+        with tf32_allowed():
+            ours, theirs = (run(spoil, backend) for backend in ("persistent", "stepwise"))
+        torch.cuda.synchronize()
+        assert any(tensor.isnan().any() for tensor in ours.values())
+        for name, tensor in ours.items():
+            assert torch.equal(tensor.isnan(), theirs[name].isnan()), name
 
 
 def test_auto_takes_what_the_plan_says():
