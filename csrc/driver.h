@@ -503,7 +503,8 @@ class Driver {
                                                  planes.projection[s]);
         step.noise = noise(eps, 0);
         step.operand = rebuilt.operand[s];
-        step.factors = planes.projection[s];
+        step.factors = rebuilt.factors[s];
+        step.factor_blocks = rebuilt.factor_blocks;
         backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
       }
     }
@@ -530,6 +531,14 @@ class Driver {
       f(Matrix<P>::contiguous(planes.side, chunk.rows(), alone),
         weight_[0].row_range(shared, alone), shared);
     }
+  }
+
+  // What backward of a stage reads if not GEMM results: its factors, or the pre-activations that
+  // are kept, if they are.
+  const A* ready(int s, const Chunk& chunk, int64_t row, const Kept<const A>& kept,
+                 const Rebuilt& rebuilt) const {
+    if (!traits(layer_.cell.stages[s].kind).has_factors) return kept.at(s, chunk.first_row + row);
+    return rebuilt.factors[s] + row * rebuilt.factor_blocks * layer_.width(s);
   }
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
@@ -565,9 +574,9 @@ class Driver {
     const Planes<A> at = rebuilt.planes.from_row(layer_, row);
     const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
     for (int s = 0; s <= layer_.last(); ++s) {
-      const bool has_factors = traits(layer_.cell.stages[s].kind).has_factors;
-      const A* pre = has_factors ? at.projection[s] : kept.at(s, from_start);
+      const A* pre = ready(s, chunk, row, kept, rebuilt);
       auto step = make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side, at.projection[s]);
+      step.factor_blocks = rebuilt.factor_blocks;
       step.dside = d.side;
       step.dprojection = d.projection[s];
       if (step.is_last) {
@@ -624,8 +633,9 @@ class Driver {
     const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
     for (int s = layer_.last(); s >= 0; --s) {
       const StageKind kind = layer_.cell.stages[s].kind;
-      const A* pre = traits(kind).has_factors ? at.projection[s] : kept.at(s, from_start);
+      const A* pre = ready(s, chunk, row, kept, rebuilt);
       auto step = make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side, at.projection[s]);
+      step.factor_blocks = rebuilt.factor_blocks;
       step.shift = shift;
       step.dside = d.side;
       step.dprojection = d.projection[s];

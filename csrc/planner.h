@@ -89,9 +89,9 @@ struct WorkspaceBytes {
 template <class Memory>
 class WorkspaceCount {
  public:
-  // All gradients wanted, and tensors as they come from torch; or, if for_any, whatever a call can
-  // have: lengths, resets, and input, eps and the output's gradient packed, or in strides that must
-  // be copied.
+  // All gradients wanted, and tensors as they come from torch, noise drawn; or, if for_any,
+  // whatever a call can have: lengths, resets, eps and a gradient of it, and input, eps and the
+  // output's gradient packed, or in strides that must be copied.
   WorkspaceCount(const Problem& problem, bool for_any) {
     static T there{};  // nothing is read
     static A sum{};
@@ -111,6 +111,7 @@ class WorkspaceCount {
       const bool has_noise = std::any_of(cell.stages, cell.stages + cell.num_stages,
                                          [](auto& s) { return s.kind == StageKind::Sample; });
       if (has_noise) layer_.eps = sequence(problem.sizes.latent);
+      gradients_.eps = &there;
       layer_.mask = {&length, &reset, problem.seq_len, problem.batch, 1};
       layer_.dropout = 0.5;
     }
@@ -127,7 +128,7 @@ class WorkspaceCount {
     }
     gradients_.output = sequence(problem.sizes.output);
     gradients_.h_n = gradients_.c_n = &there;
-    gradients_.input = gradients_.hx = gradients_.cx = gradients_.eps = &there;
+    gradients_.input = gradients_.hx = gradients_.cx = &there;
   }
 
   WorkspaceBytes operator()(const LayerPlan& plan) {

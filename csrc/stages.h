@@ -9,7 +9,8 @@
 // it gives one value.  backward() starts from the same inputs and rebuilds its gates, so that no
 // stage ever needs a cache: what survives the forward pass is the carry alone.  A stage whose
 // inputs are all known before the adjoints are (kFactors) leaves in forward() the factors that
-// make its backward() linear, one per pre-activation, and gets them there instead of these.
+// make its backward() linear, one per pre-activation, and gets them there instead of these; those
+// behind the first only where the gradient of eps is wanted.
 //
 // The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
 // through `state` and its adjoint, in and out, through `dstate`.  Of the first kShared blocks a
@@ -44,13 +45,13 @@ struct Sample {
     pre[1] = projection[1];
   }
 
-  // factors: scale, eps * scale / 2.
+  // factors: eps * scale / 2, scale.
   template <class A>
   FUSEDRNN_HD static A forward(const A* pre, A eps, A* factors, A* /*state*/) {
     const A scale = math::exp(A(0.5f * pre[1]));
     const A deviation = eps * scale;
-    factors[0] = scale;
-    factors[1] = 0.5f * deviation;
+    factors[0] = 0.5f * deviation;
+    factors[1] = scale;
     return pre[0] + deviation;
   }
 
@@ -58,8 +59,8 @@ struct Sample {
   FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A /*dstate*/,
                                    A* /*dside*/, A* dprojection, A* deps) {
     dprojection[0] = dout;
-    dprojection[1] = dout * factors[1];
-    *deps = dout * factors[0];
+    dprojection[1] = dout * factors[0];
+    *deps = dout * factors[1];
   }
 };
 

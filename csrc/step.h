@@ -138,6 +138,7 @@ template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
   static constexpr bool kAddsUp = false;  // but for stages that share all blocks
+  static constexpr bool kReadsFactors = false;
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
   const A *pre, *side, *side_bias, *projection, *projection_bias;
@@ -152,19 +153,21 @@ struct ForwardStep {
   O* operand;
   Rows<T> output;
   A* carry_out;
-  // What backward wants, [rows, kPre * width]; each may be null.  keep is in the sequence, factors
-  // may be projection's memory.
+  // What backward wants; each may be null.  keep is in the sequence, [rows, kPre * width]; factors,
+  // [rows, factor_blocks * width], may be projection's memory.
   A *keep, *factors;
+  int factor_blocks;  // that are wanted, the first ones
 };
 
 template <class T, class O>
 struct BackwardStep {
   using A = Acc<T>;
-  static constexpr bool kAddsUp = true;
+  static constexpr bool kAddsUp = true, kReadsFactors = true;
   int64_t width, first_row;
   const int64_t* shift;  // or null: 0
-  // pre: in the sequence, or if the stage has factors these
+  // pre: in the sequence, or if the stage has factors these, as forward left them
   const A *pre, *side, *side_bias, *projection, *projection_bias;
+  int factor_blocks;
   Rows<const O> carry;  // h_{t-1} as it stands in the output
   bool is_last;         // of the cell: dout is the adjoint of h
   const A* state;       // [rows, width], of the step before
@@ -204,6 +207,13 @@ FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, const Ro
 template <class Stage, class V, class Step, class Row, class Unit>
 FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t shift, int64_t column,
                           const Unit& unit) {
+  if constexpr (Stage::kFactors && Step::kReadsFactors) {
+    const auto* first = step.pre + row * (step.factor_blocks * step.width) + column;
+    for (int k = 0; k < Stage::kPre; ++k) {
+      pre[k] = k < step.factor_blocks ? unit.load(first + k * step.width) : V{};
+    }
+    return;
+  }
   if (step.pre != nullptr) {
     using A = std::remove_reference_t<decltype(*step.pre)>;
     const A *first = step.pre + shift * (Stage::kPre * step.width), *no_bias = nullptr;
@@ -242,13 +252,6 @@ struct Lanes {
 // Whether h_{t-1} is what the stage carries; else, if it is the last, it stands beside the carry.
 template <class Stage>
 inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kState;
-
-template <int kBlocks, class P, class Unit>
-FUSEDRNN_HD void clear_blocks(P* plane, int64_t width, int64_t row, int64_t column,
-                              const Unit& unit) {
-  typename Unit::Value zeros[kBlocks > 0 ? kBlocks : 1] = {};
-  store_blocks<kBlocks>(zeros, plane, width, row, column, unit);
-}
 
 // What zoneout makes of a state a and the new value b: k a + rest b, or where rest is 0 and k is 1
 // or 0, one of them alone: the other one may be NaN or inf.
@@ -332,11 +335,6 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
     }
     // h waits as well; of what feeds another stage, GEMMs over all rows of a chunk read it.
     if (!step.is_last && step.operand != nullptr) unit.store(step.operand + element, V{});
-    if constexpr (Stage::kFactors) {
-      if (step.factors != nullptr) {
-        clear_blocks<Stage::kPre>(step.factors, width, row, column, unit);
-      }
-    }
     return;
   }
   V pre[Stage::kPre], factors[Stage::kPre];
@@ -363,7 +361,10 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
   store_forward<Stage>(step, row, shift, column, unit, pre, result.out);
   if constexpr (Stage::kFactors) {
     if (step.factors != nullptr) {
-      store_blocks<Stage::kPre>(factors, step.factors, width, row, column, unit);
+      Acc<T>* first = step.factors + row * (step.factor_blocks * width) + column;
+      for (int k = 0; k < Stage::kPre; ++k) {
+        if (k < step.factor_blocks) unit.store(first + k * width, factors[k]);
+      }
     }
   }
 }
@@ -445,7 +446,7 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Plac
   if constexpr (Stage::kLinear) {
     for (V& p : pre) p = V{};  // not there
   } else {
-    load_pre<Stage>(pre, step, row, Stage::kFactors ? 0 : shift, column, unit);
+    load_pre<Stage>(pre, step, row, shift, column, unit);
   }
   V dout = unit.load(step.dout + element);
   if constexpr (Stage::kState) {

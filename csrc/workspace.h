@@ -123,24 +123,39 @@ struct Workspace {
 
   // What is rebuilt of a chunk, and becomes its gradients.
   struct Rebuilt {
-    Planes<A> planes;       // GEMM results of a chunk, then factors where a stage has them
-    Planes<O> gradient;     // of these; the same memory where the types allow
-    O* x;                   // the input, if it has to be copied
-    Matrix<const O> input;  // once it is there
+    Planes<A> planes;        // GEMM results of a chunk; of stages before the core for a moment
+    A* factors[kMaxStages];  // that such a stage leaves
+    int factor_blocks;       // see stages.h
+    Planes<O> gradient;      // of GEMM results; the same memory where the types allow
+    O* x;                    // the input, if it has to be copied
+    Matrix<const O> input;   // once it is there
     O *operand[kMaxStages], *h;
     A *dx, *state;           // state: before each step
     T *output, *grad_input;  // output: before each step
 
     Rebuilt() = default;
     Rebuilt(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : planes{}, x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{},
+        : planes{}, factors{}, factor_blocks(gradients.eps == nullptr ? 1 : 2), gradient{},
+          x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{},
           output(take_packed(layer, layer.sizes.output, arena)), grad_input{} {
       const int64_t rows = layer.chunk * layer.batch;
-      gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
+      const int core = layer.core();
       if constexpr (std::is_same_v<O, A>) {
-        planes = gradient;
+        planes = gradient = Planes<A>::carve(layer, layer.last(), rows, arena);
+        for (int s = 0; s < core; ++s) factors[s] = planes.projection[s];
+        factor_blocks = 2;  // as many as gradients
       } else {
-        planes = Planes<A>::carve(layer, layer.core(), rows, arena);
+        gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
+        planes.side = arena.take<A>(rows * layer.columns_alone());
+        planes.projection[core] = arena.take<A>(rows * layer.columns(core));
+        for (int s = 0; s < core; ++s) {
+          // The core's are not there yet.
+          planes.projection[s] = layer.columns(s) <= layer.columns(core)
+                                     ? planes.projection[core]
+                                     : arena.take<A>(rows * layer.columns(s));
+          if (!traits(layer.cell.stages[s].kind).has_factors) continue;
+          factors[s] = arena.take<A>(rows * factor_blocks * layer.width(s));
+        }
       }
       for (int s = 0; s < layer.last(); ++s) operand[s] = arena.take<O>(rows * layer.width(s));
       if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);

@@ -123,7 +123,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     const int64_t alone = (facts.side_blocks - facts.shared_blocks) * step.width;
     step.side = of_gradient(dside, side) + first_row * alone;
     step.projection = of_gradient(d[s], projections[s]) + first_row * columns;
-    if (facts.has_factors) step.pre = step.projection;
+    if (facts.has_factors) step.pre = step.projection, step.factor_blocks = 2;
     step.dprojection = d[s].data() + first_row * columns;
     step.dside = dside.data() + first_row * alone;
     step.deps = deps.data() + first_row * latent;
