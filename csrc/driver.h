@@ -75,6 +75,7 @@ class Driver {
     if (buffers.carry != nullptr) {
       copy_rows(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx, hidden());
     }
+    carry_ = buffers.carry;
     if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
     forward_chunks(Kept<A>(layer_, keep), buffers);
     if (buffers.h != nullptr) {
@@ -84,7 +85,7 @@ class Driver {
       backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, output()),
                     layer_.output_rows(last.first_row + last.row(last.steps - 1), layer_.batch));
     }
-    if (c_n != nullptr) copy_rows(c_n, buffers.carry, hidden());
+    if (c_n != nullptr) copy_rows(c_n, carry_, hidden());
   }
 
   // keep: what forward left there, or null to compute it again.
@@ -153,7 +154,9 @@ class Driver {
       const Chunk chunk = chunk_at(index);
       if (!layer_.overlaps) project(index);
       backend_.meet();
-      if (layer_.states != nullptr) copy_rows(state_before(chunk), buffers.carry, hidden());
+      if (layer_.states != nullptr && carry_ != state_before(chunk)) {
+        copy_rows(state_before(chunk), carry_, hidden());
+      }
       if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
       if (layer_.is_packed()) pack(output_sequence(), buffers.output, chunk);
       if (layer_.overlaps) project(index + 1);
@@ -416,12 +419,21 @@ class Driver {
   void forward_at_once(const Chunk& chunk, const Rows<const T>& eps, const Kept<A>& kept,
                        ForwardBuffers& buffers) {
     cuda::PersistentForward<T> all{};
+    const Chunk next = chunk_at(chunk.index + 1);
+    const bool has_next = next.index < layer_.chunks() && !is_finished(next);
     const auto h = Matrix<const O>::contiguous(buffers.h, layer_.batch, output());
     for (int s = 0; s <= layer_.last(); ++s) {
       all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, kept, buffers);
       all.weight[s] = weight(s);
     }
     all.step[layer_.last()].operand = buffers.h_after;  // others may still read the h before
+    if (layer_.states != nullptr) {  // which the kernel goes through, from one to the next
+      auto& core = all.step[layer_.core()];
+      core.carry = {state_before(chunk), hidden()};
+      if (has_next) core.carry_out = state_before(next);
+      carry_ = core.carry_out;
+    }
+    all.turn = {launches_++, has_next};
     all.h = {h.data, h.row_stride, false};
     all.steps = int(chunk.steps);
     all.batch = int(layer_.batch);
@@ -485,7 +497,7 @@ class Driver {
         backend_.copy(Matrix<O>::contiguous(rebuilt.h + first * output(), h.rows, output()), h);
       });
     }
-    if (layer_.has_state()) {
+    if (layer_.has_state() && !layer_.is_persistent) {
       copy_rows(rebuilt.state + chunk.row(0) * hidden(), state_before(chunk), hidden());
     }
     const Planes<A>& planes = rebuilt.planes;
@@ -548,7 +560,7 @@ class Driver {
     if constexpr (Backend::kPersistentBackward) {
       if (layer_.is_persistent) {
         const auto args = chain_arguments(chunk, grad_output, gradients, kept, buffers);
-        return backend_.adjoint_chunk(layer_.persistent, args, buffers.exchange);
+        return backend_.adjoint_chunk(layer_.persistent, args, buffers.of(chunk.index).exchange);
       }
     }
     enqueue_steps(recording, chunk, [&](const int64_t* shift) {
@@ -590,6 +602,7 @@ class Driver {
     auto& step = args.step[layer_.core()];
     if (layer_.has_state()) {
       step.dcarry = buffers.dc;
+      args.first_state = state_before(chunk);
       args.state = rebuilt.state + row * hidden();
       if (!step.is_last) args.operand = rebuilt.operand[layer_.core()] + row * step.width;
     } else if (rebuilt.h != nullptr) {
@@ -750,6 +763,8 @@ class Driver {
   Layer<T> layer_;
   Matrix<const O> weight_[kMaxProjections];
   const A* bias_[kMaxProjections];
+  const A* carry_ = nullptr;  // forward: where the state is by now
+  int64_t launches_ = 0;      // forward: of persistent kernels
 };
 
 }  // namespace fusedrnn

@@ -89,13 +89,15 @@ class Arena {
   template <class T>
   T* take(int64_t count) {
     const int64_t begin = size_, end = plus(begin, times(count, sizeof(T)));
-    size_ = plus(end, kAlignment - 1 + kRedZone) / kAlignment * kAlignment;
+    size_ = plus(end, kAlignment - 1 + (is_together_ ? 0 : kRedZone)) / kAlignment * kAlignment;
     if (base_ == nullptr) return nullptr;
 #ifdef FUSEDRNN_RED_ZONES
-    ASAN_POISON_MEMORY_REGION(base_ + end, size_ - end);
+    if (!is_together_) ASAN_POISON_MEMORY_REGION(base_ + end, size_ - end);
 #endif
     return reinterpret_cast<T*>(base_ + begin);
   }
+  // Whether what is taken from now on is one with what is behind it, to be preset at once.
+  void keep_together(bool together) { is_together_ = together; }
   int64_t size_bytes() const { return size_; }
 
  private:
@@ -108,6 +110,7 @@ class Arena {
 #endif
   char* base_;
   int64_t size_ = 0;
+  bool is_together_ = false;
 };
 
 }  // namespace fusedrnn

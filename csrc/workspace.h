@@ -114,7 +114,7 @@ struct Workspace {
       if (!state_is_operand(layer)) h = arena.take<O>(layer.batch * layer.sizes.output);
       if (layer.is_persistent) {
         h_after = arena.take<O>(layer.batch * layer.sizes.output);
-        exchange = arena.take<char>(layer.persistent.workspace_bytes());
+        exchange = arena.take<char>(layer.persistent.workspace_bytes(layer.chunks() > 1 ? 2 : 1));
       }
       if (!carry_is_output(layer)) carry = arena.take<A>(layer.batch * layer.sizes.hidden);
       output = take_packed(layer, layer.sizes.output, arena);
@@ -130,22 +130,26 @@ struct Workspace {
     O* x;                    // the input, if it has to be copied
     Matrix<const O> input;   // once it is there
     O *operand[kMaxStages], *h;
+    char* exchange;          // of a kernel for all steps of a chunk: one with its gradients
     A *dx, *state;           // state: before each step
     T *output, *grad_input;  // output: before each step
 
     Rebuilt() = default;
     Rebuilt(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : planes{}, factors{}, factor_blocks(gradients.eps == nullptr ? 1 : 2), gradient{},
-          x(take_input(layer, arena)), input{}, operand{}, h{}, dx{}, state{},
+          x(take_input(layer, arena)), input{}, operand{}, h{}, exchange{}, dx{}, state{},
           output(take_packed(layer, layer.sizes.output, arena)), grad_input{} {
       const int64_t rows = layer.chunk * layer.batch;
       const int core = layer.core();
+      arena.keep_together(layer.is_persistent);
+      gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
+      arena.keep_together(false);
+      if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if constexpr (std::is_same_v<O, A>) {
-        planes = gradient = Planes<A>::carve(layer, layer.last(), rows, arena);
+        planes = gradient;
         for (int s = 0; s < core; ++s) factors[s] = planes.projection[s];
         factor_blocks = 2;  // as many as gradients
       } else {
-        gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
         planes.side = arena.take<A>(rows * layer.columns_alone());
         planes.projection[core] = arena.take<A>(rows * layer.columns(core));
         for (int s = 0; s < core; ++s) {
@@ -176,7 +180,6 @@ struct Workspace {
     Rebuilt chunk[2];                 // in turns
     A *dh, *dc, *dstage[kMaxStages];  // of one step
     T* grad_output;                   // of a chunk
-    char* exchange;                   // of a kernel for all steps of a chunk
     bool takes_turns;
 
     Rebuilt& of(int64_t index) { return chunk[takes_turns ? index % 2 : 0]; }
@@ -184,14 +187,13 @@ struct Workspace {
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : Buffers(layer, scratch_needs(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
-          grad_output{}, exchange{}, takes_turns(layer.overlaps) {
+          grad_output{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Rebuilt(layer, gradients, arena);
       for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
         dstage[s] = arena.take<A>(layer.batch * layer.width(s));
       }
       if (layer.has_state()) dc = arena.take<A>(layer.batch * layer.sizes.hidden);
       dh = arena.take<A>(layer.batch * layer.sizes.output);
-      if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if (gradients.output.data != nullptr &&
           !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {
         grad_output = arena.take<T>(layer.chunk * layer.batch * layer.sizes.output);

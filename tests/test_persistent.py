@@ -77,6 +77,7 @@ def persistent(monkeypatch):
             patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
             result = function(*arguments)
         assert operators.counts()[2] > 0, "the kernels have not been called"
+        call.presets = operators.counts()[6]
         return result
 
     yield call
@@ -311,6 +312,42 @@ def test_nan_and_infinity_go_through(persistent, cell, dtype, exchange):
     for ours, theirs in zip(persistent(run, exchange=exchange), run(), strict=True):
         assert ours.isnan().any()
         assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+LONG = replace(BASE, seq_len=11, batch=3, chunk_size=3)
+
+
+@pytest.mark.parametrize("mask", [{}, {"lengths": True, "bidirectional": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_memory_is_preset_once_in_forward_and_for_each_chunk_in_backward(
+    persistent, cell, dtype, mask
+):
+    """By packets each kernel presets what the next one sends through."""
+    case = replace(LONG, dtype=dtype, **cell, **mask)
+
+    def presets(**options):
+        forward = persistent(results, case, **options)
+        in_forward = persistent.presets
+        persistent(lambda: case.tensors().to(dtype).results(fusedrnn, **case.options), **options)
+        return forward, in_forward, persistent.presets - in_forward
+
+    directions, chunks = 1 + case.bidirectional, -(-case.seq_len // case.chunk_size)
+    by_packets, in_forward, in_backward = presets()
+    assert in_forward == directions
+    assert in_backward == directions * chunks
+    by_flags, in_forward, in_backward = presets(exchange=FLAGS)
+    assert in_forward == in_backward == directions * chunks
+    assert_same(by_packets, by_flags)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_what_the_next_kernel_needs_preset_is_missed(persistent, cell):
+    """The third chunk would take for its own what the first one has sent."""
+    case = replace(LONG, **cell)
+    expected = persistent(results, case)
+    with pytest.raises(AssertionError):
+        assert_same(persistent(results, case, seeded_bug=17), expected)
 
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import MASKED, relative_errors, truth
+from cases import MASKED, allow_tf32, relative_errors, truth
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
 from speed_sizes import SMALL_SIZES, tf32_allowed
@@ -85,12 +85,13 @@ def chain(monkeypatch):
     """A call's results by the kernels, under the driver as it is, unless ``is_on`` says otherwise.
 
     ``options`` are those of the emulation: multiprocessors, schedule (the seed of the order of
-    threads), backward_bug, patience (in looks at memory) and tf32 (whether it is allowed).
+    threads), backward_bug and patience (in looks at memory). tf32: whether it is allowed.
     """
     operators = emulated_operators()
 
-    def call(function, *arguments, is_on=True, exchange=PACKETS, **options):
-        options = {"multiprocessors": 132, "schedule": 1, "tf32": True} | options
+    def call(function, *arguments, is_on=True, exchange=PACKETS, tf32=True, **options):
+        allow_tf32(tf32)
+        options = {"multiprocessors": 132, "schedule": 1} | options
         operators.control(False, "", **(options if is_on else {}))
         with monkeypatch.context() as patch:
             use(patch, operators)

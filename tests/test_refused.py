@@ -30,7 +30,7 @@ CASES = [
     replace(BASE, cell="lstm", proj_size=5, num_layers=2),
     replace(BASE, cell="stochastic_gru", bidirectional=True),
 ]
-COUNTS = ("launches", "replays", "forwards", "adjoints", "splits", "error_is_pending")
+COUNTS = ("launches", "replays", "forwards", "adjoints", "splits", "error_is_pending", "presets")
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@
 
 namespace fusedrnn::cuda {
 
+static_assert(sizeof(Packet) == kPacketBytes);
+
 // Numbers of a type as operands of mma.
 template <class T>
 struct Operands {
@@ -61,6 +63,8 @@ FUSEDRNN_DEVICE void end(const ExchangeArguments& args) {
   if (load_relaxed(args.given_up) == kGivenUp) give_up();
 }
 
+// As what is preset.
+FUSEDRNN_DEVICE Packet not_sent() { return {{~0u, ~0u, ~0u, ~0u}}; }
 FUSEDRNN_DEVICE bool has_arrived(const Packet& p) {
   const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
   const uint32_t high = p.word[2] > p.word[3] ? p.word[2] : p.word[3];

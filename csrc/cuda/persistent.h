@@ -373,9 +373,10 @@ class PersistentStage {
     const Packet packet = pack_neighbours(value);
     const int row = row_of_batch(tile);
     if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
-      block_.store(
-          block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket,
-          packet);
+      Packet* to =
+          block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket;
+      block_.store(to, packet);
+      if (args().next != 0 && FUSEDRNN_SEEDED_BUG != 17) store_plain(to + args().next, not_sent());
     }
     block_.count_sent(kIndex, t, tile);
   }

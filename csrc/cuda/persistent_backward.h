@@ -251,11 +251,13 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
  private:
   FUSEDRNN_DEVICE void run(int tile) const {
     const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
-    if (steps <= 0) return;
     ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
     forward.zoneout = step().zoneout;
     RowOfChunk row = Units::row_of_chunk(0, tile);
-    float state = args().state[row * width_ + Units::unit()], pre[Stage::kPre];
+    float state = args().first_state[Units::row_of_batch(tile) * width_ + Units::unit()];
+    args().state[row * width_ + Units::unit()] = state;
+    if (steps <= 0) return;
+    float pre[Stage::kPre];
     Units::pre_at(row, pre);
     for (int t = 0; t < steps; ++t) {
       const RowOfChunk next_row = Units::row_of_chunk(t + 1, tile);

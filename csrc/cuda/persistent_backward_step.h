@@ -19,9 +19,10 @@ struct PersistentBackward : ExchangeArguments {
   BackwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> first_carry;  // before the first step, or null: stands where step.carry says
-  // Of a cell with a state beside h, from the chunk's first step on, the rows of other steps where
-  // row_step says: the state before each step, of which the first is there, and if a stage is
-  // behind that one what it projects, or null.
+  // Of a cell with a state beside h: before the first step, [batch, width]; and to be computed,
+  // from the chunk's first step on, the rows of other steps where row_step says, the state before
+  // each step, and if a stage is behind that one what it projects, or null.
+  const Acc<T>* first_state;
   Acc<T>* state;
   T* operand;
   bool wants_dh;  // whether dh before the chunk is to be complete, or nobody reads it
@@ -29,11 +30,13 @@ struct PersistentBackward : ExchangeArguments {
 
 // As of forward.  Gradients are sent from the last step to the first.  Those of a stage that is in
 // place go through dprojection, [rows, blocks * width]: the chunk's rows of it are preset, and to
-// send them is all that writes them.
+// send them is all that writes them.  Where there are such stages, their memory and the workspace
+// are one, and preset at once.
 template <class T, class Set>
 void prepare(const PersistentPlan& plan, void* workspace, PersistentBackward<T>& args,
              const Set& set) {
-  prepare(plan, workspace, static_cast<ExchangeArguments&>(args), set);
+  auto* const end = static_cast<char*>(workspace) + place(plan, workspace, args);
+  auto* begin = static_cast<char*>(workspace);
   for (int s = 0; s < plan.num_stages; ++s) {
     if (!plan.is_in_place(s)) continue;
     BackwardStep<T, T>& step = args.step[s];
@@ -41,11 +44,11 @@ void prepare(const PersistentPlan& plan, void* workspace, PersistentBackward<T>&
     T* last = step.dprojection + int64_t(args.steps - 1) * args.row_step * columns;
     args.sent[s] = {reinterpret_cast<Packet*>(last), -args.row_step, kEachItsOwn};
     if (plan.exchange == Exchange::Packets) {
-      const int64_t rows = int64_t(args.steps) * args.batch;
-      set(std::min(step.dprojection, last), plan.preset(), size_t(rows * columns) * sizeof(T));
+      begin = std::min(begin, reinterpret_cast<char*>(std::min(step.dprojection, last)));
     }
     step.dprojection = nullptr;
   }
+  set(begin, plan.preset(), size_t(end - begin));
 }
 
 // As launch_persistent_forward(), of a plan by plan_persistent_backward().

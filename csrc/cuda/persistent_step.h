@@ -28,7 +28,8 @@ constexpr int kTileThreads = kSenders * kWarpLanes;
 constexpr int kKeptArrays = 2;    // a state, and h beside it
 constexpr int kNoiseStride = 20;  // of 16 units, so that lanes meet no bank twice
 constexpr int kSumFloats = kWarps * kMostGates * kTileThreads;
-constexpr uint32_t kGivenUp = 1;          // none of the presets
+constexpr uint32_t kGivenUp = 1;  // none of the presets
+constexpr int64_t kPacketBytes = 16, kGivenUpBytes = kPacketBytes;
 constexpr uint32_t kPatience = 1u << 24;  // looks at memory, some ten seconds
 constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side and projection
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
@@ -67,11 +68,14 @@ struct PersistentPlan {
     for (int s = 0; s < num_stages; ++s) gates += traits(stages[s]).projection_blocks;
     return 8 * depth * gates;
   }
-  int64_t workspace_bytes() const {
-    int64_t bytes = 16;  // of given_up
+  // Of all that it exchanges in a launch.
+  int64_t exchange_bytes() const {
+    int64_t bytes = 0;
     for (int s = 0; s < kMostStages; ++s) bytes += sent_bytes[s] + count_bytes[s];
     return bytes;
   }
+  // turns: launches whose exchange has memory of its own, 1 or 2.
+  int64_t workspace_bytes(int turns = 1) const { return kGivenUpBytes + turns * exchange_bytes(); }
 };
 
 // Names a persistent kernel on a GPU, and what a block of it takes.  Goes from library to library,
@@ -108,6 +112,13 @@ struct Slots {
 };
 constexpr int kEachItsOwn = INT32_MAX, kTwoInTurns = 1;
 
+// Launches one after the other, which may take turns with two places for their exchange: then each
+// presets that of the next one.
+struct Turn {
+  int64_t launch = 0;     // how many have been before
+  bool has_next = false;  // whether there is room for two, and is going to be another one
+};
+
 // What kernels are told of a chunk, its place in memory and their exchange, whatever they compute.
 struct ExchangeArguments {
   int steps, batch;
@@ -117,6 +128,7 @@ struct ExchangeArguments {
   int blocks, tiles;  // of a group; tiles of 8 rows
   Slots sent[kMostStages];
   uint32_t* counts[kMostStages];  // flags: of what has been sent [groups, blocks, kSenders]
+  int64_t next;                   // packets from a slot to that of the next launch; 0: none
   uint32_t* given_up;             // kGivenUp once a thread has
   uint32_t patience = kPatience;  // looks at memory before that
 };
@@ -129,16 +141,24 @@ struct PersistentForward : ExchangeArguments {
   ForwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
   Rows<const T> h;                      // before the chunk; not the memory of h after it
+  Turn turn;
 };
 
-// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16.  Calls
-// set(memory, byte, count) for what has to be preset between this and the launch.
-template <class Set>
-void prepare(const PersistentPlan& plan, void* workspace, ExchangeArguments& args, const Set& set) {
+// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16, for two
+// turns if there is a next one.  Returns the bytes from its start on that have to be preset before
+// the launch.
+inline int64_t place(const PersistentPlan& plan, void* workspace, ExchangeArguments& args,
+                     const Turn& turn = {}) {
   args.exchange = plan.exchange;
   args.blocks = plan.blocks;
   args.tiles = plan.tiles;
-  auto* at = static_cast<char*>(workspace);
+  args.given_up = static_cast<uint32_t*>(workspace);
+  auto* at = static_cast<char*>(workspace) + kGivenUpBytes;
+  const int64_t bytes = plan.exchange_bytes();
+  const bool takes_turns = plan.exchange == Exchange::Packets;
+  const bool is_second = takes_turns && turn.launch % 2 == 1;
+  if (is_second) at += bytes;
+  args.next = takes_turns && turn.has_next ? (is_second ? -bytes : bytes) / kPacketBytes : 0;
   for (int s = 0; s < kMostStages; ++s) {
     args.sent[s] = {reinterpret_cast<Packet*>(at), args.batch,
                     plan.exchange == Exchange::Packets ? kEachItsOwn : kTwoInTurns};
@@ -148,8 +168,15 @@ void prepare(const PersistentPlan& plan, void* workspace, ExchangeArguments& arg
     args.counts[s] = reinterpret_cast<uint32_t*>(at);
     at += plan.count_bytes[s];
   }
-  args.given_up = reinterpret_cast<uint32_t*>(at);
-  set(workspace, plan.preset(), size_t(plan.workspace_bytes()));
+  return takes_turns && turn.launch > 0 ? 0 : plan.workspace_bytes();
+}
+
+// The same, and calls set(memory, byte, count) for what has to be preset.
+template <class T, class Set>
+void prepare(const PersistentPlan& plan, void* workspace, PersistentForward<T>& args,
+             const Set& set) {
+  const int64_t bytes = place(plan, workspace, args, args.turn);
+  if (bytes > 0) set(workspace, plan.preset(), size_t(bytes));
 }
 
 template <class... Stages>

@@ -48,6 +48,7 @@ bool backwards = false;                                         // in which orde
 std::string failing_kernel;                                     // refuses to be launched
 int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two: persistent
 int64_t splits = 0;
+int64_t presets = 0;  // of memory, before persistent kernels
 int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
 int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they meet
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
@@ -216,12 +217,12 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   backward_bug = bug_backward;
   patience = uint32_t(looks);
   failing_kernel = kernel;
-  launches = replays = forwards = adjoints = splits = 0;
+  launches = replays = forwards = adjoints = splits = presets = 0;
   streams_order = order;
   missing_wait = no_wait;
 }
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool> counts() {
-  return {launches, replays, forwards, adjoints, splits, error_is_pending};
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t> counts() {
+  return {launches, replays, forwards, adjoints, splits, error_is_pending, presets};
 }
 
 }  // namespace
@@ -252,7 +253,10 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
   args.patience = patience;
   stream->enqueue([=]() mutable {
     prepare(plan, workspace, args,
-            [](void* memory, int byte, size_t count) { memset(memory, byte, count); });
+            [](void* memory, int byte, size_t count) {
+              ++presets;
+              memset(memory, byte, count);
+            });
     seeded_bug = bug;
     std::string failure = "there is no such kernel";
     dispatch_stages(plan, [&](auto stages) {
@@ -312,7 +316,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int patience=1000000, int streams_order=0, int "
       "missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='') -> ()");
-  m.def("counts() -> (int, int, int, int, int, bool)");
+  m.def("counts() -> (int, int, int, int, int, bool, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {

@@ -1,4 +1,5 @@
 // Persistent kernels of the adjoint chain by themselves, for the thread sanitizer: see main().
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -34,10 +35,29 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
                                {"", 90, int(options.multiprocessors), int64_t(100) << 10},
                                /*tf32=*/true);
   if (!plan.is_possible()) return plan.why_not;
-  std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
-  prepare(plan, workspace.data(), args, [&](void* memory, int byte, size_t count) {
-    const bool is_forgotten = options.bug == 14 && memory != workspace.data();
-    if (!is_forgotten) memset(memory, byte, count);
+  // Gradients that are sent in place have one memory with the workspace, in front of it.
+  const int64_t rows = int64_t(args.steps) * args.batch;
+  const auto numbers_of = [&](int s) {
+    const int64_t columns = traits(plan.stages[s]).projection_blocks * args.step[s].width;
+    return plan.is_in_place(s) ? rows * columns : 0;
+  };
+  T* own[kMostStages] = {};  // where they are wanted
+  int64_t in_front = 0;
+  for (int s = 0; s < plan.num_stages; ++s) in_front += numbers_of(s);
+  std::vector<Packet> memory((in_front * sizeof(T) + plan.workspace_bytes()) / sizeof(Packet));
+  T* at = reinterpret_cast<T*>(memory.data());
+  for (int s = 0; s < plan.num_stages; ++s) {
+    if (!plan.is_in_place(s)) continue;
+    const int64_t first = args.row_step < 0 ? numbers_of(s) * (args.steps - 1) / args.steps : 0;
+    own[s] = args.step[s].dprojection - first;
+    args.step[s].dprojection = at + first;
+    at += numbers_of(s);
+  }
+  T* const workspace = at;
+  prepare(plan, workspace, args, [&](void* begin, int byte, size_t count) {
+    auto* const end = static_cast<char*>(begin) + count;
+    if (options.bug == 14) begin = workspace;
+    memset(begin, byte, size_t(end - static_cast<char*>(begin)));
   });
   args.patience = uint32_t(options.patience);
   seeded_bug = options.bug;
@@ -53,6 +73,11 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
     };
     if (plan.depth == 1) launch(std::integral_constant<int, 1>{});
   });
+  at = reinterpret_cast<T*>(memory.data());
+  for (int s = 0; s < plan.num_stages; ++s) {
+    if (own[s] != nullptr) std::copy_n(at, numbers_of(s), own[s]);
+    at += numbers_of(s);
+  }
   return failure;
 }
 
@@ -103,6 +128,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
   const auto side = random_floats(kRows * 4 * hidden);
   const auto h = random_tensor((kSteps + 1) * kBatch * sizes.output);
   const auto grad_output = random_tensor(kRows * sizes.output);
+  const auto first_state = random_floats(kBatch * hidden);
   auto state = random_floats(kRows * hidden), dh = random_floats(kBatch * sizes.output);
   auto dc = random_floats(kBatch * hidden);
   auto operand = random_tensor(kRows * hidden), deps = random_tensor(kRows * latent);
@@ -133,6 +159,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     }
     if (facts.has_state) {
       step.dcarry = dc.data();
+      args.first_state = first_state.data();
       args.state = state.data() + first_row * hidden;
       if (!step.is_last) args.operand = operand.data() + first_row * hidden;
     } else if (facts.has_carry) {
