@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +34,7 @@ def memory_ratio(cell: str, shape: Shape, dtype: torch.dtype, gpu: str = "H100")
     return made.training_bytes / made.nn_lstm_training_bytes
 
 
-def row_bytes(cell: str, dtype: torch.dtype, gpu: str = "H100") -> float:
+def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto", gpu: str = "H100") -> float:
     """Workspace of backward for each row of a chunk, in units of H bytes, for I = Z = H = 512.
 
     Without what matrix products take to split the sums of long chunks, at most an eighth more.
@@ -40,7 +42,13 @@ def row_bytes(cell: str, dtype: torch.dtype, gpu: str = "H100") -> float:
     batch, size, steps = 16, 512, 16
     short, long = (
         fusedrnn.plan(
-            {"cell": cell, "input_size": size, "hidden_size": size, "chunk_size": count},
+            {
+                "cell": cell,
+                "input_size": size,
+                "hidden_size": size,
+                "chunk_size": count,
+                "backend": backend,
+            },
             (4096, batch, size),
             dtype,
             gpu,
@@ -68,10 +76,10 @@ def _step_table() -> Table:
 
 def _row_table() -> Table:
     title = "Workspace of backward for each row of a chunk, in H bytes, I = Z = H, H100"
-    table = Table("dtype", *CELLS, "output", title=title)
-    for dtype in DTYPES:
-        sizes = (f"{row_bytes(cell, dtype):.1f}" for cell in CELLS)
-        table.add_row(str(dtype).removeprefix("torch."), *sizes, str(dtype.itemsize))
+    table = Table("dtype", "backend", *CELLS, "output", title=title)
+    for dtype, backend in itertools.product(DTYPES, ("auto", "stepwise")):
+        sizes = (f"{row_bytes(cell, dtype, backend):.1f}" for cell in CELLS)
+        table.add_row(str(dtype).removeprefix("torch."), backend, *sizes, str(dtype.itemsize))
     return table
 
 

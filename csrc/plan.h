@@ -86,10 +86,14 @@ class Arena {
  public:
   explicit Arena(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
+  static int64_t aligned(int64_t bytes) {
+    return plus(bytes, kAlignment - 1) / kAlignment * kAlignment;
+  }
+
   template <class T>
   T* take(int64_t count) {
     const int64_t begin = size_, end = plus(begin, times(count, sizeof(T)));
-    size_ = plus(end, kAlignment - 1 + (is_together_ ? 0 : kRedZone)) / kAlignment * kAlignment;
+    size_ = aligned(plus(end, is_together_ ? 0 : kRedZone));
     if (base_ == nullptr) return nullptr;
 #ifdef FUSEDRNN_RED_ZONES
     if (!is_together_) ASAN_POISON_MEMORY_REGION(base_ + end, size_ - end);

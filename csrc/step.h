@@ -175,7 +175,8 @@ struct BackwardStep {
   Zoneout<A> zoneout;
   A* dout;                    // [rows, width], adjoint from the step or stage behind
   Rows<const T> grad_output;  // added to dout
-  O *dside, *dprojection;     // may be the memory of side and projection, or of factors
+  O *dside, *dprojection;     // may be the memory of side and projection, or of factors, or theirs
+                              // of later steps
   A* dcarry;                  // [rows, width]: dout's memory; of a state: its adjoint, in and out
   T* deps;                    // [rows, width] in the sequence, or null
 };

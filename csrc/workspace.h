@@ -121,6 +121,29 @@ struct Workspace {
     }
   };
 
+  // Numbers of a chunk, and where their gradients are to be; in columns of a row.  Steps that are
+  // launched one by one leave their gradients where numbers of later steps have been, which nobody
+  // reads again, so that the smaller ones of the two take memory for one step only.  A kernel for
+  // all steps presets the gradients, and goes ahead with some rows of the batch: there they are
+  // apart.
+  static A* take_numbers(const Layer<T>& layer, int64_t columns, O** gradient,
+                         int64_t gradient_columns, Arena& arena) {
+    if (layer.is_persistent) return arena.take<A>(layer.chunk * layer.batch * columns);
+    const int64_t numbers = layer.batch * columns * int64_t(sizeof(A));  // bytes of a step
+    const int64_t gradients = layer.batch * gradient_columns * int64_t(sizeof(O));
+    // Of the second array: each of its steps is behind the same step of the first one.
+    const auto begin = [&](int64_t first, int64_t second) {
+      return Arena::aligned(first + (layer.chunk - 1) * std::max<int64_t>(first - second, 0));
+    };
+    const int64_t ahead = begin(numbers, gradients), reversed = begin(gradients, numbers);
+    char* const memory = arena.take<char>(
+        std::max(ahead + layer.chunk * gradients, reversed + layer.chunk * numbers));
+    if (memory == nullptr) return nullptr;
+    const bool is_reversed = layer.mask.direction < 0;
+    *gradient = reinterpret_cast<O*>(is_reversed ? memory : memory + ahead);
+    return reinterpret_cast<A*>(is_reversed ? memory + reversed : memory);
+  }
+
   // What is rebuilt of a chunk, and becomes its gradients.
   struct Rebuilt {
     Planes<A> planes;        // GEMM results of a chunk; of stages before the core for a moment
@@ -141,24 +164,35 @@ struct Workspace {
           output(take_packed(layer, layer.sizes.output, arena)), grad_input{} {
       const int64_t rows = layer.chunk * layer.batch;
       const int core = layer.core();
-      arena.keep_together(layer.is_persistent);
-      gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
-      arena.keep_together(false);
+      if (layer.is_persistent || std::is_same_v<O, A>) {
+        arena.keep_together(layer.is_persistent);
+        gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
+        arena.keep_together(false);
+      }
       if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if constexpr (std::is_same_v<O, A>) {
         planes = gradient;
         for (int s = 0; s < core; ++s) factors[s] = planes.projection[s];
         factor_blocks = 2;  // as many as gradients
       } else {
-        planes.side = arena.take<A>(rows * layer.columns_alone());
-        planes.projection[core] = arena.take<A>(rows * layer.columns(core));
+        const int64_t alone = layer.columns_alone(), of_core = layer.columns(core);
+        planes.side = take_numbers(layer, alone, &gradient.side, alone, arena);
+        planes.projection[core] =
+            take_numbers(layer, of_core, &gradient.projection[core], of_core, arena);
         for (int s = 0; s < core; ++s) {
-          // The core's are not there yet.
-          planes.projection[s] = layer.columns(s) <= layer.columns(core)
-                                     ? planes.projection[core]
-                                     : arena.take<A>(rows * layer.columns(s));
-          if (!traits(layer.cell.stages[s].kind).has_factors) continue;
-          factors[s] = arena.take<A>(rows * factor_blocks * layer.width(s));
+          // GEMM results stand where the core's are going to be, or else where factors are.
+          const bool have_place = layer.columns(s) <= of_core;
+          const bool has_factors = traits(layer.cell.stages[s].kind).has_factors;
+          if (!have_place) factor_blocks = 2;
+          const int64_t columns = !have_place   ? layer.columns(s)
+                                  : has_factors ? factor_blocks * layer.width(s)
+                                                : 0;
+          factors[s] =
+              take_numbers(layer, columns, &gradient.projection[s], layer.columns(s), arena);
+          planes.projection[s] = have_place ? planes.projection[core] : factors[s];
+        }
+        for (int s = core + 1; s <= layer.last(); ++s) {
+          take_numbers(layer, 0, &gradient.projection[s], layer.columns(s), arena);
         }
       }
       for (int s = 0; s < layer.last(); ++s) operand[s] = arena.take<O>(rows * layer.width(s));
@@ -168,11 +202,21 @@ struct Workspace {
         grad_input = take_packed(layer, layer.sizes.input, arena);
       }
       if (gradients.input != nullptr && !input_gradient_is_result(layer)) {
-        // The core's GEMM results have become gradients by then.
-        const int64_t room = std::is_same_v<O, A> ? 0 : layer.columns(layer.core());
-        dx = layer.sizes.input <= room ? planes.projection[layer.core()]
-                                       : arena.take<A>(rows * layer.sizes.input);
+        dx = take_input_gradient(layer, arena);
       }
+    }
+
+   private:
+    // Nobody reads the core's GEMM results any more.
+    A* take_input_gradient(const Layer<T>& layer, Arena& arena) const {
+      const int64_t rows = layer.chunk * layer.batch, width = layer.sizes.input;
+      const int64_t columns = layer.columns(layer.core());
+      // Of these their own gradients may have taken half, the first one if time runs backwards.
+      const int64_t room = std::is_same_v<O, A> ? 0 : layer.is_persistent ? columns : columns / 2;
+      if (width > room) return arena.take<A>(rows * width);
+      A* const first = planes.projection[layer.core()];
+      if (first == nullptr || layer.mask.direction >= 0) return first;
+      return first + rows * (columns - width);
     }
   };
 

@@ -192,16 +192,17 @@ def test_a_plan_says_what_the_driver_objects_to():
 
 
 @pytest.mark.parametrize("backend", ["auto", "persistent"])
-def test_shorter_chunks_leave_forward_as_it_is(backend):
-    """Where single steps backward, instead of what was refused, take more room."""
+def test_a_refused_backward_leaves_forward_and_chunks_as_they_are(backend):
+    """Single steps instead of it take less room, where a chunk has several."""
     sizes = {"input_size": 1, "hidden_size": 16, "output_size": 8, "seq_len": 2000, "batch": 128}
     options = {"cell": "projected_lstm", "chunk_size": 0, "backend": backend, **sizes}
     options["workspace_bytes"] = 2_399_795
     free, _ = planned((10**6, 10**6), **options)
     refused, _ = planned((10**6, -1), **options)
-    assert refused["chunk_steps"] < free["chunk_steps"]
+    assert refused["chunk_steps"] == free["chunk_steps"] > 1
     assert (refused["backend"], refused["backward"]) == ("persistent", "stepwise")
     assert "Backward is stepwise: The GPU's driver has refused" in refused["reason"]
+    assert refused["backward_workspace_bytes"] < free["backward_workspace_bytes"]
     assert refused["most_workspace_bytes"] <= options["workspace_bytes"]
 
 
