@@ -1,4 +1,5 @@
-"""In 16 bits, a GPU multiplies rounded gradients of pre-activations, the CPU unrounded ones.
+"""In 16 bits, a GPU multiplies rounded gradients of pre-activations, the CPU unrounded ones.  These
+themselves are rounded nowhere.
 
 ``pytest -s`` prints the errors that docs/numerics.md shows.
 """
@@ -89,3 +90,60 @@ def test_a_single_number_is_as_exact_as_the_terms_of_its_sum(on_gpu, cell, dtype
     for sizes, (cpu, gpu) in {"40": errors[40], "33 to 64": worst}.items():
         print(f"  hidden_size={sizes}: CPU {cpu:.1e}, GPU {gpu:.1e}")
     assert 2 * worst[0] < worst[1]
+
+
+# --- if pre-activations were rounded too ---------------------------------------------------------
+
+
+def scaled(problem, input=1.0, weight=1.0, bias=0.0):
+    """With the input and its weight scaled, and all gates shifted."""
+    first = next(i for i, w in enumerate(problem.weights) if w.dim() == 1)
+    weights = list(problem.weights)
+    weights[0], weights[first] = weights[0] * weight, weights[first] + bias
+    return replace(problem, input=problem.input * input, weights=weights)
+
+
+PROBLEMS = {  # steps, and how
+    "T = 16": (16, {}),
+    "256": (256, {}),
+    "input x 10": (64, {"input": 10}),
+    "gates + 8": (64, {"bias": 8}),
+    "sums of 1e5": (16, {"input": 1e4, "weight": 10}),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["gru", "lstm", "stochastic_gru"])
+def test_rounded_preactivations_would_cost_accuracy(monkeypatch, name, dtype):
+    """Sums of products that backward begins with: half the memory in 16 bits, but larger errors."""
+    pytest.importorskip("rich")
+    from bench import numerics
+
+    operators = emulated_operators()
+    use(monkeypatch, operators)
+
+    def rounding(*arguments):
+        """Backward begins once there is an output."""
+        operators.control(False, "")
+        output = numerics.CELLS[name][numerics.OURS](*arguments)
+        operators.control(False, "", rounds_sums=True)
+        return output
+
+    growth = {}
+    for label, (seq_len, how) in PROBLEMS.items():
+        problem = scaled(numerics.problem(name, seq_len, dtype, "cpu"), **how)
+        truth, *found = (
+            problem.results(cell, of_dtype)[1:]
+            for cell, of_dtype in (
+                (numerics.CELLS[name][numerics.LOOP], torch.float64),
+                (numerics.CELLS[name][numerics.OURS], dtype),
+                (rounding, dtype),
+            )
+        )
+        operators.control(False, "")
+        kept, rounded = (
+            [float((a - b).norm()) for a, b in zip(r, truth, strict=True)] for r in found
+        )
+        growth[label] = max(b / a for a, b in zip(kept, rounded, strict=True))
+    print(f"\n{name}, {dtype}: " + ", ".join(f"{k}: {v:.2f}" for k, v in growth.items()))
+    assert growth["gates + 8"] > 1.1 and growth["input x 10"] > 1.1

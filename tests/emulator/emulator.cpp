@@ -48,7 +48,7 @@ bool backwards = false;                                         // in which orde
 std::string failing_kernel;                                     // refuses to be launched
 int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two: persistent
 int64_t splits = 0;
-int64_t presets = 0;  // of memory, before persistent kernels
+int64_t presets = 0;        // of memory, before persistent kernels
 int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
 int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they meet
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
@@ -63,6 +63,8 @@ Gpu gpu{"emulated", 90, 0, 227 << 10, {}, 0, most_blocks};
 int64_t schedule = 0;  // of threads in these
 uint32_t patience = 0;
 int64_t forward_bug = 0, backward_bug = 0;
+// To the type of their terms, of what stages begin with; a GPU never does.
+bool rounds_sums = false;
 
 struct EmulatedDevice {
   struct Graph {
@@ -93,6 +95,7 @@ struct EmulatedDevice {
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
     FUSEDRNN_CHECK(is_known || stream()->recording == nullptr,
                    "a product whose algorithm would have to be chosen while recording");
+    const bool rounds = rounds_sums && b.row_stride == 1;  // a weight, transposed
     stream()->enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
@@ -102,6 +105,7 @@ struct EmulatedDevice {
             sum += double(widen(a.data[i * a.row_stride + k * a.column_stride])) *
                    widen(b.data[k * b.row_stride + j * b.column_stride]);
           }
+          if (rounds) sum = widen(narrow<T>(Acc<T>(sum)));
           at = narrow<C>(Acc<C>(sum));
         }
       }
@@ -205,7 +209,7 @@ class EmulatedPlatform {
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
              int64_t bug, int64_t bug_backward, int64_t looks, int64_t order, int64_t no_wait,
-             int64_t blocks, std::string refused) {
+             int64_t blocks, std::string refused, bool round_sums) {
   counts_of_blocks.emplace();
   blocks_at_once = blocks;
   refused_kernel = refused;
@@ -216,6 +220,7 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   forward_bug = bug;
   backward_bug = bug_backward;
   patience = uint32_t(looks);
+  rounds_sums = round_sums;
   failing_kernel = kernel;
   launches = replays = forwards = adjoints = splits = presets = 0;
   streams_order = order;
@@ -252,11 +257,10 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
   ++launches;
   args.patience = patience;
   stream->enqueue([=]() mutable {
-    prepare(plan, workspace, args,
-            [](void* memory, int byte, size_t count) {
-              ++presets;
-              memset(memory, byte, count);
-            });
+    prepare(plan, workspace, args, [](void* memory, int byte, size_t count) {
+      ++presets;
+      memset(memory, byte, count);
+    });
     seeded_bug = bug;
     std::string failure = "there is no such kernel";
     dispatch_stages(plan, [&](auto stages) {
@@ -315,7 +319,8 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int patience=1000000, int streams_order=0, int "
-      "missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='') -> ()");
+      "missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='', bool "
+      "rounds_sums=False) -> ()");
   m.def("counts() -> (int, int, int, int, int, bool, int)");
 }
 
