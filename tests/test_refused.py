@@ -192,6 +192,20 @@ def test_a_plan_says_what_the_driver_objects_to():
 
 
 @pytest.mark.parametrize("backend", ["auto", "persistent"])
+def test_shorter_chunks_leave_forward_as_it_is(backend):
+    """Where single steps backward, instead of what was refused, take more room."""
+    sizes = {"input_size": 512, "hidden_size": 256, "output_size": 256}
+    options = {"cell": "gru", "noise": False, "seq_len": 2000, "batch": 128, "chunk_size": 0}
+    options |= {"backend": backend, "workspace_bytes": 9_779_712, **sizes}
+    free, _ = planned((10**6, 10**6), **options)
+    refused, _ = planned((10**6, -1), **options)
+    assert refused["chunk_steps"] < free["chunk_steps"]
+    assert (refused["backend"], refused["backward"]) == ("persistent", "stepwise")
+    assert "Backward is stepwise: The GPU's driver has refused" in refused["reason"]
+    assert refused["most_workspace_bytes"] <= options["workspace_bytes"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "persistent"])
 def test_a_refused_backward_leaves_forward_and_chunks_as_they_are(backend):
     """Single steps instead of it take less room, where a chunk has several."""
     sizes = {"input_size": 1, "hidden_size": 16, "output_size": 8, "seq_len": 2000, "batch": 128}

@@ -246,7 +246,9 @@ def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before)
         expected = made(case, gpu, workspace_bytes=limit, strides=strides)
         tell(not before)
         others += made(case, gpu, workspace_bytes=limit)["chunk_steps"] != expected["chunk_steps"]
-        torch.testing.assert_close(train(True, limit), train(False, limit), rtol=1e-5, atol=1e-5)
+        # One of the two may round to TF32 backward; with states of other steps it would be far off.
+        for one, other in zip(train(True, limit), train(False, limit), strict=True):
+            assert (one - other).norm() < 2**-10 * other.norm()
     assert others > 0  # by itself backward would have had them
 
 
