@@ -54,6 +54,12 @@ def cuda_time_ms(call: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
+def cuda_enqueue_ms(call: Callable[[], object]) -> float:
+    """Time that the CPU takes for a call, whose work on the GPU it does not wait for."""
+    torch.cuda.synchronize()  # a full queue would make it wait
+    return time_ms(call)
+
+
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     gc.disable()

@@ -1,9 +1,13 @@
 """What a call, a chunk and a step cost on a GPU, beside what plans reckon: ``python -m bench.fit``.
 
 A pass over T steps in chunks of K takes about  call + T / K · chunk + T · step.  Two lengths and
-two chunks give these three numbers, for a GRU stepwise, and in a persistent kernel with one tile of
-rows and with several; and these again what the constants of the model in csrc/planner.h stand for.
-They are values, to set the model right by, and no targets.
+two chunks give these three numbers: for a GRU stepwise, and in a persistent kernel with one tile of
+rows, with several, and without recompute; and for an LSTM. These again give what the constants of
+the model in csrc/model.h stand for. They are values, to set the model right by, and no targets.
+
+Chunks are long enough that the GPU decides how long they take, and not the CPU, which enqueues them
+meanwhile; so what one costs besides its steps is taken from persistent kernels, where it is much of
+the time. How long the CPU takes is measured by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -20,32 +23,57 @@ import fusedrnn
 from fusedrnn import _helpers
 
 from .cases import Shape, TrainingStep
-from .clock import cuda_time_ms, interleaved_ms
+from .clock import cuda_enqueue_ms, cuda_time_ms, interleaved_ms
 from .report import Report, Run, Table, main, set_up_torch
 from .sweep import Budget, not_reached, why_none
 from .worker import Notes, Row, measure_apart
 
 SIZE, DTYPE = 256, torch.bfloat16
-LENGTHS, CHUNKS = (64, 1024), (16, 64)
-ROUNDS, BUDGET_S = 20, 2.0
-PASSES = ("forward", "backward")
+LENGTHS, CHUNKS = (256, 1024), (64, 256)
+ROUNDS, BUDGET_S = 20, 1.5
+FORWARD, BACKWARD = "forward", "backward"
+# The CPU's time for backward, while the GPU idles and its queue has room.
+ENQUEUEING = "enqueueing"
 UNIT_TILE, ROW_TILE = 16, 8  # of an mma: see csrc/cuda/persistent_step.h
+CELLS = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM}
+LSTM_GATES = 4  # whose gradients backward exchanges
 
 
 @dataclass(frozen=True)
 class Configuration:
     """A way to compute, and rows of the batch."""
 
+    cell: str
     backend: str
     batch: int
+    recompute: bool = True
 
     def __str__(self) -> str:
-        return f"{self.backend}, B={self.batch}"
+        kept = "" if self.recompute else ", recompute=False"
+        return f"{self.cell}, {self.backend}, B={self.batch}{kept}"
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether a chunk's steps are one kernel."""
+        return self.backend == "persistent"
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What of it. Single steps are more than a GPU's queue has room for."""
+        return (FORWARD, BACKWARD, *([ENQUEUEING] if self.is_persistent else []))
 
 
-STEPWISE = Configuration("stepwise", 16)
-ONE_TILE, SEVERAL_TILES = Configuration("persistent", 16), Configuration("persistent", 256)
-CONFIGURATIONS = (STEPWISE, ONE_TILE, SEVERAL_TILES)  # what cannot break a process first
+STEPWISE = Configuration("gru", "stepwise", 16)
+ONE_TILE = Configuration("gru", "persistent", 16)
+SEVERAL_TILES = Configuration("gru", "persistent", 256)
+KEPT = Configuration("gru", "persistent", 16, recompute=False)
+HAS_STATE = Configuration("lstm", "persistent", 16)
+# Of one process each; what cannot break a process first.
+JOBS = ((STEPWISE,), (ONE_TILE, SEVERAL_TILES, KEPT, HAS_STATE))
+CONFIGURATIONS = tuple(itertools.chain(*JOBS))
+# Whose chunks cost little besides what is counted for them: with more rows the products themselves
+# change with the length of a chunk.
+SMALL_CHUNKS = (ONE_TILE, KEPT, HAS_STATE)
 
 # (T, K)
 Place = tuple[int, int]
@@ -61,6 +89,10 @@ class Costs:
     step: float
 
 
+# Of what was measured of a configuration.
+Found = Mapping[Configuration, Mapping[str, Costs]]
+
+
 def costs(times_us: Mapping[Place, float]) -> Costs:
     """From times of a pass by steps and chunk: the least relative errors, in squares."""
     measured = torch.tensor(list(times_us.values()), dtype=torch.float64)
@@ -73,17 +105,35 @@ def costs(times_us: Mapping[Place, float]) -> Costs:
 def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Plan:
     """What the model says."""
     seq_len, chunk_size = place
-    sizes = {"cell": "gru", "input_size": SIZE, "hidden_size": SIZE, "chunk_size": chunk_size}
-    shape = (seq_len, configuration.batch, SIZE)
-    return fusedrnn.plan(sizes | {"backend": configuration.backend}, shape, DTYPE, device)
+    sizes = {"input_size": SIZE, "hidden_size": SIZE, "chunk_size": chunk_size}
+    options = sizes | {"cell": configuration.cell, "backend": configuration.backend}
+    return fusedrnn.plan(options, (seq_len, configuration.batch, SIZE), DTYPE, device)
 
 
 def modelled(configuration: Configuration, device: str) -> dict[str, Costs]:
-    """The costs in each pass by the model, which has none of a call, nor of a chunk of forward."""
+    """The costs by the model, which has none of a call."""
     plans = {place: plan(configuration, place, device) for place in PLACES.values()}
-    forward = {place: place[0] * p.modelled_step_us for place, p in plans.items()}
-    backward = {place: p.modelled_backward_us_with_recompute for place, p in plans.items()}
-    return {"forward": costs(forward), "backward": costs(backward)}
+    end = "with_recompute" if configuration.recompute else "without_recompute"
+    forward = {place: p.modelled_forward_us for place, p in plans.items()}
+    backward = {place: getattr(p, f"modelled_backward_us_{end}") for place, p in plans.items()}
+    found = {FORWARD: costs(forward), BACKWARD: costs(backward)}
+    if ENQUEUEING in configuration.measured:
+        host_us = _helpers.MODEL_US["host"] * counts(configuration, BACKWARD)["host"]
+        found[ENQUEUEING] = Costs(0, host_us, 0)
+    return found
+
+
+def counts(configuration: Configuration, which: str) -> dict[str, int]:
+    """How many of what the model has by name a chunk in a pass takes, besides its steps."""
+    found = _helpers.chunk_counts(
+        cell=configuration.cell,
+        backward=which == BACKWARD,
+        persistent=configuration.is_persistent,
+        element_bytes=DTYPE.itemsize,
+        steps=CHUNKS[0],
+        recompute=configuration.recompute,
+    )
+    return found | {"kernel": int(configuration.is_persistent)}
 
 
 def tiles(configuration: Configuration, device: str) -> int:
@@ -92,72 +142,108 @@ def tiles(configuration: Configuration, device: str) -> int:
     return -(-configuration.batch // ROW_TILE // groups)
 
 
-def constants(found: Mapping[Configuration, Mapping[str, Costs]], device: str) -> dict[str, float]:
-    """What the model's constants would have to be, by name, as far as there are measurements."""
-    by_name = {}
+def constants(found: Found, device: str) -> dict[str, float]:
+    """What the model's constants would have to be, by name, as far as there are measurements.
+
+    Each is the model's, and what measurements say that it lacks.
+    """
+    model = {configuration: modelled(configuration, device) for configuration in found}
+
+    def lacks(configuration: Configuration, which: str, part: str) -> float:
+        measured, by_model = found[configuration][which], model[configuration][which]
+        return float(getattr(measured, part) - getattr(by_model, part))
+
+    more: dict[str, float] = {}
     if STEPWISE in found:
-        by_name["launched"] = found[STEPWISE]["forward"].step
-        gemms = modelled(STEPWISE, device)["backward"].chunk / _helpers.MODEL_US["gemm"]
-        by_name["gemm"] = found[STEPWISE]["backward"].chunk / gemms
+        more["launched"] = lacks(STEPWISE, FORWARD, "step")
     if ONE_TILE in found and SEVERAL_TILES in found:
-        one, several = (found[c]["forward"].step for c in (ONE_TILE, SEVERAL_TILES))
-        more = tiles(SEVERAL_TILES, device) - tiles(ONE_TILE, device)
-        by_name["tile"] = (several - one) / more
-        by_name["exchange"] = one - tiles(ONE_TILE, device) * by_name["tile"]
-    return by_name
+        one, several = (lacks(c, FORWARD, "step") for c in (ONE_TILE, SEVERAL_TILES))
+        more["tile"] = (several - one) / (tiles(SEVERAL_TILES, device) - tiles(ONE_TILE, device))
+        more["exchange"] = one - tiles(ONE_TILE, device) * more["tile"]
+        if HAS_STATE in found:
+            rest = lacks(HAS_STATE, BACKWARD, "step") - more["exchange"]
+            more["state"] = rest / tiles(HAS_STATE, device) - LSTM_GATES * more["tile"]
+    if all(configuration in found for configuration in SMALL_CHUNKS):
+        passes = list(itertools.product(SMALL_CHUNKS, (FORWARD, BACKWARD)))
+        names = ("gemm", "launch", "kernel")
+        of_chunk = [[counts(*which)[name] for name in names] for which in passes]
+        solved = torch.linalg.lstsq(
+            torch.tensor(of_chunk, dtype=torch.float64),
+            torch.tensor([[lacks(*which, "chunk")] for which in passes], dtype=torch.float64),
+        )
+        more |= dict(zip(names, solved.solution.flatten().tolist(), strict=True))
+    if ONE_TILE in found:
+        more["host"] = lacks(ONE_TILE, ENQUEUEING, "chunk") / counts(ONE_TILE, BACKWARD)["host"]
+    return {name: us + more[name] for name, us in _helpers.MODEL_US.items() if name in more}
 
 
 def run_on_cuda(run: Run) -> Report:
     """All configurations."""
     rows = {c: dict.fromkeys(PLACES, not_reached(run)) for c in CONFIGURATIONS}
     budget = Budget(run)
-    task = run.progress.add_task("fit", total=len(rows))
-    for configuration in CONFIGURATIONS:
+    task = run.progress.add_task("fit", total=len(JOBS))
+    for job, configurations in enumerate(JOBS):
         if budget.is_spent:
             break
-        case = asdict(configuration)
-        rows[configuration] |= measure_apart("bench.fit", case, list(PLACES), end=budget.end)
+        names = {f"{c}, {place}": (c, place) for c in configurations for place in PLACES}
+        found = measure_apart("bench.fit", job, list(names), end=budget.end)
+        for name, row in found.items():
+            configuration, place = names[name]
+            rows[configuration][place] = row
         run.write(report(rows, "cuda"))
         run.progress.advance(task)
     return report(rows, "cuda")
 
 
-def measure(case: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a configuration; see worker.py."""
+def measure(job: int, names: Sequence[str], notes: Notes) -> None:
+    """Rows of a job; see worker.py."""
     set_up_torch()
-    configuration = Configuration(**case)
-    calls: dict[str, dict[str, Callable[[], object]]] = {name: {} for name in PASSES}
+    places = {f"{c}, {place}": (c, PLACES[place]) for c in JOBS[job] for place in PLACES}
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        which: {} for which in (FORWARD, BACKWARD, ENQUEUEING)
+    }
     for name in names:
         with notes.on(name):
-            step = _step(configuration, PLACES[name])
-            step.train()  # loads kernels, and allocates what libraries keep for good
-            calls["backward"][name] = _backward(step, step.forward())
-            calls["forward"][name] = step.infer
+            configuration, place = places[name]
+            step = _step(configuration, place)
+            backward = _backward(step, step.forward())
+            for _ in range(2):  # loads kernels, and allocates what libraries keep for good
+                step.infer()
+                backward()
             torch.cuda.synchronize()
+            for which in configuration.measured:
+                calls[which][name] = step.infer if which == FORWARD else backward
     times = {
-        name: interleaved_ms(
-            of, rounds=ROUNDS, budget_s=BUDGET_S, before=notes.begin, timer=cuda_time_ms
+        which: interleaved_ms(
+            of,
+            rounds=ROUNDS,
+            budget_s=BUDGET_S,
+            before=notes.begin,
+            timer=cuda_enqueue_ms if which == ENQUEUEING else cuda_time_ms,
         )
-        for name, of in calls.items()
+        for which, of in calls.items()
     }
-    for name in calls["forward"]:
-        notes.row(name, {f"{which}_ms": times[which][name] for which in PASSES})
+    for name in calls[FORWARD]:
+        notes.row(name, {f"{which}_ms": of[name] for which, of in times.items() if name in of})
 
 
 def _step(configuration: Configuration, place: Place) -> TrainingStep:
     seq_len, chunk_size = place
+    options = {"backend": configuration.backend, "recompute": configuration.recompute}
 
-    def make(size: int) -> fusedrnn.GRU:
-        return fusedrnn.GRU(size, size, chunk_size=chunk_size, backend=configuration.backend)
+    def make(size: int) -> fusedrnn.GRU | fusedrnn.LSTM:
+        return CELLS[configuration.cell](size, size, chunk_size=chunk_size, **options)
 
-    return TrainingStep(make, Shape(seq_len, configuration.batch, SIZE), "cuda", DTYPE)
+    step = TrainingStep(make, Shape(seq_len, configuration.batch, SIZE), "cuda", DTYPE)
+    step.input.requires_grad_()  # the model counts all gradients
+    return step
 
 
 def _backward(step: TrainingStep, output: torch.Tensor) -> Callable[[], None]:
-    weights = list(step.module.parameters())
+    wanted = [step.input, *step.module.parameters()]
 
     def backward() -> None:
-        torch.autograd.grad(output, weights, step.grad_output, retain_graph=True)
+        torch.autograd.grad(output, wanted, step.grad_output, retain_graph=True)
 
     return backward
 
@@ -179,7 +265,7 @@ def report(rows: Mapping[Configuration, Mapping[str, Row]], device: str) -> Repo
             which: costs(
                 {PLACES[name]: 1e3 * median(row[f"{which}_ms"]) for name, row in of.items()}
             )
-            for which in PASSES
+            for which in configuration.measured
         }
         model = modelled(configuration, device)
         for which, cost in found[configuration].items():
@@ -187,7 +273,7 @@ def report(rows: Mapping[Configuration, Mapping[str, Row]], device: str) -> Repo
             texts += [f"{cost.step:.2f}", f"{model[which].step:.2f}"]
             lines.append([str(configuration), which, *texts])
             numbers.append({"configuration": str(configuration), "pass": which, **asdict(cost)})
-    columns = ["GRU, bfloat16, H=256", "", "call", "chunk", "by the model", "step", "by the model"]
+    columns = ["bfloat16, H=256", "", "call", "chunk", "by the model", "step", "by the model"]
     fitted = constants(found, device) if found else {}
     constant_lines = [
         [name, f"{fitted[name]:.2f}" if name in fitted else "", f"{us:.2f}"]

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -117,6 +118,25 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   });
 }
 
+// What a pass of a cell does for a chunk, all gradients wanted: its GEMMs, launches of what is
+// neither a GEMM nor a persistent kernel, and all that the CPU enqueues.
+static py::dict chunk_counts(const std::string& name, bool is_backward, bool is_persistent,
+                             int64_t element_bytes, int64_t steps, bool recompute) {
+  using namespace fusedrnn;
+  Problem problem;
+  problem.cell = cell_named(name);
+  Plan plan;
+  plan.is_persistent = is_persistent;
+  const Pass pass = is_backward ? Pass::Backward : Pass::Forward;
+  const ChunkWork work = chunk_work(pass, problem, plan, element_bytes, recompute);
+  const double host_us = chunk_us(pass, problem, plan, element_bytes, steps, recompute).host;
+  py::dict result;
+  result["gemm"] = work.gemms;
+  result["launch"] = work.launches;
+  result["host"] = std::llround(host_us / kHostUs);
+  return result;
+}
+
 // What a signal's handler has raised within an operator, until the operator has ended: of Python's
 // main thread, the only one that handles signals, and none of others' business.
 static thread_local std::unique_ptr<py::error_already_set> interruption;
@@ -160,6 +180,9 @@ PYBIND11_MODULE(_helpers, m) {
         py::arg("free_multiprocessors"), py::arg("gpu"), py::arg("tf32"),
         py::arg("strides") = Strides{},
         "The plan of one layer and direction, by name of its fields.");
+  m.def("chunk_counts", &chunk_counts, py::kw_only(), py::arg("cell"), py::arg("backward"),
+        py::arg("persistent"), py::arg("element_bytes"), py::arg("steps"), py::arg("recompute"),
+        "How many of what MODEL_US has by name a chunk of so many steps takes, besides its steps.");
   m.def(
       "known_gpus",
       [] {
