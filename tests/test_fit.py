@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fusedrnn import _helpers
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import fit  # noqa: E402
+from bench import cases, clock, fit, worker  # noqa: E402
 from bench.report import NoProgress, Run  # noqa: E402
 from bench.worker import Row  # noqa: E402
 
@@ -185,6 +186,32 @@ def test_rows_are_of_the_configuration_that_was_measured(
     assert report.failures == [f"{fit.HAS_STATE}, T=1024 K=256: not reached within 100 s"]
     assert report.numbers["constants"].keys() >= {"launched", "exchange", "tile", "host"}
     assert (tmp_path / "fit.json").exists()
+
+
+def test_what_is_measured_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, which has single steps alone; their queue would be too long on a GPU."""
+
+    class Step(cases.TrainingStep):
+        def __init__(self, make: Any, shape: cases.Shape, device: str, dtype: torch.dtype) -> None:
+            assert device == "cuda"
+            super().__init__(make, shape, "cpu", dtype)
+
+    job = (fit.STEPWISE, fit.Configuration("lstm", "stepwise", 2, recompute=False))
+    monkeypatch.setattr(fit, "JOBS", (job,))
+    monkeypatch.setattr(fit, "PLACES", {"T=4 K=2": (4, 2)})
+    monkeypatch.setattr(fit, "ROUNDS", clock.LEAST_ROUNDS)
+    monkeypatch.setattr(fit, "TrainingStep", Step)
+    monkeypatch.setattr(fit, "set_up_torch", lambda: None)
+    monkeypatch.setattr(fit, "cuda_time_ms", clock.time_ms)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    names = [f"{configuration}, T=4 K=2" for configuration in job]
+    for measured in ((fit.FORWARD, fit.BACKWARD), (fit.FORWARD, fit.BACKWARD, fit.ENQUEUEING)):
+        monkeypatch.setattr(fit.Configuration, "measured", measured)
+        rows = worker.measure_here(fit.measure, 0, names)
+        assert list(rows) == names
+        for row in rows.values():
+            assert list(row) == [f"{which}_ms" for which in measured]
+            assert {len(times_ms) for times_ms in row.values()} == {clock.LEAST_ROUNDS}
 
 
 def _modelled(of: Any, configuration: fit.Configuration, device: str) -> Any:
