@@ -1,7 +1,7 @@
 """Time and memory of a training step of StochasticGRU over chunk_size: ``python -m bench.chunks``.
 
 How far the automatic chunk is from the best one: the fastest of those whose peak memory is at most
-a quarter of nn.LSTM's. Longer ones take more memory, and may still be faster.
+half of nn.LSTM's, or a quarter where that is a GiB or more. Longer ones may still be faster.
 """
 
 from __future__ import annotations
@@ -10,45 +10,41 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-import torch
-
 import fusedrnn
 
 from .cases import (
-    CHUNKS_DTYPES,
+    CHUNKS_KINDS,
     CHUNKS_LIMIT,
     CHUNKS_SHAPES,
-    CHUNKS_SHARE,
     CUDA_QUICK,
     LSTM,
     SMALL,
     Shape,
     TrainingStep,
+    memory_limit,
     training_step,
 )
 from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
-from .report import DTYPES, Report, Run, Table, Target, main, mib
-from .sweep import Budget, Case, Results, not_reached, numbers, opened, why_none
+from .report import Report, Run, Table, Target, main, mib
+from .sweep import Budget, Case, Results, kinds, not_reached, numbers, opened, why_none
 from .worker import Notes, Row, measure_apart, measure_here
 
-QUICK = Shape(16, 32, 32)
+QUICK = Shape(64, 32, 32)
 ROUNDS, BUDGET_S = 20, 6.0
 AUTOMATIC = "automatic"
-LEAST_STEPS = 4
+LEAST_STEPS = 16
 
 
 def run(run: Run) -> Report:
     """The smaller shape of the benchmark."""
-    cases = [Case(QUICK if run.quick else SMALL, torch.float32)]
+    cases = [Case(QUICK if run.quick else SMALL, "float32")]
     return _run(run, cases, "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
     """Shapes on a GPU, in bfloat16 unless told otherwise."""
-    chosen = run.options.dtype or []
-    dtypes = DTYPES.values() if "all" in chosen else [DTYPES[name] for name in chosen]
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CHUNKS_SHAPES)
-    cases = [Case(shape, dtype) for dtype in dtypes or CHUNKS_DTYPES for shape in shapes]
+    cases = [Case(shape, kind) for kind in kinds(run, CHUNKS_KINDS) for shape in shapes]
     return _run(run, cases, "cuda")
 
 
@@ -145,7 +141,8 @@ def _best(rows: dict[str, Row]) -> str | None:
     """The fastest chunk that is not too large; None if nothing can be said."""
     if why_none(rows[LSTM]):
         return None
-    most_bytes = CHUNKS_SHARE * rows[LSTM]["peak_bytes"]
+    lstm_bytes = rows[LSTM]["peak_bytes"]
+    most_bytes = memory_limit(lstm_bytes) * lstm_bytes
     measured = [name for name, row in rows.items() if name != LSTM and not why_none(row)]
     fitting = [name for name in measured if rows[name]["peak_bytes"] <= most_bytes]
     return min(fitting, key=lambda name: median(rows[name]["train_ms"]), default=None)

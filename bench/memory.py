@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from .cases import (
     BESIDE,
     COMPILED,
-    CUDA_MEMORY_LIMITS,
     DROP_INS,
     HAS_LAST_STATE_ONLY,
     LARGE,
     LAST_STATE,
     LONG,
     LONG_QUICK,
+    LSTM,
     MEMORY_LIMITS,
     ON_CPU,
     ON_CUDA_TOGETHER,
+    OUR_GRU,
+    OUR_LSTM,
     OURS,
     OVER_SEQ_LEN,
     OVER_SEQ_LEN_QUICK,
@@ -25,6 +28,7 @@ from .cases import (
     Group,
     Shape,
     groups,
+    memory_limit,
     training_step,
     why_not_compiled,
 )
@@ -212,14 +216,13 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
 
 
 def _report_on_cuda(results: Results) -> Report:
-    targets = [
-        Target(
-            f"peak memory, {a} / {b}", str(case), rows[a]["peak_bytes"] / rows[b]["peak_bytes"], m
-        )
-        for (a, b), m in CUDA_MEMORY_LIMITS.items()
-        for case, rows in results.items()
-        if not (why_none(rows[a]) or why_none(rows[b]))
-    ]
+    targets = []
+    for name, (case, rows) in itertools.product((OURS, OUR_GRU, OUR_LSTM), results.items()):
+        if why_none(rows[name]) or why_none(rows[LSTM]):
+            continue
+        peak_bytes, lstm_bytes = rows[name]["peak_bytes"], rows[LSTM]["peak_bytes"]
+        what, limit = f"peak memory, {name} / {LSTM}", memory_limit(lstm_bytes)
+        targets.append(Target(what, str(case), peak_bytes / lstm_bytes, limit))
     tables = [
         _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
     ]

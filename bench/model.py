@@ -3,93 +3,125 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import fusedrnn
+from fusedrnn import _helpers
 
-from .cases import CUDA_SHAPES, Shape
+from .cases import CUDA_KINDS, CUDA_SHAPES, TF32, Shape
+from .report import Screen, Table, set_up_torch
 
-GPUS = ("A100", "H100", "B200", "L40S", "RTX 4090")
+GPU = "H100"
+GPUS = ("A100", GPU, "B200", "L40S", "RTX 4090")
 SIZES = ((16, 256), (64, 256), (64, 512), (32, 1024), (128, 1024), (256, 1024), (64, 2048))
 CELLS = ("stochastic_gru", "gru", "lstm")
-DTYPES = (torch.bfloat16, torch.float32)
+KINDS = tuple(kind for kind in CUDA_KINDS if kind != "float16")  # it is as bfloat16
 
 
 def main() -> None:
-    """Microseconds per step of the forward recurrence, and bytes of chunks and of training."""
-    console = Console()
-    console.print(_step_table())
-    console.print(_row_table())
-    console.print(_memory_table())
+    """Steps, what a chunk costs besides, bytes of a row; and chunks with their time and memory."""
+    screen = Screen()
+    screen.table(step_table())
+    screen.table(work_table())
+    screen.table(row_table())
+    reasons: list[str] = []
+    for kind in KINDS:
+        screen.table(chunk_table(kind, reasons))
+    lines = [[str(i), reason] for i, reason in enumerate(reasons, 1)]
+    screen.table(Table("Why there are K steps in a chunk", ["", "reason"], lines))
 
 
-def memory_ratio(cell: str, shape: Shape, dtype: torch.dtype, gpu: str = "H100") -> float:
-    """Bytes of a training step by plan, over those of torch.nn.LSTM by count."""
+def plan(
+    cell: str, shape: Shape, dtype: torch.dtype, gpu: str = GPU, **options: Any
+) -> fusedrnn.Plan:
+    """Of a layer whose input and latent are as wide as its state."""
     size = shape.hidden_size
-    sizes = {"cell": cell, "input_size": size, "hidden_size": size}
-    made = fusedrnn.plan(sizes, (shape.seq_len, shape.batch, size), dtype, gpu)
-    return made.training_bytes / made.nn_lstm_training_bytes
+    options |= {"cell": cell, "input_size": size, "hidden_size": size}
+    return fusedrnn.plan(options, (shape.seq_len, shape.batch, size), dtype, gpu)
 
 
-def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto", gpu: str = "H100") -> float:
+def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto") -> float:
     """Workspace of backward for each row of a chunk, in units of H bytes, for I = Z = H = 512.
 
     Without what matrix products take to split the sums of long chunks, at most an eighth more.
     """
-    batch, size, steps = 16, 512, 16
+    shape, steps = Shape(4096, 16, 512), 16
     short, long = (
-        fusedrnn.plan(
-            {
-                "cell": cell,
-                "input_size": size,
-                "hidden_size": size,
-                "chunk_size": count,
-                "backend": backend,
-            },
-            (4096, batch, size),
-            dtype,
-            gpu,
-        ).backward_workspace_bytes
+        plan(cell, shape, dtype, chunk_size=count, backend=backend).backward_workspace_bytes
         for count in (steps, 2 * steps)
     )
-    return (long - short) / (steps * batch * size)
+    return (long - short) / (steps * shape.batch * shape.hidden_size)
 
 
-def _step_table() -> Table:
-    table = Table(
-        "cell", "B", "H", *GPUS, title="Modelled microseconds per step, bfloat16 (s: stepwise)"
-    )
-    for cell in CELLS:
-        for batch, size in SIZES:
-            sizes = {"cell": cell, "input_size": size, "hidden_size": size}
-            texts = []
-            for gpu in GPUS:
-                plan = fusedrnn.plan(sizes, (1024, batch, size), torch.bfloat16, gpu)
-                note = " s" if plan.backend == "stepwise" else ""
-                texts.append(f"{plan.modelled_step_us:.1f}{note}")
-            table.add_row(cell, str(batch), str(size), *texts)
-    return table
+def step_table() -> Table:
+    """Of forward, on several GPUs."""
+    lines = []
+    for cell, (batch, size) in itertools.product(CELLS, SIZES):
+        texts = []
+        for gpu in GPUS:
+            made = plan(cell, Shape(1024, batch, size), torch.bfloat16, gpu)
+            note = " s" if made.backend == "stepwise" else ""
+            texts.append(f"{made.modelled_step_us:.1f}{note}")
+        lines.append([cell, str(batch), str(size), *texts])
+    title = "Modelled microseconds per step of forward, bfloat16 (s: stepwise)"
+    return Table(title, ["cell", "B", "H", *GPUS], lines)
 
 
-def _row_table() -> Table:
-    title = "Workspace of backward for each row of a chunk, in H bytes, I = Z = H, H100"
-    table = Table("dtype", "backend", *CELLS, "output", title=title)
-    for dtype, backend in itertools.product(DTYPES, ("auto", "stepwise")):
+def work_table() -> Table:
+    """What a pass does once for a chunk, and how long that takes by the model."""
+    us = _helpers.MODEL_US
+    lines = []
+    for cell, persistent, backward in itertools.product(CELLS, (True, False), (False, True)):
+        counts = _helpers.chunk_counts(
+            cell=cell,
+            backward=backward,
+            persistent=persistent,
+            element_bytes=torch.bfloat16.itemsize,
+            steps=1,
+            recompute=True,
+        )
+        fixed_us = sum(us[name] * counts[name] for name in ("gemm", "launch"))
+        fixed_us += us["kernel"] if persistent else 0
+        texts = ["persistent" if persistent else "stepwise", "backward" if backward else "forward"]
+        texts += [str(counts["gemm"]), str(counts["launch"]), f"{fixed_us:.0f}"]
+        lines.append([cell, *texts])
+    title = "What a chunk takes besides its steps and the arithmetic of GEMMs, 16 bits"
+    return Table(title, ["cell", "", "", "GEMMs", "launches", "us"], lines)
+
+
+def row_table() -> Table:
+    """What limits the length of chunks."""
+    lines = []
+    for kind, backend in itertools.product(KINDS, ("auto", "stepwise")):
+        set_up_torch(tf32=kind == TF32)
+        dtype = CUDA_KINDS[kind]
         sizes = (f"{row_bytes(cell, dtype, backend):.1f}" for cell in CELLS)
-        table.add_row(str(dtype).removeprefix("torch."), backend, *sizes, str(dtype.itemsize))
-    return table
+        lines.append([kind, backend, *sizes, str(dtype.itemsize)])
+    title = f"Workspace of backward for each row of a chunk, in H bytes, I = Z = H, {GPU}"
+    return Table(title, ["dtype", "backend", *CELLS, "output"], lines)
 
 
-def _memory_table() -> Table:
-    names = [f"{cell} {str(dtype).removeprefix('torch.')}" for dtype in DTYPES for cell in CELLS]
-    table = Table("shape", *names, title="Planned bytes of training over nn.LSTM's by count, H100")
-    for shape in CUDA_SHAPES:
-        ratios = [memory_ratio(cell, shape, dtype) for dtype in DTYPES for cell in CELLS]
-        table.add_row(str(shape), *(f"{ratio:.3f}" for ratio in ratios))
-    return table
+def chunk_table(kind: str, reasons: list[str]) -> Table:
+    """Automatic chunks at the shapes of the benchmark, and what training takes with them.
+
+    ``reasons``: of their lengths, to which those are added that it does not have yet.
+    """
+    set_up_torch(tf32=kind == TF32)
+    lines = []
+    for shape, cell in itertools.product(CUDA_SHAPES, CELLS):
+        made = plan(cell, shape, CUDA_KINDS[kind])
+        us = made.modelled_forward_us + made.modelled_backward_us_with_recompute
+        memory = made.training_bytes / made.nn_lstm_training_bytes
+        if made.chunk_reason not in reasons:
+            reasons.append(made.chunk_reason)
+        why = str(1 + reasons.index(made.chunk_reason))
+        numbers = [str(made.chunk_steps), why, f"{us / shape.seq_len:.1f}", f"{memory:.3f}"]
+        lines.append([str(shape), cell, made.backend, made.backward, *numbers])
+    columns = ["shape", "cell", "forward", "backward", "K", "why", "us / step", "memory / LSTM"]
+    title = f"Training in chunks of K steps, {GPU}, {kind}, time by model and memory by count"
+    return Table(title, columns, lines)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,12 @@ BASES = {OUR_GRU: (PADDED_GRU, GRU), OUR_LSTM: (PADDED_LSTM, LSTM)}
 
 def run(run: Run) -> Report:
     """The smaller shape of the benchmark."""
-    return _run(run, Case(QUICK if run.quick else SMALL, torch.float32), "cpu")
+    return _run(run, Case(QUICK if run.quick else SMALL, "float32"), "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
     """In bfloat16."""
-    return _run(run, Case(CUDA_QUICK if run.quick else CUDA, torch.bfloat16), "cuda")
+    return _run(run, Case(CUDA_QUICK if run.quick else CUDA, "bfloat16"), "cuda")
 
 
 def packed_input(shape: Shape, device: str, dtype: torch.dtype) -> PackedSequence:

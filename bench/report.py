@@ -32,9 +32,9 @@ except ImportError:  # tables are then written as Markdown, and there is no bar
 
 import fusedrnn
 
-from .cases import CUDA_BUDGET_S, CUDA_DTYPES, THREADS, Shape
+from .cases import CUDA_BUDGET_S, CUDA_KINDS, TF32, THREADS, Shape
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CUDA_DTYPES}
+DTYPES = {name: dtype for name, dtype in CUDA_KINDS.items() if name != TF32}
 
 # bench/results holds what the README shows; it is only written to when asked for by --out.
 RESULTS = Path("build/bench")
@@ -221,16 +221,19 @@ def main(
     sys.exit(1 if failures else 0)
 
 
-def set_up_torch() -> None:
-    """As in every process that measures."""
+def set_up_torch(*, tf32: bool = False) -> None:
+    """As in every process that measures.
+
+    ``tf32``: whether recurrent layers may round products of float32, nn.LSTM and ours alike.
+    """
     torch.set_num_threads(THREADS)
-    # torch allows cuDNN's unless told otherwise: nn.LSTM's float32 would be no float32.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # as by default, when torch allows cuDNN's
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _add_cuda_options(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
     known: dict[str, dict[str, Any]] = {
-        "--dtype": {"action": "append", "choices": [*DTYPES, "all"], "help": "may be repeated"},
+        "--dtype": {"action": "append", "choices": [*CUDA_KINDS, "all"], "help": "may be repeated"},
         "--shape": {
             "action": "append",
             "type": _shape,
@@ -294,14 +297,15 @@ def _environment(arguments: list[str], device: str) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": False,
+            "tf32": f"in rows of {TF32} alone",
         }
     return about
 
 
 def _machine(about: dict[str, Any]) -> str:
     if "gpu" in about:
-        return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, TF32 off"
+        tf32 = f"TF32 {about['tf32']}"
+        return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, {tf32}"
     return f"{about['cpu']}, {THREADS} threads, torch {about['torch']}"
 
 

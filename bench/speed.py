@@ -20,8 +20,8 @@ from .cases import (
     CUDA_STEP_US,
     CUDA_TRAINING_LIMITS,
     CUDNN_PERSISTENT,
-    CUDNN_TRAINING_MS,
     DENORMAL_LIMIT,
+    GEMM_BOUND,
     GEMMS,
     GRU,
     KEPT_GEMMS,
@@ -53,7 +53,7 @@ REBUILD = "rebuilding GEMMs"
 FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
 # At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
-CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S, CUDA_BACKWARD_S = 20, 3.0, 1.0, 1.0
+CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S, CUDA_BACKWARD_S = 20, 2.5, 1.0, 1.0
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 
@@ -345,24 +345,22 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
             if r := _compared(rows, a, b, times):
                 targets.append(Target(f"{what}, {a} / {b}", str(case), r.median, limit, r.spread))
 
-    def bound(what: str, name: str, times: str, factor: float, limit: float) -> None:
+    def bound_steps(name: str, limit: float) -> None:
         if why_none(rows[name]) is None:
-            values = [factor * ms for ms in rows[name][times]]
-            spread = f"({min(values):.2f}–{max(values):.2f})"
-            targets.append(Target(f"{what}, {name}", str(case), median(values), limit, spread))
+            us = [1000 * ms / case.shape.seq_len for ms in rows[name]["forward_ms"]]
+            what, spread = "microseconds per step of forward", f"({min(us):.2f}–{max(us):.2f})"
+            targets.append(Target(f"{what}, {name}", str(case), median(us), limit, spread))
 
-    compare("time", CUDA_SPEED_LIMITS, "train_ms")
-    if case.dtype is torch.bfloat16:
-        compare("time", CUDA_TRAINING_LIMITS.get(case.shape, {}), "train_ms")
-        if step_us := CUDA_STEP_US.get(case.shape):
-            stochastic, drop_in = step_us
-            for name, limit in ((OURS, stochastic), (OUR_GRU, drop_in), (OUR_LSTM, drop_in)):
-                what = "microseconds per step of forward"
-                bound(what, name, "forward_ms", 1000 / case.shape.seq_len, limit)
-            compare("forward time", CUDA_FORWARD_LIMITS, "forward_ms")
-    if case.dtype is torch.float16 and case.shape == CUDNN_PERSISTENT:
+    if case.kind != "float32" or case.shape not in GEMM_BOUND:
+        compare("time", CUDA_SPEED_LIMITS, "train_ms")
+    compare("time", CUDA_TRAINING_LIMITS.get(case.kind, {}).get(case.shape, {}), "train_ms")
+    if case.kind == "bfloat16" and (step_us := CUDA_STEP_US.get(case.shape)):
+        stochastic, drop_in = step_us
+        for name, limit in ((OURS, stochastic), (OUR_GRU, drop_in), (OUR_LSTM, drop_in)):
+            bound_steps(name, limit)
+        compare("forward time", CUDA_FORWARD_LIMITS, "forward_ms")
+    if case.kind == "float16" and case.shape == CUDNN_PERSISTENT:
         compare("forward time", {(OUR_LSTM, LSTM): 1.0}, "forward_ms")
-        bound("milliseconds of a training step", OUR_LSTM, "train_ms", 1, CUDNN_TRAINING_MS)
     return targets
 
 
@@ -401,7 +399,7 @@ def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
                 f"{row['forward_tflops']:.1f}",
             ]
         )
-    tf32 = " (TF32 off)" if case.dtype is torch.float32 else ""
+    tf32 = " (TF32 off)" if case.kind == "float32" else ""
     return Table(f"Training step and forward pass, {group.title}{case}{tf32}", columns, lines)
 
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .cases import (
-    CUDA_DTYPES,
+    CUDA_KINDS,
     CUDA_QUICK,
     CUDA_SHAPES,
     ON_CUDA,
     ON_CUDA_LATER,
     OURS,
+    TF32,
     Shape,
     has_targets,
 )
-from .report import DTYPES, Report, Run, set_up_torch
+from .report import Report, Run, set_up_torch
 from .worker import STALL_S, Row, measure_apart
 
 # A process that is at work when the budget is spent may go on for so long.
@@ -31,27 +32,32 @@ LATER_STALL_S = 240.0
 
 @dataclass(frozen=True)
 class Case:
-    """Where contenders are compared."""
+    """Where contenders are compared.
+
+    Attributes:
+        shape: Its sizes.
+        kind: Its dtype, by the name that --dtype has for it.
+    """
 
     shape: Shape
-    dtype: torch.dtype
+    kind: str
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.dtype_name}"
+        return f"{self.shape}, {self.kind}"
 
     @property
-    def dtype_name(self) -> str:
-        """As in --dtype."""
-        return str(self.dtype).removeprefix("torch.")
+    def dtype(self) -> torch.dtype:
+        """Of all tensors."""
+        return CUDA_KINDS[self.kind]
 
     def numbers(self) -> dict[str, Any]:
         """For JSON."""
-        return {"shape": vars(self.shape), "dtype": self.dtype_name}
+        return {"shape": vars(self.shape), "dtype": self.kind}
 
     @classmethod
     def of_numbers(cls, numbers: dict[str, Any]) -> Case:
         """That of ``numbers()``."""
-        return cls(Shape(**numbers["shape"]), DTYPES[numbers["dtype"]])
+        return cls(Shape(**numbers["shape"]), numbers["dtype"])
 
 
 Results = dict[Case, dict[str, Row]]
@@ -112,17 +118,22 @@ class Budget:
 
 
 def _cases(run: Run) -> list[Case]:
-    chosen = run.options.dtype or ["all"]
-    dtypes = CUDA_DTYPES if "all" in chosen else [DTYPES[name] for name in chosen]
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CUDA_SHAPES)
-    cases = [Case(shape, dtype) for dtype in dtypes for shape in shapes]
-    return sorted(cases, key=lambda case: not has_targets(case.shape, case.dtype))
+    cases = [Case(shape, kind) for kind in kinds(run, CUDA_KINDS) for shape in shapes]
+    return sorted(cases, key=lambda case: not has_targets(case.shape, case.kind))
 
 
-def opened(case: dict[str, Any]) -> Case:
+def kinds(run: Run, unless_chosen: Iterable[str]) -> Iterable[str]:
+    """The dtypes of a run, by name."""
+    chosen: list[str] = run.options.dtype or [*unless_chosen]
+    return CUDA_KINDS if "all" in chosen else chosen
+
+
+def opened(numbers: dict[str, Any]) -> Case:
     """The case of a job, in the process that measures it."""
-    set_up_torch()
-    return Case.of_numbers(case)
+    case = Case.of_numbers(numbers)
+    set_up_torch(tf32=case.kind == TF32)
+    return case
 
 
 def release() -> None:
@@ -158,5 +169,5 @@ def failures(results: Results) -> list[str]:
         for case, rows in results.items()
         for name, row in rows.items()
         if name.startswith(OURS)
-        and ("error" in row or ("missing" in row and has_targets(case.shape, case.dtype)))
+        and ("error" in row or ("missing" in row and has_targets(case.shape, case.kind)))
     ]

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench import (  # noqa: E402
     gpu_check,
     machine,
     memory,
+    model,
     numerics,
     packed,
     parts,
@@ -254,7 +256,7 @@ class OnCpu:
         monkeypatch.setattr(sweep, "measure_apart", self.measure_apart)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         # Threads that wait for each other are slow beside other tests.
-        monkeypatch.setattr(sweep, "set_up_torch", lambda: None)
+        monkeypatch.setattr(sweep, "set_up_torch", lambda tf32: None)
         monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
         for benchmark in (memory, speed):
             monkeypatch.setattr(benchmark, "training_step", self.training_step)
@@ -288,7 +290,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnCpu:
 
 
 def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
-    for benchmark, targets in ((memory, 5), (speed, 2)):
+    for benchmark, targets in ((memory, 3), (speed, 2)):
         result = benchmark.run_on_cuda(on_cpu.run())
         (case,) = load(on_cpu.out, result.name)["cases"]
         assert case["shape"] == vars(cases.CUDA_QUICK)
@@ -358,6 +360,60 @@ def test_groups_of_contenders_are_measured_apart(on_cpu: OnCpu) -> None:
     assert not {*cases.PERSISTENT, cases.KEPT, cases.CAPTURED} & set(cases.ON_CUDA_TOGETHER[0])
 
 
+def test_memory_is_to_be_a_half_of_nn_lstm_s_or_a_quarter_of_much() -> None:
+    def targets(lstm_bytes: int) -> dict[str, tuple[float, float]]:
+        ours = {"peak_bytes": 1 << 28, "saved_bytes": 1, "host_bytes": 0}
+        rows = {name: ours for name in cases.ON_CUDA} | {LSTM: ours | {"peak_bytes": lstm_bytes}}
+        case = sweep.Case(cases.CUDA_SHAPES[0], "tf32")
+        measured = memory._report_on_cuda({case: rows}).targets
+        return {target.what: (target.value, target.limit) for target in measured}
+
+    names = [f"peak memory, {name} / nn.LSTM" for name in (OURS, cases.OUR_GRU, cases.OUR_LSTM)]
+    assert targets(1 << 29) == dict.fromkeys(names, (0.5, 0.5))
+    assert targets((1 << 30) - 1) == dict.fromkeys(names, (pytest.approx(0.25), 0.5))
+    assert targets(1 << 30) == dict.fromkeys(names, (0.25, 0.25))
+
+
+@pytest.fixture
+def torch_set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves torch with its defaults, whatever a test has set up."""
+    monkeypatch.setattr(report, "THREADS", torch.get_num_threads())
+    yield
+    report.set_up_torch(tf32=True)
+
+
+@pytest.mark.usefixtures("torch_set_up")
+def test_tf32_is_on_in_its_own_rows_alone() -> None:
+    for kind in ("tf32", *report.DTYPES):
+        case = sweep.Case(cases.CUDA_QUICK, kind)
+        assert sweep.opened(case.numbers()) == case
+        assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") == (kind == "tf32")
+        assert not torch.backends.cuda.matmul.allow_tf32
+
+
+@pytest.mark.usefixtures("torch_set_up")
+def test_the_model_predicts_memory_within_the_targets() -> None:
+    """But where the least chunk takes more: the weights are large for the sequence."""
+    reasons: list[str] = []
+    tables = {kind: model.chunk_table(kind, reasons) for kind in model.KINDS}
+    for kind, table in tables.items():
+        assert len(table.rows) == len(cases.CUDA_SHAPES) * len(model.CELLS)
+        for *_, forward, backward, steps, why, us, share in table.rows:
+            assert int(steps) > 0
+            assert float(us) > 0
+            assert float(share) <= 0.5 or "The least" in reasons[int(why) - 1]
+            assert kind != "float32" or (forward, backward) == ("stepwise", "stepwise")
+    assert len(reasons) == len(set(reasons))
+    times = [[float(row[6]) for row in tables[kind].rows] for kind in ("tf32", "float32")]
+    assert all(rounded < full for rounded, full in zip(*times, strict=True))
+
+
+def test_model_prints_its_tables() -> None:
+    run = bench("bench.model")
+    assert run.returncode == 0, run.stderr
+    assert all(f"H100, {kind}, time by model" in run.stdout for kind in model.KINDS)
+
+
 def test_times_of_one_process_are_compared_within_rounds() -> None:
     def row(process: int, *times: float) -> worker.Row:
         return {"process": process, "train_ms": list(times)}
@@ -378,7 +434,7 @@ def test_rows_of_ours_that_targets_need_must_not_be_missing() -> None:
     rows = {OURS: missing, LSTM: missing}
     shapes = {cases.CUDA_QUICK: [], cases.CUDA_SHAPES[0]: [OURS]}
     for shape, expected in shapes.items():
-        case = sweep.Case(shape, torch.bfloat16)
+        case = sweep.Case(shape, "bfloat16")
         said = [f"{name} is missing at {case}: not reached within 1 s" for name in expected]
         assert sweep.failures({case: rows}) == said
 
@@ -386,37 +442,51 @@ def test_rows_of_ours_that_targets_need_must_not_be_missing() -> None:
 def test_gpu_benchmark_begins_where_times_have_targets(on_cpu: OnCpu) -> None:
     run = on_cpu.run()
     run.options.dtype, run.options.shape = ["all"], cases.CUDA_SHAPES
-    order = [(case.shape, case.dtype) for case in sweep._cases(run)]
-    assert len(set(order)) == len(order) == 3 * len(cases.CUDA_SHAPES)
-    first = [(shape, torch.bfloat16) for shape in cases.CUDA_TRAINING_LIMITS]
-    first.append((cases.CUDNN_PERSISTENT, torch.float16))
+    order = sweep._cases(run)
+    assert len(set(order)) == len(order) == 4 * len(cases.CUDA_SHAPES)
+    limits = cases.CUDA_TRAINING_LIMITS
+    first = [sweep.Case(shape, kind) for kind in limits for shape in limits[kind]]
     assert order[: len(first)] == first
+    assert first[-2:] == [
+        sweep.Case(cases.CUDNN_PERSISTENT, "float16"),
+        sweep.Case(cases.CUDA_SHAPES[0], "tf32"),
+    ]
 
 
 def test_targets_of_time_on_a_gpu() -> None:
     row = {"train_ms": [4.0, 6.0, 5.0], "forward_ms": [2.0, 1.0, 1.5]}
     rows = dict.fromkeys(cases.ON_CUDA, row)
 
-    def targets(shape: cases.Shape, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-        measured = speed._targets(sweep.Case(shape, dtype), rows)
+    def targets(shape: cases.Shape, kind: str) -> dict[str, tuple[float, float]]:
+        measured = speed._targets(sweep.Case(shape, kind), rows)
+        assert len({target.what for target in measured}) == len(measured)
         return {target.what: (target.value, target.limit) for target in measured}
 
     loops = {"time, fusedrnn / plain loop", "time, fusedrnn / plain loop, CUDA graph"}
     drop_ins = {"time, fusedrnn.GRU / nn.GRU": (1, 0.5), "time, fusedrnn.LSTM / nn.LSTM": (1, 0.5)}
     ours = "time, fusedrnn / nn.LSTM"
-    at_256 = targets(cases.Shape(1024, 64, 256), torch.bfloat16)
+    gru, lstm = "time, fusedrnn.GRU / nn.LSTM", "time, fusedrnn.LSTM / nn.LSTM"
+    smallest = targets(cases.Shape(1024, 16, 256), "bfloat16")
+    assert smallest.items() >= {ours: (1, 0.45), gru: (1, 0.3), lstm: (1, 0.35)}.items()
+    at_256 = targets(cases.Shape(1024, 64, 256), "bfloat16")
     assert at_256.items() >= {ours: (1, 0.45), **drop_ins}.items()
     assert at_256["microseconds per step of forward, fusedrnn"] == (pytest.approx(1500 / 1024), 2)
-    at_1024 = targets(cases.Shape(256, 128, 1024), torch.bfloat16)
+    at_1024 = targets(cases.Shape(256, 128, 1024), "bfloat16")
     assert at_1024.keys() == {*loops, *drop_ins, ours}
     assert at_1024[ours] == (1, 1)
-    assert targets(cases.CUDNN_PERSISTENT, torch.bfloat16).keys() == {*loops, *drop_ins}
-    in_float16 = targets(cases.CUDNN_PERSISTENT, torch.float16)
+    assert targets(cases.CUDNN_PERSISTENT, "bfloat16").keys() == {*loops, *drop_ins}
+    in_float16 = targets(cases.CUDNN_PERSISTENT, "float16")
     forward = "forward time, fusedrnn.LSTM / nn.LSTM"
-    in_ms = "milliseconds of a training step, fusedrnn.LSTM"
-    assert in_float16.keys() == {*loops, forward, in_ms}
-    assert in_float16[in_ms] == (5.0, 5.2)
-    assert targets(cases.Shape(256, 64, 2048), torch.bfloat16).keys() == loops
+    assert in_float16.keys() == {*loops, forward, lstm}
+    assert in_float16[forward] == in_float16[lstm] == (1, 1)
+    assert targets(cases.Shape(256, 64, 2048), "bfloat16").keys() == loops
+    in_tf32 = targets(cases.Shape(1024, 16, 256), "tf32")
+    assert in_tf32.items() >= {ours: (1, 1), gru: (1, 1), lstm: (1, 1)}.items()
+    assert in_tf32.keys() == {*loops, ours, gru, lstm}
+    assert targets(cases.Shape(1024, 16, 256), "float32").keys() == loops
+    for shape in cases.GEMM_BOUND:
+        assert targets(shape, "float32").keys() == set()
+        assert targets(shape, "tf32").keys() == loops
 
 
 def test_backward_of_persistent_kernels_stands_beside_stepwise(on_cpu: OnCpu) -> None:
@@ -435,18 +505,18 @@ def test_chunks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     (case,) = load(tmp_path, "chunks")["cases"]
     rows = case["contenders"]
-    assert list(rows) == ["automatic", "4", "8", "16", LSTM]
-    assert [rows[name]["chunk_steps"] for name in ("4", "8", "16")] == [4, 8, 16]
-    assert rows["4"]["peak_bytes"] < rows["8"]["peak_bytes"] < rows["16"]["peak_bytes"]
+    assert list(rows) == ["automatic", "16", "32", "64", LSTM]
+    assert [rows[name]["chunk_steps"] for name in ("16", "32", "64")] == [16, 32, 64]
+    assert rows["16"]["peak_bytes"] < rows["32"]["peak_bytes"] < rows["64"]["peak_bytes"]
     assert len({len(row["train_ms"]) for row in rows.values()}) == 1
 
 
 def test_a_benchmark_in_a_process_of_its_own() -> None:
-    case = sweep.Case(chunks.QUICK, torch.float32)
+    case = sweep.Case(chunks.QUICK, "float32")
     numbers = case.numbers() | {"device": "cpu", "rounds": 3}
     end = time.monotonic() + 250
-    rows = worker.measure_apart("bench.chunks", numbers, ["4", LSTM], end=end)
-    assert rows.keys() == {"4", LSTM}
+    rows = worker.measure_apart("bench.chunks", numbers, ["16", LSTM], end=end)
+    assert rows.keys() == {"16", LSTM}
     assert {len(row["train_ms"]) for row in rows.values()} == {3}
     assert len({row["process"] for row in rows.values()}) == 1
 
@@ -472,19 +542,19 @@ def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(
 
     def measure_apart(module: str, numbers: Any, names: Any, **_: float) -> dict[str, worker.Row]:
         case = sweep.Case.of_numbers(numbers)
-        measured.append((module, case.shape, case.dtype, numbers["device"]))
+        measured.append((module, case.shape, case.kind, numbers["device"]))
         return {name: {"missing": "none"} for name in names}
 
     monkeypatch.setattr(chunks, "measure_apart", measure_apart)
     run = on_cpu.run()
     chunks.run_on_cuda(run)
-    run.options.dtype, run.options.shape = None, [cases.Shape(100, 2, 4)]
+    run.options.dtype, run.options.shape = None, [cases.Shape(300, 2, 4)]
     (table,) = chunks.run_on_cuda(run).tables
     assert measured == [
-        ("bench.chunks", cases.CUDA_QUICK, torch.float32, "cuda"),
-        ("bench.chunks", cases.Shape(100, 2, 4), torch.bfloat16, "cuda"),
+        ("bench.chunks", cases.CUDA_QUICK, "float32", "cuda"),
+        ("bench.chunks", cases.Shape(300, 2, 4), "bfloat16", "cuda"),
     ]
-    names = ["automatic", "4", "8", "16", "32", "64", "100", LSTM]
+    names = ["automatic", "16", "32", "64", "128", "256", "300", LSTM]
     assert [row[0] for row in table.rows] == names
     (table,) = chunks.run_on_cuda(on_cpu.run(budget_s=-1)).tables
     assert {row[1] for row in table.rows} == {"not reached within -1 s"}
@@ -495,17 +565,21 @@ def test_the_best_chunk_is_one_that_takes_little_memory() -> None:
     def row(ms: float, peak_bytes: int) -> worker.Row:
         return {"train_ms": [ms] * 3, "peak_bytes": peak_bytes, "chunk_steps": 4}
 
-    case = sweep.Case(cases.Shape(16, 2, 2), torch.bfloat16)
-    rows = {"automatic": row(11, 20), "4": row(12, 10), "8": row(10, 25), "16": row(5, 26)}
-    rows |= {"32": {"error": "RuntimeError: broken"}, LSTM: row(1, 100)}
+    case = sweep.Case(cases.Shape(64, 2, 2), "bfloat16")
+    rows = {"automatic": row(11, 20), "16": row(12, 10), "32": row(10, 50), "64": row(5, 52)}
+    rows |= {"128": {"error": "RuntimeError: broken"}, LSTM: row(1, 100)}
     result = chunks._report({case: rows}, "cuda")
     (target,) = result.targets
     assert target.value == pytest.approx(1.1)
     assert target.limit == 1.03
-    assert result.failures == [f"chunk_size 32 failed at {case}: RuntimeError: broken"]
+    assert result.failures == [f"chunk_size 128 failed at {case}: RuntimeError: broken"]
     table = {row[0]: row[1:] for row in result.tables[0].rows}
-    assert table["16"] == ["4", "5.00", "0.50 (0.50–0.50)", "0.0", "0.260"]
-    assert table["32"][0] == "RuntimeError: broken"
+    assert table["64"] == ["4", "5.00", "0.50 (0.50–0.50)", "0.0", "0.520"]
+    assert table["128"][0] == "RuntimeError: broken"
+    for other in rows.values():
+        other["peak_bytes"] = 2**24 * other.get("peak_bytes", 0)
+    (target,) = chunks._report({case: rows}, "cuda").targets
+    assert target.value == 1, "a quarter of a GiB or more: of these, the automatic one is the best"
     assert chunks._report({case: rows}, "cpu").targets == []
     rows[LSTM] = {"missing": "time"}
     assert chunks._report({case: rows}, "cuda").targets == []
