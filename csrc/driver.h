@@ -20,7 +20,7 @@
 //       an earlier call with `repeats` did, further on in the sequence by the difference of
 //       first_row; is_whole: no step of a chunk is missing
 //   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
-//   adjoint_chunk(plan, PersistentBackward, workspace): its adjoint chain, if kPersistentBackward
+//   adjoint_chunk(plan, PersistentBackward, workspace): its adjoint chain, if kPersistent
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
 //   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds): memory of its own in the
 //       workspace, for each stream
@@ -557,7 +557,7 @@ class Driver {
   void adjoint_chain(const Chunk& chunk, const Gradients<T>& gradients, const Kept<const A>& kept,
                      BackwardBuffers& buffers, Recording& recording) {
     const Rows<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
-    if constexpr (Backend::kPersistentBackward) {
+    if constexpr (Backend::kPersistent) {
       if (layer_.is_persistent) {
         const auto args = chain_arguments(chunk, grad_output, gradients, kept, buffers);
         return backend_.adjoint_chunk(layer_.persistent, args, buffers.of(chunk.index).exchange);

@@ -165,7 +165,8 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 
     A graph of torch.compile has a guard on that, and is compiled again when it changes.
     """
-    return dtype == torch.float32 and cudnn_rnn.fp32_precision == "tf32"
+    precision = cudnn_rnn.fp32_precision  # type: ignore[attr-defined]
+    return dtype == torch.float32 and precision == "tf32"
 
 
 def _of_tensors(input: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:

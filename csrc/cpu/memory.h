@@ -12,7 +12,7 @@ struct Memory {
   // 16-bit types are widened before its GEMMs, so that they accumulate and return float.
   using O = A;
   static constexpr bool kReplays = false, kGemmRounds = false;
-  static constexpr bool kPersistent = false, kPersistentBackward = false;
+  static constexpr bool kPersistent = false;
 
   static int64_t scratch_bytes(const ScratchNeeds& /*needs*/) { return 0; }
 };

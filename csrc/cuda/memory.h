@@ -16,7 +16,7 @@ struct Memory {
   using O = T;  // GEMMs accumulate in A and give either
   static constexpr bool kReplays = true, kGemmRounds = true;
   // Whether there are kernels for whole chunks, in each pass.
-  static constexpr bool kPersistent = std::is_same_v<A, float>, kPersistentBackward = kPersistent;
+  static constexpr bool kPersistent = std::is_same_v<A, float>;
 
   struct Scratch {
     int64_t* shift;
