@@ -310,11 +310,10 @@ LayerPlan plan_without_room(const Problem& problem, int64_t needed) {
 }
 
 // Chunks of the length that the caller wants; or as long as both passes stay within
-// problem.workspace_bytes, whatever tensors a call has; or without either,
-//   on the CPU, of 256 rows: the speed of GEMMs over them is flat from there on, while the
-//   workspace
-//     grows with every row and leaves the cache;
-//   on a GPU, the shortest whose fixed costs are little by the model, within the TrainingLimit.
+// problem.workspace_bytes, whatever tensors a call has.  Without either, on a GPU, the shortest
+// whose fixed costs are little by the model, within the TrainingLimit; on the CPU, of 256 rows: the
+// speed of GEMMs over them is flat from there on, while the workspace grows with every row and
+// leaves the cache.
 template <class Memory>
 LayerPlan plan_by_sizes(const Problem& problem) {
   using T = typename Memory::T;
@@ -338,8 +337,8 @@ LayerPlan plan_by_sizes(const Problem& problem) {
   }
   if (problem.chunks > 0) return of_steps(chunks.steps_of(problem.chunks), "As in forward.");
 
-  // More steps are more workspace.  But one chunk alone needs no room for two streams, so that the
-  // most may fit where fewer do not.
+  // More steps are more workspace.  But one chunk alone needs no room for another one beside it, so
+  // that the most may fit where fewer do not.
   const auto longest = [&](int64_t least, int64_t most, const auto& fits) {
     if (fits(most)) return most;
     while (least < most) {

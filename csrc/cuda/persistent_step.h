@@ -161,7 +161,7 @@ inline int64_t place(const PersistentPlan& plan, void* workspace, ExchangeArgume
   args.next = takes_turns && turn.has_next ? (is_second ? -bytes : bytes) / kPacketBytes : 0;
   for (int s = 0; s < kMostStages; ++s) {
     args.sent[s] = {reinterpret_cast<Packet*>(at), args.batch,
-                    plan.exchange == Exchange::Packets ? kEachItsOwn : kTwoInTurns};
+                    takes_turns ? kEachItsOwn : kTwoInTurns};
     at += plan.sent_bytes[s];
   }
   for (int s = 0; s < kMostStages; ++s) {
