@@ -27,6 +27,7 @@ class Plan:
             registers, or "stepwise", a matrix product and a kernel for each stage of each step.
         backward: The same of backward.
         reason: Why forward is that; and if it is persistent and backward is not, why that is.
+        fp32_precision: Of products: "tf32" where a GPU may round those of float32, else "ieee".
         modelled_step_us: Microseconds that a step of the forward recurrence takes by the model of
             docs/performance.md, which has not been measured yet; 0 on the CPU.
         modelled_forward_us: Microseconds that forward takes for the whole sequence, by the same
@@ -65,6 +66,7 @@ class Plan:
     backend: str
     backward: str
     reason: str
+    fp32_precision: str
     modelled_step_us: float
     modelled_forward_us: float
     chunk_steps: int
@@ -156,8 +158,9 @@ def plan(
     widest = module.input_size
     if module.num_layers > 1:
         widest = max(widest, directions * output_size)
+    gpu, tf32 = _gpu(device), _library.allows_tf32(dtype)
     made = _library.plan_layer(
-        _gpu(device),
+        gpu,
         cell=module._table_name,
         noise=sample,
         input_size=widest,
@@ -174,11 +177,12 @@ def plan(
         by_flags=_library.exchange_by_flags,
         overlap=_library.overlap_chunks,
         free_multiprocessors=_library.multiprocessors_left(),
-        tf32=_library.allows_tf32(dtype),
+        tf32=tf32,
     )
     if module.backend == "persistent" != made["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
-    return Plan(**made)
+    rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
+    return Plan(fp32_precision="tf32" if rounds else "ieee", **made)
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:
