@@ -88,6 +88,9 @@ def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
     """With half as many columns in as many registers."""
     made, half = (plan(cell, 64, 256, gpu, dtype=dtype) for dtype in (torch.float32, BF16))
     assert made.backend == made.backward == "persistent" and made.reason == half.reason
+    assert (made.fp32_precision, half.fp32_precision) == ("tf32", "ieee")
+    assert "\n  fp32 precision: tf32\n" in str(made)
+    assert plan(cell, 64, 256, "cpu", dtype=torch.float32).fp32_precision == "ieee"
     assert made.weight_registers == 2 * half.weight_registers < 200
     assert made.forward_workspace_bytes > half.forward_workspace_bytes
     assert plan(cell, 16, 512, gpu, dtype=torch.float32).backend == "persistent"
@@ -115,7 +118,8 @@ print(fusedrnn.plan(sizes, (64, 16, 64), torch.float32, "H100").backend)
 
 def test_products_of_matrices_have_a_switch_of_their_own():
     torch.backends.cuda.matmul.allow_tf32 = True
-    assert "torch is not told to allow" in plan("gru", 16, 256, dtype=torch.float32).reason
+    made = plan("gru", 16, 256, dtype=torch.float32)
+    assert "torch is not told to allow" in made.reason and made.fp32_precision == "ieee"
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
