@@ -102,7 +102,7 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
       result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
       result["forward_workspace_bytes"] = workspace.forward;
       result["backward_workspace_bytes"] = workspace.backward;
-      result["training_bytes"] = training_bytes<T>(problem, made.steps, workspace.backward);
+      result["training_bytes"] = training_bytes<T>(problem, made.steps, workspace);
       result["nn_lstm_training_bytes"] = lstm_training_bytes<T>(problem);
       result["most_workspace_bytes"] = WorkspaceCount<Memory>(problem, true)(made).most();
       for (const bool recompute : {true, false}) {

@@ -166,10 +166,10 @@ inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_by
 }
 
 // What a training step holds at its peak, of one direction, beside weights, input and the output's
-// gradient: the output, what is saved besides, the gradients of the weights as they are summed up,
-// and the workspace, or after it these gradients rounded.
+// gradient: the output, what is saved besides, and the workspace of forward; or of backward, or
+// after it the rounded gradients of the weights, with these gradients as they are summed up.
 template <class T>
-int64_t training_bytes(const Problem& problem, int64_t steps, int64_t workspace_bytes) {
+int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceBytes& workspace) {
   int64_t weights = 0;
   for (int p = 0; p < problem.cell.num_projections; ++p) {
     const Projection& projection = problem.cell.projections[p];
@@ -179,9 +179,10 @@ int64_t training_bytes(const Problem& problem, int64_t steps, int64_t workspace_
   }
   const int64_t output = problem.seq_len * problem.batch * problem.sizes.output;
   const int64_t rounded = std::is_same_v<T, Acc<T>> ? 0 : weights;
+  const int64_t in_backward = weights * int64_t(sizeof(Acc<T>)) +
+                              std::max(workspace.backward, rounded * int64_t(sizeof(T)));
   return output * int64_t(sizeof(T)) + saved_bytes(problem, steps, sizeof(Acc<T>), true) +
-         weights * int64_t(sizeof(Acc<T>)) +
-         std::max(workspace_bytes, rounded * int64_t(sizeof(T)));
+         std::max(workspace.forward, in_backward);
 }
 
 // The same of torch.nn.LSTM of these sizes on a GPU, by count, at least: of each step and row the
@@ -207,12 +208,13 @@ class WorkspaceBound {
       : problem_(problem), plan_(plan_steps(problem, kElementBytes, steps)),
         count_(problem, for_any) {}
 
-  int64_t operator()(int64_t steps) {
+  WorkspaceBytes operator()(int64_t steps) {
     plan_.steps = steps;
     // A persistent kernel may find the steps too many to count them.  That is no reason to go
     // without it, so there is no limit that they stay within.
+    constexpr int64_t kNoLimit = INT64_MAX / 4;
     const bool same = stays(Pass::Forward, plan_.forward) & stays(Pass::Backward, plan_.backward);
-    return same ? count_(plan_).most() : INT64_MAX;
+    return same ? count_(plan_) : WorkspaceBytes{kNoLimit, kNoLimit};
   }
 
  private:
@@ -250,14 +252,21 @@ class Chunks {
     if (most >= seq_len_) return seq_len_;
     const int64_t down = most / alike_ * alike_;
     int64_t count = count_of(8 * down >= 7 * most ? down : most);
-    while (steps_of(count) > most) ++count;
+    // There may be no chunks of one length that are just so many.
+    while (steps_of(count) > most || count_of(steps_of(count)) != count) ++count;
     return steps_of(count);
   }
-  // So many, or a few more.
-  int64_t up(int64_t steps) const { return (steps + alike_ - 1) / alike_ * alike_; }
+  // Of at least so many steps, and rows in multiples of 128.
+  int64_t at_least(int64_t least) const {
+    const int64_t count = std::max<int64_t>(seq_len_ / least, 1);
+    const int64_t steps = up((seq_len_ + count - 1) / count);
+    return steps >= seq_len_ ? seq_len_ : steps_of(count_of(steps));
+  }
 
  private:
   static constexpr int64_t kRows = 128;
+  // So many, or a few more.
+  int64_t up(int64_t steps) const { return (steps + alike_ - 1) / alike_ * alike_; }
   int64_t count_of(int64_t steps) const { return (seq_len_ + steps - 1) / steps; }
 
   int64_t seq_len_, alike_;  // alike_: steps whose rows are a multiple of 128
@@ -279,8 +288,7 @@ struct TrainingLimit {
   }
 };
 
-// The least steps of a chunk on a GPU, whatever memory they take: weights alone may be more than
-// is allowed.
+// The least steps of a chunk on a GPU, whatever memory they take.
 inline int64_t least_steps(int64_t batch) {
   constexpr int64_t kRows = 256, kSteps = 8, kMostRows = 1024;
   return std::max((kRows + batch - 1) / batch, std::min(kSteps, (kMostRows + batch - 1) / batch));
@@ -295,7 +303,7 @@ template <class Memory>
 LayerPlan plan_without_room(const Problem& problem, int64_t needed) {
   Problem stepwise = problem;
   stepwise.backend = "stepwise";
-  if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, 1)(1) < needed) {
+  if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, 1)(1).most() < needed) {
     LayerPlan plan = plan_by_sizes<Memory>(stepwise);
     plan.lacks_room = true;
     return plan;
@@ -335,8 +343,6 @@ LayerPlan plan_by_sizes(const Problem& problem) {
     return of_steps(std::min((kRows + batch - 1) / batch, seq_len),
                     "As many as have 256 rows: with more, a CPU is no faster.");
   }
-  if (problem.chunks > 0) return of_steps(chunks.steps_of(problem.chunks), "As in forward.");
-
   // More steps are more workspace.  But one chunk alone needs no room for another one beside it, so
   // that the most may fit where fewer do not.
   const auto longest = [&](int64_t least, int64_t most, const auto& fits) {
@@ -354,11 +360,18 @@ LayerPlan plan_by_sizes(const Problem& problem) {
   if (is_limited) {
     const int64_t limit = problem.workspace_bytes;
     WorkspaceBound<Memory> bound(problem, 1);
-    const int64_t needed = bound(1);
-    if (needed > limit) return plan_without_room<Memory>(problem, needed);
-    const auto fits = [&](int64_t steps) { return bound(steps) <= limit; };
+    const auto fits = [&](int64_t steps) { return bound(steps).most() <= limit; };
+    if (problem.chunks > 0) {
+      const int64_t steps = chunks.steps_of(problem.chunks);
+      Problem stepwise = problem;
+      if (problem.backend == "auto" && !fits(steps)) stepwise.backend = "stepwise";
+      return plan_steps(stepwise, sizeof(T), steps);
+    }
+    if (!fits(1)) return plan_without_room<Memory>(problem, bound(1).most());
     return of_steps(chunks.within(longest(1, seq_len, fits)), "As many as workspace_bytes allow.");
   }
+
+  if (problem.chunks > 0) return plan_steps(problem, sizeof(T), chunks.steps_of(problem.chunks));
 
   const LayerPlan of_one = plan_steps(problem, sizeof(T), 1);
   const auto costs_too_much = [&](int64_t steps) {
@@ -366,21 +379,32 @@ LayerPlan plan_by_sizes(const Problem& problem) {
   };
   const int64_t wanted =
       costs_too_much(seq_len) ? seq_len : longest(0, seq_len - 1, costs_too_much) + 1;
-  const int64_t most = std::min(chunks.up(wanted), seq_len);
+  const int64_t most = chunks.at_least(wanted);
   const TrainingLimit limit(lstm_training_bytes<T>(problem));
-  const int64_t least = std::min(least_steps(batch), most);
-  WorkspaceBound<Memory> bound(problem, least, /*for_any=*/false);
-  const auto fits = [&](int64_t steps) {
-    const int64_t bytes = bound(steps);
-    // With more steps there are fewer states to save.
-    return bytes <= limit.bytes && (bytes <= saved_bytes(problem, steps, sizeof(Acc<T>), true) ||
-                                    training_bytes<T>(problem, steps, bytes) <= limit.bytes);
+  WorkspaceBound<Memory> bound(problem, 1, /*for_any=*/false);
+  const auto training = [&](int64_t steps) {
+    return training_bytes<T>(problem, steps, bound(steps));
   };
-  const int64_t steps = longest(least, most, fits);
-  const char* why = !fits(steps)    ? "The least, whatever memory they take."
-                    : steps == most ? "What a chunk costs besides its steps is at most 3% of these."
-                                    : limit.why;
-  return of_steps(chunks.within(steps), why);
+  const auto takes_at_most = [&](int64_t bytes) {
+    return [&training, bytes](int64_t steps) { return training(steps) <= bytes; };
+  };
+  // With a step more there are fewer states to save, which up to some length is more than what the
+  // workspace grows by.
+  const auto saves_memory = [&](int64_t steps) {
+    const double saved = double(saved_bytes(problem, 1, sizeof(Acc<T>), true));
+    const auto grown = double(bound(steps + 1).backward - bound(steps).backward);
+    return grown < saved / (double(steps) * double(steps + 1));
+  };
+  int64_t least = std::min(least_steps(batch), most);
+  if (least < most && saves_memory(least)) least = longest(least, most - 1, saves_memory) + 1;
+  int64_t steps = longest(least, most, takes_at_most(limit.bytes));
+  if (training(steps) > limit.bytes) {
+    // Weights alone may be more than is allowed.  Beside them some more steps take no memory.
+    steps = longest(least, most, takes_at_most(training(least)));
+    return of_steps(chunks.within(steps), "As many as take no more memory than the least do.");
+  }
+  if (steps < most) return of_steps(chunks.within(steps), limit.why);
+  return of_steps(most, "What a chunk costs besides its steps is at most 3% of these.");
 }
 
 // The same, where the driver of the GPU has a say.  It changes the length of no chunk, but to stay

@@ -83,8 +83,8 @@ def stochastic_gru(
         recompute: if False, pre-activations (4H + 2Z numbers per step and batch entry) are kept
             for backward rather than computed again: more memory, less time, and the same gradients
             up to rounding.  See :class:`fusedrnn.GRU` for when that pays.
-        chunk_size: steps per chunk of workspace.  None chooses; more is more memory.  Results are
-            the same up to rounding.
+        chunk_size: steps per chunk of workspace.  None chooses; see :class:`fusedrnn.GRU`.  Results
+            are the same up to rounding.
         workspace_bytes: most bytes of workspace, in the place of ``chunk_size``; see
             :class:`fusedrnn.GRU`.
         backend: see :class:`fusedrnn.GRU`.

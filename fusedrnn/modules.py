@@ -194,9 +194,11 @@ class GRU(RNNBase):
             (bench/results/cpu.md), and on a GPU for large batches; for small ones most of the time
             goes into the steps, which stay. :func:`fusedrnn.plan` says both for given sizes.
         chunk_size: Time steps that are worked on at once, which bounds the workspace. If None, it
-            is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU
-            256 to 4,096 of them, as many as let training take a quarter of the memory that
-            torch.nn.LSTM takes, by count. Results are the same up to rounding: products of
+            is chosen from the sizes: about 256 rows (steps times batch) on the CPU, and on a GPU as
+            many steps as make up for what a chunk costs besides them, as far as training takes no
+            more than half or a quarter of the memory that torch.nn.LSTM takes, by count:
+            :func:`fusedrnn.plan` says how many, and why. Longer chunks take less time and more
+            memory, though an LSTM's states before each chunk are more with very short ones. Results are the same up to rounding: products of
             other sizes may be summed up in another order.
         workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
             layer and direction, one of which is at work at a time: chunks are as few as that

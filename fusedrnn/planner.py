@@ -22,12 +22,16 @@ class Plan:
 
     What the kernel for whole chunks takes is 0 where there is none.
 
+    Memory and time are those of one layer and direction, and with recompute where nothing else is
+    said.
+
     Attributes:
         backend: Of forward: "persistent", one kernel for all steps of a chunk with the weights in
             registers, or "stepwise", a matrix product and a kernel for each stage of each step.
         backward: The same of backward.
         reason: Why forward is that; and if it is persistent and backward is not, why that is.
-        fp32_precision: Of products: "tf32" where a GPU may round those of float32, else "ieee".
+        fp32_precision: Of products of float32: "tf32" where a GPU may round them, else "ieee";
+            "" of other dtypes.
         modelled_step_us: Microseconds that a step of the forward recurrence takes by the model of
             docs/performance.md, which has not been measured yet; 0 on the CPU.
         modelled_forward_us: Microseconds that forward takes for the whole sequence, by the same
@@ -36,9 +40,10 @@ class Plan:
         chunk_steps: Steps that are worked on at once.
         chunk_reason: Why so many. Without ``chunk_size`` and ``workspace_bytes``, a GPU gets the
             shortest chunks that cost at most 3% besides their steps, by the model, as far as
-            training takes no more than half of ``nn_lstm_training_bytes`` or 256 MiB, or if that is
-            more, than a quarter of them; rows of a chunk are a multiple of 128 where they can be.
-            A CPU gets chunks of 256 rows.
+            training takes at most half of ``nn_lstm_training_bytes``, but no more than 256 MiB or a
+            quarter of them, whichever is more; rows of a chunk are a multiple of 128 where they can
+            be. Where the weights are large for the sequence, even the shortest chunks may take
+            more. A CPU gets chunks of 256 rows.
         grid: Blocks of the kernel, one for each multiprocessor that it takes.
         threads: Of a block.
         weight_registers: Registers of a thread, of its 255, that hold weights.
@@ -89,6 +94,8 @@ class Plan:
         lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
+            if value == "":
+                continue
             text = format(value, {str: "", float: ",.1f", int: ","}[type(value)])
             lines.append(f"  {field.name.replace('_', ' ')}: {text}")
         return "\n".join(lines)
@@ -181,8 +188,11 @@ def plan(
     )
     if module.backend == "persistent" != made["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
-    rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
-    return Plan(fp32_precision="tf32" if rounds else "ieee", **made)
+    precision = ""
+    if dtype == torch.float32:
+        rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
+        precision = "tf32" if rounds else "ieee"
+    return Plan(fp32_precision=precision, **made)
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:

@@ -277,6 +277,37 @@ def test_single_steps_where_a_persistent_kernel_has_no_room():
         made(case, gpu, workspace_bytes=needed - 1, backend="persistent")
 
 
+def test_both_passes_are_what_is_planned_where_there_is_no_room(emulator):
+    """Also backward, which has the number of chunks from forward."""
+    case = replace(LSTM, dtype=torch.bfloat16, seq_len=3, batch=64, input_size=256, hidden_size=64)
+    gpu = gpu_of("emulated", MULTIPROCESSORS)
+    emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
+    needed = made(case, gpu, chunk_size=1)["most_workspace_bytes"]
+    for limit, way in ((needed, "persistent"), (needed - 1, "stepwise")):
+        plan = made(case, gpu, workspace_bytes=limit)
+        assert (plan["backend"], plan["backward"]) == (way, way)
+        before = emulator.counts()[2:4]
+        allocated = Call(case).run(limit)
+        ran = [after > count for after, count in zip(emulator.counts()[2:4], before, strict=True)]
+        assert ran == [way == "persistent"] * 2
+        assert max(map(max, allocated)) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_backward_has_chunks_of_forward_s_length(emulator, dtype):
+    """Sizes for which there are no chunks of one length that are just one more."""
+    rnn = fusedrnn.LSTM(1, 8, dtype=dtype)
+    input = torch.randn(49, 160, 1, dtype=dtype, requires_grad=True)
+    found = []
+    for chunk_size in (None, 49):
+        rnn.chunk_size = chunk_size
+        output, (_, c_n) = rnn(input)
+        found.append(gradients([output.sum() + c_n.sum()], None, [input, *rnn.parameters()]))
+    for automatic, whole in zip(*found, strict=True):
+        error = (automatic - whole).double().norm() / whole.double().norm()
+        assert error < {torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]
+
+
 def least_of(function, *arguments, **options):
     """The least workspace_bytes with which a call goes through; each error names a larger one."""
     least = 1

@@ -45,7 +45,8 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
   const int64_t limit = kMostDepth * kWarps * depth_columns;
   if (std::max(widest, most_columns) > limit) {
     return refuse("A size of " + std::to_string(std::max(widest, most_columns)) + " is above the " +
-                  std::to_string(limit) + " that registers have room for.");
+                  std::to_string(limit) + " that registers have room for in " +
+                  (element_bytes == 4 ? "float32." : "16 bits."));
   }
   plan.blocks = int((widest + kTileUnits - 1) / kTileUnits);
   if (plan.blocks > device.multiprocessors) {

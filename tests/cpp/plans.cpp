@@ -1,11 +1,11 @@
-// What is planned for each cell: a persistent kernel that there is, or none, for a reason.  And
-// what matrix products may take.
+// What is planned for each cell: a persistent kernel that there is, or none, for a reason.  What
+// matrix products may take.  And how long chunks are.
 #include <cstdio>
 #include <iterator>
 
 #include "../../csrc/cuda/memory.h"
 #include "../../csrc/cuda/persistent_backward_plan.h"
-#include "../../csrc/workspace.h"
+#include "../../csrc/planner.h"
 
 using namespace fusedrnn;
 
@@ -84,8 +84,27 @@ static void check_frozen_weights() {
   }
 }
 
+// Backward knows of forward's chunks how many they are.
+static void check_chunks() {
+  int64_t others = 0;
+  for (int64_t seq_len = 1; seq_len <= 260; ++seq_len) {
+    for (const int64_t batch : {1, 3, 8, 24, 32, 96, 128, 160}) {
+      const Chunks chunks(seq_len, batch, /*on_gpu=*/true);
+      for (int64_t bound = 1; bound <= seq_len; ++bound) {
+        const int64_t within = chunks.within(bound), at_least = chunks.at_least(bound);
+        others += within > bound || at_least < bound;
+        for (const int64_t steps : {within, at_least}) {
+          others += chunks.steps_of((seq_len + steps - 1) / steps) != steps;
+        }
+      }
+    }
+  }
+  expect("chunks of another length", others, 0);
+}
+
 int main() {
   check_gemm_workspace();
+  check_chunks();
   check_frozen_weights();
   for (const Cell& cell : kCells) {
     check(cell, true);
