@@ -99,12 +99,13 @@ def test_a_missing_wait_is_noticed(overlapped, deterministic, stream):
     assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_only_forward_of_floats_has_a_kernel(overlapped):
+@pytest.mark.parametrize("order", ORDERS)
+def test_floats_through_tf32_have_a_kernel_in_both_passes(overlapped, order):
     case = replace(BASE, dtype=torch.float32)
     allow_tf32(True)
     expected = overlapped(results, case, overlap=False)
-    assert_same(overlapped(results, case, streams_order=SECOND_AHEAD), expected)
-    assert overlapped.splits == 1
+    assert_same(overlapped(results, case, streams_order=order), expected)
+    assert overlapped.splits == 2
 
 
 @pytest.mark.parametrize(
