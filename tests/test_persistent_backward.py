@@ -403,6 +403,19 @@ def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_
             for backend in ("persistent", "stepwise")
         )
     assert persistent.backward == "persistent"
-    exchange_bytes = 16 + 16 * packets * gates * batch * chunk_size
+
+    def aligned(size_bytes):
+        return -(-size_bytes // 256) * 256
+
+    expected = aligned(16 + 16 * packets * gates * batch * chunk_size)
+    if dtype is torch.bfloat16:
+        # Gradients are apart from the floats that they are of. Single steps leave them where floats
+        # of later steps have been, and take memory for those of one step. A GRU has two arrays.
+        for blocks in (1, 3) if cell == "gru" else (4,):
+            step = 2 * batch * blocks * hidden_size  # bytes of gradients
+            apart = aligned(2 * step * chunk_size) + aligned(step * chunk_size)
+            ahead = aligned(2 * step + (chunk_size - 1) * step) + step * chunk_size
+            reversed_ = aligned(step) + 2 * step * chunk_size
+            expected += apart - aligned(max(ahead, reversed_))
     taken = persistent.backward_workspace_bytes - stepwise.backward_workspace_bytes
-    assert taken == -(-exchange_bytes // 256) * 256
+    assert taken == expected

@@ -123,8 +123,8 @@ def test_workspace_bytes_hold_after_a_refusal(call, refused):
 def test_what_is_refused_is_said_where_room_lacks(call):
     """Single steps backward may take more than the persistent kernel, for which it was enough."""
     case = Case("stochastic_gru", 2, 128, 16, 100, 512, dtype=torch.bfloat16)
-    options = {"workspace_bytes": 4_213_504, "chunk_size": None}
-    with pytest.raises(RuntimeError, match=r"at least .* got 4213504\. .* has refused"):
+    options = {"workspace_bytes": 3_689_216, "chunk_size": None}
+    with pytest.raises(RuntimeError, match=r"at least .* got 3689216\. .* has refused"):
         call(lambda: results(case, **options), refused_kernel=BACKWARD, multiprocessors=132)
     assert not call.counts["error_is_pending"]
 
