@@ -198,8 +198,8 @@ class GRU(RNNBase):
             many steps as make up for what a chunk costs besides them, as far as training takes no
             more than half or a quarter of the memory that torch.nn.LSTM takes, by count:
             :func:`fusedrnn.plan` says how many, and why. Longer chunks take less time and more
-            memory, though an LSTM's states before each chunk are more with very short ones. Results are the same up to rounding: products of
-            other sizes may be summed up in another order.
+            memory, though an LSTM's states before each chunk are more with very short ones. Results
+            are the same up to rounding: products of other sizes may be summed up in another order.
         workspace_bytes: The most bytes that forward, and backward, may take for the workspace of a
             layer and direction, one of which is at work at a time: chunks are as few as that
             allows, and never more is taken. If one step takes more, a call raises a RuntimeError
