@@ -165,8 +165,9 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 
     A graph of torch.compile has a guard on that, and is compiled again when it changes.
     """
-    precision = cudnn_rnn.fp32_precision  # type: ignore[attr-defined]
-    return dtype == torch.float32 and precision == "tf32"
+    if dtype != torch.float32:
+        return False  # without a guard
+    return bool(cudnn_rnn.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
 
 def _of_tensors(input: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
