@@ -6,13 +6,15 @@ import ctypes
 import functools
 import importlib.machinery
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd import forward_ad
 from torch.backends.cudnn import rnn as cudnn_rnn
+from torch.compiler import is_compiling
 
 
 def _compiled(name: str) -> Path:
@@ -277,59 +279,84 @@ class Mask(NamedTuple):
     """(T, B) bool: whether a row's state is zero before the step."""
 
 
+class Setting(NamedTuple):
+    """What a layer is and how it is run, apart from tensors and what is drawn."""
+
+    cell: str
+    layer: int = 0
+    """Of those of the stack, each direction counted: the counter of its noise."""
+    first_step: int = 0
+    """Where the sequence is a part of a longer one: the noise is that of the place in that."""
+    reverse: bool = False
+    """The one direction there is runs backwards."""
+    chunk_size: int = 0
+    workspace_bytes: int = 0
+    """Both 0: chunks are as the plan has them."""
+    backend: str = "auto"
+    recompute: bool = True
+
+
 def run_layer(
-    cell: str,
+    setting: Setting,
     input: Tensor,
     hx: Tensor,
     cx: Tensor | None,
     weights: Sequence[Tensor],
-    *,
     mask: Mask,
+    dropout: Dropout,
     eps: Tensor | None,
     seed: Tensor | None,
-    dropout: Dropout,
-    layer: int,
-    first_step: int = 0,
-    reverse: bool = False,
-    chunk_size: int,
-    workspace_bytes: int = 0,
-    recompute: bool,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """One layer over a sequence, in D = 1 or 2 directions.
 
     input (T, B, I), hx (D, B, P), cx (D, B, H), weights of each direction -> output (T, B, D * P),
     h_n (D, B, P), c_n (D, B, H), or (0, B, H) if the cell has none. P is H, unless the cell
     projects its h to fewer features. With ``mask.batch_sizes`` input and output are packed: (rows,
-    features). Without eps (D, T, B, Z) and seed (1,) there is no noise; the counter of the first
-    direction's noise is ``layer``. A part of a sequence has the noise of its place from
-    ``first_step`` on. ``reverse``: the one direction there is runs backwards. ``chunk_size`` and
-    ``workspace_bytes`` 0 are automatic.
+    features). Without eps (D, T, B, Z) and seed (1,) there is no noise.
     """
-    keep = (
-        not recompute
-        and torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights))
+    needs_grad = torch.is_grad_enabled() and any(
+        [t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights)]
     )
-    place = BACKENDS.index(backend)
-    options = (layer, first_step, reverse, chunk_size, workspace_bytes, place, keep)
-    *probabilities, mask_seed = dropout
-    tensors = (input, hx, cx, eps, seed, *mask, mask_seed)
-    output, h_n, c_n, _, _ = _Layer.apply(
-        CELLS.index(cell), *tensors, *probabilities, *options, *weights
+    cell, layer, first_step, reverse, chunk_size, workspace_bytes, backend, recompute = setting
+    input_p, h_p, state_p, mask_seed = dropout
+    first = (CELLS.index(cell), input, hx, cx)
+    keep = needs_grad and not recompute
+    last = (layer, first_step, reverse, chunk_size, workspace_bytes, BACKENDS.index(backend), keep)
+    way = _way(needs_grad)
+    if way is not None:
+        tensors = (*first, eps, seed, *mask, mask_seed)
+        return way(*tensors, input_p, h_p, state_p, *last, *weights)[:3]
+    drawn = (eps, seed, input_p, h_p, state_p, mask_seed)
+    results: tuple[Tensor, ...] = _call(
+        _ops.forward.default, *first, weights, *mask, *drawn, *last, *_switches(input)
     )
-    return output, h_n, c_n
+    return results[:3]
 
 
-def _switches(dtype: torch.dtype) -> tuple[Any, ...]:
+def _way(needs_grad: bool) -> Callable[..., tuple[Tensor, ...]] | None:
+    """The cheapest function of a layer that what happens around it allows; None: the operator."""
+    if is_compiling():
+        return _Layer.apply if needs_grad else None
+    # torch.func needs more of a Function, no operator may lose a tangent, and a trace has the
+    # Function as one node.
+    is_transformed = torch._C._are_functorch_transforms_active()
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_transformed or is_traced or forward_ad._current_level >= 0:
+        return _Layer.apply
+    return _EagerLayer.apply if needs_grad else None
+
+
+def _switches(input: Tensor) -> tuple[Any, ...]:
     """The operators' last arguments, which are no module's business."""
     ways = replay_chunks, exchange_by_flags, overlap_chunks
-    return *ways, multiprocessors_left(), allows_tf32(dtype)
+    if input.is_cpu:  # where they mean nothing, and would be guards of a compiled graph
+        return *ways, 0, False
+    return *ways, multiprocessors_left(), allows_tf32(input.dtype)
 
 
 def _call(operator: Any, *arguments: Any) -> Any:
     """Calls an operator; torch's stable ABI lets only RuntimeErrors through, which this amends."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return operator(*arguments)
     try:
         return _helpers.call_interruptibly(operator, *arguments)
@@ -371,8 +398,8 @@ class _Layer(torch.autograd.Function):
         tensors = (input, hx, cx, list(weights), lengths, batch_sizes, reset, eps, seed)
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
-        options = (*options, *_switches(input.dtype))
-        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
+        options = (*options, *_switches(input))
+        return _call(_ops.forward.default, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -407,10 +434,10 @@ class _Layer(torch.autograd.Function):
         needs += _NEEDS_CX * need_cx + _NEEDS_EPS * need_eps
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
-        options = (*ctx.options, needs, *_switches(input.dtype))
+        options = (*ctx.options, needs, *_switches(input))
         with torch.no_grad():
             grads = _call(
-                _ops.backward,
+                _ops.backward.default,
                 *cotangents,
                 ctx.cell,
                 *tensors,
@@ -436,6 +463,18 @@ class _Layer(torch.autograd.Function):
             *(None,) * 15,
             *grad_weights,
         )
+
+
+class _EagerLayer(torch.autograd.Function):
+    """The same without ``setup_context``, for which torch inspects a signature in each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        output = _Layer.forward(*arguments)
+        _Layer.setup_context(ctx, arguments, output)
+        return output
+
+    backward = _Layer.backward
 
 
 class _FirstOrder(torch.autograd.Function):

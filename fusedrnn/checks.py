@@ -201,6 +201,15 @@ def shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
         )
 
 
+def rank_of_step(name: str, tensor: Tensor, input: Tensor) -> None:
+    """With or without a batch, as the input of a cell."""
+    if tensor.dim() not in (1, 2):
+        raise ValueError(
+            f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
+            f"got {tensor.dim()}"
+        )
+
+
 def rows(seq_len: int, batch: int, got: Sequence[int]) -> None:
     """As many as the operators can count. ``got``: the input's shape."""
     if seq_len == 0:

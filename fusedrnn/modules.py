@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from . import _library, checks, functional
-from .functional import S
+from .call import NO_NOISE, Noise, Options, S, run
 from .weights import FlatModule, Layout
 
 
@@ -99,23 +99,23 @@ class RNNBase(FlatModule):
         )
         return layout
 
-    def _options(self) -> dict[str, Any]:
-        """What the functional form takes besides tensors."""
-        return {
-            "num_layers": self.num_layers,
-            "bias": self.bias,
-            "batch_first": self.batch_first,
-            "bidirectional": self.bidirectional,
-            "dropout": self.dropout,
-            "zoneout": self.zoneout,
-            "weight_dropout": self.weight_dropout,
-            "return_sequence": self.return_sequence,
-            "training": self.training,
-            "recompute": self.recompute,
-            "chunk_size": self.chunk_size,
-            "workspace_bytes": self.workspace_bytes,
-            "backend": self.backend,
-        }
+    def _options(self) -> Options:
+        return Options(
+            self.num_layers,
+            self.bias,
+            self.batch_first,
+            self.bidirectional,
+            self.dropout,
+            self.zoneout,
+            self.weight_dropout,
+            self.training,
+            self.return_sequence,
+            self.recompute,
+            self.chunk_size,
+            self.workspace_bytes,
+            self.backend,
+            self.proj_size,
+        )
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
@@ -314,9 +314,9 @@ class GRU(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
-        return functional.gru(
-            input, self._weights(), hx, lengths=lengths, reset=reset, **self._options()
-        )
+        weights, options = self._weights(), self._options()
+        output, h_n, _ = run("gru", input, weights, hx, None, options, lengths=lengths, reset=reset)
+        return output, h_n
 
 
 class LSTM(RNNBase):
@@ -434,15 +434,13 @@ class LSTM(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
-        return functional.lstm(
-            input,
-            self._weights(),
-            hx,
-            proj_size=self.proj_size,
-            lengths=lengths,
-            reset=reset,
-            **self._options(),
+        h_0, c_0 = functional.split_lstm_state(hx)
+        weights, options = self._weights(), self._options()
+        output, h_n, c_n = run(
+            self._table_name, input, weights, h_0, c_0, options, lengths=lengths, reset=reset
         )
+        assert c_n is not None
+        return output, (h_n, c_n)
 
 
 class StochasticGRU(RNNBase):
@@ -597,17 +595,19 @@ class StochasticGRU(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
-        return functional.stochastic_gru(
+        checks.noise(eps, None, generator, sample)
+        output, h_n, _ = run(
+            self._cell,
             input,
             self._weights(),
             hx,
+            None,
+            self._options(),
+            Noise(eps, None, generator, sample),
             lengths=lengths,
             reset=reset,
-            eps=eps,
-            generator=generator,
-            sample=sample,
-            **self._options(),
         )
+        return output, h_n
 
 
 class RNNCellBase(FlatModule):
@@ -657,30 +657,13 @@ class RNNCellBase(FlatModule):
         """Sizes, and what differs from the defaults."""
         return _repr(self, latent_size=self.hidden_size, bias=True)
 
-    def _as_sequence(
-        self, input: Tensor, **states: Tensor | None
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """A sequence of one step, and states with a layer, of tensors that have neither."""
-        checks.types({"input": input, **states}, optional=list(states))
-        if input.dim() not in (1, 2):
-            raise ValueError(f"fusedrnn: input must have 1 or 2 dimensions, got {input.dim()}")
-        if input.shape[-1] != self.input_size:
-            raise RuntimeError(
-                f"fusedrnn: input must have {self.input_size} features (input_size), "
-                f"got shape {tuple(input.shape)}"
-            )
-        for name, state in states.items():
-            if state is None:
-                continue
-            if state.dim() not in (1, 2):
-                raise ValueError(
-                    f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
-                    f"got {state.dim()}"
-                )
-            width = getattr(self, "latent_size", 0) if name == "eps" else self.hidden_size
-            checks.shape(name, state, (*input.shape[:-1], width))
-        layered = [None if t is None else t.unsqueeze(0) for t in states.values()]
-        return input.unsqueeze(0), layered
+    def _run(
+        self, input: Tensor, h: Tensor | None, c: Tensor | None = None, noise: Noise = NO_NOISE
+    ) -> tuple[Tensor, Tensor | None]:
+        """h and c after the step."""
+        weights, options = self._weights(), Options(bias=self.bias)
+        _, h, c = run(self._cell, input, weights, h, c, options, noise, is_step=True)
+        return h, c
 
 
 class GRUCell(RNNCellBase):
@@ -747,9 +730,7 @@ class GRUCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
-        sequence, (h_0,) = self._as_sequence(input, hx=hx)
-        _, h_n = functional.gru(sequence, self._weights(), h_0, bias=self.bias)
-        return h_n.squeeze(0)
+        return self._run(input, hx)[0]
 
 
 class LSTMCell(RNNCellBase):
@@ -811,11 +792,9 @@ class LSTMCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
-        h, c = functional.split_lstm_state(hx)
-        sequence, (h_0, c_0) = self._as_sequence(input, hx=h, cx=c)
-        state = None if h_0 is None or c_0 is None else (h_0, c_0)
-        _, (h_n, c_n) = functional.lstm(sequence, self._weights(), state, bias=self.bias)
-        return h_n.squeeze(0), c_n.squeeze(0)
+        h, c = self._run(input, *functional.split_lstm_state(hx))
+        assert c is not None
+        return h, c
 
 
 class StochasticGRUCell(RNNCellBase):
@@ -907,17 +886,8 @@ class StochasticGRUCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
-        sequence, (h_0, noise) = self._as_sequence(input, hx=hx, eps=eps)
-        _, h_n = functional.stochastic_gru(
-            sequence,
-            self._weights(),
-            h_0,
-            bias=self.bias,
-            eps=None if noise is None else noise.unsqueeze(0),
-            generator=generator,
-            sample=sample,
-        )
-        return h_n.squeeze(0)
+        checks.noise(eps, None, generator, sample)
+        return self._run(input, hx, noise=Noise(eps, None, generator, sample))[0]
 
 
 def _init_uniform(module: nn.Module, hidden_size: int) -> None:

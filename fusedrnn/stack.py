@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from . import _library
-from ._library import Dropout, Mask
+from ._library import Dropout, Mask, Setting, run_layer
 
 LEAST_PART = 16  # steps; shorter ones would save little and cost time
 
@@ -43,62 +42,21 @@ def _joined(states: Sequence[States]) -> States:
 
 
 class Stack(NamedTuple):
-    """Layers of a cell, and what they are to do besides it.
+    """Layers of a cell.
 
-    ``eps`` is (L * D, T, B, Z), ``weights`` those of all layers and directions one after the other.
-    ``dropout`` is that of every layer but the first. With ``mask.batch_sizes`` sequences are
-    packed: (rows, features).
+    ``setting`` is that of the first layer, ``weights`` are those of all layers and directions one
+    after the other, ``eps`` is (L * D, T, B, Z). ``dropout`` is that of every layer but the first.
+    With ``mask.batch_sizes`` sequences are packed: (rows, features).
     """
 
-    cell: str
+    setting: Setting
     num_layers: int
     directions: int
     weights: Sequence[Tensor]
     mask: Mask
+    dropout: Dropout
     eps: Tensor | None
     seed: Tensor | None
-    dropout: Dropout
-    chunk_size: int
-    workspace_bytes: int
-    recompute: bool
-    backend: str
-    first_step: int = 0
-
-    def check(self, sequence: Tensor, states: States, has_noise: bool) -> None:
-        """Has every layer planned, where that can fail, before the first one runs.
-
-        Raises:
-            RuntimeError: ``workspace_bytes`` are too few, the backend is not possible, or sizes are
-                too large.
-        """
-        if is_compiling():
-            return
-        batch, output_size = states.h.shape[1:]
-        sizes: dict[str, Any] = {
-            "cell": self.cell,
-            "seq_len": self._steps(sequence),
-            "batch": batch,
-            "hidden_size": output_size if states.c is None else states.c.shape[2],
-            "latent_size": self.weights[1].shape[1] if self.cell == "stochastic_gru" else 0,
-            "output_size": output_size,
-        }
-        per_layer = len(self.weights) // self.num_layers
-        for layer in range(self.num_layers):
-            weights = self.weights[layer * per_layer : (layer + 1) * per_layer]
-            sizes["input_size"] = weights[0].shape[1]
-            if layer < 2:
-                _library.check_sizes(**sizes)
-            if self.workspace_bytes == 0 and self.backend != "persistent":
-                continue
-            _library.check_plan(
-                sequence,
-                weights,
-                noise=has_noise,
-                **sizes,
-                chunk_size=self.chunk_size,
-                workspace_bytes=self.workspace_bytes,
-                backend=self.backend,
-            )
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
         """sequence (T, B, I) -> output (T, B, D * P) of the last layer, last states of all."""
@@ -133,27 +91,20 @@ class Stack(NamedTuple):
         layer = rows.start // self.directions
         reverse = rows.stop - rows.start < self.directions and rows.start % 2 == 1
         per_row = len(self.weights) // (self.num_layers * self.directions)
-        h, c = (
-            None if state is None else _reset_first(state, self.mask, reverse) for state in states
-        )
-        assert h is not None
-        output, h_n, c_n = _library.run_layer(
-            self.cell,
+        h, c = states
+        if self.mask.reset is not None:
+            h = _reset_first(h, self.mask, reverse)
+            c = None if c is None else _reset_first(c, self.mask, reverse)
+        output, h_n, c_n = run_layer(
+            self.setting._replace(layer=rows.start, reverse=reverse),
             sequence,
             h,
             c,
             self.weights[rows.start * per_row : rows.stop * per_row],
-            mask=self.mask,
-            eps=None if self.eps is None else self.eps[rows],
-            seed=self.seed,
-            dropout=self.dropout if layer > 0 else self.dropout._replace(input=0.0),
-            layer=rows.start,
-            first_step=self.first_step,
-            reverse=reverse,
-            chunk_size=self.chunk_size,
-            workspace_bytes=self.workspace_bytes,
-            recompute=self.recompute,
-            backend=self.backend,
+            self.mask,
+            self.dropout if layer > 0 else self.dropout._replace(input=0.0),
+            None if self.eps is None else self.eps[rows],
+            self.seed,
         )
         return output, States(h_n, None if c is None else c_n)
 
@@ -223,7 +174,7 @@ class Stack(NamedTuple):
                 None if reset is None else reset[begin:end],
             ),
             eps=None if self.eps is None else self.eps[:, begin:end],
-            first_step=self.first_step + begin,
+            setting=self.setting._replace(first_step=self.setting.first_step + begin),
         )
 
 
@@ -232,8 +183,7 @@ def _reset_first(state: Tensor, mask: Mask, reverse: bool) -> Tensor:
 
     ``reverse``: the one direction there is runs backwards, from the end of each row.
     """
-    if mask.reset is None:
-        return state
+    assert mask.reset is not None
     first, last = mask.reset[0], mask.reset[-1]
     lengths = mask.lengths
     if mask.batch_sizes is not None:

@@ -47,10 +47,11 @@ PYTHON_LAYERS = {
     0: ["_helpers", "reference"],
     1: ["_library", "weights"],
     2: ["checks", "stack"],
-    3: ["functional"],
-    4: ["modules"],
-    5: ["conversion", "planner"],
-    6: ["__init__"],
+    3: ["call"],
+    4: ["functional"],
+    5: ["modules"],
+    6: ["conversion", "planner"],
+    7: ["__init__"],
 }
 TORCH_OPS_USER = "_library"  # the only user of torch.ops
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn import StochasticGRU, StochasticGRUCell, functional, reference
+from fusedrnn import StochasticGRU, StochasticGRUCell, call, modules, reference
 
 SIZES = ("input_size", "hidden_size", "latent_size", "num_layers")
 
@@ -308,10 +308,10 @@ def test_options_without_influence_on_the_result_are_passed_on(monkeypatch):
     calls = []
 
     def spy(*args, **kwargs):
-        calls.append(kwargs)
-        return fusedrnn.stochastic_gru(*args, **kwargs)
+        calls.append(args[5]._asdict())
+        return call.run(*args, **kwargs)
 
-    monkeypatch.setattr(functional, "stochastic_gru", spy)
+    monkeypatch.setattr(modules, "run", spy)
     for kwargs in (
         {"recompute": True, "chunk_size": None, "workspace_bytes": 2**20},
         {"recompute": False, "chunk_size": 3, "workspace_bytes": None},
