@@ -138,7 +138,7 @@ class CpuBackend : public cpu::Memory<Element> {
     for (int i = 0; i < sums.count; ++i) {
       const Matrix<const A> m{sums.data[i], sums.rows, sums.columns[i], sums.row_stride[i], 1};
       parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
-        kernels_.column_sum(m, first, last, sums.sum[i]);
+        kernels_.column_sum(m, first, last, sums.sum[i], sums.accumulate);
       });
     }
   }

@@ -88,7 +88,8 @@ class Driver {
     if (c_n != nullptr) copy_rows(c_n, carry_, hidden());
   }
 
-  // keep: what forward left there, or null to compute it again.
+  // keep: what forward left there, or null to compute it again.  Whatever stands where gradients of
+  // weights are wanted is overwritten, all of it.
   void backward(const Gradients<T>& gradients, const A* keep, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
@@ -96,6 +97,7 @@ class Driver {
     start_adjoint(buffers.dh, gradients.h_n, output());
     if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n, hidden());
     backward_chunks(gradients, Kept<const A>(layer_, keep), buffers);
+    clear_rest(gradients);
     if (shares_bias_gradient(gradients)) {
       const int64_t columns = layer_.shared_columns();
       backend_.copy(Matrix<A>::contiguous(gradients.bias[0], 1, columns),
@@ -683,17 +685,22 @@ class Driver {
     }
   }
 
-  // Gradients of input and weights, all steps of a chunk at once.
+  // Gradients of input and weights, all steps of a chunk at once.  Those of weights are sums over
+  // chunks, which the first one worked on writes and later ones add to, all on one stream.
   void leaf_gradients(const Chunk& chunk, const Gradients<T>& gradients,
                       const BackwardBuffers& buffers) {
     const Rebuilt& rebuilt = buffers.of(chunk.index);
     if (gradients.input != nullptr) input_gradient(chunk, gradients, rebuilt);
+    const bool has_earlier = std::exchange(has_weight_gradients_, true);
     ColumnSums<O> sums{};
+    sums.accumulate = has_earlier;
     for (int s = 0; s <= layer_.last(); ++s) {
       const int p = layer_.projection(s);
       const Matrix<O> d = projection(rebuilt.gradient, s, chunk);
+      bool adds = has_earlier;
       for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
-        weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source);
+        weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source, adds);
+        adds = true;
       });
       if (gradients.bias[p] != nullptr) sums.add(d, gradients.bias[p]);
     }
@@ -701,7 +708,7 @@ class Driver {
              [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
                A *weight = gradients.weight[0], *bias = gradients.bias[0];
                if (weight != nullptr) weight += first * rebuilt.input.columns;
-               weight_gradient(weight, d, rebuilt.input);
+               weight_gradient(weight, d, rebuilt.input, has_earlier);
                const bool is_shared = first < layer_.shared_columns();
                if (bias != nullptr && !(is_shared && shares_bias_gradient(gradients))) {
                  sums.add(d, bias + first);
@@ -744,10 +751,30 @@ class Driver {
     if (layer_.is_packed()) pack(packed, dx.data, chunk);
   }
 
-  void weight_gradient(A* gradient, const Matrix<const O>& d, const Matrix<const O>& source) {
+  void weight_gradient(A* gradient, const Matrix<const O>& d, const Matrix<const O>& source,
+                       bool adds) {
     if (gradient == nullptr) return;
     backend_.gemm(Matrix<A>::contiguous(gradient, d.columns, source.columns), d.transposed(),
-                  source, true);
+                  source, adds);
+  }
+
+  // Zeros in the gradients of weights where no chunk has left anything: in rows that no stage
+  // reads, and everywhere if all sequences of the batch are empty.
+  void clear_rest(const Gradients<T>& gradients) {
+    int64_t written[kMaxProjections] = {};  // rows
+    if (has_weight_gradients_) {
+      written[0] = layer_.side_columns();
+      for (int s = 0; s <= layer_.last(); ++s) written[layer_.projection(s)] = layer_.columns(s);
+    }
+    for (int p = 0; p < layer_.cell.num_projections; ++p) {
+      const int64_t columns = layer_.weight[p].columns, rest = layer_.weight[p].rows - written[p];
+      const auto clear = [&](A* gradient, int64_t width) {
+        if (gradient == nullptr || rest == 0) return;
+        backend_.zero(Matrix<A>::contiguous(gradient + written[p] * width, rest, width));
+      };
+      clear(gradients.weight[p], columns);
+      clear(gradients.bias[p], 1);
+    }
   }
 
   // The biases of both projections of the core have one gradient where these share columns: it is
@@ -763,8 +790,9 @@ class Driver {
   Layer<T> layer_;
   Matrix<const O> weight_[kMaxProjections];
   const A* bias_[kMaxProjections];
-  const A* carry_ = nullptr;  // forward: where the state is by now
-  int64_t launches_ = 0;      // forward: of persistent kernels
+  const A* carry_ = nullptr;           // forward: where the state is by now
+  int64_t launches_ = 0;               // forward: of persistent kernels
+  bool has_weight_gradients_ = false;  // backward: of some chunk
 };
 
 }  // namespace fusedrnn

@@ -208,8 +208,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor grad_eps = gradient(needs & kEps, {directions, seq_len, batch, args.sizes().latent},
                                "the gradient of eps", zeros);
     const int64_t flat_size = needs >= kFirstWeight ? directions * args.weights_numel() : 0;
-    Tensor grad_weights = allocate(input, {flat_size}, kScalarType<A>,
-                                   "the gradients of the weights", /*zeros=*/true);
+    // The driver writes all of those it is asked for, and zeros stand for the others.
+    const int64_t every_weight = (kFirstWeight << weights.size()) - kFirstWeight;
+    Tensor grad_weights =
+        allocate(input, {flat_size}, kScalarType<A>, "the gradients of the weights",
+                 batch == 0 || (needs & every_weight) != every_weight);
     MaybeTensor dense_h_n, dense_c_n;
     if (grad_h_n) dense_h_n = torch::stable::contiguous(*grad_h_n);
     if (grad_c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad_c_n);

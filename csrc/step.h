@@ -517,8 +517,8 @@ FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, Place at, int
   }
 }
 
-// Sums over the rows of a chunk, each of them added to what is there: of all matrices at once,
-// since on a GPU a launch costs more than the sum.
+// Sums over the rows of a chunk, each of them added to what is there, or written: of all matrices
+// at once, since on a GPU a launch costs more than the sum.
 template <class O>
 struct ColumnSums {
   static constexpr int kMost = 4;
@@ -527,6 +527,7 @@ struct ColumnSums {
   Acc<O>* sum[kMost];
   int count;
   int64_t rows;  // of each
+  bool accumulate;
 
   void add(const Matrix<const O>& m, Acc<O>* to) {
     data[count] = m.data;

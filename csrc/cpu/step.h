@@ -24,8 +24,9 @@ struct Kernels {
   void (*gather)(const GatherStep<T, Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*clear)(const ClearStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
-  // sum[c] += sum over rows of m[r][c], for the columns [first, last).
-  void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum);
+  // sum[c] (+)= sum over rows of m[r][c], for the columns [first, last).
+  void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum,
+                     bool accumulate);
   // The rows [first, last) of out (+)= a b, which has fewer than kWide columns.
   void (*narrow_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                          const Matrix<const Acc<T>>& b, bool accumulate, int64_t first,

@@ -179,10 +179,13 @@ void dropout(const DropoutStep<A>& step, int64_t first, int64_t last) {
 
 // Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
 template <class A>
-void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum) {
+void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum, bool accumulate) {
   constexpr int64_t kColumns = 256, kRows = 16;
   for (int64_t begin = first; begin < last; begin += kColumns) {
     const int64_t count = least(kColumns, last - begin);
+    if (!accumulate) {
+      for (int64_t c = 0; c < count; ++c) sum[begin + c] = 0;
+    }
     for (int64_t outer = 0; outer < m.rows; outer += kRows * kRows) {
       A outer_sum[kColumns] = {};
       for (int64_t inner = outer; inner < least(m.rows, outer + kRows * kRows); inner += kRows) {

@@ -260,7 +260,8 @@ struct TotalSumBody {
     const SummedColumn of(sums, i);
     Acc<T> total = 0;
     for (int64_t s = 0; s < slabs; ++s) total += partial[s * all_columns + i];
-    sums.sum[of.matrix][of.column] += total;
+    Acc<T>& sum = sums.sum[of.matrix][of.column];
+    sum = sums.accumulate ? sum + total : total;
   }
 };
 

@@ -1,0 +1,152 @@
+"""What stood in fresh memory is in no gradient: weights' are written, and nothing presets them.
+
+Fresh memory is NaN here. The operators themselves are called, since modules hand out only what was
+asked for.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CELLS, MASKED, Case
+
+from fusedrnn import _library
+
+BASE = Case(seq_len=7, batch=3, input_size=2, chunk_size=3, dtype=torch.float32)
+EVERY = [
+    *(replace(BASE, cell=cell) for cell in CELLS),
+    replace(BASE, cell="stochastic_gru", noise="none"),  # which reads half of a weight
+    replace(BASE, cell="lstm", proj_size=2),
+]
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"seq_len": 1, "batch": 1},
+    {"chunk_size": 7},
+    {"bidirectional": True, "recompute": False},
+    {"reset": True, "bias": False, "recompute": False},
+    {"lengths": True, "seq_len": 21},
+    MASKED,
+]
+SIZES = [1, 2, 3, 4, 5, 13]  # 13: for which products are torch's own
+FIRST_AHEAD, SECOND_AHEAD = 0, 1
+
+
+@pytest.fixture(params=["cpu", "emulated", FIRST_AHEAD, SECOND_AHEAD])
+def dtypes(request):
+    """Chooses where to compute: on the CPU, by a GPU's kernels for steps, by those for chunks.
+
+    Beside the last a second stream makes the gradients of weights, as early or as late as it may.
+    Dtypes that go that way.
+    """
+    if request.param == "cpu":
+        return [torch.float32, torch.bfloat16]
+    emulator = request.getfixturevalue("emulator")
+    if request.param == "emulated":
+        return [torch.float32, torch.bfloat16]
+    emulator.control(False, "", multiprocessors=132, streams_order=request.param)
+    return [torch.bfloat16]
+
+
+@pytest.fixture
+def fresh(deterministic):
+    """Fills fresh memory with NaN, or stops doing so."""
+
+    def fill(on):
+        deterministic(on)
+        assert not on or torch.empty(64).isnan().all()
+
+    return fill
+
+
+def all_weights(case):
+    return (1 << len(case.tensors().weights)) - 1
+
+
+class Call:
+    """A call of the operators. lengths: others than those of the case."""
+
+    def __init__(self, case, lengths=None, packed=False):
+        a = case.tensors()
+        a.lengths = a.lengths if lengths is None else torch.tensor(lengths)
+        batch_sizes = None
+        if packed:  # rows in the order of their lengths
+            taken = torch.arange(case.seq_len).unsqueeze(1) < a.lengths
+            batch_sizes, a.lengths = taken.sum(1), None
+            a.input, a.grad_output = a.input[taken], a.grad_output[taken]
+        name = "projected_lstm" if case.proj_size else case.cell
+        first = (_library.CELLS.index(name), a.input, a.hx, a.cx)
+        masks = (a.lengths, batch_sizes, a.reset)
+        rest = (a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
+        rest += (0, 0, False, case.chunk_size, 0, 0)
+        switches = (True, False, True)
+        keep = not case.recompute
+        output, _, _, kept, states = _library._ops.forward(*first, *rest, keep, *switches)
+        saved = (output, kept if keep else None, None if a.cx is None else states)
+        self.weights = a.weights
+        self.arguments = (a.grad_output, a.grad_h_n, a.grad_c_n, *first, *saved, *rest)
+        self.switches = switches
+
+    def gradients(self, weights):
+        """All gradients, of these weights (a bit for each): input, hx, cx, and of each weight."""
+        needs = 1 + 2 + 4 * (self.arguments[6] is not None) + 16 * weights
+        *others, flat = _library._ops.backward(*self.arguments, needs, *self.switches)
+        return others, flat.split([w.numel() for w in self.weights]) if weights else ()
+
+
+def check(fresh, case, subsets, **options):
+    """That gradients are those without NaN in fresh memory, and zeros where they are not wanted."""
+    fresh(False)
+    call = Call(case, **options)
+    expected_others, expected = call.gradients(all_weights(case))
+    fresh(True)
+    call = Call(case, **options)
+    for wanted in subsets:
+        others, weights = call.gradients(wanted)
+        for found, other in zip(others, expected_others, strict=True):
+            assert torch.equal(found, other)
+        for i, found in enumerate(weights):
+            all_of_it = expected[i] if wanted >> i & 1 else torch.zeros_like(expected[i])
+            assert torch.equal(found, all_of_it), (i, bin(wanted))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_all_gradients(dtypes, fresh, case, options):
+    for size, dtype in itertools.product(SIZES, dtypes):
+        sizes = {"hidden_size": size, "latent_size": size + 1}
+        if case.proj_size:  # less than hidden_size
+            sizes = {"hidden_size": size + 1, "proj_size": size}
+        sized = replace(case, **sizes, **options, dtype=dtype)
+        check(fresh, sized, [all_weights(sized)])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_some_gradients(dtypes, fresh, case, bidirectional):
+    case = replace(case, bidirectional=bidirectional, dtype=dtypes[0])
+    every = all_weights(case)
+    alone = [1 << i for i in range(every.bit_length())]
+    check(fresh, case, [0, *alone, *(every - bit for bit in alone)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lengths", [[7, 7, 2], [2, 1, 1]])  # up to the last chunk, the first alone
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_short_rows(dtypes, fresh, case, lengths, packed):
+    for bidirectional in (False, True):
+        sized = replace(case, seq_len=max(lengths) if packed else 7, dtype=dtypes[0])
+        sized = replace(sized, bidirectional=bidirectional)
+        check(fresh, sized, [all_weights(sized)], lengths=lengths, packed=packed)
+
+
+@pytest.mark.parametrize("options", [{"lengths": [0, 0, 0]}, {"batch": 0}], ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_of_no_steps_all_are_zeros(dtypes, fresh, case, options):
+    case = replace(case, batch=options.get("batch", case.batch), dtype=dtypes[0])
+    lengths = options.get("lengths")
+    fresh(True)
+    for wanted in (all_weights(case), 0b101):
+        _, weights = Call(case, lengths).gradients(wanted)
+        assert len(weights) > 0 and not any(grad.any() for grad in weights)
