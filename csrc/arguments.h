@@ -32,12 +32,19 @@ inline std::string reason_of(const std::exception& error) {
   return end == std::string::npos ? "" : ": " + text.substr(end + 1);
 }
 
-// A tensor of zeros or of anything.
+// A tensor of zeros or of anything.  By torch's function itself: its wrapper takes twice the time,
+// since it first asks for what the two tensors have in common.
 inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype,
                        const char* what, bool zeros = false) {
+  int32_t type = type_code(dtype);
+  AtenTensorHandle handle = nullptr;
   try {
-    return zeros ? torch::stable::new_zeros(like, shape, dtype)
-                 : torch::stable::new_empty(like, shape, dtype);
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_aten_new_empty(like.get(), shape.data(), int64_t(shape.size()), &type,
+                                  /*layout=*/nullptr, /*device=*/nullptr, 0, nullptr, &handle));
+    Tensor tensor(handle);
+    if (zeros && tensor.numel() > 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle));
+    return tensor;
   } catch (const std::exception& error) {
     fail("out of memory: there is no room for ", what, ", ", torch::headeronly::toString(dtype),
          " of shape ", shape_text(shape), reason_of(error));
@@ -45,19 +52,20 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
 }
 
 // What the operators are called with, apart from gradients and results: one layer, all directions.
+// Tensors are the operator's own arguments.
 struct Call {
-  int64_t cell;  // of kCells
-  Tensor input;  // (T, B, I), or packed (N, I): the rows of each step, one step after the other
-  Tensor hx;     // (D, B, P)
-  MaybeTensor cx;
-  Weights weights;
-  MaybeTensor lengths;            // (B) on the CPU, of a padded batch
-  MaybeTensor batch_sizes;        // (T) on the CPU, of a packed one: the rows that take each step
-  MaybeTensor reset;              // (T, B)
-  MaybeTensor eps, seed;          // (D, T, B, Z); one element
-  double dropout;                 // of the input
-  double zoneout, state_zoneout;  // of h and of c
-  MaybeTensor mask_seed;          // of dropout and zoneout, like seed
+  int64_t cell;         // of kCells
+  const Tensor& input;  // (T, B, I), or packed (N, I): the rows of each step, one after the other
+  const Tensor& hx;     // (D, B, P)
+  const MaybeTensor& cx;
+  const Weights& weights;
+  const MaybeTensor& lengths;      // (B) on the CPU, of a padded batch
+  const MaybeTensor& batch_sizes;  // (T) on the CPU, of a packed one: the rows that take each step
+  const MaybeTensor& reset;        // (T, B)
+  const MaybeTensor &eps, &seed;   // (D, T, B, Z); one element
+  double dropout;                  // of the input
+  double zoneout, state_zoneout;   // of h and of c
+  const MaybeTensor& mask_seed;    // of dropout and zoneout, like seed
   int64_t layer;
   int64_t first_step;  // where the sequence is a part of a longer one
   bool reverse;        // with one direction: that time runs backwards
@@ -70,7 +78,8 @@ struct Call {
 
 class Arguments {
  public:
-  explicit Arguments(const Call& call) : call_(call) {
+  explicit Arguments(const Call& call)
+      : call_(call), dtype_(call.input.scalar_type()), device_(call.input.device()) {
     FUSEDRNN_CHECK(call.cell >= 0 && call.cell < int64_t(std::size(kCells)), "there is no cell ",
                    call.cell);
     cell_ = kCells[call.cell];
@@ -90,8 +99,13 @@ class Arguments {
       check_device("reset", *call.reset);
       check_contiguous("reset", *call.reset);
     }
-    hx_ = torch::stable::contiguous(call.hx);
-    if (call.cx) cx_ = torch::stable::contiguous(*call.cx);
+    hx_ = dense(call.hx);
+    if (call.cx) cx_ = dense(*call.cx);
+  }
+
+  // The tensor itself, or a copy of it that is contiguous.
+  static Tensor dense(const Tensor& tensor) {
+    return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
   }
 
   // Lengths of rows, for kernels: on the device of the input.
@@ -105,8 +119,8 @@ class Arguments {
     std::copy_n(lengths_, batch(), static_cast<int64_t*>(host.mutable_data_ptr()));
     platform.keep(host);
     device_lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
-    torch::stable::copy_(device_lengths_, host, /*non_blocking=*/true);
-    lengths_ = data<int64_t>(device_lengths_);
+    torch::stable::copy_(*device_lengths_, host, /*non_blocking=*/true);
+    lengths_ = data<int64_t>(*device_lengths_);
   }
 
   // (T, B, width), or packed (N, width): of a sequence beside the input.
@@ -119,7 +133,7 @@ class Arguments {
   }
   void check(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape) const {
     check_shape(name, tensor, shape);
-    check_dtype(name, tensor, input().scalar_type());
+    check_dtype(name, tensor, dtype_);
     check_device(name, tensor);
   }
 
@@ -165,8 +179,8 @@ class Arguments {
       l.eps = {data<T>(e) + direction * e.stride(0), e.size(3), e.stride(1), e.stride(2),
                e.stride(3)};
     }
-    l.hx = data<T>(hx_) + direction * h_numel();
-    if (call_.cx) l.cx = data<T>(cx_) + direction * state_numel();
+    l.hx = data<T>(*hx_) + direction * h_numel();
+    if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
     l.layer = call_.layer + direction;
     l.first_step = call_.first_step;
@@ -244,12 +258,12 @@ class Arguments {
         name, " must have shape ", shape_text(expected), ", got ", shape_text(sizes));
   }
   void check_dtype(const char* name, const Tensor& tensor, ScalarType dtype) const {
-    FUSEDRNN_CHECK(tensor.scalar_type() == dtype, name, " must be ",
-                   torch::headeronly::toString(dtype), ", got ",
-                   torch::headeronly::toString(tensor.scalar_type()));
+    const ScalarType own = tensor.scalar_type();
+    FUSEDRNN_CHECK(own == dtype, name, " must be ", torch::headeronly::toString(dtype), ", got ",
+                   torch::headeronly::toString(own));
   }
   void check_device(const char* name, const Tensor& tensor) const {
-    FUSEDRNN_CHECK(tensor.device() == input().device(), name, " must be on the device of input");
+    FUSEDRNN_CHECK(tensor.device() == device_, name, " must be on the device of input");
   }
   void check_contiguous(const char* name, const Tensor& tensor) const {
     FUSEDRNN_CHECK(tensor.is_contiguous(), name, " must be contiguous");
@@ -348,8 +362,8 @@ class Arguments {
   void check_weights() {
     const Weights& weights = call_.weights;
     const size_t of_direction = weights.size() / size_t(directions());
-    const size_t with_bias = layer_layout(cell_, {}, true).size();
-    const size_t without = layer_layout(cell_, {}, false).size();
+    const size_t with_bias = num_parameters(cell_, true);
+    const size_t without = num_parameters(cell_, false);
     FUSEDRNN_CHECK(weights.size() % size_t(directions()) == 0 &&
                        (of_direction == with_bias || of_direction == without),
                    cell_.name, " takes ", without, " weights, or ", with_bias,
@@ -384,11 +398,13 @@ class Arguments {
     if (call_.cx) check("cx", *call_.cx, {directions(), batch(), sizes_.hidden});
   }
 
-  Call call_;
+  const Call call_;
+  const ScalarType dtype_;  // of the input, as its device
+  const torch::stable::Device device_;
   Cell cell_;
   Sizes sizes_;
   bool has_bias_;
-  Tensor hx_, cx_, device_lengths_;
+  MaybeTensor hx_, cx_, device_lengths_;
   const int64_t* lengths_ = nullptr;
   std::vector<Parameter> layout_;
   std::vector<int64_t> rows_at_;  // of each step, one more than the last row that takes it

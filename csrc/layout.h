@@ -127,10 +127,19 @@ struct Parameter {
   int64_t numel() const { return times(rows, columns == 0 ? 1 : columns); }
 };
 
+inline size_t num_parameters(const Cell& cell, bool bias) {
+  size_t count = size_t(cell.num_projections);
+  for (int p = 0; p < cell.num_projections; ++p) {
+    if (bias && cell.projections[p].has_bias) ++count;
+  }
+  return count;
+}
+
 // The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights
 // that never have one.
 inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias) {
   std::vector<Parameter> parameters;
+  parameters.reserve(num_parameters(cell, bias));
   int64_t offset = 0;
   const auto add = [&](bool is_bias, bool of_those_with_bias) {
     for (int p = 0; p < cell.num_projections; ++p) {

@@ -34,6 +34,11 @@ constexpr ScalarType kScalarType<BFloat16> = ScalarType::BFloat16;
 template <>
 constexpr ScalarType kScalarType<Half> = ScalarType::Half;
 
+// What torch's C functions take for a type.
+inline int32_t type_code(ScalarType type) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
+
 // A tensor over memory that someone else owns, for the length of one call of an ATen kernel.
 class BorrowedTensor {
  public:
@@ -41,8 +46,7 @@ class BorrowedTensor {
   BorrowedTensor(T* data, int64_t dims, const int64_t* sizes, const int64_t* strides,
                  int32_t device_type, int32_t device_index) {
     using Element = std::remove_const_t<T>;
-    static const int32_t dtype =
-        torch::stable::detail::to<int32_t>(torch::stable::detail::from(kScalarType<Element>));
+    static const int32_t dtype = type_code(kScalarType<Element>);
     STABLE_TORCH_ERROR_CODE_CHECK(
         aoti_torch_create_tensor_from_blob(const_cast<Element*>(data), dims, sizes, strides, 0,
                                            dtype, device_type, device_index, &handle_));
