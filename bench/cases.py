@@ -24,6 +24,9 @@ LOOP, COMPILED = "plain loop", "compiled loop"
 OURS, KEPT = "fusedrnn", "fusedrnn, recompute=False"
 OUR_GRU, KEPT_GRU = "fusedrnn.GRU", "fusedrnn.GRU, recompute=False"
 OUR_LSTM, KEPT_LSTM = "fusedrnn.LSTM", "fusedrnn.LSTM, recompute=False"
+GRU_CELL, LSTM_CELL = "nn.GRUCell", "nn.LSTMCell"
+OUR_GRU_CELL, OUR_LSTM_CELL = "fusedrnn.GRUCell", "fusedrnn.LSTMCell"
+OUR_CELL = "fusedrnn.StochasticGRUCell"
 STEPWISE = "fusedrnn, stepwise"
 STEPWISE_GRU, STEPWISE_LSTM = "fusedrnn.GRU, stepwise", "fusedrnn.LSTM, stepwise"
 # And what each drops in for.
@@ -114,6 +117,15 @@ SPEED_LIMITS[LARGE] = SPEED_LIMITS[SMALL] | {
 }
 # Time of a backward pass whose adjoints decay through denormals over that of an ordinary one.
 DENORMAL_LIMIT = 1.2
+
+# Calls whose multiplications take no longer than what surrounds them, and what each is compared
+# with. torch has no StochasticGRU; where I = Z = H an LSTM has as many multiplications.
+ONE_STEP, SHORT_CALL = Shape(1, 1, 64), Shape(8, 8, 128)
+_MODULES = {OUR_GRU: GRU, OUR_LSTM: LSTM, OURS: LSTM, LOOP: LSTM}
+_CELLS = {OUR_GRU_CELL: GRU_CELL, OUR_LSTM_CELL: LSTM_CELL, OUR_CELL: LSTM_CELL}
+CALLS = {ONE_STEP: _MODULES | _CELLS, SHORT_CALL: _MODULES}
+# Time of ours over that of torch's, of a call under no_grad and of a training step.
+CALL_LIMITS = {ONE_STEP: (1.2, 1.5), SHORT_CALL: (1.1, 1.1)}
 
 # On a GPU, by value: what is measured first, in case that time runs out. By name: "tf32" is float32
 # as torch has it by default, where recurrent layers may round products to TF32; "float32" has none.
@@ -275,6 +287,7 @@ class TrainingStep:
         with torch.device(device):
             self.input, self.grad_output = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
             self.module = make(shape.hidden_size).to(dtype)
+        self.weights = list(self.module.parameters())
 
     def forward(self) -> Tensor:
         """The output, with its graph."""
@@ -284,7 +297,8 @@ class TrainingStep:
     def backward(self, output: Tensor) -> None:
         """Computes the gradients, and drops them."""
         output.backward(self.grad_output)
-        self.module.zero_grad(set_to_none=True)
+        for weight in self.weights:
+            weight.grad = None
 
     def train(self) -> None:
         """Forward and backward."""
@@ -293,7 +307,7 @@ class TrainingStep:
     def infer(self) -> None:
         """Forward without a graph."""
         with torch.no_grad():
-            self.module(self.input)
+            self.forward()
 
 
 class LastStateStep(TrainingStep):
@@ -302,6 +316,21 @@ class LastStateStep(TrainingStep):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.grad_output = self.grad_output[-1]
+
+
+class CellStep(TrainingStep):
+    """A cell that is called for one step after the other."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.grad_output = self.grad_output[-1]
+
+    def forward(self) -> Tensor:
+        state = None
+        for x in self.input:
+            state = self.module(x, state)
+        output: Tensor = state[0] if isinstance(state, tuple) else state
+        return output
 
 
 class SwitchedStep(TrainingStep):
@@ -449,6 +478,11 @@ CONTENDERS: dict[str, Contender] = {
     OUR_LSTM: Contender(_like(fusedrnn.LSTM), REBUILT_LSTM),
     KEPT_LSTM: Contender(_like(fusedrnn.LSTM, recompute=False), LSTM_GEMMS),
     STEPWISE_LSTM: Contender(_like(fusedrnn.LSTM, backend="stepwise"), REBUILT_LSTM),
+    GRU_CELL: Contender(_like(nn.GRUCell), GRU_GEMMS, CellStep),
+    LSTM_CELL: Contender(_like(nn.LSTMCell), LSTM_GEMMS, CellStep),
+    OUR_GRU_CELL: Contender(_like(fusedrnn.GRUCell), REBUILT_GRU, CellStep),
+    OUR_LSTM_CELL: Contender(_like(fusedrnn.LSTMCell), REBUILT_LSTM, CellStep),
+    OUR_CELL: Contender(_like(fusedrnn.StochasticGRUCell), REBUILT, CellStep),
     LAST_GRU: Contender(_like(fusedrnn.GRU, return_sequence=False), REBUILT_GRU, LastStateStep),
     LAST_LSTM: Contender(_like(fusedrnn.LSTM, return_sequence=False), REBUILT_LSTM, LastStateStep),
 }

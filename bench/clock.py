@@ -85,13 +85,18 @@ def interleaved_ms(
     """
     times_ms: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
-    for done in range(rounds):
-        gc.collect()
-        if done >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
-            break
-        for name, call in calls.items():
-            before(name)
-            times_ms[name].append(timer(call))
+    gc.collect()
+    gc.freeze()  # what is there already is not gone through again in every round
+    try:
+        for done in range(rounds):
+            gc.collect()
+            if done >= LEAST_ROUNDS and time.perf_counter() - begin > budget_s:
+                break
+            for name, call in calls.items():
+                before(name)
+                times_ms[name].append(timer(call))
+    finally:
+        gc.unfreeze()
     return times_ms
 
 

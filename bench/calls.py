@@ -1,0 +1,342 @@
+"""Time of short calls over torch.nn's, and where it goes: ``python -m bench.calls``.
+
+"One step" is what a model pays that calls a module once for each step; in a "short call" there are
+a few steps of a small batch. Both are measured under no_grad and as training steps, eager and, the
+short call, by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedrnn
+
+from .cases import (
+    CALL_LIMITS,
+    CALLS,
+    GRU,
+    ONE_STEP,
+    OUR_GRU,
+    SHORT_CALL,
+    TF32,
+    Shape,
+    TrainingStep,
+    training_step,
+)
+from .clock import Ratio, cuda_time_ms, interleaved_ms, ratio, ratio_of_medians, time_ms
+from .report import Report, Run, Table, Target, main
+from .sweep import Budget, Case, Results, failures, kinds, not_reached, numbers, opened, why_none
+from .worker import Notes, Row, measure_apart, measure_here
+
+TITLES = {ONE_STEP: "one step", SHORT_CALL: "short call"}
+PASSES = {"no_grad": "under no_grad", "training": "training step"}
+SUFFIX = ", compiled"
+# One call is too short to be measured: samples are of so many.
+CALLS_IN_SAMPLE = {ONE_STEP: 20, SHORT_CALL: 5}
+ROUNDS, ROUNDS_QUICK, BUDGET_S = 40, 3, 5.0
+WARM_UP = 3
+# Of a call of GRU, in the order in which a call comes to them.
+PARTS = (
+    "the module: its parameters and options",
+    "checks and autograd, in Python",
+    "C++: arguments, plan, memory",
+    "multiplications and steps",
+    "backward: autograd, in Python",
+    "backward, C++: arguments, plan, memory",
+    "backward: multiplications and steps",
+)
+
+Calls = dict[str, Callable[[], object]]
+
+
+def run(run: Run) -> Report:
+    """Ratios, and what the parts of a call take."""
+    compiles = not run.quick
+    jobs = [(Case(shape, "float32"), compiled) for shape, compiled in _jobs(compiles)]
+    results: Results = {case: {} for case, _ in jobs}
+    task = run.progress.add_task("calls", total=len(jobs) + len(CALLS))
+    rounds = ROUNDS_QUICK if run.quick else ROUNDS
+    obstacle = why_nothing_compiles() if compiles else None
+    for case, compiled in jobs:
+        names = _names(case.shape, compiled)
+        if compiled and obstacle:
+            results[case] |= {name: {"missing": obstacle} for name in names}
+        else:
+            results[case] |= measure_here(measure, _job(case, compiled, "cpu", rounds), names)
+        run.progress.advance(task)
+    parts = {}
+    for shape in CALLS:
+        parts[shape] = parts_us(shape, rounds)
+        run.progress.advance(task)
+    report = _report(results)
+    report.numbers["parts_us"] = {TITLES[shape]: of_shape for shape, of_shape in parts.items()}
+    report.tables.append(_parts_table(parts))
+    return report
+
+
+def run_on_cuda(run: Run) -> Report:
+    """Ratios; with TF32, as torch has float32 by default, unless told otherwise."""
+    jobs = [
+        (Case(shape, kind), compiled)
+        for shape, compiled in _jobs(compiles=True)
+        for kind in kinds(run, [TF32])
+    ]
+    results: Results = {case: {} for case, _ in jobs}
+    for case, compiled in jobs:
+        results[case] |= dict.fromkeys(_names(case.shape, compiled), not_reached(run))
+    rounds = ROUNDS_QUICK if run.quick else ROUNDS
+    task = run.progress.add_task("calls", total=len(jobs))
+    budget = Budget(run)
+    for case, compiled in jobs:
+        if budget.is_spent:
+            break
+        job, names = _job(case, compiled, "cuda", rounds), _names(case.shape, compiled)
+        results[case] |= measure_apart("bench.calls", job, names, end=budget.end)
+        run.write(_report(results))
+        run.progress.advance(task)
+    return _report(results)
+
+
+def _jobs(compiles: bool) -> list[tuple[Shape, bool]]:
+    """Shapes, and whether the modules are compiled: last, since that may take the time of all."""
+    return [(shape, False) for shape in CALLS] + [(SHORT_CALL, True)] * compiles
+
+
+def _names(shape: Shape, compiled: bool) -> list[str]:
+    """torch's come first: they cannot break a process."""
+    names = [*dict.fromkeys(CALLS[shape].values()), *CALLS[shape]]
+    return [name + SUFFIX for name in names] if compiled else names
+
+
+def _job(case: Case, compiled: bool, device: str, rounds: int) -> dict[str, Any]:
+    return case.numbers() | {"compiled": compiled, "device": device, "rounds": rounds}
+
+
+def why_nothing_compiles() -> str | None:
+    """Why torch.compile compiles nothing here; None if it does."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(2))
+    except Exception as error:  # there may be no C++ compiler, or one that it cannot use
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"does not compile: {lines[0]:.150}"
+    return None
+
+
+def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Rows of a case; see worker.py."""
+    case, on_cuda = opened(numbers), numbers["device"] == "cuda"
+    calls = CALLS_IN_SAMPLE[case.shape]
+    steps: dict[str, TrainingStep] = {}
+    for name in names:
+        with notes.on(name):
+            step = training_step(
+                name.removesuffix(SUFFIX), case.shape, numbers["device"], case.dtype
+            )
+            if numbers["compiled"]:
+                step.module = torch.compile(step.module)
+            for _ in range(WARM_UP):
+                step.train()
+                step.infer()
+            steps[name] = step
+
+    def times_ms(samples: Calls) -> dict[str, list[float]]:
+        of_samples = interleaved_ms(
+            samples,
+            rounds=numbers["rounds"],
+            budget_s=BUDGET_S,
+            before=notes.begin,
+            timer=cuda_time_ms if on_cuda else time_ms,
+        )
+        return {name: [ms / calls for ms in times] for name, times in of_samples.items()}
+
+    no_grad_ms = times_ms({name: _without_grad(s.forward, calls) for name, s in steps.items()})
+    training_ms = times_ms({name: _repeated(s.train, calls) for name, s in steps.items()})
+    for name in steps:
+        notes.row(name, {"no_grad_ms": no_grad_ms[name], "training_ms": training_ms[name]})
+
+
+def _repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
+    def repeated() -> None:
+        for _ in range(count):
+            call()
+
+    return repeated
+
+
+def _without_grad(call: Callable[[], object], count: int) -> Callable[[], None]:
+    """Calls in one block of no_grad, as a loop over steps has them."""
+    return torch.no_grad()(_repeated(call, count))
+
+
+class Recorded(TorchDispatchMode):
+    """The package's operators that are called in this context, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "fusedrnn":
+            assert not kwargs
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def operator_calls(step: TrainingStep) -> list[Callable[[], object]]:
+    """The operators of a training step, forward and backward, on the arguments that they get."""
+    with Recorded() as recorded:
+        step.train()
+    (forward, forward_args), (backward, backward_args) = recorded.calls
+    return [lambda: forward(*forward_args), lambda: backward(*backward_args)]
+
+
+def parts_us(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of the parts of a call of GRU, which sum up to those of the whole.
+
+    A part is the difference of two calls, of which one begins further inside. What an operator does
+    before the first multiplication is all that it does for a batch of no rows.
+    """
+    calls = CALLS_IN_SAMPLE[shape]
+    whole, torchs, empty = (
+        training_step(name, of_shape)
+        for name, of_shape in (
+            (OUR_GRU, shape),
+            (GRU, shape),
+            (OUR_GRU, Shape(shape.seq_len, 0, shape.hidden_size)),
+        )
+    )
+    forward, backward = operator_calls(whole)
+    empty_forward, empty_backward = operator_calls(empty)
+    outputs = {}
+    for step in (whole, torchs):
+        outputs[step] = step.forward()
+
+    def functional() -> object:
+        return fusedrnn.gru(whole.input, whole.weights)
+
+    def backward_of(step: TrainingStep) -> Callable[[], object]:
+        def of_step() -> None:
+            outputs[step].backward(step.grad_output, retain_graph=True)
+            for weight in step.weights:
+                weight.grad = None
+
+        return of_step
+
+    without = {
+        "torch": torchs.forward,
+        "module": whole.forward,
+        "functional": functional,
+        "operator": forward,
+        "empty": empty_forward,
+        "backward operator": backward,
+        "empty backward": empty_backward,
+    }
+    with_graph = {
+        "torch, graph": torchs.forward,
+        "module, graph": whole.forward,
+        "functional, graph": functional,
+        "torch, backward": backward_of(torchs),
+        "backward": backward_of(whole),
+    }
+    samples = {name: _without_grad(call, calls) for name, call in without.items()}
+    samples |= {name: _repeated(call, calls) for name, call in with_graph.items()}
+    for sample in samples.values():
+        sample()  # warm-up
+    times = interleaved_ms(samples, rounds=rounds, budget_s=BUDGET_S)
+    us = {name: 1000 * median(ms) / calls for name, ms in times.items()}
+
+    def forward_parts(case: str) -> list[float]:
+        module, functional = us["module" + case], us["functional" + case]
+        inside, steps = us["empty"], us["operator"] - us["empty"]
+        return [module - functional, functional - us["operator"], inside, steps]
+
+    backward_parts = [
+        us["backward"] - us["backward operator"],
+        us["empty backward"],
+        us["backward operator"] - us["empty backward"],
+    ]
+    return {
+        "no_grad": {
+            **dict(zip(PARTS, forward_parts(""), strict=False)),
+            OUR_GRU: us["module"],
+            GRU: us["torch"],
+        },
+        "training": {
+            **dict(zip(PARTS, forward_parts(", graph") + backward_parts, strict=True)),
+            OUR_GRU: us["module, graph"] + us["backward"],
+            GRU: us["torch, graph"] + us["torch, backward"],
+        },
+    }
+
+
+def _report(results: Results) -> Report:
+    targets, tables = [], []
+    for case, rows in results.items():
+        for name, (other, limits) in _compared(case.shape, rows).items():
+            for kind, limit in zip(PASSES, limits or (), strict=False):
+                if r := _ratio(rows[name], rows[other], kind):
+                    what = f"{TITLES[case.shape]}, {PASSES[kind]}, {name} / {other}"
+                    targets.append(Target(what, str(case), r.median, limit, r.spread))
+        tables.append(_table(case, rows))
+    return Report("calls", numbers(results), tables, targets, failures(results))
+
+
+def _compared(
+    shape: Shape, rows: dict[str, Row]
+) -> dict[str, tuple[str, tuple[float, float] | None]]:
+    """Each contender with the one of torch's, and the limits of its ratios to that."""
+    compared = {}
+    for name in rows:
+        plain = name.removesuffix(SUFFIX)
+        suffix = name[len(plain) :]
+        other = CALLS[shape].get(plain, plain)
+        limits = CALL_LIMITS[shape] if plain.startswith("fusedrnn") else None
+        compared[name] = other + suffix, limits
+    return compared
+
+
+def _ratio(row: Row, other: Row, kind: str) -> Ratio | None:
+    if why_none(row) or why_none(other):
+        return None
+    times, other_times = row[f"{kind}_ms"], other[f"{kind}_ms"]
+    if row.get("process") == other.get("process"):
+        return ratio(times, other_times)
+    return ratio_of_medians(times, other_times)
+
+
+def _table(case: Case, rows: dict[str, Row]) -> Table:
+    columns = [""]
+    for what in PASSES.values():
+        columns += [f"{what}, µs", "/ torch.nn"]
+    lines = []
+    for name, (other, _) in _compared(case.shape, rows).items():
+        if reason := why_none(rows[name]):
+            lines.append([name, reason, *[""] * (len(columns) - 2)])
+            continue
+        line = [name]
+        for kind in PASSES:
+            r = _ratio(rows[name], rows[other], kind)
+            line += [f"{1000 * median(rows[name][f'{kind}_ms']):.1f}", str(r) if r else ""]
+        lines.append(line)
+    return Table(f"Time of a call, {TITLES[case.shape]}, {case}", columns, lines)
+
+
+def _parts_table(parts: dict[Shape, dict[str, dict[str, float]]]) -> Table:
+    found = [parts[shape][kind] for shape in parts for kind in PASSES]
+    columns = [f"{TITLES[shape]}, {what}" for shape in parts for what in PASSES.values()]
+    rows = [
+        [name, *(f"{us[name]:.1f}" if name in us else "" for us in found)]
+        for name in (*PARTS, OUR_GRU, GRU)
+    ]
+    return Table(f"Where the time of a call of {OUR_GRU} goes, µs", ["", *columns], rows)
+
+
+if __name__ == "__main__":
+    main([run], __doc__, on_cuda=[run_on_cuda])
