@@ -43,6 +43,8 @@ BESIDE = {LSTM: LSTM_BESIDE, GRU: GRU_BESIDE}
 CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
 
 ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, KEPT, OUR_GRU, KEPT_GRU, OUR_LSTM, KEPT_LSTM)
+# Of them, what there is time for without --all.
+ON_CPU_SHORT = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 # Those of a group run side by side in a process of their own, at every shape and dtype: a fault of
 # a persistent kernel costs every contender of its process the GPU, so those without one come first.
 # torch's LSTM and GRU run in both, so that ratios of what matters most are of the same rounds.

@@ -18,6 +18,7 @@ from .cases import (
     LSTM,
     MEMORY_LIMITS,
     ON_CPU,
+    ON_CPU_SHORT,
     ON_CUDA_TOGETHER,
     OUR_GRU,
     OUR_LSTM,
@@ -37,6 +38,8 @@ from .report import Report, Run, Table, Target, main, mib
 from .sweep import Case, Results, failures, numbers, opened, release, sweep, why_none
 from .worker import Notes, Row
 
+LEFT_OUT = ("memory of the compiled loop, of recompute=False, over T, and of last states alone",)
+
 
 def run(run: Run) -> Report:
     """Peaks at two shapes, how everything grows with the sequence, and a long one's last state."""
@@ -44,12 +47,16 @@ def run(run: Run) -> Report:
     over_seq_len = OVER_SEQ_LEN_QUICK if run.quick else OVER_SEQ_LEN
     long = LONG_QUICK if run.quick else LONG
     on_long = LAST_STATE.names if HAS_LAST_STATE_ONLY else ()
-    contenders = [name for name in ON_CPU if not (run.quick and name == COMPILED)]
+    names = ON_CPU
+    if not run.everything:
+        names, over_seq_len, on_long = ON_CPU_SHORT, (), ()
+    contenders = [name for name in names if not (run.quick and name == COMPILED)]
     over_contenders = [name for name in contenders if name not in DROP_INS]
     steps = 1 + len(contenders) * len(shapes) + len(over_contenders) * len(over_seq_len)
     task = run.progress.add_task("memory", total=steps + len(on_long))
 
-    not_compiled = None if run.quick else why_not_compiled([*shapes, *over_seq_len])
+    compiles = COMPILED in contenders
+    not_compiled = why_not_compiled([*shapes, *over_seq_len]) if compiles else None
     run.progress.advance(task)
     if not_compiled:
         contenders.remove(COMPILED)
@@ -65,7 +72,6 @@ def run(run: Run) -> Report:
     at_shapes = {shape: measure_all(shape, contenders) for shape in shapes}
     over = [measure_all(shape, over_contenders) for shape in over_seq_len]
     at_long = {long: measure_all(long, on_long)} if on_long else {}
-    _plot(run, over, over_contenders)
     targets = [
         Target(f"peak memory, {a} / {b}", str(shape), _ratio(result, a, b), limit)
         for shape, result in (at_shapes | at_long).items()
@@ -77,16 +83,18 @@ def run(run: Run) -> Report:
         for group in groups(contenders)
     ]
     tables += [_shape_table(LAST_STATE, shape, result) for shape, result in at_long.items()]
-    tables += [_growth_table(over), _peak_table(over, over_contenders)]
+    if over:
+        tables += [_growth_table(over), _peak_table(over, over_contenders)]
+        _plot(run, over, over_contenders)
     if not_compiled:
         tables.append(Table(COMPILED, [not_compiled], []))
     content = {
         "shapes": list(at_shapes.values()),
         "over_seq_len": over,
         "last_state": list(at_long.values()),
-        "compiled_loop": not_compiled or "ran",
+        "compiled_loop": not_compiled or ("ran" if compiles else "left out"),
     }
-    return Report("memory", content, tables, targets)
+    return Report("memory", content, tables, targets, left_out=() if run.everything else LEFT_OUT)
 
 
 def run_on_cuda(run: Run) -> Report:

@@ -74,6 +74,7 @@ class Report:
     tables: list[Table]
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    left_out: Sequence[str] = ()  # what a short run has no time for
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Run:
     progress: Progress | NoProgress
     options: argparse.Namespace
     about: dict[str, Any]
+
+    @property
+    def everything(self) -> bool:
+        """Whether to measure also what a short run has no time for, which only --all has."""
+        return bool(getattr(self.options, "all", True))
 
     @property
     def budget_s(self) -> float:
@@ -187,6 +193,8 @@ def main(
         _add_cuda_options(parser, cuda_options)
     options = parser.parse_args()
     if options.device == "cuda":
+        if getattr(options, "all", False):
+            parser.error("--all needs --device cpu")
         benchmarks = on_cuda
     elif on_cuda and any(getattr(options, name) is not None for name in map(_field, cuda_options)):
         parser.error(f"{', '.join(cuda_options)} need --device cuda")
@@ -215,6 +223,8 @@ def main(
         (out / f"{options.device}.md").write_text(_markdown(reports, targets, about))
     screen.line(f"{about['command']}: {_machine(about)}")
     screen.line(f"Results are in {out}")
+    if left_out := _left_out(reports):
+        screen.line(left_out)
     failures = [failure for report in reports for failure in report.failures]
     for failure in failures:
         screen.line(failure, style="red")
@@ -332,6 +342,12 @@ def _target_table(targets: list[Target]) -> Table:
     return Table("Targets", ["ratio", "at", "measured", "target", ""], rows)
 
 
+def _left_out(reports: list[Report]) -> str:
+    """What a short run has not measured, in a line; empty if there is nothing."""
+    names = ", ".join(what for report in reports for what in report.left_out)
+    return names and f"Left out, with their targets, and measured by python -m bench --all: {names}"
+
+
 def _rich_table(table: Table, *, mark: bool = False) -> rich.table.Table:
     result = rich.table.Table(title=table.title, title_justify="left")
     for i, column in enumerate(table.columns):
@@ -346,7 +362,8 @@ def _markdown(reports: list[Report], targets: list[Target], about: dict[str, Any
     tables = [_target_table(targets), *(table for report in reports for table in report.tables)]
     dtype = "" if "gpu" in about else "float32, "
     head = f"`{about['command']}` on {_machine(about)}, {dtype}{about['date'][:10]}.\n"
-    return "\n".join([head, *(markdown_table(table) for table in tables)])
+    left_out = [f"{line}\n"] if (line := _left_out(reports)) else []
+    return "\n".join([head, *(markdown_table(table) for table in tables), *left_out])
 
 
 def markdown_table(table: Table) -> str:
