@@ -38,7 +38,7 @@ PASSES = {"no_grad": "under no_grad", "training": "training step"}
 SUFFIX = ", compiled"
 # One call is too short to be measured: samples are of so many.
 CALLS_IN_SAMPLE = {ONE_STEP: 20, SHORT_CALL: 5}
-ROUNDS, ROUNDS_QUICK, BUDGET_S = 40, 3, 5.0
+ROUNDS, ROUNDS_QUICK, BUDGET_S, CUDA_BUDGET_S = 40, 3, 5.0, 2.0
 WARM_UP = 3
 # Of a call of GRU, in the order in which a call comes to them.
 PARTS = (
@@ -148,7 +148,7 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
         of_samples = interleaved_ms(
             samples,
             rounds=numbers["rounds"],
-            budget_s=BUDGET_S,
+            budget_s=CUDA_BUDGET_S if on_cuda else BUDGET_S,
             before=notes.begin,
             timer=cuda_time_ms if on_cuda else time_ms,
         )

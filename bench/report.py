@@ -236,7 +236,7 @@ def set_up_torch(*, tf32: bool = False) -> None:
 
     ``tf32``: whether recurrent layers may round products of float32, nn.LSTM and ours alike.
     """
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
     torch.backends.cuda.matmul.allow_tf32 = False  # as by default, when torch allows cuDNN's
     torch.backends.cudnn.allow_tf32 = tf32
 
@@ -296,7 +296,7 @@ def _environment(arguments: list[str], device: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "threads": THREADS,
+        "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -316,7 +316,7 @@ def _machine(about: dict[str, Any]) -> str:
     if "gpu" in about:
         tf32 = f"TF32 {about['tf32']}"
         return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, {tf32}"
-    return f"{about['cpu']}, {THREADS} threads, torch {about['torch']}"
+    return f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
 
 
 def _cpu_name() -> str:

@@ -61,16 +61,10 @@ DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 def run(run: Run) -> Report:
     """Training step and forward pass at two shapes, and a backward pass through denormals."""
-    names, shapes = (
-        (ON_CPU, {LARGE: 4, SMALL: 15})
-        if run.everything
-        else (
-            ON_CPU_SHORT,
-            {LARGE: 3, SMALL: 9},
-        )
-    )
+    names = ON_CPU if run.everything else ON_CPU_SHORT
+    shapes = {LARGE: 4, SMALL: 15} if run.everything else {LARGE: 3, SMALL: 9}
     if run.quick:
-        shapes = {QUICK: 3}
+        shapes = {QUICK: 3}  # and the rounds of each
     contenders = [name for name in names if not (run.quick and name == COMPILED)]
     denormal_rounds = 3 if run.quick else 9
     calls_in_round = len(contenders) + 2 + len(FORWARD_ONLY)

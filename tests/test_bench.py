@@ -6,6 +6,7 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
 from bench import (  # noqa: E402
+    calls,
     cases,
     chunks,
     clock,
@@ -41,17 +43,20 @@ OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the results of ``python -m bench --quick``."""
+    """Folder of the results of ``python -m bench --all --quick``."""
     out = tmp_path_factory.mktemp("bench")
-    run = bench("bench", "--quick", "--out", str(out))
+    run = bench("bench", "--all", "--quick", "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stderr == "", "the progress bar shares the terminal with whatever goes here"
+    assert "Left out" not in run.stdout + (out / "cpu.md").read_text()
     return out
 
 
 def bench(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    # Threads that wait for each other are slow beside other tests.
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
 
 def load(results: Path, name: str) -> dict[str, Any]:
@@ -59,19 +64,55 @@ def load(results: Path, name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", ["memory", "speed", "train_text"])
+@pytest.mark.parametrize("name", ["memory", "speed", "calls", "train_text"])
 def test_results_say_where_they_come_from(results: Path, name: str) -> None:
     about = load(results, name)["environment"]
-    assert about["command"].startswith("python -m bench --quick")
-    assert about["threads"] == 2
+    assert about["command"].startswith("python -m bench --all --quick")
+    assert about["threads"] == 1
     assert all(about[key] for key in ("date", "cpu", "torch", "fusedrnn", "python"))
 
 
 def test_files(results: Path) -> None:
     assert (results / "memory_over_seq_len.png").read_bytes().startswith(b"\x89PNG")
     markdown = (results / "cpu.md").read_text()
-    assert "`python -m bench --quick" in markdown
+    assert "`python -m bench --all --quick" in markdown
     assert "| " + OURS + " |" in markdown
+
+
+def test_what_the_short_form_leaves_out_is_said(results: Path, tmp_path: Path) -> None:
+    run = bench("bench", "--quick", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    line = (tmp_path / "cpu.md").read_text().splitlines()[-1]
+    said = "Left out, with their targets, and measured by python -m bench --all: "
+    assert line.startswith(said)
+    assert line in " ".join(map(str.strip, run.stdout.splitlines()))  # wrapped
+    what = line.removeprefix(said)
+    short, full = (
+        {name: load(folder, name) for name in ("memory", "speed", "calls", "train_text")}
+        for folder in (tmp_path, results)
+    )
+
+    def contenders(found: dict[str, Any]) -> set[str]:
+        return {
+            *found["memory"]["shapes"][0]["contenders"],
+            *found["speed"]["shapes"][0]["train_ms"],
+        }
+
+    kept = {name for name in cases.CONTENDERS if name.endswith(", recompute=False")}
+    assert contenders(full) - contenders(short) == kept
+    assert set(cases.ON_CPU) - set(cases.ON_CPU_SHORT) == {*kept, cases.COMPILED}
+    assert "recompute=False" in what
+    assert "compiled loop" in what
+    assert full["memory"]["over_seq_len"] and full["memory"]["last_state"]
+    assert not short["memory"]["over_seq_len"] and not short["memory"]["last_state"]
+    assert "memory of the compiled loop, of recompute=False, over T, and of last states" in what
+    assert "training for 240 updates and not 12" in what
+    assert full["calls"].keys() == short["calls"].keys()
+    assert len(full["calls"]["targets"]) == len(short["calls"]["targets"])
+
+
+def test_a_benchmark_alone_has_no_short_form(on_cpu: OnCpu) -> None:
+    assert on_cpu.run().everything
 
 
 def test_saved_for_backward_is_the_output(results: Path) -> None:
@@ -133,6 +174,151 @@ def test_speed_has_all_ratios(results: Path) -> None:
     assert set(speed["denormals"]["slowdown"]) == {OURS, LOOP}
 
 
+def test_calls_have_every_cell_beside_torch_s(results: Path) -> None:
+    content = load(results, "calls")
+    rows = {
+        (case["shape"]["seq_len"], case["shape"]["hidden_size"]): case["contenders"]
+        for case in content["cases"]
+    }
+    modules = {OURS, cases.OUR_GRU, cases.OUR_LSTM}
+    cells = {cases.OUR_CELL, cases.OUR_GRU_CELL, cases.OUR_LSTM_CELL}
+    ours = {
+        at: {name for name in of_case if name.startswith("fusedrnn")}
+        for at, of_case in rows.items()
+    }
+    assert ours == {(1, 64): modules | cells, (8, 128): modules}
+    assert all(LOOP in of_case for of_case in rows.values())
+    for of_case in rows.values():
+        for row in of_case.values():
+            assert row.keys() == {"no_grad_ms", "training_ms"}
+            assert {len(times) for times in row.values()} == {calls.ROUNDS_QUICK}
+
+
+def test_targets_of_calls() -> None:
+    row = {"no_grad_ms": [2.0, 4.0, 3.0], "training_ms": [5.0, 5.0, 5.0]}
+
+    def targets(shape: cases.Shape, compiled: bool) -> dict[str, tuple[float, float]]:
+        rows = dict.fromkeys(calls._names(shape, compiled), row)
+        rows[LSTM + calls.SUFFIX * compiled] = {name: [1.0] * 3 for name in row}
+        report = calls._report({sweep.Case(shape, "float32"): rows})
+        assert {len(line) for table in report.tables for line in table.rows} == {5}
+        return {target.what: (target.value, target.limit) for target in report.targets}
+
+    one_step = targets(cases.ONE_STEP, False)
+    for ours, other in (
+        ("fusedrnn.GRU", "nn.GRU"),
+        ("fusedrnn.GRUCell", "nn.GRUCell"),
+        ("fusedrnn.LSTMCell", "nn.LSTMCell"),
+        ("fusedrnn.StochasticGRUCell", "nn.LSTMCell"),
+    ):
+        assert one_step.pop(f"one step, under no_grad, {ours} / {other}") == (1, 1.2)
+        assert one_step.pop(f"one step, training step, {ours} / {other}") == (1, 1.5)
+    assert one_step == {
+        f"one step, {what}, {ours} / nn.LSTM": (value, limit)
+        for what, value, limit in (("under no_grad", 3, 1.2), ("training step", 5, 1.5))
+        for ours in (OURS, cases.OUR_LSTM)
+    }
+    for compiled in (False, True):
+        suffix = ", compiled" * compiled
+        assert targets(cases.SHORT_CALL, compiled) == {
+            f"short call, {what}, {ours}{suffix} / {other}{suffix}": (value, 1.1)
+            for ours, other, values in (
+                ("fusedrnn.GRU", "nn.GRU", (1, 1)),
+                ("fusedrnn.LSTM", LSTM, (3, 5)),
+                (OURS, LSTM, (3, 5)),
+            )
+            for what, value in zip(("under no_grad", "training step"), values, strict=True)
+        }
+
+
+def test_parts_of_a_call_sum_up_to_the_whole(results: Path) -> None:
+    found = load(results, "calls")["parts_us"]
+    assert list(found) == ["one step", "short call"]
+    for of_shape in found.values():
+        for kind, parts_us in of_shape.items():
+            whole, torchs = parts_us.pop(cases.OUR_GRU), parts_us.pop(cases.GRU)
+            assert list(parts_us) == list(calls.PARTS[: 4 if kind == "no_grad" else None])
+            assert sum(parts_us.values()) == pytest.approx(whole)
+            assert torchs > 0
+
+
+def test_operators_are_called_on_what_a_training_step_gives_them() -> None:
+    step = cases.training_step(cases.OUR_GRU, cases.ONE_STEP)
+    forward, backward = calls.operator_calls(step)
+    output = step.forward()
+    torch.testing.assert_close(forward()[0], output, rtol=0, atol=0)
+    output.backward(step.grad_output)
+    flat = torch.cat([weight.grad.flatten() for weight in step.weights])
+    torch.testing.assert_close(backward()[-1], flat, rtol=0, atol=0)
+
+
+def test_cells_go_from_step_to_step() -> None:
+    shape = cases.Shape(3, 2, 4)
+    for cell, module in ((cases.OUR_GRU_CELL, cases.OUR_GRU), (cases.OUR_LSTM_CELL, LSTM)):
+        steps = [cases.training_step(name, shape) for name in (cell, module)]
+        torch.testing.assert_close(steps[0].forward(), steps[1].forward()[-1])
+        steps[0].infer()
+        steps[0].train()
+        assert all(weight.grad is None for weight in steps[0].weights)
+
+
+@pytest.mark.parametrize("obstacle", [None, "does not compile: no compiler"])
+def test_calls_go_on_without_a_compiler(
+    obstacle: str | None, monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
+) -> None:
+    measured = []
+
+    def measure_here(measure: Any, job: dict[str, Any], names: list[str]) -> dict[str, worker.Row]:
+        measured.append((job["shape"]["seq_len"], job["compiled"]))
+        return {name: {"no_grad_ms": [1.0], "training_ms": [1.0]} for name in names}
+
+    monkeypatch.setattr(calls, "measure_here", measure_here)
+    monkeypatch.setattr(calls, "why_nothing_compiles", lambda: obstacle)
+    monkeypatch.setattr(calls, "ROUNDS", 3)
+    run = on_cpu.run()
+    result = calls.run(report.Run(False, run.out, run.progress, run.options, run.about))
+    assert measured == [(1, False), (8, False), *([(8, True)] if obstacle is None else [])]
+    said = {row[1] for row in result.tables[1].rows if row[0].endswith(calls.SUFFIX)}
+    assert said == {obstacle or "1000.0"}
+    assert result.failures == []
+
+
+def test_torch_compile_compiles_what_calls_do_with_it() -> None:
+    if obstacle := calls.why_nothing_compiles():
+        pytest.skip(obstacle)
+    case = sweep.Case(cases.SHORT_CALL, "float32")
+    names = [name + calls.SUFFIX for name in (cases.OUR_GRU, OURS)]
+    rows = worker.measure_here(calls.measure, calls._job(case, True, "cpu", 3), names)
+    assert {len(row["training_ms"]) for row in rows.values()} == {3}
+
+
+def test_calls_on_a_gpu_are_eager_before_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
+) -> None:
+    measured = []
+
+    def measure_apart(module: str, job: Any, names: Any, **_: float) -> dict[str, worker.Row]:
+        measured.append((module, sweep.Case.of_numbers(job), job["device"], job["compiled"]))
+        return {name: {"no_grad_ms": [1.0], "training_ms": [1.0], "process": 1} for name in names}
+
+    monkeypatch.setattr(calls, "measure_apart", measure_apart)
+    run = on_cpu.run()
+    run.options.dtype = None
+    result = calls.run_on_cuda(run)
+    one_step, short_call = (sweep.Case(shape, "tf32") for shape in cases.CALLS)
+    assert measured == [
+        ("bench.calls", one_step, "cuda", False),
+        ("bench.calls", short_call, "cuda", False),
+        ("bench.calls", short_call, "cuda", True),
+    ]
+    assert {target.value for target in result.targets} == {1}
+    assert len(result.targets) == 2 * (6 + 3 + 3)
+    run = on_cpu.run(budget_s=-1)
+    assert {row[1] for table in calls.run_on_cuda(run).tables for row in table.rows} == {
+        "not reached within -1 s"
+    }
+
+
 def test_loop_and_ours_learn_the_same(results: Path) -> None:
     text = load(results, "train_text")
     for loss in text["agreement"].values():
@@ -186,6 +372,11 @@ def test_sizes_are_checked(tmp_path: Path) -> None:
         (["--budget-s", "0"], "--dtype, --shape, --budget-s need --device cuda"),
         (["--shape", "1,2"], "argument --shape: must be T,B,H, got 1,2"),
         pytest.param(
+            ["--all", "--device", "cuda"],
+            "--all needs --device cpu",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="has no GPU"),
+        ),
+        pytest.param(
             ["--device", "cuda"],
             "argument --device: torch sees no GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
@@ -197,7 +388,12 @@ def test_options_are_checked(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     with pytest.raises(SystemExit) as stopped:
-        report.main([memory.run], None, on_cuda=[memory.run_on_cuda])
+        report.main(
+            [memory.run],
+            None,
+            lambda parser: parser.add_argument("--all", action="store_true"),
+            on_cuda=[memory.run_on_cuda],
+        )
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
 
