@@ -19,6 +19,7 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHMARKS = {
     "smoke": "smoke.json",
     "speed": "speed.json",
+    "calls": "calls.json",
     "memory": "memory.json",
     "chunks": "chunks.json",
     "fit": "fit.json",
@@ -37,7 +38,7 @@ ALONE = "64_bit or out_of_memory"
 Stage = tuple[str, ...]
 GROUPS: dict[str, tuple[Stage, ...]] = {
     "first": (("build",), ("smoke",), ("tests",), ("alone",)),
-    "speed": (("build",), ("speed",), ("memory",), ("chunks",), ("fit",)),
+    "speed": (("build",), ("speed",), ("calls",), ("memory",), ("chunks",), ("fit",)),
     "deep": (
         ("build",),
         SANITIZERS,
@@ -107,10 +108,11 @@ def parts(out: Path) -> dict[str, Part]:
         sweep("smoke", 90),
         tests("tests", 260, *apart, "-k", f"not (emulation or {ALONE})"),
         tests("alone", 60, *apart, "-k", ALONE, workers=1),
-        sweep("speed", 220),
-        sweep("memory", 90),
-        sweep("chunks", 65),
-        sweep("fit", 55),
+        sweep("speed", 200),
+        sweep("calls", 50),
+        sweep("memory", 75),
+        sweep("chunks", 60),
+        sweep("fit", 48),
         sweep("packed", 60),
         *map(sanitizer, SANITIZERS),
         sweep("numerics", 200),
