@@ -63,6 +63,7 @@ test-wheels: $(VENV)/torch.txt
 	        $(CURDIR)/tests/test_any_sizes.py $(CURDIR)/tests/test_cuda_library.py); \
 	done
 
+# At most four minutes on two cores; `python -m bench --all` measures everything.
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
 
