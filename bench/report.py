@@ -316,7 +316,8 @@ def _machine(about: dict[str, Any]) -> str:
     if "gpu" in about:
         tf32 = f"TF32 {about['tf32']}"
         return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, {tf32}"
-    return f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}"
+    threads = f"{about['threads']} thread{'s' * (about['threads'] > 1)}"
+    return f"{about['cpu']}, {threads}, torch {about['torch']}"
 
 
 def _cpu_name() -> str:
