@@ -2,6 +2,7 @@
 // there before anything is allocated.
 #pragma once
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -43,7 +44,13 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
         aoti_torch_aten_new_empty(like.get(), shape.data(), int64_t(shape.size()), &type,
                                   /*layout=*/nullptr, /*device=*/nullptr, 0, nullptr, &handle));
     Tensor tensor(handle);
-    if (zeros && tensor.numel() > 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle));
+    if (zeros && tensor.numel() > 0) {
+      if (tensor.is_cpu()) {
+        std::memset(tensor.mutable_data_ptr(), 0, size_t(tensor.numel()) * tensor.element_size());
+      } else {
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle));
+      }
+    }
     return tensor;
   } catch (const std::exception& error) {
     fail("out of memory: there is no room for ", what, ", ", torch::headeronly::toString(dtype),

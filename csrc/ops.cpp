@@ -25,11 +25,13 @@ struct CpuPlatform {
 
 STABLE_TORCH_LIBRARY(fusedrnn, m) {
   m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
+  m.def((std::string("step") + fusedrnn::kStepSchema).c_str());
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
   m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CpuPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::CpuPlatform>));
   m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CpuPlatform>));
 }
 

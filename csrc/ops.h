@@ -126,6 +126,57 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   });
 }
 
+// The same memory, with so many dimensions of one before those of `tensor`, or without.
+inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
+  std::vector<int64_t> sizes, strides;
+  for (int64_t i = 0; i < more; ++i) {
+    sizes.push_back(1);
+    strides.push_back(tensor.numel());
+  }
+  for (int64_t i = std::max<int64_t>(-more, 0); i < tensor.dim(); ++i) {
+    sizes.push_back(tensor.size(i));
+    strides.push_back(tensor.stride(i));
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+// One step where nothing needs a gradient, with little around it: input (B, I) or (I), hx and cx
+// (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike or empty.
+template <class Platform>
+std::tuple<Tensor, Tensor> step(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
+                                Weights weights, MaybeTensor eps, MaybeTensor seed,
+                                int64_t free_multiprocessors, bool tf32) {
+  FUSEDRNN_CHECK(cell >= 0 && cell < int64_t(std::size(kCells)), "there is no cell ", cell);
+  const Cell& named = kCells[cell];
+  FUSEDRNN_CHECK(!is_projected(named), named.name, " has no single steps");
+  FUSEDRNN_CHECK(input.dim() == 1 || input.dim() == 2, "input must have 1 or 2 dimensions, got ",
+                 shape_text(input.sizes()));
+  const size_t reads_h = size_t(named.stages[0].projection);
+  FUSEDRNN_CHECK(weights.size() > reads_h && weights[reads_h].dim() == 2, "weights[", reads_h,
+                 "] must have 2 dimensions");
+  const int64_t missing = 3 - input.dim();  // dimensions
+  const int64_t batch = input.dim() == 2 ? input.size(0) : 1, width = weights[reads_h].size(1);
+  const auto state = [&](const char* name, const MaybeTensor& given) {
+    if (!given) return allocate(input, {1, batch, width}, input.scalar_type(), name, true);
+    FUSEDRNN_CHECK(given->dim() == input.dim(), name, " must have ", input.dim(),
+                   " dimensions as input has, got ", shape_text(given->sizes()));
+    return with_dimensions(*given, missing);
+  };
+  const Tensor h = state("hx", hx);
+  MaybeTensor c, noise;
+  if (has_state(named)) c = hx || cx ? state("cx", cx) : h;
+  FUSEDRNN_CHECK(has_state(named) || !cx, named.name, " takes no cx");
+  if (eps) noise = with_dimensions(*eps, missing + 1);
+  const auto [output, h_n, c_n, kept, states] =
+      forward<Platform>(cell, with_dimensions(input, missing), h, c, std::move(weights), {}, {}, {},
+                        noise, std::move(seed), 0, 0, 0, {}, 0, 0, false, 0, 0, 0, false, false,
+                        false, false, free_multiprocessors, tf32);
+  return {with_dimensions(h_n, -missing), has_state(named) ? with_dimensions(c_n, -missing) : c_n};
+}
+
 // Bits of `needs`, in the order of the results; then one for each of `weights`.
 enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16 };
 
@@ -269,6 +320,9 @@ constexpr const char* kForwardSchema =
     "bool reverse, int chunk_size, int workspace_bytes, int backend, bool keep, bool replay, "
     "bool by_flags, bool overlap, int free_multiprocessors=0, bool tf32=False) "
     "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
+constexpr const char* kStepSchema =
+    "(int cell, Tensor input, Tensor? hx, Tensor? cx, Tensor[] weights, Tensor? eps, Tensor? seed, "
+    "int free_multiprocessors=0, bool tf32=False) -> (Tensor h, Tensor c)";
 constexpr const char* kBackwardSchema =
     "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, int cell, Tensor input, Tensor hx, "
     "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "

@@ -38,6 +38,7 @@ class CudaPlatform {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CudaPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::CudaPlatform>));
   m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CudaPlatform>));
 }
 

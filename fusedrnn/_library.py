@@ -6,7 +6,7 @@ import ctypes
 import functools
 import importlib.machinery
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,15 +314,13 @@ def run_layer(
     projects its h to fewer features. With ``mask.batch_sizes`` input and output are packed: (rows,
     features). Without eps (D, T, B, Z) and seed (1,) there is no noise.
     """
-    needs_grad = torch.is_grad_enabled() and any(
-        [t is not None and t.requires_grad for t in (input, hx, cx, eps, *weights)]
-    )
+    wants_grad = needs_grad((input, hx, cx, eps, *weights))
     cell, layer, first_step, reverse, chunk_size, workspace_bytes, backend, recompute = setting
     input_p, h_p, state_p, mask_seed = dropout
     first = (CELLS.index(cell), input, hx, cx)
-    keep = needs_grad and not recompute
+    keep = wants_grad and not recompute
     last = (layer, first_step, reverse, chunk_size, workspace_bytes, BACKENDS.index(backend), keep)
-    way = _way(needs_grad)
+    way = _way(wants_grad)
     if way is not None:
         tensors = (*first, eps, seed, *mask, mask_seed)
         return way(*tensors, input_p, h_p, state_p, *last, *weights)[:3]
@@ -333,17 +331,47 @@ def run_layer(
     return results[:3]
 
 
-def _way(needs_grad: bool) -> Callable[..., tuple[Tensor, ...]] | None:
+def run_step(
+    cell: str,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    eps: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One step of a cell whose tensors have no dimension for steps or layers, for `is_plain` ones.
+
+    -> h, c, which is empty if the cell has none.
+    """
+    tensors = (input, hx, cx, weights, eps, seed)
+    results: tuple[Tensor, Tensor] = _call(
+        _ops.step.default, CELLS.index(cell), *tensors, *_switches(input)[3:]
+    )
+    return results
+
+
+def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether backward is to come for any of these."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an operator may be called just so."""
+    return not is_compiling() and _way(needs_grad(tensors)) is None
+
+
+def _way(wants_grad: bool) -> Callable[..., tuple[Tensor, ...]] | None:
     """The cheapest function of a layer that what happens around it allows; None: the operator."""
     if is_compiling():
-        return _Layer.apply if needs_grad else None
+        return _Layer.apply if wants_grad else None
     # torch.func needs more of a Function, no operator may lose a tangent, and a trace has the
     # Function as one node.
     is_transformed = torch._C._are_functorch_transforms_active()
     is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if is_transformed or is_traced or forward_ad._current_level >= 0:
         return _Layer.apply
-    return _EagerLayer.apply if needs_grad else None
+    return _EagerLayer.apply if wants_grad else None
 
 
 def _switches(input: Tensor) -> tuple[Any, ...]:
@@ -579,6 +607,16 @@ def _(  # type: ignore[no-untyped-def]
         input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
         input.new_empty(directions * states * batch * hidden_size, dtype=accumulate_in),
     )
+
+
+@torch.library.register_fake("fusedrnn::step")
+def _(  # type: ignore[no-untyped-def]
+    cell, input, hx, cx, weights, eps, seed, free_multiprocessors=0, tf32=False
+):
+    _check_devices(input, [hx, cx, *weights, eps, seed])
+    reads_h = weights[2 if CELLS[cell] == "stochastic_gru" else 1]
+    h = input.new_empty(*input.shape[:-1], reads_h.shape[1])
+    return h, torch.empty_like(h) if CELLS[cell] == "lstm" else input.new_empty(0)
 
 
 @torch.library.register_fake("fusedrnn::backward")

@@ -364,9 +364,11 @@ def _run(
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
 
+    if place.is_step and _library.is_plain(tensors):
+        return None, *_library.run_step(cell, data, hx, cx, weights, eps, seed)
     sequence = place.sequence(data, packing)
     h = data.new_zeros(checked.h_shape) if hx is None else place.sorted(hx, 1, packing)
-    c = None
+    c: Tensor | None = None
     if checked.c_shape is not None:
         c = data.new_zeros(checked.c_shape) if cx is None else place.sorted(cx, 1, packing)
     if eps is not None:

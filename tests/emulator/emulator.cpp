@@ -315,6 +315,7 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
+  m.def((std::string("step") + fusedrnn::kStepSchema).c_str());
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
@@ -326,6 +327,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
   m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::EmulatedPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::EmulatedPlatform>));
   m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::EmulatedPlatform>));
 }
 

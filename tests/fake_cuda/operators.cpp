@@ -62,6 +62,7 @@ void replay() {
 
 STABLE_TORCH_LIBRARY(fusedrnn_fake, m) {
   m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
+  m.def((std::string("step") + fusedrnn::kStepSchema).c_str());
   m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
   m.def(
       "control(int order=0, bool torch_tf32=False, int device=0, int free_multiprocessors=-1, int "
