@@ -80,16 +80,22 @@ class CpuBackend : public cpu::Memory<Element> {
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) {
     signals_.look();
+    if (is_flat(out, a, b)) {
+      return parallel(out.columns, a.rows * a.columns / kTermsPerElement,
+                      [&](int64_t first, int64_t last) {
+                        kernels_.flat_product(out, a, b, accumulate, first, last);
+                      });
+    }
     // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
     // and a few of them are summed up as badly as a few columns.
     const bool sums_rows = a.row_stride == 1;
-    const bool is_flat = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
+    const bool has_few_rows = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
     const bool is_narrow = out.columns < cpu::kWide;
     // Of few rows, where terms lie side by side in memory, which forward's do not.
-    if (is_flat && out.columns >= cpu::kTall && b.column_stride == 1) {
+    if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {
       return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
     }
-    if (is_narrow && (sums_rows || !is_flat)) return narrow(out, a, b, accumulate);
+    if (is_narrow && (sums_rows || !has_few_rows)) return narrow(out, a, b, accumulate);
     const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
                          b_tensor = borrower_.borrow(b);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
@@ -99,6 +105,16 @@ class CpuBackend : public cpu::Memory<Element> {
 
   template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
+    // A call of torch's takes longer than to copy a few rows.
+    if constexpr (std::is_same_v<To, std::remove_const_t<From>>) {
+      constexpr int64_t kFew = 16'384;
+      if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
+        for (int64_t r = 0; r < out.rows; ++r) {
+          std::copy_n(from.data + r * from.row_stride, out.columns, out.data + r * out.row_stride);
+        }
+        return;
+      }
+    }
     borrower_.copy(out, Matrix<const From>(from));
   }
   template <class To, class From>
@@ -144,6 +160,14 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
  private:
+  bool is_flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b) const {
+    const cpu::FlatRows& most = kernels_.flat_rows;
+    const int64_t most_rows = b.column_stride == 1 ? most.streams
+                              : b.row_stride == 1  ? most.dots
+                                                   : 0;
+    return out.rows <= most_rows && out.columns >= cpu::kFlatColumns && a.column_stride == 1 &&
+           out.rows * out.columns * a.columns <= cpu::kFlatWork;
+  }
   void narrow(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
               bool accumulate) const {
     parallel(out.rows, a.columns * b.columns / kTermsPerElement, [&](int64_t first, int64_t last) {

@@ -1,8 +1,10 @@
-"""Elementary functions, types and normals of the C++ kernels, for every CPU instruction set here.
+"""Elementary functions, types, normals and products of the C++ kernels, for every CPU instruction
+set here.
 
-The bounds are in cpp/functions.h and cpp/math_check.cpp; here they are compiled and run, and what
-they print of random numbers is compared with Python code that knows nothing of it, of conversions
-with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats, else it is a sample of some ten millions.
+The bounds are in cpp/functions.h, cpp/math_check.cpp and cpp/flat_product_check.cpp; here they are
+compiled and run, and what they print of random numbers is compared with Python code that knows
+nothing of it, of conversions with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats, else it is a
+sample of some ten millions.
 """
 
 from __future__ import annotations
@@ -98,6 +100,14 @@ def math_sweep(isa, tmp_path_factory):
 @pytest.mark.parametrize("check", CHECKS)
 def test_math(run_check, check):
     run_check(check)
+
+
+@pytest.mark.parametrize("check", ["edges", "many_terms"])
+def test_products_of_few_rows(isa, tmp_path, check):
+    program = compiled(
+        "flat_product_check.cpp", tmp_path / "flat_product", f"-DCHECK_{isa.upper()}"
+    )
+    run(program, check)
 
 
 @pytest.mark.timeout(3600 if EXHAUSTIVE else 600)

@@ -8,8 +8,6 @@
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
-FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 template <class A>
 struct NarrowProduct {
   typedef A Vector __attribute__((vector_size(4 * kLanes)));

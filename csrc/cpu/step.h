@@ -17,6 +17,14 @@ using Backward = BackwardStep<T, Acc<T>>;
 // is close and fast; see narrow_product.h.
 constexpr int64_t kWide = 12, kTall = 4;
 
+// A product of at most so many rows, by the transpose of a weight or by a weight, is none for
+// torch's GEMM, if it has at least so many columns and at most so many multiply-adds; see
+// flat_product.h.
+struct FlatRows {
+  int64_t dots, streams;
+};
+constexpr int64_t kFlatColumns = 16, kFlatWork = int64_t(1) << 22;
+
 template <class T>
 struct Kernels {
   void (*forward)(StageKind, const Forward<T>&, int64_t first_row, int64_t last_row);
@@ -31,6 +39,10 @@ struct Kernels {
   void (*narrow_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                          const Matrix<const Acc<T>>& b, bool accumulate, int64_t first,
                          int64_t last);
+  // The columns [first, last) of out (+)= a b, which has few rows.
+  void (*flat_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
+                       const Matrix<const Acc<T>>& b, bool accumulate, int64_t first, int64_t last);
+  FlatRows flat_rows;
 };
 
 // The same code compiled for three instruction sets; see step_impl.h.

@@ -2,6 +2,7 @@
 // defines FUSEDRNN_ISA, which names the namespace of all that is emitted here and sets the width of
 // VecF; see vector.h for why nothing may be emitted outside of it.
 #pragma once
+#include "flat_product.h"
 #include "narrow_product.h"
 #include "step.h"
 #include "vector.h"
@@ -209,7 +210,9 @@ Kernels<T> kernels() {
           &clear<T>,
           &dropout<Acc<T>>,
           &column_sum<Acc<T>>,
-          &NarrowProduct<Acc<T>>::rows};
+          &NarrowProduct<Acc<T>>::rows,
+          &FlatProduct<Acc<T>>::columns,
+          FlatProduct<Acc<T>>::kMostRows};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();

@@ -150,13 +150,16 @@ FUSEDRNN_HD void store(float* p, VecF x, int64_t n = kLanes) {
 #endif
 }
 
+FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 // A vector of the lanes I of a and b together, in each group of four lanes alike: of the pieces of
 // kPiece lanes (1 or 2), half kHalf of a's interleaved with half kHalf of b's.
-template <int kPiece, int kHalf, int... I>
-FUSEDRNN_HD VecF interleave(VecF a, VecF b, std::integer_sequence<int, I...>) {
+template <int kPiece, int kHalf, class V, int... I>
+FUSEDRNN_HD V interleave(V a, V b, std::integer_sequence<int, I...>) {
+  constexpr int kCount = sizeof...(I);
   return __builtin_shufflevector(
       a, b,
-      (I / 4 * 4 + 2 * kHalf + (kPiece == 1 ? I % 4 / 2 : I % 2) + I / kPiece % 2 * kLanes)...);
+      (I / 4 * 4 + 2 * kHalf + (kPiece == 1 ? I % 4 / 2 : I % 2) + I / kPiece % 2 * kCount)...);
 }
 
 // Writes the standard normals of latent units 4 block .. 4 block + n - 1 of one row; see normal4.

@@ -1,0 +1,135 @@
+// Products of few rows (csrc/cpu/flat_product.h) with all edges that they can have: against sums in
+// long double, with NaN all around what they may read, and numbers all around what they may write.
+#include "check.h"
+// (the instruction set first)
+#include <random>
+
+#include "../../csrc/cpu/flat_product.h"
+
+namespace fusedrnn::check {
+namespace {
+
+using cpu::FUSEDRNN_ISA::FlatProduct;
+
+// A matrix with so much around it, of each row and of all.
+template <class A>
+struct Surrounded {
+  static constexpr int64_t kAround = 3;
+  std::vector<A> all;
+  int64_t rows, columns, row_stride, column_stride;
+
+  Surrounded(int64_t rows, int64_t columns, bool transposed, A around)
+      : rows(rows), columns(columns) {
+    const int64_t lines = transposed ? columns : rows, length = transposed ? rows : columns;
+    const int64_t stride = length + kAround;
+    row_stride = transposed ? 1 : stride;
+    column_stride = transposed ? stride : 1;
+    all.assign(size_t(kAround + lines * stride), around);
+  }
+  A& at(int64_t row, int64_t column) {
+    return all[size_t(kAround + row * row_stride + column * column_stride)];
+  }
+  void draw(std::mt19937& random) {
+    std::uniform_real_distribution<double> number(-1, 1);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) at(r, c) = A(number(random));
+    }
+  }
+  void fill(A value) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) at(r, c) = value;
+    }
+  }
+  Matrix<A> matrix() { return {&at(0, 0), rows, columns, row_stride, column_stride}; }
+};
+
+// A sum of parts is off by at most the terms of a part and the number of parts.
+template <class A>
+double most_off(int64_t terms, double sizes) {
+  const auto count = double(terms);
+  return std::numeric_limits<A>::epsilon() * (std::fmin(count, 64) + count / 64 + 16) * sizes;
+}
+
+template <class A>
+void check_product(Surrounded<A>& a, Surrounded<A>& b, Surrounded<A> out, bool accumulate,
+                   int64_t first, int64_t last) {
+  const Surrounded<A> before = out;
+  FlatProduct<A>::columns(out.matrix(), a.matrix(), b.matrix(), accumulate, first, last);
+  Surrounded<A> expected = before;
+  for (int64_t r = 0; r < a.rows; ++r) {
+    // The same row alone, and all columns.
+    Surrounded<A> alone(1, b.columns, false, 0);
+    for (int64_t c = 0; c < b.columns; ++c) alone.at(0, c) = expected.at(r, c);
+    FlatProduct<A>::columns(alone.matrix(), Matrix<const A>(a.matrix()).row_range(r, 1), b.matrix(),
+                            accumulate, 0, b.columns);
+    for (int64_t c = first; c < last; ++c) {
+      long double sum = accumulate ? expected.at(r, c) : 0, sizes = std::fabs(double(sum));
+      for (int64_t k = 0; k < a.columns; ++k) {
+        const long double term = static_cast<long double>(a.at(r, k)) * b.at(k, c);
+        sum += term;
+        sizes += std::fabs(double(term));
+      }
+      const double error = std::fabs(double(out.at(r, c) - sum));
+      expect(error <= most_off<A>(a.columns, double(sizes)), "a product", double(sum),
+             out.at(r, c));
+      expect(out.at(r, c) == alone.at(0, c), "a row alone", alone.at(0, c), out.at(r, c));
+      expected.at(r, c) = out.at(r, c);
+    }
+  }
+  const bool same =
+      std::memcmp(out.all.data(), expected.all.data(), out.all.size() * sizeof(A)) == 0;
+  expect(same, "what is around", double(a.columns), double(b.columns));
+}
+
+template <class A>
+void check_all() {
+  std::mt19937 random(1);
+  const A nan = std::numeric_limits<A>::quiet_NaN();
+  for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
+    for (const int64_t terms : {1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 63, 64, 65, 200, 1025}) {
+      for (const int64_t columns : {16, 17, 19, 32, 47, 64, 65, 81}) {
+        for (const bool is_dots : {true, false}) {
+          Surrounded<A> a(rows, terms, false, nan), b(terms, columns, is_dots, nan);
+          Surrounded<A> out(rows, columns, false, 7);
+          a.draw(random);
+          b.draw(random);
+          out.draw(random);
+          const int64_t third = columns / 3;
+          check_product(a, b, out, false, 0, columns);
+          check_product(a, b, out, true, 0, third);  // as threads share them
+          check_product(a, b, out, true, third, columns);
+          out.fill(nan);
+          check_product(a, b, out, false, third, 2 * third);
+        }
+      }
+    }
+  }
+}
+
+// Many equal terms: added up one after another, their roundings would be so too.
+template <class A>
+void check_many() {
+  for (const bool is_dots : {true, false}) {
+    Surrounded<A> a(2, 65'536, false, 0), b(65'536, 16, is_dots, 0), out(2, 16, false, 0);
+    a.fill(A(0.1));
+    b.fill(A(0.3));
+    check_product(a, b, out, false, 0, 16);
+  }
+}
+
+void edges() {
+  check_all<float>();
+  check_all<double>();
+}
+void many_terms() {
+  check_many<float>();
+  check_many<double>();
+}
+
+}  // namespace
+}  // namespace fusedrnn::check
+
+int main(int argc, char** argv) {
+  using namespace fusedrnn::check;
+  return run_named(argc, argv, {Check{"edges", edges}, Check{"many_terms", many_terms}});
+}
