@@ -212,7 +212,7 @@ def run(
     data: Tensor = input.data if isinstance(input, PackedSequence) else input
     dtype = _autocast_dtype(data)
     tensors = (data, hx, cx, noise.eps, *weights)
-    key = _key(tensors, cell, options, noise.sample, packing, is_step, dtype)
+    key = _key(tensors, cell, options, packing, is_step, dtype)
     try:
         checked = None if key is None else _remembered.get(key)
     except (TypeError, RuntimeError):  # what cannot be looked up, as an option that is a list
@@ -243,7 +243,6 @@ def _key(
     tensors: _Tensors,
     cell: str,
     options: Options,
-    sample: bool,
     packing: checks.Packing | None,
     is_step: bool,
     autocast: torch.dtype | None,
@@ -255,7 +254,7 @@ def _key(
     zoneout = options.zoneout
     try:
         return (
-            *(cell, sample, is_step, steps, autocast, options),
+            *(cell, is_step, steps, autocast, options),
             # 1 is True is 1.0, but not to the checks.
             tuple(map(type, options)),
             tuple(map(type, zoneout)) if isinstance(zoneout, tuple) else None,
