@@ -9,6 +9,7 @@
 
 #include "cuda/persistent_backward_plan.h"
 #include "model.h"
+#include "remembered.h"
 #include "workspace.h"
 
 namespace fusedrnn {
@@ -407,14 +408,16 @@ LayerPlan plan_by_sizes(const Problem& problem) {
   return of_steps(most, "What a chunk costs besides its steps is at most 3% of these.");
 }
 
-// The same, where the driver of the GPU has a say.  It changes the length of no chunk, but to stay
-// within workspace_bytes: a graph that was compiled before a kernel was refused has the number of
-// chunks in its shapes.  Nor of those that forward has saved states for.
+// The same, where the driver of the GPU has a say: it is asked in each call, about a plan that may
+// be remembered.  It changes the length of no chunk, but to stay within workspace_bytes: a graph
+// that was compiled before a kernel was refused has the number of chunks in its shapes.  Nor of
+// those that forward has saved states for.
 template <class Memory>
 LayerPlan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
-  const LayerPlan plan = plan_by_sizes<Memory>(problem);
-  if (problem.gpu == nullptr) return plan;
+  if (problem.gpu == nullptr) return plan_by_sizes<Memory>(problem);
+  static thread_local RememberedPlans known;
+  const LayerPlan plan = known(problem, plan_by_sizes<Memory>);
   const std::string of_forward = objection<T>(Pass::Forward, *problem.gpu, plan.forward);
   const std::string of_backward = objection<T>(Pass::Backward, *problem.gpu, plan.backward);
   if (of_forward.empty() && of_backward.empty()) return plan;

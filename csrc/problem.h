@@ -1,6 +1,7 @@
 // What a layer is to do, and in which way it is done: what plans are made from, and are.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -32,9 +33,9 @@ struct Problem {
   const Gpu* gpu = nullptr;          // null for the CPU
   bool tf32 = false;                 // whether products of float32 may be rounded to TF32, now
   // Why the GPU's driver does not run the persistent kernel of a Pass, a sentence, or empty.
-  std::string refusal[2];
+  std::array<std::string, 2> refusal;
   // Whether a GEMM can read a weight where it lies, in each direction.
-  bool is_operand[kMaxProjections] = {true, true, true};
+  std::array<bool, kMaxProjections> is_operand = {true, true, true};
 
   void see_weight(const Parameter& p, int64_t row_stride, int64_t column_stride) {
     const Matrix<const char> weight{nullptr, p.rows, p.columns, row_stride, column_stride};

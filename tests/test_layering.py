@@ -28,7 +28,15 @@ CPP_LAYERS = {
     ],
     1: ["matrix.h", "step.h", "cuda/device.h"],  # one step, as plain data; what a GPU can do
     2: ["cpu/*", "cuda/*"],  # a step carried out
-    3: ["layer.h", "workspace.h", "problem.h", "model.h", "planner.h", "driver.h"],  # all steps
+    3: [  # all steps
+        "layer.h",
+        "workspace.h",
+        "problem.h",
+        "model.h",
+        "remembered.h",
+        "planner.h",
+        "driver.h",
+    ],
     4: [  # the binding
         "torch_stable.h",
         "*_backend.h",

@@ -102,8 +102,126 @@ static void check_chunks() {
   expect("chunks of another length", others, 0);
 }
 
+static std::string text(const LayerPlan& plan) {
+  std::string all = std::to_string(plan.steps) + plan.why_steps + char('0' + plan.lacks_room);
+  for (const Plan& pass : {plan.forward, plan.backward}) {
+    const cuda::PersistentPlan& kernel = pass.persistent;
+    all += kernel.why_not;
+    for (const int64_t number :
+         {int64_t(pass.is_persistent), int64_t(pass.is_refused), int64_t(pass.overlaps),
+          int64_t(kernel.exchange), int64_t(kernel.stages[0]), int64_t(kernel.num_stages),
+          int64_t(kernel.blocks), int64_t(kernel.groups), int64_t(kernel.tiles),
+          int64_t(kernel.depth), kernel.shared_bytes, kernel.shared_limit,
+          kernel.workspace_bytes(2)}) {
+      all += ' ' + std::to_string(number);
+    }
+  }
+  return all;
+}
+
+// What is remembered is what would be planned now, whatever has changed since.
+static void check_remembered() {
+  using Memory = cuda::Memory<BFloat16>;
+  const auto like = [](const char* cell, const Gpu* gpu) {
+    Problem p;
+    p.cell = *find_cell(cell);
+    p.sizes = {512, 512, 0, 512};
+    p.seq_len = 1000;
+    p.batch = 64;
+    p.backend = "auto";
+    p.gpu = gpu;
+    return p;
+  };
+  static const Gpu gpu = kKnownGpus[1];
+  const Problem first = like("lstm", &gpu);
+  std::vector<Gpu> gpus(7, gpu);
+  gpus[0].name = "another";
+  gpus[1].compute_capability = 80;
+  gpus[2].multiprocessors = 12;
+  gpus[3].shared_bytes = 1 << 10;
+  gpus[4].tflops.of_16_bits = 1;
+  gpus[5].device = 1;
+  gpus[6].most_blocks = [](const cuda::PersistentKernel*) { return int64_t(1) << 20; };
+  std::vector<Problem> changed{like("gru", &gpu)};
+  for (const Gpu& other : gpus) changed.push_back(like("lstm", &other));
+  const auto with = [&](const auto& change) {
+    changed.push_back(first);
+    change(changed.back());
+  };
+  with([](Problem& p) { p.cell.name = "another"; });
+  with([](Problem& p) { p.cell.stages[0].kind = StageKind::Gru; });
+  with([](Problem& p) { p.cell.projections[1].blocks = 3; });
+  with([](Problem& p) { p.cell.projections[1].has_bias = false; });
+  with([](Problem& p) { p.sizes.input = 64; });
+  with([](Problem& p) { p.sizes.hidden = p.sizes.output = 1024; });
+  with([](Problem& p) { p.sizes.latent = 1; });
+  with([](Problem& p) { p.bias = false; });
+  with([](Problem& p) { p.seq_len = 50; });
+  with([](Problem& p) { p.batch = 8; });
+  with([](Problem& p) { p.chunk_size = 10; });
+  with([](Problem& p) { p.workspace_bytes = 100 << 20; });
+  with([](Problem& p) { p.chunks = 3; });
+  with([](Problem& p) { p.backend = "stepwise"; });
+  with([](Problem& p) { p.exchange = cuda::Exchange::Flags; });
+  with([](Problem& p) { p.overlap = true; });
+  with([](Problem& p) { p.free_multiprocessors = 100; });
+  with([](Problem& p) { p.tf32 = true; });
+  with([](Problem& p) { p.refusal[0] = "Forward is refused."; });
+  with([](Problem& p) { p.refusal[1] = "Backward is refused."; });
+  for (size_t i = 0; i < first.is_operand.size(); ++i) {
+    with([&](Problem& p) { p.is_operand[i] = false; });
+  }
+
+  RememberedPlans known;
+  int64_t wrong = 0;
+  const auto check_one = [&](const Problem& problem) {
+    const std::string fresh = text(plan_by_sizes<Memory>(problem));
+    wrong += text(known(problem, plan_by_sizes<Memory>)) != fresh;
+    wrong += text(plan_layer<Memory>(problem)) != fresh;
+  };
+  int64_t others = 0, alike = 0;
+  for (const Problem& problem : changed) {
+    alike += problem == first;
+    check_one(first);
+    check_one(problem);
+    others += text(plan_by_sizes<Memory>(problem)) != text(plan_by_sizes<Memory>(first));
+  }
+  expect("changes that are none", alike, 0);
+  expect("changes that change the plan", others >= 12, true);
+  const size_t all = changed.size() + 1;
+  expect("plans", int64_t(known.size()), int64_t(all));
+  for (const Problem& problem : changed) check_one(problem);
+  expect("plans, asked again", int64_t(known.size()), int64_t(all));
+
+  // With the name of its GPU gone meanwhile.
+  {
+    const std::string name = "H100";
+    Gpu passing = gpu;
+    passing.name = name.c_str();
+    check_one(like("gru", &passing));
+  }
+  check_one(like("gru", &gpu));
+
+  Problem many = first;
+  for (many.seq_len = 1; many.seq_len < 100; ++many.seq_len) check_one(many);
+  expect("plans at most", int64_t(known.size()), int64_t(RememberedPlans::kMost));
+  Problem impossible = first;
+  impossible.workspace_bytes = 1;
+  for (int i = 0; i < 2; ++i) {
+    bool failed = false;
+    try {
+      known(impossible, plan_by_sizes<Memory>);
+    } catch (const std::runtime_error&) {
+      failed = true;
+    }
+    expect("an error", failed, true);
+  }
+  expect("plans that would be others now", wrong, 0);
+}
+
 int main() {
   check_gemm_workspace();
+  check_remembered();
   check_chunks();
   check_frozen_weights();
   for (const Cell& cell : kCells) {
