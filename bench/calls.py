@@ -109,7 +109,7 @@ def _jobs(compiles: bool) -> list[tuple[Shape, bool]]:
 
 def _names(shape: Shape, compiled: bool) -> list[str]:
     """torch's come first: they cannot break a process."""
-    names = [*dict.fromkeys(CALLS[shape].values()), *CALLS[shape]]
+    names = [*dict.fromkeys([*CALLS[shape].values(), *CALLS[shape]])]
     return [name + SUFFIX for name in names] if compiled else names
 
 

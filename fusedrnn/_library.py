@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
@@ -463,16 +464,9 @@ class _Layer(torch.autograd.Function):
         needs += sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(need_weights) if need)
         tensors = (input, hx, cx, output, kept, states, weights, *masks, eps, seed)
         options = (*ctx.options, needs, *_switches(input))
-        with torch.no_grad():
-            grads = _call(
-                _ops.backward.default,
-                *cotangents,
-                ctx.cell,
-                *tensors,
-                *ctx.probabilities,
-                mask_seed,
-                *options,
-            )
+        arguments = (*cotangents, ctx.cell, *tensors, *ctx.probabilities, mask_seed, *options)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            grads = _call(_ops.backward.default, *arguments)
         if torch.is_grad_enabled():  # create_graph=True
             sources = (*cotangents, input, hx, cx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))
@@ -481,7 +475,8 @@ class _Layer(torch.autograd.Function):
         if any(need_weights):
             parts = flat.split([w.numel() for w in weights])
             for i, (need, part, w) in enumerate(zip(need_weights, parts, weights, strict=True)):
-                grad_weights[i] = part.view(w.shape) if need else None
+                if need:
+                    grad_weights[i] = part if w.dim() == 1 else part.view(w.shape)
         return (
             None,
             grad_input if need_input else None,
