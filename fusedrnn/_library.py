@@ -471,12 +471,6 @@ class _Layer(torch.autograd.Function):
             sources = (*cotangents, input, hx, cx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))
         grad_input, grad_hx, grad_cx, grad_eps, flat = grads
-        grad_weights: list[Tensor | None] = [None] * len(weights)
-        if any(need_weights):
-            parts = flat.split([w.numel() for w in weights])
-            for i, (need, part, w) in enumerate(zip(need_weights, parts, weights, strict=True)):
-                if need:
-                    grad_weights[i] = part if w.dim() == 1 else part.view(w.shape)
         return (
             None,
             grad_input if need_input else None,
@@ -484,8 +478,27 @@ class _Layer(torch.autograd.Function):
             grad_cx if need_cx else None,
             grad_eps if need_eps else None,
             *(None,) * 15,
-            *grad_weights,
+            *_parts(flat, weights, need_weights),
         )
+
+
+def _parts(flat: Tensor, weights: list[Tensor], needed: tuple[bool, ...]) -> list[Tensor | None]:
+    """The gradients of weights, which lie back to back in memory."""
+    if is_compiling():
+        shaped = flat.split([w.numel() for w in weights]) if any(needed) else weights
+        return [
+            part.view(w.shape) if need else None
+            for need, part, w in zip(needed, shaped, weights, strict=True)
+        ]
+    parts: list[Tensor | None] = []
+    begin = int(flat.storage_offset())
+    for need, weight in zip(needed, weights, strict=True):
+        shape = weight.shape
+        strides = (shape[1], 1) if len(shape) == 2 else (1,)
+        # In one view instead of two.
+        parts.append(flat.as_strided(shape, strides, begin) if need else None)
+        begin += weight.numel()
+    return parts
 
 
 class _EagerLayer(torch.autograd.Function):
