@@ -121,10 +121,10 @@ SPEED_LIMITS[LARGE] = SPEED_LIMITS[SMALL] | {
 DENORMAL_LIMIT = 1.2
 
 # Calls whose multiplications take no longer than what surrounds them, and what each is compared
-# with. torch has no StochasticGRU; where I = Z = H an LSTM has as many multiplications. A step of
-# its cell is compared with the loop over one step, since most of it is to draw noise.
+# with. torch has no StochasticGRU: it is compared with the GRU that it is otherwise, and its cell,
+# of which most is to draw noise, with the loop over one step, which draws noise too.
 ONE_STEP, SHORT_CALL = Shape(1, 1, 64), Shape(8, 8, 128)
-_MODULES = {OUR_GRU: GRU, OUR_LSTM: LSTM, OURS: LSTM, LOOP: LSTM}
+_MODULES = {OUR_GRU: GRU, OUR_LSTM: LSTM, OURS: GRU, LOOP: GRU}
 _CELLS = {OUR_GRU_CELL: GRU_CELL, OUR_LSTM_CELL: LSTM_CELL, OUR_CELL: LOOP}
 CALLS = {ONE_STEP: _MODULES | _CELLS, SHORT_CALL: _MODULES}
 # Time of ours over that of torch's, of a call under no_grad and of a training step.

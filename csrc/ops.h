@@ -144,7 +144,8 @@ inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
 }
 
 // One step where nothing needs a gradient, with little around it: input (B, I) or (I), hx and cx
-// (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike or empty.
+// (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike, or (0, B, H) of a
+// cell that has none.
 template <class Platform>
 std::tuple<Tensor, Tensor> step(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
                                 Weights weights, MaybeTensor eps, MaybeTensor seed,

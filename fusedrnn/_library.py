@@ -624,7 +624,8 @@ def _(  # type: ignore[no-untyped-def]
     _check_devices(input, [hx, cx, *weights, eps, seed])
     reads_h = weights[2 if CELLS[cell] == "stochastic_gru" else 1]
     h = input.new_empty(*input.shape[:-1], reads_h.shape[1])
-    return h, torch.empty_like(h) if CELLS[cell] == "lstm" else input.new_empty(0)
+    batch = input.shape[0] if input.dim() == 2 else 1
+    return h, torch.empty_like(h) if CELLS[cell] == "lstm" else h.new_empty(0, batch, h.shape[-1])
 
 
 @torch.library.register_fake("fusedrnn::backward")
