@@ -352,6 +352,12 @@ def run_step(
     return results
 
 
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result in another shape, which is no view to autograd: ``detach_`` refuses those."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return result
+
+
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     """Whether backward is to come for any of these."""
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
@@ -585,8 +591,8 @@ def _(  # type: ignore[no-untyped-def]
     latent_size = weights[1].shape[1]
     has_noise = eps is not None or seed is not None
     columns = _helpers.kept_columns(CELLS[cell], hidden_size, latent_size, has_noise) if keep else 0
-    states = 0
-    if cx is not None:
+    states = 0 if cx is None else 1
+    if cx is not None and seq_len != 1:  # else no plan is asked, which knows no symbols
         made = plan_layer(
             gpu_facts(input.device),
             cell=CELLS[cell],

@@ -129,9 +129,9 @@ class _Place(NamedTuple):
     def unsorted(self, tensor: Any, dim: int, packing: checks.Packing | None) -> Tensor:
         if packing is not None:
             return packing.unsort(tensor, dim)
-        if not self.is_batched:
-            tensor = tensor.squeeze(dim)
-        return tensor.squeeze(0) if self.is_step else tensor
+        if self.is_step:
+            return _library.reshaped(tensor, tensor.shape[1 if self.is_batched else 2 :])
+        return tensor if self.is_batched else tensor.squeeze(dim)
 
     def mask(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import fusedrnn
@@ -130,6 +131,31 @@ def test_whatever_needs_a_gradient_gets_it(name, needs):
     }[needs].requires_grad_()
     flat(cell(x, states, **noise))[0].sum().backward()
     assert wanted.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("batch", [(2,), ()])
+@pytest.mark.parametrize("name", CELLS)
+def test_a_state_can_be_detached_in_place(name, batch):
+    """As truncated backpropagation does."""
+    cell = getattr(fusedrnn, name)(3, 4)
+    x, states, noise = arguments(name, batch, (3, 4))
+    for _ in range(2):
+        states = cell(x, states, **noise)
+        sum(t.sum() for t in flat(states)).backward(retain_graph=True)
+        for state in flat(states):
+            assert not state._is_view()
+            state.detach_()
+
+
+def test_a_compiled_cell_takes_other_batches():
+    """After the second one it is not compiled again."""
+    for name in CELLS:
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        torch._dynamo.reset()
+        compiled = torch.compile(getattr(fusedrnn, name)(3, 4), backend=counter, fullgraph=True)
+        for batch in (4, 7, 9, 13, 5):
+            assert flat(compiled(torch.randn(batch, 3)))[0].shape == (batch, 4)
+        assert counter.frame_count <= 2
 
 
 def test_no_tangent_is_lost():
