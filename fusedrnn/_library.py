@@ -327,7 +327,7 @@ def run_layer(
         return way(*tensors, input_p, h_p, state_p, *last, *weights)[:3]
     drawn = (eps, seed, input_p, h_p, state_p, mask_seed)
     results: tuple[Tensor, ...] = _call(
-        _ops.forward.default, *first, weights, *mask, *drawn, *last, *_switches(input)
+        _ops.forward, *first, weights, *mask, *drawn, *last, *_switches(input)
     )
     return results[:3]
 
@@ -347,7 +347,7 @@ def run_step(
     """
     tensors = (input, hx, cx, weights, eps, seed)
     results: tuple[Tensor, Tensor] = _call(
-        _ops.step.default, CELLS.index(cell), *tensors, *_switches(input)[3:]
+        _ops.step, CELLS.index(cell), *tensors, *_switches(input)[3:]
     )
     return results
 
@@ -384,9 +384,14 @@ def _way(wants_grad: bool) -> Callable[..., tuple[Tensor, ...]] | None:
 def _switches(input: Tensor) -> tuple[Any, ...]:
     """The operators' last arguments, which are no module's business."""
     ways = replay_chunks, exchange_by_flags, overlap_chunks
-    if input.is_cpu:  # where they mean nothing, and would be guards of a compiled graph
+    if not _has_switches(input):
         return *ways, 0, False
     return *ways, multiprocessors_left(), allows_tf32(input.dtype)
+
+
+def _has_switches(input: Tensor) -> bool:
+    """Whether what they ask for means anything; on the CPU it would be but a guard of a graph."""
+    return not input.is_cpu
 
 
 def _call(operator: Any, *arguments: Any) -> Any:
@@ -434,7 +439,7 @@ class _Layer(torch.autograd.Function):
         probabilities = (dropout, zoneout, state_zoneout)
         options = (layer, first_step, reverse, chunk_size, workspace_bytes, backend, keep)
         options = (*options, *_switches(input))
-        return _call(_ops.forward.default, cell, *tensors, *probabilities, mask_seed, *options)
+        return _call(_ops.forward, cell, *tensors, *probabilities, mask_seed, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -472,7 +477,7 @@ class _Layer(torch.autograd.Function):
         options = (*ctx.options, needs, *_switches(input))
         arguments = (*cotangents, ctx.cell, *tensors, *ctx.probabilities, mask_seed, *options)
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            grads = _call(_ops.backward.default, *arguments)
+            grads = _call(_ops.backward, *arguments)
         if torch.is_grad_enabled():  # create_graph=True
             sources = (*cotangents, input, hx, cx, eps, *weights)
             grads = _FirstOrder.apply(*grads, *(t for t in sources if t is not None))

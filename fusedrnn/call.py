@@ -78,7 +78,7 @@ class Options(NamedTuple):
         return h, state
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Features; output is those of h."""
 
     input: int = 1
@@ -199,20 +199,22 @@ def run(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
-    is_step: bool = False,
+    step: Sizes | None = None,
 ) -> tuple[S, Tensor, Tensor | None]:
     """Any cell over layers -> output, h_n, c_n if any; everything in one dtype under autocast.
 
-    ``is_step``: all tensors are those of torch.nn's cells, without a dimension for steps or layers.
+    ``step``: of a cell as torch.nn has them, whose tensors have no dimension for steps or layers.
     """
     if type(weights) is not list and type(weights) is not tuple:
         options.check(cell in _HAVE_STATE)
         weights = list(_check_count(cell, weights, options))
-    packing = checks.packing(input) if isinstance(input, PackedSequence) else None
-    data: Tensor = input.data if isinstance(input, PackedSequence) else input
+    data: Any = input
+    packing = None
+    if isinstance(input, PackedSequence) and step is None:  # a cell takes none
+        data, packing = input.data, checks.packing(input)
     dtype = _autocast_dtype(data)
     tensors = (data, hx, cx, noise.eps, *weights)
-    key = _key(tensors, cell, options, packing, is_step, dtype)
+    key = _key(tensors, cell, options, packing, step, dtype)
     try:
         checked = None if key is None else _remembered.get(key)
     except (TypeError, RuntimeError):  # what cannot be looked up, as an option that is a list
@@ -224,7 +226,7 @@ def run(
     if dtype is not None:  # torch itself would not convert the operators' tensors
         tensors = tuple([_autocast(tensor, dtype) for tensor in tensors])
     if checked is None:
-        checked = _check(tensors, cell, options, packing, is_step)
+        checked = _check(tensors, cell, options, packing, step)
         if key is not None:
             if len(_remembered) >= _MOST_REMEMBERED:
                 _remembered.clear()
@@ -244,7 +246,7 @@ def _key(
     cell: str,
     options: Options,
     packing: checks.Packing | None,
-    is_step: bool,
+    step: Sizes | None,
     autocast: torch.dtype | None,
 ) -> Hashable:
     """All that the checks of a call look at and that is no tensor's values; None for no memory."""
@@ -254,7 +256,7 @@ def _key(
     zoneout = options.zoneout
     try:
         return (
-            *(cell, is_step, steps, autocast, options),
+            *(cell, step, steps, autocast, options),
             # 1 is True is 1.0, but not to the checks.
             tuple(map(type, options)),
             tuple(map(type, zoneout)) if isinstance(zoneout, tuple) else None,
@@ -279,14 +281,16 @@ def _check(
     cell: str,
     options: Options,
     packing: checks.Packing | None,
-    is_step: bool,
+    step: Sizes | None,
 ) -> _Checked:
     """All that is to be known of tensors, options being known to be right."""
     checks.dtypes_and_devices(_named(tensors))
     data, hx, cx, eps, *weights = tensors
     names = _names(cell, options)
     sizes = _check_weights(cell, names, weights, options)
-    place = _place(data, options, sizes, packing, is_step)
+    place = _place(data, options, step or sizes, packing, step is not None)
+    if step is not None and sizes != step:
+        raise RuntimeError(f"fusedrnn: weights must be of {step}, got those of {sizes}")
     rows = options.num_layers * options.directions
     batch = (place.batch,) if place.is_batched else ()
     shapes = {
@@ -296,9 +300,9 @@ def _check(
     }
     for name, tensor in (("hx", hx), ("cx", cx), ("eps", eps)):
         shape = shapes[name]
-        if is_step and tensor is not None:
+        if step is not None and tensor is not None:
             checks.rank_of_step(name, tensor, data)
-            shape = (*batch, shape[-1])
+            shape = (*batch, step.latent if name == "eps" else step.hidden)
         checks.shape(name, tensor, shape)
     if not is_compiling():
         widths = (sizes.input, options.directions * sizes.output)
@@ -422,7 +426,7 @@ def _check_plans(
 
 
 def _place(
-    data: Tensor, options: Options, sizes: _Sizes, packing: checks.Packing | None, is_step: bool
+    data: Tensor, options: Options, sizes: Sizes, packing: checks.Packing | None, is_step: bool
 ) -> _Place:
     most = 2 if is_step else 3
     if packing is not None:
@@ -481,14 +485,14 @@ def _draw_seed(generator: torch.Generator | None, device: torch.device) -> Tenso
 
 
 def _layout(
-    cell: str, sizes: _Sizes, options: Options
+    cell: str, sizes: Sizes, options: Options
 ) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
     return _library.layout(cell, *sizes, options.num_layers, options.directions, options.bias)
 
 
 def _names(cell: str, options: Options) -> list[str]:
     """Those of all weights, in their order."""
-    return [name for name, _, _ in _layout(cell, _Sizes(), options)]
+    return [name for name, _, _ in _layout(cell, Sizes(), options)]
 
 
 def _check_count(cell: str, weights: Sequence[Tensor], options: Options) -> Sequence[Tensor]:
@@ -510,7 +514,7 @@ def _check_count(cell: str, weights: Sequence[Tensor], options: Options) -> Sequ
 
 def _check_weights(
     cell: str, names: Sequence[str], weights: Sequence[Tensor], options: Options
-) -> _Sizes:
+) -> Sizes:
     """The sizes, after all shapes are known to fit together."""
     first = dict(zip(names, weights, strict=True))
 
@@ -528,12 +532,12 @@ def _check_weights(
     input_size = width("ih")
     if cell == "stochastic_gru":
         latent_size, hidden_size = width("zh"), width("hz")
-        sizes = _Sizes(input_size, hidden_size, latent_size, hidden_size)
+        sizes = Sizes(input_size, hidden_size, latent_size, hidden_size)
     elif cell == "projected_lstm":
-        sizes = _Sizes(input_size, width("hr"), 0, width("hh"))
+        sizes = Sizes(input_size, width("hr"), 0, width("hh"))
     else:
         hidden_size = width("hh")
-        sizes = _Sizes(input_size, hidden_size, 0, hidden_size)
+        sizes = Sizes(input_size, hidden_size, 0, hidden_size)
     for (name, _, shape), weight in zip(_layout(cell, sizes, options), weights, strict=True):
         checks.shape(name, weight, shape)
     if options.proj_size not in (0, sizes.output):

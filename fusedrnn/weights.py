@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.types import Device
 
 # (name, offset in elements, shape) of each weight.
@@ -80,15 +79,6 @@ class FlatModule(nn.Module):
         By name at every call: whatever stands behind a name (a parametrization, a pruned or swapped
         tensor, a replica's) is what gets used.
         """
-        if not is_compiling():
-            # What getattr would find, without its calls of nn.Module: a class of torch's that has a
-            # parametrization behind the name keeps no parameter there.
-            attributes, parameters = self.__dict__, self._parameters
-            try:
-                found = [attributes.get(name, parameters[name]) for name, _, _ in self._slots]
-                return cast(list[Tensor], found)
-            except KeyError:
-                pass
         return [getattr(self, slot.name) for slot in self._slots]
 
     @property

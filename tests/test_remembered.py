@@ -343,6 +343,8 @@ def test_wrong_calls_of_a_cell_after_right_ones(name, grad):
         (x, state(h.to("meta"))),
         (x, state(h.to_sparse())),
         (x, state(3)),
+        (packed(3, 2, 1), states),
+        (packed(3, 2, 1),),
     ):
 
         class Wrong:
@@ -354,6 +356,12 @@ def test_wrong_calls_of_a_cell_after_right_ones(name, grad):
                     return cell(*cls.arguments)
 
         assert_seen(Right, Wrong)
+    for size in ("input_size", "hidden_size"):
+        setattr(cell, size, getattr(cell, size) + 1)
+        with pytest.raises(RuntimeError, match="must"):
+            Right.run()
+        setattr(cell, size, getattr(cell, size) - 1)
+        Right.run()
     cell.bias = 1
     with pytest.raises(TypeError, match="bias must be a bool"):
         Right.run()
@@ -403,6 +411,17 @@ def test_what_stands_behind_a_name_now_is_used():
     assert all(map(torch.equal, flat(other(input)), flat(expected)))
     other.__dict__["weight_hh_l0"] = doubled / 2
     assert not torch.equal(other(input)[0], expected[0])
+    rnn = fusedrnn.GRU(IN, H)
+    rnn.weight_hh_l0.data = doubled / 2
+    for name, weight in other.named_parameters():
+        if name != "weight_hh_l0":
+            getattr(rnn, name).data = weight.data
+    rnn.__class__ = Doubled
+    assert all(map(torch.equal, flat(rnn(input)), flat(expected)))
+
+
+class Doubled(fusedrnn.GRU):
+    weight_hh_l0 = property(lambda self: 2 * self._parameters["weight_hh_l0"])
 
 
 class Double(nn.Module):

@@ -175,7 +175,7 @@ def operator(rng: random.Random) -> Good:
 
         return call
 
-    instead = SimpleNamespace(forward=recorded("forward"), backward=recorded("backward"))
+    instead = SimpleNamespace(**{name: recorded(name) for name in ("forward", "backward", "step")})
     with mock.patch.object(_library, "_ops", instead):
         function, arguments = getattr(fusedrnn, case.cell), tensors_of(case, rng, has_seed=True)
         options = case.options | {"zoneout": rng.choice([0.0, 0.2]), "dropout": 0.3}

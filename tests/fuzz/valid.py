@@ -36,7 +36,7 @@ def recorded_seeds() -> Iterator[dict[str, Tensor | None]]:
         seeds.update({name: given[name] for name in ("seed", "mask_seed")})
         return operators.forward(*arguments)
 
-    instead = SimpleNamespace(forward=forward, backward=operators.backward)
+    instead = SimpleNamespace(forward=forward, backward=operators.backward, step=operators.step)
     with mock.patch.object(_library, "_ops", instead):
         yield seeds
 
