@@ -29,14 +29,21 @@ ORDERS = 3  # of summation, in which a loop of a shorter dtype is run besides th
 def recorded_seeds() -> Iterator[dict[str, Tensor | None]]:
     """What the operators are given while it lives."""
     operators, seeds = _library._ops, {}
-    names = [argument.name for argument in operators.forward.default._schema.arguments]
 
-    def forward(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        seeds.update({name: given[name] for name in ("seed", "mask_seed")})
-        return operators.forward(*arguments)
+    def recorded(name: str) -> Callable[..., Any]:
+        operator = getattr(operators, name)
+        names = [argument.name for argument in operator.default._schema.arguments]
 
-    instead = SimpleNamespace(forward=forward, backward=operators.backward, step=operators.step)
+        def call(*arguments: Any) -> Any:
+            given = dict(zip(names, arguments, strict=True))
+            seeds.update({name: given.get(name) for name in ("seed", "mask_seed")})
+            return operator(*arguments)
+
+        return call
+
+    instead = SimpleNamespace(
+        forward=recorded("forward"), step=recorded("step"), backward=operators.backward
+    )
     with mock.patch.object(_library, "_ops", instead):
         yield seeds
 
