@@ -154,19 +154,15 @@ def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> d
     watch = _Watch(_library._ops)
     with _replaced("_ops", watch), _replaced("exchange_by_flags", step.by_flags):
         results = _library.run_layer(
-            step.cell,
+            _library.Setting(step.cell, backend=backend, recompute=False),
             given["input"],
             given["hx"],
             given["cx"],
             list(weights.values()),
-            mask=_library.Mask(),
-            eps=given["eps"],
-            seed=given["seed"],
-            dropout=_library.Dropout(),
-            layer=0,
-            chunk_size=0,
-            recompute=False,
-            backend=backend,
+            _library.Mask(),
+            _library.Dropout(),
+            given["eps"],
+            given["seed"],
         )
         outputs = results[: 3 if step.is_lstm else 2]
         wanted = {name: given[name] for name in ("input", "hx", "cx", "eps")}

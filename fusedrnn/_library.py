@@ -347,7 +347,7 @@ def run_step(
     """
     tensors = (input, hx, cx, weights, eps, seed)
     results: tuple[Tensor, Tensor] = _call(
-        _ops.step, CELLS.index(cell), *tensors, *_switches(input)[3:]
+        _ops.step, CELLS.index(cell), *tensors, *_switches_of_step(input)
     )
     return results
 
@@ -383,10 +383,14 @@ def _way(wants_grad: bool) -> Callable[..., tuple[Tensor, ...]] | None:
 
 def _switches(input: Tensor) -> tuple[Any, ...]:
     """The operators' last arguments, which are no module's business."""
-    ways = replay_chunks, exchange_by_flags, overlap_chunks
+    return replay_chunks, exchange_by_flags, overlap_chunks, *_switches_of_step(input)
+
+
+def _switches_of_step(input: Tensor) -> tuple[int, bool]:
+    """Those that matter without chunks."""
     if not _has_switches(input):
-        return *ways, 0, False
-    return *ways, multiprocessors_left(), allows_tf32(input.dtype)
+        return 0, False
+    return multiprocessors_left(), allows_tf32(input.dtype)
 
 
 def _has_switches(input: Tensor) -> bool:

@@ -199,11 +199,12 @@ def run(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
-    step: Sizes | None = None,
+    step: tuple[int, int, int, int] | None = None,
 ) -> tuple[S, Tensor, Tensor | None]:
     """Any cell over layers -> output, h_n, c_n if any; everything in one dtype under autocast.
 
-    ``step``: of a cell as torch.nn has them, whose tensors have no dimension for steps or layers.
+    ``step``: the sizes of a cell as torch.nn has them, whose tensors have no dimension for steps
+    or layers.
     """
     if type(weights) is not list and type(weights) is not tuple:
         options.check(cell in _HAVE_STATE)
@@ -246,7 +247,7 @@ def _key(
     cell: str,
     options: Options,
     packing: checks.Packing | None,
-    step: Sizes | None,
+    step: tuple[int, int, int, int] | None,
     autocast: torch.dtype | None,
 ) -> Hashable:
     """All that the checks of a call look at and that is no tensor's values; None for no memory."""
@@ -281,16 +282,17 @@ def _check(
     cell: str,
     options: Options,
     packing: checks.Packing | None,
-    step: Sizes | None,
+    step: tuple[int, int, int, int] | None,
 ) -> _Checked:
     """All that is to be known of tensors, options being known to be right."""
     checks.dtypes_and_devices(_named(tensors))
     data, hx, cx, eps, *weights = tensors
     names = _names(cell, options)
     sizes = _check_weights(cell, names, weights, options)
-    place = _place(data, options, step or sizes, packing, step is not None)
-    if step is not None and sizes != step:
-        raise RuntimeError(f"fusedrnn: weights must be of {step}, got those of {sizes}")
+    of_step = None if step is None else Sizes(*step)
+    place = _place(data, options, of_step or sizes, packing, of_step is not None)
+    if of_step not in (None, sizes):
+        raise RuntimeError(f"fusedrnn: weights must be of {of_step}, got those of {sizes}")
     rows = options.num_layers * options.directions
     batch = (place.batch,) if place.is_batched else ()
     shapes = {
@@ -300,9 +302,9 @@ def _check(
     }
     for name, tensor in (("hx", hx), ("cx", cx), ("eps", eps)):
         shape = shapes[name]
-        if step is not None and tensor is not None:
+        if of_step is not None and tensor is not None:
             checks.rank_of_step(name, tensor, data)
-            shape = (*batch, step.latent if name == "eps" else step.hidden)
+            shape = (*batch, of_step.latent if name == "eps" else of_step.hidden)
         checks.shape(name, tensor, shape)
     if not is_compiling():
         widths = (sizes.input, options.directions * sizes.output)

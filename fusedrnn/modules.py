@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from . import _library, checks, functional
-from .call import NO_NOISE, Noise, Options, S, Sizes, run
+from .call import NO_NOISE, Noise, Options, S, run
 from .weights import FlatModule, Layout
 
 
@@ -663,7 +663,7 @@ class RNNCellBase(FlatModule):
         """h and c after the step."""
         weights, options = self._weights(), Options(bias=self.bias)
         latent_size = getattr(self, "latent_size", 0)
-        sizes = Sizes(self.input_size, self.hidden_size, latent_size, self.hidden_size)
+        sizes = (self.input_size, self.hidden_size, latent_size, self.hidden_size)
         _, h, c = run(self._cell, input, weights, h, c, options, noise, step=sizes)
         return h, c
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.types import Device
 
 # (name, offset in elements, shape) of each weight.
@@ -71,6 +72,12 @@ class FlatModule(nn.Module):
             self.register_parameter(slot.name, nn.Parameter(slot.view(flat).data))
 
     def _read_layout(self) -> tuple[Slot, ...]:
+        # Whose own attributes do not stand before parameters. Of another class, as torch makes one
+        # to put a parametrization behind a name, this says nothing.
+        cls, names = type(self), [name for name, _, _ in self._layout()]
+        has_own = any(hasattr(cls, name) for name in names)
+        is_plain = not has_own and cls.__getattr__ is nn.Module.__getattr__
+        self.__dict__["_plain_class"] = cls if is_plain else None
         return tuple(Slot(name, offset, tuple(shape)) for name, offset, shape in self._layout())
 
     def _weights(self) -> list[Tensor]:
@@ -79,6 +86,13 @@ class FlatModule(nn.Module):
         By name at every call: whatever stands behind a name (a parametrization, a pruned or swapped
         tensor, a replica's) is what gets used.
         """
+        attributes, parameters = self.__dict__, self._parameters
+        if attributes["_plain_class"] is type(self) and not is_compiling():
+            try:  # what getattr would find, in half the time
+                found = [attributes.get(name, parameters[name]) for name, _, _ in self._slots]
+                return cast(list[Tensor], found)
+            except KeyError:
+                pass  # no parameter, but something else
         return [getattr(self, slot.name) for slot in self._slots]
 
     @property

@@ -192,9 +192,9 @@ def test_cpp_rules_catch(tmp_path: Path, name: str, code: str, expected: str | N
     ("name", "code", "expected"),
     [
         ("new", "", "fusedrnn/new.py has no layer: give it one in PYTHON_LAYERS"),
-        ("functional", "import fusedrnn.modules", "(layer 3) imports modules (layer 4)"),
-        ("functional", "from .modules import GRU", "(layer 3) imports modules (layer 4)"),
-        ("functional", "from . import modules", "(layer 3) imports modules (layer 4)"),
+        ("functional", "import fusedrnn.modules", "(layer 4) imports modules (layer 5)"),
+        ("functional", "from .modules import GRU", "(layer 4) imports modules (layer 5)"),
+        ("functional", "from . import modules", "(layer 4) imports modules (layer 5)"),
         ("modules", "torch.ops.fusedrnn.gru()", "uses torch.ops: only _library.py does"),
         ("modules", "from fusedrnn import functional", None),
         ("_library", "torch.ops.fusedrnn.gru()", None),
