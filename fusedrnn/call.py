@@ -185,7 +185,7 @@ class _Checked(NamedTuple):
 
 
 _remembered: dict[Hashable, _Checked] = {}
-_MOST_REMEMBERED = 1024
+_MOST_REMEMBERED = 256
 
 
 def run(

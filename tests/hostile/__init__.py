@@ -20,7 +20,7 @@ from emulator import emulated_operators
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn import _library, functional
+from fusedrnn import _library, call
 
 from . import oracle
 from .changes import changes
@@ -112,7 +112,7 @@ class Hostile:
         arguments = self.arguments().on(device)
         # Masks have a seed of their own, which is no argument.
         drawn = mock.Mock(return_value=torch.tensor([how.seed], device=device))
-        with mock.patch.object(functional, "_draw_seed", drawn), computing(backend):
+        with mock.patch.object(call, "_draw_seed", drawn), computing(backend):
             outputs = arguments.call(
                 fusedrnn,
                 **case.options,
