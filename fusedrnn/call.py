@@ -258,8 +258,8 @@ def _key(
     try:
         return (
             *(cell, step, steps, autocast, options),
-            # 1 is True is 1.0, but not to the checks.
-            tuple(map(type, options)),
+            # 1 is True is 1.0, but not to the checks. Of a cell's options bias alone is the user's.
+            tuple(map(type, options)) if step is None else type(options.bias),
             tuple(map(type, zoneout)) if isinstance(zoneout, tuple) else None,
             *[
                 None if t is None else (type(t), t.shape, t.dtype, t.device, t.layout)
