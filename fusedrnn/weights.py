@@ -87,7 +87,7 @@ class FlatModule(nn.Module):
         tensor, a replica's) is what gets used.
         """
         attributes, parameters = self.__dict__, self._parameters
-        if attributes["_plain_class"] is type(self) and not is_compiling():
+        if attributes.get("_plain_class") is type(self) and not is_compiling():
             try:  # what getattr would find, in half the time
                 found = [attributes.get(name, parameters[name]) for name, _, _ in self._slots]
                 return cast(list[Tensor], found)
