@@ -24,6 +24,7 @@ BENCHMARKS = {
     "chunks": "chunks.json",
     "fit": "fit.json",
     "packed": "packed.json",
+    "kernels": "kernels.json",
     "numerics": "numerics.json",
     "train_text": "train_text_bfloat16.json",
 }
@@ -114,6 +115,7 @@ def parts(out: Path) -> dict[str, Part]:
         sweep("chunks", 60),
         sweep("fit", 48),
         sweep("packed", 60),
+        sweep("kernels", 90),
         *map(sanitizer, SANITIZERS),
         sweep("numerics", 200),
         benchmark("train_text", 200, "--dtype", "bfloat16"),
