@@ -7,8 +7,10 @@
 
 #if defined(__CUDACC__)
 #define FUSEDRNN_HD __host__ __device__ __forceinline__
-#define FUSEDRNN_UNROLL _Pragma("unroll")  // a loop over an array that must stay in registers
+#define FUSEDRNN_UNROLL _Pragma("unroll")     // a loop over an array that must stay in registers
+#define FUSEDRNN_IN_TURN _Pragma("unroll 1")  // a loop that would take too many registers at once
 #else
 #define FUSEDRNN_UNROLL
+#define FUSEDRNN_IN_TURN
 #define FUSEDRNN_HD inline __attribute__((always_inline))
 #endif

@@ -132,6 +132,21 @@ FUSEDRNN_HD F exp_in_range(F x) {
   return p * T::from_bits(T::bits(shifted) << 23);
 }
 
+// 1 / x for x in [1, 2] or NaN, rounded to nearest.
+template <class F>
+FUSEDRNN_HD F reciprocal(F x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<F, float>) {
+    // The bits of a division, which branches to a function for numbers that do not occur here: then
+    // the functions of several gates cannot be computed at the same time.
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return fmaf(r, -fmaf(x, r, -1.0f), r);
+  }
+#endif
+  return 1.0f / x;
+}
+
 // For x <= 0: sigmoid(-x), and sigmoid(x) in `small`. Both are made of e^x, which is at most 1, so
 // that nothing overflows, and where e^x is 0, `small` is. The usual 1 / (e^-x + 1) is a denormal
 // number there, which is 0 or not as the processor is told, and which a huge state makes large.
@@ -143,7 +158,7 @@ FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
   } else {
     e = exp_in_range(max(x, -87.5f));
   }
-  small = e * (1.0f / (e + 1.0f));
+  small = e * reciprocal(e + 1.0f);
   return 1.0f - small;  // which near 1 is closer than the quotient, where e + 1 has been rounded
 }
 

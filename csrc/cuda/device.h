@@ -50,6 +50,16 @@ FUSEDRNN_DEVICE Packet load_relaxed(const Packet* p) {
                : "memory");
   return v;
 }
+// The same to v, if it is there.  No branch: at the end of one, ptxas may have the thread wait for
+// what was loaded in it.
+FUSEDRNN_DEVICE void load_relaxed_if(bool is_there, const Packet* p, Packet& v) {
+  asm volatile(
+      "{ .reg .pred is_there; setp.ne.s32 is_there, %5, 0;"
+      " @is_there ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+      : "l"(p), "r"(int(is_there))
+      : "memory");
+}
 FUSEDRNN_DEVICE void store_relaxed(Packet* p, const Packet& v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]),
                "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])

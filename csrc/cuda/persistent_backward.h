@@ -2,15 +2,17 @@
 //
 // Backward, a block owns the same 16 units of each stage, and of each projection's weight the
 // columns that its units of the stage before are.  A step of a stage, from the last one to the
-// first, is for each tile of the group:
+// first, is for each tile of the group, or two of them if there are four:
 //   1. what does not depend on other blocks.  A stage's backward is linear in the adjoints of its
-//      results, so its factors are computed here, all of exp and tanh before the wait;
+//      results, so its factors are computed here, all of exp and tanh, from what was loaded a step
+//      before; and what the next step needs is loaded;
 //   2. the gradient of the projection behind (of the first stage, a step later, if this is the
 //      last), 8 rows of it, comes from the others;
 //   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
 //      some units, and the parts are added up through shared memory, always in the same order;
-//   4. half of the warps apply the factors to the sum, a unit of a row per thread, send the
-//      gradient of this stage's projection, and write what else GEMMs over the whole chunk read.
+//   4. half of the warps apply the factors of a tile to the sum, a unit of a row per thread, send
+//      the gradient of this stage's projection, and write what else GEMMs over the whole chunk
+//      read.
 // Before all steps, the states beside h are computed again, each unit by the thread that needs it.
 //
 // In 16 bits, where all packets of a row are full, they go through the gradient that GEMMs read,
@@ -35,18 +37,24 @@ namespace fusedrnn::cuda {
 template <class T>
 struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
   using Base = BlockOfGroup<PersistentBackward<T>>;
-  using Base::Base, Base::shared, Base::thread;
+  using Base::at_once, Base::Base, Base::shared, Base::thread;
   int turn = 0;  // of the two buffers of partial sums
   enum Array { kDh, kDstate };
 
   // A thread reads and writes only its own number of these.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
-    return shared[2 * kAdjointSumFloats + (tile * kKeptArrays + array) * kTileThreads +
-                  thread.index];
+    const int before = 2 * turn_floats() + kBiasFloats;
+    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.in_half()];
   }
+  enum Bias { kProjectionBias, kSideBias };
+  FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
+    const int row = (stage * 2 + which) * kMostGates + gate;
+    return shared[2 * turn_floats() + row * kTileUnits + unit];
+  }
+  FUSEDRNN_DEVICE int turn_floats() const { return at_once * kAdjointSumFloats; }
   FUSEDRNN_DEVICE float* next_turn() {
     if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
-    return shared + turn * kAdjointSumFloats;
+    return shared + turn * turn_floats();
   }
 
   // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
@@ -60,8 +68,9 @@ struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
 template <class Stage, int kIndex, class T, int kDepth, int kPackets>
 class AdjointProduct {
   static constexpr int kGates = Stage::kProjection;
-  // GEMM blocks whose packets are on their way at once.
-  static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
+  // GEMM blocks of tiles, and those whose packets are on their way at once.
+  static constexpr int kBlocks = kTilesAtOnce * kGates;
+  static constexpr int kAhead = kPackets / kDepth < kBlocks ? kPackets / kDepth : kBlocks;
   static_assert(kAhead > 0);
   static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
   using Of = Operands<T>;
@@ -72,6 +81,10 @@ class AdjointProduct {
     width_ = int(args().step[kIndex].width);
     depth_ = warp_depth(width_, Of::kDepthColumns);
     if (block.first_unit() >= w.columns) return;
+    packets_of_gate_ = packets_of(width_, Of::kInPacket);
+    from_ = block.sent(kIndex, 0, block.first_row(0) + thread().g, kGates, 0, packets_of_gate_) +
+            unit(0) / Of::kInPacket;
+    for (int d = 0; d < depth_; ++d) packets_ += unit(d) < width_;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
       FUSEDRNN_UNROLL
@@ -79,42 +92,50 @@ class AdjointProduct {
     }
   }
 
-  // This warp's part of the product of step i, counted backwards, to `turn`.
-  FUSEDRNN_DEVICE void run(int i, int tile, float* turn) const {
-    const int row = block_.first_row(tile) + thread().g;
-    if (args().exchange == Exchange::Flags) {
-      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, tile, depth_, width_);
-    }
-    float sums[kChains][4] = {};
-    Packet x[kGates][kDepth] = {};
+  struct Operand {
+    Packet packet[kBlocks][kDepth];
+  };
+  // Asks other blocks for the first gradients of step i, counted backwards, of tiles from `first`
+  // on; or for none.
+  FUSEDRNN_DEVICE void ask(bool is_wanted, int i, int first, Operand& x) const {
+    const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
     FUSEDRNN_UNROLL
-    for (int gate = 0; gate < kAhead; ++gate) {
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) x[gate][d] = load(i, gate, row, d);
-    }
+    for (int j = 0; j < kAhead; ++j) load(is_asked, i, first, j, x.packet[j]);
+  }
+  // This warp's parts of the products to `turn`.  is_wanted: as it was asked.
+  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int first, Operand& x, float* turn) const {
+    if (is_wanted && args().exchange == Exchange::Flags) wait_for_senders(i, first, x);
+    const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
     FUSEDRNN_UNROLL
-    for (int gate = 0; gate < kGates; ++gate) {
-      if (args().exchange == Exchange::Packets) block_.wait_for(x[gate], sent(i, gate, row));
-      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+    for (int k = 0; k < kTilesAtOnce; ++k) {
+      if (!block_.is_now(first, k)) continue;
+      float sums[kChains][4] = {};
       FUSEDRNN_UNROLL
-      for (int d = 0; d < kDepth; ++d) {
-        if (d < depth_) multiply(sums, gate, d, x[gate][d]);
-        if (gate + kAhead < kGates) x[gate + kAhead][d] = load(i, gate + kAhead, row, d);
+      for (int gate = 0; gate < kGates; ++gate) {
+        const int j = k * kGates + gate;
+        if (args().exchange == Exchange::Packets) block_.wait_for(x.packet[j], from(i, first, j));
+        sync_warp();  // mma is for lanes that are together, and some may have waited longer
+        FUSEDRNN_UNROLL
+        for (int d = 0; d < kDepth; ++d) {
+          if (d < depth_) multiply(sums, gate, d, x.packet[j][d]);
+        }
+        if (j + kAhead < kBlocks) load(is_asked, i, first, j + kAhead, x.packet[j + kAhead]);
       }
-    }
-    FUSEDRNN_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      float sum = sums[0][j];
       FUSEDRNN_UNROLL
-      for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][j];
-      part(turn, thread().warp, j) = sum;
+      for (int n = 0; n < 4; ++n) {
+        float sum = sums[0][n];
+        FUSEDRNN_UNROLL
+        for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][n];
+        part(turn + k * kAdjointSumFloats, thread().warp, n) = sum;
+      }
     }
   }
   // Of the unit that a thread computes.
   FUSEDRNN_DEVICE float total(float* turn) const {
+    const float* of_tile = turn + thread().half * kAdjointSumFloats;
     float sum = 0;
     FUSEDRNN_UNROLL
-    for (int w = 0; w < kWarps; ++w) sum += part(turn, w, thread().warp);
+    for (int w = 0; w < kWarps; ++w) sum += part(of_tile, w, thread().part);
     return sum;
   }
 
@@ -125,9 +146,10 @@ class AdjointProduct {
   FUSEDRNN_DEVICE int unit(int d) const {
     return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
-  // Number j of this lane's d, as warp `warp` has summed it up.
-  FUSEDRNN_DEVICE float& part(float* turn, int warp, int j) const {
-    return turn[(warp * 4 + j) * kWarpSize + thread().lane];
+  // Of a tile, number n of this lane's d, as warp `warp` has summed it up.
+  template <class P>
+  FUSEDRNN_DEVICE P& part(P* turn, int warp, int n) const {
+    return turn[(warp * 4 + n) * kWarpSize + thread().lane];
   }
   // A block of units of the weight is read along its rows, by as many lanes of each row as there
   // are for one, and turned in shared memory.
@@ -167,17 +189,39 @@ class AdjointProduct {
     sync_warp();
   }
 
-  FUSEDRNN_DEVICE bool has_packet(int row, int d) const {
-    return d < depth_ && unit(d) < width_ && row < args().batch;
+  // Of GEMM block j of tiles from `first` on, what this lane multiplies.
+  FUSEDRNN_DEVICE const Packet* from(int i, int first, int j) const {
+    const int row = (first + j / kGates) * kTileRows;
+    return block_.slot(kIndex, i, kGates * packets_of_gate_, from_) +
+           (row * kGates + j % kGates) * packets_of_gate_;
   }
-  FUSEDRNN_DEVICE const Packet* sent(int i, int gate, int row) const {
-    return block_.sent(kIndex, i, row, kGates, gate, packets_of(width_, Of::kInPacket)) +
-           unit(0) / Of::kInPacket;
+  FUSEDRNN_DEVICE bool has_packet(int first, int j, int d) const {
+    return d < packets_ && block_.is_now(first, j / kGates) &&
+           (first + j / kGates) * kTileRows + thread().g < block_.rows;
   }
-  FUSEDRNN_DEVICE Packet load(int i, int gate, int row, int d) const {
-    if (!has_packet(row, d)) return {};
-    const Packet* from = sent(i, gate, row) + 4 * d;
-    return args().exchange == Exchange::Packets ? load_relaxed(from) : load_plain(from);
+  FUSEDRNN_DEVICE void load(bool is_asked, int i, int first, int j, Packet (&x)[kDepth]) const {
+    const Packet* at = is_asked ? from(i, first, j) : from_;
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      load_relaxed_if(is_asked && has_packet(first, j, d), at + 4 * d, x[d]);
+    }
+  }
+  // Flags: and then loads all.
+  FUSEDRNN_DEVICE void wait_for_senders(int i, int first, Operand& x) const {
+    FUSEDRNN_UNROLL
+    for (int k = 0; k < kTilesAtOnce; ++k) {
+      if (!block_.is_now(first, k)) continue;
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, first + k, depth_,
+                                                                  width_);
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < kGates; ++gate) {
+        const int j = k * kGates + gate;
+        FUSEDRNN_UNROLL
+        for (int d = 0; d < kDepth; ++d) {
+          if (has_packet(first, j, d)) x.packet[j][d] = load_plain(from(i, first, j) + 4 * d);
+        }
+      }
+    }
   }
 
   FUSEDRNN_DEVICE void multiply(float (&sums)[kChains][4], int gate, int d, const Packet& x) const {
@@ -190,6 +234,8 @@ class AdjointProduct {
 
   AdjointBlock<T>& block_;
   int width_, depth_;
+  int packets_of_gate_ = 0, packets_ = 0;  // of a row; and of these those that this lane multiplies
+  const Packet* from_ = nullptr;           // of its first tile, of step 0
   uint32_t weight_[kGates][kDepth][2][4];
 };
 
@@ -210,11 +256,8 @@ class AdjointUnits {
   FUSEDRNN_DEVICE int row_of_batch(int tile) const {
     return block_.first_row(tile) + thread().row();
   }
-  FUSEDRNN_DEVICE bool has_tile(int tile) const {
-    return tile < args().tiles && block_.first_row(tile) < args().batch;
-  }
   FUSEDRNN_DEVICE bool is_there(int tile) const {
-    return thread().computes() && unit() < width_ && row_of_batch(tile) < args().batch;
+    return block_.has_tile(tile) && unit() < width_ && row_of_batch(tile) < args().batch;
   }
   FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int tile) const {
     return block_.row_of_chunk(t, row_of_batch(tile));
@@ -223,14 +266,73 @@ class AdjointUnits {
   FUSEDRNN_DEVICE PersistentUnit unit_at(Place at) const {
     return zoneout_of<kIsLast, Stage::kState>(step().zoneout, at, unit());
   }
-  FUSEDRNN_DEVICE void pre_at(const RowOfChunk& row, float (&pre)[Stage::kPre]) const {
-    const int64_t no_shift = 0;
-    load_pre<Stage>(pre, step(), row, no_shift, unit(), PersistentUnit{});
+  // What pre-activations are made of, as it was loaded: to add it up would be to wait for it.
+  struct Parts {
+    float of[Stage::kPre];
+  };
+  FUSEDRNN_DEVICE Parts parts_at(const RowOfChunk& row) const {
+    Parts parts{};
+    const auto& s = step();
+    if constexpr (Stage::kLinear) {
+      // not there
+    } else if constexpr (Stage::kFactors) {
+      const int64_t no_shift = 0;
+      load_pre<Stage>(parts.of, s, row, no_shift, unit(), PersistentUnit{});
+    } else {
+      static_assert(Stage::kProjection + kSideAlone<Stage> == Stage::kPre);
+      const float* no_bias = nullptr;
+      if (s.pre != nullptr) {
+        load_blocks<Stage::kPre>(parts.of, s.pre, no_bias, s.width, row, unit(), PersistentUnit{});
+      } else {
+        load_blocks<Stage::kProjection>(parts.of, s.projection, no_bias, s.width, row, unit(),
+                                        PersistentUnit{});
+        load_blocks<kSideAlone<Stage>>(parts.of + Stage::kProjection, s.side, no_bias, s.width, row,
+                                       unit(), PersistentUnit{});
+      }
+    }
+    return parts;
+  }
+  FUSEDRNN_DEVICE void pre_of(const Parts& parts, float (&pre)[Stage::kPre]) const {
+    if (Stage::kFactors || Stage::kLinear || step().pre != nullptr) {
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kPre; ++k) pre[k] = parts.of[k];
+      return;
+    }
+    if constexpr (!Stage::kFactors && !Stage::kLinear) {
+      float side[Stage::kSide], projection[Stage::kProjection];
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kProjection; ++k) {
+        projection[k] =
+            parts.of[k] + block_.bias(kIndex, Block::kProjectionBias, k, thread().unit());
+      }
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kSide; ++k) {
+        side[k] = block_.bias(kIndex, Block::kSideBias, k, thread().unit());
+        if (k >= Stage::kShared) side[k] += parts.of[Stage::kProjection + k - Stage::kShared];
+      }
+      Stage::combine(side, projection, pre);
+    }
+  }
+  // Before a barrier, and read after it.
+  FUSEDRNN_DEVICE void load_biases() const {
+    load_bias(Block::kProjectionBias, step().projection_bias, Stage::kProjection);
+    load_bias(Block::kSideBias, step().side_bias, Stage::kSide);
   }
 
  protected:
+  using Block = AdjointBlock<T>;
   AdjointBlock<T>& block_;
   int width_;
+
+ private:
+  FUSEDRNN_DEVICE void load_bias(typename Block::Bias which, const float* bias, int gates) const {
+    for (int i = thread().index; i < gates * kTileUnits; i += kPersistentThreads) {
+      const int gate = i / kTileUnits, in_block = i % kTileUnits;
+      const int of_all = block_.first_unit() + in_block;
+      block_.bias(kIndex, which, gate, in_block) =
+          bias != nullptr && of_all < width_ ? bias[gate * width_ + of_all] : 0.0f;
+    }
+  }
 };
 
 // The states beside h, each from the one before, and what the stage behind has projected.
@@ -243,44 +345,78 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
   using Units::Units;
 
   FUSEDRNN_DEVICE void run() const {
-    for (int tile = 0; Units::has_tile(tile); ++tile) {
+    for (int tile = block_.own_tile(0); block_.has_tile(tile); tile += block_.at_once) {
       if (Units::is_there(tile)) run(tile);
     }
   }
 
  private:
+  static constexpr int kAhead = 4;
+
   FUSEDRNN_DEVICE void run(int tile) const {
     const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
     ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
     forward.zoneout = step().zoneout;
-    RowOfChunk row = Units::row_of_chunk(0, tile);
+    const bool is_plain =
+        args().operand == nullptr && !step().mask.any() && !forward.zoneout.state.is_possible();
+    const RowOfChunk row = Units::row_of_chunk(0, tile);
     float state = args().first_state[Units::row_of_batch(tile) * width_ + Units::unit()];
     args().state[row * width_ + Units::unit()] = state;
-    if (steps <= 0) return;
-    float pre[Stage::kPre];
-    Units::pre_at(row, pre);
-    for (int t = 0; t < steps; ++t) {
-      const RowOfChunk next_row = Units::row_of_chunk(t + 1, tile);
-      const Place at = Units::place(t, tile);
-      float next_pre[Stage::kPre] = {}, factors[Stage::kPre], operand = 0;
-      if (t + 1 < steps) Units::pre_at(next_row, next_pre);  // on their way meanwhile
-      if (step().mask.is_active(at)) {
-        UnitInput<float> given{};
-        given.input = state;
-        given.is_reset_next = step().mask.is_reset_next(at);
-        const UnitResult<float> result = forward_from_pre<Stage>(
-            forward, at, Units::unit(), Units::unit_at(at), pre, given, factors);
-        state = result.carry;
-        operand = result.next;
-      }
-      if (t + 1 < args().steps) args().state[next_row * width_ + Units::unit()] = state;
-      if (args().operand != nullptr) {
-        args().operand[row * width_ + Units::unit()] = narrow<T>(operand);
-      }
-      row = next_row;
+    // Some steps' pre-activations are on their way while others are computed with.
+    typename Units::Parts next[kAhead];
+    FUSEDRNN_UNROLL
+    for (int k = 0; k < kAhead; ++k) next[k] = load(k, tile, steps);
+    for (int first = 0; first < steps; first += kAhead) {
+      float pre[kAhead][Stage::kPre];
       FUSEDRNN_UNROLL
-      for (int k = 0; k < Stage::kPre; ++k) pre[k] = next_pre[k];
+      for (int k = 0; k < kAhead; ++k) {
+        Units::pre_of(next[k], pre[k]);
+        next[k] = load(first + kAhead + k, tile, steps);
+      }
+      if (is_plain && first + kAhead <= steps) {  // gates of several steps at the same time
+        FUSEDRNN_UNROLL
+        for (int k = 0; k < kAhead; ++k) {
+          float no_factors[Stage::kPre];
+          Stage::forward(pre[k], state, no_factors, &state);
+          args().state[Units::row_of_chunk(first + k + 1, tile) * width_ + Units::unit()] = state;
+        }
+        continue;
+      }
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < kAhead; ++k) {
+        if (first + k < steps) state = after(first + k, tile, forward, pre[k], state);
+      }
     }
+  }
+
+  FUSEDRNN_DEVICE typename Units::Parts load(int t, int tile, int steps) const {
+    if (t >= steps) return {};
+    return Units::parts_at(Units::row_of_chunk(t, tile));
+  }
+
+  // The state after step t.
+  FUSEDRNN_DEVICE float after(int t, int tile, const ForwardStep<T, T>& forward,
+                              const float (&pre)[Stage::kPre], float state) const {
+    const Place at = Units::place(t, tile);
+    float operand = 0;
+    if (step().mask.is_active(at)) {
+      float factors[Stage::kPre];
+      UnitInput<float> given{};
+      given.input = state;
+      given.is_reset_next = step().mask.is_reset_next(at);
+      const UnitResult<float> result = forward_from_pre<Stage>(
+          forward, at, Units::unit(), Units::unit_at(at), pre, given, factors);
+      state = result.carry;
+      operand = result.next;
+    }
+    if (t + 1 < args().steps) {
+      args().state[Units::row_of_chunk(t + 1, tile) * width_ + Units::unit()] = state;
+    }
+    if (args().operand != nullptr) {
+      const RowOfChunk row = Units::row_of_chunk(t, tile);
+      args().operand[row * width_ + Units::unit()] = narrow<T>(operand);
+    }
+    return state;
   }
 };
 
@@ -288,78 +424,116 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
 template <class Stage, class Behind, int kIndex, int kStages, class T, int kDepth, int kPackets>
 class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
   using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+  using typename Units::Block;
   using Units::args, Units::block_, Units::step, Units::thread, Units::unit, Units::width_;
   using Units::kIsLast;
-  using Block = AdjointBlock<T>;
   static constexpr int kGates = Stage::kProjection;
+  // Whether weights leave registers for what the next step needs.
+  static constexpr bool kLoadsAhead = kPackets > 4;
   static_assert(!kCarriesResult<Stage> || kIsLast);
 
  public:
   FUSEDRNN_DEVICE AdjointStage(Block& block) : Units(block), product_(block) {
-    for (int tile = 0; Units::has_tile(tile); ++tile) {
+    for (int tile = block.own_tile(0); block.has_tile(tile); tile += block.at_once) {
       if (!Units::is_there(tile)) continue;
       const int at = Units::row_of_batch(tile) * width_ + unit();
       if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
       if constexpr (Stage::kState) block.kept(Block::kDstate, tile) = step().dcarry[at];
     }
+    if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, block.own_tile(0));
   }
 
   // Step t of the group's rows; -1: dh and the state's adjoint before the chunk.
   FUSEDRNN_DEVICE void run(int t) {
     if (!Units::has_units()) return;
-    const int i = args().steps - 1 - t;
-    const bool ends = t < 0;
-    // The first time there is nothing yet, and what would come in the end may not be wanted.
-    const bool has_product = kIsLast ? i > 0 && (!ends || args().wants_dh) : !ends;
-    for (int tile = 0; Units::has_tile(tile); ++tile) {
-      Early early{};
-      if (!ends) early = before_exchange(t, tile);
-      float sum = 0;
-      if (has_product) sum = product(kIsLast ? i - 1 : i, tile);
-      if (!thread().computes()) continue;
+    const bool ends = t < 0, has_product = this->has_product(t);
+    for (int first = 0; block_.has_tile(first); first += block_.at_once) {
+      const int tile = block_.own_tile(first);
+      const Early early = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
+      if constexpr (kLoadsAhead) {
+        const bool has_more = block_.has_tile(first + block_.at_once);
+        next_ = load(has_more ? t : t - 1, block_.own_tile(has_more ? first + block_.at_once : 0));
+      }
+      typename Product::Operand x{};
+      product_.ask(has_product, source_step(t), first, x);
+      float* turn = block_.next_turn();
+      product_.multiply(has_product, source_step(t), first, x, turn);
+      if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+      if (!block_.has_tile(tile)) continue;
+      const float sum = has_product ? product_.total(turn) : 0.0f;
       if (ends) {
         finish(tile, sum);
       } else {
-        compute(t, i, tile, early, sum);
+        compute(t, tile, early, sum);
       }
     }
   }
 
  private:
-  // What a unit needs that is known before the exchange.  of_state: with the state's adjoint 1
-  // instead of the result's.
-  struct Early {
-    bool is_there, is_active, is_reset_next;
-    bool keeps_h, keeps_state;  // by zoneout, instead of what is new
-    float grad_output;
-    UnitAdjoints<Stage, float> of_result, of_state;
+  // The first time there is nothing yet, and what would come in the end may not be wanted.
+  FUSEDRNN_DEVICE bool has_product(int t) const {
+    if (!kIsLast) return t >= 0;
+    return t < args().steps - 1 && t >= (args().wants_dh ? -1 : 0);
+  }
+  // Of the gradients that step t multiplies; counted backwards.
+  FUSEDRNN_DEVICE int source_step(int t) const { return args().steps - 1 - t - (kIsLast ? 1 : 0); }
+
+  // What a unit needs of memory, as it was loaded: to compute with it would be to wait for it.
+  struct Loaded {
+    bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
+    typename Units::Parts parts;
+    std::conditional_t<Stage::kState, float, T> carry;
+    T grad_output;
   };
 
-  FUSEDRNN_DEVICE Early before_exchange(int t, int tile) const {
-    Early early{};
-    early.is_there = Units::is_there(tile);
-    if (!early.is_there) return early;
+  FUSEDRNN_DEVICE Loaded load(int t, int tile) const {
+    Loaded loaded{};
+    loaded.is_there = t >= 0 && Units::is_there(tile);
+    if (!loaded.is_there) return loaded;
     const auto& s = step();
     const RowOfChunk row = Units::row_of_chunk(t, tile);
     const Place at = Units::place(t, tile);
-    early.is_active = s.mask.is_active(at);
-    if (!early.is_active) return early;
-    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(at);
-    float pre[Stage::kPre] = {}, carry = 0;
-    if constexpr (!Stage::kLinear) Units::pre_at(row, pre);
+    loaded.is_active = s.mask.is_active(at);
+    if (!loaded.is_active) return loaded;
+    if constexpr (Stage::kResult) loaded.is_reset_next = s.mask.is_reset_next(at);
+    loaded.parts = Units::parts_at(row);
     if constexpr (Stage::kState) {
-      carry = args().state[row * width_ + unit()];
+      loaded.carry = args().state[row * width_ + unit()];
     } else if constexpr (Stage::kCarry) {
       const bool is_first = t == 0 && args().first_carry.data != nullptr;
       const T* h =
           is_first ? args().first_carry.at(Units::row_of_batch(tile)) : s.carry.at(int64_t(row));
-      carry = widen(h[unit()]);
+      loaded.carry = h[unit()];
     }
     if constexpr (kIsLast) {
       if (s.grad_output.data != nullptr) {
-        early.grad_output = widen(s.grad_output.at(int64_t(row))[unit()]);
+        loaded.grad_output = s.grad_output.at(int64_t(row))[unit()];
       }
     }
+    return loaded;
+  }
+
+  // What a unit needs that is known before the exchange.  of_state: with the state's adjoint 1
+  // instead of the result's.
+  struct Early {
+    bool is_there : 1, is_active : 1, is_reset_next : 1;
+    bool keeps_h : 1, keeps_state : 1;  // by zoneout, instead of what is new
+    float grad_output;
+    UnitAdjoints<Stage, float> of_result, of_state;
+  };
+
+  FUSEDRNN_DEVICE Early before_exchange(int t, int tile, const Loaded& loaded) const {
+    Early early{};
+    early.is_there = loaded.is_there;
+    early.is_active = loaded.is_active;
+    if (!early.is_active) return early;
+    const auto& s = step();
+    const Place at = Units::place(t, tile);
+    early.is_reset_next = loaded.is_reset_next;
+    early.grad_output = widen(loaded.grad_output);
+    float pre[Stage::kPre] = {};
+    Units::pre_of(loaded.parts, pre);
+    const float carry = widen(loaded.carry);
     const PersistentUnit u = Units::unit_at(at);
     early.keeps_h = u.kept_h == 1.0f && s.zoneout.h.rest == 0;
     early.keeps_state = u.kept_state == 1.0f && s.zoneout.state.rest == 0;
@@ -370,15 +544,8 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     return early;
   }
 
-  FUSEDRNN_DEVICE float product(int i, int tile) {
-    float* turn = block_.next_turn();
-    product_.run(i, tile, turn);
-    if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
-    return thread().computes() ? product_.total(turn) : 0.0f;
-  }
-
   // sum: what the projection behind gives of the result's adjoint
-  FUSEDRNN_DEVICE void compute(int t, int i, int tile, const Early& early, float sum) {
+  FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float sum) const {
     float dout = sum, dstate = 0;
     if constexpr (kIsLast) dout += block_.kept(Block::kDh, tile);
     if constexpr (Stage::kState) dstate = block_.kept(Block::kDstate, tile);
@@ -393,7 +560,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
       dout += early.grad_output;
       d = apply(early, dout, dstate);
     }
-    send(i, tile, d.dprojection);
+    send(args().steps - 1 - t, tile, d.dprojection);
     if (!early.is_there) return;
     if constexpr (kIsLast) {  // the projection of the first stage adds the rest
       const float dh = kCarriesResult<Stage> ? d.dinput : d.dh;
@@ -455,7 +622,9 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     block_.count_sent(kIndex, i, tile);
   }
 
-  AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets> product_;
+  using Product = AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets>;
+  Product product_;
+  Loaded next_{};  // of the tile that this half computes next
 };
 
 // The stages of a cell up to `kIndex`, from the last one on.
@@ -470,6 +639,10 @@ struct AdjointStages {
   AdjointStages<T, kDepth, kIndex - 1, Stages...> before;
 
   FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>& block) : stage(block), before(block) {}
+  FUSEDRNN_DEVICE static void load_biases(AdjointBlock<T>& block) {
+    AdjointUnits<Stage, kIndex, kStages, T>(block).load_biases();
+    decltype(before)::load_biases(block);
+  }
   FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>& block) {
     if constexpr (Stage::kState) StateUnits<Stage, kIndex, kStages, T>(block).run();
     decltype(before)::rebuild_states(block);
@@ -482,6 +655,7 @@ struct AdjointStages {
 template <class T, int kDepth, class... Stages>
 struct AdjointStages<T, kDepth, -1, Stages...> {
   FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>&) {}
+  FUSEDRNN_DEVICE static void load_biases(AdjointBlock<T>&) {}
   FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>&) {}
   FUSEDRNN_DEVICE void run(int) {}
 };
@@ -494,6 +668,8 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
   if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
   using All = AdjointStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
   AdjointBlock<T> block(args, shared);
+  All::load_biases(block);
+  sync_block();
   All::rebuild_states(block);
   All stages(block);
   if (FUSEDRNN_SEEDED_BUG != 12)

@@ -330,6 +330,9 @@ inline void sync_warp() {
 }
 
 inline Packet load_relaxed(const Packet* p) { return emulated::load_unseen(p); }
+inline void load_relaxed_if(bool is_there, const Packet* p, Packet& v) {
+  if (is_there) v = load_relaxed(p);
+}
 inline void store_relaxed(Packet* p, const Packet& v) { emulated::store_unseen(p, v); }
 inline Packet load_plain(const Packet* p) { return *p; }
 inline void store_plain(Packet* p, const Packet& v) { *p = v; }
