@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pybind11
 import torch
-from fusedrnn_build import choose_cuda, cuda_headers, fail, prepare_cuda
+from fusedrnn_build import LINK_FLAGS, choose_cuda, cuda_headers, fail, prepare_cuda
 from setuptools import Extension, setup
 
 toolkit, note = choose_cuda(os.environ.get("FUSEDRNN_CUDA", "auto"), torch.version.cuda)
@@ -62,6 +62,7 @@ extensions = [
         "fusedrnn._core",
         ["csrc/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
         extra_compile_args={"cxx": cxx_flags},
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,  # no Python in it at all: one binary for every version
     ),
     Extension(
@@ -69,6 +70,7 @@ extensions = [
         ["csrc/helpers.cpp"],
         include_dirs=[pybind11.get_include()],
         extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
+        extra_link_args=LINK_FLAGS,
     ),
 ]
 if toolkit:
@@ -87,6 +89,7 @@ if toolkit:
                     f"--threads={os.environ.get('MAX_JOBS') or 0}",  # architectures in parallel
                 ],
             },
+            extra_link_args=LINK_FLAGS,
             py_limited_api=True,  # cuBLAS is not linked: torch has loaded its own
         )
     )

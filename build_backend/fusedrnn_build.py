@@ -27,6 +27,10 @@ from typing import Any, NoReturn
 # Distribution -> oldest version to build with. setuptools 77 is the first to know SPDX licenses.
 NEEDS = {"setuptools": "77", "torch": "2.11", "ninja": "1.10", "pybind11": "2.12"}
 
+# Where libstdc++ is linked in (-static-libstdc++, or no other is found), it stays private: else the
+# numbers of its locales' facets would be torch's in part, and a stream would find the wrong facet.
+LINK_FLAGS = ["-Wl,--exclude-libs,ALL"]
+
 
 def fail(sentence: str) -> NoReturn:
     sys.exit(f"fusedrnn: {sentence}")

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,11 +17,9 @@ using Weights = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
 inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  std::ostringstream text;
-  text << '(';
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i == 0 ? "" : ", ") << sizes[i];
-  text << (sizes.size() == 1 ? ",)" : ")");
-  return text.str();
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + text_of(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
 }
 
 // Why torch could not do something, which its stable ABI tells in the lines behind the first; the

@@ -1,17 +1,37 @@
 // Checks that fail in one sentence, and arithmetic of sizes that does not wrap.
 #pragma once
 #include <cstdint>
-#include <sstream>
+#include <cstdio>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 
 namespace fusedrnn {
 
+// What a part of a message reads like.  Without streams: they find their way to print a number
+// through the locales of libstdc++, of which a process may have several that share some variables,
+// as where one is linked into a library.  Such a stream loses numbers or ends the process.
+inline std::string text_of(const char* part) { return part; }
+inline const std::string& text_of(const std::string& part) { return part; }
+inline std::string text_of(double part) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", part);
+  for (char* c = text; *c != 0; ++c) {
+    if (*c == ',') *c = '.';  // the program's locale is the user's
+  }
+  return text;
+}
+template <class Number, class = std::enable_if_t<std::is_integral_v<Number>>>
+std::string text_of(Number part) {
+  static_assert(!std::is_same_v<Number, bool> && !std::is_same_v<Number, char>, "no number");
+  return std::to_string(part);
+}
+
 template <class Error = std::runtime_error, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream text;
-  text << "fusedrnn: ";
-  (text << ... << parts);
-  throw Error(text.str());
+  std::string text = "fusedrnn: ";
+  ((text += text_of(parts)), ...);
+  throw Error(text);
 }
 
 // A GPU does not run such a grid.  Nothing has happened.

@@ -48,6 +48,9 @@ CPP_LAYERS = {
 }
 TORCH_LAYER = 4  # the only one that sees torch
 HELPERS = "helpers.cpp"  # beside the layers: torch-free, includes all below the binding
+# What brings the locales of libstdc++: see checked.h.
+STREAMS = ["iomanip", "ios", "iostream", "istream", "fstream", "locale", "ostream", "regex"]
+STREAMS += ["sstream", "streambuf"]
 CELL_MATH = ["math.h", "stages.h", "philox.h"]  # the only places of exp, tanh and the like
 
 # A module imports modules of lower layers.
@@ -89,6 +92,8 @@ def cpp_violations(csrc: Path) -> list[str]:
             if quote == "<":
                 if included.startswith(("torch/", "ATen/", "c10/")) and layer != TORCH_LAYER:
                     found.append(f"csrc/{name} includes <{included}>: only layer 4 sees torch")
+                if included in STREAMS:
+                    found.append(f"csrc/{name} includes <{included}>: nothing here needs locales")
                 continue
             target = (path.parent / included).resolve()
             if not target.is_relative_to(csrc.resolve()) or not target.exists():
@@ -172,6 +177,11 @@ def test_python_keeps_its_layers() -> None:
             "step.h",
             "#include <torch/x.h>",
             "csrc/step.h includes <torch/x.h>: only layer 4 sees torch",
+        ),
+        (
+            "ops.h",
+            "#include <sstream>",
+            "csrc/ops.h includes <sstream>: nothing here needs locales",
         ),
         ("step.h", '#include "gone.h"', 'csrc/step.h includes "gone.h", which is not in csrc'),
         ("cpu/a.cpp", "y = std::exp(x);", "csrc/cpu/a.cpp calls exp(): cell math stands in"),

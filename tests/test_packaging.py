@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from fusedrnn import _library
+
 ROOT = Path(__file__).parents[1]
 BACKEND = ROOT / "build_backend"
 
@@ -207,6 +209,70 @@ def test_sdist_holds_all_that_compiling_needs(tmp_path: Path) -> None:
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     assert sources | {"build_backend/fusedrnn_build.py", "fusedrnn/py.typed"} <= packed
     assert not [name for name in packed if name.endswith((".so", ".pyc"))]
+
+
+# What an error says: by the library's own function, and by a stream, as torch's headers do.
+BY_CHECKED_H = """
+#include "checked.h"
+static void throw_error(long n) { fusedrnn::fail(n, " steps of ", 0.5, ", ", size_t(7)); }
+"""
+BY_A_STREAM = """
+#include <sstream>
+#include <stdexcept>
+static void throw_error(long n) {
+  std::ostringstream text;
+  text << "fusedrnn: " << n << " steps of " << 0.5 << ", " << size_t(7);
+  throw std::runtime_error(text.str());
+}
+"""
+SAY = """
+#include <cstring>
+extern "C" __attribute__((visibility("default"))) void say(char* text) {
+  try {
+    throw_error(-12);
+  } catch (const std::exception& error) {
+    std::strcpy(text, error.what());
+  }
+}
+"""
+LOAD = """
+import ctypes, sys
+import torch  # and with it another libstdc++
+text = ctypes.create_string_buffer(200)
+ctypes.CDLL(sys.argv[1]).say(text)
+print(text.value.decode())
+"""
+
+
+@pytest.mark.parametrize("how", ["fail", "stream"])
+def test_errors_have_their_numbers_where_libstdcxx_is_linked_in(
+    backend: ModuleType, tmp_path: Path, how: str
+) -> None:
+    """By streams nothing of it may be shared; by the sources' own messages it may."""
+    source, library = tmp_path / "say.cpp", tmp_path / "say.so"
+    source.write_text((BY_A_STREAM if how == "stream" else BY_CHECKED_H) + SAY)
+    flags = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
+    flags += ["-static-libstdc++", *(backend.LINK_FLAGS if how == "stream" else [])]
+    subprocess.run(["c++", *flags, str(source), "-o", str(library)], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(library)], capture_output=True, text=True
+    )
+    assert done.stdout == "fusedrnn: -12 steps of 0.5, 7\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["_core", "_helpers", "_cuda"])
+def test_libraries_have_no_locales_of_their_own(name: str) -> None:
+    """That others see: see LINK_FLAGS."""
+    files = list(Path(_library.__file__).parent.glob(f"{name}.*.so"))
+    if not files:
+        pytest.skip("not built")
+    found = subprocess.run(
+        ["nm", "-DC", *map(str, files)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    facets = ("std::locale", "std::ctype", "std::codecvt", "std::num_put", "std::__cxx11::num")
+    assert not [s for s in found if " U " not in s and any(facet in s for facet in facets)]
+    if name == "_helpers":  # in the others, torch's headers have streams
+        assert not [s for s in found if "std::ostream" in s or "stringstream" in s]
 
 
 # Root may write everywhere; so this tells the backend what others are told.
