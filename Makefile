@@ -54,13 +54,14 @@ wheel: $(VENV)/test.stamp
 	rm -rf $(WHEELS)/$(notdir $(VENV))
 	$(PIP) wheel --no-deps --wheel-dir $(WHEELS)/$(notdir $(VENV)) .
 
-# Values and operators of what was built elsewhere. From another folder, because `import fusedrnn`
-# must not find the source tree.
+# Values and operators of what was built elsewhere, and what torch.compile makes of Python. From
+# another folder, because `import fusedrnn` must not find the source tree.
+test-wheels: OF_WHEELS := test_any_sizes.py test_compile.py test_cuda_library.py
 test-wheels: $(VENV)/torch.txt
 	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
 	    $(PIP) install --force-reinstall --no-deps "$$wheel"; $(PIP) install "$$wheel[test]"; \
 	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -k 'not emulated' \
-	        $(CURDIR)/tests/test_any_sizes.py $(CURDIR)/tests/test_cuda_library.py); \
+	        $(addprefix $(CURDIR)/tests/,$(OF_WHEELS))); \
 	done
 
 # At most four minutes on two cores; `python -m bench --all` measures everything.

@@ -438,11 +438,10 @@ def _place(
             f"fusedrnn: input must have {most - 1} or {most} dimensions, got {data.dim()}"
         )
     else:
-        *steps, _ = data.shape
-        if is_step:
-            steps.insert(0, 1)
-        elif options.batch_first:
-            steps.reverse()
+        # Not in a list, which torch.compile of torch 2.11 takes for a tuple.
+        steps = (1, *data.shape[:-1]) if is_step else data.shape[:-1]
+        if options.batch_first and not is_step:
+            steps = steps[::-1]
         seq_len, batch = (*steps, 1)[:2]
     if data.shape[-1] != sizes.input:
         raise RuntimeError(

@@ -246,7 +246,6 @@ def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> Non
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     """As a contiguous int64 tensor on the CPU."""
     wanted = "lengths must be an int64 tensor or a sequence of ints"
-    got = ""
     if isinstance(value, Tensor):
         types({"lengths": value})
         if value.dtype != torch.int64:
@@ -260,12 +259,15 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     else:
         if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
             raise TypeError(f"fusedrnn: {wanted}, got {_kind(value)}")
+        items: list[Any] = []
         try:  # ints of all kinds, NumPy's too
-            got = f", got one with {' and '.join(sorted({_kind(n) for n in value}))}"
-            if any(isinstance(n, bool) for n in value):
+            items = list(value)
+            if any(isinstance(n, bool) for n in items):
                 raise TypeError
-            numbers = [operator.index(n) for n in value]
-        except TypeError:
+            numbers = [operator.index(n) for n in items]
+        except TypeError:  # here and not above: torch.compile of torch 2.11 knows no names of types
+            kinds = " and ".join(sorted({_kind(n) for n in items}))
+            got = f", got one with {kinds}" if kinds else ""
             raise TypeError(f"fusedrnn: {wanted}{got}") from None
         # What is too large for an int64 is too long as well.
         kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case, allow_tf32
-from torch._dynamo.testing import CompileCounterWithBackend
+from cases import CELLS, MASKED, Case
 from torch.profiler import ProfilerActivity, profile
 
 import fusedrnn
@@ -404,43 +403,6 @@ def test_opcheck(case):
         backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs)
         backward += (False,) * 3
         torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
-
-
-@pytest.mark.parametrize(
-    ("cell", "recompute"), [("gru", True), ("lstm", False), ("stochastic_gru", True)]
-)
-def test_compile_fullgraph(cell, recompute):
-    rnn = module(
-        cell, 5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
-    )
-    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
-    input = torch.randn(3, 4, 5, requires_grad=True)
-    lengths, reset = torch.tensor([4, 1, 3]), torch.rand(3, 4) < 0.3
-    every_options = [{}, {"lengths": [4, 1, 3]}, {"lengths": lengths, "reset": reset}]
-    if cell == "stochastic_gru":
-        every_options = [{"sample": False}, {"eps": torch.randn(4, 4, 3, 7)}]
-    for options in every_options:
-        results = []
-        for function in (rnn, compiled):
-            output, last = function(input, **options)
-            last = last[-1] if cell == "lstm" else last
-            grads = gradients([output.sum() + last.sum()], None, [input, *rnn.parameters()])
-            results.append([output, last, *grads])
-        for ours, expected in zip(*results, strict=True):
-            torch.testing.assert_close(ours, expected)
-    assert compiled(input)[0].shape == (3, 4, 14)
-
-
-def test_a_compiled_module_follows_the_switch_of_tf32():
-    """Not on the CPU, where it means nothing."""
-    for device, graphs in (("meta", 2), ("cpu", 1)):
-        counter = CompileCounterWithBackend("aot_eager")
-        rnn = torch.compile(fusedrnn.GRU(3, 5, device=device), fullgraph=True, backend=counter)
-        input = torch.randn(2, 4, 3, requires_grad=True, device=device)
-        for allowed in (False, True, False, True):
-            allow_tf32(allowed)
-            rnn(input)[0].sum().backward()
-        assert counter.frame_count == graphs
 
 
 def test_checkpoint_computes_the_same_again(cell):
