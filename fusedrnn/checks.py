@@ -187,8 +187,10 @@ def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
 def on_device(name: str, tensor: Tensor, input: Tensor) -> None:
     """That of the input."""
     if tensor.device != input.device:
+        is_weight = name.startswith("weights")
+        hint = f'; or move the input by .to("{tensor.device}")' if is_weight else ""
         raise RuntimeError(
-            f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}"
+            f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}{hint}"
         )
 
 

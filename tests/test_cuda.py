@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib.util
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -449,9 +450,11 @@ def test_arguments_on_the_cpu_are_refused(what):
     value = getattr(arguments, what)
     value = [value[0].cpu(), *value[1:]] if what == "weights" else value.cpu()
     state = torch.cuda.get_rng_state()
-    name = {"input": "hx", "weights": r"weights\[0\]"}.get(what, what)
-    where = r"cpu as input is, got cuda:0" if what == "input" else r"cuda:0 as input is, got cpu"
-    with pytest.raises(RuntimeError, match=f"fusedrnn: {name} must be on {where}"):
+    name = "weights[0]" if what in ("input", "weights") else what
+    where = "cuda:0 as input is, got cpu"
+    if what == "input":
+        where = 'cpu as input is, got cuda:0; or move the input by .to("cuda:0")'
+    with pytest.raises(RuntimeError, match=re.escape(f"fusedrnn: {name} must be on {where}")):
         replace(arguments, **{what: value}).call(fusedrnn)
     assert torch.equal(state, torch.cuda.get_rng_state())
     torch.cuda.synchronize()  # raises an error if a kernel has read what it must not

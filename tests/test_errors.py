@@ -422,6 +422,14 @@ def test_hints():
         fusedrnn.GRU(5, 7)(torch.randn(4, 3, 5), lengths=[1.0, 2, 3])
 
 
+def test_input_on_another_device_is_told_what_to_do():
+    rnn = fusedrnn.LSTM(3, 4, device="meta")
+    hx = (torch.zeros(1, 2, 4, device="meta"),) * 2
+    for options in ({}, {"hx": hx}):
+        with pytest.raises(RuntimeError, match=r'got meta; or move the input by .to\("meta"\)'):
+            rnn(torch.zeros(5, 2, 3), **options)
+
+
 def test_what_is_drawn_is_drawn_after_all_checks():
     """Also of what only an operator knows: of its last layer, and of the backend."""
     x = torch.randn(4, 3, 5)
