@@ -60,6 +60,7 @@ class CpuBackend : public cpu::Memory<Element> {
   struct Recording {};
 
   void use_scratch(char* const (&)[2], const ScratchNeeds& /*needs*/) const {}
+  void expect(int64_t /*seq_len*/, int64_t /*batch*/) const {}
 
   // There is one stream for all.
   struct Split {

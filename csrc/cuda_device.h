@@ -63,6 +63,8 @@ class CudaDevice {
     return true;
   }
 
+  // Whether products of float32 are not rounded.
+  bool keeps_float32() const { return !allows_tf32_; }
   // Whether torch would round products of float32 that may not be rounded here: it has one flag for
   // its matrix products and another for recurrent layers.
   bool torch_rounds_more() const { return !allows_tf32_ && torch_allows_tf32(); }

@@ -24,6 +24,7 @@
 //   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
 //   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds): memory of its own in the
 //       workspace, for each stream
+//   expect(seq_len, batch): of the whole sequence
 //   split(wanted): an object.  While it lives, and if it is wanted, aside(f) calls f() for a second
 //       stream, and meet() makes each of the two wait for what the other has been given so far; in
 //       the end the first one does.  Else there is one stream for all.
@@ -231,6 +232,7 @@ class Driver {
   // serves, so that float weights are never copied.
   void prepare(const Buffers& buffers) {
     backend_.use_scratch(buffers.scratch, buffers.needs);
+    backend_.expect(layer_.seq_len, layer_.batch);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
       const Matrix<const T>& w = layer_.weight[p];
       if (Space::weight_is_ready(w)) {

@@ -7,6 +7,8 @@
 //
 // On request a second stream is there for what the steps do not wait for.
 #pragma once
+#include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/memory.h"
@@ -67,18 +69,21 @@ class GpuBackend : public cuda::Memory<Element> {
     if (is_split_) device_.meet();
   }
 
+  void expect(int64_t seq_len, int64_t batch) {
+    batch_ = batch;
+    terms_of_loop_ = seq_len + batch;
+  }
+
   template <class C>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate) {
-    if (device_.gemm(out, a, b, accumulate, scratch_.gemm_workspace,
-                     scratch_.gemm_workspace_bytes)) {
-      return;
+    const int64_t part = terms_at_once(out, a, b);
+    if (part >= a.columns) return product(out, a, b, accumulate);
+    for (int64_t begin = 0; begin < a.columns; begin += part) {
+      const int64_t count = std::min(part, a.columns - begin);
+      product(out, a.column_range(begin, count), b.row_range(begin, count),
+              accumulate || begin > 0);
     }
-    is_by_torch_ = true;
-    const ScalarType type = std::is_same_v<T, float> && device_.torch_rounds_more()
-                                ? ScalarType::Double
-                                : kScalarType<A>;
-    device_.by_torch([=, borrower = borrower_] { borrower.multiply(out, a, b, accumulate, type); });
   }
 
   template <class To, class From>
@@ -153,6 +158,40 @@ class GpuBackend : public cuda::Memory<Element> {
   }
 
  private:
+  // Terms of a sum that one product adds up, of float that is not rounded to TF32.  cuBLASLt adds
+  // them up one after another (seen on an H100), with an error that grows with the square root of
+  // their number.  In the gradient of a weight these are all rows of a chunk, where a loop has the
+  // rows of a step and then the steps.  In that of the input they are as many as in a loop, but a
+  // GEMM of a step's few rows is split, and one of a chunk's rows is not.  Steps are what they are
+  // in a loop.
+  template <class C>
+  int64_t terms_at_once(const Matrix<C>& out, const Matrix<const T>& a,
+                        const Matrix<const T>& b) const {
+    constexpr int64_t kRows = 256, kColumns = 128, kAligned = 64;
+    if (!std::is_same_v<T, float> || !device_.keeps_float32()) return a.columns;
+    const bool sums_rows = a.row_stride == 1;
+    const bool is_of_input = b.column_stride == 1 && out.rows > batch_;
+    if (!sums_rows && !is_of_input) return a.columns;
+    const int64_t most = sums_rows ? std::max(kRows, terms_of_loop_) : kColumns;
+    const int64_t parts = (a.columns + most - 1) / most;
+    if (parts <= 1) return a.columns;
+    return (a.columns + parts * kAligned - 1) / (parts * kAligned) * kAligned;
+  }
+
+  template <class C>
+  void product(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
+               bool accumulate) {
+    if (device_.gemm(out, a, b, accumulate, scratch_.gemm_workspace,
+                     scratch_.gemm_workspace_bytes)) {
+      return;
+    }
+    is_by_torch_ = true;
+    const ScalarType type = std::is_same_v<T, float> && device_.torch_rounds_more()
+                                ? ScalarType::Double
+                                : kScalarType<A>;
+    device_.by_torch([=, borrower = borrower_] { borrower.multiply(out, a, b, accumulate, type); });
+  }
+
   template <class Error = std::runtime_error>
   void check(const cuda::Launch& launched, int64_t rows, int64_t width) const {
     if (launched.error == 0) return;
@@ -173,6 +212,7 @@ class GpuBackend : public cuda::Memory<Element> {
   Device& device_;
   Borrower borrower_;
   typename Memory::Scratch scratch_{}, other_scratch_{};  // of the stream in use
+  int64_t batch_ = 0, terms_of_loop_ = 0;
   bool is_split_ = false;
   bool is_by_torch_ = false;  // some product was; torch takes memory for it, which no recording may
 };

@@ -34,6 +34,7 @@ class Case:
     noise: str = "seed"  # | "eps" | "none"; of the stochastic GRU
     recompute: bool = True
     chunk_size: int | None = None
+    gain: float = 1.0  # of weights, whose columns are taken for hidden_size
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class Case:
             input=normal(*steps, self.input_size),
             hx=normal(*h, scale=0.5),
             cx=normal(*c) if is_lstm else None,
-            weights=[normal(*shape, scale=self.hidden_size**-0.5) for shape in weights],
+            weights=[normal(*shape, scale=self.gain * self.hidden_size**-0.5) for shape in weights],
             eps=normal(rows, *steps, self.latent_size) if needs_eps else None,
             seed=torch.tensor([-(3**37)], device=device) if needs_seed else None,
             sample=self.noise != "none",

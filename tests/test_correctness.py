@@ -48,7 +48,9 @@ def test_error_is_at_most_twice_that_of_torch(device, case):
 NARROW = [
     Case(seq_len=60, batch=100, input_size=1, hidden_size=9, latent_size=5),
     Case(seq_len=60, batch=100, input_size=11, hidden_size=4, latent_size=11),
-    Case(seq_len=60, batch=100, input_size=64, hidden_size=3, latent_size=40),
+    # With a gain of 1 the 40 latents make it chaotic: rounding errors grow a hundred times or a
+    # hundred thousand times, by luck.
+    Case(seq_len=60, batch=100, input_size=64, hidden_size=3, latent_size=40, gain=0.25),
     Case(seq_len=50, batch=128, input_size=5, hidden_size=64, latent_size=3),
     Case(seq_len=50, batch=128, input_size=2, hidden_size=64, latent_size=1),
     Case(seq_len=8, batch=16, input_size=3, hidden_size=700, latent_size=20),

@@ -321,6 +321,18 @@ def test_torch_rounds_no_product_that_may_not_be_rounded(gpu):
     assert any(not torch.equal(as_float[name], as_double[name]) for name in as_float)
 
 
+def test_long_sums_of_float32_are_made_in_parts(gpu):
+    """Gradients of weights over 600 rows, and one of the input over 144 columns."""
+    small = Case("gru", seq_len=10, batch=20, hidden_size=32, chunk_size=10, dtype=torch.float32)
+    large = replace(small, batch=60, hidden_size=72)
+    for case, more in ((small, 0), (large, 3 * 2 + 1)):
+        counts = []
+        for dtype in (torch.float64, torch.float32):
+            assert_right(gpu(replace(case, dtype=dtype)), replace(case, dtype=dtype))
+            counts.append(gpu.gemms)
+        assert counts[1] - counts[0] == more
+
+
 def test_one_algorithm_serves_about_as_many_rows(gpu):
     """Chosen for the most of them, whichever come first; and if it does not serve, another one."""
     searches = {}

@@ -2,6 +2,7 @@
 // launch is a loop over threads, a stream runs or records at once, unless there are two, whose work
 // is done in an order that their waits allow, and a GEMM is three loops.
 // What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
+#include <cmath>
 #include <functional>
 #include <optional>
 #include <set>
@@ -80,6 +81,7 @@ struct EmulatedDevice {
   static void forget_error() { error_is_pending = false; }
   cuda::Stream stream() { return &streams_[current_]; }
   bool may_record() const { return replay_; }
+  bool keeps_float32() const { return true; }
   bool torch_rounds_more() const { return false; }
   static const char* message(int) { return "it was told to"; }
 
@@ -95,16 +97,25 @@ struct EmulatedDevice {
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
     FUSEDRNN_CHECK(is_known || stream()->recording == nullptr,
                    "a product whose algorithm would have to be chosen while recording");
+    // Of the rows of a chunk: one term after another, as badly as a GPU may.
+    const bool sums_rows = a.row_stride == 1;
     const bool rounds = rounds_sums && b.row_stride == 1;  // a weight, transposed
     stream()->enqueue([=] {
       for (int64_t i = 0; i < out.rows; ++i) {
         for (int64_t j = 0; j < out.columns; ++j) {
           C& at = out.data[i * out.row_stride + j];
           double sum = accumulate ? widen(at) : 0;
+          Acc<T> long_sum = 0;
           for (int64_t k = 0; k < a.columns; ++k) {
-            sum += double(widen(a.data[i * a.row_stride + k * a.column_stride])) *
-                   widen(b.data[k * b.row_stride + j * b.column_stride]);
+            const Acc<T> x = widen(a.data[i * a.row_stride + k * a.column_stride]),
+                         y = widen(b.data[k * b.row_stride + j * b.column_stride]);
+            if (sums_rows) {
+              long_sum = std::fma(x, y, long_sum);
+            } else {
+              sum += double(x) * y;
+            }
           }
+          sum += long_sum;
           if (rounds) sum = widen(narrow<T>(Acc<T>(sum)));
           at = narrow<C>(Acc<C>(sum));
         }
