@@ -30,7 +30,7 @@ BENCHMARKS = {
 }
 # A benchmark begins nothing new this much before its limit: what is at work is stopped before that.
 SLACK_S = 30
-WORKERS = 8  # processes of tests
+WORKERS = 12  # processes of tests
 TEST_S = 100  # for a test
 # Tests that need the memory of the whole GPU, or that no other process uses it.
 ALONE = "64_bit or out_of_memory"
