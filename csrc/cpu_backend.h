@@ -81,17 +81,18 @@ class CpuBackend : public cpu::Memory<Element> {
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) {
     signals_.look();
-    if (is_flat(out, a, b)) {
-      return parallel(out.columns, a.rows * a.columns / kTermsPerElement,
-                      [&](int64_t first, int64_t last) {
-                        kernels_.flat_product(out, a, b, accumulate, first, last);
-                      });
-    }
     // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
     // and a few of them are summed up as badly as a few columns.
     const bool sums_rows = a.row_stride == 1;
     const bool has_few_rows = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
     const bool is_narrow = out.columns < cpu::kWide;
+    if (out.columns >= cpu::kProductColumns && !(sums_rows && has_few_rows)) {
+      const bool is_transpose = b.row_stride == 1;
+      if (is_transpose && a.column_stride == 1 && out.rows <= kernels_.product_rows.dots) {
+        return flat(out, a, b, accumulate);
+      }
+      if (out.rows <= kernels_.product_rows.panels) return panels(out, a, b, accumulate);
+    }
     // Of few rows, where terms lie side by side in memory, which forward's do not.
     if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {
       return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
@@ -161,13 +162,27 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
  private:
-  bool is_flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b) const {
-    const cpu::FlatRows& most = kernels_.flat_rows;
-    const int64_t most_rows = b.column_stride == 1 ? most.streams
-                              : b.row_stride == 1  ? most.dots
-                                                   : 0;
-    return out.rows <= most_rows && out.columns >= cpu::kFlatColumns && a.column_stride == 1 &&
-           out.rows * out.columns * a.columns <= cpu::kFlatWork;
+  void flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+            bool accumulate) const {
+    parallel(out.columns, a.rows * a.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
+      kernels_.flat_product(out, a, b, accumulate, first, last);
+    });
+  }
+  void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+              bool accumulate) const {
+    const int64_t rows = std::min(out.rows, cpu::kTileRows);
+    const int64_t columns = std::min(out.columns, cpu::kTileColumns);
+    const int64_t across = (out.columns + columns - 1) / columns;
+    const int64_t tiles = (out.rows + rows - 1) / rows * across;
+    parallel(tiles, rows * columns * a.columns / kTermsPerElement, [&](int64_t tile, int64_t end) {
+      for (; tile < end; ++tile) {
+        const int64_t r = tile / across * rows, c = tile % across * columns;
+        const int64_t tall = std::min(rows, out.rows - r),
+                      wide = std::min(columns, out.columns - c);
+        kernels_.panel_product(out.row_range(r, tall).column_range(c, wide), a.row_range(r, tall),
+                               b.column_range(c, wide), accumulate);
+      }
+    });
   }
   void narrow(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
               bool accumulate) const {
@@ -179,7 +194,7 @@ class CpuBackend : public cpu::Memory<Element> {
   // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
   // it saves.
   static constexpr int64_t kStageGrain = 4'096;
-  // Terms of a narrow product that take as long as an element of a stage.
+  // Terms of a product that take as long as an element of a stage.
   static constexpr int64_t kTermsPerElement = 16;
   // f over [0, count), each item being `size` elements of work.
   template <class F>

@@ -1,7 +1,7 @@
 """Elementary functions, types, normals and products of the C++ kernels, for every CPU instruction
 set here.
 
-The bounds are in cpp/functions.h, cpp/math_check.cpp and cpp/flat_product_check.cpp; here they are
+The bounds are in cpp/functions.h, cpp/math_check.cpp and cpp/product_check.cpp; here they are
 compiled and run, and what they print of random numbers is compared with Python code that knows
 nothing of it, of conversions with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats, else it is a
 sample of some ten millions.
@@ -103,10 +103,8 @@ def test_math(run_check, check):
 
 
 @pytest.mark.parametrize("check", ["edges", "many_terms"])
-def test_products_of_few_rows(isa, tmp_path, check):
-    program = compiled(
-        "flat_product_check.cpp", tmp_path / "flat_product", f"-DCHECK_{isa.upper()}"
-    )
+def test_products(isa, tmp_path, check):
+    program = compiled("product_check.cpp", tmp_path / "product", f"-DCHECK_{isa.upper()}")
     run(program, check)
 
 

@@ -1,27 +1,29 @@
-// Products of few rows by a weight or its transpose: a library's GEMM takes longer to prepare these
-// than to compute them, or computes them at half the speed.
+// Products of few rows by the transpose of a weight, which is read once, as it lies: to prepare it
+// for more than that takes longer than the product itself.
 #pragma once
 #include "step.h"
 #include "vector.h"
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
-// The elements of a row of a lie side by side in memory; and those of a row of b (a weight:
-// streams) or of a column of it (a weight's transpose: dots).
+// The elements of rows of out and a lie side by side in memory, and those of columns of b.
 template <class A>
 struct FlatProduct {
-  static constexpr FlatRows kMostRows = kLanes == 16  ? FlatRows{8, 16}
-                                        : kLanes == 8 ? FlatRows{4, 8}
-                                                      : FlatRows{2, 2};
-
-  // Columns [first, last) of out (+)= a b, which has at least kFlatColumns.  An element's bits
-  // depend on its own row of a and column of b alone.
+  // Columns [first, last) of out (+)= a b.  An element's bits depend on its own row of a and column
+  // of b alone.
   static void columns(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                       bool accumulate, int64_t first, int64_t last) {
-    if (b.column_stride == 1) {
-      streams(out, a, b, accumulate, first, last);
-    } else {
-      dots(out, a, b, accumulate, first, last);
+    for (int64_t c = first; c < last; c += kGroup) {
+      const int64_t count = least(kGroup, last - c);
+      const A* column[kGroup];  // beyond the last one: that again, whose results nobody reads
+      for (int64_t j = 0; j < kGroup; ++j) {
+        column[j] = b.data + (c + least(j, count - 1)) * b.column_stride;
+      }
+      for (int64_t r = 0; r < a.rows; r += kRows) {
+        const int64_t rows = least(kRows, a.rows - r);
+        dots<kRows>(out.row_range(r, rows).column_range(c, count), a.row_range(r, rows), column,
+                    accumulate);
+      }
     }
   }
 
@@ -33,7 +35,7 @@ struct FlatProduct {
   typedef A Group __attribute__((vector_size(kLeastBytes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
   // What fits into the registers of the instruction set.
-  static constexpr int kRows = kLanes == 16 ? 4 : 2, kVectors = 4;
+  static constexpr int kRows = kLanes == 16 ? 4 : 2;
 
   FUSEDRNN_HD static Vector load_all(const A* p) {
     Vector x;
@@ -50,29 +52,12 @@ struct FlatProduct {
     }
   }
 
-  FUSEDRNN_HD static void dots(const Matrix<A>& out, const Matrix<const A>& a,
-                               const Matrix<const A>& b, bool accumulate, int64_t begin,
-                               int64_t end) {
-    for (int64_t c = begin; c < end; c += kGroup) {
-      const int64_t count = least(kGroup, end - c);
-      const A* column[kGroup];  // beyond the last one: that again, whose results nobody reads
-      for (int64_t j = 0; j < kGroup; ++j) {
-        column[j] = b.data + (c + least(j, count - 1)) * b.column_stride;
-      }
-      for (int64_t r = 0; r < a.rows; r += kRows) {
-        const int64_t rows = least(kRows, a.rows - r);
-        dots_of<kRows>(out.row_range(r, rows).column_range(c, count), a.row_range(r, rows), column,
-                       accumulate);
-      }
-    }
-  }
-
   // At most kCount rows.
   template <int kCount>
-  FUSEDRNN_HD static void dots_of(const Matrix<A>& out, const Matrix<const A>& a,
-                                  const A* const (&column)[kGroup], bool accumulate) {
+  FUSEDRNN_HD static void dots(const Matrix<A>& out, const Matrix<const A>& a,
+                               const A* const (&column)[kGroup], bool accumulate) {
     if constexpr (kCount > 1) {
-      if (a.rows < kCount) return dots_of<kCount - 1>(out, a, column, accumulate);
+      if (a.rows < kCount) return dots<kCount - 1>(out, a, column, accumulate);
     }
     Vector sum[kCount][kGroup] = {};
     for (int64_t begin = 0; begin < a.columns; begin += kTerms * kWidth) {
@@ -123,80 +108,19 @@ struct FlatProduct {
     return part[0];
   }
 
-  // Of these values those from `first` on, to a part of a row.
-  template <class V>
-  FUSEDRNN_HD static void store(const Matrix<A>& out, V values, bool accumulate,
-                                int64_t first = 0) {
-    constexpr int64_t kCount = sizeof(V) / sizeof(A);
-    if (out.columns == kCount && out.column_stride == 1) {
+  // To a part of a row.
+  FUSEDRNN_HD static void store(const Matrix<A>& out, Group values, bool accumulate) {
+    if (out.columns == kGroup) {
       if (accumulate) {
-        V before;
+        Group before;
         memcpy(&before, out.data, sizeof before);
         values += before;
       }
       memcpy(out.data, &values, sizeof values);
       return;
     }
-    A value[kCount];
-    memcpy(value, &values, sizeof values);
     for (int64_t c = 0; c < out.columns; ++c) {
-      A& to = out.data[c * out.column_stride];
-      to = accumulate ? to + value[first + c] : value[first + c];
-    }
-  }
-
-  FUSEDRNN_HD static void streams(const Matrix<A>& out, const Matrix<const A>& a,
-                                  const Matrix<const A>& b, bool accumulate, int64_t begin,
-                                  int64_t end) {
-    for (int64_t c = begin; c < end;) {
-      const int64_t vectors = least(kVectors, (end - c) / kWidth);
-      const int64_t count = vectors > 0 ? vectors * kWidth : end - c;
-      // Of a part of a vector there are whole ones that have it: one that begins before it.
-      const int64_t from = vectors > 0 ? c : least(c, b.columns - kWidth);
-      const Matrix<const A> factors = b.column_range(from, vectors > 0 ? count : kWidth);
-      for (int64_t r = 0; r < a.rows; r += kRows) {
-        const int64_t rows = least(kRows, a.rows - r);
-        streams_of<kRows, kVectors>(out.row_range(r, rows).column_range(c, count),
-                                    a.row_range(r, rows), factors, accumulate, c - from);
-      }
-      c += count;
-    }
-  }
-
-  // At most kCount rows, and kColumns vectors of b.  first: of the only vector, where out is a
-  // part.
-  template <int kCount, int kColumns>
-  FUSEDRNN_HD static void streams_of(const Matrix<A>& out, const Matrix<const A>& a,
-                                     const Matrix<const A>& b, bool accumulate, int64_t first) {
-    if constexpr (kColumns > 1) {
-      if (b.columns < kColumns * kWidth) {
-        return streams_of<kCount, kColumns - 1>(out, a, b, accumulate, first);
-      }
-    }
-    if constexpr (kCount > 1) {
-      if (a.rows < kCount) return streams_of<kCount - 1, kColumns>(out, a, b, accumulate, first);
-    }
-    Vector sum[kCount][kColumns] = {};
-    for (int64_t begin = 0; begin < a.columns; begin += kTerms) {
-      Vector part[kCount][kColumns] = {};
-      for (int64_t k = begin; k < least(a.columns, begin + kTerms); ++k) {
-        const A* factors = b.data + k * b.row_stride;
-        Vector factor[kColumns];
-        for (int j = 0; j < kColumns; ++j) factor[j] = load_all(factors + j * kWidth);
-        for (int r = 0; r < kCount; ++r) {
-          const A term = a.data[r * a.row_stride + k];
-          for (int j = 0; j < kColumns; ++j) part[r][j] += term * factor[j];
-        }
-      }
-      for (int r = 0; r < kCount; ++r) {
-        for (int j = 0; j < kColumns; ++j) sum[r][j] += part[r][j];
-      }
-    }
-    for (int r = 0; r < kCount; ++r) {
-      for (int j = 0; j < kColumns; ++j) {
-        const int64_t count = least(kWidth, out.columns - j * kWidth);
-        store(out.row_range(r, 1).column_range(j * kWidth, count), sum[r][j], accumulate, first);
-      }
+      out.data[c] = accumulate ? out.data[c] + values[c] : values[c];
     }
   }
 };

@@ -17,13 +17,13 @@ using Backward = BackwardStep<T, Acc<T>>;
 // is close and fast; see narrow_product.h.
 constexpr int64_t kWide = 12, kTall = 4;
 
-// A product of at most so many rows, by the transpose of a weight or by a weight, is none for
-// torch's GEMM, if it has at least so many columns and at most so many multiply-adds; see
-// flat_product.h.
-struct FlatRows {
-  int64_t dots, streams;
+// A product of at most so many rows is none for torch's GEMM, if it has at least so many columns:
+// by dot products (flat_product.h), if the second operand is the transpose of a weight, or else by
+// panels (panel_product.h), in tiles of so many rows and columns.
+struct ProductRows {
+  int64_t dots, panels;
 };
-constexpr int64_t kFlatColumns = 16, kFlatWork = int64_t(1) << 22;
+constexpr int64_t kProductColumns = 16, kTileRows = 128, kTileColumns = 64;
 
 template <class T>
 struct Kernels {
@@ -39,10 +39,13 @@ struct Kernels {
   void (*narrow_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                          const Matrix<const Acc<T>>& b, bool accumulate, int64_t first,
                          int64_t last);
-  // The columns [first, last) of out (+)= a b, which has few rows.
+  // The columns [first, last) of out (+)= a b.
   void (*flat_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                        const Matrix<const Acc<T>>& b, bool accumulate, int64_t first, int64_t last);
-  FlatRows flat_rows;
+  // out (+)= a b, all of it.
+  void (*panel_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
+                        const Matrix<const Acc<T>>& b, bool accumulate);
+  ProductRows product_rows;
 };
 
 // The same code compiled for three instruction sets; see step_impl.h.

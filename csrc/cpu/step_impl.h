@@ -4,6 +4,7 @@
 #pragma once
 #include "flat_product.h"
 #include "narrow_product.h"
+#include "panel_product.h"
 #include "step.h"
 #include "vector.h"
 
@@ -212,7 +213,8 @@ Kernels<T> kernels() {
           &column_sum<Acc<T>>,
           &NarrowProduct<Acc<T>>::rows,
           &FlatProduct<Acc<T>>::columns,
-          FlatProduct<Acc<T>>::kMostRows};
+          &PanelProduct<Acc<T>>::all,
+          kLanes == 4 ? ProductRows{2, 2} : ProductRows{5, INT64_MAX}};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();

@@ -1,15 +1,31 @@
-// Products of few rows (csrc/cpu/flat_product.h) with all edges that they can have: against sums in
-// long double, with NaN all around what they may read, and numbers all around what they may write.
+// Products by dots and by panels (csrc/cpu/flat_product.h, panel_product.h) with all edges that
+// they can have: against sums in long double, with NaN all around what they may read, and numbers
+// all around what they may write.
 #include "check.h"
 // (the instruction set first)
+#include <initializer_list>
 #include <random>
 
 #include "../../csrc/cpu/flat_product.h"
+#include "../../csrc/cpu/panel_product.h"
 
 namespace fusedrnn::check {
 namespace {
 
 using cpu::FUSEDRNN_ISA::FlatProduct;
+using cpu::FUSEDRNN_ISA::PanelProduct;
+
+// The columns [first, last) of out (+)= a b.
+template <class A>
+using Product = void (*)(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+                         bool accumulate, int64_t first, int64_t last);
+
+template <class A>
+void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+            bool accumulate, int64_t first, int64_t last) {
+  const int64_t count = last - first;
+  PanelProduct<A>::all(out.column_range(first, count), a, b.column_range(first, count), accumulate);
+}
 
 // A matrix with so much around it, of each row and of all.
 template <class A>
@@ -47,21 +63,21 @@ struct Surrounded {
 template <class A>
 double most_off(int64_t terms, double sizes) {
   const auto count = double(terms);
-  return std::numeric_limits<A>::epsilon() * (std::fmin(count, 64) + count / 64 + 16) * sizes;
+  return std::numeric_limits<A>::epsilon() * (std::fmin(count, 128) + count / 64 + 16) * sizes;
 }
 
 template <class A>
-void check_product(Surrounded<A>& a, Surrounded<A>& b, Surrounded<A> out, bool accumulate,
-                   int64_t first, int64_t last) {
+void check_product(Product<A> product, Surrounded<A>& a, Surrounded<A>& b, Surrounded<A> out,
+                   bool accumulate, int64_t first, int64_t last) {
   const Surrounded<A> before = out;
-  FlatProduct<A>::columns(out.matrix(), a.matrix(), b.matrix(), accumulate, first, last);
+  product(out.matrix(), a.matrix(), b.matrix(), accumulate, first, last);
   Surrounded<A> expected = before;
   for (int64_t r = 0; r < a.rows; ++r) {
     // The same row alone, and all columns.
     Surrounded<A> alone(1, b.columns, false, 0);
     for (int64_t c = 0; c < b.columns; ++c) alone.at(0, c) = expected.at(r, c);
-    FlatProduct<A>::columns(alone.matrix(), Matrix<const A>(a.matrix()).row_range(r, 1), b.matrix(),
-                            accumulate, 0, b.columns);
+    product(alone.matrix(), Matrix<const A>(a.matrix()).row_range(r, 1), b.matrix(), accumulate, 0,
+            b.columns);
     for (int64_t c = first; c < last; ++c) {
       long double sum = accumulate ? expected.at(r, c) : 0, sizes = std::fabs(double(sum));
       for (int64_t k = 0; k < a.columns; ++k) {
@@ -81,26 +97,29 @@ void check_product(Surrounded<A>& a, Surrounded<A>& b, Surrounded<A> out, bool a
   expect(same, "what is around", double(a.columns), double(b.columns));
 }
 
+// Of these, which rows lie side by side in memory, if not columns.
+struct Layout {
+  bool of_a, of_b;
+};
+
 template <class A>
-void check_all() {
+void check_edges(Product<A> product, Layout lies, std::initializer_list<int64_t> all_rows) {
   std::mt19937 random(1);
   const A nan = std::numeric_limits<A>::quiet_NaN();
-  for (const int64_t rows : {1, 2, 3, 4, 5, 8, 9}) {
+  for (const int64_t rows : all_rows) {
     for (const int64_t terms : {1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 63, 64, 65, 200, 1025}) {
       for (const int64_t columns : {16, 17, 19, 32, 47, 64, 65, 81}) {
-        for (const bool is_dots : {true, false}) {
-          Surrounded<A> a(rows, terms, false, nan), b(terms, columns, is_dots, nan);
-          Surrounded<A> out(rows, columns, false, 7);
-          a.draw(random);
-          b.draw(random);
-          out.draw(random);
-          const int64_t third = columns / 3;
-          check_product(a, b, out, false, 0, columns);
-          check_product(a, b, out, true, 0, third);  // as threads share them
-          check_product(a, b, out, true, third, columns);
-          out.fill(nan);
-          check_product(a, b, out, false, third, 2 * third);
-        }
+        Surrounded<A> a(rows, terms, !lies.of_a, nan), b(terms, columns, !lies.of_b, nan);
+        Surrounded<A> out(rows, columns, false, 7);
+        a.draw(random);
+        b.draw(random);
+        out.draw(random);
+        const int64_t third = columns / 3;
+        check_product(product, a, b, out, false, 0, columns);
+        check_product(product, a, b, out, true, 0, third);  // as threads share them
+        check_product(product, a, b, out, true, third, columns);
+        out.fill(nan);
+        check_product(product, a, b, out, false, third, 2 * third);
       }
     }
   }
@@ -108,22 +127,36 @@ void check_all() {
 
 // Many equal terms: added up one after another, their roundings would be so too.
 template <class A>
-void check_many() {
-  for (const bool is_dots : {true, false}) {
-    Surrounded<A> a(2, 65'536, false, 0), b(65'536, 16, is_dots, 0), out(2, 16, false, 0);
-    a.fill(A(0.1));
-    b.fill(A(0.3));
-    check_product(a, b, out, false, 0, 16);
+void check_many(Product<A> product, Layout lies) {
+  Surrounded<A> a(2, 65'536, !lies.of_a, 0), b(65'536, 16, !lies.of_b, 0), out(2, 16, false, 0);
+  a.fill(A(0.1));
+  b.fill(A(0.3));
+  check_product(product, a, b, out, false, 0, 16);
+}
+
+template <class A>
+void edges_of() {
+  check_edges<A>(&FlatProduct<A>::columns, {true, false}, {1, 2, 3, 4, 5, 8, 9});
+  for (const bool of_a : {true, false}) {
+    for (const bool of_b : {true, false}) {
+      check_edges<A>(&panels<A>, {of_a, of_b}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 67});
+    }
   }
+}
+template <class A>
+void many_of() {
+  check_many<A>(&FlatProduct<A>::columns, {true, false});
+  check_many<A>(&panels<A>, {true, true});
+  check_many<A>(&panels<A>, {true, false});
 }
 
 void edges() {
-  check_all<float>();
-  check_all<double>();
+  edges_of<float>();
+  edges_of<double>();
 }
 void many_terms() {
-  check_many<float>();
-  check_many<double>();
+  many_of<float>();
+  many_of<double>();
 }
 
 }  // namespace

@@ -1,0 +1,162 @@
+// Products of any size.  A panel, some columns of the second operand, is copied to where its rows
+// lie side by side, unless they do so anyway and are not read often; then a few of its vectors at a
+// time meet a few rows of the first operand in registers.
+#pragma once
+#include "step.h"
+#include "vector.h"
+
+namespace fusedrnn::cpu::FUSEDRNN_ISA {
+
+template <class A>
+struct PanelProduct {
+  // out (+)= a b, where neighbours in rows of out are neighbours in memory, and in rows or columns
+  // of b.  An element's bits depend on its own row of a and column of b alone.
+  static void all(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+                  bool accumulate) {
+    alignas(64) A copy[kTerms * kColumns];
+    for (int64_t c = 0; c < out.columns; c += kColumns) {
+      const int64_t count = least(kColumns, out.columns - c);
+      const bool is_ready = b.column_stride == 1 && count % kWidth == 0 && a.rows <= kFewRows;
+      for (int64_t k = 0; k < a.columns; k += kTerms) {
+        const int64_t terms = least(kTerms, a.columns - k);
+        const Matrix<const A> block = b.row_range(k, terms).column_range(c, count);
+        multiply(out.column_range(c, count), a.column_range(k, terms),
+                 is_ready ? block : copied(block, copy), accumulate || k > 0);
+      }
+    }
+  }
+
+ private:
+  typedef A Vector __attribute__((vector_size(4 * kLanes)));
+  static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
+  static constexpr int kVectors = 4;  // of a panel
+  static constexpr int64_t kColumns = kVectors * kWidth;
+  static constexpr int64_t kTerms = 128;  // that are added up one after another
+  static constexpr int64_t kFewRows = 64;
+  // Sums that fit into the registers of the instruction set, beside factors of two vectors.
+  static constexpr int kSums = kLanes == 16 ? 16 : kLanes == 8 ? 12 : 8, kRows = kSums / 2;
+
+  FUSEDRNN_HD static Vector load_whole(const A* p) {
+    Vector x;
+    memcpy(&x, p, sizeof x);
+    return x;
+  }
+  // The first n elements, or all.
+  FUSEDRNN_HD static Vector load_first(const A* p, int64_t n) {
+    if (n >= kWidth) return load_whole(p);
+    Vector x{};
+    memcpy(&x, p, size_t(n) * sizeof(A));
+    return x;
+  }
+  FUSEDRNN_HD static void store_first(A* p, Vector x, int64_t n) {
+    if (n >= kWidth) {
+      memcpy(p, &x, sizeof x);
+    } else {
+      memcpy(p, &x, size_t(n) * sizeof(A));
+    }
+  }
+
+  // A block of a panel in rows of whole vectors.  Nobody reads what stands beyond its columns.
+  static Matrix<const A> copied(const Matrix<const A>& b, A* to) {
+    const int64_t columns = (b.columns + kWidth - 1) / kWidth * kWidth;
+    for (int64_t c = 0; c < b.columns; c += kWidth) {
+      const int64_t count = b.columns - c;
+      if (b.column_stride == 1) {
+        for (int64_t k = 0; k < b.rows; ++k) {
+          store_first(to + k * columns + c, load_first(b.data + k * b.row_stride + c, count),
+                      kWidth);
+        }
+        continue;
+      }
+      for (int64_t k = 0; k < b.rows; k += kWidth) {
+        Vector v[kWidth];
+        for (int64_t i = 0; i < kWidth; ++i) {
+          const int64_t column = c + least(i, count - 1);
+          v[i] = load_first(b.data + column * b.column_stride + k, b.rows - k);
+        }
+        transpose<1>(v);
+        for (int64_t i = 0; i < kWidth; ++i) store_first(to + (k + i) * columns + c, v[i], kWidth);
+      }
+    }
+    return Matrix<const A>::contiguous(to, b.rows, columns);
+  }
+
+  // Of the blocks of kStep by kStep elements, and then of larger ones, those beside the diagonal
+  // change places.
+  template <int kStep>
+  FUSEDRNN_HD static void transpose(Vector (&v)[kWidth]) {
+    if constexpr (kStep < kWidth) {
+      constexpr std::make_integer_sequence<int, int(kWidth)> kAll;
+      for (int i = 0; i < int(kWidth); ++i) {
+        if (i & kStep) continue;
+        const Vector upper = v[i], lower = v[i + kStep];
+        v[i] = exchanged<kStep, 0>(upper, lower, kAll);
+        v[i + kStep] = exchanged<kStep, 1>(upper, lower, kAll);
+      }
+      transpose<2 * kStep>(v);
+    }
+  }
+  template <int kStep, int kHalf, int... I>
+  FUSEDRNN_HD static Vector exchanged(Vector upper, Vector lower,
+                                      std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(
+        upper, lower, ((I & kStep) == 0 ? I + kHalf * kStep : I + kWidth - (1 - kHalf) * kStep)...);
+  }
+
+  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+                       bool accumulate) {
+    for (int64_t r = 0; r < a.rows; r += kRows) {
+      const int64_t rows = least(kRows, a.rows - r);
+      strip<kRows>(out.row_range(r, rows), a.row_range(r, rows), b, accumulate);
+    }
+  }
+
+  // At most kCount rows.
+  template <int kCount>
+  FUSEDRNN_HD static void strip(const Matrix<A>& out, const Matrix<const A>& a,
+                                const Matrix<const A>& b, bool accumulate) {
+    if constexpr (kCount > 1) {
+      if (a.rows < kCount) return strip<kCount - 1>(out, a, b, accumulate);
+    }
+    constexpr int kAtOnce = kSums / kCount < kVectors ? kSums / kCount : kVectors;
+    for (int64_t c = 0; c < out.columns; c += kAtOnce * kWidth) {
+      tile<kCount, kAtOnce>(out.column_range(c, out.columns - c), a,
+                            b.column_range(c, b.columns - c), accumulate);
+    }
+  }
+
+  // Of the columns the first kAtOnce vectors, if there are so many.
+  template <int kCount, int kAtOnce>
+  FUSEDRNN_HD static void tile(const Matrix<A>& out, const Matrix<const A>& a,
+                               const Matrix<const A>& b, bool accumulate) {
+    if constexpr (kAtOnce > 1) {
+      if (b.columns < kAtOnce * kWidth) return tile<kCount, kAtOnce - 1>(out, a, b, accumulate);
+    }
+    in_registers<kCount, kAtOnce>(out, a, b, accumulate);
+  }
+
+  // A function of its own, so that a compiler keeps these sums in registers, and no others.
+  template <int kCount, int kAtOnce>
+  __attribute__((noinline)) static void in_registers(const Matrix<A>& out, const Matrix<const A>& a,
+                                                     const Matrix<const A>& b, bool accumulate) {
+    Vector sum[kCount][kAtOnce] = {};
+    for (int64_t k = 0; k < a.columns; ++k) {
+      const A* factors = b.data + k * b.row_stride;
+      Vector factor[kAtOnce];
+      for (int j = 0; j < kAtOnce; ++j) factor[j] = load_whole(factors + j * kWidth);
+      for (int r = 0; r < kCount; ++r) {
+        const A term = a.data[r * a.row_stride + k * a.column_stride];
+        for (int j = 0; j < kAtOnce; ++j) sum[r][j] += term * factor[j];
+      }
+    }
+    for (int r = 0; r < kCount; ++r) {
+      for (int j = 0; j < kAtOnce; ++j) {
+        A* const to = out.data + r * out.row_stride + j * kWidth;
+        const int64_t count = out.columns - j * kWidth;
+        store_first(to, accumulate ? sum[r][j] + load_first(to, count) : sum[r][j], count);
+      }
+    }
+  }
+};
+
+}  // namespace fusedrnn::cpu::FUSEDRNN_ISA
