@@ -87,11 +87,13 @@ class CpuBackend : public cpu::Memory<Element> {
     const bool has_few_rows = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
     const bool is_narrow = out.columns < cpu::kWide;
     if (out.columns >= cpu::kProductColumns && !(sums_rows && has_few_rows)) {
-      const bool is_transpose = b.row_stride == 1;
-      if (is_transpose && a.column_stride == 1 && out.rows <= kernels_.product_rows.dots) {
+      const cpu::ProductRows& most = kernels_.product_rows;
+      const bool is_large = b.rows * b.columns * int64_t(sizeof(A)) > cpu::kLargeBytes;
+      const bool has_dots = a.column_stride == 1 && b.row_stride == 1;
+      if (has_dots && out.rows <= (is_large ? most.dots_of_large : most.dots)) {
         return flat(out, a, b, accumulate);
       }
-      if (out.rows <= kernels_.product_rows.panels) return panels(out, a, b, accumulate);
+      if (out.rows <= most.panels) return panels(out, a, b, accumulate);
     }
     // Of few rows, where terms lie side by side in memory, which forward's do not.
     if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {

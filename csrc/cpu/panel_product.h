@@ -9,19 +9,24 @@ namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
 template <class A>
 struct PanelProduct {
-  // out (+)= a b, where neighbours in rows of out are neighbours in memory, and in rows or columns
-  // of b.  An element's bits depend on its own row of a and column of b alone.
+  // out (+)= a b, of at most kTileRows rows, where neighbours in rows of out are neighbours in
+  // memory, and so are those in rows or columns of a and of b.  An element's bits depend on its own
+  // row of a and column of b alone.
   static void all(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                   bool accumulate) {
-    alignas(64) A copy[kTerms * kColumns];
-    for (int64_t c = 0; c < out.columns; c += kColumns) {
-      const int64_t count = least(kColumns, out.columns - c);
-      const bool is_ready = b.column_stride == 1 && count % kWidth == 0 && a.rows <= kFewRows;
-      for (int64_t k = 0; k < a.columns; k += kTerms) {
-        const int64_t terms = least(kTerms, a.columns - k);
+    alignas(64) A panel_copy[kTerms * kColumns],
+        strips[kTileRows / kRows * kStripSize + kStripSize];
+    for (int64_t k = 0; k < a.columns; k += kTerms) {
+      const int64_t terms = least(kTerms, a.columns - k);
+      const Matrix<const A> of_a = a.column_range(k, terms);
+      const bool has_strips = a.row_stride == 1 && a.column_stride >= kFar && a.rows > kRows;
+      if (has_strips) copy_strips(of_a, strips);
+      for (int64_t c = 0; c < out.columns; c += kColumns) {
+        const int64_t count = least(kColumns, out.columns - c);
+        const bool is_ready = b.column_stride == 1 && count % kWidth == 0 && a.rows <= kFewRows;
         const Matrix<const A> block = b.row_range(k, terms).column_range(c, count);
-        multiply(out.column_range(c, count), a.column_range(k, terms),
-                 is_ready ? block : copied(block, copy), accumulate || k > 0);
+        multiply(out.column_range(c, count), of_a, has_strips ? strips : nullptr,
+                 is_ready ? block : copied(block, panel_copy), accumulate || k > 0);
       }
     }
   }
@@ -33,8 +38,11 @@ struct PanelProduct {
   static constexpr int64_t kColumns = kVectors * kWidth;
   static constexpr int64_t kTerms = 128;  // that are added up one after another
   static constexpr int64_t kFewRows = 64;
+  static constexpr int64_t kFar = 4096 / sizeof(A);
   // Sums that fit into the registers of the instruction set, beside factors of two vectors.
   static constexpr int kSums = kLanes == 16 ? 16 : kLanes == 8 ? 12 : 8, kRows = kSums / 2;
+  // Of one strip, kRows rows: not a multiple of what maps to the same lines of a cache.
+  static constexpr int64_t kStripSize = kTerms * kRows + kWidth;
 
   FUSEDRNN_HD static Vector load_whole(const A* p) {
     Vector x;
@@ -44,19 +52,25 @@ struct PanelProduct {
   // The first n elements, or all.
   FUSEDRNN_HD static Vector load_first(const A* p, int64_t n) {
     if (n >= kWidth) return load_whole(p);
-    Vector x{};
-    memcpy(&x, p, size_t(n) * sizeof(A));
-    return x;
+    if constexpr (std::is_same_v<Vector, VecF>) {
+      return load(p, n);
+    } else {
+      Vector x{};
+      memcpy(&x, p, size_t(n) * sizeof(A));
+      return x;
+    }
   }
   FUSEDRNN_HD static void store_first(A* p, Vector x, int64_t n) {
     if (n >= kWidth) {
       memcpy(p, &x, sizeof x);
+    } else if constexpr (std::is_same_v<Vector, VecF>) {
+      store(p, x, n);
     } else {
       memcpy(p, &x, size_t(n) * sizeof(A));
     }
   }
 
-  // A block of a panel in rows of whole vectors.  Nobody reads what stands beyond its columns.
+  // A block of a panel in rows of whole vectors.  What stands beyond its columns has no result.
   static Matrix<const A> copied(const Matrix<const A>& b, A* to) {
     const int64_t columns = (b.columns + kWidth - 1) / kWidth * kWidth;
     for (int64_t c = 0; c < b.columns; c += kWidth) {
@@ -103,11 +117,29 @@ struct PanelProduct {
         upper, lower, ((I & kStep) == 0 ? I + kHalf * kStep : I + kWidth - (1 - kHalf) * kStep)...);
   }
 
-  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
-                       bool accumulate) {
+  // Rows whose numbers lie each in a page of its own, as strips of kRows rows, column by column.
+  static void copy_strips(const Matrix<const A>& a, A* to) {
+    for (int64_t k = 0; k < a.columns; ++k) {
+      const A* from = a.data + k * a.column_stride;
+      A* strip = to + k * kRows;
+      int64_t r = 0;
+      for (; r + kRows <= a.rows; r += kRows, strip += kStripSize) {
+        memcpy(strip, from + r, kRows * sizeof(A));
+      }
+      for (int64_t i = r; i < a.rows; ++i) strip[i - r] = from[i];
+    }
+  }
+
+  // strips: copies of a, or null.
+  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, const A* strips,
+                       const Matrix<const A>& b, bool accumulate) {
     for (int64_t r = 0; r < a.rows; r += kRows) {
       const int64_t rows = least(kRows, a.rows - r);
-      strip<kRows>(out.row_range(r, rows), a.row_range(r, rows), b, accumulate);
+      const Matrix<const A> of_a =
+          strips == nullptr
+              ? a.row_range(r, rows)
+              : Matrix<const A>{strips + r / kRows * kStripSize, rows, a.columns, 1, kRows};
+      strip<kRows>(out.row_range(r, rows), of_a, b, accumulate);
     }
   }
 

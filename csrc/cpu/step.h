@@ -18,11 +18,13 @@ using Backward = BackwardStep<T, Acc<T>>;
 constexpr int64_t kWide = 12, kTall = 4;
 
 // A product of at most so many rows is none for torch's GEMM, if it has at least so many columns:
-// by dot products (flat_product.h), if the second operand is the transpose of a weight, or else by
-// panels (panel_product.h), in tiles of so many rows and columns.
+// by dot products (flat_product.h), if the second operand is the transpose of a weight, or one that
+// is too large for the cache beside a core; or else by panels (panel_product.h), in tiles of so
+// many rows and columns.
 struct ProductRows {
-  int64_t dots, panels;
+  int64_t dots, dots_of_large, panels;
 };
+constexpr int64_t kLargeBytes = 512 << 10;
 constexpr int64_t kProductColumns = 16, kTileRows = 128, kTileColumns = 64;
 
 template <class T>

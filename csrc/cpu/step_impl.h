@@ -214,7 +214,7 @@ Kernels<T> kernels() {
           &NarrowProduct<Acc<T>>::rows,
           &FlatProduct<Acc<T>>::columns,
           &PanelProduct<Acc<T>>::all,
-          kLanes == 4 ? ProductRows{2, 2} : ProductRows{5, INT64_MAX}};
+          kLanes == 4 ? ProductRows{2, 2, 2} : ProductRows{5, 8, INT64_MAX}};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();
