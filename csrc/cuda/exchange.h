@@ -43,12 +43,10 @@ struct Thread {
   int lane = index % kWarpSize, warp = index / kWarpSize;
   int g = lane / 4, q = lane % 4;  // of fragments, see mma
 
-  // What it computes in the end: of tiles that are worked on at the same time, number `half`; and
-  // of that, number `part` of each lane's d.
-  int half = warp / kSenders, part = warp % kSenders;
-  FUSEDRNN_DEVICE int in_half() const { return index % kTileThreads; }
-  FUSEDRNN_DEVICE int unit() const { return g + 8 * (part / 2); }
-  FUSEDRNN_DEVICE int row() const { return 2 * q + part % 2; }
+  // What it computes in the end, if its warp does: warp w takes number w of each lane's d.
+  FUSEDRNN_DEVICE bool computes() const { return warp < kSenders; }
+  FUSEDRNN_DEVICE int unit() const { return g + 8 * (warp / 2); }
+  FUSEDRNN_DEVICE int row() const { return 2 * q + warp % 2; }
 };
 
 // Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
@@ -109,27 +107,20 @@ struct BlockOfGroup {
   const Args& args;
   Thread thread;
   int group, index;  // which block of which group
-  int rows, tiles;   // of the batch that the group has
-  int at_once;       // of the tiles, number k of those is computed by half k of the warps
+  int rows;          // of the batch that the group has
+
   uint32_t first_t;  // of the chunk's first step, counted from the start of the sequence
   float* shared;
 
   FUSEDRNN_DEVICE BlockOfGroup(const Args& args, unsigned char* shared)
       : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
-        rows(rows_of(args, block_index() / args.blocks)), tiles((rows + kTileRows - 1) / kTileRows),
-        at_once(tiles_at_once(args.tiles)),
+        rows(rows_of(args, block_index() / args.blocks)),
         first_t(Place::of_row(args.step[0].first_row, args.batch).t),
         shared(reinterpret_cast<float*>(shared)) {}
 
   FUSEDRNN_DEVICE int first_unit() const { return index * kTileUnits; }
   FUSEDRNN_DEVICE int first_row(int tile) const { return (group * args.tiles + tile) * kTileRows; }
-  FUSEDRNN_DEVICE bool has_tile(int tile) const { return tile < tiles; }
-  // Of those from `first` on that are worked on now, whether there is a number k; and the one that
-  // this half of the warps computes, or one that there is not.
-  FUSEDRNN_DEVICE bool is_now(int first, int k) const { return k < at_once && has_tile(first + k); }
-  FUSEDRNN_DEVICE int own_tile(int first) const {
-    return thread.half < at_once ? first + thread.half : tiles;
-  }
+  FUSEDRNN_DEVICE bool has_tile(int tile) const { return tile * kTileRows < rows; }
 
   FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int row) const { return {t, row, args.row_step}; }
   FUSEDRNN_DEVICE Place place(int t, int row) const {
@@ -196,8 +187,7 @@ struct BlockOfGroup {
     static_assert(kDepth * in_block * kSenders <= kWarpSize);
     const int sender = thread.warp * depth * in_block + thread.lane / kSenders;
     if (thread.lane < depth * in_block * kSenders && sender * kTileUnits < columns) {
-      const int of_tile = tile % at_once * kSenders;
-      const uint32_t* count = counts(s, sender) + of_tile + thread.lane % kSenders;
+      const uint32_t* count = counts(s, sender) + thread.lane % kSenders;
       const uint32_t wanted = count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
       for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
         if (!has_patience(args, looks)) break;
@@ -213,7 +203,7 @@ struct BlockOfGroup {
     return left < most ? left : most;
   }
   FUSEDRNN_DEVICE uint32_t* counts(int s, int sender) const {
-    return args.counts[s] + (int64_t(group) * args.blocks + sender) * kWarps;
+    return args.counts[s] + (int64_t(group) * args.blocks + sender) * kSenders;
   }
   FUSEDRNN_DEVICE uint32_t count_of(int i, int tile) const {
     return uint32_t(i) * uint32_t(args.tiles) + uint32_t(tile) + 1;

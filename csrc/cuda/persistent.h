@@ -2,8 +2,7 @@
 //
 // A block owns 16 units of each stage, so as many as hold all units of the widest stage, a *group*,
 // hold one copy of the weights.  Groups share the batch among themselves, in tiles of 8 rows, and
-// know nothing of each other.  A step of a stage is, for each tile of the group, or two of them if
-// there are four:
+// know nothing of each other.  A step of a stage is, for each tile of the group:
 //   1. what does not depend on other blocks, side inputs, noise and masks: what memory has of it is
 //      loaded a step before;
 //   2. the operand, h or the result of the stage before, 8 rows of it, comes from the others;
@@ -107,23 +106,23 @@ FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
 template <class T>
 struct PersistentBlock : BlockOfGroup<PersistentForward<T>> {
   using Base = BlockOfGroup<PersistentForward<T>>;
-  using Base::at_once, Base::Base, Base::shared, Base::thread;
+  using Base::Base, Base::shared, Base::thread;
   int turn = 0;  // of the two buffers of partial sums and noise
 
   // A thread reads and writes only its own number of these.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
-    const int before = 2 * turn_floats() + kBiasFloats;
-    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.in_half()];
+    const int before = 2 * kTurnFloats + kBiasFloats;
+    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
   }
   enum Bias { kProjectionBias, kSideBias };
   FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
     const int row = (stage * 2 + which) * kMostGates + gate;
-    return shared[2 * turn_floats() + row * kTileUnits + unit];
+    return shared[2 * kTurnFloats + row * kTileUnits + unit];
   }
-  FUSEDRNN_DEVICE int turn_floats() const { return at_once * kTurnFloats; }
+
   FUSEDRNN_DEVICE float* next_turn() {
     if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
-    return shared + turn * turn_floats();
+    return shared + turn * kTurnFloats;
   }
 };
 
@@ -167,7 +166,7 @@ class PersistentStage {
     for (int d = 0; d < depth_; ++d) packets_ += column(d) < columns_;
     load_bias(PersistentBlock<T>::kProjectionBias, step().projection_bias, kGates);
     load_bias(PersistentBlock<T>::kSideBias, step().side_bias, Stage::kSide);
-    for (int tile = block.own_tile(0); block.has_tile(tile); tile += block.at_once) {
+    for (int tile = 0; thread().computes() && block.has_tile(tile); ++tile) {
       const int row = row_of_batch(tile);
       const bool is_there = unit() < width_ && row < args().batch;
       if constexpr (Stage::kCarry) {
@@ -177,48 +176,39 @@ class PersistentStage {
         block.kept(kHArray, tile) = is_there ? widen(args().h.at(row)[unit()]) : 0.0f;
       }
     }
-    if constexpr (kLoadsAhead) next_ = load_early(0, block.own_tile(0));
+    if constexpr (kLoadsAhead) next_ = load_early(0, 0);
   }
 
   // Step t of the group's rows.
   FUSEDRNN_DEVICE void run(int t) {
     if (!has_units()) return;
-    for (int first = 0; block_.has_tile(first); first += block_.at_once) {
+    for (int tile = 0; block_.has_tile(tile); ++tile) {
       float* turn = block_.next_turn();
-      Operand x[kTilesAtOnce];
-      if constexpr (kAsksFirst) ask(t, first, x);
-      const int tile = block_.own_tile(first);
+      Operand x;
+      if constexpr (kAsksFirst) x = ask(t, tile);
       Early early;
       if constexpr (kLoadsAhead) {
         early = next_;
-        const bool has_more = block_.has_tile(first + block_.at_once);
-        next_ = load_early(has_more ? t : t + 1,
-                           block_.own_tile(has_more ? first + block_.at_once : 0));
+        const bool has_more = block_.has_tile(tile + 1);
+        next_ = load_early(has_more ? t : t + 1, has_more ? tile + 1 : 0);
       } else {
         early = load_early(t, tile);
       }
       if constexpr (Stage::kNoise) {
-        if (step().noise.eps.data == nullptr) draw(t, first, turn);
+        if (step().noise.eps.data == nullptr) draw(t, tile, turn + kSumFloats);
       }
-      if constexpr (!kAsksFirst) ask(t, first, x);
+      if constexpr (!kAsksFirst) x = ask(t, tile);
+      wait_for(t, tile, x);
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+      float sums[kGates][4] = {};
+      multiply(sums, x);
       FUSEDRNN_UNROLL
-      for (int k = 0; k < kTilesAtOnce; ++k) {
-        if (!block_.is_now(first, k)) continue;
-        if (k >= kAskedAtOnce) x[k] = ask(t, first + k);
-        wait_for(t, first + k, x[k]);
-        sync_warp();  // mma is for lanes that are together, and some may have waited longer
-        float sums[kGates][4] = {};
-        multiply(sums, x[k]);
+      for (int gate = 0; gate < kGates; ++gate) {
         FUSEDRNN_UNROLL
-        for (int gate = 0; gate < kGates; ++gate) {
-          FUSEDRNN_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            part(turn + k * kTurnFloats, thread().warp, gate, i) = sums[gate][i];
-          }
-        }
+        for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
       }
       if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
-      if (block_.has_tile(tile)) compute(t, tile, early, turn + thread().half * kTurnFloats);
+      if (thread().computes()) compute(t, tile, early, turn);
     }
   }
 
@@ -228,8 +218,6 @@ class PersistentStage {
   // Who asks too early asks twice, and all blocks share the L2 cache; but noise takes long to draw.
   // As measured on an H100 (docs/performance.md).
   static constexpr bool kAsksFirst = kStages > 1;
-  // Operands on their way at once, as far as weights leave registers.
-  static constexpr int kAskedAtOnce = kDepth < kMostDepth ? kTilesAtOnce : 1;
 
   // What a unit needs that is known before the exchange, as it was loaded: to compute with it would
   // be to wait for it.
@@ -252,7 +240,7 @@ class PersistentStage {
   FUSEDRNN_DEVICE int row_of_batch(int tile) const {
     return block_.first_row(tile) + thread().row();
   }
-  // Of a tile, number i of this lane's d, as warp `warp` has summed it up.
+  // Number i of this lane's d, as warp `warp` has summed it up.
   FUSEDRNN_DEVICE float& part(float* turn, int warp, int gate, int i) const {
     return turn[((warp * kGates + gate) * 4 + i) * kWarpSize + thread().lane];
   }
@@ -274,8 +262,7 @@ class PersistentStage {
     const int b = row_of_batch(tile);
     const RowOfChunk row = block_.row_of_chunk(t, b);
     const Place at = block_.place(t, b);
-    early.is_there =
-        t < args().steps && block_.has_tile(tile) && unit() < width_ && b < args().batch;
+    early.is_there = t < args().steps && thread().computes() && unit() < width_ && b < args().batch;
     if (!early.is_there) return early;
     early.is_active = s.mask.is_active(at);
     if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(at);
@@ -292,15 +279,14 @@ class PersistentStage {
     return early;
   }
 
-  // One draw is four units, so that the lanes of one warp draw for all of a tile: of the first one
-  // the last warp, which has no units to compute if there is no other tile.
-  FUSEDRNN_DEVICE void draw(int t, int first, float* turn) const {
-    const int k = kWarps - 1 - thread().warp;
-    if (!block_.is_now(first, k)) return;
+  // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
+  // which has no units to compute meanwhile.
+  FUSEDRNN_DEVICE void draw(int t, int tile, float* noise) const {
+    if (thread().warp != kWarps - 1) return;
     const int in_tile = thread().lane / 4, quad = thread().lane % 4;
-    const int b = block_.first_row(first + k) + in_tile;
+    const int b = block_.first_row(tile) + in_tile;
     if (b >= args().batch) return;
-    float* noise = turn + k * kTurnFloats + kSumFloats;
+
     float four[4];
     step().noise.draw(block_.place(t, b), uint32_t(first_unit_ / 4 + quad), four);
     FUSEDRNN_UNROLL
@@ -314,12 +300,8 @@ class PersistentStage {
   FUSEDRNN_DEVICE bool is_sent(int t) const { return kIndex > 0 || t > 0; }
   FUSEDRNN_DEVICE int source_step(int t) const { return kIndex == 0 ? t - 1 : t; }
 
-  FUSEDRNN_DEVICE void ask(int t, int first, Operand (&x)[kTilesAtOnce]) const {
-    FUSEDRNN_UNROLL
-    for (int k = 0; k < kAskedAtOnce; ++k) x[k] = ask(t, first + k, block_.is_now(first, k));
-  }
-  FUSEDRNN_DEVICE Operand ask(int t, int tile, bool is_now = true) const {
-    const bool is_asked = is_now && is_sent(t) && args().exchange == Exchange::Packets;
+  FUSEDRNN_DEVICE Operand ask(int t, int tile) const {
+    const bool is_asked = is_sent(t) && args().exchange == Exchange::Packets;
     const Packet* at = is_asked ? from(t, tile) : from_;
     Operand x{};
     FUSEDRNN_UNROLL
@@ -382,7 +364,7 @@ class PersistentStage {
       projection[gate] =
           block_.bias(kIndex, PersistentBlock<T>::kProjectionBias, gate, thread().unit());
       FUSEDRNN_UNROLL
-      for (int w = 0; w < kWarps; ++w) projection[gate] += part(turn, w, gate, thread().part);
+      for (int w = 0; w < kWarps; ++w) projection[gate] += part(turn, w, gate, thread().warp);
     }
     float side[Stage::kSide > 0 ? Stage::kSide : 1];
     FUSEDRNN_UNROLL
@@ -444,7 +426,7 @@ class PersistentStage {
   int row_packets_ = 0,
       packets_ = 0;               // of the operand; of its packets those that this lane multiplies
   const Packet* from_ = nullptr;  // of its first tile and step 0
-  Early next_{};                  // of the tile that this half computes next
+  Early next_{};                  // of the tile that is next
   uint32_t weight_[kGates][kDepth][2][4];
 };
 

@@ -2,7 +2,7 @@
 //
 // Backward, a block owns the same 16 units of each stage, and of each projection's weight the
 // columns that its units of the stage before are.  A step of a stage, from the last one to the
-// first, is for each tile of the group, or two of them if there are four:
+// first, is for each tile of the group:
 //   1. what does not depend on other blocks.  A stage's backward is linear in the adjoints of its
 //      results, so its factors are computed here, all of exp and tanh, from what was loaded a step
 //      before; and what the next step needs is loaded;
@@ -37,24 +37,24 @@ namespace fusedrnn::cuda {
 template <class T>
 struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
   using Base = BlockOfGroup<PersistentBackward<T>>;
-  using Base::at_once, Base::Base, Base::shared, Base::thread;
+  using Base::Base, Base::shared, Base::thread;
   int turn = 0;  // of the two buffers of partial sums
   enum Array { kDh, kDstate };
 
   // A thread reads and writes only its own number of these.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
-    const int before = 2 * turn_floats() + kBiasFloats;
-    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.in_half()];
+    const int before = 2 * kAdjointSumFloats + kBiasFloats;
+    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
   }
   enum Bias { kProjectionBias, kSideBias };
   FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
     const int row = (stage * 2 + which) * kMostGates + gate;
-    return shared[2 * turn_floats() + row * kTileUnits + unit];
+    return shared[2 * kAdjointSumFloats + row * kTileUnits + unit];
   }
-  FUSEDRNN_DEVICE int turn_floats() const { return at_once * kAdjointSumFloats; }
+
   FUSEDRNN_DEVICE float* next_turn() {
     if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
-    return shared + turn * turn_floats();
+    return shared + turn * kAdjointSumFloats;
   }
 
   // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
@@ -68,9 +68,8 @@ struct AdjointBlock : BlockOfGroup<PersistentBackward<T>> {
 template <class Stage, int kIndex, class T, int kDepth, int kPackets>
 class AdjointProduct {
   static constexpr int kGates = Stage::kProjection;
-  // GEMM blocks of tiles, and those whose packets are on their way at once.
-  static constexpr int kBlocks = kTilesAtOnce * kGates;
-  static constexpr int kAhead = kPackets / kDepth < kBlocks ? kPackets / kDepth : kBlocks;
+  // GEMM blocks whose packets are on their way at once.
+  static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
   static_assert(kAhead > 0);
   static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
   using Of = Operands<T>;
@@ -93,49 +92,52 @@ class AdjointProduct {
   }
 
   struct Operand {
-    Packet packet[kBlocks][kDepth];
+    Packet packet[kGates][kDepth];
   };
-  // Asks other blocks for the first gradients of step i, counted backwards, of tiles from `first`
-  // on; or for none.
-  FUSEDRNN_DEVICE void ask(bool is_wanted, int i, int first, Operand& x) const {
+  // Asks other blocks for the first gradients of step i, counted backwards; or for none.
+  FUSEDRNN_DEVICE Operand ask(bool is_wanted, int i, int tile) const {
     const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
+    Operand x{};
     FUSEDRNN_UNROLL
-    for (int j = 0; j < kAhead; ++j) load(is_asked, i, first, j, x.packet[j]);
+    for (int gate = 0; gate < kAhead; ++gate) load(is_asked, i, gate, tile, x.packet[gate]);
+    return x;
   }
-  // This warp's parts of the products to `turn`.  is_wanted: as it was asked.
-  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int first, Operand& x, float* turn) const {
-    if (is_wanted && args().exchange == Exchange::Flags) wait_for_senders(i, first, x);
+  // This warp's part of the product to `turn`.  is_wanted: as it was asked.
+  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int tile, Operand& x, float* turn) const {
     const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
+    const bool is_counted = is_wanted && !is_asked;
+    if (is_counted) {
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, tile, depth_, width_);
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < kAhead; ++gate) load_sent(i, gate, tile, x.packet[gate]);
+    }
+    float sums[kChains][4] = {};
     FUSEDRNN_UNROLL
-    for (int k = 0; k < kTilesAtOnce; ++k) {
-      if (!block_.is_now(first, k)) continue;
-      float sums[kChains][4] = {};
+    for (int gate = 0; gate < kGates; ++gate) {
+      if (is_asked) block_.wait_for(x.packet[gate], from(i, gate, tile));
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
       FUSEDRNN_UNROLL
-      for (int gate = 0; gate < kGates; ++gate) {
-        const int j = k * kGates + gate;
-        if (args().exchange == Exchange::Packets) block_.wait_for(x.packet[j], from(i, first, j));
-        sync_warp();  // mma is for lanes that are together, and some may have waited longer
-        FUSEDRNN_UNROLL
-        for (int d = 0; d < kDepth; ++d) {
-          if (d < depth_) multiply(sums, gate, d, x.packet[j][d]);
-        }
-        if (j + kAhead < kBlocks) load(is_asked, i, first, j + kAhead, x.packet[j + kAhead]);
+      for (int d = 0; d < kDepth; ++d) {
+        if (d < depth_) multiply(sums, gate, d, x.packet[gate][d]);
       }
+      if (gate + kAhead < kGates) {
+        load(is_asked, i, gate + kAhead, tile, x.packet[gate + kAhead]);
+        if (is_counted) load_sent(i, gate + kAhead, tile, x.packet[gate + kAhead]);
+      }
+    }
+    FUSEDRNN_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      float sum = sums[0][n];
       FUSEDRNN_UNROLL
-      for (int n = 0; n < 4; ++n) {
-        float sum = sums[0][n];
-        FUSEDRNN_UNROLL
-        for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][n];
-        part(turn + k * kAdjointSumFloats, thread().warp, n) = sum;
-      }
+      for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][n];
+      part(turn, thread().warp, n) = sum;
     }
   }
   // Of the unit that a thread computes.
   FUSEDRNN_DEVICE float total(float* turn) const {
-    const float* of_tile = turn + thread().half * kAdjointSumFloats;
     float sum = 0;
     FUSEDRNN_UNROLL
-    for (int w = 0; w < kWarps; ++w) sum += part(of_tile, w, thread().part);
+    for (int w = 0; w < kWarps; ++w) sum += part(turn, w, thread().warp);
     return sum;
   }
 
@@ -146,9 +148,8 @@ class AdjointProduct {
   FUSEDRNN_DEVICE int unit(int d) const {
     return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
-  // Of a tile, number n of this lane's d, as warp `warp` has summed it up.
-  template <class P>
-  FUSEDRNN_DEVICE P& part(P* turn, int warp, int n) const {
+  // Number n of this lane's d, as warp `warp` has summed it up.
+  FUSEDRNN_DEVICE float& part(float* turn, int warp, int n) const {
     return turn[(warp * 4 + n) * kWarpSize + thread().lane];
   }
   // A block of units of the weight is read along its rows, by as many lanes of each row as there
@@ -189,38 +190,27 @@ class AdjointProduct {
     sync_warp();
   }
 
-  // Of GEMM block j of tiles from `first` on, what this lane multiplies.
-  FUSEDRNN_DEVICE const Packet* from(int i, int first, int j) const {
-    const int row = (first + j / kGates) * kTileRows;
+  // Of a GEMM block, what this lane multiplies.
+  FUSEDRNN_DEVICE const Packet* from(int i, int gate, int tile) const {
     return block_.slot(kIndex, i, kGates * packets_of_gate_, from_) +
-           (row * kGates + j % kGates) * packets_of_gate_;
+           (tile * kTileRows * kGates + gate) * packets_of_gate_;
   }
-  FUSEDRNN_DEVICE bool has_packet(int first, int j, int d) const {
-    return d < packets_ && block_.is_now(first, j / kGates) &&
-           (first + j / kGates) * kTileRows + thread().g < block_.rows;
+  FUSEDRNN_DEVICE bool has_packet(int tile, int d) const {
+    return d < packets_ && tile * kTileRows + thread().g < block_.rows;
   }
-  FUSEDRNN_DEVICE void load(bool is_asked, int i, int first, int j, Packet (&x)[kDepth]) const {
-    const Packet* at = is_asked ? from(i, first, j) : from_;
+  // Packets: or nothing.
+  FUSEDRNN_DEVICE void load(bool is_asked, int i, int gate, int tile, Packet (&x)[kDepth]) const {
+    const Packet* at = is_asked ? from(i, gate, tile) : from_;
     FUSEDRNN_UNROLL
     for (int d = 0; d < kDepth; ++d) {
-      load_relaxed_if(is_asked && has_packet(first, j, d), at + 4 * d, x[d]);
+      load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x[d]);
     }
   }
-  // Flags: and then loads all.
-  FUSEDRNN_DEVICE void wait_for_senders(int i, int first, Operand& x) const {
+  // Flags: what is there.
+  FUSEDRNN_DEVICE void load_sent(int i, int gate, int tile, Packet (&x)[kDepth]) const {
     FUSEDRNN_UNROLL
-    for (int k = 0; k < kTilesAtOnce; ++k) {
-      if (!block_.is_now(first, k)) continue;
-      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, first + k, depth_,
-                                                                  width_);
-      FUSEDRNN_UNROLL
-      for (int gate = 0; gate < kGates; ++gate) {
-        const int j = k * kGates + gate;
-        FUSEDRNN_UNROLL
-        for (int d = 0; d < kDepth; ++d) {
-          if (has_packet(first, j, d)) x.packet[j][d] = load_plain(from(i, first, j) + 4 * d);
-        }
-      }
+    for (int d = 0; d < kDepth; ++d) {
+      if (has_packet(tile, d)) x[d] = load_plain(from(i, gate, tile) + 4 * d);
     }
   }
 
@@ -257,7 +247,7 @@ class AdjointUnits {
     return block_.first_row(tile) + thread().row();
   }
   FUSEDRNN_DEVICE bool is_there(int tile) const {
-    return block_.has_tile(tile) && unit() < width_ && row_of_batch(tile) < args().batch;
+    return thread().computes() && unit() < width_ && row_of_batch(tile) < args().batch;
   }
   FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int tile) const {
     return block_.row_of_chunk(t, row_of_batch(tile));
@@ -345,7 +335,7 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
   using Units::Units;
 
   FUSEDRNN_DEVICE void run() const {
-    for (int tile = block_.own_tile(0); block_.has_tile(tile); tile += block_.at_once) {
+    for (int tile = 0; block_.has_tile(tile); ++tile) {
       if (Units::is_there(tile)) run(tile);
     }
   }
@@ -434,32 +424,30 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
 
  public:
   FUSEDRNN_DEVICE AdjointStage(Block& block) : Units(block), product_(block) {
-    for (int tile = block.own_tile(0); block.has_tile(tile); tile += block.at_once) {
+    for (int tile = 0; block.has_tile(tile); ++tile) {
       if (!Units::is_there(tile)) continue;
       const int at = Units::row_of_batch(tile) * width_ + unit();
       if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
       if constexpr (Stage::kState) block.kept(Block::kDstate, tile) = step().dcarry[at];
     }
-    if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, block.own_tile(0));
+    if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, 0);
   }
 
   // Step t of the group's rows; -1: dh and the state's adjoint before the chunk.
   FUSEDRNN_DEVICE void run(int t) {
     if (!Units::has_units()) return;
     const bool ends = t < 0, has_product = this->has_product(t);
-    for (int first = 0; block_.has_tile(first); first += block_.at_once) {
-      const int tile = block_.own_tile(first);
+    for (int tile = 0; block_.has_tile(tile); ++tile) {
       const Early early = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
       if constexpr (kLoadsAhead) {
-        const bool has_more = block_.has_tile(first + block_.at_once);
-        next_ = load(has_more ? t : t - 1, block_.own_tile(has_more ? first + block_.at_once : 0));
+        const bool has_more = block_.has_tile(tile + 1);
+        next_ = load(has_more ? t : t - 1, has_more ? tile + 1 : 0);
       }
-      typename Product::Operand x{};
-      product_.ask(has_product, source_step(t), first, x);
+      typename Product::Operand x = product_.ask(has_product, source_step(t), tile);
       float* turn = block_.next_turn();
-      product_.multiply(has_product, source_step(t), first, x, turn);
+      product_.multiply(has_product, source_step(t), tile, x, turn);
       if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
-      if (!block_.has_tile(tile)) continue;
+      if (!thread().computes()) continue;
       const float sum = has_product ? product_.total(turn) : 0.0f;
       if (ends) {
         finish(tile, sum);
@@ -624,7 +612,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
 
   using Product = AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets>;
   Product product_;
-  Loaded next_{};  // of the tile that this half computes next
+  Loaded next_{};  // of the tile that is next
 };
 
 // The stages of a cell up to `kIndex`, from the last one on.

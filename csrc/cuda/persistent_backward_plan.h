@@ -31,9 +31,8 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
   }
   const int needed = warp_depth(int(widest), 4 * packet_numbers);
   plan.depth = needed <= 2 ? needed : kMostDepth;
-  const int64_t turn_floats = int64_t(tiles_at_once(plan.tiles)) * kAdjointSumFloats;
   const int64_t kept_floats = int64_t(plan.tiles) * kKeptArrays * kTileThreads;
-  plan.shared_bytes = int64_t(sizeof(float)) * (2 * turn_floats + kBiasFloats + kept_floats);
+  plan.shared_bytes = int64_t(sizeof(float)) * (2 * kAdjointSumFloats + kBiasFloats + kept_floats);
   if (plan.shared_bytes > device.shared_bytes) {
     plan.why_not = "A batch of " + std::to_string(batch) + " needs " +
                    std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +

@@ -62,8 +62,7 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
   const int needed = warp_depth(int(most_columns), depth_columns);
   plan.depth = needed <= 2 ? needed : kMostDepth;
   const int64_t kept_floats = int64_t(plan.tiles) * kKeptArrays * kTileThreads;
-  const int64_t turn_floats = int64_t(tiles_at_once(plan.tiles)) * kTurnFloats;
-  plan.shared_bytes = int64_t(sizeof(float)) * (2 * turn_floats + kBiasFloats + kept_floats);
+  plan.shared_bytes = int64_t(sizeof(float)) * (2 * kTurnFloats + kBiasFloats + kept_floats);
   plan.shared_limit = device.shared_bytes;
   if (plan.shared_bytes > device.shared_bytes) {
     return refuse("A batch of " + std::to_string(batch) + " needs " +
@@ -79,7 +78,7 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
     const int64_t width = sizes[cell.projections[cell.stages[s].projection].to];
     plan.sent_bytes[s] = slots * batch * packets_of(int(width), packet_numbers) * 16;
     if (exchange == Exchange::Flags) {
-      plan.count_bytes[s] = int64_t(plan.grid()) * kWarps * int64_t(sizeof(uint32_t));
+      plan.count_bytes[s] = int64_t(plan.grid()) * kSenders * int64_t(sizeof(uint32_t));
     }
   }
   return plan;

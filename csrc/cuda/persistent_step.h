@@ -21,9 +21,8 @@ enum class Exchange { Packets, Flags };
 
 constexpr int kTileRows = 8, kTileUnits = 16;  // of mma
 constexpr int kWarps = 8, kWarpLanes = 32, kPersistentThreads = kWarps * kWarpLanes;
-constexpr int kSenders = 4;      // warps that compute the units of a tile, and send them
-constexpr int kTilesAtOnce = 2;  // each half of the warps computes those of one
-constexpr int kMostDepth = 4;    // more does not fit into the registers
+constexpr int kSenders = 4;    // warps that compute units, and send them
+constexpr int kMostDepth = 4;  // more does not fit into the registers
 constexpr int kMostStages = 2, kMostGates = 4;
 constexpr int kTileThreads = kSenders * kWarpLanes;
 constexpr int kKeptArrays = 2;    // a state, and h beside it
@@ -33,15 +32,7 @@ constexpr uint32_t kGivenUp = 1;  // none of the presets
 constexpr int64_t kPacketBytes = 16, kGivenUpBytes = kPacketBytes;
 constexpr uint32_t kPatience = 1u << 24;  // looks at memory, some ten seconds
 constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side and projection
-constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;      // of a tile
-static_assert(kTilesAtOnce * kSenders == kWarps);
-
-// Of a group with so many, those that a block works on at the same time.  Fewer than two turns of
-// these would all wait for other blocks; one by one, a tile is on its way while another is
-// computed.
-FUSEDRNN_HD constexpr int tiles_at_once(int tiles) {
-  return tiles < 2 * kTilesAtOnce ? 1 : kTilesAtOnce;
-}
+constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
 
 // Blocks of columns that each warp multiplies.
 FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns) {
@@ -136,7 +127,7 @@ struct ExchangeArguments {
   Exchange exchange;
   int blocks, tiles;  // of a group; tiles of 8 rows
   Slots sent[kMostStages];
-  uint32_t* counts[kMostStages];  // flags: of what has been sent [groups, blocks, kWarps]
+  uint32_t* counts[kMostStages];  // flags: of what has been sent [groups, blocks, kSenders]
   int64_t next;                   // packets from a slot to that of the next launch; 0: none
   uint32_t* given_up;             // kGivenUp once a thread has
   uint32_t patience = kPatience;  // looks at memory before that
