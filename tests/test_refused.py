@@ -327,10 +327,7 @@ try:
     (input + 1).sum().item()  # would tell of an error that was left behind
 finally:
     part.pop_context()
-plan = fusedrnn.plan(rnn, input.shape, device="cuda")
-print(plan.reason, plan.backward)
-assert plan.backend == plan.backward == "stepwise" and "blocks" in plan.reason
-assert all(torch.equal(a, b) for a, b in zip(got, expected))
+assert all(torch.equal(a, b) for a, b in zip(got, expected))  # of single steps
 """
 
 
