@@ -1,7 +1,9 @@
 """What a user of torch.nn expects of the operator beyond its values."""
 
+import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -355,6 +357,24 @@ for threads in (1, 2, 1, 2):
     assert (torch.full((200_000,), 1e-40) * 1.0 != 0).all()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_small_stack(dtype):
+    # Of a thread of Python's, and of torch's pool; as many units as make all kinds of products.
+    code = f"""
+        import threading, torch, fusedrnn
+        def train():
+            rnn = fusedrnn.GRU(256, 256, dtype=torch.{dtype})
+            rnn(torch.randn(2, 130, 256, dtype=torch.{dtype}))[0].sum().backward()
+        torch.set_num_threads(2)
+        threading.stack_size(96 << 10)
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    """
+    environment = os.environ | {"OMP_STACKSIZE": "96k"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment)
 
 
 # --- torch's own machinery -----------------------------------------------------------------------

@@ -14,18 +14,16 @@ struct PanelProduct {
   // row of a and column of b alone.
   static void all(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                   bool accumulate) {
-    alignas(64) A panel_copy[kTerms * kColumns],
-        strips[kTileRows / kRows * kStripSize + kStripSize];
+    alignas(64) A panel_copy[kTerms * kColumns];
     for (int64_t k = 0; k < a.columns; k += kTerms) {
       const int64_t terms = least(kTerms, a.columns - k);
       const Matrix<const A> of_a = a.column_range(k, terms);
       const bool has_strips = a.row_stride == 1 && a.column_stride >= kFar && a.rows > kRows;
-      if (has_strips) copy_strips(of_a, strips);
       for (int64_t c = 0; c < out.columns; c += kColumns) {
         const int64_t count = least(kColumns, out.columns - c);
         const bool is_ready = b.column_stride == 1 && count % kWidth == 0 && a.rows <= kFewRows;
         const Matrix<const A> block = b.row_range(k, terms).column_range(c, count);
-        multiply(out.column_range(c, count), of_a, has_strips ? strips : nullptr,
+        multiply(out.column_range(c, count), of_a, has_strips,
                  is_ready ? block : copied(block, panel_copy), accumulate || k > 0);
       }
     }
@@ -43,6 +41,9 @@ struct PanelProduct {
   static constexpr int kSums = kLanes == 16 ? 16 : kLanes == 8 ? 12 : 8, kRows = kSums / 2;
   // Of one strip, kRows rows: not a multiple of what maps to the same lines of a cache.
   static constexpr int64_t kStripSize = kTerms * kRows + kWidth;
+  // Strips that are copied at once: of columns that are far apart, more than a line of the cache,
+  // and all within what the stack of a small thread has room for, beside a panel.
+  static constexpr int64_t kStrips = 16 / sizeof(A);
 
   FUSEDRNN_HD static Vector load_whole(const A* p) {
     Vector x;
@@ -130,16 +131,20 @@ struct PanelProduct {
     }
   }
 
-  // strips: copies of a, or null.
-  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, const A* strips,
+  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, bool has_strips,
                        const Matrix<const A>& b, bool accumulate) {
-    for (int64_t r = 0; r < a.rows; r += kRows) {
-      const int64_t rows = least(kRows, a.rows - r);
-      const Matrix<const A> of_a =
-          strips == nullptr
-              ? a.row_range(r, rows)
-              : Matrix<const A>{strips + r / kRows * kStripSize, rows, a.columns, 1, kRows};
-      strip<kRows>(out.row_range(r, rows), of_a, b, accumulate);
+    alignas(64) A strips[kStrips * kStripSize];
+    for (int64_t first = 0; first < a.rows; first += kStrips * kRows) {
+      const int64_t end = least(a.rows, first + kStrips * kRows);
+      if (has_strips) copy_strips(a.row_range(first, end - first), strips);
+      for (int64_t r = first; r < end; r += kRows) {
+        const int64_t rows = least(kRows, end - r);
+        const A* copy = strips + (r - first) / kRows * kStripSize;
+        strip<kRows>(
+            out.row_range(r, rows),
+            has_strips ? Matrix<const A>{copy, rows, a.columns, 1, kRows} : a.row_range(r, rows), b,
+            accumulate);
+      }
     }
   }
 
