@@ -60,6 +60,8 @@ class FlatModule(nn.Module):
         """Registers every weight as a view of a new buffer, with values still to be set."""
         self._slots = self._read_layout()
         size = _size(self._slots)
+        if size >= 2**63:  # torch's own error is about an int that it cannot read
+            raise RuntimeError(f"fusedrnn: no {size:,} weights of {dtype} can be made: too many")
         try:
             flat = torch.zeros(size, device=device, dtype=dtype)
         except (RuntimeError, AssertionError) as error:  # no such device, or not so much memory

@@ -528,6 +528,9 @@ def test_sizes_without_end(make):
         options = {"num_layers": 10**9} if error is ValueError and sizes[0] == 5 else {}
         with pytest.raises(error, match=f"^fusedrnn: {re.escape(message)}"):
             make(*sizes, device="meta", **options)
+    # No layer is too large, but all of them are.
+    with pytest.raises(RuntimeError, match=r"^fusedrnn: no [0-9,]{26} weights of .*: too many"):
+        make(5, 8 * 10**8, num_layers=5, bidirectional=True, device="meta")
 
 
 HUGE = (2**31, 2**40, 2**62 - 1, 2**62, 2**63 - 1)
