@@ -319,13 +319,13 @@ class PersistentStage {
       block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step(t), tile,
                                                                   depth_, columns_);
     }
+    const T* h = is_sent(t) ? nullptr : args().h.at(block_.first_row(tile) + thread().g);
     FUSEDRNN_UNROLL
     for (int d = 0; d < kDepth; ++d) {
       if (!has_packet(tile, d)) continue;
       if (is_sent(t)) {
         x.packet[d] = load_plain(from(t, tile) + 4 * d);
       } else {  // h before the chunk
-        const T* h = args().h.at(block_.first_row(tile) + thread().g);
         x.packet[d] = load_operand<true>(h + column(d), 1, columns_ - column(d));
       }
     }
