@@ -1,5 +1,5 @@
-// The driver's backend for CPU tensors: GEMMs (but narrow ones) and copies by torch, stages by
-// the kernels of cpu/, threads of torch's pool.
+// The driver's backend for CPU tensors: products and stages by the kernels of cpu/, copies by
+// torch, and large products too where there is no AVX2; threads of torch's pool.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 

@@ -327,7 +327,11 @@ try:
     (input + 1).sum().item()  # would tell of an error that was left behind
 finally:
     part.pop_context()
-assert all(torch.equal(a, b) for a, b in zip(got, expected))  # of single steps
+plan = fusedrnn.plan(rnn, input.shape, device="cuda")
+print(plan.reason, plan.backward)
+for ours, theirs in zip(got, expected):  # whichever way it went
+    error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+    assert error < 2e-2, (error, plan.reason)
 """
 
 

@@ -423,9 +423,9 @@ class PersistentStage {
 
   PersistentBlock<T>& block_;
   int width_, columns_, depth_, first_unit_;
-  int row_packets_ = 0,
-      packets_ = 0;               // of the operand; of its packets those that this lane multiplies
-  const Packet* from_ = nullptr;  // of its first tile and step 0
+  int row_packets_ = 0;           // of the operand
+  int packets_ = 0;               // of these, those that this lane multiplies
+  const Packet* from_ = nullptr;  // where they are of its first tile and step 0
   Early next_{};                  // of the tile that is next
   uint32_t weight_[kGates][kDepth][2][4];
 };
