@@ -26,6 +26,7 @@ from bench import (  # noqa: E402
     chunks,
     clock,
     gpu_check,
+    kernels,
     machine,
     memory,
     model,
@@ -932,7 +933,7 @@ def test_a_group_ends_in_time(tmp_path: Path, group: str) -> None:
 def test_parts_of_gpu_check(tmp_path: Path) -> None:
     known = parts.parts(tmp_path)
     in_groups = [name for stages in parts.GROUPS.values() for stage in stages for name in stage]
-    assert set(in_groups) | {"packed"} == set(known)
+    assert set(in_groups) | {"packed", "kernels"} == set(known)
     for part in known.values():
         if "--budget-s" in part.command:
             assert float(part.command[-1]) == part.limit_s - parts.SLACK_S > 0
@@ -1056,3 +1057,20 @@ def test_evidence_names_parts_that_there_are(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "gpu-evidence.md").read_text()
     named = set(re.findall(r"part `(\w+)`", text))
     assert named == set(parts.parts(tmp_path)) - {"packed"}
+
+
+def test_kernels_of_a_step_and_what_is_left_of_it() -> None:
+    """The time in which no kernel runs, and a row that there is not."""
+    case = sweep.Case(cases.CUDA_QUICK, "bfloat16")
+    of_step = [{"kernel": f"void fusedrnn::k{i}<a>", "count": 1, "us": 100.0} for i in range(8)]
+    rows = {name: {"train_ms": [1.0], "kernels": of_step} for name in kernels.NAMES}
+    rows[cases.OURS] = {"error": "RuntimeError: no"}
+    found = kernels.report({case: rows})
+    assert found.failures == [f"fusedrnn failed at {case}: RuntimeError: no"]
+    (table,) = found.tables
+    of_lstm = table.rows[: kernels.SHOWN + 3]
+    assert of_lstm[1] == ["", "k0<a>", "1", "100", "0.10"]
+    assert of_lstm[-2:] == [
+        ["", "2 other kernels", "2", "200", "0.20"],
+        ["", "none", "0", "200", "0.20"],
+    ]
