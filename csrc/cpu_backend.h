@@ -79,7 +79,8 @@ class CpuBackend : public cpu::Memory<Element> {
     steps(nullptr);
   }
 
-  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate) {
+  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate,
+            bool /*is_of_input*/ = false) {
     signals_.look();
     // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
     // and a few of them are summed up as badly as a few columns.

@@ -11,7 +11,8 @@
 // rows lie as they do in memory: Chunk knows where.
 //
 // Backend: types T (tensors), O (GEMM operands), A = Acc<T>, and
-//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b
+//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b; and then
+//       whether it is the gradient of the input
 //   copy(Matrix<To> out, Matrix<const From> from)                           converts
 //   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
 //   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
@@ -731,7 +732,7 @@ class Driver {
       bool adds = gradients.adds_to_input;
       for_side(rebuilt.gradient, chunk,
                [&](const Matrix<const O>& d, const Matrix<const O>& w, int64_t) {
-                 backend_.gemm(sum, d, w, adds);
+                 backend_.gemm(sum, d, w, adds, /*is_of_input=*/true);
                  adds = true;
                });
     };

@@ -76,8 +76,8 @@ class GpuBackend : public cuda::Memory<Element> {
 
   template <class C>
   void gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
-            bool accumulate) {
-    const int64_t part = terms_at_once(out, a, b);
+            bool accumulate, bool is_of_input = false) {
+    const int64_t part = terms_at_once(out, a, is_of_input);
     if (part >= a.columns) return product(out, a, b, accumulate);
     for (int64_t begin = 0; begin < a.columns; begin += part) {
       const int64_t count = std::min(part, a.columns - begin);
@@ -165,13 +165,12 @@ class GpuBackend : public cuda::Memory<Element> {
   // GEMM of a step's few rows is split, and one of a chunk's rows is not.  Steps are what they are
   // in a loop.
   template <class C>
-  int64_t terms_at_once(const Matrix<C>& out, const Matrix<const T>& a,
-                        const Matrix<const T>& b) const {
+  int64_t terms_at_once(const Matrix<C>& out, const Matrix<const T>& a, bool is_of_input) const {
     constexpr int64_t kRows = 256, kColumns = 128, kAligned = 64;
     if (!std::is_same_v<T, float> || !device_.keeps_float32()) return a.columns;
     const bool sums_rows = a.row_stride == 1;
-    const bool is_of_input = b.column_stride == 1 && out.rows > batch_;
-    if (!sums_rows && !is_of_input) return a.columns;
+    const bool is_of_many = is_of_input && out.rows > batch_;
+    if (!sums_rows && !is_of_many) return a.columns;
     const int64_t most = sums_rows ? std::max(kRows, terms_of_loop_) : kColumns;
     const int64_t parts = (a.columns + most - 1) / most;
     if (parts <= 1) return a.columns;

@@ -23,7 +23,7 @@ from .wrong_calls import failure_of, wrong_calls
 
 Step = Callable[[], Any]
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-WARM_UP = 0.3  # of all steps: allocators and caches settle
+WARM_UP = 1.0  # of all steps: allocators and caches settle, which takes random calls that long
 
 
 class _Mallinfo2(ctypes.Structure):
