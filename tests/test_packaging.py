@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -269,8 +270,9 @@ def test_libraries_have_no_locales_of_their_own(name: str) -> None:
     found = subprocess.run(
         ["nm", "-DC", *map(str, files)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    facets = ("std::locale", "std::ctype", "std::codecvt", "std::num_put", "std::__cxx11::num")
-    assert not [s for s in found if " U " not in s and any(facet in s for facet in facets)]
+    # By its id a facet is found. Of what is inline some functions may be there, as in any library.
+    ids = [s for s in found if " U " not in s and re.search(r" std::.*::id$", s)]
+    assert not ids and not [s for s in found if " T std::locale" in s]
     if name == "_helpers":  # in the others, torch's headers have streams
         assert not [s for s in found if "std::ostream" in s or "stringstream" in s]
 
