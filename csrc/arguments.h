@@ -10,6 +10,7 @@
 #include "layer.h"
 #include "planner.h"
 #include "torch_stable.h"
+#include "tuning.h"
 
 namespace fusedrnn {
 
@@ -55,35 +56,35 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, Sc
   }
 }
 
-// What the operators are called with, apart from gradients and results: one layer, all directions.
-// Tensors are the operator's own arguments.
+// What forward and backward are called with alike: one layer, in all directions.  Tensors are the
+// operator's own arguments.
 struct Call {
-  int64_t cell;         // of kCells
-  const Tensor& input;  // (T, B, I), or packed (N, I): the rows of each step, one after the other
-  const Tensor& hx;     // (D, B, P)
-  const MaybeTensor& cx;
-  const Weights& weights;
+  int64_t cell;           // of kCells
+  const Tensor& input;    // (T, B, I), or packed (N, I): the rows of each step, one after the other
+  const Tensor& hx;       // (D, B, P)
+  const MaybeTensor& cx;  // (D, B, H)
+  const Weights& weights;          // of each direction
   const MaybeTensor& lengths;      // (B) on the CPU, of a padded batch
-  const MaybeTensor& batch_sizes;  // (T) on the CPU, of a packed one: the rows that take each step
+  const MaybeTensor& batch_sizes;  // (T) on the CPU, of a packed batch: rows that take each step
   const MaybeTensor& reset;        // (T, B)
-  const MaybeTensor &eps, &seed;   // (D, T, B, Z); one element
+  const MaybeTensor& eps;          // (D, T, B, Z)
+  const MaybeTensor& seed;         // one element: eps is drawn
   double dropout;                  // of the input
-  double zoneout, state_zoneout;   // of h and of c
-  const MaybeTensor& mask_seed;    // of dropout and zoneout, like seed
-  int64_t layer;
-  int64_t first_step;  // where the sequence is a part of a longer one
-  bool reverse;        // with one direction: that time runs backwards
-  int64_t chunk_size, workspace_bytes;
-  int64_t backend;  // of kBackends; for these see planner.h
-  bool by_flags, overlap;
-  int64_t free_multiprocessors;
-  bool tf32;  // whether products of float32 may be rounded to TF32
+  double zoneout, cell_zoneout;    // of h and of c
+  const MaybeTensor& mask_seed;    // one element: dropout and zoneout are drawn
+  int64_t noise_stream;            // tells the draws of layers and directions apart
+  int64_t first_step;              // of the sequence, where it is a part of a longer one
+  bool reverse;                    // the only direction runs from the end of the sequence
+  int64_t chunk_size, workspace_bytes;  // as the caller wants them, or 0
+  int64_t backend;                      // of kBackends
+  int64_t tuning;                       // see tuning.h
 };
 
 class Arguments {
  public:
   explicit Arguments(const Call& call)
-      : call_(call), dtype_(call.input.scalar_type()), device_(call.input.device()) {
+      : call_(call), tuning_(Tuning::of(call.tuning)), dtype_(call.input.scalar_type()),
+        device_(call.input.device()) {
     FUSEDRNN_CHECK(call.cell >= 0 && call.cell < int64_t(std::size(kCells)), "there is no cell ",
                    call.cell);
     cell_ = kCells[call.cell];
@@ -153,11 +154,11 @@ class Arguments {
     p.chunk_size = call_.chunk_size;
     p.workspace_bytes = call_.workspace_bytes;
     p.backend = backend();
-    p.exchange = call_.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
-    p.overlap = call_.overlap;
-    p.free_multiprocessors = call_.free_multiprocessors;
+    p.exchange = tuning_.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
+    p.overlap = tuning_.overlap;
+    p.free_multiprocessors = tuning_.free_multiprocessors;
     p.gpu = platform.gpu();
-    p.tf32 = call_.tf32;
+    p.tf32 = tuning_.tf32;
     for (size_t i = 0; i < call_.weights.size(); ++i) {
       const Tensor& w = call_.weights[i];
       if (w.dim() == 2) p.see_weight(layout_[i % layout_.size()], w.stride(0), w.stride(1));
@@ -186,7 +187,7 @@ class Arguments {
     l.hx = data<T>(*hx_) + direction * h_numel();
     if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
-    l.layer = call_.layer + direction;
+    l.layer = call_.noise_stream + direction;
     l.first_step = call_.first_step;
     const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
     for (size_t i = 0; i < layout_.size(); ++i) {
@@ -202,10 +203,10 @@ class Arguments {
               direction == 1 || call_.reverse ? -1 : 1};
     if (has_lengths()) l.rows_at = rows_at_.data();
     l.dropout = call_.dropout;
-    l.dropout_layer = call_.layer - (call_.reverse ? 1 : 0);
+    l.dropout_layer = call_.noise_stream - (call_.reverse ? 1 : 0);
     l.zoneout =
         Zoneout<Acc<T>>::of(call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr, l.layer,
-                            l.first_step, call_.zoneout, has_state() ? call_.state_zoneout : 0);
+                            l.first_step, call_.zoneout, has_state() ? call_.cell_zoneout : 0);
     return l;
   }
 
@@ -228,6 +229,7 @@ class Arguments {
   }
 
   const Tensor& input() const { return call_.input; }
+  const Tuning& tuning() const { return tuning_; }
   std::string backend() const { return kBackends[call_.backend]; }
   int64_t directions() const { return call_.hx.size(0); }
   int64_t seq_len() const { return is_packed() ? call_.batch_sizes->numel() : input().size(0); }
@@ -282,19 +284,17 @@ class Arguments {
   // What is no tensor.
   void check_options() const {
     const Call& c = call_;
-    FUSEDRNN_CHECK(c.layer >= 0 && c.layer < kMostLayers, "layer must be in [0, 2^29 - 1), got ",
-                   c.layer);
+    FUSEDRNN_CHECK(c.noise_stream >= 0 && c.noise_stream < kMostLayers,
+                   "noise_stream must be in [0, 2^29 - 1), got ", c.noise_stream);
     FUSEDRNN_CHECK(c.chunk_size >= 0, "chunk_size must be 0 (automatic) or more, got ",
                    c.chunk_size);
     FUSEDRNN_CHECK(c.workspace_bytes >= 0, "workspace_bytes must be 0 (automatic) or more, got ",
                    c.workspace_bytes);
     FUSEDRNN_CHECK(c.chunk_size == 0 || c.workspace_bytes == 0,
                    "chunk_size and workspace_bytes exclude each other");
-    FUSEDRNN_CHECK(c.free_multiprocessors >= 0, "free_multiprocessors must be 0 or more, got ",
-                   c.free_multiprocessors);
     FUSEDRNN_CHECK(c.backend >= 0 && c.backend < int64_t(std::size(kBackends)),
                    "there is no backend ", c.backend);
-    for (const double p : {c.dropout, c.zoneout, c.state_zoneout}) {
+    for (const double p : {c.dropout, c.zoneout, c.cell_zoneout}) {
       FUSEDRNN_CHECK(p >= 0 && p <= 1, "dropout and zoneout must be probabilities in [0, 1], got ",
                      p);
     }
@@ -306,7 +306,7 @@ class Arguments {
     FUSEDRNN_CHECK(hx.dim() == 3 && (hx.size(0) == 1 || hx.size(0) == 2),
                    "hx must have shape (directions, batch, hidden_size), got ",
                    shape_text(hx.sizes()));
-    FUSEDRNN_CHECK(!call_.reverse || (directions() == 1 && call_.layer > 0),
+    FUSEDRNN_CHECK(!call_.reverse || (directions() == 1 && call_.noise_stream > 0),
                    "reverse is for the second of two directions, alone");
     FUSEDRNN_CHECK(!(call_.lengths && call_.batch_sizes),
                    "lengths and batch_sizes exclude each other");
@@ -403,6 +403,7 @@ class Arguments {
   }
 
   const Call call_;
+  const Tuning tuning_;
   const ScalarType dtype_;  // of the input, as its device
   const torch::stable::Device device_;
   Cell cell_;

@@ -15,6 +15,7 @@
 #include "cpu/memory.h"
 #include "cuda/memory.h"
 #include "planner.h"
+#include "tuning.h"
 
 namespace py = pybind11;
 
@@ -44,9 +45,8 @@ using Strides = std::vector<std::vector<int64_t>>;
 static py::dict plan(const std::string& name, bool noise, int64_t input_size, int64_t hidden_size,
                      int64_t latent_size, int64_t output_size, bool bias, int64_t seq_len,
                      int64_t batch, const std::string& dtype, int64_t chunk_size,
-                     int64_t workspace_bytes, const std::string& backend, bool by_flags,
-                     bool overlap, int64_t free_multiprocessors,
-                     const std::optional<GpuFacts>& gpu_facts, bool tf32, const Strides& strides) {
+                     int64_t workspace_bytes, const std::string& backend, int64_t tuning_number,
+                     const std::optional<GpuFacts>& gpu_facts, const Strides& strides) {
   using namespace fusedrnn;
   Gpu gpu{"", 0, 0, 0};
   if (gpu_facts) {
@@ -68,11 +68,12 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   problem.chunk_size = chunk_size;
   problem.workspace_bytes = workspace_bytes;
   problem.backend = backend;
-  problem.exchange = by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
-  problem.overlap = overlap;
-  problem.free_multiprocessors = free_multiprocessors;
+  const Tuning tuning = Tuning::of(tuning_number);
+  problem.exchange = tuning.by_flags ? cuda::Exchange::Flags : cuda::Exchange::Packets;
+  problem.overlap = tuning.overlap;
+  problem.free_multiprocessors = tuning.free_multiprocessors;
   problem.gpu = gpu_facts ? &gpu : nullptr;
-  problem.tf32 = tf32;
+  problem.tf32 = tuning.tf32;
   const auto layout = layer_layout(problem.cell, problem.sizes, bias);
   for (size_t i = 0; i < strides.size(); ++i) {
     const Parameter& p = layout[i % layout.size()];
@@ -153,7 +154,8 @@ static bool handle_signals() {
   return true;
 }
 
-static py::object call_interruptibly(const py::object& function, const py::args& arguments) {
+static py::object call_interruptibly(const py::object& function, const py::args& arguments,
+                                     const py::kwargs& keywords) {
   struct Count {
     Count() {
       if (interruptible_calls++ == 0) interruption.reset();
@@ -163,7 +165,7 @@ static py::object call_interruptibly(const py::object& function, const py::args&
   const auto raise = [] { throw *std::exchange(interruption, nullptr); };
   const Count count;
   try {
-    const py::object result = function(*arguments);
+    const py::object result = function(*arguments, **keywords);
     if (interruption != nullptr) raise();  // somebody in between has caught the error
     return result;
   } catch (const py::error_already_set&) {
@@ -172,12 +174,39 @@ static py::object call_interruptibly(const py::object& function, const py::args&
   }
 }
 
+// What Python knows of a cell.  `weights`: in the order in which a call takes them, the name of
+// each and the size that the number of its columns is.
+static py::dict facts_of(const fusedrnn::Cell& cell) {
+  const auto name_of = [](fusedrnn::Width width) {
+    switch (width) {
+      case fusedrnn::Width::Input: return "input";
+      case fusedrnn::Width::Hidden: return "hidden";
+      case fusedrnn::Width::Latent: return "latent";
+      case fusedrnn::Width::Output: return "output";
+    }
+    return "";
+  };
+  py::list weights;
+  bool has_latent = false;
+  for (const fusedrnn::Parameter& p : fusedrnn::layer_layout(cell, {1, 1, 1, 1}, false)) {
+    const fusedrnn::Width width = cell.projections[p.projection].from;
+    has_latent = has_latent || width == fusedrnn::Width::Latent;
+    weights.append(py::make_tuple(p.name, name_of(width)));
+  }
+  py::dict facts;
+  facts["name"] = cell.name;
+  facts["has_cell_state"] = fusedrnn::has_state(cell);
+  facts["has_latent"] = has_latent;
+  facts["is_projected"] = fusedrnn::is_projected(cell);
+  facts["weights"] = py::tuple(weights);
+  return facts;
+}
+
 PYBIND11_MODULE(_helpers, m) {
   m.def("plan", &plan, py::kw_only(), py::arg("cell"), py::arg("noise"), py::arg("input_size"),
         py::arg("hidden_size"), py::arg("latent_size"), py::arg("output_size"), py::arg("bias"),
         py::arg("seq_len"), py::arg("batch"), py::arg("dtype"), py::arg("chunk_size"),
-        py::arg("workspace_bytes"), py::arg("backend"), py::arg("by_flags"), py::arg("overlap"),
-        py::arg("free_multiprocessors"), py::arg("gpu"), py::arg("tf32"),
+        py::arg("workspace_bytes"), py::arg("backend"), py::arg("tuning"), py::arg("gpu"),
         py::arg("strides") = Strides{},
         "The plan of one layer and direction, by name of its fields.");
   m.def("chunk_counts", &chunk_counts, py::kw_only(), py::arg("cell"), py::arg("backward"),
@@ -223,17 +252,17 @@ PYBIND11_MODULE(_helpers, m) {
       py::arg("latent_size"), py::arg("output_size"), py::arg("seq_len"), py::arg("batch"),
       "Raises a RuntimeError if a layer is too large.");
   m.def(
-      "kept_columns",
+      "saved_columns",
       [](const std::string& cell, int64_t hidden_size, int64_t latent_size, bool noise) {
         const fusedrnn::Cell& named = cell_named(cell);
         return fusedrnn::kept_columns(noise ? named : fusedrnn::without_noise(named),
                                       {0, hidden_size, latent_size, 0});
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
-      "Numbers per step and batch entry that are kept for backward without recompute.");
-  // The operators take places in these.
+      "Numbers per step and row of the batch that recompute=False saves for backward.");
+  // The operators take an index into each of these.
   py::list cells, backends;
-  for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells.append(cell.name);
+  for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells.append(facts_of(cell));
   for (const char* backend : fusedrnn::kBackends) backends.append(backend);
   m.attr("CELLS") = py::tuple(cells);
   m.attr("BACKENDS") = py::tuple(backends);
@@ -247,11 +276,19 @@ PYBIND11_MODULE(_helpers, m) {
   model["kernel"] = fusedrnn::kKernelUs;
   model["host"] = fusedrnn::kHostUs;
   m.attr("MODEL_US") = model;  // microseconds that plans reckon with
+  py::dict tuning;
+  tuning["replay"] = fusedrnn::Tuning::kReplay;
+  tuning["by_flags"] = fusedrnn::Tuning::kByFlags;
+  tuning["overlap"] = fusedrnn::Tuning::kOverlap;
+  tuning["tf32"] = fusedrnn::Tuning::kTf32;
+  tuning["free_multiprocessors"] = int64_t(1) << fusedrnn::Tuning::kFreeShift;
+  m.attr("TUNING") = tuning;  // what each counts in the number that operators take
   m.attr("MOST_ROWS") = fusedrnn::kMostRows;
   m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;
   m.def(
       "signal_check", [] { return reinterpret_cast<uintptr_t>(&handle_signals); },
       "Address of what an operator calls to have signals handled.");
   m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
-        "function(*arguments), which raises what a signal's handler has raised meanwhile.");
+        "function(*arguments, **keywords), which raises what a signal's handler has raised "
+        "meanwhile.");
 }

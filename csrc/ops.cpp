@@ -7,7 +7,7 @@ namespace fusedrnn {
 namespace {
 
 struct CpuPlatform {
-  CpuPlatform(const Tensor& /*input*/, bool /*replay*/, bool /*tf32*/) {}
+  CpuPlatform(const Tensor& /*input*/, const Tuning&) {}
   static const Gpu* gpu() { return nullptr; }
   void keep(const Tensor& /*host*/) const {}  // none is copied
 
@@ -24,15 +24,15 @@ struct CpuPlatform {
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn, m) {
-  m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
-  m.def((std::string("step") + fusedrnn::kStepSchema).c_str());
-  m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
+  m.def(fusedrnn::kForwardSchema);
+  m.def(fusedrnn::kStepSchema);
+  m.def(fusedrnn::kBackwardSchema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CpuPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::CpuPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CpuPlatform>));
+  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::CpuPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::CpuPlatform>));
+  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CpuPlatform>));
 }
 
 // For who has loaded this library by ctypes.

@@ -2,7 +2,7 @@
 // each direction.
 //
 // Platform is what a device adds, made anew for each call:
-//   Platform(input, replay, tf32)
+//   Platform(input, tuning)
 //   gpu()                        its facts for plans, or null
 //   keep(host)                   of memory that the call's work reads: as long as that may be done
 //   backend<T>()                 the driver's backend
@@ -50,41 +50,16 @@ auto planned_anew(const Tensor& input, const F& f) {
 template <class Platform, class T>
 using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 
-// -> output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, kept: the pre-activations for
-// backward, empty unless `keep`, states: those before each chunk, or empty.  P features of h, which
-// are the H of the cell unless it projects them.
+// output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, saved_gates: the pre-activations of
+// all steps, empty unless they are to be saved, chunk_cell_states: c before each chunk, or empty.
+// P is the number of features of h, which are the H of the cell unless it projects them.
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 template <class Platform>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    int64_t cell, Tensor input, Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths,
-    MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout,
-    double zoneout, double state_zoneout, MaybeTensor mask_seed, int64_t layer, int64_t first_step,
-    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, bool keep,
-    bool replay, bool by_flags, bool overlap, int64_t free_multiprocessors, bool tf32) {
-  Arguments args({cell,
-                  input,
-                  hx,
-                  cx,
-                  weights,
-                  lengths,
-                  batch_sizes,
-                  reset,
-                  eps,
-                  seed,
-                  dropout,
-                  zoneout,
-                  state_zoneout,
-                  mask_seed,
-                  layer,
-                  first_step,
-                  reverse,
-                  chunk_size,
-                  workspace_bytes,
-                  backend,
-                  by_flags,
-                  overlap,
-                  free_multiprocessors,
-                  tf32});
-  Platform platform(input, replay, tf32);
+ForwardResults forward(const Call& call, bool save_gates) {
+  const Tensor& input = call.input;
+  Arguments args(call);
+  Platform platform(input, args.tuning());
   args.place_lengths(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
@@ -96,22 +71,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
     FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
                    "backend='persistent' is not possible here: ", reason(asked, plan));
-    const int64_t kept_numel = keep ? args.kept_numel() : 0;
+    const int64_t gates_numel = save_gates ? args.kept_numel() : 0;
     const int64_t states_numel = args.states_numel(plan.steps);
     // Of finished rows nothing is written.
     Tensor output =
         allocate(input, args.shape(directions * width), dtype, "the output", args.has_padding());
     Tensor h_n = allocate(input, {directions, batch, width}, dtype, "h_n");
     Tensor c_n = allocate(input, {args.has_state() ? directions : 0, batch, hidden}, dtype, "c_n");
-    Tensor kept = allocate(input, {directions * kept_numel}, kScalarType<A>,
-                           "what recompute=False keeps", args.has_lengths());
-    Tensor states = allocate(input, {directions * states_numel}, kScalarType<A>,
-                             "the states before each chunk");
+    Tensor saved_gates = allocate(input, {directions * gates_numel}, kScalarType<A>,
+                                  "what recompute=False saves", args.has_lengths());
+    Tensor chunk_cell_states = allocate(input, {directions * states_numel}, kScalarType<A>,
+                                        "the cell states before each chunk");
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
       problem.output = pointer<T>(output) + d * width;
       problem.output_stride = directions * width;
-      if (args.has_state()) problem.states = pointer<A>(states) + d * states_numel;
+      if (args.has_state()) problem.states = pointer<A>(chunk_cell_states) + d * states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
@@ -119,11 +94,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
           platform.computing(args.seq_len() * driver.step_work());
       driver.forward(pointer<T>(h_n) + d * args.h_numel(),
                      args.has_state() ? pointer<T>(c_n) + d * args.state_numel() : nullptr,
-                     keep ? pointer<A>(kept) + d * kept_numel : nullptr,
+                     save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
                      workspace.mutable_data_ptr());
     }
-    return std::make_tuple(output, h_n, c_n, kept, states);
+    return std::make_tuple(output, h_n, c_n, saved_gates, chunk_cell_states);
   });
+}
+
+// The operator `forward`: its arguments are those of the schema, in its order.
+template <class Platform>
+ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTensor cx,
+                                Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+                                MaybeTensor reset, MaybeTensor eps, MaybeTensor seed,
+                                double dropout, double zoneout, double cell_zoneout,
+                                MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+                                bool reverse, int64_t chunk_size, int64_t workspace_bytes,
+                                int64_t backend, int64_t tuning, bool save_gates) {
+  return forward<Platform>({.cell = cell,
+                            .input = input,
+                            .hx = hx,
+                            .cx = cx,
+                            .weights = weights,
+                            .lengths = lengths,
+                            .batch_sizes = batch_sizes,
+                            .reset = reset,
+                            .eps = eps,
+                            .seed = seed,
+                            .dropout = dropout,
+                            .zoneout = zoneout,
+                            .cell_zoneout = cell_zoneout,
+                            .mask_seed = mask_seed,
+                            .noise_stream = noise_stream,
+                            .first_step = first_step,
+                            .reverse = reverse,
+                            .chunk_size = chunk_size,
+                            .workspace_bytes = workspace_bytes,
+                            .backend = backend,
+                            .tuning = tuning},
+                           save_gates);
 }
 
 // The same memory, with so many dimensions of one before those of `tensor`, or without.
@@ -143,13 +151,13 @@ inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
   return Tensor(handle);
 }
 
-// One step where nothing needs a gradient, with little around it: input (B, I) or (I), hx and cx
-// (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike, or (0, B, H) of a
-// cell that has none.
+// The operator `step`: one step where nothing needs a gradient, with little overhead.  input (B, I)
+// or (I), hx and cx (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike,
+// or (0, B, H) of a cell without cell state.
 template <class Platform>
-std::tuple<Tensor, Tensor> step(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
-                                Weights weights, MaybeTensor eps, MaybeTensor seed,
-                                int64_t free_multiprocessors, bool tf32) {
+std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
+                                         Weights weights, MaybeTensor eps, MaybeTensor seed,
+                                         int64_t tuning) {
   FUSEDRNN_CHECK(cell >= 0 && cell < int64_t(std::size(kCells)), "there is no cell ", cell);
   const Cell& named = kCells[cell];
   FUSEDRNN_CHECK(!is_projected(named), named.name, " has no single steps");
@@ -171,70 +179,78 @@ std::tuple<Tensor, Tensor> step(int64_t cell, Tensor input, MaybeTensor hx, Mayb
   if (has_state(named)) c = hx || cx ? state("cx", cx) : h;
   FUSEDRNN_CHECK(has_state(named) || !cx, named.name, " takes no cx");
   if (eps) noise = with_dimensions(*eps, missing + 1);
-  const auto [output, h_n, c_n, kept, states] =
-      forward<Platform>(cell, with_dimensions(input, missing), h, c, std::move(weights), {}, {}, {},
-                        noise, std::move(seed), 0, 0, 0, {}, 0, 0, false, 0, 0, 0, false, false,
-                        false, false, free_multiprocessors, tf32);
+  const Tensor sequence = with_dimensions(input, missing);
+  const MaybeTensor none;
+  const auto [output, h_n, c_n, saved_gates, chunk_cell_states] =
+      forward<Platform>({.cell = cell,
+                         .input = sequence,
+                         .hx = h,
+                         .cx = c,
+                         .weights = weights,
+                         .lengths = none,
+                         .batch_sizes = none,
+                         .reset = none,
+                         .eps = noise,
+                         .seed = seed,
+                         .dropout = 0,
+                         .zoneout = 0,
+                         .cell_zoneout = 0,
+                         .mask_seed = none,
+                         .noise_stream = 0,
+                         .first_step = 0,
+                         .reverse = false,
+                         .chunk_size = 0,
+                         .workspace_bytes = 0,
+                         .backend = 0,
+                         .tuning = tuning},
+                        /*save_gates=*/false);
   return {with_dimensions(h_n, -missing), has_state(named) ? with_dimensions(c_n, -missing) : c_n};
 }
 
-// Bits of `needs`, in the order of the results; then one for each of `weights`.
+// Bits of `needs`, in the order of the results; above them is one for each of `weights`.
 enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16 };
 
-// -> gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed
+// What only backward takes.
+struct Cotangents {
+  const MaybeTensor &output, &h_n, &c_n;
+};
+struct Saved {
+  const Tensor& output;
+  const MaybeTensor &gates, &chunk_cell_states;
+};
+
+// Gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed.
+using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 template <class Platform>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
-    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
-    Tensor hx, MaybeTensor cx, Tensor output, MaybeTensor kept, MaybeTensor states, Weights weights,
-    MaybeTensor lengths, MaybeTensor batch_sizes, MaybeTensor reset, MaybeTensor eps,
-    MaybeTensor seed, double dropout, double zoneout, double state_zoneout, MaybeTensor mask_seed,
-    int64_t layer, int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes,
-    int64_t backend, int64_t needs, bool replay, bool by_flags, bool overlap,
-    int64_t free_multiprocessors, bool tf32) {
-  Arguments args({cell,
-                  input,
-                  hx,
-                  cx,
-                  weights,
-                  lengths,
-                  batch_sizes,
-                  reset,
-                  eps,
-                  seed,
-                  dropout,
-                  zoneout,
-                  state_zoneout,
-                  mask_seed,
-                  layer,
-                  first_step,
-                  reverse,
-                  chunk_size,
-                  workspace_bytes,
-                  backend,
-                  by_flags,
-                  overlap,
-                  free_multiprocessors,
-                  tf32});
+BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& saved,
+                         int64_t needs) {
+  const Tensor& input = call.input;
+  const Tensor& output = saved.output;
+  const Weights& weights = call.weights;
+  Arguments args(call);
   const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
   const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
   args.check_sequence("output", output, directions * width);
   FUSEDRNN_CHECK(output.is_contiguous(), "output must be contiguous");
-  if (grad_output) args.check_sequence("grad_output", *grad_output, directions * width);
-  if (grad_h_n) args.check("grad_h_n", *grad_h_n, {directions, batch, width});
-  if (grad_c_n && args.has_state()) args.check("grad_c_n", *grad_c_n, {directions, batch, hidden});
+  if (grad.output) args.check_sequence("grad_output", *grad.output, directions * width);
+  if (grad.h_n) args.check("grad_h_n", *grad.h_n, {directions, batch, width});
+  if (grad.c_n && args.has_state()) args.check("grad_c_n", *grad.c_n, {directions, batch, hidden});
   FUSEDRNN_CHECK(args.has_eps() || (needs & kEps) == 0, "eps was drawn and has no gradient");
   FUSEDRNN_CHECK(args.has_state() || (needs & kCx) == 0, "there is no cx");
   FUSEDRNN_CHECK(needs >= 0 && needs < (kFirstWeight << weights.size()),
                  "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
 
-  Platform platform(input, replay, tf32);
+  Platform platform(input, args.tuning());
   args.place_lengths(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
     Problem asked = args.problem(platform);
     const int64_t state_numel = directions * args.state_numel();
-    if (states && state_numel > 0) asked.chunks = states->numel() / state_numel;
+    if (saved.chunk_cell_states && state_numel > 0) {
+      asked.chunks = saved.chunk_cell_states->numel() / state_numel;
+    }
     const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
     const int64_t states_numel = args.states_numel(plan.steps);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
@@ -242,10 +258,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
                          t.device() == input.device(),
                      "", name, " must be what forward returned for these arguments");
     };
-    FUSEDRNN_CHECK(states.has_value() == args.has_state(), "states must be given for a ",
-                   "cell that has a state beside h, and for no other");
-    if (states) check_saved("states", *states, directions * states_numel);
-    if (kept) check_saved("kept", *kept, directions * args.kept_numel());
+    FUSEDRNN_CHECK(
+        saved.chunk_cell_states.has_value() == args.has_state(),
+        "chunk_cell_states must be given for a cell with a cell state, and for no other");
+    if (saved.chunk_cell_states) {
+      check_saved("chunk_cell_states", *saved.chunk_cell_states, directions * states_numel);
+    }
+    if (saved.gates) check_saved("saved_gates", *saved.gates, directions * args.kept_numel());
 
     const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what,
                               bool zeros = false) {
@@ -266,17 +285,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         allocate(input, {flat_size}, kScalarType<A>, "the gradients of the weights",
                  batch == 0 || (needs & every_weight) != every_weight);
     MaybeTensor dense_h_n, dense_c_n;
-    if (grad_h_n) dense_h_n = torch::stable::contiguous(*grad_h_n);
-    if (grad_c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad_c_n);
+    if (grad.h_n) dense_h_n = torch::stable::contiguous(*grad.h_n);
+    if (grad.c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad.c_n);
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.backward, d);
       problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
       problem.output_stride = directions * width;
-      if (states) problem.states = const_cast<A*>(Arguments::data<A>(*states)) + d * states_numel;
+      if (saved.chunk_cell_states) {
+        problem.states =
+            const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) + d * states_numel;
+      }
       Gradients<T> gradients{};
-      if (grad_output) {
-        gradients.output = args.sequence<T>(*grad_output, width, d * width);
+      if (grad.output) {
+        gradients.output = args.sequence<T>(*grad.output, width, d * width);
       }
       const int64_t h = d * args.h_numel(), state = d * args.state_numel();
       if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + h;
@@ -300,8 +322,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
       [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
-      driver.backward(gradients, kept ? Arguments::data<A>(*kept) + d * args.kept_numel() : nullptr,
-                      workspace.mutable_data_ptr());
+      driver.backward(
+          gradients,
+          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.kept_numel() : nullptr,
+          workspace.mutable_data_ptr());
     }
     if constexpr (!std::is_same_v<T, A>) {
       const Tensor wide = grad_weights;
@@ -312,25 +336,62 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   });
 }
 
-// The operators' schemas, without their names.  No text is passed: torch's stable ABI keeps a copy
-// of each one for ever.
+// The operator `backward`: its arguments are those of the schema, in its order.
+template <class Platform>
+BackwardResults backward_operator(
+    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
+    Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+    MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
+    double cell_zoneout, MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, int64_t tuning,
+    Tensor output, MaybeTensor saved_gates, MaybeTensor chunk_cell_states, int64_t needs) {
+  return backward<Platform>(
+      {.output = grad_output, .h_n = grad_h_n, .c_n = grad_c_n},
+      {.cell = cell,
+       .input = input,
+       .hx = hx,
+       .cx = cx,
+       .weights = weights,
+       .lengths = lengths,
+       .batch_sizes = batch_sizes,
+       .reset = reset,
+       .eps = eps,
+       .seed = seed,
+       .dropout = dropout,
+       .zoneout = zoneout,
+       .cell_zoneout = cell_zoneout,
+       .mask_seed = mask_seed,
+       .noise_stream = noise_stream,
+       .first_step = first_step,
+       .reverse = reverse,
+       .chunk_size = chunk_size,
+       .workspace_bytes = workspace_bytes,
+       .backend = backend,
+       .tuning = tuning},
+      {.output = output, .gates = saved_gates, .chunk_cell_states = chunk_cell_states}, needs);
+}
+
+// The operators' schemas.  Python passes all that comes behind `*` by name; only lists of tensors
+// and what every call has come before it.  No text is passed: torch's stable ABI keeps a copy of
+// each string for ever.
+#define FUSEDRNN_CALL_SCHEMA                                                                   \
+  "int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, *, Tensor? lengths=None, " \
+  "Tensor? batch_sizes=None, Tensor? reset=None, Tensor? eps=None, Tensor? seed=None, "        \
+  "float dropout=0, float zoneout=0, float cell_zoneout=0, Tensor? mask_seed=None, "           \
+  "int noise_stream=0, int first_step=0, bool reverse=False, int chunk_size=0, "               \
+  "int workspace_bytes=0, int backend=0, int tuning=0, "
+
 constexpr const char* kForwardSchema =
-    "(int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, Tensor? lengths, "
-    "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, int workspace_bytes, int backend, bool keep, bool replay, "
-    "bool by_flags, bool overlap, int free_multiprocessors=0, bool tf32=False) "
-    "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor kept, Tensor states)";
+    "forward(" FUSEDRNN_CALL_SCHEMA
+    "bool save_gates=False) "
+    "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor saved_gates, Tensor chunk_cell_states)";
 constexpr const char* kStepSchema =
-    "(int cell, Tensor input, Tensor? hx, Tensor? cx, Tensor[] weights, Tensor? eps, Tensor? seed, "
-    "int free_multiprocessors=0, bool tf32=False) -> (Tensor h, Tensor c)";
+    "step(int cell, Tensor input, Tensor? hx, Tensor? cx, Tensor[] weights, *, Tensor? eps=None, "
+    "Tensor? seed=None, int tuning=0) -> (Tensor h, Tensor c)";
 constexpr const char* kBackwardSchema =
-    "(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, int cell, Tensor input, Tensor hx, "
-    "Tensor? cx, Tensor output, Tensor? kept, Tensor? states, Tensor[] weights, Tensor? lengths, "
-    "Tensor? batch_sizes, Tensor? reset, Tensor? eps, Tensor? seed, float dropout, "
-    "float zoneout, float state_zoneout, Tensor? mask_seed, int layer, int first_step, "
-    "bool reverse, int chunk_size, int workspace_bytes, int backend, int needs, bool replay, "
-    "bool by_flags, bool overlap, int free_multiprocessors=0, bool tf32=False) "
+    "backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " FUSEDRNN_CALL_SCHEMA
+    "Tensor output, Tensor? saved_gates=None, Tensor? chunk_cell_states=None, int needs) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
+#undef FUSEDRNN_CALL_SCHEMA
 
 }  // namespace fusedrnn

@@ -11,7 +11,8 @@ namespace {
 
 class CudaPlatform {
  public:
-  CudaPlatform(const Tensor& input, bool replay, bool tf32) : device_(input, replay, tf32) {}
+  CudaPlatform(const Tensor& input, const Tuning& tuning)
+      : device_(input, tuning.replay, tuning.tf32) {}
   const Gpu* gpu() const { return &device_.gpu(); }
   // A graph that captures a copy of it reads it whenever it is launched, and nobody tells when it
   // is no longer there.
@@ -37,9 +38,9 @@ class CudaPlatform {
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::CudaPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::CudaPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::CudaPlatform>));
+  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::CudaPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::CudaPlatform>));
+  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CudaPlatform>));
 }
 
 // For who has loaded this library by ctypes.

@@ -203,8 +203,8 @@ struct EmulatedDevice {
 
 class EmulatedPlatform {
  public:
-  EmulatedPlatform(const Tensor& /*input*/, bool replay, bool /*tf32: single steps never round*/)
-      : device_(replay) {}
+  // Products of single steps are never rounded to TF32 here.
+  EmulatedPlatform(const Tensor& /*input*/, const Tuning& tuning) : device_(tuning.replay) {}
   static const Gpu* gpu() { return &fusedrnn::gpu; }
   void keep(const Tensor& /*host*/) const {}
 
@@ -325,9 +325,9 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
-  m.def((std::string("forward") + fusedrnn::kForwardSchema).c_str());
-  m.def((std::string("step") + fusedrnn::kStepSchema).c_str());
-  m.def((std::string("backward") + fusedrnn::kBackwardSchema).c_str());
+  m.def(fusedrnn::kForwardSchema);
+  m.def(fusedrnn::kStepSchema);
+  m.def(fusedrnn::kBackwardSchema);
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int patience=1000000, int streams_order=0, int "
@@ -337,9 +337,9 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward<fusedrnn::EmulatedPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step<fusedrnn::EmulatedPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward<fusedrnn::EmulatedPlatform>));
+  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::EmulatedPlatform>));
+  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::EmulatedPlatform>));
+  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::EmulatedPlatform>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CompositeExplicitAutograd, m) {
