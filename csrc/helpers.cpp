@@ -194,7 +194,7 @@ static py::dict facts_of(const fusedrnn::Cell& cell) {
     weights.append(py::make_tuple(p.name, name_of(width)));
   }
   py::dict facts;
-  facts["name"] = cell.name;
+  facts["index"] = &cell - fusedrnn::kCells;
   facts["has_cell_state"] = fusedrnn::has_state(cell);
   facts["has_latent"] = has_latent;
   facts["is_projected"] = fusedrnn::is_projected(cell);
@@ -261,10 +261,11 @@ PYBIND11_MODULE(_helpers, m) {
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and row of the batch that recompute=False saves for backward.");
   // The operators take an index into each of these.
-  py::list cells, backends;
-  for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells.append(facts_of(cell));
+  py::dict cells;
+  py::list backends;
+  for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells[cell.name] = facts_of(cell);
   for (const char* backend : fusedrnn::kBackends) backends.append(backend);
-  m.attr("CELLS") = py::tuple(cells);
+  m.attr("CELLS") = cells;
   m.attr("BACKENDS") = py::tuple(backends);
   py::dict model;
   model["exchange"] = fusedrnn::kExchangeUs;

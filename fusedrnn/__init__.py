@@ -2,12 +2,16 @@
 
 from importlib.metadata import version as _version
 
-from . import functional, reference
-from ._library import set_chunk_replay, set_free_multiprocessors
+from . import (
+    _library,  # noqa: F401, first: it says what is missing if nothing is built
+    functional,
+    reference,
+)
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 from .planner import Plan, plan
+from .tuning import set_chunk_replay, set_free_multiprocessors
 
 __version__ = _version("fusedrnn")
 __all__ = [

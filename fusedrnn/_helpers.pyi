@@ -3,8 +3,9 @@ from typing import Any
 
 Gpu = tuple[str, int, int, int, int, int]
 
-CELLS: tuple[str, ...]
+CELLS: dict[str, dict[str, Any]]
 BACKENDS: tuple[str, ...]
+TUNING: dict[str, int]
 MODEL_US: dict[str, float]
 MOST_ROWS: int
 MOST_LAYERS: int
@@ -27,7 +28,7 @@ def check_sizes(
     seq_len: int,
     batch: int,
 ) -> None: ...
-def kept_columns(cell: str, hidden_size: int, latent_size: int, noise: bool) -> int: ...
+def saved_columns(cell: str, hidden_size: int, latent_size: int, noise: bool) -> int: ...
 def plan(
     *,
     cell: str,
@@ -43,11 +44,8 @@ def plan(
     chunk_size: int,
     workspace_bytes: int,
     backend: str,
-    by_flags: bool,
-    overlap: bool,
-    free_multiprocessors: int,
+    tuning: int,
     gpu: Gpu | None,
-    tf32: bool,
     strides: Sequence[Sequence[int]] = ...,
 ) -> dict[str, Any]: ...
 def chunk_counts(
@@ -61,4 +59,4 @@ def chunk_counts(
 ) -> dict[str, int]: ...
 def known_gpus() -> dict[str, Gpu]: ...
 def signal_check() -> int: ...
-def call_interruptibly(function: Callable[..., Any], *arguments: Any) -> Any: ...
+def call_interruptibly(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any: ...

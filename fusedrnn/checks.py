@@ -1,168 +1,39 @@
-"""What users pass, checked: the one set of errors of modules, functional forms and plans.
+"""Checks of tensors: one set of errors for modules and functional forms.
 
-A TypeError is for what is of a wrong kind, a ValueError for a value, a rank or a dtype, and a
-RuntimeError for a shape or a device, as in torch.nn. All come before anything is drawn or computed.
+A TypeError is for a wrong type, a ValueError for a wrong value, rank or dtype, and a RuntimeError
+for a wrong shape or device, as in torch.nn. All are raised before anything is drawn or computed.
+Options are checked in options.py.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.types import Device
 
+from . import _helpers as helpers
 from . import _library
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-# --- options -------------------------------------------------------------------------------------
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def positive_int(name: str, value: int) -> int:
-    """Sizes and counts."""
-    if not _is_int(value):
-        raise TypeError(f"fusedrnn: {name} must be an int, got {_kind(value)}")
-    if value < 1:
-        raise ValueError(f"fusedrnn: {name} must be a positive integer, got {value}")
-    if value >= 2**63:
-        raise ValueError(f"fusedrnn: {name} must be below 2^63, got {value}")
-    return value
-
-
-def num_layers(value: int) -> int:
-    """As many as the operators can tell apart."""
-    most = _library.MOST_LAYERS // 2  # in two directions
-    if positive_int("num_layers", value) > most:
-        raise ValueError(f"fusedrnn: num_layers must be at most {most}, got {value}")
-    return value
-
-
-def proj_size(value: int, hidden_size: int | None = None) -> int:
-    """``hidden_size``: of the module, if it is known."""
-    if not _is_int(value):
-        raise TypeError(f"fusedrnn: proj_size must be an int, got {_kind(value)}")
-    if value < 0 or (hidden_size is not None and value >= hidden_size):
-        end = "" if hidden_size is None else f" and below hidden_size={hidden_size}"
-        raise ValueError(f"fusedrnn: proj_size must be at least 0{end}, got {value}")
-    return value
-
-
-def flag(name: str, value: bool) -> bool:
-    """Nothing else counts as true or false: a text "False" would be true."""
-    if not isinstance(value, bool):
-        raise TypeError(f"fusedrnn: {name} must be a bool, got {_kind(value)}")
-    return value
-
-
-def probability(name: str, value: float) -> float:
-    """Of any wrong kind this is a ValueError, as in torch.nn."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {text_of(value)}")
-    return float(value)
-
-
-def zoneout(value: float | tuple[float, float], has_state: bool) -> None:
-    """One probability, or a pair where there is a state beside h."""
-    if isinstance(value, tuple) and not (len(value) == 2 and has_state):
-        expected = "a probability, or a pair of them" if has_state else "one probability"
-        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {text_of(value)}")
-    for p in value if isinstance(value, tuple) else (value,):
-        probability("zoneout", p)
-
-
-def chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
-    """At most one of them."""
-    for name, value in (("chunk_size", chunk_size), ("workspace_bytes", workspace_bytes)):
-        if value is not None:
-            if not _is_int(value):
-                raise TypeError(f"fusedrnn: {name} must be an int or None, got {_kind(value)}")
-            positive_int(name, value)
-    if chunk_size is not None and workspace_bytes is not None:
-        raise ValueError(
-            f"fusedrnn: chunk_size and workspace_bytes exclude each other, got {chunk_size} and "
-            f"{workspace_bytes}"
-        )
-
-
-def backend(value: str) -> None:
-    """Its name."""
-    if not isinstance(value, str) or value not in _library.BACKENDS:
-        names = ", ".join(map(repr, _library.BACKENDS))
-        raise ValueError(f"fusedrnn: backend must be one of {names}, got {text_of(value)}")
-
-
-def dtype(value: torch.dtype | None) -> torch.dtype:
-    """That of new weights: torch's default if None."""
-    if value is None:
-        value = torch.get_default_dtype()
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"fusedrnn: dtype must be a torch.dtype, got {_kind(value)}")
-    if value not in DTYPES:
-        names = ", ".join(str(d) for d in DTYPES)
-        raise RuntimeError(f"fusedrnn: dtype must be one of {names}, got {value}")
-    return value
-
-
-def device(value: Device) -> None:
-    """Any that torch knows by name, or None."""
-    if isinstance(value, bool) or not isinstance(value, torch.device | str | int | None):
-        raise TypeError(f"fusedrnn: device must be a torch.device or a name, got {_kind(value)}")
-    if isinstance(value, int) and not 0 <= value < 2**15:
-        raise ValueError(f"fusedrnn: there is no device {text_of(value)}")
-
-
-def noise(eps: object, seed: object, generator: object, sample: bool) -> None:
-    """At most one source, and none without a sample."""
-    flag("sample", sample)
-    sources = {"eps": eps, "seed": seed, "generator": generator}
-    given = [name for name, source in sources.items() if source is not None]
-    if len(given) > 1:
-        raise ValueError(f"fusedrnn: {' and '.join(given)} exclude each other: give one of them")
-    if given and not sample:
-        raise ValueError(f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given")
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"fusedrnn: generator must be a torch.Generator, got {_kind(generator)}")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
-def text_of(value: object) -> str:
-    """A value in a message: as it is if that is short, else its type."""
-    if isinstance(value, str | int | float | tuple | None):
-        text = repr(value)
-        if len(text) <= 40:
-            return text
-    return _kind(value)
-
-
-# --- tensors -------------------------------------------------------------------------------------
+from .options import DTYPES, check_flag, kind_of
 
 
 def types(tensors: Mapping[str, Any], optional: Sequence[str] = ()) -> None:
-    """Each is a tensor of numbers at strides; ``optional`` ones may be None."""
+    """Each must be a dense tensor; ``optional`` ones may be None."""
     for name, tensor in tensors.items():
         if tensor is None and name in optional:
             continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"fusedrnn: {name} must be a tensor, got {_kind(tensor)}")
+            raise TypeError(f"fusedrnn: {name} must be a tensor, got {kind_of(tensor)}")
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "nested" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"fusedrnn: {name} must be a dense tensor, got a {layout} one")
 
 
 def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
-    """Those of ``tensors["input"]``."""
+    """All must have the dtype and the device of ``tensors["input"]``."""
     input = tensors["input"]
     assert input is not None
     if input.dtype not in DTYPES:
@@ -185,7 +56,7 @@ def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def on_device(name: str, tensor: Tensor, input: Tensor) -> None:
-    """That of the input."""
+    """A tensor must be on the device of the input."""
     if tensor.device != input.device:
         is_weight = name.startswith("weights")
         hint = f'; or move the input by .to("{tensor.device}")' if is_weight else ""
@@ -195,7 +66,7 @@ def on_device(name: str, tensor: Tensor, input: Tensor) -> None:
 
 
 def shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
-    """None passes."""
+    """A tensor must have this shape, unless it is None."""
     # Tuples of plain numbers: torch.compile of torch 2.11 compares nothing else with a torch.Size.
     if tensor is not None and tuple(tensor.shape) != tuple(expected):
         raise RuntimeError(
@@ -204,7 +75,7 @@ def shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
 
 
 def rank_of_step(name: str, tensor: Tensor, input: Tensor) -> None:
-    """With or without a batch, as the input of a cell."""
+    """A cell's state or noise must have one dimension, or two with a batch."""
     if tensor.dim() not in (1, 2):
         raise ValueError(
             f"fusedrnn: {name} must have {input.dim()} dimension(s), as input has, "
@@ -213,17 +84,30 @@ def rank_of_step(name: str, tensor: Tensor, input: Tensor) -> None:
 
 
 def rows(seq_len: int, batch: int, got: Sequence[int]) -> None:
-    """As many as the operators can count. ``got``: the input's shape."""
+    """There must be a step, and no more rows than operators count. ``got``: the input's shape."""
     if seq_len == 0:
         raise RuntimeError(
             f"fusedrnn: expected a sequence of at least one step, got shape {tuple(got)}"
         )
-    if seq_len * max(batch, 1) > _library.MOST_ROWS:
+    if seq_len * max(batch, 1) > helpers.MOST_ROWS:
         raise RuntimeError(f"fusedrnn: seq_len * batch must be below 2^32, got shape {tuple(got)}")
 
 
+def noise(eps: object, seed: object, generator: object, sample: bool) -> None:
+    """At most one source of noise may be given, and none if nothing is sampled."""
+    check_flag("sample", sample)
+    sources = {"eps": eps, "seed": seed, "generator": generator}
+    given = [name for name, source in sources.items() if source is not None]
+    if len(given) > 1:
+        raise ValueError(f"fusedrnn: {' and '.join(given)} exclude each other: give one of them")
+    if given and not sample:
+        raise ValueError(f"fusedrnn: sample=False draws no noise, so {given[0]} must not be given")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}")
+
+
 def seed(value: Tensor | None, input: Tensor) -> None:
-    """One int64 on the input's device, or None."""
+    """A seed is one int64 on the input's device, or None."""
     if value is None:
         return
     types({"seed": value})
@@ -235,7 +119,7 @@ def seed(value: Tensor | None, input: Tensor) -> None:
 
 
 def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> None:
-    """Bool, of the shape of the input's rows, or None."""
+    """A reset is a bool for each row of the input, or None."""
     if value is None:
         return
     types({"reset": value})
@@ -246,7 +130,7 @@ def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> Non
 
 
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
-    """As a contiguous int64 tensor on the CPU."""
+    """Checked lengths, as a contiguous int64 tensor on the CPU."""
     wanted = "lengths must be an int64 tensor or a sequence of ints"
     if isinstance(value, Tensor):
         types({"lengths": value})
@@ -260,7 +144,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
         host = value
     else:
         if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
-            raise TypeError(f"fusedrnn: {wanted}, got {_kind(value)}")
+            raise TypeError(f"fusedrnn: {wanted}, got {kind_of(value)}")
         items: list[Any] = []
         try:  # ints of all kinds, NumPy's too
             items = list(value)
@@ -268,7 +152,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
                 raise TypeError
             numbers = [operator.index(n) for n in items]
         except TypeError:  # here and not above: torch.compile of torch 2.11 knows no names of types
-            kinds = " and ".join(sorted({_kind(n) for n in items}))
+            kinds = " and ".join(sorted({kind_of(n) for n in items}))
             got = f", got one with {kinds}" if kinds else ""
             raise TypeError(f"fusedrnn: {wanted}{got}") from None
         # What is too large for an int64 is too long as well.
@@ -284,7 +168,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
 
 
 class Packing(NamedTuple):
-    """What a PackedSequence says of the rows of its data."""
+    """How the rows of a PackedSequence's data are ordered."""
 
     batch_sizes: Tensor
     """Rows that take each step, (seq_len,) int64 on the CPU; they never rise."""
@@ -293,34 +177,33 @@ class Packing(NamedTuple):
     unsorted_indices: Tensor | None
 
     def batch(self) -> int:
-        """Rows that take the first step, which are all."""
+        """The number of sequences: all of them take the first step."""
         count: Any = self.batch_sizes[0]
         # To torch.jit.trace an int would be a constant.
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
         return count if is_traced else int(count)
 
     def sort(self, tensor: Tensor, dim: int) -> Tensor:
-        """From the user's order of rows to that of the data."""
+        """From the user's order of sequences to the order of the data."""
         if self.sorted_indices is None:
             return tensor
         return tensor.index_select(dim, self.sorted_indices)
 
     def unsort(self, tensor: Tensor, dim: int) -> Tensor:
-        """Back again."""
+        """From the order of the data to the user's order of sequences."""
         if self.unsorted_indices is None:
             return tensor
         return tensor.index_select(dim, self.unsorted_indices)
 
     def pack(self, data: Tensor) -> PackedSequence:
-        """Other data of the same rows."""
+        """A PackedSequence of other data, with the same rows."""
         return PackedSequence(data, *self)
 
 
 def packing(input: PackedSequence) -> Packing:
-    """Of a PackedSequence, which anybody can make by hand.
+    """The checked packing of a PackedSequence, which anybody can make by hand.
 
-    The values of indices on a GPU are left to torch, which looks at them there: to do it here would
-    be to wait for the GPU.
+    Indices on a GPU are checked by torch, on the GPU: a check here would wait for the GPU.
     """
     data, batch_sizes, sorted_indices, unsorted_indices = input
     types({"data of the PackedSequence": data, "batch_sizes": batch_sizes})

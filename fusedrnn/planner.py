@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.types import Device
 
-from . import _helpers, _library, checks
+from . import _helpers, _plans, checks, tuning
 from .modules import GRU, LSTM, RNNBase, StochasticGRU
+from .options import check_dtype, check_flag, check_num_layers, text_of
 
 _MODULES = {"gru": GRU, "lstm": LSTM, "stochastic_gru": StochasticGRU}
 
@@ -157,18 +158,18 @@ def plan(
             "fusedrnn: module must be a fusedrnn.GRU, LSTM or StochasticGRU, "
             f"got {cls.__module__}.{cls.__qualname__}"
         )
-    dtype = checks.dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
-    checks.flag("sample", sample)
+    dtype = check_dtype(module.all_weights[0][0].dtype if dtype is None else dtype)
+    check_flag("sample", sample)
     seq_len, batch = _steps(module, input_shape)
     directions = 2 if module.bidirectional else 1
     output_size = module.proj_size or module.hidden_size
     widest = module.input_size
     if module.num_layers > 1:
         widest = max(widest, directions * output_size)
-    gpu, tf32 = _gpu(device), _library.allows_tf32(dtype)
-    made = _library.plan_layer(
+    gpu, tf32 = _gpu(device), tuning.allows_tf32(dtype)
+    made = _plans.plan_layer(
         gpu,
-        cell=module._table_name,
+        cell=module._options().cell,
         noise=sample,
         input_size=widest,
         hidden_size=module.hidden_size,
@@ -177,17 +178,13 @@ def plan(
         bias=module.bias,
         seq_len=seq_len,
         batch=batch,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_plans.name_of(dtype),
         chunk_size=module.chunk_size or 0,
         workspace_bytes=module.workspace_bytes or 0,
         backend=module.backend,
-        by_flags=_library.exchange_by_flags,
-        overlap=_library.overlap_chunks,
-        free_multiprocessors=_library.multiprocessors_left(),
-        tf32=tf32,
+        tuning=tuning.number(dtype),
     )
-    if module.backend == "persistent" != made["backend"]:
-        raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
+    _plans.require_backend(module.backend, made)
     precision = ""
     if dtype == torch.float32:
         rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
@@ -201,7 +198,7 @@ def _module_of(options: Mapping[str, Any]) -> RNNBase:
     cell = options.pop("cell", None)
     if not isinstance(cell, str) or cell not in _MODULES:
         raise ValueError(
-            f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {checks.text_of(cell)}"
+            f"fusedrnn: cell must be one of {', '.join(_MODULES)}, got {text_of(cell)}"
         )
     cls = _MODULES[cell]
     unknown = [name for name in options if name not in inspect.signature(cls).parameters]
@@ -211,7 +208,7 @@ def _module_of(options: Mapping[str, Any]) -> RNNBase:
     if missing:
         raise TypeError(f"fusedrnn: {cls.__name__} needs {missing[0]}")
     if "num_layers" in options:
-        options["num_layers"] = min(checks.num_layers(options["num_layers"]), 2)
+        options["num_layers"] = min(check_num_layers(options["num_layers"]), 2)
     return cls(**options)
 
 
@@ -249,12 +246,11 @@ def _gpu(device: Device) -> _helpers.Gpu | None:
     if where.type != "cuda":
         names = ", ".join(known)
         raise ValueError(
-            f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, "
-            f"got {checks.text_of(device)}"
+            f"fusedrnn: device must be cpu, a CUDA device, or one of {names}, got {text_of(device)}"
         )
     if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
         raise RuntimeError(
             f"fusedrnn: there is no {where} on this machine; device may also be 'cpu', or the name "
             f"of a GPU: {', '.join(known)}"
         )
-    return _library.gpu_facts(where)
+    return _plans.gpu_facts(where)

@@ -1,13 +1,14 @@
 """Layers on top of each other, once every argument is known to be right.
 
-Either over the whole sequence at once, each layer from the output of the one below; or part by part
-for the last states alone, when no layer's output is needed as a whole.
+They run over the whole sequence at once, each layer on the output of the layer below; or, for the
+last states alone, part by part, so that no layer's output exists as a whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from ._library import Dropout, Mask, Setting, run_layer
+from ._autograd import needs_grad, run_layer
+from ._ops import LayerCall, LayerTensors
+from .batch import Mask
 
 LEAST_PART = 16  # steps; shorter ones would save little and cost time
 
 
 class States(NamedTuple):
-    """Of all layers and directions, layers first; c is None for a cell without.
+    """The states of all layers and directions, layers first; c is None without a cell state.
 
     h is (L * D, B, P) and c (L * D, B, H), with P = H unless h is projected.
     """
@@ -29,9 +32,10 @@ class States(NamedTuple):
     h: Tensor
     c: Tensor | None
 
-    def of(self, rows: slice) -> States:
-        """Those of some layers or directions."""
-        return States(self.h[rows], None if self.c is None else self.c[rows])
+    def of(self, layer_directions: slice) -> States:
+        """The states of some layers or directions."""
+        c = None if self.c is None else self.c[layer_directions]
+        return States(self.h[layer_directions], c)
 
 
 def _joined(states: Sequence[States]) -> States:
@@ -41,29 +45,33 @@ def _joined(states: Sequence[States]) -> States:
     return States(torch.cat([s.h for s in states]), torch.cat(cells) if cells else None)
 
 
-class Stack(NamedTuple):
-    """Layers of a cell.
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Layers of a cell, one on top of the other, with everything they need but input and states.
 
-    ``setting`` is that of the first layer, ``weights`` are those of all layers and directions one
-    after the other, ``eps`` is (L * D, T, B, Z). ``dropout`` is that of every layer but the first.
-    With ``mask.batch_sizes`` sequences are packed: (rows, features).
+    With ``mask.batch_sizes`` sequences are packed: (rows of all steps, features).
     """
 
-    setting: Setting
+    call: LayerCall
+    """Of the first layer. Its dropout is that of the inputs of all other layers."""
     num_layers: int
     directions: int
     weights: Sequence[Tensor]
+    """Of all layers and directions, one after the other."""
     mask: Mask
-    dropout: Dropout
     eps: Tensor | None
+    """(L * D, T, B, Z)."""
     seed: Tensor | None
+    mask_seed: Tensor | None
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
         """sequence (T, B, I) -> output (T, B, D * P) of the last layer, last states of all."""
+        if self.num_layers == 1:
+            return self._run_layer(slice(0, self.directions), sequence, states)
         last = []
         for layer in range(self.num_layers):
             here = slice(layer * self.directions, (layer + 1) * self.directions)
-            sequence, state = self._run_rows(here, sequence, states.of(here))
+            sequence, state = self._run_layer(here, sequence, states.of(here))
             last.append(state)
         return sequence, _joined(last)
 
@@ -79,48 +87,56 @@ class Stack(NamedTuple):
         last = []
         for layer in range(self.num_layers - 1):
             here = slice(2 * layer, 2 * layer + 2)
-            sequence, state = self._run_rows(here, sequence, states.of(here))
+            sequence, state = self._run_layer(here, sequence, states.of(here))
             last.append(state)
         for row in (2 * self.num_layers - 2, 2 * self.num_layers - 1):
             here = slice(row, row + 1)
             last.append(self._in_parts(here, sequence, states.of(here)))
         return _joined(last)
 
-    def _run_rows(self, rows: slice, sequence: Tensor, states: States) -> tuple[Tensor, States]:
-        """One layer: both its directions, or one of them. ``rows`` count from the first layer."""
-        layer = rows.start // self.directions
-        reverse = rows.stop - rows.start < self.directions and rows.start % 2 == 1
-        per_row = len(self.weights) // (self.num_layers * self.directions)
+    def _run_layer(self, here: slice, sequence: Tensor, states: States) -> tuple[Tensor, States]:
+        """One layer: both its directions, or one of them. ``here`` counts layer_directions."""
+        layer = here.start // self.directions
+        reverse = here.stop - here.start < self.directions and here.start % 2 == 1
+        of_each = len(self.weights) // (self.num_layers * self.directions)
         h, c = states
         if self.mask.reset is not None:
             h = _reset_first(h, self.mask, reverse)
             c = None if c is None else _reset_first(c, self.mask, reverse)
+        call = self.call
+        if here.start > 0 or call.dropout > 0:  # else the call is that of the first layer already
+            dropout = call.dropout if layer > 0 else 0.0
+            call = replace(call, noise_stream=here.start, reverse=reverse, dropout=dropout)
         output, h_n, c_n = run_layer(
-            self.setting._replace(layer=rows.start, reverse=reverse),
-            sequence,
-            h,
-            c,
-            self.weights[rows.start * per_row : rows.stop * per_row],
-            self.mask,
-            self.dropout if layer > 0 else self.dropout._replace(input=0.0),
-            None if self.eps is None else self.eps[rows],
-            self.seed,
+            call,
+            LayerTensors(
+                input=sequence,
+                hx=h,
+                cx=c,
+                weights=self.weights[here.start * of_each : here.stop * of_each],
+                eps=None if self.eps is None else self.eps[here],
+                seed=self.seed,
+                lengths=self.mask.lengths,
+                batch_sizes=self.mask.batch_sizes,
+                reset=self.mask.reset,
+                mask_seed=self.mask_seed,
+            ),
         )
         return output, States(h_n, None if c is None else c_n)
 
-    def _in_parts(self, rows: slice, sequence: Tensor, states: States) -> States:
+    def _in_parts(self, here: slice, sequence: Tensor, states: States) -> States:
         """All layers in one direction, or one direction of the last layer."""
         seq_len = self._steps(sequence)
         steps = max(LEAST_PART, math.isqrt(seq_len))
         begins = range(0, seq_len, steps)
-        backwards = self.directions == 2 and rows.start % 2 == 1
+        backwards = self.directions == 2 and here.start % 2 == 1
         tensors = (sequence, *states, self.eps, *self.weights)
-        needs_grad = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in tensors
-        )
+        is_differentiated = needs_grad(tensors)
         # A checkpoint does not notice what changes before it runs again.
         watched = [t for t in (*tensors, self.mask.reset) if t is not None and not t.is_inference()]
-        versions = [t._version for t in watched] if needs_grad and not is_compiling() else None
+        versions = (
+            [t._version for t in watched] if is_differentiated and not is_compiling() else None
+        )
 
         def last_states(part: Stack, *arguments: Any) -> tuple[Tensor, Tensor | None]:
             if versions is not None and versions != [t._version for t in watched]:
@@ -133,8 +149,8 @@ class Stack(NamedTuple):
         for begin in reversed(begins) if backwards else begins:
             end = min(begin + steps, seq_len)
             part = self._part(begin, end)
-            arguments = (part, rows, self._rows(sequence, begin, end), *states)
-            if needs_grad:
+            arguments = (part, here, self._rows(sequence, begin, end), *states)
+            if is_differentiated:
                 # All that is random here comes from seeds that are tensors.
                 h, c = checkpoint(
                     last_states, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -145,11 +161,11 @@ class Stack(NamedTuple):
         return states
 
     def _last_states(
-        self, rows: slice, sequence: Tensor, h: Tensor, c: Tensor | None
+        self, here: slice, sequence: Tensor, h: Tensor, c: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         states = States(h, c)
         if self.directions == 2:
-            return self._run_rows(rows, sequence, states)[1]
+            return self._run_layer(here, sequence, states)[1]
         return self.run(sequence, states)[1]
 
     def _steps(self, sequence: Tensor) -> int:
@@ -167,14 +183,15 @@ class Stack(NamedTuple):
     def _part(self, begin: int, end: int) -> Stack:
         """The same over steps [begin, end) of the sequence."""
         lengths, batch_sizes, reset = self.mask
-        return self._replace(
+        return replace(
+            self,
             mask=Mask(
                 None if lengths is None else (lengths - begin).clamp(0, end - begin),
                 None if batch_sizes is None else batch_sizes[begin:end].clone(),
                 None if reset is None else reset[begin:end],
             ),
             eps=None if self.eps is None else self.eps[:, begin:end],
-            setting=self.setting._replace(first_step=self.setting.first_step + begin),
+            call=replace(self.call, first_step=self.call.first_step + begin),
         )
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.types import Device
 
-# (name, offset in elements, shape) of each weight.
-Layout = Sequence[tuple[str, int, tuple[int, ...]]]
+from .cells import Layout
 
 # Devices whose memory can be compared and replaced. Elsewhere (meta, XLA) weights are left alone.
 _DEVICES = ("cpu", "cuda")

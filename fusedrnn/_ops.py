@@ -1,0 +1,365 @@
+"""The operators of csrc/ops.h, called with their arguments by name, and what they are to a tracer.
+
+This module is the only user of the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import _helpers as helpers
+from . import _library, _plans
+from .cells import CELL_NAMES, CELLS
+
+_BACKENDS = helpers.BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall:
+    """How a layer is called, apart from its tensors."""
+
+    cell: str
+    noise_stream: int = 0
+    """Tells random numbers of layers apart: its number in the stack, each direction counted."""
+    first_step: int = 0
+    """The first step's place in the sequence that this one is a part of; noise depends on it."""
+    reverse: bool = False
+    """Whether the only direction runs from the end of the sequence."""
+    chunk_size: int = 0
+    """Steps of a chunk, or 0 for as many as the plan has."""
+    workspace_bytes: int = 0
+    """An upper bound on the workspace, or 0 for none."""
+    backend: str = "auto"
+    recompute: bool = True
+    dropout: float = 0.0
+    """The probability with which an element of the layer's input is zeroed."""
+    zoneout: float = 0.0
+    """The probability with which a unit keeps its h; without a mask_seed, the average is taken."""
+    cell_zoneout: float = 0.0
+    """The same of the cell state."""
+    tuning: int = 0
+    """See tuning.py."""
+
+    def arguments(self) -> dict[str, Any]:
+        """By the names that forward and backward have for them; ``recompute`` is not among them."""
+        return {
+            "cell": CELLS[self.cell].index,
+            "noise_stream": self.noise_stream,
+            "first_step": self.first_step,
+            "reverse": self.reverse,
+            "chunk_size": self.chunk_size,
+            "workspace_bytes": self.workspace_bytes,
+            "backend": _BACKENDS.index(self.backend),
+            "dropout": self.dropout,
+            "zoneout": self.zoneout,
+            "cell_zoneout": self.cell_zoneout,
+            "tuning": self.tuning,
+        }
+
+
+class LayerTensors(NamedTuple):
+    """The tensors of a layer's call, for D directions.
+
+    P is the number of features of h: H, unless the cell projects h. In a packed batch, input is
+    (rows of all steps, I).
+    """
+
+    input: Tensor
+    """(T, B, I)."""
+    hx: Tensor
+    """(D, B, P)."""
+    weights: Sequence[Tensor]
+    """Of each direction, in the order of the layout."""
+    cx: Tensor | None = None
+    """(D, B, H), if the cell has a cell state."""
+    eps: Tensor | None = None
+    """(D, T, B, Z); neither this nor ``seed`` means no noise."""
+    seed: Tensor | None = None
+    """One int64 that eps is drawn from."""
+    lengths: Tensor | None = None
+    """(B,) int64 on the CPU: steps of each sequence of a padded batch."""
+    batch_sizes: Tensor | None = None
+    """(T,) int64 on the CPU: rows that take each step of a packed batch."""
+    reset: Tensor | None = None
+    """(T, B) bool: whether the state is zeroed before the step."""
+    mask_seed: Tensor | None = None
+    """One int64 that dropout and zoneout are drawn from."""
+
+    def flat(self) -> tuple[Any, ...]:
+        """All of them, one after the other; the weights come last, because their number varies."""
+        input, hx, weights, *others = self
+        return (input, hx, *others, *weights)
+
+    @classmethod
+    def of(cls, flat: Sequence[Any]) -> LayerTensors:
+        """From what :meth:`flat` gives."""
+        first_weight = len(LayerTensors._fields) - 1
+        input, hx, *others = flat[:first_weight]
+        return cls(input, hx, flat[first_weight:], *others)
+
+    def arguments(self) -> dict[str, Any]:
+        """By the names that forward and backward have for them."""
+        named = self._asdict()
+        named["weights"] = list(self.weights)
+        return named
+
+
+class ForwardResults(NamedTuple):
+    """What forward returns."""
+
+    output: Tensor
+    """(T, B, D * P), or packed (rows, D * P)."""
+    h_n: Tensor
+    """(D, B, P)."""
+    c_n: Tensor
+    """(D, B, H), or (0, B, H) of a cell without cell state."""
+    saved_gates: Tensor
+    """The pre-activations, if they were to be saved."""
+    chunk_cell_states: Tensor
+    """The cell state before each chunk, if there is one."""
+
+
+class Gradients(NamedTuple):
+    """What backward returns; a gradient that was not needed is empty."""
+
+    input: Tensor
+    hx: Tensor
+    cx: Tensor
+    eps: Tensor
+    weights: Tensor
+    """Of all weights, flat, one after the other."""
+
+
+# Bits of `needs`, as in csrc/ops.h.
+_NEEDS_INPUT, _NEEDS_HX, _NEEDS_CX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
+
+
+def needs_of(flags: LayerTensors) -> int:
+    """The number that tells backward which gradients are needed. ``flags``: a bool per tensor."""
+    needs = _NEEDS_INPUT * bool(flags.input) + _NEEDS_HX * bool(flags.hx)
+    needs += _NEEDS_CX * bool(flags.cx) + _NEEDS_EPS * bool(flags.eps)
+    return needs + sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(flags.weights) if need)
+
+
+def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> ForwardResults:
+    """A layer over a sequence."""
+    named = call.arguments() | tensors.arguments()
+    return ForwardResults(*_call(_library.operators.forward, save_gates=save_gates, **named))
+
+
+def backward(
+    call: LayerCall,
+    tensors: LayerTensors,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    *,
+    output: Tensor,
+    saved_gates: Tensor | None,
+    chunk_cell_states: Tensor | None,
+    needs: int,
+) -> Gradients:
+    """The gradients of a layer. ``grads``: of output, h_n and c_n."""
+    grad_output, grad_h_n, grad_c_n = grads
+    return Gradients(
+        *_call(
+            _library.operators.backward,
+            grad_output=grad_output,
+            grad_h_n=grad_h_n,
+            grad_c_n=grad_c_n,
+            output=output,
+            saved_gates=saved_gates,
+            chunk_cell_states=chunk_cell_states,
+            needs=needs,
+            **call.arguments(),
+            **tensors.arguments(),
+        )
+    )
+
+
+def step(
+    cell: str,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    eps: Tensor | None,
+    seed: Tensor | None,
+    tuning: int,
+) -> tuple[Tensor, Tensor]:
+    """One step, without gradients, on tensors without a dimension for steps or layers.
+
+    -> h, and c, which is empty if the cell has no cell state. States that are None are zero.
+    """
+    results: tuple[Tensor, Tensor] = _call(
+        _library.operators.step,
+        CELLS[cell].index,
+        input,
+        hx,
+        cx,
+        list(weights),
+        eps=eps,
+        seed=seed,
+        tuning=tuning,
+    )
+    return results
+
+
+def _call(operator: Any, *arguments: Any, **named: Any) -> Any:
+    """Calls an operator, whose errors are all RuntimeErrors: torch's stable ABI has no others."""
+    if is_compiling():
+        return operator(*arguments, **named)
+    try:
+        return helpers.call_interruptibly(operator, *arguments, **named)
+    except RuntimeError as error:
+        tensors = (t for t in (*arguments, *named.values()) if isinstance(t, Tensor))
+        if "fusedrnn: out of memory" in str(error) and any(t.is_cuda for t in tensors):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
+# --- What the operators are to a tracer: shapes, and no numbers. ---------------------------------
+
+
+def _check_devices(
+    input: Tensor, tensors: Iterable[Tensor | None], *on_host: Tensor | None
+) -> None:
+    """A single tensor on meta leads here, where a call with real tensors must not get an answer."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(
+                "fusedrnn: all tensors must be on the device of input, "
+                f"got {input.device} and {tensor.device}"
+            )
+    for tensor in on_host:
+        if tensor is not None and not tensor.is_cpu and not input.is_meta:
+            raise RuntimeError(
+                f"fusedrnn: lengths and batch_sizes must be on the CPU, got {tensor.device}"
+            )
+
+
+@torch.library.register_fake("fusedrnn::forward")
+def _fake_forward(
+    cell: int,
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    lengths: Tensor | None = None,
+    batch_sizes: Tensor | None = None,
+    reset: Tensor | None = None,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    mask_seed: Tensor | None = None,
+    chunk_size: int = 0,
+    workspace_bytes: int = 0,
+    backend: int = 0,
+    tuning: int = 0,
+    save_gates: bool = False,
+    **_: Any,
+) -> ForwardResults:
+    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
+    name = CELL_NAMES[cell]
+    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
+    directions, batch, output_size = hx.shape
+    hidden_size = output_size if cx is None else cx.shape[2]
+    latent_size = weights[1].shape[1] if CELLS[name].has_latent else 0
+    noise = eps is not None or seed is not None
+    columns = helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
+    chunks = 0 if cx is None else 1
+    if cx is not None and seq_len != 1:  # one step needs no plan, and a plan needs plain numbers
+        made = _plans.plan_layer(
+            _plans.gpu_facts(input.device),
+            cell=name,
+            noise=noise,
+            input_size=input.shape[-1],
+            hidden_size=hidden_size,
+            latent_size=latent_size,
+            output_size=output_size,
+            bias=any(w.dim() == 1 for w in weights),
+            seq_len=seq_len,
+            batch=batch,
+            dtype=_plans.name_of(input.dtype),
+            chunk_size=chunk_size,
+            workspace_bytes=workspace_bytes,
+            backend=_BACKENDS[backend],
+            tuning=tuning,
+            strides=_plans.strides_of(weights),
+        )
+        chunks = -(-seq_len // made["chunk_steps"])
+    accumulate_in = torch.promote_types(input.dtype, torch.float32)
+    return ForwardResults(
+        output=input.new_empty(*input.shape[:-1], directions * output_size),
+        h_n=input.new_empty(directions, batch, output_size),
+        c_n=input.new_empty(0 if cx is None else directions, batch, hidden_size),
+        saved_gates=input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
+        chunk_cell_states=input.new_empty(
+            directions * chunks * batch * hidden_size, dtype=accumulate_in
+        ),
+    )
+
+
+@torch.library.register_fake("fusedrnn::step")
+def _fake_step(
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_devices(input, [hx, cx, *weights, eps, seed])
+    facts = CELLS[CELL_NAMES[cell]]
+    sizes = {size: w.shape[1] for (_, size), w in zip(facts.weights, weights, strict=False)}
+    h = input.new_empty(*input.shape[:-1], sizes["hidden"])
+    batch = input.shape[0] if input.dim() == 2 else 1
+    return h, torch.empty_like(h) if facts.has_cell_state else h.new_empty(0, batch, h.shape[-1])
+
+
+@torch.library.register_fake("fusedrnn::backward")
+def _fake_backward(
+    grad_output: Tensor | None,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    cell: int,
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    output: Tensor,
+    needs: int,
+    lengths: Tensor | None = None,
+    batch_sizes: Tensor | None = None,
+    reset: Tensor | None = None,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    mask_seed: Tensor | None = None,
+    saved_gates: Tensor | None = None,
+    chunk_cell_states: Tensor | None = None,
+    **_: Any,
+) -> Gradients:
+    tensors = [hx, cx, output, saved_gates, chunk_cell_states, *weights, reset, eps, seed]
+    tensors += [mask_seed, grad_output, grad_h_n, grad_c_n]
+    _check_devices(input, tensors, lengths, batch_sizes)
+
+    def like(tensor: Tensor | None, bit: int) -> Tensor:
+        is_needed = needs & bit and tensor is not None
+        return input.new_empty(tensor.shape if is_needed and tensor is not None else 0)
+
+    weights_size = sum(w.numel() for w in weights) if needs >= _NEEDS_FIRST_WEIGHT else 0
+    return Gradients(
+        input=like(input, _NEEDS_INPUT),
+        hx=like(hx, _NEEDS_HX),
+        cx=like(cx, _NEEDS_CX),
+        eps=like(eps, _NEEDS_EPS),
+        weights=input.new_empty(weights_size),
+    )

@@ -1,0 +1,209 @@
+"""What all layers share, and what all cells share: sizes, options, weights and their values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.types import Device
+
+from ..call import NO_NOISE, Noise, run_cell
+from ..cells import CELLS, Layout, Sizes, layout
+from ..options import (
+    FIELDS,
+    NAMES,
+    Options,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_positive,
+    check_proj_size,
+)
+from ..weights import FlatModule
+
+if TYPE_CHECKING:  # a layer has an attribute for each option
+
+    class _Attributes(Options): ...
+else:
+    _Attributes = object
+
+_ATTRIBUTES = ("proj_size", *NAMES)
+
+
+class RNNBase(FlatModule, _Attributes):
+    """A layer of any cell: sizes and options as attributes, weights, initialisation and repr.
+
+    A subclass names its cell in ``_cell``, and has a constructor and a ``forward`` of its own.
+    """
+
+    _cell: str
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        options: Options,
+        *,
+        latent_size: int | None = None,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.input_size = check_positive("input_size", input_size)
+        self.hidden_size = check_positive("hidden_size", hidden_size)
+        if CELLS[self._cell].has_latent:
+            self.latent_size = _latent_size(latent_size, hidden_size)
+        check_proj_size(options.proj_size, hidden_size)
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(options, name))
+        if options.dropout > 0 and options.num_layers == 1:
+            warnings.warn(
+                f"fusedrnn: dropout={options.dropout} drops the inputs of layers after the first, "
+                "so with num_layers=1 it does nothing",
+                stacklevel=3,
+            )
+        check_device(device)
+        self._make_weights(device, check_dtype(dtype))
+        self.reset_parameters()
+
+    def _sizes(self) -> Sizes:
+        latent_size = getattr(self, "latent_size", 0)
+        return Sizes(
+            self.input_size, self.hidden_size, latent_size, self.proj_size or self.hidden_size
+        )
+
+    def _options(self) -> Options:
+        """The options as the attributes are now: users may change them, as those of torch.nn."""
+        attributes = self.__dict__
+        values = (self._cell, self.training, *[attributes[name] for name in _ATTRIBUTES])
+        if is_compiling():
+            return _options(*values)
+        try:
+            return _remembered_options(*values)
+        except TypeError:  # what cannot be looked up, as a list, or has a wrong type
+            return _options(*values)
+
+    def _layout(self) -> Layout:
+        options = self._options()
+        return layout(
+            options.cell, self._sizes(), options.num_layers, options.directions, options.bias
+        )
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights of each layer and direction, in a list of their own, as in torch.nn."""
+        weights = self._weights()
+        size = len(weights) // self._options().layer_directions
+        return [weights[i : i + size] for i in range(0, len(weights), size)]
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
+        _init_uniform(self, self.hidden_size)
+
+    def extra_repr(self) -> str:
+        """Sizes, and the options that differ from their defaults."""
+        return _repr(self, *_ATTRIBUTES)
+
+
+class RNNCellBase(FlatModule):
+    """One step of a cell, with torch.nn's interface: names of weights have no layer in them.
+
+    A subclass names its cell in ``_cell``, and has a constructor and a ``forward`` of its own.
+    """
+
+    _cell: str
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        *,
+        latent_size: int | None = None,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.input_size = check_positive("input_size", input_size)
+        self.hidden_size = check_positive("hidden_size", hidden_size)
+        if CELLS[self._cell].has_latent:
+            self.latent_size = _latent_size(latent_size, hidden_size)
+        self.bias = check_flag("bias", bias)
+        check_device(device)
+        self._make_weights(device, check_dtype(dtype))
+        if not bias:  # as in torch.nn, where the names exist in any case
+            for name, _, _ in self._layout_of_step(bias=True):
+                if name.startswith("bias_"):
+                    self.register_parameter(name, None)
+        self.reset_parameters()
+
+    def _sizes(self) -> Sizes:
+        latent_size = getattr(self, "latent_size", 0)
+        return Sizes(self.input_size, self.hidden_size, latent_size, self.hidden_size)
+
+    def _layout(self) -> Layout:
+        return self._layout_of_step(self.bias)
+
+    def _layout_of_step(self, bias: bool) -> Layout:
+        parameters = layout(self._cell, self._sizes(), 1, 1, bias)
+        return tuple(
+            (name.removesuffix("_l0"), offset, shape) for name, offset, shape in parameters
+        )
+
+    def _run(
+        self, input: Tensor, h: Tensor | None, c: Tensor | None = None, noise: Noise = NO_NOISE
+    ) -> tuple[Tensor, Tensor | None]:
+        """h and c after the step."""
+        options = _options_of_cell if is_compiling() else _remembered_options_of_cell
+        return run_cell(
+            input, self._weights(), h, c, options(self._cell, self.bias), self._sizes(), noise
+        )
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
+        _init_uniform(self, self.hidden_size)
+
+    def extra_repr(self) -> str:
+        """Sizes, and the options that differ from their defaults."""
+        return _repr(self, "bias")
+
+
+def _options(cell: str, training: bool, *values: Any) -> Options:
+    """``values``: of _ATTRIBUTES."""
+    options = dict(zip(_ATTRIBUTES, values, strict=True))
+    name = "projected_lstm" if options["proj_size"] else cell
+    return Options(cell=name, training=training, **options)
+
+
+def _options_of_cell(cell: str, bias: bool) -> Options:
+    return Options(cell=cell, bias=bias)
+
+
+# Checks of options take longer than these dictionaries; with `typed`, 1 is not taken for True.
+_remembered_options = functools.lru_cache(maxsize=256, typed=True)(_options)
+_remembered_options_of_cell = functools.lru_cache(maxsize=16, typed=True)(_options_of_cell)
+
+
+def _latent_size(latent_size: int | None, hidden_size: int) -> int:
+    return check_positive("latent_size", hidden_size if latent_size is None else latent_size)
+
+
+def _init_uniform(module: nn.Module, hidden_size: int) -> None:
+    bound = 1 / math.sqrt(hidden_size)
+    for weight in module.parameters():
+        nn.init.uniform_(weight, -bound, bound)
+
+
+def _repr(module: RNNBase | RNNCellBase, *names: str) -> str:
+    parts = [str(module.input_size), str(module.hidden_size)]
+    defaults = {"latent_size": module.hidden_size} | {name: FIELDS[name].default for name in names}
+    for name, default in defaults.items():
+        value = getattr(module, name, default)
+        if value != default:
+            parts.append(f"{name}={value}")
+    return ", ".join(parts)
