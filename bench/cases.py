@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
-from fusedrnn import _library, reference
+from fusedrnn import reference, tuning
 
 THREADS = 2
 
@@ -369,12 +369,12 @@ class SwitchedStep(TrainingStep):
 
 @contextmanager
 def _switched_on(switch: str) -> Iterator[None]:
-    before = getattr(_library, switch)
-    setattr(_library, switch, True)
+    before = getattr(tuning.switches, switch)
+    setattr(tuning.switches, switch, True)
     try:
         yield
     finally:
-        setattr(_library, switch, before)
+        setattr(tuning.switches, switch, before)
 
 
 class ReplayedStep(SwitchedStep):

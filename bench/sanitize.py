@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from fusedrnn import GRU, LSTM, StochasticGRU, _library, set_chunk_replay
+from fusedrnn import GRU, LSTM, StochasticGRU, set_chunk_replay, tuning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # T, B, I, H, Z: odd widths, replayed chunks and a shorter one, and the least there can be.
@@ -67,7 +67,7 @@ def main() -> None:
         call_masked(*masked)
     packet_calls = list(itertools.product((torch.bfloat16,), (True, False), NOISE))
     for overlap in (False, True):
-        _library.overlap_chunks = overlap
+        tuning.switches.overlap_chunks = overlap
         for arguments in packet_calls:
             call(IN_PLACE, *arguments)
     torch.cuda.synchronize()

@@ -6,15 +6,18 @@ the CPU in float64. Pre-activations are looked at too, since they tell which gat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from fusedrnn import _library
+from fusedrnn import _library, tuning
+from fusedrnn._autograd import run_layer
+from fusedrnn._ops import ForwardResults, LayerCall, LayerTensors
+from fusedrnn.cells import Sizes, layout
 
 BATCH, INPUT = 11, 5  # two tiles of rows
 # Sizes that give each depth of a persistent kernel: blocks of columns that a warp multiplies.
@@ -76,13 +79,13 @@ class Step:
             values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
             return values.to(self.device, self.dtype).requires_grad_()
 
-        layout = _library.layout(self.cell, INPUT, size, size, output, 1, 1, True)
+        parameters = layout(self.cell, Sizes(INPUT, size, size, output), 1, 1, True)
         is_noisy = self.cell == "stochastic_gru"
         return {
             "input": normal(self.seq_len, BATCH, INPUT),
             "hx": normal(1, BATCH, output, scale=0.5),
             "cx": normal(1, BATCH, size) if self.is_lstm else None,
-            "weights": {name: normal(*shape, scale=size**-0.5) for name, _, shape in layout},
+            "weights": {name: normal(*shape, scale=size**-0.5) for name, _, shape in parameters},
             "eps": normal(1, self.seq_len, BATCH, size)
             if is_noisy and self.noise == "eps"
             else None,
@@ -104,7 +107,7 @@ class Step:
         return self.size // 2 if self.cell == "projected_lstm" else self.size
 
     def stages(self) -> dict[str, Sequence[str]]:
-        """Names of pre-activations by stage, as the operators keep them for backward."""
+        """Names of pre-activations by stage, as the operators save them for backward."""
         if self.is_lstm:
             return {"the LSTM": LSTM}
         if self.cell == "gru":
@@ -122,47 +125,46 @@ class Step:
 
 
 class _Watch:
-    """The operators, and what the last forward kept for backward."""
+    """The operators, and what the last forward saved for backward."""
 
     def __init__(self, operators: Any) -> None:
         self.operators = operators
-        self.kept = torch.empty(0)
+        self.saved_gates = torch.empty(0)
 
-    def forward(self, *arguments: Any) -> Any:
-        results = self.operators.forward(*arguments)
-        self.kept = results[3]
+    def forward(self, **arguments: Any) -> Any:
+        results = self.operators.forward(**arguments)
+        self.saved_gates = ForwardResults(*results).saved_gates
         return results
 
-    def backward(self, *arguments: Any) -> Any:
-        return self.operators.backward(*arguments)
-
-
-@contextmanager
-def _replaced(name: str, value: Any) -> Iterator[None]:
-    before = getattr(_library, name)
-    setattr(_library, name, value)
-    try:
-        yield
-    finally:
-        setattr(_library, name, before)
+    def backward(self, **arguments: Any) -> Any:
+        return self.operators.backward(**arguments)
 
 
 def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> dict[str, Values]:
     """All that a call computes, forward and backward, in the order of its work."""
     given = tensors or step.tensors()
     weights = given["weights"]
-    watch = _Watch(_library._ops)
-    with _replaced("_ops", watch), _replaced("exchange_by_flags", step.by_flags):
-        results = _library.run_layer(
-            _library.Setting(step.cell, backend=backend, recompute=False),
-            given["input"],
-            given["hx"],
-            given["cx"],
-            list(weights.values()),
-            _library.Mask(),
-            _library.Dropout(),
-            given["eps"],
-            given["seed"],
+    watch = _Watch(_library.operators)
+    with (
+        mock.patch.object(_library, "operators", watch),
+        mock.patch.object(tuning.switches, "exchange_by_flags", step.by_flags),
+    ):
+        call = LayerCall(
+            cell=step.cell,
+            backend=backend,
+            recompute=False,
+            tuning=tuning.number_for(given["input"]),
+        )
+        results = run_layer(
+            call,
+            LayerTensors(
+                input=given["input"],
+                hx=given["hx"],
+                cx=given["cx"],
+                weights=list(weights.values()),
+                eps=given["eps"],
+                seed=given["seed"],
+            ),
         )
         outputs = results[: 3 if step.is_lstm else 2]
         wanted = {name: given[name] for name in ("input", "hx", "cx", "eps")}
@@ -170,14 +172,14 @@ def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> d
         cotangents = given["cotangents"][: len(outputs)]
         gradients = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
     found: dict[str, Values] = {}
-    kept = watch.kept
+    saved = watch.saved_gates
     for stage, gates in step.stages().items():
         count = step.seq_len * BATCH * len(gates) * step.size
         shape = (step.seq_len, BATCH, len(gates), step.size)
-        values, kept = kept[:count].view(shape), kept[count:]
+        values, saved = saved[:count].view(shape), saved[count:]
         axes = ("t", "row", "gate", "unit")
         found[f"pre-activations of {stage}"] = Values(values, axes, gates)
-    assert len(kept) == 0, "more is kept for backward than is known here"
+    assert len(saved) == 0, "more is saved for backward than is known here"
     return found | named(step, outputs, dict(zip(wanted, gradients, strict=True)))
 
 

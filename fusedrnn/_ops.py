@@ -209,6 +209,12 @@ def step(
     return results
 
 
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A result in another shape that autograd takes for no view: ``detach_`` refuses views."""
+    result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return result
+
+
 def _call(operator: Any, *arguments: Any, **named: Any) -> Any:
     """Calls an operator, whose errors are all RuntimeErrors: torch's stable ABI has no others."""
     if is_compiling():

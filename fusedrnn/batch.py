@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import checks
+from ._ops import reshaped
 from .checks import Packing
 
 
@@ -103,10 +103,7 @@ class BatchForm(NamedTuple):
         if packing is not None:
             return packing.unsort(state, dim)
         if self.is_step:
-            shape = state.shape[1 if self.is_batched else 2 :]
-            # To autograd this is no view: detach_() refuses those.
-            result: Tensor = torch.ops.aten._unsafe_view(state, shape)
-            return result
+            return reshaped(state, state.shape[1 if self.is_batched else 2 :])
         return state if self.is_batched else state.squeeze(dim)
 
     def mask(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fusedrnn import reference
-from fusedrnn._library import layout
+from fusedrnn._ops import LayerCall, LayerTensors
+from fusedrnn.cells import Sizes, layout
 
 CELLS = ["gru", "lstm", "stochastic_gru"]
 
@@ -78,8 +79,8 @@ class Case:
         is_lstm, is_stochastic = self.cell == "lstm", self.cell == "stochastic_gru"
         cell = "projected_lstm" if self.proj_size else self.cell
         output_size = self.proj_size or self.hidden_size
-        sizes = (self.input_size, self.hidden_size, self.latent_size, output_size)
-        all_weights = layout(cell, *sizes, self.num_layers, directions, self.bias)
+        sizes = Sizes(self.input_size, self.hidden_size, self.latent_size, output_size)
+        all_weights = layout(cell, sizes, self.num_layers, directions, self.bias)
         weights = [shape for _, _, shape in all_weights]
         h, c = ((rows, self.batch, width) for width in (output_size, self.hidden_size))
         needs_seed = is_stochastic and self.noise == "seed"
@@ -301,3 +302,29 @@ DTYPE_CASES = [replace(case, dtype=torch.bfloat16) for case in CASES]
 DTYPE_CASES += [
     replace(case, dtype=dtype) for case in SHAPE_CASES for dtype in (torch.float32, torch.float16)
 ]
+
+
+def operator_arguments(
+    case: Case,
+    arguments: Arguments,
+    *,
+    batch_sizes: Tensor | None = None,
+    mask_seed: Tensor | None = None,
+    **call: Any,
+) -> dict[str, Any]:
+    """What forward and backward take of a call of one layer, by name. ``call``: of LayerCall."""
+    cell = "projected_lstm" if case.proj_size else case.cell
+    a = arguments
+    tensors = LayerTensors(
+        input=a.input,
+        hx=a.hx,
+        cx=a.cx,
+        weights=a.weights,
+        eps=a.eps,
+        seed=a.seed,
+        lengths=a.lengths,
+        batch_sizes=batch_sizes,
+        reset=a.reset,
+        mask_seed=mask_seed,
+    )
+    return LayerCall(cell=cell, **call).arguments() | tensors.arguments()

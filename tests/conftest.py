@@ -5,7 +5,7 @@ import torch
 from cases import allow_tf32
 from emulator import emulated_operators, use
 
-from fusedrnn import _library
+from fusedrnn import tuning
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _float32_is_not_rounded():
 @pytest.fixture(autouse=True)
 def _chunks_are_replayed(monkeypatch):
     """Off by default, and more that can go wrong: tests go that way."""
-    monkeypatch.setattr(_library, "replay_chunks", True)
+    monkeypatch.setattr(tuning.switches, "replay_chunks", True)
 
 
 @pytest.fixture

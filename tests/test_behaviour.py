@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case
+from cases import CELLS, MASKED, Case, operator_arguments
 from torch.profiler import ProfilerActivity, profile
 
 import fusedrnn
-from fusedrnn import _library, reference
-from fusedrnn._library import layout
+from fusedrnn import reference
+from fusedrnn.cells import Sizes, layout
 
 CASE = Case(seq_len=20, batch=6, chunk_size=8, dtype=torch.float32)
 MASKED_CASE = replace(CASE, **MASKED, cell="lstm", num_layers=2)
@@ -190,7 +190,7 @@ def drawn_eps(
 ):
     """The noise that the kernels use, read back through layers built to show it: h' = tanh(z)."""
     size, directions = latent_size, 2 if bidirectional else 1
-    parameters = layout("stochastic_gru", *[size] * 4, num_layers, directions, True)
+    parameters = layout("stochastic_gru", Sizes(*[size] * 4), num_layers, directions, True)
     weights = []
     for name, _, shape in parameters:
         weights.append(torch.zeros(shape, dtype=torch.float64, device=seed.device))
@@ -380,49 +380,27 @@ def test_small_stack(dtype):
 # --- torch's own machinery -----------------------------------------------------------------------
 
 
-def raw_arguments(case, arguments):
-    """What the operators take from the cell to backend."""
-    a = arguments
-    masks = (a.lengths, None, a.reset)
-    raw = (
-        _library.CELLS.index(a.cell),
-        a.input,
-        a.hx,
-        a.cx,
-        a.weights,
-        *masks,
-        a.eps,
-        a.seed,
-        0.0,
-        0.0,
-        0.0,
-        None,
-    )
-    raw += (0, 0, False, case.chunk_size, 0, 0)
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
-
-
 OPCHECK = [Case(cell, chunk_size=4, noise=n) for cell in CELLS for n in ("seed", "eps", "none")][2:]
 OPCHECK += [Case(cell, chunk_size=4, noise="eps", **MASKED) for cell in CELLS]
 
 
 @pytest.mark.parametrize("case", OPCHECK, ids=str)
 def test_opcheck(case):
-    raw = raw_arguments(case, case.tensors())
+    raw = operator_arguments(case, case.tensors(), chunk_size=case.chunk_size)
+    raw = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, raw)
     tests = ("test_schema", "test_faketensor")
-    for keep in (False, True):
-        forward = (*raw, keep, *[False] * 3)
-        torch.library.opcheck(torch.ops.fusedrnn.forward.default, forward, test_utils=tests)
-    output, h_n, c_n, _, states = torch.ops.fusedrnn.forward(*raw, *[False] * 4)
-    cell, input, hx, cx, weights, *others = raw
-    bits = [1, 2, 4 * (cx is not None), 8 * (case.tensors().eps is not None)]
-    bits += [16 << i for i in range(len(weights))]
+    for save_gates in (False, True):
+        forward = raw | {"save_gates": save_gates}
+        torch.library.opcheck(torch.ops.fusedrnn.forward.default, (), forward, test_utils=tests)
+    output, h_n, c_n, _, cell_states = torch.ops.fusedrnn.forward(**raw)
+    has_cell_state = raw["cx"] is not None
+    bits = [1, 2, 4 * has_cell_state, 8 * (raw["eps"] is not None)]
+    bits += [16 << i for i in range(len(raw["weights"]))]
     for needs in (0, *{*bits}, sum(bits)):
-        cotangents = (output, h_n, c_n if cx is not None else None)
-        saved = (output, None, states if cx is not None else None)
-        backward = (*cotangents, cell, input, hx, cx, *saved, weights, *others, needs)
-        backward += (False,) * 3
-        torch.library.opcheck(torch.ops.fusedrnn.backward.default, backward, test_utils=tests)
+        backward = raw | {"grad_output": output, "grad_h_n": h_n, "output": output, "needs": needs}
+        backward |= {"grad_c_n": c_n if has_cell_state else None}
+        backward |= {"chunk_cell_states": cell_states if has_cell_state else None}
+        torch.library.opcheck(torch.ops.fusedrnn.backward.default, (), backward, test_utils=tests)
 
 
 def test_checkpoint_computes_the_same_again(cell):

@@ -11,11 +11,11 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
-from cases import DTYPES, OPTIONS, Case, relative_errors
+from cases import DTYPES, OPTIONS, Case, operator_arguments, relative_errors
 from torch import nn
 
 import fusedrnn
-from fusedrnn import _library, reference
+from fusedrnn import reference, tuning
 
 pytestmark = pytest.mark.cuda
 
@@ -123,7 +123,7 @@ def test_same_bits_if_chunks_are_replayed_or_not(monkeypatch, options, dtype):
     case = replace(CASE, dtype=dtype, **options)
     arguments = case.tensors("cuda").to(dtype)
     replayed = results(arguments, case)
-    monkeypatch.setattr(_library, "replay_chunks", False)
+    monkeypatch.setattr(tuning.switches, "replay_chunks", False)
     assert_same_bits(replayed, results(arguments, case))
 
 
@@ -462,16 +462,7 @@ def test_arguments_on_the_cpu_are_refused(what):
 
 def test_the_operator_itself_reads_no_memory_of_the_cpu():
     a = CASE.tensors("cuda")
-    good = {"input": a.input, "hx": a.hx, "weights": a.weights, "eps": None, "seed": a.seed}
-    rest = {
-        "cell": _library.CELLS.index("stochastic_gru"),
-        "cx": None,
-        "lengths": None,
-        "batch_sizes": None,
-    }
-    rest |= {"reset": None, "dropout": 0.0, "zoneout": 0.0, "state_zoneout": 0.0, "layer": 0}
-    rest |= {"mask_seed": None, "first_step": 0, "reverse": False, "chunk_size": 0, "replay": True}
-    rest |= {"backend": 0, "by_flags": False, "overlap": False, "workspace_bytes": 0}
+    good = operator_arguments(CASE, a)
     changes = [
         {"hx": a.hx.cpu()},
         {"seed": a.seed.cpu()},
@@ -481,11 +472,10 @@ def test_the_operator_itself_reads_no_memory_of_the_cpu():
     ]
     for change in changes:
         with pytest.raises(RuntimeError, match="must be on the device of input"):
-            torch.ops.fusedrnn.forward(**(good | rest | change), keep=False)
-    output, _, _, kept, _ = torch.ops.fusedrnn.forward(**good, **rest, keep=True)
-    backward = {**good, **rest, "grad_output": output, "grad_h_n": None, "grad_c_n": None}
-    backward |= {"output": output, "states": None}
-    for change in ({"kept": kept.cpu()}, {"grad_output": output.cpu(), "kept": kept}):
+            torch.ops.fusedrnn.forward(**(good | change))
+    output, _, _, saved, _ = torch.ops.fusedrnn.forward(**good, save_gates=True)
+    backward = good | {"grad_output": output, "grad_h_n": None, "grad_c_n": None, "output": output}
+    for change in ({"saved_gates": saved.cpu()}, {"grad_output": output.cpu()}):
         with pytest.raises(RuntimeError, match="fusedrnn: "):
             torch.ops.fusedrnn.backward(**(backward | change), needs=3)
 

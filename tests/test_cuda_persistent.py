@@ -22,7 +22,7 @@ from test_persistent import (
 from test_persistent_backward import IN_PLACE
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import _library, tuning
 
 pytestmark = pytest.mark.cuda
 
@@ -52,7 +52,7 @@ def assert_values(monkeypatch, run, case):
             by_hand = rounded_truth(case, "cuda", of_all=True)
         assert_no_worse(packets, run(case, "stepwise"), exact, by_hand)
         assert_same(run(case), packets)
-        monkeypatch.setattr(_library, "exchange_by_flags", True)
+        monkeypatch.setattr(tuning.switches, "exchange_by_flags", True)
         assert_same(run(case), packets)
 
 
@@ -79,7 +79,7 @@ def test_the_emulation_is_the_kernel(monkeypatch, case):
     on_gpu = results(case)
     operators = emulated_operators()
     operators.control(False, "", 132, 1)
-    monkeypatch.setattr(_library, "_ops", operators)
+    monkeypatch.setattr(_library, "operators", operators)
     emulated = results(case, device="cpu")
     same = [torch.equal(on_gpu[name].cpu(), value) for name, value in emulated.items()]
     print(f"{sum(same)} of {len(same)} results have the same bits")
@@ -96,7 +96,7 @@ def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
     output, _ = fusedrnn.gru(input.cuda(), [w.cuda() for w in weights], hx.cuda(), **options)
     operators = emulated_operators()
     operators.control(False, "", 132, 1)
-    monkeypatch.setattr(_library, "_ops", operators)
+    monkeypatch.setattr(_library, "operators", operators)
     expected, _ = fusedrnn.gru(input, weights, hx, **options)
     assert torch.equal(output[0].cpu(), expected[0])
 
@@ -135,7 +135,7 @@ def test_streams_and_threads_at_the_same_time():
 
 @pytest.mark.parametrize("by_flags", [False, True])
 def test_a_cuda_graph(monkeypatch, by_flags):
-    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
+    monkeypatch.setattr(tuning.switches, "exchange_by_flags", by_flags)
     case = replace(BASE, cell="stochastic_gru", seq_len=21, chunk_size=4)
     arguments = case.tensors("cuda")
 
@@ -167,13 +167,13 @@ def long_training(cell):
 def test_a_second_stream_gives_the_same_bits(monkeypatch, cell):
     train = long_training(cell)
     expected = train()
-    monkeypatch.setattr(_library, "overlap_chunks", True)
+    monkeypatch.setattr(tuning.switches, "overlap_chunks", True)
     for _ in range(10):
         assert_same(train(), expected)
 
 
 def test_a_second_stream_in_a_cuda_graph(monkeypatch):
-    monkeypatch.setattr(_library, "overlap_chunks", True)
+    monkeypatch.setattr(tuning.switches, "overlap_chunks", True)
     train = long_training({"cell": "stochastic_gru"})
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -192,7 +192,7 @@ def test_a_second_stream_in_a_cuda_graph(monkeypatch):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nan_and_infinity_do_not_hang(monkeypatch, cell, dtype, by_flags):
     """Neither pass, and of backward also where nothing but the gradient has some."""
-    monkeypatch.setattr(_library, "exchange_by_flags", by_flags)
+    monkeypatch.setattr(tuning.switches, "exchange_by_flags", by_flags)
     case = replace(BASE, dtype=dtype, **cell)
 
     def in_input(arguments):

@@ -13,7 +13,7 @@ from emulator import FOLDER, build_sanitized
 from test_behaviour import allocations
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import tuning
 
 # Ten chunks and a short one; widths with and without whole groups of four.
 LONG = Case(seq_len=41, batch=3, hidden_size=12, latent_size=6, chunk_size=4, dtype=torch.float32)
@@ -40,7 +40,7 @@ def test_replayed_chunks_give_the_same_bits(emulator, monkeypatch, options, dtyp
     replayed = results(arguments, case)
     # Steps with fewer and fewer rows are not alike.
     assert (emulator.counts()[1] > 0) == (not case.lengths)
-    monkeypatch.setattr(_library, "replay_chunks", False)
+    monkeypatch.setattr(tuning.switches, "replay_chunks", False)
     emulator.control(False, "")
     assert_same_bits(replayed, results(arguments, case))
     assert emulator.counts()[1] == 0
@@ -54,7 +54,7 @@ def test_replayed_chunks_read_copies_of_expanded_tensors(emulator, monkeypatch, 
     eps = arguments.eps.detach()[..., :1].expand_as(arguments.eps).requires_grad_()
     arguments = replace(arguments, grad_output=rows, eps=eps)
     replayed = results(arguments, case)
-    monkeypatch.setattr(_library, "replay_chunks", False)
+    monkeypatch.setattr(tuning.switches, "replay_chunks", False)
     assert_same_bits(replayed, results(arguments, case))
 
 

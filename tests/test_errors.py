@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case
+from cases import CELLS, MASKED, Case, operator_arguments
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import cells
 
 CASE = Case(seq_len=4, batch=3, input_size=5, hidden_size=7, latent_size=6, num_layers=2)
 
@@ -169,7 +169,7 @@ def test_bad_call(name):
 
 def test_the_operator_of_a_projection_checks_both_widths():
     case = Case("lstm", seq_len=4, proj_size=2, dtype=torch.float32)
-    good = {"cell": "projected_lstm", "lengths": None, "reset": None}
+    good = {"lengths": None, "reset": None}
     _, arguments = raw_forward(case, **good)
     weights, hx, cx = (arguments[name] for name in ("weights", "hx", "cx"))
     for message, changes in {
@@ -192,42 +192,14 @@ def packed(batch_sizes):
 
 def raw_forward(case, **changes):
     """The operator itself, past the checks of the functional form."""
-    a = case.tensors()
-    arguments = {
-        "cell": a.cell,
-        "input": a.input,
-        "hx": a.hx,
-        "cx": a.cx,
-        "weights": a.weights,
-        "lengths": a.lengths,
-        "batch_sizes": None,
-        "reset": a.reset,
-        "eps": a.eps,
-        "seed": a.seed,
-        "dropout": 0.0,
-        "zoneout": 0.0,
-        "state_zoneout": 0.0,
-        "mask_seed": None,
-        "layer": 0,
-        "first_step": 0,
-        "reverse": False,
-        "chunk_size": 2,
-        "workspace_bytes": 0,
-        "backend": 0,
-        "keep": False,
-        "replay": True,
-        "by_flags": False,
-        "overlap": False,
-    }
-    arguments |= changes
-    arguments["cell"] = _library.CELLS.index(arguments["cell"])
+    arguments = operator_arguments(case, case.tensors(), chunk_size=2) | changes
     return torch.ops.fusedrnn.forward(**arguments), arguments
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
     case = replace(CASE, cell=cell, num_layers=1, **MASKED, dtype=torch.float32)
-    (output, _, _, _, states), good = raw_forward(case)
+    (output, _, _, _, cell_states), good = raw_forward(case)
     weights, lengths, reset = (good[name] for name in ("weights", "lengths", "reset"))
     is_lstm = cell == "lstm"
     last = {"gru": "bias_hh", "lstm": "bias_hh", "stochastic_gru": "bias_hz"}[cell]
@@ -281,7 +253,8 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         "chunk_size": {"chunk_size": -1},
         "workspace_bytes must be 0": {"workspace_bytes": -1},
         "chunk_size and workspace_bytes exclude": {"workspace_bytes": 2**20},
-        "layer": {"layer": -1},
+        "noise_stream": {"noise_stream": -1},
+        "tuning must have": {"tuning": -1},
     }
     if cell != "stochastic_gru":
         for message in ("eps must have shape", "exclude"):
@@ -292,14 +265,17 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         assert "csrc" not in str(caught.value)
 
     def raw_backward(**changes):
-        arguments = {k: v for k, v in good.items() if k != "keep"}
-        arguments |= {"grad_output": torch.ones_like(output), "grad_h_n": None, "grad_c_n": None}
-        arguments |= {"output": output, "kept": None, "needs": 3}
-        arguments |= {"states": states if is_lstm else None}
+        arguments = good | {
+            "grad_output": torch.ones_like(output),
+            "grad_h_n": None,
+            "grad_c_n": None,
+        }
+        arguments |= {"output": output, "saved_gates": None, "needs": 3}
+        arguments |= {"chunk_cell_states": cell_states if is_lstm else None}
         return torch.ops.fusedrnn.backward(**(arguments | changes))
 
     raw_backward()
-    for cell in (-1, len(_library.CELLS)):
+    for cell in (-1, len(cells.CELLS)):
         with pytest.raises(RuntimeError, match=f"fusedrnn: there is no cell {cell}"):
             raw_backward(cell=cell)
     bad = {
@@ -309,18 +285,23 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
         },
         "grad_output must have shape": {"grad_output": output[..., 1:]},
         "grad_h_n must have shape": {"grad_h_n": output},
-        "kept must be": {"kept": output},
+        "saved_gates must be": {"saved_gates": output},
         "eps was drawn": {"needs": 8},
         "needs": {"needs": 16 << len(weights)},
     }
     if is_lstm:
         bad |= {
-            "states must be given": {"states": None},
-            "states must be what forward returned": {"states": states[1:]},
+            "chunk_cell_states must be given": {"chunk_cell_states": None},
+            "chunk_cell_states must be what forward returned": {
+                "chunk_cell_states": cell_states[1:]
+            },
             "grad_c_n must have shape": {"grad_c_n": output},
         }
     else:
-        bad |= {"there is no cx": {"needs": 4}, "states must be given": {"states": output}}
+        bad |= {
+            "there is no cx": {"needs": 4},
+            "chunk_cell_states must be given": {"chunk_cell_states": output},
+        }
     for message, changes in bad.items():
         with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{message}"):
             raw_backward(**changes)
@@ -338,10 +319,9 @@ def calls_of(tensors, path=()):
 @pytest.mark.parametrize("cell", CELLS)
 def test_one_meta_tensor_among_others_does_not_lead_to_results_of_nothing(cell):
     case = replace(CASE, cell=cell, num_layers=1, **MASKED, dtype=torch.float32)
-    (output, h_n, _, _, states), good = raw_forward(case)
-    backward = {k: v for k, v in good.items() if k != "keep"}
-    backward |= {"grad_output": output, "grad_h_n": h_n, "grad_c_n": None, "output": output}
-    backward |= {"kept": None, "states": states if cell == "lstm" else None, "needs": 3}
+    (output, h_n, _, _, cell_states), good = raw_forward(case)
+    backward = good | {"grad_output": output, "grad_h_n": h_n, "grad_c_n": None, "output": output}
+    backward |= {"chunk_cell_states": cell_states if cell == "lstm" else None, "needs": 3}
     for operator, arguments in (
         (torch.ops.fusedrnn.forward, good),
         (torch.ops.fusedrnn.backward, backward),
@@ -478,7 +458,6 @@ def test_weights_in_any_collection():
 
 def test_an_interruption_that_is_swallowed_is_raised_in_the_end():
     """And not in some later call."""
-    library = fusedrnn._library
     seen = []
 
     def handler(number, frame):
@@ -493,21 +472,18 @@ def test_an_interruption_that_is_swallowed_is_raised_in_the_end():
 
         def call():
             try:
-                torch.ops.fusedrnn.forward(
-                    *(library.CELLS.index("gru"), x, torch.zeros(1, 32, 256), None, flat),
-                    *(None, None, None, None, None, 0.0, 0.0, 0.0, None, 0, 0, False, 0, 0, 0),
-                    *(False, False, False, False),
-                )
+                gru = fusedrnn.cells.CELLS["gru"].index
+                torch.ops.fusedrnn.forward(gru, x, torch.zeros(1, 32, 256), None, flat)
             except RuntimeError as error:
                 seen.append(str(error))
 
         with pytest.raises(KeyError, match="of the handler"):
-            library._helpers.call_interruptibly(call)
+            fusedrnn._helpers.call_interruptibly(call)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert seen == ["fusedrnn: a signal has ended the call"]
-    assert library._helpers.call_interruptibly(len, "later") == 5
+    assert fusedrnn._helpers.call_interruptibly(len, "later") == 5
 
 
 @pytest.mark.parametrize("num_layers", [10**6, 10**8])

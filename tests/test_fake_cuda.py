@@ -15,7 +15,7 @@ from fake_cuda import fake_operators
 from speed_sizes import CELLS
 
 import fusedrnn
-from fusedrnn import _library, reference
+from fusedrnn import reference, tuning
 
 # Enough chunks for some to be replayed, and a short one; units of two blocks.
 BASE = Case(seq_len=7, batch=3, hidden_size=19, latent_size=17, chunk_size=2)
@@ -63,9 +63,9 @@ def gpu(monkeypatch):
         operators.take_notes()
         with monkeypatch.context() as patch:
             use(patch, operators)
-            patch.setattr(_library, "exchange_by_flags", by_flags)
-            patch.setattr(_library, "overlap_chunks", overlap)
-            patch.setattr(_library, "replay_chunks", replay)
+            patch.setattr(tuning.switches, "exchange_by_flags", by_flags)
+            patch.setattr(tuning.switches, "overlap_chunks", overlap)
+            patch.setattr(tuning.switches, "replay_chunks", replay)
             found = results(layout(on_gpu(case.tensors(), case)), case)
         call.launches, call.cooperative, call.gemms, call.replays, call.waits = operators.counts()
         assert operators.take_notes() == ""
@@ -236,7 +236,7 @@ def test_a_call_that_is_recorded(gpu, monkeypatch, overlap, dtype):
     arguments = case.tensors().to(dtype)
     values = [t.detach().clone() for t in arguments.differentiable()]
     use(monkeypatch, operators)
-    monkeypatch.setattr(_library, "overlap_chunks", overlap)
+    monkeypatch.setattr(tuning.switches, "overlap_chunks", overlap)
     with torch.no_grad():
         arguments.call(fusedrnn, **case.options)  # algorithms cannot be chosen while recording
         operators.begin_recording()

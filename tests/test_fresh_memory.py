@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case
+from cases import CELLS, MASKED, Case, operator_arguments
 
-from fusedrnn import _library
+from fusedrnn import _helpers, _library
 
 BASE = Case(seq_len=7, batch=3, input_size=2, chunk_size=3, dtype=torch.float32)
 EVERY = [
@@ -31,6 +31,7 @@ OPTIONS = [
 ]
 SIZES = [1, 2, 3, 4, 5, 13]  # 13: for which products are torch's own
 FIRST_AHEAD, SECOND_AHEAD = 0, 1
+TUNING = _helpers.TUNING["replay"] + _helpers.TUNING["overlap"]
 
 
 @pytest.fixture(params=["cpu", "emulated", FIRST_AHEAD, SECOND_AHEAD])
@@ -75,24 +76,28 @@ class Call:
             taken = torch.arange(case.seq_len).unsqueeze(1) < a.lengths
             batch_sizes, a.lengths = taken.sum(1), None
             a.input, a.grad_output = a.input[taken], a.grad_output[taken]
-        name = "projected_lstm" if case.proj_size else case.cell
-        first = (_library.CELLS.index(name), a.input, a.hx, a.cx)
-        masks = (a.lengths, batch_sizes, a.reset)
-        rest = (a.weights, *masks, a.eps, a.seed, 0.0, 0.0, 0.0, None)
-        rest += (0, 0, False, case.chunk_size, 0, 0)
-        switches = (True, False, True)
-        keep = not case.recompute
-        output, _, _, kept, states = _library._ops.forward(*first, *rest, keep, *switches)
-        saved = (output, kept if keep else None, None if a.cx is None else states)
-        self.weights = a.weights
-        self.arguments = (a.grad_output, a.grad_h_n, a.grad_c_n, *first, *saved, *rest)
-        self.switches = switches
+        raw = operator_arguments(
+            case, a, batch_sizes=batch_sizes, chunk_size=case.chunk_size or 0, tuning=TUNING
+        )
+        save_gates = not case.recompute
+        output, _, _, saved_gates, cell_states = _library.operators.forward(
+            **raw, save_gates=save_gates
+        )
+        self.arguments = raw | {
+            "grad_output": a.grad_output,
+            "grad_h_n": a.grad_h_n,
+            "grad_c_n": a.grad_c_n,
+            "output": output,
+            "saved_gates": saved_gates if save_gates else None,
+            "chunk_cell_states": None if a.cx is None else cell_states,
+        }
 
     def gradients(self, weights):
         """All gradients, of these weights (a bit for each): input, hx, cx, and of each weight."""
-        needs = 1 + 2 + 4 * (self.arguments[6] is not None) + 16 * weights
-        *others, flat = _library._ops.backward(*self.arguments, needs, *self.switches)
-        return others, flat.split([w.numel() for w in self.weights]) if weights else ()
+        needs = 1 + 2 + 4 * (self.arguments["cx"] is not None) + 16 * weights
+        *others, flat = _library.operators.backward(**self.arguments, needs=needs)
+        shapes = [w.numel() for w in self.arguments["weights"]]
+        return others, flat.split(shapes) if weights else ()
 
 
 def check(fresh, case, subsets, **options):

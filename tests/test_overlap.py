@@ -12,7 +12,7 @@ from cases import MASKED, Case, allow_tf32
 from emulator import emulated_operators, use
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import tuning
 
 BASE = Case("gru", 9, 3, 5, 12, 6, chunk_size=2, dtype=torch.bfloat16)
 CASES = [
@@ -39,7 +39,7 @@ def overlapped(monkeypatch):
         operators.control(False, "", multiprocessors=multiprocessors, **options)
         with monkeypatch.context() as patch:
             use(patch, operators)
-            patch.setattr(_library, "overlap_chunks", overlap)
+            patch.setattr(tuning.switches, "overlap_chunks", overlap)
             result = function(*arguments)
         call.splits = operators.counts()[4]
         return result

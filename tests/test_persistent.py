@@ -18,7 +18,7 @@ from emulator.persistent import FLAGS, PACKETS, compiled
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, planned
 
 import fusedrnn
-from fusedrnn import _helpers, _library, reference
+from fusedrnn import _helpers, reference, tuning
 
 BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
 SHAPES = [
@@ -74,7 +74,7 @@ def persistent(monkeypatch):
         operators.control(False, "", **(usual | options))
         with monkeypatch.context() as patch:
             use(patch, operators)
-            patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
+            patch.setattr(tuning.switches, "exchange_by_flags", exchange == FLAGS)
             result = function(*arguments)
         assert operators.counts()[2] > 0, "the kernels have not been called"
         call.presets = operators.counts()[6]

@@ -26,7 +26,7 @@ from test_persistent import (
 )
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import tuning
 
 # Widths that fill whole packets: in 16 bits blocks exchange through the gradients themselves.
 IN_PLACE = [
@@ -95,7 +95,7 @@ def chain(monkeypatch):
         operators.control(False, "", **(options if is_on else {}))
         with monkeypatch.context() as patch:
             use(patch, operators)
-            patch.setattr(_library, "exchange_by_flags", exchange == FLAGS)
+            patch.setattr(tuning.switches, "exchange_by_flags", exchange == FLAGS)
             found = function(*arguments)
         assert (operators.counts()[3] > 0) == is_on
         return found

@@ -189,9 +189,8 @@ def test_the_model_of_the_host():
 def test_the_model_of_other_gpus():
     """Those of a known one's name or compute capability have its rates, by multiprocessor."""
     sizes = dict(input_size=512, hidden_size=512, latent_size=0, output_size=512, bias=True)
-    call = dict(cell="gru", noise=False, seq_len=1024, batch=64, dtype="float32", tf32=True)
-    rest = dict(workspace_bytes=0, backend="stepwise", by_flags=False, chunk_size=32)
-    rest |= {"overlap": False, "free_multiprocessors": 0}
+    call = dict(cell="gru", noise=False, seq_len=1024, batch=64, dtype="float32", chunk_size=32)
+    rest = dict(workspace_bytes=0, backend="stepwise", tuning=_helpers.TUNING["tf32"])
 
     def us(*gpu):
         made = _helpers.plan(gpu=gpu, **sizes, **call, **rest)

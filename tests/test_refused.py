@@ -20,7 +20,7 @@ from test_behaviour import allocations
 from test_persistent import assert_no_worse, assert_same
 
 import fusedrnn
-from fusedrnn import _helpers, _library
+from fusedrnn import _helpers, tuning
 
 FORWARD, BACKWARD = "persistent_forward", "persistent_backward"
 BASE = Case("gru", 7, 9, 5, 17, 9, chunk_size=2, dtype=torch.bfloat16)
@@ -149,8 +149,8 @@ def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
 # --- plans ---------------------------------------------------------------------------------------
 
 SIZES = {"input_size": 64, "hidden_size": 64, "latent_size": 32, "bias": True, "noise": True}
-CALL = {"seq_len": 64, "batch": 64, "dtype": "bfloat16", "chunk_size": 4, "tf32": False}
-REST = {"workspace_bytes": 0, "by_flags": False, "overlap": False, "free_multiprocessors": 0}
+CALL = {"seq_len": 64, "batch": 64, "dtype": "bfloat16", "chunk_size": 4}
+REST = {"workspace_bytes": 0, "tuning": 0}
 
 
 def planned(answers, cell="gru", output_size=64, **options):
@@ -271,7 +271,7 @@ def test_where_others_have_joined_some_are_left_free(monkeypatch, free):
     group = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
     for name, value in group.items():
         monkeypatch.setattr(torch.distributed, name, value)
-    assert _library.multiprocessors_left() == 16
+    assert tuning.free_multiprocessors() == 16
     assert grid(64, 256) == 64
     free(0)
     assert grid(64, 256) == 128

@@ -53,19 +53,19 @@ class Planted:
         self.operators, self.wrong = operators, (result, index)
         self.names = [operator]
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        results = getattr(self.operators, name)(*arguments)
+    def _call(self, name: str, **arguments: Any) -> Any:
+        results = getattr(self.operators, name)(**arguments)
         if name in self.names:
             self.names.remove(name)
             result, index = self.wrong
             results[result].view(-1)[index] += 1
         return results
 
-    def forward(self, *arguments: Any) -> Any:
-        return self._call("forward", *arguments)
+    def forward(self, **arguments: Any) -> Any:
+        return self._call("forward", **arguments)
 
-    def backward(self, *arguments: Any) -> Any:
-        return self._call("backward", *arguments)
+    def backward(self, **arguments: Any) -> Any:
+        return self._call("backward", **arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -109,7 +109,7 @@ def test_a_wrong_number_is_named(
     said: str,
 ) -> None:
     """First of all that is wrong because of it."""
-    monkeypatch.setattr(_library, "_ops", Planted(emulated, operator, result, index))
+    monkeypatch.setattr(_library, "operators", Planted(emulated, operator, result, index))
     first, *_ = step_probe.persistent(Step(seq_len=3, device="cpu"))
     assert re.match(said.replace(".*", "numbers are wrong, the first at"), first), first
 

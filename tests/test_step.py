@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn import _library, call
+from fusedrnn import _ops, call, cells
 
 CELLS = ("GRUCell", "LSTMCell", "StochasticGRUCell")
 
@@ -32,14 +32,14 @@ def flat(states: Any) -> list[Tensor]:
 def both_ways(cell: torch.nn.Module, *args: Any, **kwargs: Any) -> list[list[Tensor]]:
     """By the operator of a step, and by the one of a sequence."""
     results, called = [], []
-    run_step = _library.run_step
+    step = _ops.step
 
     def spy(*of_step: Any) -> Any:
         called.append(of_step)
-        return run_step(*of_step)
+        return step(*of_step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_library, "run_step", spy)
+        patch.setattr(_ops, "step", spy)
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 results.append([t.detach() for t in flat(cell(*args, **kwargs))])
@@ -180,20 +180,26 @@ def test_opcheck(name):
         h, c = states if name == "LSTMCell" else (states, None)
         seed = torch.ones(1, dtype=torch.int64) if kind == "stochastic_gru" else None
         for given in ((h, c), (None, None)):
-            args = (_library.CELLS.index(kind), x, *given, weights, None, seed)
+            args = (cells.CELLS[kind].index, x, *given, weights)
             tests = ("test_schema", "test_faketensor")
-            torch.library.opcheck(torch.ops.fusedrnn.step.default, args, test_utils=tests)
+            torch.library.opcheck(
+                torch.ops.fusedrnn.step.default, args, {"seed": seed}, test_utils=tests
+            )
 
 
 def test_wrong_calls_of_the_operator():
-    step = torch.ops.fusedrnn.step
-    gru, lstm = (_library.CELLS.index(name) for name in ("gru", "lstm"))
+    operator = torch.ops.fusedrnn.step
+    gru, lstm = (cells.CELLS[name].index for name in ("gru", "lstm"))
+
+    def step(cell, x, h, c, weights, eps, seed, tuning=0):
+        return operator(cell, x, h, c, weights, eps=eps, seed=seed, tuning=tuning)
+
     x, h = torch.randn(2, 3), torch.randn(2, 4)
     weights = [torch.randn(12, 3), torch.randn(12, 4)]
     of_lstm = [torch.randn(16, 3), torch.randn(16, 4)]
     assert step(gru, x, h, None, weights, None, None)[0].shape == (2, 4)
     assert step(lstm, x, None, h, of_lstm, None, None)[1].shape == (2, 4)
-    projected = _library.CELLS.index("projected_lstm")
+    projected = cells.CELLS["projected_lstm"].index
     for wrong in (
         (-1, x, h, None, weights, None, None),
         (99, x, h, None, weights, None, None),

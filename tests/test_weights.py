@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import fusedrnn
-from fusedrnn import _library, reference
+from fusedrnn import cells, reference
+from fusedrnn.cells import Sizes
 
 SIZES = {"input_size": 5, "hidden_size": 4, "latent_size": 3, "num_layers": 2}
 INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
@@ -94,7 +95,7 @@ def test_new_cells_are_flat():
 
 
 def test_the_layout_is_that_of_the_library(rnn):
-    layout = _library.layout("stochastic_gru", 5, 4, 3, 4, 2, 1, True)
+    layout = cells.layout("stochastic_gru", Sizes(5, 4, 3, 4), 2, 1, True)
     assert [name for name, _, _ in layout] == list(rnn.state_dict())
     assert [tuple(shape) for _, _, shape in layout] == [tuple(p.shape) for p in rnn.parameters()]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, DTYPES, MASKED, Case, allow_tf32
+from cases import CELLS, DTYPES, MASKED, Case, allow_tf32, operator_arguments
 from test_behaviour import allocations, gradients, module
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import _helpers, _library, _plans, tuning
 
 pytest.importorskip("hypothesis")  # where there is a GPU there may be no network to fetch it
 from hypothesis import HealthCheck, given, settings
@@ -31,9 +31,16 @@ def gpu_of(device, multiprocessors=0):
     return None if device == "cpu" else ("emulated", 90, multiprocessors, 227 << 10, 0, 0)
 
 
+def tuning_of(case):
+    """Overlap and TF32 as they are now."""
+    bits = _helpers.TUNING
+    overlap, tf32 = tuning.switches.overlap_chunks, tuning.allows_tf32(case.dtype)
+    return bits["overlap"] * overlap + bits["tf32"] * tf32
+
+
 def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=()):
     """The plan of the case's one layer."""
-    return _library.plan_layer(
+    return _plans.plan_layer(
         gpu,
         cell=name_of(case),
         noise=case.noise != "none",
@@ -48,10 +55,7 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
         chunk_size=chunk_size,
         workspace_bytes=workspace_bytes,
         backend=backend,
-        by_flags=False,
-        overlap=_library.overlap_chunks,
-        free_multiprocessors=0,
-        tf32=_library.allows_tf32(case.dtype),
+        tuning=tuning_of(case),
         strides=strides,
     )
 
@@ -92,21 +96,26 @@ class Call:
 
     def run(self, workspace_bytes):
         """Sizes of the workspaces of forward, and of backward."""
-        a, ops, dtype = self.arguments, _library._ops, self.case.dtype
-        masks = (a.lengths, self.batch_sizes, a.reset)
-        rest = (a.weights, *masks, a.eps, a.seed, self.dropout, 0.0, 0.0, torch.tensor([5]))
-        rest += (0, 0, False, 0, workspace_bytes, 0)
-        first = (_library.CELLS.index(name_of(self.case)), a.input, a.hx, a.cx)
+        a, ops, dtype = self.arguments, _library.operators, self.case.dtype
+        overlap = tuning.switches.overlap_chunks
+        raw = operator_arguments(
+            self.case,
+            a,
+            batch_sizes=self.batch_sizes,
+            mask_seed=torch.tensor([5]),
+            dropout=self.dropout,
+            workspace_bytes=workspace_bytes,
+            tuning=_helpers.TUNING["replay"] + _helpers.TUNING["overlap"] * overlap,
+        )
         results = []
-        switches = (True, False, _library.overlap_chunks)
-        sizes = allocations(lambda: results.append(ops.forward(*first, *rest, False, *switches)))
+        sizes = allocations(lambda: results.append(ops.forward(**raw)))
         in_forward = others(sizes, results[0])
-        output, _, _, _, states = results[0]
+        output, _, _, _, cell_states = results[0]
         needs = 1 + 2 + 4 * (a.cx is not None) + 8 * (a.eps is not None)
         needs += 16 * (2 ** len(a.weights) - 1)
-        saved = (output, None, None if a.cx is None else states)
-        arguments = (a.grad_output, a.grad_h_n, a.grad_c_n, *first, *saved, *rest, needs)
-        sizes = allocations(lambda: results.append(ops.backward(*arguments, *switches)))
+        raw |= {"grad_output": a.grad_output, "grad_h_n": a.grad_h_n, "grad_c_n": a.grad_c_n}
+        raw |= {"output": output, "chunk_cell_states": None if a.cx is None else cell_states}
+        sizes = allocations(lambda: results.append(ops.backward(**raw, needs=needs)))
         summed = [results[1][-1].float()] if dtype.itemsize == 2 else []  # weights' gradients
         return in_forward, others(sizes, [*results[1], *summed])
 
@@ -204,7 +213,7 @@ def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, kind, 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_of_persistent_kernels_too(emulator, monkeypatch, overlap, case, dtype):
     """Which exchange more the more steps there are, and for two streams need twice the room."""
-    monkeypatch.setattr(_library, "overlap_chunks", overlap)
+    monkeypatch.setattr(tuning.switches, "overlap_chunks", overlap)
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
     allow_tf32(True)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
@@ -227,7 +236,7 @@ def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before)
 
     def tell(tf32):
         emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
-        monkeypatch.setattr(_library, "exchange_by_flags", tf32)
+        monkeypatch.setattr(tuning.switches, "exchange_by_flags", tf32)
         allow_tf32(tf32)
 
     def train(changes, limit):
@@ -378,8 +387,6 @@ def test_fake_states_are_as_many_as_real_ones():
     for case in (LSTM, PROJECTED, replace(LSTM, dtype=torch.bfloat16, bidirectional=True)):
         for limit in (12_000, 20_000, 60_000):
             a = case.tensors()
-            cell = _library.CELLS.index(name_of(case))
-            raw = (cell, a.input, a.hx, a.cx, a.weights, None, None, None, None, None)
-            raw += (0.0, 0.0, 0.0, None, 0, 0, False, 0, limit, 0, *[False] * 4)
+            raw = operator_arguments(case, a, workspace_bytes=limit)
             tests = ("test_schema", "test_faketensor")
-            torch.library.opcheck(torch.ops.fusedrnn.forward.default, raw, test_utils=tests)
+            torch.library.opcheck(torch.ops.fusedrnn.forward.default, (), raw, test_utils=tests)

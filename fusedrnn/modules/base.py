@@ -81,7 +81,7 @@ class RNNBase(FlatModule, _Attributes):
         """The options as the attributes are now: users may change them, as those of torch.nn."""
         attributes = self.__dict__
         values = (self._cell, self.training, *[attributes[name] for name in _ATTRIBUTES])
-        if is_compiling():
+        if is_compiling() or isinstance(self.zoneout, tuple):  # whose types are not looked at
             return _options(*values)
         try:
             return _remembered_options(*values)

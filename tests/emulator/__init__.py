@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths, load
 
-from fusedrnn import _library
+from fusedrnn import _library, _plans, tuning
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -38,9 +38,9 @@ def use(patch: Any, operators: Any) -> None:
 
     What the emulated GPU refuses it says itself: plans for tensors on the CPU are the CPU's.
     """
-    patch.setattr(_library, "_ops", operators)
-    patch.setattr(_library, "_has_switches", lambda input: True)
-    patch.setattr(_library, "check_plan", lambda *args, **problem: None)
+    patch.setattr(_library, "operators", operators)
+    patch.setattr(tuning, "_matters", lambda input: True)
+    patch.setattr(_plans, "check_plan", lambda *args, **problem: None)
 
 
 def build_sanitized() -> Path:

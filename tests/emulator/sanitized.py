@@ -8,7 +8,7 @@ import torch
 from cases import ALL_OPTIONS, Case
 
 import fusedrnn
-from fusedrnn import _library
+from fusedrnn import _library, tuning
 
 DTYPES = [torch.float32, torch.bfloat16]  # the others go their ways
 # Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.
@@ -41,15 +41,15 @@ def call(case: Case) -> None:
 def main() -> None:
     """All combinations; and some with a second stream, beside persistent kernels."""
     torch.ops.load_library(sys.argv[1])
-    _library._ops = operators = torch.ops.fusedrnn_emulated
-    _library._has_switches = lambda input: True
+    _library.operators = operators = torch.ops.fusedrnn_emulated
+    tuning._matters = lambda input: True
     fusedrnn.set_chunk_replay(True)
     for shape in SHAPES:
         for options in ALL_OPTIONS:
             for dtype in DTYPES:
                 call(replace(shape, dtype=dtype, **options))
     launches, replays, *_ = operators.counts()
-    _library.overlap_chunks = True
+    tuning.switches.overlap_chunks = True
     for order in (0, 1):
         operators.control(False, "", multiprocessors=132, streams_order=order)
         for cell, dtype in itertools.product(("gru", "lstm", "stochastic_gru"), DTYPES):

@@ -166,27 +166,28 @@ def switch(rng: random.Random) -> Good:
 def operator(rng: random.Random) -> Good:
     """What fusedrnn itself gives to its operators, so that no list of arguments stands here."""
     case, calls = a_case(rng), []
-    operators = _library._ops
+    operators = _library.operators
 
     def recorded(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            calls.append((name, arguments))
-            return getattr(operators, name)(*arguments)
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls.append((name, arguments, named))
+            return getattr(operators, name)(*arguments, **named)
 
         return call
 
     instead = SimpleNamespace(**{name: recorded(name) for name in ("forward", "backward", "step")})
-    with mock.patch.object(_library, "_ops", instead):
+    with mock.patch.object(_library, "operators", instead):
         function, arguments = getattr(fusedrnn, case.cell), tensors_of(case, rng, has_seed=True)
         options = case.options | {"zoneout": rng.choice([0.0, 0.2]), "dropout": 0.3}
         output, _ = function(weights=case.tensors().to(case.dtype).weights, **arguments, **options)
         data = output.data if isinstance(output, PackedSequence) else output
         data.sum().backward()
-    name, given = rng.choice(calls)
+    name, given, named = rng.choice(calls)
     made = getattr(operators, name)
     names = [argument.name for argument in made.default._schema.arguments]
-    given = [detached(one) for one in given]
-    return Good(name, made, dict(zip(names, given, strict=True)), is_raw=True)
+    by_name = dict(zip(names, given, strict=False)) | named
+    by_name = {key: detached(value) for key, value in by_name.items()}
+    return Good(name, made, by_name, is_raw=True)
 
 
 def detached(value: Any) -> Any:

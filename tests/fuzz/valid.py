@@ -28,23 +28,21 @@ ORDERS = 3  # of summation, in which a loop of a shorter dtype is run besides th
 @contextlib.contextmanager
 def recorded_seeds() -> Iterator[dict[str, Tensor | None]]:
     """What the operators are given while it lives."""
-    operators, seeds = _library._ops, {}
+    operators, seeds = _library.operators, {}
 
     def recorded(name: str) -> Callable[..., Any]:
         operator = getattr(operators, name)
-        names = [argument.name for argument in operator.default._schema.arguments]
 
-        def call(*arguments: Any) -> Any:
-            given = dict(zip(names, arguments, strict=True))
-            seeds.update({name: given.get(name) for name in ("seed", "mask_seed")})
-            return operator(*arguments)
+        def call(*arguments: Any, **named: Any) -> Any:
+            seeds.update({name: named.get(name) for name in ("seed", "mask_seed")})
+            return operator(*arguments, **named)
 
         return call
 
     instead = SimpleNamespace(
         forward=recorded("forward"), step=recorded("step"), backward=operators.backward
     )
-    with mock.patch.object(_library, "_ops", instead):
+    with mock.patch.object(_library, "operators", instead):
         yield seeds
 
 

@@ -167,7 +167,7 @@ def computing(backend: str) -> Iterator[None]:
     operators.control(False, "", **BACKENDS[backend])
     try:
         torch.set_flush_denormal("flushed" in backend)
-        with mock.patch.object(_library, "_ops", operators):
+        with mock.patch.object(_library, "operators", operators):
             yield
     finally:
         torch.set_flush_denormal(False)
