@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import _ops
-from ._ops import ForwardResults, LayerCall, LayerTensors
+from ._ops import LayerCall, LayerTensors
+from .cells import CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,16 +64,16 @@ class _Layer(torch.autograd.Function):
         return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.call, save_gates, *flat = inputs
-        results = ForwardResults(*output)
-        has_cell_state = LayerTensors.of(flat).cx is not None
-        ctx.mark_non_differentiable(results.saved_gates, results.chunk_cell_states)
+        output, _, _, saved_gates, chunk_cell_states = results
+        has_cell_state = CELLS[ctx.call.cell].has_cell_state
+        ctx.mark_non_differentiable(saved_gates, chunk_cell_states)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            results.output,
-            results.saved_gates if save_gates else None,
-            results.chunk_cell_states if has_cell_state else None,
+            output,
+            saved_gates if save_gates else None,
+            chunk_cell_states if has_cell_state else None,
             *flat,
         )
 

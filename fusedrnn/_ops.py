@@ -6,7 +6,7 @@ This module is the only user of the operators.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +46,13 @@ class LayerCall:
     tuning: int = 0
     """See tuning.py."""
 
-    def arguments(self) -> dict[str, Any]:
-        """By the names that forward and backward have for them; ``recompute`` is not among them."""
-        return {
-            "cell": CELLS[self.cell].index,
+    index: int = field(init=False, repr=False, compare=False)
+    """Of the cell."""
+    others: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """Arguments of the operators that are not at their defaults; made once, for many calls."""
+
+    def __post_init__(self) -> None:
+        others = {
             "noise_stream": self.noise_stream,
             "first_step": self.first_step,
             "reverse": self.reverse,
@@ -61,6 +64,8 @@ class LayerCall:
             "cell_zoneout": self.cell_zoneout,
             "tuning": self.tuning,
         }
+        object.__setattr__(self, "index", CELLS[self.cell].index)
+        object.__setattr__(self, "others", {k: value for k, value in others.items() if value})
 
 
 class LayerTensors(NamedTuple):
@@ -103,11 +108,14 @@ class LayerTensors(NamedTuple):
         input, hx, *others = flat[:first_weight]
         return cls(input, hx, flat[first_weight:], *others)
 
-    def arguments(self) -> dict[str, Any]:
-        """By the names that forward and backward have for them."""
-        named = self._asdict()
-        named["weights"] = list(self.weights)
-        return named
+    def others(self) -> dict[str, Tensor]:
+        """The tensors that most calls do not have, by name, as far as they are there."""
+        _, _, _, _, *tensors = self
+        named = zip(_OTHERS, tensors, strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+
+_OTHERS = LayerTensors._fields[4:]
 
 
 class ForwardResults(NamedTuple):
@@ -149,8 +157,12 @@ def needs_of(flags: LayerTensors) -> int:
 
 def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> ForwardResults:
     """A layer over a sequence."""
-    named = call.arguments() | tensors.arguments()
-    return ForwardResults(*_call(_library.operators.forward, save_gates=save_gates, **named))
+    others = call.others | tensors.others()
+    if save_gates:
+        others["save_gates"] = True
+    input, hx, weights, cx = tensors[:4]
+    operator = _library.operators.forward
+    return ForwardResults(*_call(operator, call.index, input, hx, cx, weights, **others))
 
 
 def backward(
@@ -164,21 +176,15 @@ def backward(
     needs: int,
 ) -> Gradients:
     """The gradients of a layer. ``grads``: of output, h_n and c_n."""
-    grad_output, grad_h_n, grad_c_n = grads
-    return Gradients(
-        *_call(
-            _library.operators.backward,
-            grad_output=grad_output,
-            grad_h_n=grad_h_n,
-            grad_c_n=grad_c_n,
-            output=output,
-            saved_gates=saved_gates,
-            chunk_cell_states=chunk_cell_states,
-            needs=needs,
-            **call.arguments(),
-            **tensors.arguments(),
-        )
-    )
+    others = call.others | tensors.others()
+    if saved_gates is not None:
+        others["saved_gates"] = saved_gates
+    if chunk_cell_states is not None:
+        others["chunk_cell_states"] = chunk_cell_states
+    input, hx, weights, cx = tensors[:4]
+    arguments = (*grads, call.index, input, hx, cx, weights)
+    operator = _library.operators.backward
+    return Gradients(*_call(operator, *arguments, output=output, needs=needs, **others))
 
 
 def step(

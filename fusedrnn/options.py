@@ -132,6 +132,18 @@ class Options:
         _check_chunks(self.chunk_size, self.workspace_bytes)
         _check_backend(self.backend)
 
+    def __hash__(self) -> int:
+        """Computed once, because every call looks up what is remembered of its options."""
+        known = self.__dict__
+        if "_hash" not in known:
+            object.__setattr__(self, "_hash", hash(tuple(known.values())))
+        found: int = known["_hash"]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which is another one in another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     @property
     def facts(self) -> CellFacts:
         """Of the cell."""

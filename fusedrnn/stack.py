@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,7 @@ def _joined(states: Sequence[States]) -> States:
     return States(torch.cat([s.h for s in states]), torch.cat(cells) if cells else None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stack:
+class Stack(NamedTuple):
     """Layers of a cell, one on top of the other, with everything they need but input and states.
 
     With ``mask.batch_sizes`` sequences are packed: (rows of all steps, features).
@@ -183,8 +182,7 @@ class Stack:
     def _part(self, begin: int, end: int) -> Stack:
         """The same over steps [begin, end) of the sequence."""
         lengths, batch_sizes, reset = self.mask
-        return replace(
-            self,
+        return self._replace(
             mask=Mask(
                 None if lengths is None else (lengths - begin).clamp(0, end - begin),
                 None if batch_sizes is None else batch_sizes[begin:end].clone(),

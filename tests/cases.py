@@ -327,4 +327,14 @@ def operator_arguments(
         reset=a.reset,
         mask_seed=mask_seed,
     )
-    return LayerCall(cell=cell, **call).arguments() | tensors.arguments()
+    named = LayerCall(cell=cell, **call)
+    absent = {name: tensor for name, tensor in tensors._asdict().items() if tensor is None}
+    return absent | {
+        "cell": named.index,
+        "input": a.input,
+        "hx": a.hx,
+        "cx": a.cx,
+        "weights": a.weights,
+        **named.others,
+        **tensors.others(),
+    }
