@@ -9,7 +9,7 @@ OUT ?= build/gpu-check/$(GROUP)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp)
+CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*/*.cu tests/*/*.cpp)
 CPP += $(wildcard bench/*.h bench/*.cu)
 
 WHEELS := build/wheels

@@ -60,7 +60,7 @@ cxx_flags = [
 extensions = [
     CppExtension(
         "fusedrnn._core",
-        ["csrc/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
+        ["csrc/ops/ops.cpp", *map(str, sorted(Path("csrc/cpu").glob("*.cpp")))],
         extra_compile_args={"cxx": cxx_flags},
         extra_link_args=LINK_FLAGS,
         py_limited_api=True,  # no Python in it at all: one binary for every version
@@ -77,7 +77,7 @@ if toolkit:
     extensions.append(
         CUDAExtension(
             "fusedrnn._cuda",
-            ["csrc/ops_cuda.cpp", *map(str, sorted(Path("csrc/cuda").glob("*.cu")))],
+            ["csrc/ops/ops_cuda.cpp", *map(str, sorted(Path("csrc/cuda").rglob("*.cu")))],
             include_dirs=cuda_headers(toolkit),
             extra_compile_args={
                 "cxx": [*cxx_flags, "-DUSE_CUDA"],  # shows the CUDA part of torch's stable ABI

@@ -3,7 +3,7 @@
 A pass over T steps in chunks of K takes about  call + T / K · chunk + T · step.  Two lengths and
 two chunks give these three numbers: for a GRU stepwise, and in a persistent kernel with one tile of
 rows, with several, and without recompute; and for an LSTM. These again give what the constants of
-the model in csrc/model.h stand for. They are values, to set the model right by, and no targets.
+csrc/driver/time_model.h stand for. They are values, to set the model right by, and no targets.
 
 Chunks are long enough that the GPU decides how long they take, and not the CPU, which enqueues them
 meanwhile; so what one costs besides its steps is taken from persistent kernels, where it is much of
@@ -34,7 +34,7 @@ ROUNDS, BUDGET_S = 20, 1.5
 FORWARD, BACKWARD = "forward", "backward"
 # The CPU's time for backward, while the GPU idles and its queue has room.
 ENQUEUEING = "enqueueing"
-UNIT_TILE, ROW_TILE = 16, 8  # of an mma: see csrc/cuda/persistent_step.h
+UNIT_TILE, ROW_TILE = 16, 8  # of an mma: see csrc/persistent/arguments.h
 CELLS = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM}
 LSTM_GATES = 4  # whose gradients backward exchanges
 

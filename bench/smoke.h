@@ -1,7 +1,7 @@
-// What bench/smoke.cu asks of a GPU: whether the functions of csrc/cuda/device.h do what they say.
+// What bench/smoke.cu asks of a GPU: whether the functions of csrc/persistent/device.h do what they say.
 // No other CUDA here, so that it runs on their emulation too (tests/emulator/smoke.cpp).
 #pragma once
-#include "../csrc/cuda/device.h"
+#include "../csrc/persistent/device.h"
 
 namespace fusedrnn::smoke {
 

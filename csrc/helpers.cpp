@@ -14,8 +14,8 @@
 
 #include "cpu/memory.h"
 #include "cuda/memory.h"
-#include "planner.h"
-#include "tuning.h"
+#include "driver/planner.h"
+#include "driver/tuning.h"
 
 namespace py = pybind11;
 

@@ -32,7 +32,7 @@ except (ImportError, OSError) as error:
 ctypes.CDLL(str(_core)).fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))
 
 operators: Any = torch.ops.fusedrnn
-"""The operators of csrc/ops.h."""
+"""The operators of csrc/ops/ops.h."""
 
 most_blocks = 0
 """Address of a function that asks a GPU's driver how many blocks of a kernel run at once, or 0."""

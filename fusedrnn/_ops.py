@@ -1,4 +1,4 @@
-"""The operators of csrc/ops.h, called with their arguments by name, and what they are to a tracer.
+"""The operators of csrc/ops/ops.h as Python calls them, and as tracers see them.
 
 This module is the only user of the operators.
 """
@@ -144,7 +144,7 @@ class Gradients(NamedTuple):
     """Of all weights, flat, one after the other."""
 
 
-# Bits of `needs`, as in csrc/ops.h.
+# Bits of `needs`, as in csrc/ops/ops.h.
 _NEEDS_INPUT, _NEEDS_HX, _NEEDS_CX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
 
 

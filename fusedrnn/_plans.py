@@ -1,4 +1,4 @@
-"""Plans of single layers, as csrc/planner.h makes them: which backend runs, in which chunks."""
+"""Plans of layers, as csrc/driver/planner.h makes them: which backend runs, in which chunks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted(Path(__file__).parents[1].glob("csrc/cuda/*.cu"))
+SOURCES = sorted(Path(__file__).parents[1].glob("csrc/cuda/**/*.cu"))
 CUDA_BIN = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=CUDA_BIN)
 

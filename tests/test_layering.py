@@ -14,45 +14,25 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A file includes files of its own layer and of lower ones.
+# A file includes files of its own layer's folders and of lower ones.
 CPP_LAYERS = {
-    0: [  # one unit
-        "hd.h",
-        "scalar.h",
-        "math.h",
-        "philox.h",
-        "stages.h",
-        "checked.h",
-        "layout.h",
-        "plan.h",
-        "tuning.h",
-    ],
-    1: ["matrix.h", "step.h", "cuda/device.h"],  # one step, as plain data; what a GPU can do
-    2: ["cpu/*", "cuda/*"],  # a step carried out
-    3: [  # all steps
-        "layer.h",
-        "workspace.h",
-        "problem.h",
-        "model.h",
-        "remembered.h",
-        "planner.h",
-        "driver.h",
-    ],
-    4: [  # the binding
-        "torch_stable.h",
-        "*_backend.h",
-        "cuda_device.h",
-        "arguments.h",
-        "ops.*",
-        "ops_cuda.cpp",
-    ],
+    0: ["base/*", "cell/*"],  # numbers, memory, and what a cell computes
+    1: ["step/*"],  # one step, as plain data, and its body
+    2: ["cpu/*", "persistent/*", "cuda/*"],  # steps carried out
+    3: ["driver/*"],  # all steps of a layer, and its plan
+    4: ["ops/*"],  # the binding
 }
 TORCH_LAYER = 4  # the only one that sees torch
-HELPERS = "helpers.cpp"  # beside the layers: torch-free, includes all below the binding
+HELPERS = "helpers.cpp"  # free of torch, and includes all layers below the binding
+CUDA_FREE = "persistent/"  # the emulation compiles it, so it includes nothing of cuda/
 # What brings the locales of libstdc++: see checked.h.
 STREAMS = ["iomanip", "ios", "iostream", "istream", "fstream", "locale", "ostream", "regex"]
 STREAMS += ["sstream", "streambuf"]
-CELL_MATH = ["math.h", "stages.h", "philox.h"]  # the only places of exp, tanh and the like
+CELL_MATH = [
+    "base/math.h",
+    "base/philox.h",
+    "cell/stages.h",
+]  # the only places of exp, tanh and the like
 
 # A module imports modules of lower layers.
 PYTHON_LAYERS = {
@@ -105,6 +85,8 @@ def cpp_violations(csrc: Path) -> list[str]:
                 continue
             target_name = target.relative_to(csrc.resolve()).as_posix()
             target_layer = layer_of(target_name, CPP_LAYERS)
+            if name.startswith(CUDA_FREE) and target_name.startswith("cuda/"):
+                found.append(f"csrc/{name} includes {target_name}: {CUDA_FREE} is free of CUDA")
             if target_layer is not None and target_layer > layer:
                 found.append(
                     f"csrc/{name} (layer {layer}) includes {target_name} (layer {target_layer})"
@@ -166,35 +148,49 @@ def test_python_keeps_its_layers() -> None:
     ("name", "code", "expected"),
     [
         ("new.h", "", "csrc/new.h has no layer: give it one in CPP_LAYERS"),
-        ("hd.h", '#include "step.h"', "csrc/hd.h (layer 0) includes step.h (layer 1)"),
+        ("new/a.h", "", "csrc/new/a.h has no layer: give it one in CPP_LAYERS"),
+        (
+            "base/hd.h",
+            '#include "../step/step.h"',
+            "csrc/base/hd.h (layer 0) includes step/step.h (layer 1)",
+        ),
         (
             "cpu/a.cpp",
-            '#include "../ops.cpp"',
-            "csrc/cpu/a.cpp (layer 2) includes ops.cpp (layer 4)",
+            '#include "../ops/ops.cpp"',
+            "csrc/cpu/a.cpp (layer 2) includes ops/ops.cpp (layer 4)",
         ),
         (
             "helpers.cpp",
-            '#include "ops.cpp"',
-            "csrc/helpers.cpp (layer 3) includes ops.cpp (layer 4)",
+            '#include "ops/ops.cpp"',
+            "csrc/helpers.cpp (layer 3) includes ops/ops.cpp (layer 4)",
         ),
         (
-            "step.h",
+            "persistent/a.h",
+            '#include "../cuda/kernels.h"',
+            "csrc/persistent/a.h includes cuda/kernels.h: persistent/ is free of CUDA",
+        ),
+        (
+            "step/step.h",
             "#include <torch/x.h>",
-            "csrc/step.h includes <torch/x.h>: only layer 4 sees torch",
+            "csrc/step/step.h includes <torch/x.h>: only layer 4 sees torch",
         ),
         (
-            "ops.h",
+            "ops/ops.h",
             "#include <sstream>",
-            "csrc/ops.h includes <sstream>: nothing here needs locales",
+            "csrc/ops/ops.h includes <sstream>: nothing here needs locales",
         ),
-        ("step.h", '#include "gone.h"', 'csrc/step.h includes "gone.h", which is not in csrc'),
+        (
+            "step/step.h",
+            '#include "gone.h"',
+            'csrc/step/step.h includes "gone.h", which is not in csrc',
+        ),
         ("cpu/a.cpp", "y = std::exp(x);", "csrc/cpu/a.cpp calls exp(): cell math stands in"),
-        ("cpu/a.cpp", '// exp(x)\n#include "../hd.h"', None),
-        ("math.h", "y = std::exp(x);", None),
+        ("cpu/a.cpp", '// exp(x)\n#include "../base/hd.h"', None),
+        ("base/math.h", "y = std::exp(x);", None),
     ],
 )
 def test_cpp_rules_catch(tmp_path: Path, name: str, code: str, expected: str | None) -> None:
-    for file in ("hd.h", "step.h", "ops.cpp", name):
+    for file in ("base/hd.h", "step/step.h", "ops/ops.cpp", "cuda/kernels.h", name):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(code if file == name else "")
     found = cpp_violations(tmp_path)

@@ -49,7 +49,7 @@ def cpu_flags() -> set[str]:
 def constants() -> list[str]:
     """All floating literals of the functions, where one may change its ways."""
     literal = r"\b(?:0x[\da-f.]+p[+-]?\d+|\d+\.\d+(?:e[+-]?\d+)?)(?=f?\b)"
-    sources = [(CSRC / name).read_text() for name in ("math.h", "scalar.h")]
+    sources = [(CSRC / name).read_text() for name in ("base/math.h", "base/scalar.h")]
     found = sorted({constant for source in sources for constant in re.findall(literal, source)})
     assert {"0.55", "87.5", "0x1.715476p+0"} <= set(found)
     return found

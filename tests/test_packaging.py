@@ -214,7 +214,7 @@ def test_sdist_holds_all_that_compiling_needs(tmp_path: Path) -> None:
 
 # What an error says: by the library's own function, and by a stream, as torch's headers do.
 BY_CHECKED_H = """
-#include "checked.h"
+#include "base/checked.h"
 static void throw_error(long n) { fusedrnn::fail(n, " steps of ", 0.5, ", ", size_t(7)); }
 """
 BY_A_STREAM = """

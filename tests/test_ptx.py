@@ -1,4 +1,4 @@
-"""The inline PTX of ``csrc/cuda/device.h``: what nvcc makes of each function, carried out here.
+"""The inline PTX of ``csrc/persistent/device.h``: what nvcc makes of a function, carried out here.
 
 A kernel calls each function once, in all lanes of a warp. Its PTX is run by the PTX manual's
 description of its few instructions, matrices spread over lanes included. Accesses to memory that
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from test_cuda_kernels import NVCC, needs_nvcc
 
-HEADER = Path(__file__).parents[1] / "csrc/cuda/device.h"
+HEADER = Path(__file__).parents[1] / "csrc/persistent/device.h"
 LANES = 32
 LANE = np.arange(LANES)
 

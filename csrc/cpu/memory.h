@@ -1,7 +1,7 @@
 // What the CPU backend asks of the workspace: types and sizes.
 #pragma once
-#include "../plan.h"
-#include "../scalar.h"
+#include "../base/arena.h"
+#include "../base/scalar.h"
 
 namespace fusedrnn::cpu {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <chrono>
 
-#include "../checked.h"
+#include "../base/checked.h"
 #include "denormals.h"
 
 namespace fusedrnn::cpu {

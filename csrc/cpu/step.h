@@ -3,8 +3,8 @@
 #pragma once
 #include <cstdint>
 
-#include "../matrix.h"
-#include "../step.h"
+#include "../base/matrix.h"
+#include "../step/step.h"
 
 namespace fusedrnn::cpu {
 

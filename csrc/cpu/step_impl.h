@@ -2,6 +2,7 @@
 // defines FUSEDRNN_ISA, which names the namespace of all that is emitted here and sets the width of
 // VecF; see vector.h for why nothing may be emitted outside of it.
 #pragma once
+#include "../step/unit.h"
 #include "flat_product.h"
 #include "narrow_product.h"
 #include "panel_product.h"

@@ -19,9 +19,9 @@
 #include <cstring>
 #include <utility>
 
-#include "../hd.h"
-#include "../math.h"
-#include "../philox.h"
+#include "../base/hd.h"
+#include "../base/math.h"
+#include "../base/philox.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -3,7 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "persistent_step.h"
+#include "../persistent/arguments.h"
 
 namespace fusedrnn::cuda {
 

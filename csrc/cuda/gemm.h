@@ -14,9 +14,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../matrix.h"
-#include "../plan.h"
-#include "../scalar.h"
+#include "../base/matrix.h"
+#include "../base/scalar.h"
 
 namespace fusedrnn::cuda {
 

@@ -4,8 +4,9 @@
 #pragma once
 #include <type_traits>
 
-#include "../philox.h"
-#include "step.h"
+#include "../base/philox.h"
+#include "../step/unit.h"
+#include "launches.h"
 
 namespace fusedrnn {
 namespace cuda {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../plan.h"
-#include "../scalar.h"
-#include "step.h"
+#include "../base/arena.h"
+#include "../base/scalar.h"
+#include "launches.h"
 
 namespace fusedrnn::cuda {
 

@@ -1,6 +1,6 @@
 // Persistent kernels of the adjoint chain on a GPU.
+#include "../persistent/backward_arguments.h"
 #include "cooperative.h"
-#include "persistent_backward_step.h"
 
 namespace fusedrnn::cuda {
 

@@ -20,7 +20,7 @@
 
 #include "../../csrc/cpu/denormals.h"
 #include "../../csrc/cpu/vector.h"
-#include "../../csrc/scalar.h"
+#include "../../csrc/base/scalar.h"
 
 namespace fusedrnn::check {
 

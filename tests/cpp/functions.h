@@ -1,4 +1,4 @@
-// The functions of one float in csrc/math.h and csrc/scalar.h: of each the exact result, and how
+// The functions of one float in csrc/base/math.h and csrc/base/scalar.h: of each the exact result, and how
 // far from it the function may be. Written once for the CPU and for CUDA; the sweeps over all
 // floats, math_sweep.cpp and math_sweep.cu, take the list from here.
 #pragma once
@@ -6,7 +6,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "../../csrc/scalar.h"
+#include "../../csrc/base/scalar.h"
 
 namespace fusedrnn::check {
 

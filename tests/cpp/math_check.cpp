@@ -1,6 +1,6 @@
-// Checks of csrc/math.h, scalar.h, philox.h and cpu/vector.h for one instruction set beyond what a
-// sweep over floats shows (math_sweep.cpp). Run as `math_check NAME`; test_math.py does, for every
-// NAME. Prints what it measured and exits with 1 if a bound is broken.
+// Checks of csrc/base/math.h, scalar.h, philox.h and cpu/vector.h for one instruction set beyond
+// what a sweep over floats shows (math_sweep.cpp). Run as `math_check NAME`; test_math.py does, for
+// every NAME. Prints what it measured and exits with 1 if a bound is broken.
 #include "check.h"
 // (the instruction set first)
 #include "functions.h"

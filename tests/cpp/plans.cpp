@@ -4,8 +4,8 @@
 #include <iterator>
 
 #include "../../csrc/cuda/memory.h"
-#include "../../csrc/cuda/persistent_backward_plan.h"
-#include "../../csrc/planner.h"
+#include "../../csrc/driver/planner.h"
+#include "../../csrc/persistent/backward_plan.h"
 
 using namespace fusedrnn;
 

@@ -15,12 +15,12 @@ namespace {
 int64_t seeded_bug = 0;
 }
 #define FUSEDRNN_SEEDED_BUG seeded_bug
+#include "../../csrc/cuda/block_counts.h"
 #include "../../csrc/cuda/kernels.h"
-#include "../../csrc/cuda/most_blocks.h"
-#include "../../csrc/cuda/persistent.h"
-#include "../../csrc/cuda/persistent_backward.h"
-#include "../../csrc/gpu_backend.h"
-#include "../../csrc/ops.h"
+#include "../../csrc/ops/gpu_backend.h"
+#include "../../csrc/ops/ops.h"
+#include "../../csrc/persistent/backward.h"
+#include "../../csrc/persistent/forward.h"
 
 struct CUstream_st {
   struct Item {

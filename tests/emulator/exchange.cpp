@@ -1,5 +1,5 @@
 // A warp that waits for packets, by itself: see main().
-#include "../../csrc/cuda/exchange.h"
+#include "../../csrc/persistent/exchange.h"
 
 #include <cstdint>
 #include <vector>

@@ -1,4 +1,4 @@
-// A grid of GPU threads on one CPU thread: csrc/cuda/device.h for compilers other than nvcc.
+// A grid of GPU threads on one CPU thread: csrc/persistent/device.h for compilers other than nvcc.
 //
 // Each GPU thread is a fiber, which runs until it has to wait for others.  Who runs next is drawn
 // from a seed.  Compiled with -fsanitize=thread, each fiber is a thread to the sanitizer, and

@@ -8,8 +8,8 @@ int64_t seeded_bug = 0;
 }
 // A number, not a constant, so that one build has all bugs.
 #define FUSEDRNN_SEEDED_BUG seeded_bug
-#include "../../csrc/cuda/persistent.h"
-#include "../../csrc/cuda/persistent_plan.h"
+#include "../../csrc/persistent/forward.h"
+#include "../../csrc/persistent/plan.h"
 
 #ifndef FUSEDRNN_ELEMENT
 #define FUSEDRNN_ELEMENT BFloat16

@@ -9,8 +9,8 @@ int64_t seeded_bug = 0;
 }
 // A number, not a constant, so that one build has all bugs.
 #define FUSEDRNN_SEEDED_BUG seeded_bug
-#include "../../csrc/cuda/persistent_backward.h"
-#include "../../csrc/cuda/persistent_backward_plan.h"
+#include "../../csrc/persistent/backward.h"
+#include "../../csrc/persistent/backward_plan.h"
 
 #ifndef FUSEDRNN_ELEMENT
 #define FUSEDRNN_ELEMENT BFloat16

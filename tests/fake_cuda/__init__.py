@@ -1,8 +1,7 @@
 """Builds and loads the operators for GPUs over a fake of CUDA, by the compiler for C++ alone.
 
-``csrc/ops_cuda.cpp`` and ``csrc/cuda/*.cu`` are compiled as they are. ``include/`` stands in for
-the headers of CUDA, and the sources beside this file for what a GPU, its runtime, cuBLASLt and
-torch do behind these.
+``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` are compiled as they are. ``include/`` stands in
+for the headers of CUDA, and the sources in this folder for a GPU, its runtime, cuBLASLt and torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / f"fake-cuda-torch{torch.__version__}"
 FLAGS = [
     f"-I{FOLDER / 'include'}",
-    f"-I{FOLDER.parent / 'emulator'}",  # fibers.h, for csrc/cuda/device.h
+    f"-I{FOLDER.parent / 'emulator'}",  # fibers.h, for csrc/persistent/device.h
     "-DUSE_CUDA",  # shows the CUDA part of torch's stable ABI
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
     "-std=c++20",
@@ -43,7 +42,7 @@ def _as_cpp(kernels: Path) -> Path:
 def fake_operators() -> Any:
     """The operators of ``fusedrnn``, with the same schemas, for CPU tensors."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    kernels = [_as_cpp(path) for path in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    kernels = [_as_cpp(path) for path in sorted((ROOT / "csrc/cuda").rglob("*.cu"))]
     load(
         name="fusedrnn_fake_cuda",
         sources=[str(path) for path in [*sorted(FOLDER.glob("*.cpp")), *kernels]],

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../csrc/scalar.h"
+#include "../../csrc/base/scalar.h"
 #include "fake.h"
 
 struct FakeProduct {

@@ -1,4 +1,5 @@
-// The operators for GPUs, csrc/ops_cuda.cpp as it is, as torch.ops.fusedrnn_fake for CPU tensors.
+// The operators for GPUs, csrc/ops/ops_cuda.cpp as it is, as torch.ops.fusedrnn_fake for CPU
+// tensors.
 #include "torch_names.h"
 // and then what registers operators, so that ops_cuda.cpp registers its own as others
 #include <torch/csrc/stable/library.h>
@@ -6,7 +7,7 @@
 #undef STABLE_TORCH_LIBRARY_IMPL
 #define STABLE_TORCH_LIBRARY_IMPL(library, key, m) \
   _STABLE_TORCH_LIBRARY_IMPL(fusedrnn_fake, CPU, m, C10_UID)
-#include "../../csrc/ops_cuda.cpp"
+#include "../../csrc/ops/ops_cuda.cpp"
 #include "fake.h"
 
 namespace fake {

@@ -5,7 +5,7 @@
 // number of threads gives wrong numbers instead.
 #include <map>
 
-#include "../../csrc/cuda/device.h"  // and with it the fibers
+#include "../../csrc/persistent/device.h"  // and with it the fibers
 #include "fake.h"
 
 uint3 blockIdx, threadIdx;

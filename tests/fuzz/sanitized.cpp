@@ -1,6 +1,6 @@
 // A write behind an array of a workspace, so that a test can see it caught.
-#include "../../csrc/plan.h"
-#include "../../csrc/torch_stable.h"
+#include "../../csrc/base/gpus.h"
+#include "../../csrc/ops/stable.h"
 
 namespace {
 

@@ -15,7 +15,7 @@ from torch.utils.cpp_extension import include_paths
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 LIBRARY = ROOT / "build" / f"fuzz-torch{torch.__version__}" / "sanitized.so"
-SOURCES = [ROOT / "csrc/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
+SOURCES = [ROOT / "csrc/ops/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
 LIMITS = ("max_allocation_size_mb", "hard_rss_limit_mb")  # one is refused, the other one ends it
 RED_ZONES = 1 << 16  # bytes that those of a workspace may take in all
 FLAGS = [

@@ -1,0 +1,208 @@
+// The math of one unit of a recurrent layer, forward and backward, written once for every backend.
+//
+// A cell is an ordered list of (projection, stage).  A stage combines
+//   side        a GEMM that does not depend on the carry (x·W_ih + b_ih), and
+//   projection  a GEMM of the carry, or of the previous stage's result, with its bias,
+// into its pre-activations, and from these and one more input,
+//   carry       the unit's own state from the step before (kCarry), or
+//   eps         its noise (kNoise),
+// it gives one value.  backward() starts from the same inputs and rebuilds its gates, so that no
+// stage ever needs a cache: what survives the forward pass is the carry alone.  A stage whose
+// inputs are all known before the adjoints are (kFactors) leaves in forward() the factors that
+// make its backward() linear, one per pre-activation, and gets them there instead of these; those
+// behind the first only where the gradient of eps is wanted.
+//
+// The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
+// through `state` and its adjoint, in and out, through `dstate`.  Of the first kShared blocks a
+// stage reads no more than the sum of side and projection: GEMMs may add them up in one array, and
+// they have one gradient, projection's; dside is that of the other blocks (kSideAlone).  The result
+// of a cell's last stage (kResult: those that can be) is its h.  backward() of a stage that is
+// linear without more (kLinear) needs no pre-activations.
+//
+// States have no bound, derivatives of gates have: backward() multiplies these two first, so that
+// no product overflows, and a flat gate's gradient is 0 and not inf * 0.
+//
+// A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
+// result in the order of torch's gates.  No memory access beyond the arguments.
+#pragma once
+#include "../base/hd.h"
+#include "../base/math.h"
+
+namespace fusedrnn {
+
+enum class StageKind { Sample, Linear, Gru, Lstm };
+
+// Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
+// projection and pre: loc, logvar.
+struct Sample {
+  static constexpr StageKind kKind = StageKind::Sample;
+  static constexpr int kSide = 0, kShared = 0, kProjection = 2, kPre = 2;
+  static constexpr bool kCarry = false, kNoise = true, kFactors = true;
+  static constexpr bool kState = false, kResult = false, kLinear = false;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
+    pre[0] = projection[0];
+    pre[1] = projection[1];
+  }
+
+  // factors: eps * scale / 2, scale.
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A eps, A* factors, A* /*state*/) {
+    const A scale = math::exp(A(0.5f * pre[1]));
+    const A deviation = eps * scale;
+    factors[0] = 0.5f * deviation;
+    factors[1] = scale;
+    return pre[0] + deviation;
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A /*dstate*/,
+                                   A* /*dside*/, A* dprojection, A* deps) {
+    dprojection[0] = dout;
+    dprojection[1] = dout * factors[0];
+    *deps = dout * factors[1];
+  }
+};
+
+// The projection itself.
+// Of a GRU's state, it is the sample without noise, z = loc.  A stage of its own, and not Sample
+// with eps = 0, because 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half
+// of the GEMM only.
+// Of an LSTM's result, it is h of fewer features (Sak et al. 2014), proj_size in torch.nn.LSTM.
+struct Linear {
+  static constexpr StageKind kKind = StageKind::Linear;
+  static constexpr int kSide = 0, kShared = 0, kProjection = 1, kPre = 1;
+  static constexpr bool kCarry = false, kNoise = false, kFactors = false;
+  static constexpr bool kState = false, kResult = true, kLinear = true;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
+    pre[0] = projection[0];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A /*unused*/, A* /*factors*/, A* /*state*/) {
+    return pre[0];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* /*pre*/, A /*carry*/, A dout, A /*dstate*/,
+                                   A* /*dside*/, A* dprojection, A* /*unused*/) {
+    dprojection[0] = dout;
+  }
+};
+
+// Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, reset gate after the projection:
+//   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
+// side: x_r, x_u, x_n.  projection: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
+struct Gru {
+  static constexpr StageKind kKind = StageKind::Gru;
+  static constexpr int kSide = 3, kShared = 2, kProjection = 3, kPre = 4;
+  static constexpr bool kCarry = true, kNoise = false, kFactors = false;
+  static constexpr bool kState = false, kResult = true, kLinear = false;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
+    pre[0] = x[0] + p[0];
+    pre[1] = x[1] + p[1];
+    pre[2] = x[2];
+    pre[3] = p[2];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A h, A* /*factors*/, A* /*state*/) {
+    const A r = math::sigmoid(pre[0]);
+    const A u = math::sigmoid(pre[1]);
+    const A n = math::tanh(A(pre[2] + r * pre[3]));
+    return n + u * (h - n);
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* pre, A h, A dout, A /*dstate*/, A* dx, A* dp, A* dh) {
+    A not_r, not_u, dtanh;  // 1 - r, 1 - u, 1 - n^2
+    const A r = math::sigmoid(pre[0], not_r);
+    const A u = math::sigmoid(pre[1], not_u);
+    const A n = math::tanh(A(pre[2] + r * pre[3]), dtanh);
+    const A dn = dout * not_u * dtanh;
+    dp[0] = dn * (pre[3] * (r * not_r));
+    dp[1] = dout * ((h - n) * (u * not_u));
+    dp[2] = dn * r;
+    dx[0] = dn;
+    *dh = dout * u;
+  }
+};
+
+// Long short-term memory (Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000)
+// in torch.nn.LSTM's form:
+//   i, f, o = sigmoid(.),  g = tanh(.),  c' = f c + i g,  h' = o tanh(c').
+// side and projection: of i, f, g, o.  pre: their sums.  The state is c.
+struct Lstm {
+  static constexpr StageKind kKind = StageKind::Lstm;
+  static constexpr int kSide = 4, kShared = 4, kProjection = 4, kPre = 4;
+  static constexpr bool kCarry = true, kNoise = false, kFactors = false;
+  static constexpr bool kState = true, kResult = true, kLinear = false;
+
+  template <class A>
+  FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
+    for (int k = 0; k < kPre; ++k) pre[k] = x[k] + p[k];
+  }
+
+  template <class A>
+  FUSEDRNN_HD static A forward(const A* pre, A c, A* /*factors*/, A* state) {
+    const A i = math::sigmoid(pre[0]);
+    const A f = math::sigmoid(pre[1]);
+    const A g = math::tanh(pre[2]);
+    const A o = math::sigmoid(pre[3]);
+    *state = f * c + i * g;
+    return o * math::tanh(*state);
+  }
+
+  template <class A>
+  FUSEDRNN_HD static void backward(const A* pre, A c, A dout, A dstate, A* /*dx*/, A* dp, A* dc) {
+    A not_i, not_f, not_o, dg_tanh, dc_tanh;  // 1 - i, ..., 1 - g^2, 1 - tanh(c')^2
+    const A i = math::sigmoid(pre[0], not_i);
+    const A f = math::sigmoid(pre[1], not_f);
+    const A g = math::tanh(pre[2], dg_tanh);
+    const A o = math::sigmoid(pre[3], not_o);
+    const A tanh_c = math::tanh(A(f * c + i * g), dc_tanh);
+    const A dnew = dstate + dout * o * dc_tanh;
+    dp[0] = dnew * (g * (i * not_i));
+    dp[1] = dnew * (c * (f * not_f));
+    dp[2] = dnew * (i * dg_tanh);
+    dp[3] = dout * (tanh_c * (o * not_o));
+    *dc = dnew * f;
+  }
+};
+
+// Blocks of side that have a gradient of their own.
+template <class Stage>
+inline constexpr int kSideAlone = Stage::kSide - Stage::kShared;
+
+// Calls f(Stage{}) for the stage that `kind` names: the only such switch.
+template <class F>
+void dispatch_stage(StageKind kind, const F& f) {
+  switch (kind) {
+    case StageKind::Sample: return f(Sample{});
+    case StageKind::Linear: return f(Linear{});
+    case StageKind::Gru: return f(Gru{});
+    case StageKind::Lstm: return f(Lstm{});
+  }
+}
+
+struct StageTraits {
+  int side_blocks, shared_blocks, projection_blocks, pre_blocks;
+  bool has_carry, has_factors, has_state;
+};
+
+inline StageTraits traits(StageKind kind) {
+  StageTraits t{};
+  dispatch_stage(kind, [&](auto stage) {
+    using Stage = decltype(stage);
+    t = {Stage::kSide,  Stage::kShared,  Stage::kProjection, Stage::kPre,
+         Stage::kCarry, Stage::kFactors, Stage::kState};
+  });
+  return t;
+}
+
+}  // namespace fusedrnn

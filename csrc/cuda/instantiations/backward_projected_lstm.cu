@@ -1,0 +1,3 @@
+#include "../backward_kernel.h"
+
+FUSEDRNN_BACKWARD_KERNELS(projected_lstm)

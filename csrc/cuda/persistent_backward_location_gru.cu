@@ -1,5 +1,0 @@
-#include "persistent_backward_kernel.h"
-
-namespace fusedrnn::cuda {
-FUSEDRNN_PERSISTENT_BACKWARD_STAGES(Linear, Gru)
-}  // namespace fusedrnn::cuda

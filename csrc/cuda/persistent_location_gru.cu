@@ -1,5 +1,0 @@
-#include "persistent_kernel.h"
-
-namespace fusedrnn::cuda {
-FUSEDRNN_PERSISTENT_STAGES(Linear, Gru)
-}  // namespace fusedrnn::cuda

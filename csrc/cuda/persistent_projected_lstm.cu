@@ -1,5 +1,0 @@
-#include "persistent_kernel.h"
-
-namespace fusedrnn::cuda {
-FUSEDRNN_PERSISTENT_STAGES(Lstm, Linear)
-}  // namespace fusedrnn::cuda

@@ -1,0 +1,179 @@
+// Forward through a layer, chunk by chunk.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "pass.h"
+
+namespace fusedrnn {
+
+template <class Backend>
+class ForwardPass : LayerPass<Backend> {
+  using Base = LayerPass<Backend>;
+  using typename Base::A, typename Base::Chunk, typename Base::O, typename Base::T;
+  using typename Base::Recording, typename Base::Space;
+  using ForwardBuffers = typename Space::Forward;
+  using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
+      Base::hidden, Base::output, Base::state_before, Base::copy_rows, Base::enqueue_steps,
+      Base::prepare, Base::input_rows, Base::pack, Base::rows_of, Base::output_sequence,
+      Base::noise, Base::weight, Base::output_from;
+  using Base::kTensorIsOperand;
+
+ public:
+  using Base::Base;
+
+  // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.  c_n: null if
+  // the cell has no state but h.
+  void run(T* h_n, T* c_n, A* keep, void* workspace) {
+    Arena arena(workspace);
+    ForwardBuffers buffers(layer_, arena);
+    prepare(buffers);
+    if (buffers.carry != nullptr) {
+      copy_rows(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx, hidden());
+    }
+    carry_ = buffers.carry;
+    if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
+    forward_chunks(Kept<A>(layer_, keep), buffers);
+    if (buffers.h != nullptr) {
+      copy_rows(h_n, buffers.h, output());
+    } else {
+      const Chunk last = chunk_at(layer_.chunks() - 1);
+      backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, output()),
+                    layer_.output_rows(last.first_row + last.row(last.steps - 1), layer_.batch));
+    }
+    if (c_n != nullptr) copy_rows(c_n, carry_, hidden());
+  }
+
+ private:
+  // While one stream goes through the steps of a chunk, another, if there is one, multiplies the
+  // inputs of the next.
+  void forward_chunks(const Kept<A>& kept, ForwardBuffers& buffers) {
+    Recording recording;
+    auto streams = backend_.split(layer_.overlaps);
+    const auto project = [&](int64_t index) {
+      if (index == layer_.chunks() || is_finished(chunk_at(index))) return;
+      backend_.aside([&] { project_input(chunk_at(index), buffers); });
+    };
+    if (layer_.overlaps) project(0);
+    for (int64_t index = 0; index < layer_.chunks(); ++index) {
+      const Chunk chunk = chunk_at(index);
+      if (!layer_.overlaps) project(index);
+      backend_.meet();
+      if (layer_.states != nullptr && carry_ != state_before(chunk)) {
+        copy_rows(state_before(chunk), carry_, hidden());
+      }
+      if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
+      if (layer_.is_packed()) pack(output_sequence(), buffers.output, chunk);
+      if (layer_.overlaps) project(index + 1);
+    }
+    streams.join();
+  }
+
+  void project_input(const Chunk& chunk, const ForwardBuffers& buffers) {
+    A* side = buffers.side_of(chunk.index);
+    backend_.gemm(Matrix<A>::contiguous(side, chunk.rows(), layer_.side_columns()),
+                  input_rows(chunk, buffers.x), weight_[0].transposed(), false);
+  }
+
+  void forward_chunk(const Chunk& chunk, const Kept<A>& kept, ForwardBuffers& buffers,
+                     Recording& recording) {
+    const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    if constexpr (Backend::kPersistent) {
+      if (layer_.is_persistent) return forward_at_once(chunk, eps, kept, buffers);
+    }
+    enqueue_steps(recording, chunk, [&](const int64_t* shift) {
+      for (int64_t t = 0; t < chunk.steps; ++t) {
+        forward_step(chunk, t, eps, shift, kept, buffers);
+      }
+    });
+  }
+
+  // h_{t-1} of step t as a GEMM reads it: where it does not stand in the output, stages leave it in
+  // buffers.
+  Matrix<const O> h_operand(const Chunk& chunk, int64_t t, int64_t rows,
+                            const ForwardBuffers& buffers) const {
+    if (buffers.h != nullptr) return Matrix<const O>::contiguous(buffers.h, rows, output());
+    if (chunk.begin + t == 0) {
+      return Matrix<const O>::contiguous(reinterpret<const O>(layer_.hx), rows, output());
+    }
+    const int64_t before = chunk.first_row + chunk.row(t) - layer_.mask.direction * layer_.batch;
+    return {reinterpret<const O>(layer_.output + before * layer_.output_stride), rows, output(),
+            layer_.output_stride, 1};
+  }
+
+  // Stage s of step t, whose GEMM gives `projection`.
+  ForwardStep<T, O> forward_stage(int s, const Chunk& chunk, int64_t t, const Matrix<const O>& h,
+                                  const A* projection, const Rows<const T>& eps,
+                                  const Kept<A>& kept, const ForwardBuffers& buffers) const {
+    const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
+    const A* side = buffers.side_of(chunk.index) + row * layer_.side_columns();
+    auto step =
+        this->template make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection);
+    step.noise = noise(eps, row);
+    step.keep = kept.at(s, from_start);
+    if (s == layer_.core()) {
+      step.carry = {buffers.carry, hidden()};
+      step.carry_out = buffers.carry;
+      if (buffers.carry == nullptr) step.carry = {reinterpret<const A>(h.data), h.row_stride};
+    }
+    if (step.is_last) {
+      step.output = output_from(from_start);
+      if (layer_.is_packed()) step.output = {buffers.output + row * output(), output(), false};
+      step.operand = buffers.h;
+      if (layer_.has_state()) step.h = {h.data, h.row_stride, false};
+    } else {
+      step.operand = buffers.operand[s];
+    }
+    return step;
+  }
+
+  void forward_step(const Chunk& chunk, int64_t t, const Rows<const T>& eps, const int64_t* shift,
+                    const Kept<A>& kept, const ForwardBuffers& buffers) {
+    const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
+    if (rows == 0) return;
+    A* side = buffers.side_of(chunk.index) + chunk.row(t) * layer_.side_columns();
+    const Matrix<const O> h = h_operand(chunk, t, rows, buffers);
+    Matrix<const O> operand = h;
+    for (int s = 0; s <= layer_.last(); ++s) {
+      const bool adds_up = layer_.adds_up(s);
+      const auto projection =
+          Matrix<A>::contiguous(adds_up ? side : buffers.projection[s], rows, layer_.columns(s));
+      backend_.gemm(projection, operand, weight(s).transposed(), adds_up);
+      auto step = forward_stage(s, chunk, t, h, projection.data, eps, kept, buffers);
+      step.shift = shift;
+      backend_.forward(layer_.cell.stages[s].kind, step, rows);
+      operand = Matrix<const O>::contiguous(step.operand, rows, step.width);
+    }
+  }
+
+  void forward_at_once(const Chunk& chunk, const Rows<const T>& eps, const Kept<A>& kept,
+                       ForwardBuffers& buffers) {
+    cuda::PersistentForward<T> all{};
+    const Chunk next = chunk_at(chunk.index + 1);
+    const bool has_next = next.index < layer_.chunks() && !is_finished(next);
+    const auto h = Matrix<const O>::contiguous(buffers.h, layer_.batch, output());
+    for (int s = 0; s <= layer_.last(); ++s) {
+      all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, kept, buffers);
+      all.weight[s] = weight(s);
+    }
+    all.step[layer_.last()].operand = buffers.h_after;  // others may still read the h before
+    if (layer_.states != nullptr) {  // which the kernel goes through, from one to the next
+      auto& core = all.step[layer_.core()];
+      core.carry = {state_before(chunk), hidden()};
+      if (has_next) core.carry_out = state_before(next);
+      carry_ = core.carry_out;
+    }
+    all.turn = {launches_++, has_next};
+    all.h = {h.data, h.row_stride, false};
+    all.steps = int(chunk.steps);
+    all.batch = int(layer_.batch);
+    all.row_step = layer_.mask.direction * all.batch;
+    backend_.forward_chunk(layer_.persistent, all, buffers.exchange);
+    std::swap(buffers.h, buffers.h_after);
+  }
+
+  const A* carry_ = nullptr;  // where the state is by now
+  int64_t launches_ = 0;      // of persistent kernels
+};
+
+}  // namespace fusedrnn

@@ -1,0 +1,128 @@
+// How much memory a layer takes, counted before anything is allocated.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "problem.h"
+#include "workspace.h"
+
+namespace fusedrnn {
+
+struct WorkspaceBytes {
+  int64_t forward, backward;
+  int64_t most() const { return std::max(forward, backward); }
+};
+
+// Counts the workspace of one direction.  Memory: the backend's types and sizes, cpu/memory.h or
+// cuda/memory.h.
+template <class Memory>
+class WorkspaceCount {
+ public:
+  // All gradients wanted, and tensors as they come from torch, noise drawn; or, if for_any,
+  // whatever a call can have: lengths, resets, eps and a gradient of it, and input, eps and the
+  // output's gradient packed, or in strides that must be copied.
+  WorkspaceCount(const Problem& problem, bool for_any) {
+    static T there{};  // nothing is read
+    static A sum{};
+    static const int64_t length{}, start{};
+    static const bool reset{};
+    const auto sequence = [&](int64_t width) -> Sequence<const T> {
+      if (for_any) return {&there, width, 0, 0, 0, &start};
+      return {&there, width, problem.batch * width, width, 1};
+    };
+    const Cell& cell = problem.cell;
+    layer_.cell = cell;
+    layer_.sizes = problem.sizes;
+    layer_.seq_len = problem.seq_len;
+    layer_.batch = problem.batch;
+    layer_.input = sequence(problem.sizes.input);
+    if (for_any) {
+      const bool has_noise = std::any_of(cell.stages, cell.stages + cell.num_stages,
+                                         [](auto& s) { return s.kind == StageKind::Sample; });
+      if (has_noise) layer_.eps = sequence(problem.sizes.latent);
+      gradients_.eps = &there;
+      layer_.mask = {&length, &reset, problem.seq_len, problem.batch, 1};
+      layer_.dropout = 0.5;
+    }
+    for (int p = 0; p < cell.num_projections; ++p) {
+      const Projection& projection = cell.projections[p];
+      const int64_t rows = projection.blocks * problem.sizes[projection.to];
+      const int64_t columns = problem.sizes[projection.from];
+      layer_.weight[p] = Matrix<const T>::contiguous(&there, rows, columns);
+      if (!problem.is_operand[p]) layer_.weight[p].row_stride = layer_.weight[p].column_stride = 0;
+      gradients_.weight[p] = &sum;
+      if (!problem.bias || !projection.has_bias) continue;
+      layer_.bias[p] = {&there, 1, rows, rows, for_any ? 0 : 1};
+      gradients_.bias[p] = &sum;
+    }
+    gradients_.output = sequence(problem.sizes.output);
+    gradients_.h_n = gradients_.c_n = &there;
+    gradients_.input = gradients_.hx = gradients_.cx = &there;
+  }
+
+  WorkspaceBytes operator()(const LayerPlan& plan) {
+    layer_.chunk = plan.steps;
+    Arena forward, backward;
+    go(plan.forward);
+    typename Workspace<Memory>::Forward(layer_, forward);
+    go(plan.backward);
+    typename Workspace<Memory>::Backward(layer_, gradients_, backward);
+    return {forward.size_bytes(), backward.size_bytes()};
+  }
+
+ private:
+  using T = typename Memory::T;
+  using A = Acc<T>;
+
+  void go(const Plan& plan) {
+    layer_.is_persistent = plan.is_persistent;
+    if (plan.is_persistent) layer_.persistent = plan.persistent;
+    layer_.overlaps = plan.overlaps && layer_.chunks() > 1;
+  }
+
+  Layer<T> layer_{};
+  Gradients<T> gradients_{};
+};
+
+// What waits for backward beside input, weights and output, of one direction: the states before
+// each chunk, and without recompute the pre-activations.
+inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_bytes,
+                           bool recompute) {
+  const int64_t chunks = (problem.seq_len + steps - 1) / steps;
+  const int64_t states = has_state(problem.cell) ? chunks * problem.sizes.hidden : 0;
+  const int64_t kept = recompute ? 0 : problem.seq_len * kept_columns(problem.cell, problem.sizes);
+  return sum_bytes * problem.batch * (states + kept);
+}
+
+// What a training step holds at its peak, of one direction, beside weights, input and the output's
+// gradient: the output, what is saved besides, and the workspace of forward; or of backward, or
+// after it the rounded gradients of the weights, with these gradients as they are summed up.
+template <class T>
+int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceBytes& workspace) {
+  int64_t weights = 0;
+  for (int p = 0; p < problem.cell.num_projections; ++p) {
+    const Projection& projection = problem.cell.projections[p];
+    const bool has_bias = problem.bias && projection.has_bias;
+    weights += projection.blocks * problem.sizes[projection.to] *
+               (problem.sizes[projection.from] + (has_bias ? 1 : 0));
+  }
+  const int64_t output = problem.seq_len * problem.batch * problem.sizes.output;
+  const int64_t rounded = std::is_same_v<T, Acc<T>> ? 0 : weights;
+  const int64_t in_backward = weights * int64_t(sizeof(Acc<T>)) +
+                              std::max(workspace.backward, rounded * int64_t(sizeof(T)));
+  return output * int64_t(sizeof(T)) + saved_bytes(problem, steps, sizeof(Acc<T>), true) +
+         std::max(workspace.forward, in_backward);
+}
+
+// The same of torch.nn.LSTM of these sizes on a GPU, by count, at least: of each step and row the
+// output, four gates, the cell state, and the gradient of the input, which torch computes whether
+// it is wanted or not; and the gradients of the weights.
+template <class T>
+int64_t lstm_training_bytes(const Problem& problem) {
+  const int64_t size = problem.sizes.hidden, input = problem.sizes.input;
+  return int64_t(sizeof(T)) * (problem.seq_len * problem.batch * (6 * size + input) +
+                               4 * size * (input + size + (problem.bias ? 2 : 0)));
+}
+
+}  // namespace fusedrnn

@@ -1,0 +1,202 @@
+// What both passes through a layer do alike: chunks, and what their kernels and GEMMs are given.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "../persistent/backward_arguments.h"
+#include "workspace.h"
+
+namespace fusedrnn {
+
+// The same memory as another type, where the two types are one.
+template <class To, class From>
+To* reinterpret(From* p) {
+  return reinterpret_cast<To*>(p);
+}
+
+template <class Backend>
+class LayerPass {
+ public:
+  using T = typename Backend::T;
+
+  LayerPass(const Backend& backend, const Layer<T>& layer) : backend_(backend), layer_(layer) {}
+
+ protected:
+  using O = typename Backend::O;
+  using A = Acc<T>;
+  using Space = Workspace<Backend>;
+  using Buffers = typename Space::Buffers;
+  using Recording = typename Backend::Recording;
+  static constexpr bool kTensorIsOperand = Space::kTensorIsOperand;
+  static constexpr int64_t kLeastReplays = 3;
+
+  // Steps that are worked on at once, and where their rows lie.
+  struct Chunk {
+    int64_t index, begin, steps;  // begin: steps done before it
+    int64_t first, first_row;     // the earliest step in memory, and its first row
+    int64_t batch;
+    bool is_reversed;
+
+    int64_t step(int64_t t) const { return is_reversed ? steps - 1 - t : t; }  // from `first` on
+    int64_t row(int64_t t) const { return step(t) * batch; }
+    int64_t rows() const { return steps * batch; }
+  };
+
+  Chunk chunk_at(int64_t index) const {
+    Chunk c{};
+    c.index = index;
+    c.begin = index * layer_.chunk;
+    c.steps = std::min(layer_.chunk, layer_.seq_len - c.begin);
+    c.is_reversed = layer_.mask.direction < 0;
+    c.first = c.is_reversed ? layer_.seq_len - c.begin - c.steps : c.begin;
+    c.batch = layer_.batch;
+    c.first_row = c.first * c.batch;
+    return c;
+  }
+  bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
+
+  // Features of the state beside h, and of h.
+  int64_t hidden() const { return layer_.sizes.hidden; }
+  int64_t output() const { return layer_.sizes.output; }
+  A* state_before(const Chunk& chunk) const {
+    return layer_.states + chunk.index * layer_.batch * hidden();
+  }
+  template <class To, class From>
+  void copy_rows(To* out, const From* from, int64_t columns) {
+    backend_.copy(Matrix<To>::contiguous(out, layer_.batch, columns),
+                  Matrix<const From>::contiguous(from, layer_.batch, columns));
+  }
+
+  // The steps of a chunk.  All chunks but the first and a short last one are alike; to record them
+  // pays for a few of these.
+  template <class F>
+  void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
+    const bool is_whole = chunk.steps == layer_.chunk;
+    const bool repeats = chunk.begin > 0 && is_whole && layer_.rows_at == nullptr &&
+                         layer_.seq_len > kLeastReplays * layer_.chunk;
+    backend_.enqueue(recording, is_whole, repeats, chunk.first_row, enqueue);
+  }
+
+  // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
+  // serves, so that float weights are never copied.
+  void prepare(const Buffers& buffers) {
+    backend_.use_scratch(buffers.scratch, buffers.needs);
+    backend_.expect(layer_.seq_len, layer_.batch);
+    for (int p = 0; p < layer_.cell.num_projections; ++p) {
+      const Matrix<const T>& w = layer_.weight[p];
+      if (Space::weight_is_ready(w)) {
+        if constexpr (kTensorIsOperand) weight_[p] = w;
+      } else {
+        const auto copy = Matrix<O>::contiguous(buffers.weight[p], w.rows, w.columns);
+        backend_.copy(copy, w);
+        weight_[p] = copy;
+      }
+      const Matrix<const T>& b = layer_.bias[p];
+      if (b.data == nullptr) {
+        bias_[p] = nullptr;
+      } else if (Space::bias_is_ready(b)) {
+        bias_[p] = reinterpret_cast<const A*>(b.data);
+      } else {
+        backend_.copy(Matrix<A>::contiguous(buffers.bias[p], 1, b.columns), b);
+        bias_[p] = buffers.bias[p];
+      }
+    }
+  }
+
+  // copy: null where the user's own memory serves.
+  Matrix<const O> input_rows(const Chunk& chunk, O* copy) {
+    if constexpr (kTensorIsOperand) {
+      if (copy == nullptr) {
+        return {layer_.input.at(chunk.first), chunk.rows(), layer_.sizes.input,
+                layer_.input.row_stride(layer_.seq_len, layer_.batch), 1};
+      }
+    }
+    unpack(copy, layer_.input, chunk);
+    if (layer_.mask.lengths != nullptr) {
+      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy},
+                     chunk.rows());
+    }
+    if (layer_.dropout > 0) drop(copy, chunk);
+    return Matrix<const O>::contiguous(copy, chunk.rows(), layer_.sizes.input);
+  }
+
+  // The steps of a chunk as rows of the workspace, whatever strides they have in memory.
+  template <class To, class From>
+  void unpack(To* rows, const Sequence<From>& sequence, const Chunk& chunk) {
+    backend_.copy_steps(Sequence<To>::contiguous(rows, layer_.batch, sequence.width), 0,
+                        Sequence<const std::remove_const_t<From>>(sequence), chunk.first,
+                        chunk.steps, layer_.batch);
+  }
+  void pack(const Sequence<T>& sequence, const T* rows, const Chunk& chunk) {
+    backend_.copy_steps(sequence, chunk.first,
+                        Sequence<const T>::contiguous(rows, layer_.batch, sequence.width), 0,
+                        chunk.steps, layer_.batch);
+  }
+
+  // The input of a chunk, or the gradient of what is left of it.
+  void drop(O* x, const Chunk& chunk) {
+    const double p = layer_.dropout;
+    const DropoutStep<O> step{layer_.sizes.input,   chunk.first_row,         layer_.batch,
+                              layer_.zoneout.seed,  layer_.dropout_layer,    layer_.first_step,
+                              uint64_t(p * 0x1p32), p < 1 ? 1 / (1 - p) : 0, x};
+    backend_.dropout(step, chunk.rows());
+  }
+
+  // eps, or the output's gradient, of a chunk; null if there is none.
+  Rows<const T> rows_of(const Sequence<const T>& sequence, const Chunk& chunk, T* copy) {
+    if (sequence.data == nullptr) return {};
+    if (copy == nullptr) {
+      return {sequence.at(chunk.first), sequence.row_stride(layer_.seq_len, layer_.batch), true};
+    }
+    unpack(copy, sequence, chunk);
+    return {copy, sequence.width, false};
+  }
+  template <class P>
+  static Rows<P> from_row(Rows<P> rows, int64_t row) {
+    if (rows.data != nullptr) rows.data += row * rows.stride;
+    return rows;
+  }
+  Sequence<T> output_sequence() const {
+    return layer_.sequence(layer_.output, output(), layer_.output_stride);
+  }
+  // The output from a row on, if it is not packed.
+  template <class P = T>
+  Rows<P> output_from(int64_t row) const {
+    return {reinterpret<P>(layer_.output + row * layer_.output_stride), layer_.output_stride, true};
+  }
+
+  // eps: of the chunk
+  Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
+    return {from_row(eps, row), layer_.seed, layer_.layer, layer_.first_step};
+  }
+
+  Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
+    return weight_[layer_.projection(s)].row_range(0, layer_.columns(s));
+  }
+
+  // What forward and backward fill in alike.  `row` counts from the start of the chunk; pre: the
+  // pre-activations from that row on, or null to combine them from side and projection.
+  template <class Step>
+  Step make_step(int s, const Chunk& chunk, int64_t row, const A* pre, const A* side,
+                 const A* projection) const {
+    Step step{};
+    step.width = layer_.width(s);
+    step.is_last = s == layer_.last();
+    step.first_row = chunk.first_row + row;
+    step.mask = layer_.mask;
+    step.zoneout = layer_.zoneout;
+    step.pre = pre;
+    step.side = side;
+    step.side_bias = bias_[0];
+    step.projection = projection;
+    step.projection_bias = bias_[layer_.projection(s)];
+    return step;
+  }
+
+  Backend backend_;
+  Layer<T> layer_;
+  Matrix<const O> weight_[kMaxProjections];
+  const A* bias_[kMaxProjections];
+};
+
+}  // namespace fusedrnn

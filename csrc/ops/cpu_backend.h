@@ -1,0 +1,218 @@
+// The driver's backend for CPU tensors: products and stages by the kernels of cpu/, copies by
+// torch, and large products too where there is no AVX2; threads of torch's pool.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "../cpu/denormals.h"
+#include "../cpu/memory.h"
+#include "../cpu/signals.h"
+#include "../cpu/step.h"
+#include "stable.h"
+
+namespace fusedrnn {
+
+// Multiply-adds from which on torch may run GEMMs on several threads.
+constexpr int64_t kParallelWork = 10'000'000;
+
+// While it lives, denormals are zero on this thread, and on those of torch's pool that run the
+// GEMMs of `work` multiply-adds; then all are as they were.
+class FlushDenormalsInPool {
+ public:
+  explicit FlushDenormalsInPool(int64_t work) : threads_(torch::stable::get_num_threads()) {
+    start_pool();
+    caller_.emplace();
+    if (work < kParallelWork) threads_ = 1;
+    if (threads_ > 1) on_each_thread([] { worker().emplace(); });
+  }
+  ~FlushDenormalsInPool() {
+    if (threads_ > 1) on_each_thread([] { worker().reset(); });
+  }
+
+ private:
+  static std::optional<cpu::FlushDenormals>& worker() {
+    static thread_local std::optional<cpu::FlushDenormals> flush;
+    return flush;
+  }
+  // A thread inherits the mode of the one that starts it, so the pool has to be there before.
+  void start_pool() const {
+    static thread_local int64_t started = 1;
+    if (threads_ > 1 && threads_ != started) on_each_thread([] {});
+    started = threads_;
+  }
+  template <class F>
+  void on_each_thread(const F& f) const {
+    torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) { f(); });
+  }
+
+  std::optional<cpu::FlushDenormals> caller_;
+  int64_t threads_;
+};
+
+template <class Element>
+class CpuBackend : public cpu::Memory<Element> {
+ public:
+  using T = Element;
+  using A = Acc<T>;
+  struct Recording {};
+
+  void use_scratch(char* const (&)[2], const ScratchNeeds& /*needs*/) const {}
+  void expect(int64_t /*seq_len*/, int64_t /*batch*/) const {}
+
+  // There is one stream for all.
+  struct Split {
+    void join() const {}
+  };
+  Split split(bool /*wanted*/) const { return {}; }
+  template <class F>
+  void aside(const F& f) const {
+    f();
+  }
+  void meet() const {}
+
+  template <class F>
+  void enqueue(Recording&, bool /*is_whole*/, bool /*repeats*/, int64_t /*first_row*/,
+               const F& steps) const {
+    steps(nullptr);
+  }
+
+  void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate,
+            bool /*is_of_input*/ = false) {
+    signals_.look();
+    // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
+    // and a few of them are summed up as badly as a few columns.
+    const bool sums_rows = a.row_stride == 1;
+    const bool has_few_rows = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
+    const bool is_narrow = out.columns < cpu::kWide;
+    if (out.columns >= cpu::kProductColumns && !(sums_rows && has_few_rows)) {
+      const cpu::ProductRows& most = kernels_.product_rows;
+      const bool is_large = b.rows * b.columns * int64_t(sizeof(A)) > cpu::kLargeBytes;
+      const bool has_dots = a.column_stride == 1 && b.row_stride == 1;
+      if (has_dots && out.rows <= (is_large ? most.dots_of_large : most.dots)) {
+        return flat(out, a, b, accumulate);
+      }
+      if (out.rows <= most.panels) return panels(out, a, b, accumulate);
+    }
+    // Of few rows, where terms lie side by side in memory, which forward's do not.
+    if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {
+      return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
+    }
+    if (is_narrow && (sums_rows || !has_few_rows)) return narrow(out, a, b, accumulate);
+    const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
+                         b_tensor = borrower_.borrow(b);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),
+                                                           a_tensor.get(), b_tensor.get(),
+                                                           accumulate ? 1.0 : 0.0, 1.0));
+  }
+
+  template <class To, class From>
+  void copy(Matrix<To> out, Matrix<From> from) const {
+    // A call of torch's takes longer than to copy a few rows.
+    if constexpr (std::is_same_v<To, std::remove_const_t<From>>) {
+      constexpr int64_t kFew = 16'384;
+      if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
+        for (int64_t r = 0; r < out.rows; ++r) {
+          std::copy_n(from.data + r * from.row_stride, out.columns, out.data + r * out.row_stride);
+        }
+        return;
+      }
+    }
+    borrower_.copy(out, Matrix<const From>(from));
+  }
+  template <class To, class From>
+  void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
+                  int64_t begin, int64_t steps, int64_t batch) const {
+    borrower_.copy_steps(out, first, from, begin, steps, batch);
+  }
+
+  void zero(Matrix<A> out) const { std::fill_n(out.data, out.rows * out.columns, A(0)); }
+
+  void forward(StageKind kind, const cpu::Forward<T>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.forward(kind, step, first, last); });
+  }
+
+  void backward(StageKind kind, const cpu::Backward<T>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.backward(kind, step, first, last); });
+  }
+
+  void gather(const GatherStep<T, A>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.gather(step, first, last); });
+  }
+
+  void clear(const ClearStep<A>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.clear(step, first, last); });
+  }
+
+  void dropout(const DropoutStep<A>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.dropout(step, first, last); });
+  }
+
+  void column_sums(const ColumnSums<A>& sums) const {
+    for (int i = 0; i < sums.count; ++i) {
+      const Matrix<const A> m{sums.data[i], sums.rows, sums.columns[i], sums.row_stride[i], 1};
+      parallel(m.columns, m.rows, [&](int64_t first, int64_t last) {
+        kernels_.column_sum(m, first, last, sums.sum[i], sums.accumulate);
+      });
+    }
+  }
+
+ private:
+  void flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+            bool accumulate) const {
+    parallel(out.columns, a.rows * a.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
+      kernels_.flat_product(out, a, b, accumulate, first, last);
+    });
+  }
+  void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+              bool accumulate) const {
+    const int64_t rows = std::min(out.rows, cpu::kTileRows);
+    const int64_t columns = std::min(out.columns, cpu::kTileColumns);
+    const int64_t across = (out.columns + columns - 1) / columns;
+    const int64_t tiles = (out.rows + rows - 1) / rows * across;
+    parallel(tiles, rows * columns * a.columns / kTermsPerElement, [&](int64_t tile, int64_t end) {
+      for (; tile < end; ++tile) {
+        const int64_t r = tile / across * rows, c = tile % across * columns;
+        const int64_t tall = std::min(rows, out.rows - r),
+                      wide = std::min(columns, out.columns - c);
+        kernels_.panel_product(out.row_range(r, tall).column_range(c, wide), a.row_range(r, tall),
+                               b.column_range(c, wide), accumulate);
+      }
+    });
+  }
+  void narrow(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+              bool accumulate) const {
+    parallel(out.rows, a.columns * b.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
+      kernels_.narrow_product(out, a, b, accumulate, first, last);
+    });
+  }
+
+  // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
+  // it saves.
+  static constexpr int64_t kStageGrain = 4'096;
+  // Terms of a product that take as long as an element of a stage.
+  static constexpr int64_t kTermsPerElement = 16;
+  // f over [0, count), each item being `size` elements of work.
+  template <class F>
+  static void parallel(int64_t count, int64_t size, const F& f) {
+    const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));
+    if (count <= grain) return f(0, count);
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+      const cpu::FlushDenormals flush;
+      f(first, last);
+    });
+  }
+
+  const Borrower borrower_{0, 0};  // the CPU
+  cpu::Signals signals_;
+  const cpu::Kernels<T>& kernels_ = cpu::kernels<T>();
+};
+
+}  // namespace fusedrnn

@@ -1,0 +1,171 @@
+// The operators: their schemas, and the functions behind them, for every device.
+#pragma once
+#include "passes.h"
+
+namespace fusedrnn {
+
+// The operator `forward`: its arguments are those of the schema, in its order.
+template <class Platform>
+ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTensor cx,
+                                Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+                                MaybeTensor reset, MaybeTensor eps, MaybeTensor seed,
+                                double dropout, double zoneout, double cell_zoneout,
+                                MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+                                bool reverse, int64_t chunk_size, int64_t workspace_bytes,
+                                int64_t backend, int64_t tuning, bool save_gates) {
+  return forward<Platform>({.cell = cell,
+                            .input = input,
+                            .hx = hx,
+                            .cx = cx,
+                            .weights = weights,
+                            .lengths = lengths,
+                            .batch_sizes = batch_sizes,
+                            .reset = reset,
+                            .eps = eps,
+                            .seed = seed,
+                            .dropout = dropout,
+                            .zoneout = zoneout,
+                            .cell_zoneout = cell_zoneout,
+                            .mask_seed = mask_seed,
+                            .noise_stream = noise_stream,
+                            .first_step = first_step,
+                            .reverse = reverse,
+                            .chunk_size = chunk_size,
+                            .workspace_bytes = workspace_bytes,
+                            .backend = backend,
+                            .tuning = tuning},
+                           save_gates);
+}
+
+// The same memory, with so many dimensions of one before those of `tensor`, or without.
+inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
+  std::vector<int64_t> sizes, strides;
+  for (int64_t i = 0; i < more; ++i) {
+    sizes.push_back(1);
+    strides.push_back(tensor.numel());
+  }
+  for (int64_t i = std::max<int64_t>(-more, 0); i < tensor.dim(); ++i) {
+    sizes.push_back(tensor.size(i));
+    strides.push_back(tensor.stride(i));
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+// The operator `step`: one step where nothing needs a gradient, with little overhead.  input (B, I)
+// or (I), hx and cx (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike,
+// or (0, B, H) of a cell without cell state.
+template <class Platform>
+std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
+                                         Weights weights, MaybeTensor eps, MaybeTensor seed,
+                                         int64_t tuning) {
+  FUSEDRNN_CHECK(cell >= 0 && cell < int64_t(std::size(kCells)), "there is no cell ", cell);
+  const Cell& named = kCells[cell];
+  FUSEDRNN_CHECK(!is_projected(named), named.name, " has no single steps");
+  FUSEDRNN_CHECK(input.dim() == 1 || input.dim() == 2, "input must have 1 or 2 dimensions, got ",
+                 shape_text(input.sizes()));
+  const size_t reads_h = size_t(named.stages[0].projection);
+  FUSEDRNN_CHECK(weights.size() > reads_h && weights[reads_h].dim() == 2, "weights[", reads_h,
+                 "] must have 2 dimensions");
+  const int64_t missing = 3 - input.dim();  // dimensions
+  const int64_t batch = input.dim() == 2 ? input.size(0) : 1, width = weights[reads_h].size(1);
+  const auto state = [&](const char* name, const MaybeTensor& given) {
+    if (!given) return allocate(input, {1, batch, width}, input.scalar_type(), name, true);
+    FUSEDRNN_CHECK(given->dim() == input.dim(), name, " must have ", input.dim(),
+                   " dimensions as input has, got ", shape_text(given->sizes()));
+    return with_dimensions(*given, missing);
+  };
+  const Tensor h = state("hx", hx);
+  MaybeTensor c, noise;
+  if (has_state(named)) c = hx || cx ? state("cx", cx) : h;
+  FUSEDRNN_CHECK(has_state(named) || !cx, named.name, " takes no cx");
+  if (eps) noise = with_dimensions(*eps, missing + 1);
+  const Tensor sequence = with_dimensions(input, missing);
+  const MaybeTensor none;
+  const auto [output, h_n, c_n, saved_gates, chunk_cell_states] =
+      forward<Platform>({.cell = cell,
+                         .input = sequence,
+                         .hx = h,
+                         .cx = c,
+                         .weights = weights,
+                         .lengths = none,
+                         .batch_sizes = none,
+                         .reset = none,
+                         .eps = noise,
+                         .seed = seed,
+                         .dropout = 0,
+                         .zoneout = 0,
+                         .cell_zoneout = 0,
+                         .mask_seed = none,
+                         .noise_stream = 0,
+                         .first_step = 0,
+                         .reverse = false,
+                         .chunk_size = 0,
+                         .workspace_bytes = 0,
+                         .backend = 0,
+                         .tuning = tuning},
+                        /*save_gates=*/false);
+  return {with_dimensions(h_n, -missing), has_state(named) ? with_dimensions(c_n, -missing) : c_n};
+}
+
+// The operator `backward`: its arguments are those of the schema, in its order.
+template <class Platform>
+BackwardResults backward_operator(
+    MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
+    Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+    MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
+    double cell_zoneout, MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, int64_t tuning,
+    Tensor output, MaybeTensor saved_gates, MaybeTensor chunk_cell_states, int64_t needs) {
+  return backward<Platform>(
+      {.output = grad_output, .h_n = grad_h_n, .c_n = grad_c_n},
+      {.cell = cell,
+       .input = input,
+       .hx = hx,
+       .cx = cx,
+       .weights = weights,
+       .lengths = lengths,
+       .batch_sizes = batch_sizes,
+       .reset = reset,
+       .eps = eps,
+       .seed = seed,
+       .dropout = dropout,
+       .zoneout = zoneout,
+       .cell_zoneout = cell_zoneout,
+       .mask_seed = mask_seed,
+       .noise_stream = noise_stream,
+       .first_step = first_step,
+       .reverse = reverse,
+       .chunk_size = chunk_size,
+       .workspace_bytes = workspace_bytes,
+       .backend = backend,
+       .tuning = tuning},
+      {.output = output, .gates = saved_gates, .chunk_cell_states = chunk_cell_states}, needs);
+}
+
+// The operators' schemas.  Python passes all that comes behind `*` by name; only lists of tensors
+// and what every call has come before it.  No text is passed: torch's stable ABI keeps a copy of
+// each string for ever.
+#define FUSEDRNN_CALL_SCHEMA                                                                   \
+  "int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, *, Tensor? lengths=None, " \
+  "Tensor? batch_sizes=None, Tensor? reset=None, Tensor? eps=None, Tensor? seed=None, "        \
+  "float dropout=0, float zoneout=0, float cell_zoneout=0, Tensor? mask_seed=None, "           \
+  "int noise_stream=0, int first_step=0, bool reverse=False, int chunk_size=0, "               \
+  "int workspace_bytes=0, int backend=0, int tuning=0, "
+
+constexpr const char* kForwardSchema =
+    "forward(" FUSEDRNN_CALL_SCHEMA
+    "bool save_gates=False) "
+    "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor saved_gates, Tensor chunk_cell_states)";
+constexpr const char* kStepSchema =
+    "step(int cell, Tensor input, Tensor? hx, Tensor? cx, Tensor[] weights, *, Tensor? eps=None, "
+    "Tensor? seed=None, int tuning=0) -> (Tensor h, Tensor c)";
+constexpr const char* kBackwardSchema =
+    "backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " FUSEDRNN_CALL_SCHEMA
+    "Tensor output, Tensor? saved_gates=None, Tensor? chunk_cell_states=None, int needs) "
+    "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
+#undef FUSEDRNN_CALL_SCHEMA
+
+}  // namespace fusedrnn

@@ -1,0 +1,233 @@
+// What a pass through a layer does on every device: allocation, dispatch on dtype, one call of the
+// driver for each direction.
+//
+// Platform is what a device adds, made anew for each call:
+//   Platform(input, tuning)
+//   gpu()                        its facts for plans, or null
+//   keep(host)                   of memory that the call's work reads: as long as that may be done
+//   backend<T>()                 the driver's backend
+//   computing(multiply_adds)     an object that lives while the driver works
+#pragma once
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../driver/driver.h"
+#include "arguments.h"
+
+namespace fusedrnn {
+
+template <class T>
+T* pointer(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+template <class F>
+auto dispatch_dtype(const Tensor& input, const F& f) {
+  switch (input.scalar_type()) {
+    case ScalarType::Float: return f(float{});
+    case ScalarType::Double: return f(double{});
+    case ScalarType::BFloat16: return f(BFloat16{});
+    case ScalarType::Half: return f(Half{});
+    default:
+      fail("input must be float32, float64, bfloat16 or float16, got ",
+           torch::headeronly::toString(input.scalar_type()));
+  }
+}
+
+// dispatch_dtype(), a second time if a GPU has refused to launch a kernel: that is remembered, and
+// what is planned then does without.
+template <class F>
+auto planned_anew(const Tensor& input, const F& f) {
+  try {
+    return dispatch_dtype(input, f);
+  } catch (const LaunchRefused&) {
+    return dispatch_dtype(input, f);
+  }
+}
+
+template <class Platform, class T>
+using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
+
+// output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, saved_gates: the pre-activations of
+// all steps, empty unless they are to be saved, chunk_cell_states: c before each chunk, or empty.
+// P is the number of features of h, which are the H of the cell unless it projects them.
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class Platform>
+ForwardResults forward(const Call& call, bool save_gates) {
+  const Tensor& input = call.input;
+  Arguments args(call);
+  Platform platform(input, args.tuning());
+  args.place_lengths(platform);
+  return planned_anew(input, [&](auto element) {
+    using T = decltype(element);
+    using A = Acc<T>;
+    const ScalarType dtype = input.scalar_type();
+    const int64_t directions = args.directions(), batch = args.batch();
+    const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
+    const Problem asked = args.problem(platform);
+    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
+                   "backend='persistent' is not possible here: ", reason(asked, plan));
+    const int64_t gates_numel = save_gates ? args.kept_numel() : 0;
+    const int64_t states_numel = args.states_numel(plan.steps);
+    // Of finished rows nothing is written.
+    Tensor output =
+        allocate(input, args.shape(directions * width), dtype, "the output", args.has_padding());
+    Tensor h_n = allocate(input, {directions, batch, width}, dtype, "h_n");
+    Tensor c_n = allocate(input, {args.has_state() ? directions : 0, batch, hidden}, dtype, "c_n");
+    Tensor saved_gates = allocate(input, {directions * gates_numel}, kScalarType<A>,
+                                  "what recompute=False saves", args.has_lengths());
+    Tensor chunk_cell_states = allocate(input, {directions * states_numel}, kScalarType<A>,
+                                        "the cell states before each chunk");
+    for (int64_t d = 0; d < directions && batch > 0; ++d) {
+      Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
+      problem.output = pointer<T>(output) + d * width;
+      problem.output_stride = directions * width;
+      if (args.has_state()) problem.states = pointer<A>(chunk_cell_states) + d * states_numel;
+      Driver driver(platform.template backend<T>(), problem);
+      const Tensor workspace =
+          allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
+      [[maybe_unused]] const auto computing =
+          platform.computing(args.seq_len() * driver.step_work());
+      driver.forward(pointer<T>(h_n) + d * args.h_numel(),
+                     args.has_state() ? pointer<T>(c_n) + d * args.state_numel() : nullptr,
+                     save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
+                     workspace.mutable_data_ptr());
+    }
+    return std::make_tuple(output, h_n, c_n, saved_gates, chunk_cell_states);
+  });
+}
+
+// Bits of `needs`, in the order of the results; above them is one for each of `weights`.
+enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16 };
+
+// What only backward takes.
+struct Cotangents {
+  const MaybeTensor &output, &h_n, &c_n;
+};
+struct Saved {
+  const Tensor& output;
+  const MaybeTensor &gates, &chunk_cell_states;
+};
+
+// Gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed.
+using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class Platform>
+BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& saved,
+                         int64_t needs) {
+  const Tensor& input = call.input;
+  const Tensor& output = saved.output;
+  const Weights& weights = call.weights;
+  Arguments args(call);
+  const int64_t directions = args.directions(), seq_len = args.seq_len(), batch = args.batch();
+  const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
+  args.check_sequence("output", output, directions * width);
+  FUSEDRNN_CHECK(output.is_contiguous(), "output must be contiguous");
+  if (grad.output) args.check_sequence("grad_output", *grad.output, directions * width);
+  if (grad.h_n) args.check("grad_h_n", *grad.h_n, {directions, batch, width});
+  if (grad.c_n && args.has_state()) args.check("grad_c_n", *grad.c_n, {directions, batch, hidden});
+  FUSEDRNN_CHECK(args.has_eps() || (needs & kEps) == 0, "eps was drawn and has no gradient");
+  FUSEDRNN_CHECK(args.has_state() || (needs & kCx) == 0, "there is no cx");
+  FUSEDRNN_CHECK(needs >= 0 && needs < (kFirstWeight << weights.size()),
+                 "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
+
+  Platform platform(input, args.tuning());
+  args.place_lengths(platform);
+  return planned_anew(input, [&](auto element) {
+    using T = decltype(element);
+    using A = Acc<T>;
+    Problem asked = args.problem(platform);
+    const int64_t state_numel = directions * args.state_numel();
+    if (saved.chunk_cell_states && state_numel > 0) {
+      asked.chunks = saved.chunk_cell_states->numel() / state_numel;
+    }
+    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    const int64_t states_numel = args.states_numel(plan.steps);
+    const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
+      FUSEDRNN_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous() &&
+                         t.device() == input.device(),
+                     "", name, " must be what forward returned for these arguments");
+    };
+    FUSEDRNN_CHECK(
+        saved.chunk_cell_states.has_value() == args.has_state(),
+        "chunk_cell_states must be given for a cell with a cell state, and for no other");
+    if (saved.chunk_cell_states) {
+      check_saved("chunk_cell_states", *saved.chunk_cell_states, directions * states_numel);
+    }
+    if (saved.gates) check_saved("saved_gates", *saved.gates, directions * args.kept_numel());
+
+    const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what,
+                              bool zeros = false) {
+      return allocate(input, needed ? shape : std::vector<int64_t>{0}, input.scalar_type(), what,
+                      zeros);
+    };
+    const bool zeros = args.has_lengths();  // nothing is written where all rows are finished
+    Tensor grad_input = gradient(needs & kInput, args.shape(args.sizes().input),
+                                 "the gradient of the input", args.has_padding());
+    Tensor grad_hx = gradient(needs & kHx, {directions, batch, width}, "the gradient of hx");
+    Tensor grad_cx = gradient(needs & kCx, {directions, batch, hidden}, "the gradient of cx");
+    Tensor grad_eps = gradient(needs & kEps, {directions, seq_len, batch, args.sizes().latent},
+                               "the gradient of eps", zeros);
+    const int64_t flat_size = needs >= kFirstWeight ? directions * args.weights_numel() : 0;
+    // The driver writes all of those it is asked for, and zeros stand for the others.
+    const int64_t every_weight = (kFirstWeight << weights.size()) - kFirstWeight;
+    Tensor grad_weights =
+        allocate(input, {flat_size}, kScalarType<A>, "the gradients of the weights",
+                 batch == 0 || (needs & every_weight) != every_weight);
+    MaybeTensor dense_h_n, dense_c_n;
+    if (grad.h_n) dense_h_n = torch::stable::contiguous(*grad.h_n);
+    if (grad.c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad.c_n);
+
+    for (int64_t d = 0; d < directions && batch > 0; ++d) {
+      Layer<T> problem = args.layer<T>(plan.steps, plan.backward, d);
+      problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
+      problem.output_stride = directions * width;
+      if (saved.chunk_cell_states) {
+        problem.states =
+            const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) + d * states_numel;
+      }
+      Gradients<T> gradients{};
+      if (grad.output) {
+        gradients.output = args.sequence<T>(*grad.output, width, d * width);
+      }
+      const int64_t h = d * args.h_numel(), state = d * args.state_numel();
+      if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + h;
+      if (dense_c_n) gradients.c_n = Arguments::data<T>(*dense_c_n) + state;
+      if (needs & kInput) gradients.input = pointer<T>(grad_input);
+      gradients.adds_to_input = d > 0;
+      gradients.completes_input = d + 1 == directions;
+      if (needs & kHx) gradients.hx = pointer<T>(grad_hx) + h;
+      if (needs & kCx) gradients.cx = pointer<T>(grad_cx) + state;
+      if (needs & kEps) {
+        gradients.eps = pointer<T>(grad_eps) + d * seq_len * batch * args.sizes().latent;
+      }
+      const std::vector<Parameter>& layout = args.layout();
+      for (size_t i = 0; i < layout.size(); ++i) {
+        if ((needs & (kFirstWeight << (size_t(d) * layout.size() + i))) == 0) continue;
+        A* at = pointer<A>(grad_weights) + d * args.weights_numel() + layout[i].offset;
+        const int p = layout[i].projection;
+        (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = at;
+      }
+      Driver driver(platform.template backend<T>(), problem);
+      const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
+                                        ScalarType::Byte, "the workspace");
+      [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
+      driver.backward(
+          gradients,
+          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.kept_numel() : nullptr,
+          workspace.mutable_data_ptr());
+    }
+    if constexpr (!std::is_same_v<T, A>) {
+      const Tensor wide = grad_weights;
+      grad_weights = allocate(input, {flat_size}, kScalarType<T>, "the gradients of the weights");
+      torch::stable::copy_(grad_weights, wide);
+    }
+    return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, grad_weights);
+  });
+}
+
+}  // namespace fusedrnn

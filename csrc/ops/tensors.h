@@ -1,0 +1,55 @@
+// Tensors in the operators: texts of shapes, and allocation.
+#pragma once
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../base/checked.h"
+#include "stable.h"
+
+namespace fusedrnn {
+
+using Weights = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+
+inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + text_of(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+// Why torch could not do something, which its stable ABI tells in the lines behind the first; the
+// first is about torch's headers.  torch 2.11 and 2.12 tell nothing.
+inline std::string reason_of(const std::exception& error) {
+  const std::string text = error.what();
+  const size_t end = text.find('\n');
+  return end == std::string::npos ? "" : ": " + text.substr(end + 1);
+}
+
+// A tensor of zeros or of anything.  By torch's function itself: its wrapper takes twice the time,
+// since it first asks for what the two tensors have in common.
+inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype,
+                       const char* what, bool zeros = false) {
+  int32_t type = type_code(dtype);
+  AtenTensorHandle handle = nullptr;
+  try {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_aten_new_empty(like.get(), shape.data(), int64_t(shape.size()), &type,
+                                  /*layout=*/nullptr, /*device=*/nullptr, 0, nullptr, &handle));
+    Tensor tensor(handle);
+    if (zeros && tensor.numel() > 0) {
+      if (tensor.is_cpu()) {
+        std::memset(tensor.mutable_data_ptr(), 0, size_t(tensor.numel()) * tensor.element_size());
+      } else {
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(handle));
+      }
+    }
+    return tensor;
+  } catch (const std::exception& error) {
+    fail("out of memory: there is no room for ", what, ", ", torch::headeronly::toString(dtype),
+         " of shape ", shape_text(shape), reason_of(error));
+  }
+}
+
+}  // namespace fusedrnn

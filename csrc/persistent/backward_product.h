@@ -1,0 +1,188 @@
+// The product of backward's steps: a gradient by the transpose of a weight that registers hold.
+#pragma once
+#include "backward_arguments.h"
+#include "operand.h"
+#include "shared_memory.h"
+
+namespace fusedrnn::cuda {
+
+// What the stages of a block share.
+template <class T>
+struct AdjointBlock : SharedMemory<PersistentBackward<T>, kAdjointSumFloats> {
+  using Base = SharedMemory<PersistentBackward<T>, kAdjointSumFloats>;
+  using Base::Base;
+  enum Array { kDh, kDstate };
+
+  // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
+  FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {
+    return Base::sent(s, i, row, gates * packets) + gate * packets;
+  }
+};
+
+// The gradient of a projection, that of stage `kIndex`, times the block's columns of its weight.
+// kDepth: blocks of units that a warp has room for.
+template <class Stage, int kIndex, class T, int kDepth, int kPackets>
+class AdjointProduct {
+  static constexpr int kGates = Stage::kProjection;
+  // GEMM blocks whose packets are on their way at once.
+  static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
+  static_assert(kAhead > 0);
+  static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
+  using Of = Operands<T>;
+
+ public:
+  FUSEDRNN_DEVICE AdjointProduct(AdjointBlock<T>& block) : block_(block) {
+    const auto& w = args().weight[kIndex];
+    width_ = int(args().step[kIndex].width);
+    depth_ = warp_depth(width_, Of::kDepthColumns);
+    if (block.first_unit() >= w.columns) return;
+    packets_of_gate_ = packets_of(width_, Of::kInPacket);
+    from_ = block.sent(kIndex, 0, block.first_row(0) + thread().g, kGates, 0, packets_of_gate_) +
+            unit(0) / Of::kInPacket;
+    for (int d = 0; d < depth_; ++d) packets_ += unit(d) < width_;
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) load_weight(w, gate, d);
+    }
+  }
+
+  struct Operand {
+    Packet packet[kGates][kDepth];
+  };
+  // Asks other blocks for the first gradients of step i, counted backwards; or for none.
+  FUSEDRNN_DEVICE Operand ask(bool is_wanted, int i, int tile) const {
+    const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
+    Operand x{};
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kAhead; ++gate) load(is_asked, i, gate, tile, x.packet[gate]);
+    return x;
+  }
+  // This warp's part of the product to `turn`.  is_wanted: as it was asked.
+  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int tile, Operand& x, float* turn) const {
+    const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
+    const bool is_counted = is_wanted && !is_asked;
+    if (is_counted) {
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kIndex, i, tile, depth_, width_);
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < kAhead; ++gate) load_sent(i, gate, tile, x.packet[gate]);
+    }
+    float sums[kChains][4] = {};
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      if (is_asked) block_.wait_for(x.packet[gate], from(i, gate, tile));
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        if (d < depth_) multiply(sums, gate, d, x.packet[gate][d]);
+      }
+      if (gate + kAhead < kGates) {
+        load(is_asked, i, gate + kAhead, tile, x.packet[gate + kAhead]);
+        if (is_counted) load_sent(i, gate + kAhead, tile, x.packet[gate + kAhead]);
+      }
+    }
+    FUSEDRNN_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      float sum = sums[0][n];
+      FUSEDRNN_UNROLL
+      for (int chain = 1; chain < kChains; ++chain) sum += sums[chain][n];
+      part(turn, thread().warp, n) = sum;
+    }
+  }
+  // Of the unit that a thread computes.
+  FUSEDRNN_DEVICE float total(float* turn) const {
+    float sum = 0;
+    FUSEDRNN_UNROLL
+    for (int w = 0; w < kWarps; ++w) sum += part(turn, w, thread().warp);
+    return sum;
+  }
+
+ private:
+  FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  // The first of the units that this lane multiplies of its warp's block d, a packet of them.
+  FUSEDRNN_DEVICE int unit(int d) const {
+    return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
+  }
+  // Number n of this lane's d, as warp `warp` has summed it up.
+  FUSEDRNN_DEVICE float& part(float* turn, int warp, int n) const {
+    return turn[(warp * 4 + n) * kWarpSize + thread().lane];
+  }
+  // A block of units of the weight is read along its rows, by as many lanes of each row as there
+  // are for one, and turned in shared memory.
+  FUSEDRNN_DEVICE void load_weight(const Matrix<const T>& w, int gate, int d) {
+    constexpr int kLanes = kWarpSize / Of::kDepthColumns, kColumns = kTileUnits / kLanes;
+    constexpr int kRowWords = kTileUnits / Of::kInWord;
+    constexpr int kStagedWords = Of::kDepthColumns * kRowWords;
+    static_assert(2 * kAdjointSumFloats >= kWarps * kStagedWords);
+    auto* staged = reinterpret_cast<uint32_t*>(block_.shared) + thread().warp * kStagedWords;
+    const int in_block = thread().lane / kLanes, first = thread().lane % kLanes * kColumns;
+    const int k = (thread().warp * depth_ + d) * Of::kDepthColumns + in_block;
+    const int column = block_.first_unit() + first;
+    const int count = d < depth_ && k < width_ ? int(w.columns) - column : 0;
+    const T* row = w.data + (int64_t(gate) * width_ + k) * w.row_stride + column * w.column_stride;
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < kColumns; i += Of::kInPacket) {
+      const Packet packet = load_operand(row + i * w.column_stride, w.column_stride, count - i);
+      FUSEDRNN_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        staged[in_block * kRowWords + (first + i) / Of::kInWord + j] = packet.word[j];
+      }
+    }
+    if (FUSEDRNN_SEEDED_BUG != 13) sync_warp();
+    // Numbers of a column one below the other, as many as are in a word.
+    const auto at = [&](int k, int column) {
+      if constexpr (Of::kInWord == 1) return staged[k * kRowWords + column];
+      const uint32_t* word = staged + k * kRowWords + column / 2;
+      const int shift = 16 * (column % 2);
+      return ((word[0] >> shift) & 0xffffu) | word[kRowWords] >> shift << 16;
+    };
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      const int column = thread().g + 8 * (i % 2);
+      weight_[gate][d][i / 4][i % 4] =
+          at(Of::kInPacket * thread().q + Of::kInWord * (i / 2), column);
+    }
+    sync_warp();
+  }
+
+  // Of a GEMM block, what this lane multiplies.
+  FUSEDRNN_DEVICE const Packet* from(int i, int gate, int tile) const {
+    return block_.slot(kIndex, i, kGates * packets_of_gate_, from_) +
+           (tile * kTileRows * kGates + gate) * packets_of_gate_;
+  }
+  FUSEDRNN_DEVICE bool has_packet(int tile, int d) const {
+    return d < packets_ && tile * kTileRows + thread().g < block_.rows;
+  }
+  // Packets: or nothing.
+  FUSEDRNN_DEVICE void load(bool is_asked, int i, int gate, int tile, Packet (&x)[kDepth]) const {
+    const Packet* at = is_asked ? from(i, gate, tile) : from_;
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x[d]);
+    }
+  }
+  // Flags: what is there.
+  FUSEDRNN_DEVICE void load_sent(int i, int gate, int tile, Packet (&x)[kDepth]) const {
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      if (has_packet(tile, d)) x[d] = load_plain(from(i, gate, tile) + 4 * d);
+    }
+  }
+
+  FUSEDRNN_DEVICE void multiply(float (&sums)[kChains][4], int gate, int d, const Packet& x) const {
+    FUSEDRNN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int chain = (2 * (gate * kDepth + d) + half) % kChains;
+      mma<T>(sums[chain], weight_[gate][d][half], x.word[2 * half], x.word[2 * half + 1]);
+    }
+  }
+
+  AdjointBlock<T>& block_;
+  int width_, depth_;
+  int packets_of_gate_ = 0, packets_ = 0;  // of a row; and of these those that this lane multiplies
+  const Packet* from_ = nullptr;           // of its first tile, of step 0
+  uint32_t weight_[kGates][kDepth][2][4];
+};
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,189 @@
+// The units of a block in backward, and the cell states that it recomputes for them.
+#pragma once
+#include "backward_product.h"
+#include "unit.h"
+
+namespace fusedrnn::cuda {
+
+// The block's units of a stage.
+template <class Stage, int kIndex, int kStages, class T>
+class AdjointUnits {
+ public:
+  static constexpr bool kIsLast = kIndex == kStages - 1;
+
+  FUSEDRNN_DEVICE AdjointUnits(AdjointBlock<T>& block)
+      : block_(block), width_(int(block.args.step[kIndex].width)) {}
+
+  FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const BackwardStep<T, T>& step() const { return args().step[kIndex]; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  FUSEDRNN_DEVICE bool has_units() const { return block_.first_unit() < width_; }
+  FUSEDRNN_DEVICE int unit() const { return block_.first_unit() + thread().unit(); }
+  FUSEDRNN_DEVICE int row_of_batch(int tile) const {
+    return block_.first_row(tile) + thread().row();
+  }
+  FUSEDRNN_DEVICE bool is_there(int tile) const {
+    return thread().computes() && unit() < width_ && row_of_batch(tile) < args().batch;
+  }
+  FUSEDRNN_DEVICE RowOfChunk row_of_chunk(int t, int tile) const {
+    return block_.row_of_chunk(t, row_of_batch(tile));
+  }
+  FUSEDRNN_DEVICE Place place(int t, int tile) const { return block_.place(t, row_of_batch(tile)); }
+  FUSEDRNN_DEVICE PersistentUnit unit_at(Place at) const {
+    return zoneout_of<kIsLast, Stage::kState>(step().zoneout, at, unit());
+  }
+  // What pre-activations are made of, as it was loaded: to add it up would be to wait for it.
+  struct Parts {
+    float of[Stage::kPre];
+  };
+  FUSEDRNN_DEVICE Parts parts_at(const RowOfChunk& row) const {
+    Parts parts{};
+    const auto& s = step();
+    if constexpr (Stage::kLinear) {
+      // not there
+    } else if constexpr (Stage::kFactors) {
+      const int64_t no_shift = 0;
+      load_pre<Stage>(parts.of, s, row, no_shift, unit(), PersistentUnit{});
+    } else {
+      static_assert(Stage::kProjection + kSideAlone<Stage> == Stage::kPre);
+      const float* no_bias = nullptr;
+      if (s.pre != nullptr) {
+        load_blocks<Stage::kPre>(parts.of, s.pre, no_bias, s.width, row, unit(), PersistentUnit{});
+      } else {
+        load_blocks<Stage::kProjection>(parts.of, s.projection, no_bias, s.width, row, unit(),
+                                        PersistentUnit{});
+        load_blocks<kSideAlone<Stage>>(parts.of + Stage::kProjection, s.side, no_bias, s.width, row,
+                                       unit(), PersistentUnit{});
+      }
+    }
+    return parts;
+  }
+  FUSEDRNN_DEVICE void pre_of(const Parts& parts, float (&pre)[Stage::kPre]) const {
+    if (Stage::kFactors || Stage::kLinear || step().pre != nullptr) {
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kPre; ++k) pre[k] = parts.of[k];
+      return;
+    }
+    if constexpr (!Stage::kFactors && !Stage::kLinear) {
+      float side[Stage::kSide], projection[Stage::kProjection];
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kProjection; ++k) {
+        projection[k] =
+            parts.of[k] + block_.bias(kIndex, Block::kProjectionBias, k, thread().unit());
+      }
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < Stage::kSide; ++k) {
+        side[k] = block_.bias(kIndex, Block::kSideBias, k, thread().unit());
+        if (k >= Stage::kShared) side[k] += parts.of[Stage::kProjection + k - Stage::kShared];
+      }
+      Stage::combine(side, projection, pre);
+    }
+  }
+  // Before a barrier, and read after it.
+  FUSEDRNN_DEVICE void load_biases() const {
+    load_bias(Block::kProjectionBias, step().projection_bias, Stage::kProjection);
+    load_bias(Block::kSideBias, step().side_bias, Stage::kSide);
+  }
+
+ protected:
+  using Block = AdjointBlock<T>;
+  AdjointBlock<T>& block_;
+  int width_;
+
+ private:
+  FUSEDRNN_DEVICE void load_bias(typename Block::Bias which, const float* bias, int gates) const {
+    for (int i = thread().index; i < gates * kTileUnits; i += kPersistentThreads) {
+      const int gate = i / kTileUnits, in_block = i % kTileUnits;
+      const int of_all = block_.first_unit() + in_block;
+      block_.bias(kIndex, which, gate, in_block) =
+          bias != nullptr && of_all < width_ ? bias[gate * width_ + of_all] : 0.0f;
+    }
+  }
+};
+
+// The states beside h, each from the one before, and what the stage behind has projected.
+template <class Stage, int kIndex, int kStages, class T>
+class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
+  using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+  using Units::args, Units::block_, Units::step, Units::width_;
+
+ public:
+  using Units::Units;
+
+  FUSEDRNN_DEVICE void run() const {
+    for (int tile = 0; block_.has_tile(tile); ++tile) {
+      if (Units::is_there(tile)) run(tile);
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 4;
+
+  FUSEDRNN_DEVICE void run(int tile) const {
+    const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
+    ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
+    forward.zoneout = step().zoneout;
+    const bool is_plain =
+        args().operand == nullptr && !step().mask.any() && !forward.zoneout.state.is_possible();
+    const RowOfChunk row = Units::row_of_chunk(0, tile);
+    float state = args().first_state[Units::row_of_batch(tile) * width_ + Units::unit()];
+    args().state[row * width_ + Units::unit()] = state;
+    // Some steps' pre-activations are on their way while others are computed with.
+    typename Units::Parts next[kAhead];
+    FUSEDRNN_UNROLL
+    for (int k = 0; k < kAhead; ++k) next[k] = load(k, tile, steps);
+    for (int first = 0; first < steps; first += kAhead) {
+      float pre[kAhead][Stage::kPre];
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < kAhead; ++k) {
+        Units::pre_of(next[k], pre[k]);
+        next[k] = load(first + kAhead + k, tile, steps);
+      }
+      if (is_plain && first + kAhead <= steps) {  // gates of several steps at the same time
+        FUSEDRNN_UNROLL
+        for (int k = 0; k < kAhead; ++k) {
+          float no_factors[Stage::kPre];
+          Stage::forward(pre[k], state, no_factors, &state);
+          args().state[Units::row_of_chunk(first + k + 1, tile) * width_ + Units::unit()] = state;
+        }
+        continue;
+      }
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < kAhead; ++k) {
+        if (first + k < steps) state = after(first + k, tile, forward, pre[k], state);
+      }
+    }
+  }
+
+  FUSEDRNN_DEVICE typename Units::Parts load(int t, int tile, int steps) const {
+    if (t >= steps) return {};
+    return Units::parts_at(Units::row_of_chunk(t, tile));
+  }
+
+  // The state after step t.
+  FUSEDRNN_DEVICE float after(int t, int tile, const ForwardStep<T, T>& forward,
+                              const float (&pre)[Stage::kPre], float state) const {
+    const Place at = Units::place(t, tile);
+    float operand = 0;
+    if (step().mask.is_active(at)) {
+      float factors[Stage::kPre];
+      UnitInput<float> given{};
+      given.input = state;
+      given.is_reset_next = step().mask.is_reset_next(at);
+      const UnitResult<float> result = forward_from_pre<Stage>(
+          forward, at, Units::unit(), Units::unit_at(at), pre, given, factors);
+      state = result.carry;
+      operand = result.next;
+    }
+    if (t + 1 < args().steps) {
+      args().state[Units::row_of_chunk(t + 1, tile) * width_ + Units::unit()] = state;
+    }
+    if (args().operand != nullptr) {
+      const RowOfChunk row = Units::row_of_chunk(t, tile);
+      args().operand[row * width_ + Units::unit()] = narrow<T>(operand);
+    }
+    return state;
+  }
+};
+
+}  // namespace fusedrnn::cuda

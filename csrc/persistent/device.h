@@ -1,0 +1,164 @@
+// What persistent kernels ask of a GPU beyond C++.  Their source names nothing else of CUDA, so
+// that without nvcc it runs on an emulation of these few functions (tests/emulator/fibers.h).
+//
+// Of the accesses to memory that other blocks write, `relaxed` ones are seen by the whole GPU but
+// order nothing, plain ones have to be ordered by release and acquire.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "../base/scalar.h"
+
+namespace fusedrnn::cuda {
+
+constexpr int kWarpSize = 32;
+
+// 16 bytes, read and written by one instruction.  No word depends on the others having arrived.
+struct alignas(16) Packet {
+  uint32_t word[4];
+};
+
+}  // namespace fusedrnn::cuda
+
+#if !defined(__CUDACC__)
+#include <fibers.h>
+#else
+#include <cassert>
+
+#define FUSEDRNN_DEVICE __device__ __forceinline__
+
+namespace fusedrnn::cuda {
+
+FUSEDRNN_DEVICE int thread_index() { return int(threadIdx.x); }
+FUSEDRNN_DEVICE int block_index() { return int(blockIdx.x); }
+
+// Of the block: as much as its launch has asked for.
+FUSEDRNN_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+
+// All threads of the block, of the warp; each orders their accesses to memory.
+FUSEDRNN_DEVICE void sync_block() { __syncthreads(); }
+FUSEDRNN_DEVICE void sync_warp() { __syncwarp(); }
+
+FUSEDRNN_DEVICE Packet load_relaxed(const Packet* p) {
+  Packet v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+// The same to v, if it is there.  No branch: at the end of one, ptxas may have the thread wait for
+// what was loaded in it.
+FUSEDRNN_DEVICE void load_relaxed_if(bool is_there, const Packet* p, Packet& v) {
+  asm volatile(
+      "{ .reg .pred is_there; setp.ne.s32 is_there, %5, 0;"
+      " @is_there ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+      : "l"(p), "r"(int(is_there))
+      : "memory");
+}
+FUSEDRNN_DEVICE void store_relaxed(Packet* p, const Packet& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]),
+               "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+FUSEDRNN_DEVICE Packet load_plain(const Packet* p) {
+  Packet v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
+FUSEDRNN_DEVICE void store_plain(Packet* p, const Packet& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]),
+               "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+FUSEDRNN_DEVICE uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FUSEDRNN_DEVICE void store_release(uint32_t* p, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+FUSEDRNN_DEVICE uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FUSEDRNN_DEVICE void store_relaxed(uint32_t* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// The product of two numbers, by one instruction: the compiler multiplies 64 bits by 64 where it
+// has widened one of them before.
+FUSEDRNN_DEVICE int64_t wide_product(int a, int b) {
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// That of the lane `distance` further on, for all lanes of a warp; of the last ones, anything.
+FUSEDRNN_DEVICE uint32_t shuffle_down(uint32_t v, int distance) {
+  return __shfl_down_sync(0xffffffffu, v, unsigned(distance));
+}
+
+// The nearest number with 10 bits of fraction (of two, the one away from zero), as a float; every
+// NaN becomes 0x7fffffff.
+FUSEDRNN_DEVICE uint32_t round_to_tf32(float x) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+  return x == x ? rounded : 0x7fffffffu;  // PTX does not say which NaN it gives
+}
+
+// d += a b for a 16xK, b Kx8 and d 16x8, spread over the lanes of a warp (PTX, m16n8k16 and
+// m16n8k8). With g = lane / 4 and q = lane % 4, a lane has of 16 bits, K = 16,
+//   a:  (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
+//   b:  (2q, g), (2q + 8, g), each with the one below
+// of float, K = 8, numbers that are rounded to TF32 (of others the last 13 bits are not looked at),
+//   a:  (g, q), (g + 8, q), (g, q + 4), (g + 8, q + 4)
+//   b:  (q, g), (q + 4, g)
+// and of both
+//   d:  (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+template <class T>
+FUSEDRNN_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(std::is_same_v<Acc<T>, float>);
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Between two looks at memory that another block is to write.
+FUSEDRNN_DEVICE void pause() {}
+
+// Ends the kernel and, for the process, all use of the GPU; says so on stderr.
+[[noreturn]] static __device__ __noinline__ void give_up() {
+  __assert_fail("other blocks of a persistent kernel have not sent their results in time",
+                "fusedrnn", 0, "persistent kernel");
+  __trap();
+}
+
+}  // namespace fusedrnn::cuda
+#endif

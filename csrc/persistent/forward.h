@@ -1,0 +1,372 @@
+// A chunk of forward steps as one kernel: weights stay in registers, h goes from block to block.
+//
+// A block owns 16 units of each stage, so as many as hold all units of the widest stage, a *group*,
+// hold one copy of the weights.  Groups share the batch among themselves, in tiles of 8 rows, and
+// know nothing of each other.  A step of a stage is, for each tile of the group:
+//   1. what does not depend on other blocks, side inputs, noise and masks: what memory has of it is
+//      loaded a step before;
+//   2. the operand, h or the result of the stage before, 8 rows of it, comes from the others;
+//   3. each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
+//      block of the GEMM result, a *gate* below), and the parts are added up through shared memory,
+//      always in the same order;
+//   4. half of the warps compute a unit of a row of a tile per thread (stages.h, step.h) and send
+//      the result on, 16 bytes of neighbours of a row in one packet.
+//
+// The order of the columns in a product is free.  It is such that the 16 bytes that a lane loads,
+// neighbours of a row, are its part of two mma one after the other: words 0 and 1 of the first, 2
+// and 3 of the second, which is as true of eight numbers and m16n8k16 as of four floats and
+// m16n8k8.
+//
+// Floats are operands rounded to TF32, as weights when they are loaded, and as h when it is sent or
+// loaded: rounding once before the exchange gives the bits of rounding in every block behind it.
+// The h of carry, output and the next chunk keeps all of its bits.
+//
+// What is beyond the units, columns or rows that there are is zero, in registers only.
+//
+// Flags: two slots are enough.  Who writes the result of step t has waited for what each reader of
+// it sent last, and that was sent after the reader was done with the result of step t - 2.
+#pragma once
+#include "operand.h"
+#include "shared_memory.h"
+#include "unit.h"
+
+namespace fusedrnn::cuda {
+
+template <class T>
+using PersistentBlock = SharedMemory<PersistentForward<T>, kTurnFloats>;
+
+// Stage `kIndex` of `kStages`.  kDepth: blocks of columns that a warp has room for.
+template <class Stage, int kIndex, int kStages, class T, int kDepth>
+class PersistentStage {
+  static constexpr int kGates = Stage::kProjection;
+  static constexpr bool kIsLast = kIndex == kStages - 1;
+  static constexpr int kSource = (kIndex + kStages - 1) % kStages;  // who makes the operand
+  static constexpr bool kHoldsH = kIsLast && !kCarriesResult<Stage>;
+  enum Array { kCarryArray, kHArray };
+  using Of = Operands<T>;
+
+ public:
+  FUSEDRNN_DEVICE PersistentStage(PersistentBlock<T>& block) : block_(block) {
+    const auto& w = args().weight[kIndex];
+    width_ = int(step().width);
+    columns_ = int(w.columns);
+    depth_ = warp_depth(columns_, Of::kDepthColumns);
+    first_unit_ = block.first_unit();
+    if (!has_units()) return;
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      FUSEDRNN_UNROLL
+      for (int d = 0; d < kDepth; ++d) {
+        FUSEDRNN_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const int unit = first_unit_ + thread().g + 8 * i;
+          const int64_t row = int64_t(gate) * width_ + unit;
+          const int count = d < depth_ && unit < width_ ? columns_ - column(d) : 0;
+          const T* at = w.data + row * w.row_stride + column(d) * w.column_stride;
+          const Packet packet = load_operand(at, w.column_stride, count);
+          FUSEDRNN_UNROLL
+          for (int k = 0; k < 4; ++k) weight_[gate][d][k / 2][i + 2 * (k % 2)] = packet.word[k];
+        }
+      }
+    }
+    row_packets_ = packets_of(columns_, Of::kInPacket);
+    from_ = block.sent(kSource, 0, block.first_row(0) + thread().g, row_packets_) +
+            column(0) / Of::kInPacket;
+    for (int d = 0; d < depth_; ++d) packets_ += column(d) < columns_;
+    load_bias(PersistentBlock<T>::kProjectionBias, step().projection_bias, kGates);
+    load_bias(PersistentBlock<T>::kSideBias, step().side_bias, Stage::kSide);
+    for (int tile = 0; thread().computes() && block.has_tile(tile); ++tile) {
+      const int row = row_of_batch(tile);
+      const bool is_there = unit() < width_ && row < args().batch;
+      if constexpr (Stage::kCarry) {
+        block.kept(kCarryArray, tile) = is_there ? widen(step().carry.at(row)[unit()]) : 0.0f;
+      }
+      if constexpr (kHoldsH) {
+        block.kept(kHArray, tile) = is_there ? widen(args().h.at(row)[unit()]) : 0.0f;
+      }
+    }
+    if constexpr (kLoadsAhead) next_ = load_early(0, 0);
+  }
+
+  // Step t of the group's rows.
+  FUSEDRNN_DEVICE void run(int t) {
+    if (!has_units()) return;
+    for (int tile = 0; block_.has_tile(tile); ++tile) {
+      float* turn = block_.next_turn();
+      Operand x;
+      if constexpr (kAsksFirst) x = ask(t, tile);
+      Early early;
+      if constexpr (kLoadsAhead) {
+        early = next_;
+        const bool has_more = block_.has_tile(tile + 1);
+        next_ = load_early(has_more ? t : t + 1, has_more ? tile + 1 : 0);
+      } else {
+        early = load_early(t, tile);
+      }
+      if constexpr (Stage::kNoise) {
+        if (step().noise.eps.data == nullptr) draw(t, tile, turn + kSumFloats);
+      }
+      if constexpr (!kAsksFirst) x = ask(t, tile);
+      wait_for(t, tile, x);
+      sync_warp();  // mma is for lanes that are together, and some may have waited longer
+      float sums[kGates][4] = {};
+      multiply(sums, x);
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < kGates; ++gate) {
+        FUSEDRNN_UNROLL
+        for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
+      }
+      if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+      if (thread().computes()) compute(t, tile, early, turn);
+    }
+  }
+
+ private:
+  // Others have next to nothing to load, and no registers for it beside the weights.
+  static constexpr bool kLoadsAhead = Stage::kSide > 0;
+  // Who asks too early asks twice, and all blocks share the L2 cache; but noise takes long to draw.
+  // As measured on an H100 (docs/performance.md).
+  static constexpr bool kAsksFirst = kStages > 1;
+
+  // What a unit needs that is known before the exchange, as it was loaded: to compute with it would
+  // be to wait for it.
+  struct Early {
+    bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
+    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    T eps;
+    PersistentUnit unit;
+  };
+
+  FUSEDRNN_DEVICE const PersistentForward<T>& args() const { return block_.args; }
+  FUSEDRNN_DEVICE const ForwardStep<T, T>& step() const { return args().step[kIndex]; }
+  FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  FUSEDRNN_DEVICE bool has_units() const { return first_unit_ < width_; }
+  FUSEDRNN_DEVICE int unit() const { return first_unit_ + thread().unit(); }
+  // The first of the columns that this lane multiplies of its warp's block d, a packet of them.
+  FUSEDRNN_DEVICE int column(int d) const {
+    return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
+  }
+  FUSEDRNN_DEVICE int row_of_batch(int tile) const {
+    return block_.first_row(tile) + thread().row();
+  }
+  // Number i of this lane's d, as warp `warp` has summed it up.
+  FUSEDRNN_DEVICE float& part(float* turn, int warp, int gate, int i) const {
+    return turn[((warp * kGates + gate) * 4 + i) * kWarpSize + thread().lane];
+  }
+
+  // Before the first barrier, and read after it.
+  FUSEDRNN_DEVICE void load_bias(typename PersistentBlock<T>::Bias which, const float* bias,
+                                 int gates) const {
+    for (int i = thread().index; i < gates * kTileUnits; i += kPersistentThreads) {
+      const int gate = i / kTileUnits, in_block = i % kTileUnits;
+      const bool is_there = bias != nullptr && first_unit_ + in_block < width_;
+      block_.bias(kIndex, which, gate, in_block) =
+          is_there ? bias[gate * width_ + first_unit_ + in_block] : 0.0f;
+    }
+  }
+
+  FUSEDRNN_DEVICE Early load_early(int t, int tile) const {
+    Early early{};
+    const auto& s = step();
+    const int b = row_of_batch(tile);
+    const RowOfChunk row = block_.row_of_chunk(t, b);
+    const Place at = block_.place(t, b);
+    early.is_there = t < args().steps && thread().computes() && unit() < width_ && b < args().batch;
+    if (!early.is_there) return early;
+    early.is_active = s.mask.is_active(at);
+    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(at);
+    if constexpr (Stage::kSide > 0) {
+      const float* no_bias = nullptr;
+      load_blocks<Stage::kSide>(early.side, s.side, no_bias, s.width, row, unit(), early.unit);
+    }
+    if constexpr (Stage::kNoise) {
+      if (s.noise.eps.data != nullptr) {
+        early.eps = s.noise.eps.at(int64_t(row))[unit()];
+      }
+    }
+    early.unit = zoneout_of<kIsLast, Stage::kState>(s.zoneout, at, unit());
+    return early;
+  }
+
+  // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
+  // which has no units to compute meanwhile.
+  FUSEDRNN_DEVICE void draw(int t, int tile, float* noise) const {
+    if (thread().warp != kWarps - 1) return;
+    const int in_tile = thread().lane / 4, quad = thread().lane % 4;
+    const int b = block_.first_row(tile) + in_tile;
+    if (b >= args().batch) return;
+
+    float four[4];
+    step().noise.draw(block_.place(t, b), uint32_t(first_unit_ / 4 + quad), four);
+    FUSEDRNN_UNROLL
+    for (int i = 0; i < 4; ++i) noise[in_tile * kNoiseStride + 4 * quad + i] = four[i];
+  }
+
+  struct Operand {
+    Packet packet[kDepth];
+  };
+
+  FUSEDRNN_DEVICE bool is_sent(int t) const { return kIndex > 0 || t > 0; }
+  FUSEDRNN_DEVICE int source_step(int t) const { return kIndex == 0 ? t - 1 : t; }
+
+  FUSEDRNN_DEVICE Operand ask(int t, int tile) const {
+    const bool is_asked = is_sent(t) && args().exchange == Exchange::Packets;
+    const Packet* at = is_asked ? from(t, tile) : from_;
+    Operand x{};
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x.packet[d]);
+    }
+    return x;
+  }
+
+  FUSEDRNN_DEVICE void wait_for(int t, int tile, Operand& x) const {
+    if (is_sent(t) && args().exchange == Exchange::Packets) {
+      return block_.wait_for(x.packet, from(t, tile));
+    }
+    if (is_sent(t)) {
+      block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step(t), tile,
+                                                                  depth_, columns_);
+    }
+    const T* h = is_sent(t) ? nullptr : args().h.at(block_.first_row(tile) + thread().g);
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      if (!has_packet(tile, d)) continue;
+      if (is_sent(t)) {
+        x.packet[d] = load_plain(from(t, tile) + 4 * d);
+      } else {  // h before the chunk
+        x.packet[d] = load_operand<true>(h + column(d), 1, columns_ - column(d));
+      }
+    }
+  }
+
+  // What this lane multiplies of a tile, as other blocks send it.
+  FUSEDRNN_DEVICE const Packet* from(int t, int tile) const {
+    return block_.slot(kSource, source_step(t), row_packets_, from_) +
+           tile * kTileRows * row_packets_;
+  }
+  FUSEDRNN_DEVICE bool has_packet(int tile, int d) const {
+    return d < packets_ && tile * kTileRows + thread().g < block_.rows;
+  }
+
+  FUSEDRNN_DEVICE void multiply(float (&sums)[kGates][4], const Operand& x) const {
+    FUSEDRNN_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      if (d >= depth_) continue;
+      FUSEDRNN_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        FUSEDRNN_UNROLL
+        for (int gate = 0; gate < kGates; ++gate) {
+          mma<T>(sums[gate], weight_[gate][d][half], x.packet[d].word[2 * half],
+                 x.packet[d].word[2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float* turn) const {
+    const auto& s = step();
+    const int b = row_of_batch(tile);
+    float projection[kGates], pre[Stage::kPre], factors[Stage::kPre];
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < kGates; ++gate) {
+      projection[gate] =
+          block_.bias(kIndex, PersistentBlock<T>::kProjectionBias, gate, thread().unit());
+      FUSEDRNN_UNROLL
+      for (int w = 0; w < kWarps; ++w) projection[gate] += part(turn, w, gate, thread().warp);
+    }
+    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < Stage::kSide; ++gate) {
+      side[gate] = early.side[gate] +
+                   block_.bias(kIndex, PersistentBlock<T>::kSideBias, gate, thread().unit());
+    }
+    Stage::combine(side, projection, pre);
+    UnitInput<float> given{};
+    given.is_reset_next = early.is_reset_next;
+    if constexpr (Stage::kCarry) given.input = block_.kept(kCarryArray, tile);
+    if constexpr (Stage::kNoise) {
+      const float* drawn = turn + kSumFloats + thread().row() * kNoiseStride + thread().unit();
+      given.input = s.noise.eps.data == nullptr ? *drawn : widen(early.eps);
+    }
+    if constexpr (kHoldsH) given.h = block_.kept(kHArray, tile);
+
+    UnitResult<float> result{};
+    if (early.is_active) {
+      result =
+          forward_from_pre<Stage>(s, block_.place(t, b), unit(), early.unit, pre, given, factors);
+    } else {  // the state waits; what would feed another stage is zero
+      result.carry = given.input;
+      if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
+    }
+    const T next = narrow<T>(early.is_there ? result.next : 0.0f);
+    send(t, tile, next);
+    if (!early.is_there) return;
+    if constexpr (Stage::kCarry) block_.kept(kCarryArray, tile) = result.carry;
+    if constexpr (kHoldsH) block_.kept(kHArray, tile) = widen(next);
+    if (early.is_active) {
+      const int64_t no_shift = 0;
+      store_forward<Stage>(s, block_.row_of_chunk(t, b), no_shift, unit(), early.unit, pre,
+                           result.out);
+    }
+    if (t == args().steps - 1) {
+      if constexpr (Stage::kCarry) {
+        if (s.carry_out != nullptr) s.carry_out[b * width_ + unit()] = result.carry;
+      }
+      if (kIsLast && s.operand != nullptr) s.operand[b * width_ + unit()] = next;
+    }
+  }
+
+  FUSEDRNN_DEVICE void send(int t, int tile, T value) const {
+    if (FUSEDRNN_SEEDED_BUG == 8 || (kIsLast && t == args().steps - 1)) return;
+    const Packet packet = pack_neighbours(value);
+    const int row = row_of_batch(tile);
+    if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
+      Packet* to =
+          block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket;
+      block_.store(to, packet);
+      if (args().next != 0 && FUSEDRNN_SEEDED_BUG != 17) store_plain(to + args().next, not_sent());
+    }
+    block_.count_sent(kIndex, t, tile);
+  }
+
+  PersistentBlock<T>& block_;
+  int width_, columns_, depth_, first_unit_;
+  int row_packets_ = 0;           // of the operand
+  int packets_ = 0;               // of these, those that this lane multiplies
+  const Packet* from_ = nullptr;  // where they are of its first tile and step 0
+  Early next_{};                  // of the tile that is next
+  uint32_t weight_[kGates][kDepth][2][4];
+};
+
+// The stages of a cell one after the other.
+template <class T, int kDepth, int kIndex, int kStages, class... Stages>
+struct PersistentStages {
+  FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>&) {}
+  FUSEDRNN_DEVICE void run(int) {}
+};
+template <class T, int kDepth, int kIndex, int kStages, class Stage, class... Stages>
+struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
+  PersistentStage<Stage, kIndex, kStages, T, kDepth> stage;
+  PersistentStages<T, kDepth, kIndex + 1, kStages, Stages...> others;
+
+  FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>& block) : stage(block), others(block) {}
+  FUSEDRNN_DEVICE void run(int t) {
+    stage.run(t);
+    others.run(t);
+  }
+};
+
+// The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
+template <class T, int kDepth, class... Stages>
+FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
+                                        unsigned char* shared) {
+  static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
+  if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
+  PersistentBlock<T> block(args, shared);
+  PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
+  for (int t = 0; t < args.steps; ++t) stages.run(t);
+  end(args);
+}
+
+}  // namespace fusedrnn::cuda

@@ -1,0 +1,32 @@
+// A block's shared memory, in forward and in backward.
+#pragma once
+#include "exchange.h"
+
+namespace fusedrnn::cuda {
+
+// What the stages of a block share: kTurn numbers for each of two turns, then biases, then what is
+// kept from step to step.
+template <class Args, int kTurn>
+struct SharedMemory : BlockOfGroup<Args> {
+  using Base = BlockOfGroup<Args>;
+  using Base::Base, Base::shared, Base::thread;
+  int turn = 0;  // of the two buffers of partial sums
+
+  // A thread reads and writes only its own number of these.
+  FUSEDRNN_DEVICE float& kept(int array, int tile) const {
+    const int before = 2 * kTurn + kBiasFloats;
+    return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
+  }
+  enum Bias { kProjectionBias, kSideBias };
+  FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
+    const int row = (stage * 2 + which) * kMostGates + gate;
+    return shared[2 * kTurn + row * kTileUnits + unit];
+  }
+
+  FUSEDRNN_DEVICE float* next_turn() {
+    if (FUSEDRNN_SEEDED_BUG != 7) turn ^= 1;
+    return shared + turn * kTurn;
+  }
+};
+
+}  // namespace fusedrnn::cuda

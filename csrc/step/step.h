@@ -1,0 +1,240 @@
+// What a backend's kernels are given: one stage of a cell for a block of rows.
+//
+// These structs are the whole border between the driver and the kernels: plain pointers and sizes.
+// Rows are the batch of one step, or all (t, b) of a chunk, t slowest; plane k of an array with n
+// blocks lies at column k * width of its row.  unit.h has what a kernel does with them.
+//
+// T: storage type of the user's tensors.  O: type of the operands of GEMMs (T on a GPU, Acc<T> on
+// the CPU).  A = Acc<T>.
+//
+// A GPU may record the steps of a chunk once and replay them for later chunks.  `shift` then points
+// to the number of rows between the two: arrays of the whole sequence are read and written so much
+// further on, arrays of a chunk at the same place.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "../base/hd.h"
+#include "../base/matrix.h"
+#include "../base/philox.h"
+#include "../base/scalar.h"
+#include "../cell/stages.h"
+
+namespace fusedrnn {
+
+// Where a row of a sequence is, counted from its start.  32 bits are enough, since the operators
+// take fewer than 2^32 rows.
+struct Place {
+  uint32_t t, b;
+
+  // Of a row's number.  64-bit division is a function that a GPU calls.
+  FUSEDRNN_HD static Place of_row(int64_t row, int64_t batch) {
+    const uint32_t t = uint32_t(row) / uint32_t(batch);
+    return {t, uint32_t(row) - t * uint32_t(batch)};
+  }
+  // So many steps later; before the first step, t is larger than any.
+  FUSEDRNN_HD Place after(int steps) const { return {t + uint32_t(steps), b}; }
+};
+
+// Rows at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
+template <class P>
+struct Rows {
+  P* data;
+  int64_t stride;
+  bool in_sequence;
+
+  FUSEDRNN_HD P* at(int64_t row, int64_t shift = 0) const {
+    return data + (in_sequence ? row + shift : row) * stride;
+  }
+};
+
+// What rows of a batch do besides computing.  A row is finished from its length on: there it keeps
+// its state, and nothing else of it counts.  Where `reset` is set, its state is zero before the
+// step.
+struct Mask {
+  const int64_t* lengths;  // [batch], or null: none is finished
+  const bool* reset;       // [seq_len, batch], or null
+  int64_t seq_len, batch;
+  int direction;  // 1, or -1 if time runs backwards
+
+  FUSEDRNN_HD bool any() const { return lengths != nullptr || reset != nullptr; }
+  FUSEDRNN_HD bool is_active(Place at) const { return lengths == nullptr || at.t < lengths[at.b]; }
+  FUSEDRNN_HD bool is_reset(Place at) const {
+    return reset != nullptr && reset[at.t * uint32_t(batch) + at.b];
+  }
+  // Of an active row: whether its state is zeroed before the step that it takes next.
+  FUSEDRNN_HD bool is_reset_next(Place at) const {
+    const Place next = at.after(direction);
+    return reset != nullptr && next.t < seq_len && is_reset(next) && is_active(next);
+  }
+  // Whether the row takes its first step, from the initial state.
+  FUSEDRNN_HD bool is_first(Place at) const {
+    const Place before = at.after(-direction);
+    return before.t >= seq_len || (direction < 0 && !is_active(before));
+  }
+};
+
+// Where eps of a row comes from: the user's tensor, else Philox, whose counter is the row's place.
+template <class T>
+struct Noise {
+  Rows<const T> eps;    // null: drawn from the seed
+  const int64_t* seed;  // one element, or null if eps is given
+  int64_t layer;
+  int64_t first_step;  // of the sequence, where it is a part of a longer one
+
+  // That of four units, 4 block and on.
+  template <class A>
+  FUSEDRNN_HD void draw(Place at, uint32_t block, A (&normal)[4]) const {
+    normal4(uint64_t(*seed), uint32_t(first_step) + at.t, at.b, block, uint32_t(layer), normal);
+  }
+};
+
+// The Philox counter's last word, for what is drawn beside a layer's noise.
+constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateStream = 3u << 29;
+
+// Zoneout (Krueger et al. 2017): with some probability a unit keeps its h, and with another its
+// state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
+template <class A>
+struct Zoneout {
+  // A probability as kernels need it, prepared by the host, since many GPUs are slow in float64.
+  struct Chance {
+    A probability;
+    A rest;  // for the expectation: 1 - probability, exact also where that is near 1; or drawn: 0
+    uint64_t threshold;  // of 32 random bits, below which a unit keeps what it has
+
+    FUSEDRNN_HD bool is_possible() const { return probability > 0; }
+  };
+  const int64_t* seed;
+  int64_t layer, first_step;  // as those of Noise
+  Chance h, state;
+
+  static Zoneout of(const int64_t* seed, int64_t layer, int64_t first_step, double h,
+                    double state) {
+    const auto chance = [&](double probability) {
+      return Chance{A(probability), seed == nullptr ? A(1 - probability) : A(0),
+                    uint64_t(probability * 0x1p32)};
+    };
+    return {seed, layer, first_step, chance(h), chance(state)};
+  }
+
+  // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.
+  FUSEDRNN_HD void kept(const Chance& chance, uint32_t stream, Place at, uint32_t block,
+                        A (&kept)[4]) const {
+    if (seed == nullptr || !chance.is_possible()) {
+      for (int j = 0; j < 4; ++j) kept[j] = chance.probability;
+      return;
+    }
+    uint32_t words[4] = {uint32_t(first_step) + at.t, at.b, block, uint32_t(layer) | stream};
+    philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
+    for (int j = 0; j < 4; ++j) kept[j] = words[j] < chance.threshold ? A(1) : A(0);
+  }
+};
+
+// Pre-activations come from `pre` [rows, kPre * width], or where that is null from side and
+// projection, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
+// added up (kAddsUp), the first kShared blocks of projection are sums, and side has the others.
+template <class T, class O>
+struct ForwardStep {
+  using A = Acc<T>;
+  static constexpr bool kAddsUp = false;  // but for stages that share all blocks
+  static constexpr bool kReadsFactors = false;
+  int64_t width, first_row;
+  const int64_t* shift;  // or null: 0
+  const A *pre, *side, *side_bias, *projection, *projection_bias;
+  Rows<const A> carry;  // h_{t-1} unrounded, or the state
+  bool is_last;         // of the cell: the result is h
+  Rows<const O> h;      // h_{t-1}, for a last stage that does not carry it
+  Noise<T> noise;
+  Mask mask;
+  Zoneout<A> zoneout;
+  // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
+  // result rounded to T, whatever O is, so that backward can rebuild it from the output.
+  O* operand;
+  Rows<T> output;
+  A* carry_out;
+  // What backward wants; each may be null.  keep is in the sequence, [rows, kPre * width]; factors,
+  // [rows, factor_blocks * width], may be projection's memory.
+  A *keep, *factors;
+  int factor_blocks;  // that are wanted, the first ones
+};
+
+template <class T, class O>
+struct BackwardStep {
+  using A = Acc<T>;
+  static constexpr bool kAddsUp = true, kReadsFactors = true;
+  int64_t width, first_row;
+  const int64_t* shift;  // or null: 0
+  // pre: in the sequence, or if the stage has factors these, as forward left them
+  const A *pre, *side, *side_bias, *projection, *projection_bias;
+  int factor_blocks;
+  Rows<const O> carry;  // h_{t-1} as it stands in the output
+  bool is_last;         // of the cell: dout is the adjoint of h
+  const A* state;       // [rows, width], of the step before
+  Mask mask;
+  Zoneout<A> zoneout;
+  A* dout;                    // [rows, width], adjoint from the step or stage behind
+  Rows<const T> grad_output;  // added to dout
+  O *dside, *dprojection;     // may be the memory of side and projection, or of factors, or theirs
+                              // of later steps
+  A* dcarry;                  // [rows, width]: dout's memory; of a state: its adjoint, in and out
+  T* deps;                    // [rows, width] in the sequence, or null
+};
+
+// Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is
+// zero with some probability, else scaled up.  Which ones is a function of the seed and of the
+// element's place, so that nobody keeps them.
+template <class O>
+struct DropoutStep {
+  int64_t width, first_row, batch;
+  const int64_t* seed;
+  int64_t layer, first_step;  // as those of Noise
+  uint64_t threshold;         // of 32 random bits, below which an element is zero
+  double scale;
+  O* x;  // [rows, width]
+};
+
+// x of finished rows is nobody's business: it may be NaN, and must not get into sums over all rows.
+template <class O>
+struct ClearStep {
+  int64_t width, first_row;
+  Mask mask;
+  O* x;  // [rows, width]
+};
+
+// Sums over the rows of a chunk, each of them added to what is there, or written: of all matrices
+// at once, since on a GPU a launch costs more than the sum.
+template <class O>
+struct ColumnSums {
+  static constexpr int kMost = 4;
+  const O* data[kMost];
+  int64_t columns[kMost], row_stride[kMost];
+  Acc<O>* sum[kMost];
+  int count;
+  int64_t rows;  // of each
+  bool accumulate;
+
+  void add(const Matrix<const O>& m, Acc<O>* to) {
+    data[count] = m.data;
+    columns[count] = m.columns;
+    row_stride[count] = m.row_stride;
+    sum[count++] = to;
+    rows = m.rows;
+  }
+  int64_t all_columns() const {
+    int64_t all = 0;
+    for (int i = 0; i < count; ++i) all += columns[i];
+    return all;
+  }
+};
+
+// h_{t-1} of the rows of a chunk, for GEMMs and for backward(): what the step read.
+template <class T, class O>
+struct GatherStep {
+  int64_t width, first_row;
+  Rows<const T> before;  // h_{t-1} as the output has it, of rows that have one
+  const T* hx;           // [batch, width]
+  Mask mask;
+  O* h;  // [rows, width]
+};
+
+}  // namespace fusedrnn

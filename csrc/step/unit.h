@@ -1,0 +1,341 @@
+// One stage of a cell for one unit of a row: load planes -> stage -> store.
+//
+// forward_unit and backward_unit are the body that every backend's loop calls; a backend supplies
+// only how lanes are loaded and stored.
+#pragma once
+#include "step.h"
+
+namespace fusedrnn {
+
+template <class Step>
+FUSEDRNN_HD int64_t shift_of(const Step& step) {
+  return step.shift == nullptr ? 0 : *step.shift;
+}
+
+// row: its number, or something else that times a length is an offset
+template <int kBlocks, class V, class A, class Row, class Unit>
+FUSEDRNN_HD void load_blocks(V* values, const A* plane, const A* bias, int64_t width,
+                             const Row& row, int64_t column, const Unit& unit) {
+  const A* first = plane + row * (kBlocks * width) + column;
+  for (int k = 0; k < kBlocks; ++k) {
+    values[k] = unit.load(first + k * width);
+    if (bias != nullptr) values[k] = values[k] + unit.load(bias + k * width + column);
+  }
+}
+
+template <int kBlocks, class V, class P, class Row, class Unit>
+FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, const Row& row,
+                              int64_t column, const Unit& unit) {
+  P* first = plane + row * (kBlocks * width) + column;
+  for (int k = 0; k < kBlocks; ++k) unit.store(first + k * width, values[k]);
+}
+
+// shift: of the rows in step.pre
+template <class Stage, class V, class Step, class Row, class Unit>
+FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t shift, int64_t column,
+                          const Unit& unit) {
+  if constexpr (Stage::kFactors && Step::kReadsFactors) {
+    const auto* first = step.pre + row * (step.factor_blocks * step.width) + column;
+    for (int k = 0; k < Stage::kPre; ++k) {
+      pre[k] = k < step.factor_blocks ? unit.load(first + k * step.width) : V{};
+    }
+    return;
+  }
+  if (step.pre != nullptr) {
+    using A = std::remove_reference_t<decltype(*step.pre)>;
+    const A *first = step.pre + shift * (Stage::kPre * step.width), *no_bias = nullptr;
+    return load_blocks<Stage::kPre>(pre, first, no_bias, step.width, row, column, unit);
+  }
+  V side[Stage::kSide > 0 ? Stage::kSide : 1], projection[Stage::kProjection];
+  load_blocks<Stage::kProjection>(projection, step.projection, step.projection_bias, step.width,
+                                  row, column, unit);
+  if constexpr (Step::kAddsUp || kSideAlone<Stage> == 0) {
+    const auto* bias = step.side_bias;
+    for (int k = 0; k < Stage::kShared; ++k) {
+      side[k] = bias == nullptr ? V{} : unit.load(bias + k * step.width + column);
+    }
+    if (bias != nullptr) bias += Stage::kShared * step.width;
+    load_blocks<kSideAlone<Stage>>(side + Stage::kShared, step.side, bias, step.width, row, column,
+                                   unit);
+  } else {
+    load_blocks<Stage::kSide>(side, step.side, step.side_bias, step.width, row, column, unit);
+  }
+  Stage::combine(side, projection, pre);
+}
+
+// A stage on a value, which may be a SIMD vector.  Specialised for values that are several numbers
+// without arithmetic of their own.
+template <class Stage, class V>
+struct Lanes {
+  FUSEDRNN_HD static V forward(const V* pre, V input, V* factors, V* state) {
+    return Stage::forward(pre, input, factors, state);
+  }
+  FUSEDRNN_HD static void backward(const V* pre, V carry, V dout, V dstate, V* dside,
+                                   V* dprojection, V* dinput) {
+    Stage::backward(pre, carry, dout, dstate, dside, dprojection, dinput);
+  }
+};
+
+// Whether h_{t-1} is what the stage carries; else, if it is the last, it stands beside the carry.
+template <class Stage>
+inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kState;
+
+// What zoneout makes of a state a and the new value b: k a + rest b, or where rest is 0 and k is 1
+// or 0, one of them alone: the other one may be NaN or inf.
+template <class V, class A>
+FUSEDRNN_HD V mix(const V& k, A rest, const V& a, const V& b) {
+  const V fresh = math::select(k == 0.0f, b, k * a + rest * b);
+  return rest == 0 ? math::select(k == 1.0f, a, fresh) : fresh;
+}
+
+// x, or 0 where k is 1, whatever x is there.
+template <class V>
+FUSEDRNN_HD V unless_one(const V& k, const V& x) {
+  return math::select(k == 1.0f, V{}, x);
+}
+
+// What an active unit reads beside its pre-activations, and what it makes of all.
+template <class V>
+struct UnitInput {
+  V input;  // the carry, or eps
+  V h;      // h_{t-1}: for the zoneout of a last stage that does not carry it
+  bool is_reset_next;
+};
+template <class V>
+struct UnitResult {
+  V out;          // goes to the output
+  V next, carry;  // go on to the next projection, still to be rounded, and to the next step
+};
+
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place at, int64_t column,
+                                           const Unit& unit, const V* pre,
+                                           const UnitInput<V>& given, V* factors) {
+  const V input = given.input;
+  V state{};
+  V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
+  if constexpr (Stage::kState) {
+    if (step.zoneout.state.is_possible()) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, at, column);
+      state = mix(kept, step.zoneout.state.rest, input, state);
+    }
+  }
+  if constexpr (Stage::kResult) {
+    if (step.is_last && step.zoneout.h.is_possible()) {
+      const V h = kCarriesResult<Stage> ? input : given.h;
+      const V kept = unit.kept(step.zoneout, step.zoneout.h, kZoneoutStream, at, column);
+      out = mix(kept, step.zoneout.h.rest, h, out);
+    }
+  }
+
+  V next = out, carry = Stage::kState ? state : out;
+  if constexpr (Stage::kResult) {
+    if (given.is_reset_next) {
+      carry = V{};
+      if (step.is_last) next = V{};
+    }
+  }
+  return {out, next, carry};
+}
+
+// To the arrays of the sequence.
+template <class Stage, class T, class O, class V, class Row, class Unit>
+FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, int64_t shift,
+                               int64_t column, const Unit& unit, const V* pre, const V& out) {
+  if (step.output.data != nullptr) unit.store(step.output.at(int64_t(row), shift) + column, out);
+  if (step.keep != nullptr) {
+    Acc<T>* first = step.keep + shift * (Stage::kPre * step.width);
+    store_blocks<Stage::kPre>(pre, first, step.width, row, column, unit);
+  }
+}
+
+// row: as in arrays of the chunk.  at: in the sequence
+template <class Stage, class T, class O, class Unit>
+FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place at, int64_t column,
+                              const Unit& unit) {
+  using V = typename Unit::Value;
+  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  if (!step.mask.is_active(at)) {
+    if constexpr (Stage::kCarry) {
+      if (step.carry_out != nullptr)
+        unit.store(step.carry_out + element, unit.load(step.carry.at(row) + column));
+    }
+    // h waits as well; of what feeds another stage, GEMMs over all rows of a chunk read it.
+    if (!step.is_last && step.operand != nullptr) unit.store(step.operand + element, V{});
+    return;
+  }
+  V pre[Stage::kPre], factors[Stage::kPre];
+  UnitInput<V> given{};
+  load_pre<Stage>(pre, step, row, shift, column, unit);
+  if constexpr (Stage::kCarry) given.input = unit.load(step.carry.at(row) + column);
+  if constexpr (Stage::kNoise) {
+    given.input = step.noise.eps.data == nullptr
+                      ? unit.drawn(step.noise, at, column)
+                      : unit.load(step.noise.eps.at(row, shift) + column);
+  }
+  if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
+    if (step.is_last && step.zoneout.h.is_possible()) {
+      given.h = unit.load(step.h.at(row) + column);
+    }
+  }
+  if constexpr (Stage::kResult) given.is_reset_next = step.mask.is_reset_next(at);
+
+  const UnitResult<V> result = forward_from_pre<Stage>(step, at, column, unit, pre, given, factors);
+  if (step.operand != nullptr) {
+    unit.store(step.operand + element, unit.template round_to<T>(result.next));
+  }
+  if (step.carry_out != nullptr) unit.store(step.carry_out + element, result.carry);
+  store_forward<Stage>(step, row, shift, column, unit, pre, result.out);
+  if constexpr (Stage::kFactors) {
+    if (step.factors != nullptr) {
+      Acc<T>* first = step.factors + row * (step.factor_blocks * width) + column;
+      for (int k = 0; k < Stage::kPre; ++k) {
+        if (k < step.factor_blocks) unit.store(first + k * width, factors[k]);
+      }
+    }
+  }
+}
+
+// The adjoints of an active unit's inputs.
+template <class Stage, class V>
+struct UnitAdjoints {
+  V dside[kSideAlone<Stage> > 0 ? kSideAlone<Stage> : 1], dprojection[Stage::kProjection];
+  V dinput;  // of the carry, or of eps
+  V dh;      // of h_{t-1}, past the stage
+};
+
+// Linear in dout and dstate, the adjoints of the unit's results.
+template <class Stage, class T, class O, class V, class Unit>
+FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, Place at,
+                                                     int64_t column, const Unit& unit, const V* pre,
+                                                     const V& carry, V dout, V dstate) {
+  V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
+  V kept_h{}, kept_state{};
+  const auto &h = step.zoneout.h, &state = step.zoneout.state;
+  const bool may_keep_h = step.is_last && h.is_possible();
+  if constexpr (Stage::kResult) {
+    if (may_keep_h) {
+      kept_h = unit.kept(step.zoneout, h, kZoneoutStream, at, column);
+      dh = mix(kept_h, h.rest, dout, V{});
+      dout = mix(kept_h, h.rest, V{}, dout);
+    }
+  }
+  if constexpr (Stage::kState) {
+    if (state.is_possible()) {
+      kept_state = unit.kept(step.zoneout, state, kStateStream, at, column);
+      dkept = mix(kept_state, state.rest, dstate, V{});
+      dstate = mix(kept_state, state.rest, V{}, dstate);
+    }
+  }
+  UnitAdjoints<Stage, V> d;
+  Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
+  if constexpr (Stage::kCarry) {
+    // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
+    const bool keeps_states = !Stage::kState || (state.is_possible() && state.rest == 0);
+    if (may_keep_h && h.rest == 0 && keeps_states) {
+      const V kept = Stage::kState ? mix(kept_h, h.rest, kept_state, V{}) : kept_h;
+      for (int k = 0; k < kSideAlone<Stage>; ++k) d.dside[k] = unless_one(kept, d.dside[k]);
+      for (V& gradient : d.dprojection) gradient = unless_one(kept, gradient);
+      d.dinput = unless_one(kept, d.dinput);
+    }
+    d.dinput = d.dinput + (Stage::kState ? dkept : dh);
+  }
+  d.dh = dh;
+  return d;
+}
+
+// To the arrays that GEMMs read, dprojection unless it is null, and the gradient of eps.
+template <class Stage, class T, class O, class V, class Row, class Unit>
+FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row, int64_t shift,
+                                int64_t column, const Unit& unit, const UnitAdjoints<Stage, V>& d) {
+  const int64_t width = step.width;
+  if (step.dprojection != nullptr) {
+    store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
+  }
+  store_blocks<kSideAlone<Stage>>(d.dside, step.dside, width, row, column, unit);
+  if constexpr (Stage::kNoise) {
+    if (step.deps != nullptr) {
+      unit.store(step.deps + shift * width + row * width + column, d.dinput);
+    }
+  }
+}
+
+// row, at: as of forward_unit
+template <class Stage, class T, class O, class Unit>
+FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Place at,
+                               int64_t column, const Unit& unit) {
+  using V = typename Unit::Value;
+  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  if (!step.mask.is_active(at)) {  // its adjoints wait where they are
+    return store_backward<Stage>(step, row, shift, column, unit, UnitAdjoints<Stage, V>{});
+  }
+  V pre[Stage::kPre], carry{}, dstate{};
+  if constexpr (Stage::kLinear) {
+    for (V& p : pre) p = V{};  // not there
+  } else {
+    load_pre<Stage>(pre, step, row, shift, column, unit);
+  }
+  V dout = unit.load(step.dout + element);
+  if constexpr (Stage::kState) {
+    carry = unit.load(step.state + element);
+    dstate = unit.load(step.dcarry + element);
+  } else if constexpr (Stage::kCarry) {
+    carry = unit.load(step.carry.at(row, shift) + column);
+  }
+  if constexpr (Stage::kResult) {
+    if (step.mask.is_reset_next(at)) {
+      dstate = V{};
+      if (step.is_last) dout = V{};
+    }
+  }
+  if (step.grad_output.data != nullptr) {
+    dout = dout + unit.load(step.grad_output.at(row, shift) + column);
+  }
+
+  const auto d = backward_from_pre<Stage>(step, at, column, unit, pre, carry, dout, dstate);
+  if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
+    if (step.is_last) unit.store(step.dout + element, d.dh);  // the GEMM adds the rest
+  }
+  store_backward<Stage>(step, row, shift, column, unit, d);
+  if constexpr (Stage::kCarry) unit.store(step.dcarry + element, d.dinput);
+}
+
+// Four neighbours from `column` on.
+template <class O>
+FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
+  const Place at = Place::of_row(step.first_row + row, step.batch);
+  uint32_t words[4] = {uint32_t(step.first_step) + at.t, at.b, uint32_t(column / 4),
+                       uint32_t(step.layer) | kDropoutStream};
+  philox4x32(words, uint32_t(uint64_t(*step.seed)), uint32_t(uint64_t(*step.seed) >> 32));
+  O* x = step.x + row * step.width + column;
+  for (int j = 0; j < 4 && column + j < step.width; ++j) {
+    const bool is_zero = words[j] < step.threshold;
+    x[j] = narrow<O>(is_zero ? Acc<O>(0) : Acc<O>(widen(x[j]) * Acc<O>(step.scale)));
+  }
+}
+
+template <class O, class Unit>
+FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, Place at, int64_t column,
+                            const Unit& unit) {
+  if (!step.mask.is_active(at)) {
+    unit.store(step.x + row * step.width + column, typename Unit::Value{});
+  }
+}
+
+template <class T, class O, class Unit>
+FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, Place at, int64_t column,
+                             const Unit& unit) {
+  using V = typename Unit::Value;
+  const Mask& mask = step.mask;
+  V h{};
+  if (mask.is_active(at)) {
+    if (mask.is_first(at)) {  // hx has been reset by whoever gave it
+      h = unit.load(step.hx + at.b * step.width + column);
+    } else if (!mask.is_reset(at)) {
+      h = unit.load(step.before.at(row) + column);
+    }
+  }
+  unit.store(step.h + row * step.width + column, h);
+}
+
+}  // namespace fusedrnn
