@@ -1,5 +1,5 @@
-// What bench/smoke.cu asks of a GPU: whether the functions of csrc/persistent/device.h do what they say.
-// No other CUDA here, so that it runs on their emulation too (tests/emulator/smoke.cpp).
+// What bench/smoke.cu asks of a GPU: whether the functions of csrc/persistent/device.h do what they
+// say. No other CUDA here, so that it runs on their emulation too (tests/emulator/smoke.cpp).
 #pragma once
 #include "../csrc/persistent/device.h"
 
@@ -65,7 +65,7 @@ struct Exchange {
   uint32_t* counts;  // one of each block, preset to 0
   uint32_t* wrong;   // a hop, from 1 on, that was not as sent; preset to 0
   int hops;
-  uint32_t patience;  // looks at memory before a hop counts as wrong
+  uint32_t spin_limit;  // looks at memory before a hop counts as wrong
 };
 
 FUSEDRNN_DEVICE Packet packet_of(int hop) {
@@ -97,7 +97,7 @@ FUSEDRNN_DEVICE void hop_by_packets(const Exchange& args) {
       continue;
     }
     Packet got = load_relaxed(slot);
-    for (uint32_t looks = 0; !has_all(got) && looks < args.patience; ++looks) {
+    for (uint32_t spins = 0; !has_all(got) && spins < args.spin_limit; ++spins) {
       pause();
       got = load_relaxed(slot);
     }
@@ -117,8 +117,8 @@ FUSEDRNN_DEVICE void hop_by_flags(const Exchange& args) {
       if (thread_index() == 0) store_release(count, uint32_t(i) + 1);
       continue;
     }
-    for (uint32_t looks = 0; load_acquire(count) < uint32_t(i) + 1 && looks < args.patience;
-         ++looks) {
+    for (uint32_t spins = 0; load_acquire(count) < uint32_t(i) + 1 && spins < args.spin_limit;
+         ++spins) {
       pause();
     }
     if (!is_as_sent(args, load_plain(slot), i)) return;

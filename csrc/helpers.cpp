@@ -195,7 +195,7 @@ static py::dict facts_of(const fusedrnn::Cell& cell) {
   }
   py::dict facts;
   facts["index"] = &cell - fusedrnn::kCells;
-  facts["has_cell_state"] = fusedrnn::has_state(cell);
+  facts["has_cell_state"] = fusedrnn::has_cell_state(cell);
   facts["has_latent"] = has_latent;
   facts["is_projected"] = fusedrnn::is_projected(cell);
   facts["weights"] = py::tuple(weights);
@@ -255,8 +255,8 @@ PYBIND11_MODULE(_helpers, m) {
       "saved_columns",
       [](const std::string& cell, int64_t hidden_size, int64_t latent_size, bool noise) {
         const fusedrnn::Cell& named = cell_named(cell);
-        return fusedrnn::kept_columns(noise ? named : fusedrnn::without_noise(named),
-                                      {0, hidden_size, latent_size, 0});
+        return fusedrnn::saved_columns(noise ? named : fusedrnn::without_noise(named),
+                                       {0, hidden_size, latent_size, 0});
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and row of the batch that recompute=False saves for backward.");

@@ -1,8 +1,8 @@
 """What asks CUDA for work, over a fake of CUDA: launches, streams, graphs, GEMMs, errors.
 
-``tests/fake_cuda`` compiles ``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` as they are, carries
-out what they ask for in any order that the streams allow, and notes what CUDA forbids. What it cannot
-show: PTX (see test_ptx.py), registers, the algorithms of cuBLASLt, time.
+``tests/fake_cuda`` compiles ``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` as they are. It
+carries out what they ask for in any order that the streams allow, and notes what CUDA forbids. It
+cannot show PTX (see test_ptx.py), registers, the algorithms of cuBLASLt, or time.
 """
 
 from dataclasses import replace

@@ -44,9 +44,9 @@ struct CellStage {
   int projection;
 };
 
-// projection 0 is always that of the layer's input; it is the side input of the one stage that has
-// a carry, the core.  The result of the last stage, h, is the layer's output; if that is not the
-// core, then the stages behind the core are linear, and the core has a state beside h.
+// Projection 0 is always of the layer's input; it makes the input gates of the recurrent stage, the
+// one stage with a carry.  The result of the last stage, h, is the layer's output.  Stages after
+// the recurrent one are linear, and only a cell with a cell state has them.
 struct Cell {
   const char* name;
   int num_projections;
@@ -82,14 +82,16 @@ constexpr Cell kCells[] = {
      {{StageKind::Lstm, 1}, {StageKind::Linear, 2}}},
 };
 
-inline int core(const Cell& cell) {
+inline int recurrent_stage(const Cell& cell) {
   int s = 0;
   while (!traits(cell.stages[s].kind).has_carry) ++s;
   return s;
 }
 
-inline bool has_state(const Cell& cell) { return traits(cell.stages[core(cell)].kind).has_state; }
-inline bool is_projected(const Cell& cell) { return core(cell) < cell.num_stages - 1; }
+inline bool has_cell_state(const Cell& cell) {
+  return traits(cell.stages[recurrent_stage(cell)].kind).has_cell_state;
+}
+inline bool is_projected(const Cell& cell) { return recurrent_stage(cell) < cell.num_stages - 1; }
 
 // The cell that takes z = loc instead of a sample.
 inline Cell without_noise(Cell cell) {
@@ -99,11 +101,11 @@ inline Cell without_noise(Cell cell) {
   return cell;
 }
 
-// Pre-activations per step and batch entry: what is kept for backward without recompute.  Behind
-// the core nothing needs them.
-inline int64_t kept_columns(const Cell& cell, const Sizes& sizes) {
+// Pre-activations per step and row of the batch, which are saved without recompute.  Stages after
+// the recurrent one need none.
+inline int64_t saved_columns(const Cell& cell, const Sizes& sizes) {
   int64_t columns = 0;
-  for (int s = 0; s <= core(cell); ++s) {
+  for (int s = 0; s <= recurrent_stage(cell); ++s) {
     const CellStage& stage = cell.stages[s];
     const int64_t width = sizes[cell.projections[stage.projection].to];
     columns = plus(columns, times(traits(stage.kind).pre_blocks, width));

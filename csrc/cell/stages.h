@@ -1,23 +1,23 @@
 // The math of one unit of a recurrent layer, forward and backward, written once for every backend.
 //
 // A cell is an ordered list of (projection, stage).  A stage combines
-//   side        a GEMM that does not depend on the carry (x·W_ih + b_ih), and
-//   projection  a GEMM of the carry, or of the previous stage's result, with its bias,
-// into its pre-activations, and from these and one more input,
-//   carry       the unit's own state from the step before (kCarry), or
-//   eps         its noise (kNoise),
-// it gives one value.  backward() starts from the same inputs and rebuilds its gates, so that no
-// stage ever needs a cache: what survives the forward pass is the carry alone.  A stage whose
-// inputs are all known before the adjoints are (kFactors) leaves in forward() the factors that
-// make its backward() linear, one per pre-activation, and gets them there instead of these; those
-// behind the first only where the gradient of eps is wanted.
+//   input_gates   x W_ih + b_ih, which does not depend on the carry, and
+//   hidden_gates  the projection of the carry, or of the previous stage's result, with its bias,
+// into its pre-activations.  From these and one more input,
+//   carry         the unit's own state from the step before (kCarry), or
+//   eps           its noise (kNoise),
+// it computes one value.  backward() starts from the same inputs and recomputes the gates, so that
+// only the carry is saved in forward.  A stage whose inputs do not depend on gradients (kFactors)
+// leaves in forward() the factors that make its backward() linear, one per pre-activation, and
+// backward() gets them instead of the pre-activations.  Factors after the first are only needed for
+// the gradient of eps.
 //
-// The carry is the stage's result of the step before, or (kState) a state beside it; a state goes
-// through `state` and its adjoint, in and out, through `dstate`.  Of the first kShared blocks a
-// stage reads no more than the sum of side and projection: GEMMs may add them up in one array, and
-// they have one gradient, projection's; dside is that of the other blocks (kSideAlone).  The result
-// of a cell's last stage (kResult: those that can be) is its h.  backward() of a stage that is
-// linear without more (kLinear) needs no pre-activations.
+// The carry is the stage's result of the step before, or (kCellState) a cell state, which goes
+// through `state`; its gradient goes through `dstate`, in and out.  Of the first kShared blocks a
+// stage reads only the sum of input and hidden gates.  GEMMs may add these up in one array, and
+// they have one gradient, in dhidden_gates; dinput_gates has the other blocks (kInputGatesAlone).
+// kResult: the stage may be last in a cell; its result is then h.  kLinear: backward() needs no
+// pre-activations.
 //
 // States have no bound, derivatives of gates have: backward() multiplies these two first, so that
 // no product overflows, and a flat gate's gradient is 0 and not inf * 0.
@@ -33,17 +33,17 @@ namespace fusedrnn {
 enum class StageKind { Sample, Linear, Gru, Lstm };
 
 // Reparametrised Gaussian sample (Kingma & Welling 2014):  z = loc + eps * exp(logvar / 2).
-// projection and pre: loc, logvar.
+// hidden_gates and pre: loc, logvar.
 struct Sample {
   static constexpr StageKind kKind = StageKind::Sample;
-  static constexpr int kSide = 0, kShared = 0, kProjection = 2, kPre = 2;
+  static constexpr int kInputGates = 0, kShared = 0, kHiddenGates = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
-  static constexpr bool kState = false, kResult = false, kLinear = false;
+  static constexpr bool kCellState = false, kResult = false, kLinear = false;
 
   template <class A>
-  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
-    pre[0] = projection[0];
-    pre[1] = projection[1];
+  FUSEDRNN_HD static void combine(const A* /*input_gates*/, const A* hidden_gates, A* pre) {
+    pre[0] = hidden_gates[0];
+    pre[1] = hidden_gates[1];
   }
 
   // factors: eps * scale / 2, scale.
@@ -58,27 +58,27 @@ struct Sample {
 
   template <class A>
   FUSEDRNN_HD static void backward(const A* factors, A /*carry*/, A dout, A /*dstate*/,
-                                   A* /*dside*/, A* dprojection, A* deps) {
-    dprojection[0] = dout;
-    dprojection[1] = dout * factors[0];
+                                   A* /*dinput_gates*/, A* dhidden_gates, A* deps) {
+    dhidden_gates[0] = dout;
+    dhidden_gates[1] = dout * factors[0];
     *deps = dout * factors[1];
   }
 };
 
-// The projection itself.
+// The hidden_gates itself.
 // Of a GRU's state, it is the sample without noise, z = loc.  A stage of its own, and not Sample
 // with eps = 0, because 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half
 // of the GEMM only.
 // Of an LSTM's result, it is h of fewer features (Sak et al. 2014), proj_size in torch.nn.LSTM.
 struct Linear {
   static constexpr StageKind kKind = StageKind::Linear;
-  static constexpr int kSide = 0, kShared = 0, kProjection = 1, kPre = 1;
+  static constexpr int kInputGates = 0, kShared = 0, kHiddenGates = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kResult = true, kLinear = true;
+  static constexpr bool kCellState = false, kResult = true, kLinear = true;
 
   template <class A>
-  FUSEDRNN_HD static void combine(const A* /*side*/, const A* projection, A* pre) {
-    pre[0] = projection[0];
+  FUSEDRNN_HD static void combine(const A* /*input_gates*/, const A* hidden_gates, A* pre) {
+    pre[0] = hidden_gates[0];
   }
 
   template <class A>
@@ -88,19 +88,19 @@ struct Linear {
 
   template <class A>
   FUSEDRNN_HD static void backward(const A* /*pre*/, A /*carry*/, A dout, A /*dstate*/,
-                                   A* /*dside*/, A* dprojection, A* /*unused*/) {
-    dprojection[0] = dout;
+                                   A* /*dinput_gates*/, A* dhidden_gates, A* /*unused*/) {
+    dhidden_gates[0] = dout;
   }
 };
 
-// Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, reset gate after the projection:
+// Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, reset gate after the hidden_gates:
 //   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
-// side: x_r, x_u, x_n.  projection: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
+// input_gates: x_r, x_u, x_n.  hidden_gates: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
 struct Gru {
   static constexpr StageKind kKind = StageKind::Gru;
-  static constexpr int kSide = 3, kShared = 2, kProjection = 3, kPre = 4;
+  static constexpr int kInputGates = 3, kShared = 2, kHiddenGates = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = false, kResult = true, kLinear = false;
+  static constexpr bool kCellState = false, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -136,12 +136,12 @@ struct Gru {
 // Long short-term memory (Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000)
 // in torch.nn.LSTM's form:
 //   i, f, o = sigmoid(.),  g = tanh(.),  c' = f c + i g,  h' = o tanh(c').
-// side and projection: of i, f, g, o.  pre: their sums.  The state is c.
+// input_gates and hidden_gates: of i, f, g, o.  pre: their sums.  The cell state is c.
 struct Lstm {
   static constexpr StageKind kKind = StageKind::Lstm;
-  static constexpr int kSide = 4, kShared = 4, kProjection = 4, kPre = 4;
+  static constexpr int kInputGates = 4, kShared = 4, kHiddenGates = 4, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
-  static constexpr bool kState = true, kResult = true, kLinear = false;
+  static constexpr bool kCellState = true, kResult = true, kLinear = false;
 
   template <class A>
   FUSEDRNN_HD static void combine(const A* x, const A* p, A* pre) {
@@ -175,9 +175,9 @@ struct Lstm {
   }
 };
 
-// Blocks of side that have a gradient of their own.
+// Blocks of input_gates that have a gradient of their own.
 template <class Stage>
-inline constexpr int kSideAlone = Stage::kSide - Stage::kShared;
+inline constexpr int kInputGatesAlone = Stage::kInputGates - Stage::kShared;
 
 // Calls f(Stage{}) for the stage that `kind` names: the only such switch.
 template <class F>
@@ -191,16 +191,16 @@ void dispatch_stage(StageKind kind, const F& f) {
 }
 
 struct StageTraits {
-  int side_blocks, shared_blocks, projection_blocks, pre_blocks;
-  bool has_carry, has_factors, has_state;
+  int input_blocks, shared_blocks, hidden_blocks, pre_blocks;
+  bool has_carry, has_factors, has_cell_state;
 };
 
 inline StageTraits traits(StageKind kind) {
   StageTraits t{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    t = {Stage::kSide,  Stage::kShared,  Stage::kProjection, Stage::kPre,
-         Stage::kCarry, Stage::kFactors, Stage::kState};
+    t = {Stage::kInputGates, Stage::kShared,  Stage::kHiddenGates, Stage::kPre,
+         Stage::kCarry,      Stage::kFactors, Stage::kCellState};
   });
   return t;
 }

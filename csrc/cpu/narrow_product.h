@@ -15,7 +15,7 @@ struct NarrowProduct {
   static constexpr int64_t kTerms = 32;  // that are added up one after another
   static constexpr int64_t kGroup = 4;   // columns whose sums are made at once, in registers
 
-  // Rows [first, last) of out (+)= a b.  An element's bits do not depend on the range it is in.
+  // RowView [first, last) of out (+)= a b.  An element's bits do not depend on the range it is in.
   static void rows(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                    bool accumulate, int64_t first, int64_t last) {
     const bool streams = a.row_stride == 1 && b.columns < kTall;

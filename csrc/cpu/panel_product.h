@@ -1,6 +1,6 @@
 // Products of any size.  A panel, some columns of the second operand, is copied to where its rows
 // lie side by side, unless they do so anyway and are not read often; then a few of its vectors at a
-// time meet a few rows of the first operand in registers.
+// time sync a few rows of the first operand in registers.
 #pragma once
 #include "step.h"
 #include "vector.h"
@@ -118,7 +118,7 @@ struct PanelProduct {
         upper, lower, ((I & kStep) == 0 ? I + kHalf * kStep : I + kWidth - (1 - kHalf) * kStep)...);
   }
 
-  // Rows whose numbers lie each in a page of its own, as strips of kRows rows, column by column.
+  // RowView whose numbers lie each in a page of its own, as strips of kRows rows, column by column.
   static void copy_strips(const Matrix<const A>& a, A* to) {
     for (int64_t k = 0; k < a.columns; ++k) {
       const A* from = a.data + k * a.column_stride;

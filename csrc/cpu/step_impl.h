@@ -123,7 +123,7 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
     for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
       if (noise != nullptr) {
         Unit::draw(uint64_t(*noise->seed), uint32_t(noise->first_step) + at.t, at.b,
-                   uint32_t(begin / 4), uint32_t(noise->layer), normals);
+                   uint32_t(begin / 4), uint32_t(noise->noise_stream), normals);
       }
       const int64_t end = least(step.width, begin + kDrawn);
       for (int64_t column = begin; column < end; column += Unit::kWidth) {

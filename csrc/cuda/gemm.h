@@ -50,7 +50,7 @@ struct Operand {
   auto key() const { return std::tuple(rows, columns, leading, transposed, alignment_bytes()); }
 };
 
-// Rows that one algorithm serves: up to an eighth more.
+// RowView that one algorithm serves: up to an eighth more.
 inline int64_t rows_alike(int64_t rows) {
   int64_t step = 1;
   while (16 * step <= rows) step *= 2;

@@ -122,7 +122,7 @@ struct Unit {
 template <class Stage, class A>
 struct Lanes<Stage, cuda::Pack<A>> {
   using V = cuda::Pack<A>;
-  static constexpr int kSide = kSideAlone<Stage> > 0 ? kSideAlone<Stage> : 1;
+  static constexpr int kInputGates = kInputGatesAlone<Stage> > 0 ? kInputGatesAlone<Stage> : 1;
 
   FUSEDRNN_HD static V forward(const V* pre, const V& input, V* factors, V* state) {
     V out;
@@ -139,14 +139,14 @@ struct Lanes<Stage, cuda::Pack<A>> {
   }
 
   FUSEDRNN_HD static void backward(const V* pre, const V& carry, const V& dout, const V& dstate,
-                                   V* dside, V* dprojection, V* dinput) {
+                                   V* dinput_gates, V* dhidden_gates, V* dinput) {
     FUSEDRNN_UNROLL
     for (int i = 0; i < cuda::kLanes; ++i) {
-      A p[Stage::kPre], ds[kSide], dp[Stage::kProjection], di = 0;
+      A p[Stage::kPre], ds[kInputGates], dp[Stage::kHiddenGates], di = 0;
       for (int k = 0; k < Stage::kPre; ++k) p[k] = pre[k].lane[i];
       Stage::backward(p, carry.lane[i], dout.lane[i], dstate.lane[i], ds, dp, &di);
-      for (int k = 0; k < kSideAlone<Stage>; ++k) dside[k].lane[i] = ds[k];
-      for (int k = 0; k < Stage::kProjection; ++k) dprojection[k].lane[i] = dp[k];
+      for (int k = 0; k < kInputGatesAlone<Stage>; ++k) dinput_gates[k].lane[i] = ds[k];
+      for (int k = 0; k < Stage::kHiddenGates; ++k) dhidden_gates[k].lane[i] = dp[k];
       dinput->lane[i] = di;
     }
   }
@@ -171,7 +171,7 @@ struct ForwardBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    const Place at = Place::of_row(step.first_row + row + shift_of(step), step.mask.batch);
+    const Place at = Place::of_row(step.first_row + row + replay_offset_of(step), step.mask.batch);
     forward_unit<Stage>(step, row, at, column, unit);
   }
 };
@@ -184,7 +184,7 @@ struct BackwardBody {
   }
   template <class U>
   FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
-    const Place at = Place::of_row(step.first_row + row + shift_of(step), step.mask.batch);
+    const Place at = Place::of_row(step.first_row + row + replay_offset_of(step), step.mask.batch);
     backward_unit<Stage>(step, row, at, column, unit);
   }
 };
@@ -276,7 +276,7 @@ bool aligned(const P* p) {
   return reinterpret_cast<uintptr_t>(p) % alignof(Chunk<P>) == 0;
 }
 template <class P>
-bool aligned(const Rows<P>& rows) {
+bool aligned(const RowView<P>& rows) {
   return aligned(rows.data) && rows.stride % kLanes == 0;
 }
 template <class... P>
@@ -285,13 +285,15 @@ bool all_aligned(int64_t width, const P&... arrays) {
 }
 template <class T>
 bool all_aligned(const Forward<T>& s) {
-  return all_aligned(s.width, s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
-                     s.h, s.noise.eps, s.operand, s.output, s.carry_out, s.keep, s.factors);
+  return all_aligned(s.width, s.pre, s.input_gates, s.input_bias, s.hidden_gates, s.hidden_bias,
+                     s.carry, s.h, s.noise.eps, s.operand, s.output, s.carry_out, s.saved_gates,
+                     s.factors);
 }
 template <class T>
 bool all_aligned(const Backward<T>& s) {
-  return all_aligned(s.width, s.pre, s.side, s.side_bias, s.projection, s.projection_bias, s.carry,
-                     s.state, s.dout, s.grad_output, s.dside, s.dprojection, s.dcarry, s.deps);
+  return all_aligned(s.width, s.pre, s.input_gates, s.input_bias, s.hidden_gates, s.hidden_bias,
+                     s.carry, s.cell_state, s.dout, s.grad_output, s.dinput_gates, s.dhidden_gates,
+                     s.dcarry, s.deps);
 }
 template <class T>
 bool all_aligned(const GatherStep<T, T>& s) {
@@ -367,8 +369,8 @@ Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream) {
                 stream);
 }
 
-Launch set_shift(int64_t* shift, int64_t value, Stream stream) {
-  return launch("set_shift", SetBody{shift, value}, 1, stream);
+Launch set_replay_offset(int64_t* replay_offset, int64_t value, Stream stream) {
+  return launch("set_replay_offset", SetBody{replay_offset, value}, 1, stream);
 }
 
 template Launch forward<float>(StageKind, const Forward<float>&, int64_t, Stream);

@@ -19,7 +19,7 @@ struct Memory {
   static constexpr bool kPersistent = std::is_same_v<A, float>;
 
   struct Scratch {
-    int64_t* shift;
+    int64_t* replay_offset;
     char* gemm_workspace;
     int64_t gemm_workspace_bytes;
     A* partial_sums;

@@ -1,4 +1,4 @@
-// Persistent kernels of the adjoint chain on a GPU.
+// Persistent kernels of the backward_data on a GPU.
 #include "../persistent/backward_arguments.h"
 #include "cooperative.h"
 

@@ -12,10 +12,10 @@ class BackwardPass : LayerPass<Backend> {
   using Base = LayerPass<Backend>;
   using typename Base::A, typename Base::Chunk, typename Base::O, typename Base::T;
   using typename Base::Recording, typename Base::Space;
-  using Rebuilt = typename Space::Rebuilt;
+  using Recomputed = typename Space::Recomputed;
   using BackwardBuffers = typename Space::Backward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
-      Base::hidden, Base::output, Base::state_before, Base::copy_rows, Base::enqueue_steps,
+      Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
       Base::prepare, Base::input_rows, Base::unpack, Base::pack, Base::drop, Base::rows_of,
       Base::output_sequence, Base::noise, Base::weight, Base::from_row, Base::output_from;
   using Base::kTensorIsOperand;
@@ -23,15 +23,15 @@ class BackwardPass : LayerPass<Backend> {
  public:
   using Base::Base;
 
-  // keep: what forward left there, or null to compute it again.  Whatever stands where gradients of
-  // weights are wanted is overwritten, all of it.
-  void run(const Gradients<T>& gradients, const A* keep, void* workspace) {
+  // saved_gates: what forward left there, or null to recompute it.  Whatever stands where gradients
+  // of weights are wanted is overwritten, all of it.
+  void run(const Gradients<T>& gradients, const A* saved_gates, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
     prepare(buffers);
-    start_adjoint(buffers.dh, gradients.h_n, output());
-    if (layer_.has_state()) start_adjoint(buffers.dc, gradients.c_n, hidden());
-    backward_chunks(gradients, Kept<const A>(layer_, keep), buffers);
+    start_gradient(buffers.dh, gradients.h_n, output());
+    if (layer_.has_cell_state()) start_gradient(buffers.dc, gradients.c_n, hidden());
+    backward_chunks(gradients, SavedGates<const A>(layer_, saved_gates), buffers);
     clear_rest(gradients);
     if (shares_bias_gradient(gradients)) {
       const int64_t columns = layer_.shared_columns();
@@ -45,31 +45,31 @@ class BackwardPass : LayerPass<Backend> {
  private:
   // While one stream goes back through the steps of a chunk, another, if there is one, makes
   // gradients of what the chunk behind has left, and rebuilds the chunk before.
-  void backward_chunks(const Gradients<T>& gradients, const Kept<const A>& kept,
+  void backward_chunks(const Gradients<T>& gradients, const SavedGates<const A>& saved,
                        BackwardBuffers& buffers) {
     Recording recording;
-    auto streams = backend_.split(layer_.overlaps);
-    const auto rebuild_before = [&](int64_t index) {
+    auto streams = backend_.fork(layer_.overlaps);
+    const auto recompute_before = [&](int64_t index) {
       do {
         if (--index < 0) return index;
       } while (is_finished(chunk_at(index)));
-      backend_.aside([&] { rebuild(chunk_at(index), kept, buffers); });
+      backend_.on_side_stream([&] { recompute(chunk_at(index), saved, buffers); });
       return index;
     };
-    int64_t index = rebuild_before(layer_.chunks());
-    backend_.meet();
+    int64_t index = recompute_before(layer_.chunks());
+    backend_.sync();
     while (index >= 0) {
       const Chunk chunk = chunk_at(index);
-      adjoint_chain(chunk, gradients, kept, buffers, recording);
-      if (layer_.overlaps) index = rebuild_before(index);
-      backend_.meet();
-      backend_.aside([&] { leaf_gradients(chunk, gradients, buffers); });
-      if (!layer_.overlaps) index = rebuild_before(index);
+      backward_data(chunk, gradients, saved, buffers, recording);
+      if (layer_.overlaps) index = recompute_before(index);
+      backend_.sync();
+      backend_.on_side_stream([&] { backward_weights(chunk, gradients, buffers); });
+      if (!layer_.overlaps) index = recompute_before(index);
     }
     streams.join();
   }
 
-  void start_adjoint(A* d, const T* gradient, int64_t columns) {
+  void start_gradient(A* d, const T* gradient, int64_t columns) {
     if (gradient != nullptr) {
       copy_rows(d, gradient, columns);
     } else {
@@ -95,8 +95,8 @@ class BackwardPass : LayerPass<Backend> {
   // What stage s projects, as GEMM operands: h_{t-1}, or the result of the stage before.
   // f(piece, index of its first row)
   template <class F>
-  void for_source(int s, const Chunk& chunk, const Rebuilt& rebuilt, const F& f) const {
-    const O* dense = s > 0 ? rebuilt.operand[s - 1] : rebuilt.h;
+  void for_source(int s, const Chunk& chunk, const Recomputed& recomputed, const F& f) const {
+    const O* dense = s > 0 ? recomputed.operand[s - 1] : recomputed.h;
     if (dense != nullptr) {
       const int64_t width = s > 0 ? layer_.width(s - 1) : output();
       f(Matrix<const O>::contiguous(dense, chunk.rows(), width), int64_t(0));
@@ -106,7 +106,7 @@ class BackwardPass : LayerPass<Backend> {
   }
 
   // h_{t-1} of a chunk's rows that have one in the output.  copy: of a packed one.
-  Rows<const T> output_before(const Chunk& chunk, T* copy) {
+  RowView<const T> output_before(const Chunk& chunk, T* copy) {
     const int64_t direction = layer_.mask.direction;
     if (copy == nullptr)
       return this->template output_from<const T>(chunk.first_row - direction * layer_.batch);
@@ -119,115 +119,124 @@ class BackwardPass : LayerPass<Backend> {
     return {copy, output(), false};
   }
 
-  // The intermediates of a chunk up to the core, all steps at once: GEMM results unless
-  // pre-activations are kept, and of each stage before the core its result and its factors.
-  void rebuild(const Chunk& chunk, const Kept<const A>& kept, BackwardBuffers& buffers) {
-    const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
-    Rebuilt& rebuilt = buffers.of(chunk.index);
+  // The intermediates of a chunk up to the recurrent stage, all steps at once: GEMM results unless
+  // pre-activations are saved, and of each stage before that its result and its factors.
+  void recompute(const Chunk& chunk, const SavedGates<const A>& saved, BackwardBuffers& buffers) {
+    const RowView<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    Recomputed& recomputed = buffers.of(chunk.index);
     if (layer_.mask.any()) {
-      const GatherStep<T, O> step{output(),  chunk.first_row, output_before(chunk, rebuilt.output),
-                                  layer_.hx, layer_.mask,     rebuilt.h};
+      const GatherStep<T, O> step{
+          output(),  chunk.first_row, output_before(chunk, recomputed.output),
+          layer_.hx, layer_.mask,     recomputed.h};
       backend_.gather(step, chunk.rows());
-    } else if (rebuilt.h != nullptr) {
+    } else if (recomputed.h != nullptr) {
       for_h_before(chunk, [&](const Matrix<const T>& h, int64_t first) {
-        backend_.copy(Matrix<O>::contiguous(rebuilt.h + first * output(), h.rows, output()), h);
+        backend_.copy(Matrix<O>::contiguous(recomputed.h + first * output(), h.rows, output()), h);
       });
     }
-    if (layer_.has_state() && !layer_.is_persistent) {
-      copy_rows(rebuilt.state + chunk.row(0) * hidden(), state_before(chunk), hidden());
+    if (layer_.has_cell_state() && !layer_.is_persistent) {
+      copy_rows(recomputed.cell_states + chunk.row(0) * hidden(), cell_state_before(chunk),
+                hidden());
     }
-    const Planes<A>& planes = rebuilt.planes;
-    rebuilt.input = input_rows(chunk, rebuilt.x);
-    const bool is_kept = kept.at(0, chunk.first_row) != nullptr;
-    for (int s = 0; s <= layer_.core(); ++s) {
-      if (!is_kept) {
-        for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
-          backend_.gemm(projection(planes, s, chunk).row_range(first, source.rows), source,
+    const GatePlanes<A>& planes = recomputed.planes;
+    recomputed.input = input_rows(chunk, recomputed.x);
+    const bool is_saved = saved.at(0, chunk.first_row) != nullptr;
+    for (int s = 0; s <= layer_.recurrent_stage(); ++s) {
+      if (!is_saved) {
+        for_source(s, chunk, recomputed, [&](const Matrix<const O>& source, int64_t first) {
+          backend_.gemm(hidden_gates(planes, s, chunk).row_range(first, source.rows), source,
                         weight(s).transposed(), false);
         });
       }
-      if (s < layer_.core()) {
+      if (s < layer_.recurrent_stage()) {
         auto step = this->template make_step<ForwardStep<T, O>>(
-            s, chunk, 0, kept.at(s, chunk.first_row), nullptr, planes.projection[s]);
+            s, chunk, 0, saved.at(s, chunk.first_row), nullptr, planes.hidden_gates[s]);
         step.noise = noise(eps, 0);
-        step.operand = rebuilt.operand[s];
-        step.factors = rebuilt.factors[s];
-        step.factor_blocks = rebuilt.factor_blocks;
+        step.operand = recomputed.operand[s];
+        step.factors = recomputed.factors[s];
+        step.factor_blocks = recomputed.factor_blocks;
         backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
       }
     }
-    if (is_kept) return;
-    for_side(planes, chunk, [&](const Matrix<A>& side, const Matrix<const O>& w, int64_t first) {
-      backend_.gemm(side, rebuilt.input, w.transposed(), first < layer_.shared_columns());
-    });
+    if (is_saved) return;
+    for_input_gates(planes, chunk,
+                    [&](const Matrix<A>& input_gates, const Matrix<const O>& w, int64_t first) {
+                      backend_.gemm(input_gates, recomputed.input, w.transposed(),
+                                    first < layer_.shared_columns());
+                    });
   }
 
   template <class P>
-  Matrix<P> projection(const Planes<P>& planes, int s, const Chunk& chunk) const {
-    return Matrix<P>::contiguous(planes.projection[s], chunk.rows(), layer_.columns(s));
+  Matrix<P> hidden_gates(const GatePlanes<P>& planes, int s, const Chunk& chunk) const {
+    return Matrix<P>::contiguous(planes.hidden_gates[s], chunk.rows(), layer_.columns(s));
   }
-  // The columns that the input's weight makes: first those that stand in the core's projection.
+  // The columns that the input's weight makes: first those in the recurrent stage's hidden gates.
   // f(columns, their rows of the weight, index of the first)
   template <class P, class F>
-  void for_side(const Planes<P>& planes, const Chunk& chunk, const F& f) const {
+  void for_input_gates(const GatePlanes<P>& planes, const Chunk& chunk, const F& f) const {
     const int64_t shared = layer_.shared_columns(), alone = layer_.columns_alone();
     if (shared > 0) {
-      f(projection(planes, layer_.core(), chunk).column_range(0, shared),
+      f(hidden_gates(planes, layer_.recurrent_stage(), chunk).column_range(0, shared),
         weight_[0].row_range(0, shared), 0);
     }
     if (alone > 0) {
-      f(Matrix<P>::contiguous(planes.side, chunk.rows(), alone),
+      f(Matrix<P>::contiguous(planes.input_gates, chunk.rows(), alone),
         weight_[0].row_range(shared, alone), shared);
     }
   }
 
   // What backward of a stage reads if not GEMM results: its factors, or the pre-activations that
-  // are kept, if they are.
-  const A* ready(int s, const Chunk& chunk, int64_t row, const Kept<const A>& kept,
-                 const Rebuilt& rebuilt) const {
-    if (!traits(layer_.cell.stages[s].kind).has_factors) return kept.at(s, chunk.first_row + row);
-    return rebuilt.factors[s] + row * rebuilt.factor_blocks * layer_.width(s);
+  // are saved, if they are.
+  const A* ready(int s, const Chunk& chunk, int64_t row, const SavedGates<const A>& saved,
+                 const Recomputed& recomputed) const {
+    if (!traits(layer_.cell.stages[s].kind).has_factors) return saved.at(s, chunk.first_row + row);
+    return recomputed.factors[s] + row * recomputed.factor_blocks * layer_.width(s);
   }
 
   // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
-  void adjoint_chain(const Chunk& chunk, const Gradients<T>& gradients, const Kept<const A>& kept,
-                     BackwardBuffers& buffers, Recording& recording) {
-    const Rows<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
+  void backward_data(const Chunk& chunk, const Gradients<T>& gradients,
+                     const SavedGates<const A>& saved, BackwardBuffers& buffers,
+                     Recording& recording) {
+    const RowView<const T> grad_output = rows_of(gradients.output, chunk, buffers.grad_output);
     if constexpr (Backend::kPersistent) {
       if (layer_.is_persistent) {
-        const auto args = chain_arguments(chunk, grad_output, gradients, kept, buffers);
-        return backend_.adjoint_chunk(layer_.persistent, args, buffers.of(chunk.index).exchange);
+        const auto args = persistent_arguments(chunk, grad_output, gradients, saved, buffers);
+        return backend_.backward_data_chunk(layer_.persistent, args,
+                                            buffers.of(chunk.index).exchange);
       }
     }
-    enqueue_steps(recording, chunk, [&](const int64_t* shift) {
-      if (layer_.has_state()) {
-        const int64_t steps = layer_.core() < layer_.last() ? chunk.steps : chunk.steps - 1;
-        for (int64_t t = 0; t < steps; ++t) state_step(chunk, t, shift, kept, buffers);
+    enqueue_steps(recording, chunk, [&](const int64_t* replay_offset) {
+      if (layer_.has_cell_state()) {
+        const int64_t steps =
+            layer_.recurrent_stage() < layer_.last() ? chunk.steps : chunk.steps - 1;
+        for (int64_t t = 0; t < steps; ++t)
+          cell_state_step(chunk, t, replay_offset, saved, buffers);
       }
       for (int64_t t = chunk.steps - 1; t >= 0; --t) {
-        adjoint_step(chunk, t, grad_output, shift, gradients, kept, buffers);
+        backward_data_step(chunk, t, grad_output, replay_offset, gradients, saved, buffers);
       }
     });
   }
 
   // The same for one kernel, which leaves dh and dc where they were.
-  cuda::PersistentBackward<T> chain_arguments(const Chunk& chunk, const Rows<const T>& grad_output,
-                                              const Gradients<T>& gradients,
-                                              const Kept<const A>& kept,
-                                              const BackwardBuffers& buffers) const {
+  cuda::PersistentBackward<T> persistent_arguments(const Chunk& chunk,
+                                                   const RowView<const T>& grad_output,
+                                                   const Gradients<T>& gradients,
+                                                   const SavedGates<const A>& saved,
+                                                   const BackwardBuffers& buffers) const {
     cuda::PersistentBackward<T> args{};
-    const Rebuilt& rebuilt = buffers.of(chunk.index);
+    const Recomputed& recomputed = buffers.of(chunk.index);
     const int64_t row = chunk.row(0), from_start = chunk.first_row + row;
     const bool is_first = chunk.begin == 0;
-    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
-    const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
+    const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
+    const GatePlanes<O> d = recomputed.gradient.from_row(layer_, row);
     for (int s = 0; s <= layer_.last(); ++s) {
-      const A* pre = ready(s, chunk, row, kept, rebuilt);
-      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side,
-                                                               at.projection[s]);
-      step.factor_blocks = rebuilt.factor_blocks;
-      step.dside = d.side;
-      step.dprojection = d.projection[s];
+      const A* pre = ready(s, chunk, row, saved, recomputed);
+      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.input_gates,
+                                                               at.hidden_gates[s]);
+      step.factor_blocks = recomputed.factor_blocks;
+      step.dinput_gates = d.input_gates;
+      step.dhidden_gates = d.hidden_gates[s];
       if (step.is_last) {
         step.dout = buffers.dh;
         step.grad_output = from_row(grad_output, row);
@@ -236,14 +245,15 @@ class BackwardPass : LayerPass<Backend> {
       args.step[s] = step;
       args.weight[s] = weight(s);
     }
-    auto& step = args.step[layer_.core()];
-    if (layer_.has_state()) {
+    auto& step = args.step[layer_.recurrent_stage()];
+    if (layer_.has_cell_state()) {
       step.dcarry = buffers.dc;
-      args.first_state = state_before(chunk);
-      args.state = rebuilt.state + row * hidden();
-      if (!step.is_last) args.operand = rebuilt.operand[layer_.core()] + row * step.width;
-    } else if (rebuilt.h != nullptr) {
-      step.carry = {rebuilt.h + row * output(), output(), false};
+      args.first_cell_state = cell_state_before(chunk);
+      args.cell_states = recomputed.cell_states + row * hidden();
+      if (!step.is_last)
+        args.operand = recomputed.operand[layer_.recurrent_stage()] + row * step.width;
+    } else if (recomputed.h != nullptr) {
+      step.carry = {recomputed.h + row * output(), output(), false};
     } else {
       step.carry =
           this->template output_from<const O>(from_start - layer_.mask.direction * layer_.batch);
@@ -257,67 +267,67 @@ class BackwardPass : LayerPass<Backend> {
   }
 
   // The state before step t + 1 from that before step t, and what the stage behind projects.
-  void state_step(const Chunk& chunk, int64_t t, const int64_t* shift, const Kept<const A>& kept,
-                  const BackwardBuffers& buffers) {
-    const int s = layer_.core();
+  void cell_state_step(const Chunk& chunk, int64_t t, const int64_t* replay_offset,
+                       const SavedGates<const A>& saved, const BackwardBuffers& buffers) {
+    const int s = layer_.recurrent_stage();
     const int64_t row = chunk.row(t);
-    const Rebuilt& rebuilt = buffers.of(chunk.index);
-    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
+    const Recomputed& recomputed = buffers.of(chunk.index);
+    const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
     auto step = this->template make_step<ForwardStep<T, O>>(
-        s, chunk, row, kept.at(s, chunk.first_row + row), at.side, at.projection[s]);
-    step.shift = shift;
+        s, chunk, row, saved.at(s, chunk.first_row + row), at.input_gates, at.hidden_gates[s]);
+    step.replay_offset = replay_offset;
     step.is_last = false;  // h stands in the output
-    step.carry = {rebuilt.state + row * hidden(), hidden()};
-    if (t + 1 < chunk.steps) step.carry_out = rebuilt.state + chunk.row(t + 1) * hidden();
-    if (s < layer_.last()) step.operand = rebuilt.operand[s] + row * layer_.width(s);
+    step.carry = {recomputed.cell_states + row * hidden(), hidden()};
+    if (t + 1 < chunk.steps) step.carry_out = recomputed.cell_states + chunk.row(t + 1) * hidden();
+    if (s < layer_.last()) step.operand = recomputed.operand[s] + row * layer_.width(s);
     backend_.forward(layer_.cell.stages[s].kind, step, layer_.batch);
   }
 
-  void adjoint_step(const Chunk& chunk, int64_t t, const Rows<const T>& grad_output,
-                    const int64_t* shift, const Gradients<T>& gradients, const Kept<const A>& kept,
-                    const BackwardBuffers& buffers) {
+  void backward_data_step(const Chunk& chunk, int64_t t, const RowView<const T>& grad_output,
+                          const int64_t* replay_offset, const Gradients<T>& gradients,
+                          const SavedGates<const A>& saved, const BackwardBuffers& buffers) {
     const int64_t batch = layer_.batch, row = chunk.row(t), from_start = chunk.first_row + row;
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     const bool is_first = chunk.begin + t == 0;
-    const Rebuilt& rebuilt = buffers.of(chunk.index);
-    const Planes<A> at = rebuilt.planes.from_row(layer_, row);
-    const Planes<O> d = rebuilt.gradient.from_row(layer_, row);
+    const Recomputed& recomputed = buffers.of(chunk.index);
+    const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
+    const GatePlanes<O> d = recomputed.gradient.from_row(layer_, row);
     for (int s = layer_.last(); s >= 0; --s) {
       const StageKind kind = layer_.cell.stages[s].kind;
-      const A* pre = ready(s, chunk, row, kept, rebuilt);
-      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.side,
-                                                               at.projection[s]);
-      step.factor_blocks = rebuilt.factor_blocks;
-      step.shift = shift;
-      step.dside = d.side;
-      step.dprojection = d.projection[s];
-      if (s == layer_.core()) {
-        if (layer_.has_state()) {
-          step.state = rebuilt.state + row * hidden();
-        } else if (rebuilt.h != nullptr) {
-          step.carry = {rebuilt.h + row * output(), output(), false};
+      const A* pre = ready(s, chunk, row, saved, recomputed);
+      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.input_gates,
+                                                               at.hidden_gates[s]);
+      step.factor_blocks = recomputed.factor_blocks;
+      step.replay_offset = replay_offset;
+      step.dinput_gates = d.input_gates;
+      step.dhidden_gates = d.hidden_gates[s];
+      if (s == layer_.recurrent_stage()) {
+        if (layer_.has_cell_state()) {
+          step.cell_state = recomputed.cell_states + row * hidden();
+        } else if (recomputed.h != nullptr) {
+          step.carry = {recomputed.h + row * output(), output(), false};
         } else if (is_first) {
           step.carry = {reinterpret<const O>(layer_.hx), output(), true};
         } else {
           step.carry =
               this->template output_from<const O>(from_start - layer_.mask.direction * batch);
         }
-        step.dcarry = layer_.has_state() ? buffers.dc : buffers.dh;
+        step.dcarry = layer_.has_cell_state() ? buffers.dc : buffers.dh;
       }
       step.dout = step.is_last ? buffers.dh : buffers.dstage[s];
       if (step.is_last) step.grad_output = from_row(grad_output, row);
       if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
       backend_.backward(kind, step, batch);
 
-      const auto dprojection =
-          Matrix<const O>::contiguous(d.projection[s], rows, layer_.columns(s));
+      const auto dhidden_gates =
+          Matrix<const O>::contiguous(d.hidden_gates[s], rows, layer_.columns(s));
       if (rows == 0) continue;
       if (s > 0) {
         const int64_t width = layer_.width(s - 1);
-        backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dprojection,
+        backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dhidden_gates,
                       weight(s), false);
       } else if (!is_first || gradients.hx != nullptr) {
-        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, output()), dprojection, weight(0),
+        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, output()), dhidden_gates, weight(0),
                       true);
       }
     }
@@ -325,57 +335,58 @@ class BackwardPass : LayerPass<Backend> {
 
   // Gradients of input and weights, all steps of a chunk at once.  Those of weights are sums over
   // chunks, which the first one worked on writes and later ones add to, all on one stream.
-  void leaf_gradients(const Chunk& chunk, const Gradients<T>& gradients,
-                      const BackwardBuffers& buffers) {
-    const Rebuilt& rebuilt = buffers.of(chunk.index);
-    if (gradients.input != nullptr) input_gradient(chunk, gradients, rebuilt);
+  void backward_weights(const Chunk& chunk, const Gradients<T>& gradients,
+                        const BackwardBuffers& buffers) {
+    const Recomputed& recomputed = buffers.of(chunk.index);
+    if (gradients.input != nullptr) input_gradient(chunk, gradients, recomputed);
     const bool has_earlier = std::exchange(has_weight_gradients_, true);
     ColumnSums<O> sums{};
     sums.accumulate = has_earlier;
     for (int s = 0; s <= layer_.last(); ++s) {
       const int p = layer_.projection(s);
-      const Matrix<O> d = projection(rebuilt.gradient, s, chunk);
+      const Matrix<O> d = hidden_gates(recomputed.gradient, s, chunk);
       bool adds = has_earlier;
-      for_source(s, chunk, rebuilt, [&](const Matrix<const O>& source, int64_t first) {
+      for_source(s, chunk, recomputed, [&](const Matrix<const O>& source, int64_t first) {
         weight_gradient(gradients.weight[p], d.row_range(first, source.rows), source, adds);
         adds = true;
       });
       if (gradients.bias[p] != nullptr) sums.add(d, gradients.bias[p]);
     }
-    for_side(rebuilt.gradient, chunk,
-             [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
-               A *weight = gradients.weight[0], *bias = gradients.bias[0];
-               if (weight != nullptr) weight += first * rebuilt.input.columns;
-               weight_gradient(weight, d, rebuilt.input, has_earlier);
-               const bool is_shared = first < layer_.shared_columns();
-               if (bias != nullptr && !(is_shared && shares_bias_gradient(gradients))) {
-                 sums.add(d, bias + first);
-               }
-             });
+    for_input_gates(recomputed.gradient, chunk,
+                    [&](const Matrix<const O>& d, const Matrix<const O>&, int64_t first) {
+                      A *weight = gradients.weight[0], *bias = gradients.bias[0];
+                      if (weight != nullptr) weight += first * recomputed.input.columns;
+                      weight_gradient(weight, d, recomputed.input, has_earlier);
+                      const bool is_shared = first < layer_.shared_columns();
+                      if (bias != nullptr && !(is_shared && shares_bias_gradient(gradients))) {
+                        sums.add(d, bias + first);
+                      }
+                    });
     if (sums.count > 0) backend_.column_sums(sums);
   }
 
-  void input_gradient(const Chunk& chunk, const Gradients<T>& gradients, const Rebuilt& rebuilt) {
+  void input_gradient(const Chunk& chunk, const Gradients<T>& gradients,
+                      const Recomputed& recomputed) {
     const bool drops = layer_.dropout > 0 && gradients.completes_input;
     const int64_t width = layer_.sizes.input;
     const Sequence<T> packed = layer_.sequence(gradients.input, width, width);
     T* at = gradients.input + chunk.first_row * width;
-    if (layer_.is_packed()) at = rebuilt.grad_input;
+    if (layer_.is_packed()) at = recomputed.grad_input;
     if (layer_.is_packed() && gradients.adds_to_input) unpack(at, packed, chunk);
     const auto dx = Matrix<T>::contiguous(at, chunk.rows(), width);
     const auto add_up = [&](const auto& sum) {
       bool adds = gradients.adds_to_input;
-      for_side(rebuilt.gradient, chunk,
-               [&](const Matrix<const O>& d, const Matrix<const O>& w, int64_t) {
-                 backend_.gemm(sum, d, w, adds, /*is_of_input=*/true);
-                 adds = true;
-               });
+      for_input_gates(recomputed.gradient, chunk,
+                      [&](const Matrix<const O>& d, const Matrix<const O>& w, int64_t) {
+                        backend_.gemm(sum, d, w, adds, /*is_of_input=*/true);
+                        adds = true;
+                      });
     };
     if constexpr (Space::kTensorIsResult) {
-      if (rebuilt.dx == nullptr) add_up(dx);
+      if (recomputed.dx == nullptr) add_up(dx);
     }
-    if (rebuilt.dx != nullptr) {
-      const auto wide = Matrix<A>::contiguous(rebuilt.dx, dx.rows, dx.columns);
+    if (recomputed.dx != nullptr) {
+      const auto wide = Matrix<A>::contiguous(recomputed.dx, dx.rows, dx.columns);
       if (gradients.adds_to_input) backend_.copy(wide, dx);
       add_up(wide);
       if constexpr (!kTensorIsOperand) {
@@ -401,7 +412,7 @@ class BackwardPass : LayerPass<Backend> {
   void clear_rest(const Gradients<T>& gradients) {
     int64_t written[kMaxProjections] = {};  // rows
     if (has_weight_gradients_) {
-      written[0] = layer_.side_columns();
+      written[0] = layer_.input_columns();
       for (int s = 0; s <= layer_.last(); ++s) written[layer_.projection(s)] = layer_.columns(s);
     }
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
@@ -415,13 +426,13 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // The biases of both projections of the core have one gradient where these share columns: it is
+  // The biases of both projections of the recurrent stage have one gradient where these share columns: it is
   // summed up once, and copied in the end.
   bool shares_bias_gradient(const Gradients<T>& gradients) const {
     return gradients.bias[0] != nullptr && shared_bias(gradients) != nullptr;
   }
   A* shared_bias(const Gradients<T>& gradients) const {
-    return gradients.bias[layer_.projection(layer_.core())];
+    return gradients.bias[layer_.projection(layer_.recurrent_stage())];
   }
 
   bool has_weight_gradients_ = false;  // of some chunk

@@ -14,7 +14,7 @@ class ForwardPass : LayerPass<Backend> {
   using typename Base::Recording, typename Base::Space;
   using ForwardBuffers = typename Space::Forward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
-      Base::hidden, Base::output, Base::state_before, Base::copy_rows, Base::enqueue_steps,
+      Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
       Base::prepare, Base::input_rows, Base::pack, Base::rows_of, Base::output_sequence,
       Base::noise, Base::weight, Base::output_from;
   using Base::kTensorIsOperand;
@@ -22,18 +22,18 @@ class ForwardPass : LayerPass<Backend> {
  public:
   using Base::Base;
 
-  // keep: seq_len * batch * kept_columns() numbers for the pre-activations, or null.  c_n: null if
-  // the cell has no state but h.
-  void run(T* h_n, T* c_n, A* keep, void* workspace) {
+  // saved_gates: seq_len * batch * saved_columns() numbers for the pre-activations, or null.  c_n:
+  // null if the cell has no state but h.
+  void run(T* h_n, T* c_n, A* saved_gates, void* workspace) {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
     prepare(buffers);
     if (buffers.carry != nullptr) {
-      copy_rows(buffers.carry, layer_.has_state() ? layer_.cx : layer_.hx, hidden());
+      copy_rows(buffers.carry, layer_.has_cell_state() ? layer_.cx : layer_.hx, hidden());
     }
     carry_ = buffers.carry;
     if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
-    forward_chunks(Kept<A>(layer_, keep), buffers);
+    forward_chunks(SavedGates<A>(layer_, saved_gates), buffers);
     if (buffers.h != nullptr) {
       copy_rows(h_n, buffers.h, output());
     } else {
@@ -47,22 +47,22 @@ class ForwardPass : LayerPass<Backend> {
  private:
   // While one stream goes through the steps of a chunk, another, if there is one, multiplies the
   // inputs of the next.
-  void forward_chunks(const Kept<A>& kept, ForwardBuffers& buffers) {
+  void forward_chunks(const SavedGates<A>& saved, ForwardBuffers& buffers) {
     Recording recording;
-    auto streams = backend_.split(layer_.overlaps);
+    auto streams = backend_.fork(layer_.overlaps);
     const auto project = [&](int64_t index) {
       if (index == layer_.chunks() || is_finished(chunk_at(index))) return;
-      backend_.aside([&] { project_input(chunk_at(index), buffers); });
+      backend_.on_side_stream([&] { project_input(chunk_at(index), buffers); });
     };
     if (layer_.overlaps) project(0);
     for (int64_t index = 0; index < layer_.chunks(); ++index) {
       const Chunk chunk = chunk_at(index);
       if (!layer_.overlaps) project(index);
-      backend_.meet();
-      if (layer_.states != nullptr && carry_ != state_before(chunk)) {
-        copy_rows(state_before(chunk), carry_, hidden());
+      backend_.sync();
+      if (layer_.chunk_cell_states != nullptr && carry_ != cell_state_before(chunk)) {
+        copy_rows(cell_state_before(chunk), carry_, hidden());
       }
-      if (!is_finished(chunk)) forward_chunk(chunk, kept, buffers, recording);
+      if (!is_finished(chunk)) forward_chunk(chunk, saved, buffers, recording);
       if (layer_.is_packed()) pack(output_sequence(), buffers.output, chunk);
       if (layer_.overlaps) project(index + 1);
     }
@@ -70,20 +70,20 @@ class ForwardPass : LayerPass<Backend> {
   }
 
   void project_input(const Chunk& chunk, const ForwardBuffers& buffers) {
-    A* side = buffers.side_of(chunk.index);
-    backend_.gemm(Matrix<A>::contiguous(side, chunk.rows(), layer_.side_columns()),
+    A* input_gates = buffers.input_gates_of(chunk.index);
+    backend_.gemm(Matrix<A>::contiguous(input_gates, chunk.rows(), layer_.input_columns()),
                   input_rows(chunk, buffers.x), weight_[0].transposed(), false);
   }
 
-  void forward_chunk(const Chunk& chunk, const Kept<A>& kept, ForwardBuffers& buffers,
+  void forward_chunk(const Chunk& chunk, const SavedGates<A>& saved, ForwardBuffers& buffers,
                      Recording& recording) {
-    const Rows<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
+    const RowView<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     if constexpr (Backend::kPersistent) {
-      if (layer_.is_persistent) return forward_at_once(chunk, eps, kept, buffers);
+      if (layer_.is_persistent) return forward_at_once(chunk, eps, saved, buffers);
     }
-    enqueue_steps(recording, chunk, [&](const int64_t* shift) {
+    enqueue_steps(recording, chunk, [&](const int64_t* replay_offset) {
       for (int64_t t = 0; t < chunk.steps; ++t) {
-        forward_step(chunk, t, eps, shift, kept, buffers);
+        forward_step(chunk, t, eps, replay_offset, saved, buffers);
       }
     });
   }
@@ -103,15 +103,15 @@ class ForwardPass : LayerPass<Backend> {
 
   // Stage s of step t, whose GEMM gives `projection`.
   ForwardStep<T, O> forward_stage(int s, const Chunk& chunk, int64_t t, const Matrix<const O>& h,
-                                  const A* projection, const Rows<const T>& eps,
-                                  const Kept<A>& kept, const ForwardBuffers& buffers) const {
+                                  const A* hidden_gates, const RowView<const T>& eps,
+                                  const SavedGates<A>& saved, const ForwardBuffers& buffers) const {
     const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
-    const A* side = buffers.side_of(chunk.index) + row * layer_.side_columns();
-    auto step =
-        this->template make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, side, projection);
+    const A* input_gates = buffers.input_gates_of(chunk.index) + row * layer_.input_columns();
+    auto step = this->template make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, input_gates,
+                                                            hidden_gates);
     step.noise = noise(eps, row);
-    step.keep = kept.at(s, from_start);
-    if (s == layer_.core()) {
+    step.saved_gates = saved.at(s, from_start);
+    if (s == layer_.recurrent_stage()) {
       step.carry = {buffers.carry, hidden()};
       step.carry_out = buffers.carry;
       if (buffers.carry == nullptr) step.carry = {reinterpret<const A>(h.data), h.row_stride};
@@ -120,48 +120,50 @@ class ForwardPass : LayerPass<Backend> {
       step.output = output_from(from_start);
       if (layer_.is_packed()) step.output = {buffers.output + row * output(), output(), false};
       step.operand = buffers.h;
-      if (layer_.has_state()) step.h = {h.data, h.row_stride, false};
+      if (layer_.has_cell_state()) step.h = {h.data, h.row_stride, false};
     } else {
       step.operand = buffers.operand[s];
     }
     return step;
   }
 
-  void forward_step(const Chunk& chunk, int64_t t, const Rows<const T>& eps, const int64_t* shift,
-                    const Kept<A>& kept, const ForwardBuffers& buffers) {
+  void forward_step(const Chunk& chunk, int64_t t, const RowView<const T>& eps,
+                    const int64_t* replay_offset, const SavedGates<A>& saved,
+                    const ForwardBuffers& buffers) {
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     if (rows == 0) return;
-    A* side = buffers.side_of(chunk.index) + chunk.row(t) * layer_.side_columns();
+    A* input_gates = buffers.input_gates_of(chunk.index) + chunk.row(t) * layer_.input_columns();
     const Matrix<const O> h = h_operand(chunk, t, rows, buffers);
     Matrix<const O> operand = h;
     for (int s = 0; s <= layer_.last(); ++s) {
       const bool adds_up = layer_.adds_up(s);
-      const auto projection =
-          Matrix<A>::contiguous(adds_up ? side : buffers.projection[s], rows, layer_.columns(s));
-      backend_.gemm(projection, operand, weight(s).transposed(), adds_up);
-      auto step = forward_stage(s, chunk, t, h, projection.data, eps, kept, buffers);
-      step.shift = shift;
+      const auto hidden_gates = Matrix<A>::contiguous(
+          adds_up ? input_gates : buffers.hidden_gates[s], rows, layer_.columns(s));
+      backend_.gemm(hidden_gates, operand, weight(s).transposed(), adds_up);
+      auto step = forward_stage(s, chunk, t, h, hidden_gates.data, eps, saved, buffers);
+      step.replay_offset = replay_offset;
       backend_.forward(layer_.cell.stages[s].kind, step, rows);
       operand = Matrix<const O>::contiguous(step.operand, rows, step.width);
     }
   }
 
-  void forward_at_once(const Chunk& chunk, const Rows<const T>& eps, const Kept<A>& kept,
+  void forward_at_once(const Chunk& chunk, const RowView<const T>& eps, const SavedGates<A>& saved,
                        ForwardBuffers& buffers) {
     cuda::PersistentForward<T> all{};
     const Chunk next = chunk_at(chunk.index + 1);
     const bool has_next = next.index < layer_.chunks() && !is_finished(next);
     const auto h = Matrix<const O>::contiguous(buffers.h, layer_.batch, output());
     for (int s = 0; s <= layer_.last(); ++s) {
-      all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, kept, buffers);
+      all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, saved, buffers);
       all.weight[s] = weight(s);
     }
     all.step[layer_.last()].operand = buffers.h_after;  // others may still read the h before
-    if (layer_.states != nullptr) {  // which the kernel goes through, from one to the next
-      auto& core = all.step[layer_.core()];
-      core.carry = {state_before(chunk), hidden()};
-      if (has_next) core.carry_out = state_before(next);
-      carry_ = core.carry_out;
+    if (layer_.chunk_cell_states !=
+        nullptr) {  // which the kernel goes through, from one to the next
+      auto& recurrent_stage = all.step[layer_.recurrent_stage()];
+      recurrent_stage.carry = {cell_state_before(chunk), hidden()};
+      if (has_next) recurrent_stage.carry_out = cell_state_before(next);
+      carry_ = recurrent_stage.carry_out;
     }
     all.turn = {launches_++, has_next};
     all.h = {h.data, h.row_stride, false};

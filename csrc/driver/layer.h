@@ -16,16 +16,16 @@ struct Layer {
   Sizes sizes;
   int64_t seq_len, batch, chunk;  // chunk: steps
   Sequence<const T> input, eps;   // eps.data may be null
-  const T *hx, *cx;       // (batch, output), (batch, hidden); cx: if there is a state, or null
-  T* output;              // in the input's rows
-  int64_t output_stride;  // from row to row; backward only reads
-  Acc<T>* states;         // (chunks, batch, hidden), the state before each chunk, or null
+  const T *hx, *cx;           // (batch, output), (batch, hidden); cx: if there is a state, or null
+  T* output;                  // in the input's rows
+  int64_t output_stride;      // from row to row; backward only reads
+  Acc<T>* chunk_cell_states;  // (chunks, batch, hidden), the state before each chunk, or null
   const int64_t* seed;
-  int64_t layer;                            // the Philox counter's last word
-  int64_t first_step;                       // where this is a part of a longer sequence
-  double dropout;                           // of the input
-  int64_t dropout_layer;                    // `layer` of the first direction: both have one input
-  Zoneout<Acc<T>> zoneout;                  // its seed is that of dropout too
+  int64_t noise_stream;     // the Philox counter's last word
+  int64_t first_step;       // where this is a part of a longer sequence
+  double dropout;           // of the input
+  int64_t dropout_stream;   // noise_stream of the first direction: both have one input
+  Zoneout<Acc<T>> zoneout;  // its seed is that of dropout too
   Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
   Mask mask;
@@ -39,7 +39,7 @@ struct Layer {
   // Of chunks that are worked on at once.
   int64_t buffers() const { return overlaps ? 2 : 1; }
   int64_t chunks() const { return (seq_len + chunk - 1) / chunk; }
-  // Rows that take step t, counted from the first.
+  // RowView that take step t, counted from the first.
   int64_t rows_of_step(int64_t t) const { return rows_at == nullptr ? batch : rows_at[t]; }
   Matrix<T> output_rows(int64_t first, int64_t count) const {
     return {output + first * output_stride, count, sizes.output, output_stride, 1};
@@ -51,21 +51,23 @@ struct Layer {
   Sequence<P> sequence(P* data, int64_t width, int64_t row_stride) const {
     return {data, width, batch * row_stride, row_stride, 1, input.starts};
   }
-  bool has_state() const { return fusedrnn::has_state(cell); }
+  bool has_cell_state() const { return fusedrnn::has_cell_state(cell); }
   int last() const { return cell.num_stages - 1; }
-  int core() const { return fusedrnn::core(cell); }
+  int recurrent_stage() const { return fusedrnn::recurrent_stage(cell); }
   // Whether the GEMM of stage s adds to what there is of the input's, step by step.
-  bool adds_up(int s) const { return s == core() && side_columns() == shared_columns(); }
+  bool adds_up(int s) const {
+    return s == recurrent_stage() && input_columns() == shared_columns();
+  }
   int projection(int s) const { return cell.stages[s].projection; }
   int64_t width(int s) const { return sizes[cell.projections[projection(s)].to]; }
-  int64_t side_columns() const {
-    return traits(cell.stages[core()].kind).side_blocks * width(core());
+  int64_t input_columns() const {
+    return traits(cell.stages[recurrent_stage()].kind).input_blocks * width(recurrent_stage());
   }
   int64_t shared_columns() const {  // the first of these, see stages.h
-    return traits(cell.stages[core()].kind).shared_blocks * width(core());
+    return traits(cell.stages[recurrent_stage()].kind).shared_blocks * width(recurrent_stage());
   }
-  int64_t columns_alone() const { return side_columns() - shared_columns(); }
-  int64_t columns(int s) const { return traits(cell.stages[s].kind).projection_blocks * width(s); }
+  int64_t columns_alone() const { return input_columns() - shared_columns(); }
+  int64_t columns(int s) const { return traits(cell.stages[s].kind).hidden_blocks * width(s); }
   int64_t pre_columns(int s) const { return traits(cell.stages[s].kind).pre_blocks * width(s); }
 };
 
@@ -80,39 +82,39 @@ struct Gradients {
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 
-// GEMM results of a chunk, or the gradients of these.  What side and projection share stands in
+// GEMM results of a chunk, or the gradients of these.  What input and hidden gates share is in
 // projection: the sum, and the gradient of both.
 template <class A>
-struct Planes {
-  A *side, *projection[kMaxStages];  // side: columns_alone()
+struct GatePlanes {
+  A *input_gates, *hidden_gates[kMaxStages];  // input_gates: columns_alone()
 
   // Of the stages up to `last`.
   template <class T>
-  static Planes carve(const Layer<T>& layer, int last, int64_t rows, Arena& arena) {
-    Planes p{};
-    p.side = arena.take<A>(rows * layer.columns_alone());
-    for (int s = 0; s <= last; ++s) p.projection[s] = arena.take<A>(rows * layer.columns(s));
+  static GatePlanes carve(const Layer<T>& layer, int last, int64_t rows, Arena& arena) {
+    GatePlanes p{};
+    p.input_gates = arena.take<A>(rows * layer.columns_alone());
+    for (int s = 0; s <= last; ++s) p.hidden_gates[s] = arena.take<A>(rows * layer.columns(s));
     return p;
   }
   template <class T>
-  Planes from_row(const Layer<T>& layer, int64_t row) const {
-    Planes p{};
-    p.side = side + row * layer.columns_alone();
+  GatePlanes from_row(const Layer<T>& layer, int64_t row) const {
+    GatePlanes p{};
+    p.input_gates = input_gates + row * layer.columns_alone();
     for (int s = 0; s <= layer.last(); ++s) {
-      if (projection[s] != nullptr) p.projection[s] = projection[s] + row * layer.columns(s);
+      if (hidden_gates[s] != nullptr) p.hidden_gates[s] = hidden_gates[s] + row * layer.columns(s);
     }
     return p;
   }
 };
 
-// Pre-activations of the whole sequence, in seq_len * batch * kept_columns() numbers at `base`; all
-// null if that is null.
+// Pre-activations of the whole sequence, in seq_len * batch * saved_columns() numbers at `base`;
+// all null if that is null.
 template <class A>
-class Kept {
+class SavedGates {
  public:
   template <class T>
-  Kept(const Layer<T>& layer, A* base) {
-    for (int s = 0; s <= layer.core(); ++s) {
+  SavedGates(const Layer<T>& layer, A* base) {
+    for (int s = 0; s <= layer.recurrent_stage(); ++s) {
       columns_[s] = layer.pre_columns(s);
       stage_[s] = base;
       if (base != nullptr) base += layer.rows() * columns_[s];

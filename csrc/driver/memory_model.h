@@ -90,9 +90,10 @@ class WorkspaceCount {
 inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_bytes,
                            bool recompute) {
   const int64_t chunks = (problem.seq_len + steps - 1) / steps;
-  const int64_t states = has_state(problem.cell) ? chunks * problem.sizes.hidden : 0;
-  const int64_t kept = recompute ? 0 : problem.seq_len * kept_columns(problem.cell, problem.sizes);
-  return sum_bytes * problem.batch * (states + kept);
+  const int64_t states = has_cell_state(problem.cell) ? chunks * problem.sizes.hidden : 0;
+  const int64_t saved =
+      recompute ? 0 : problem.seq_len * saved_columns(problem.cell, problem.sizes);
+  return sum_bytes * problem.batch * (states + saved);
 }
 
 // What a training step holds at its peak, of one direction, beside weights, input and the output's

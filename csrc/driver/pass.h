@@ -55,11 +55,11 @@ class LayerPass {
   }
   bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
 
-  // Features of the state beside h, and of h.
+  // Features of the cell state, and of h.
   int64_t hidden() const { return layer_.sizes.hidden; }
   int64_t output() const { return layer_.sizes.output; }
-  A* state_before(const Chunk& chunk) const {
-    return layer_.states + chunk.index * layer_.batch * hidden();
+  A* cell_state_before(const Chunk& chunk) const {
+    return layer_.chunk_cell_states + chunk.index * layer_.batch * hidden();
   }
   template <class To, class From>
   void copy_rows(To* out, const From* from, int64_t columns) {
@@ -137,13 +137,13 @@ class LayerPass {
   void drop(O* x, const Chunk& chunk) {
     const double p = layer_.dropout;
     const DropoutStep<O> step{layer_.sizes.input,   chunk.first_row,         layer_.batch,
-                              layer_.zoneout.seed,  layer_.dropout_layer,    layer_.first_step,
+                              layer_.zoneout.seed,  layer_.dropout_stream,   layer_.first_step,
                               uint64_t(p * 0x1p32), p < 1 ? 1 / (1 - p) : 0, x};
     backend_.dropout(step, chunk.rows());
   }
 
   // eps, or the output's gradient, of a chunk; null if there is none.
-  Rows<const T> rows_of(const Sequence<const T>& sequence, const Chunk& chunk, T* copy) {
+  RowView<const T> rows_of(const Sequence<const T>& sequence, const Chunk& chunk, T* copy) {
     if (sequence.data == nullptr) return {};
     if (copy == nullptr) {
       return {sequence.at(chunk.first), sequence.row_stride(layer_.seq_len, layer_.batch), true};
@@ -152,7 +152,7 @@ class LayerPass {
     return {copy, sequence.width, false};
   }
   template <class P>
-  static Rows<P> from_row(Rows<P> rows, int64_t row) {
+  static RowView<P> from_row(RowView<P> rows, int64_t row) {
     if (rows.data != nullptr) rows.data += row * rows.stride;
     return rows;
   }
@@ -161,13 +161,13 @@ class LayerPass {
   }
   // The output from a row on, if it is not packed.
   template <class P = T>
-  Rows<P> output_from(int64_t row) const {
+  RowView<P> output_from(int64_t row) const {
     return {reinterpret<P>(layer_.output + row * layer_.output_stride), layer_.output_stride, true};
   }
 
   // eps: of the chunk
-  Noise<T> noise(const Rows<const T>& eps, int64_t row) const {
-    return {from_row(eps, row), layer_.seed, layer_.layer, layer_.first_step};
+  Noise<T> noise(const RowView<const T>& eps, int64_t row) const {
+    return {from_row(eps, row), layer_.seed, layer_.noise_stream, layer_.first_step};
   }
 
   Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
@@ -175,10 +175,10 @@ class LayerPass {
   }
 
   // What forward and backward fill in alike.  `row` counts from the start of the chunk; pre: the
-  // pre-activations from that row on, or null to combine them from side and projection.
+  // pre-activations from that row on, or null to combine them from input and hidden gates.
   template <class Step>
-  Step make_step(int s, const Chunk& chunk, int64_t row, const A* pre, const A* side,
-                 const A* projection) const {
+  Step make_step(int s, const Chunk& chunk, int64_t row, const A* pre, const A* input_gates,
+                 const A* hidden_gates) const {
     Step step{};
     step.width = layer_.width(s);
     step.is_last = s == layer_.last();
@@ -186,10 +186,10 @@ class LayerPass {
     step.mask = layer_.mask;
     step.zoneout = layer_.zoneout;
     step.pre = pre;
-    step.side = side;
-    step.side_bias = bias_[0];
-    step.projection = projection;
-    step.projection_bias = bias_[layer_.projection(s)];
+    step.input_gates = input_gates;
+    step.input_bias = bias_[0];
+    step.hidden_gates = hidden_gates;
+    step.hidden_bias = bias_[layer_.projection(s)];
     return step;
   }
 

@@ -13,7 +13,7 @@ namespace fusedrnn {
 // a group's rows and 256 columns of weights; in backward for each gate too, all of whose gradients
 // are exchanged.  A launched stage is a GEMM and a kernel, which hardly grow.
 constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
-// A state beside h is computed again before the chain of adjoints, step by step: of a tile.
+// A cell state is recomputed before the chain of adjoints, step by step: of a tile.
 constexpr double kStateUs = 0.45;
 // A GEMM over a whole chunk besides its arithmetic; another kernel, a copy or a preset of memory.
 constexpr double kGemmUs = 4.0, kLaunchUs = 3.0;
@@ -26,14 +26,14 @@ constexpr double kHostUs = 2.0;
 inline double persistent_us(Pass pass, const Cell& cell, const cuda::PersistentPlan& plan) {
   double us = 0;
   for (int s = 0; s < plan.num_stages; ++s) {
-    const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).projection_blocks;
+    const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).hidden_blocks;
     us += kExchangeUs + kTileUs * gates * plan.depth * plan.tiles;
   }
-  const bool rebuilds_state = pass == Pass::Backward && has_state(cell);
+  const bool rebuilds_state = pass == Pass::Backward && has_cell_state(cell);
   return us + (rebuilds_state ? kStateUs * plan.tiles : 0);
 }
 inline double launched_us(Pass pass, const Cell& cell) {
-  const bool rebuilds_state = pass == Pass::Backward && has_state(cell);
+  const bool rebuilds_state = pass == Pass::Backward && has_cell_state(cell);
   return kLaunchedUs * cell.num_stages + (rebuilds_state ? kLaunchUs : 0);
 }
 inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
@@ -61,30 +61,30 @@ inline ChunkWork chunk_work(Pass pass, const Problem& problem, const Plan& plan,
   const auto columns_of = [&](int blocks, int s) {
     return blocks * sizes[cell.projections[cell.stages[s].projection].to];
   };
-  const int core = fusedrnn::core(cell);
-  const StageTraits of_core = traits(cell.stages[core].kind);
-  const int64_t side = columns_of(of_core.side_blocks, core);
+  const int recurrent_stage = fusedrnn::recurrent_stage(cell);
+  const StageTraits of_core = traits(cell.stages[recurrent_stage].kind);
+  const int64_t input_gates = columns_of(of_core.input_blocks, recurrent_stage);
   if (pass == Pass::Forward) {
-    add(side, Width::Input);
-    work.launches += !plan.is_persistent && has_state(cell);  // a copy of the state before it
+    add(input_gates, Width::Input);
+    work.launches += !plan.is_persistent && has_cell_state(cell);  // a copy of the state before it
     return work;
   }
-  const bool is_split = of_core.shared_blocks < of_core.side_blocks;
-  const int64_t parts = is_split ? 2 : 1;         // what is shared, rest
-  add(side, Width::Input, parts);                 // of the input's weight
-  add(side, Width::Input, parts);                 // of the input
-  if (recompute) add(side, Width::Input, parts);  // the input's projection again
+  const bool is_split = of_core.shared_blocks < of_core.input_blocks;
+  const int64_t parts = is_split ? 2 : 1;                // what is shared, rest
+  add(input_gates, Width::Input, parts);                 // of the input's weight
+  add(input_gates, Width::Input, parts);                 // of the input
+  if (recompute) add(input_gates, Width::Input, parts);  // the input's projection again
   for (int s = 0; s < cell.num_stages; ++s) {
     const CellStage& stage = cell.stages[s];
-    const int64_t columns = columns_of(traits(stage.kind).projection_blocks, s);
+    const int64_t columns = columns_of(traits(stage.kind).hidden_blocks, s);
     const Width from = cell.projections[stage.projection].from;
     add(columns, from);
-    if (recompute && s <= core) add(columns, from);
+    if (recompute && s <= recurrent_stage) add(columns, from);
   }
-  work.launches += core;                            // stages before the core, of all rows
+  work.launches += recurrent_stage;                 // earlier stages, of all rows
   work.launches += problem.bias ? 2 : 0;            // sums of columns
   work.launches += element_bytes == 2 && is_split;  // the input's gradient, a sum that is rounded
-  work.launches += plan.is_persistent || has_state(cell);  // a preset, or a copy of the state
+  work.launches += plan.is_persistent || has_cell_state(cell);  // a preset, or a copy of the state
   return work;
 }
 

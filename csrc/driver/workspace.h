@@ -28,7 +28,8 @@ struct Workspace {
     return kTensorIsOperand && !Backend::kReplays && !layer.mask.any();
   }
   static bool carry_is_output(const Layer<T>& layer) {
-    return std::is_same_v<T, A> && !Backend::kReplays && !layer.mask.any() && !layer.has_state();
+    return std::is_same_v<T, A> && !Backend::kReplays && !layer.mask.any() &&
+           !layer.has_cell_state();
   }
   // In backward, of all steps of a chunk.
   static bool states_are_operands(const Layer<T>& layer) {
@@ -85,9 +86,9 @@ struct Workspace {
   }
 
   struct Forward : Buffers {
-    O* x;                                 // of a chunk
-    A *side[2], *projection[kMaxStages];  // of a chunk, in turns; of one step
-    O *operand[kMaxStages], *h;           // of one step
+    O* x;                                          // of a chunk
+    A *input_gates[2], *hidden_gates[kMaxStages];  // of a chunk, in turns; of one step
+    O *operand[kMaxStages], *h;                    // of one step
     A* carry;
     // Of a kernel for all steps of a chunk: h after it, and what goes from block to block.
     O* h_after;
@@ -96,17 +97,17 @@ struct Workspace {
 
     bool takes_turns;
 
-    A* side_of(int64_t chunk) const { return side[takes_turns ? chunk % 2 : 0]; }
+    A* input_gates_of(int64_t chunk) const { return input_gates[takes_turns ? chunk % 2 : 0]; }
 
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, {}, arena), x(take_input(layer, arena)), side{}, projection{}, operand{},
-          h{}, carry{}, h_after{}, exchange{}, output{}, takes_turns(layer.overlaps) {
+        : Buffers(layer, {}, arena), x(take_input(layer, arena)), input_gates{}, hidden_gates{},
+          operand{}, h{}, carry{}, h_after{}, exchange{}, output{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) {
-        side[i] = arena.take<A>(layer.chunk * layer.batch * layer.side_columns());
+        input_gates[i] = arena.take<A>(layer.chunk * layer.batch * layer.input_columns());
       }
       for (int s = 0; s <= layer.last(); ++s) {
         if (layer.adds_up(s) || layer.is_persistent) continue;
-        projection[s] = arena.take<A>(layer.batch * layer.columns(s));
+        hidden_gates[s] = arena.take<A>(layer.batch * layer.columns(s));
       }
       for (int s = 0; s < layer.last(); ++s) {
         if (!layer.is_persistent) operand[s] = arena.take<O>(layer.batch * layer.width(s));
@@ -144,43 +145,43 @@ struct Workspace {
     return reinterpret_cast<A*>(is_reversed ? memory + reversed : memory);
   }
 
-  // What is rebuilt of a chunk, and becomes its gradients.
-  struct Rebuilt {
-    Planes<A> planes;        // GEMM results of a chunk; of stages before the core for a moment
+  // What is recomputed of a chunk, and becomes its gradients.
+  struct Recomputed {
+    GatePlanes<A> planes;    // GEMM results of a chunk; of earlier stages for a moment
     A* factors[kMaxStages];  // that such a stage leaves
     int factor_blocks;       // see stages.h
-    Planes<O> gradient;      // of GEMM results; the same memory where the types allow
+    GatePlanes<O> gradient;  // of GEMM results; the same memory where the types allow
     O* x;                    // the input, if it has to be copied
     Matrix<const O> input;   // once it is there
     O *operand[kMaxStages], *h;
     char* exchange;          // of a kernel for all steps of a chunk: one with its gradients
-    A *dx, *state;           // state: before each step
+    A *dx, *cell_states;     // cell_states: before each step
     T *output, *grad_input;  // output: before each step
 
-    Rebuilt() = default;
-    Rebuilt(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
+    Recomputed() = default;
+    Recomputed(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : planes{}, factors{}, factor_blocks(gradients.eps == nullptr ? 1 : 2), gradient{},
-          x(take_input(layer, arena)), input{}, operand{}, h{}, exchange{}, dx{}, state{},
+          x(take_input(layer, arena)), input{}, operand{}, h{}, exchange{}, dx{}, cell_states{},
           output(take_packed(layer, layer.sizes.output, arena)), grad_input{} {
       const int64_t rows = layer.chunk * layer.batch;
-      const int core = layer.core();
+      const int recurrent_stage = layer.recurrent_stage();
       if (layer.is_persistent || std::is_same_v<O, A>) {
         arena.keep_together(layer.is_persistent);
-        gradient = Planes<O>::carve(layer, layer.last(), rows, arena);
+        gradient = GatePlanes<O>::carve(layer, layer.last(), rows, arena);
         arena.keep_together(false);
       }
       if (layer.is_persistent) exchange = arena.take<char>(layer.persistent.workspace_bytes());
       if constexpr (std::is_same_v<O, A>) {
         planes = gradient;
-        for (int s = 0; s < core; ++s) factors[s] = planes.projection[s];
+        for (int s = 0; s < recurrent_stage; ++s) factors[s] = planes.hidden_gates[s];
         factor_blocks = 2;  // as many as gradients
       } else {
-        const int64_t alone = layer.columns_alone(), of_core = layer.columns(core);
-        planes.side = take_numbers(layer, alone, &gradient.side, alone, arena);
-        planes.projection[core] =
-            take_numbers(layer, of_core, &gradient.projection[core], of_core, arena);
-        for (int s = 0; s < core; ++s) {
-          // GEMM results stand where the core's are going to be, or else where factors are.
+        const int64_t alone = layer.columns_alone(), of_core = layer.columns(recurrent_stage);
+        planes.input_gates = take_numbers(layer, alone, &gradient.input_gates, alone, arena);
+        planes.hidden_gates[recurrent_stage] =
+            take_numbers(layer, of_core, &gradient.hidden_gates[recurrent_stage], of_core, arena);
+        for (int s = 0; s < recurrent_stage; ++s) {
+          // GEMM results lie where the recurrent stage's will, or else where factors are.
           const bool have_place = layer.columns(s) <= of_core;
           const bool has_factors = traits(layer.cell.stages[s].kind).has_factors;
           if (!have_place) factor_blocks = 2;
@@ -188,16 +189,16 @@ struct Workspace {
                                   : has_factors ? factor_blocks * layer.width(s)
                                                 : 0;
           factors[s] =
-              take_numbers(layer, columns, &gradient.projection[s], layer.columns(s), arena);
-          planes.projection[s] = have_place ? planes.projection[core] : factors[s];
+              take_numbers(layer, columns, &gradient.hidden_gates[s], layer.columns(s), arena);
+          planes.hidden_gates[s] = have_place ? planes.hidden_gates[recurrent_stage] : factors[s];
         }
-        for (int s = core + 1; s <= layer.last(); ++s) {
-          take_numbers(layer, 0, &gradient.projection[s], layer.columns(s), arena);
+        for (int s = recurrent_stage + 1; s <= layer.last(); ++s) {
+          take_numbers(layer, 0, &gradient.hidden_gates[s], layer.columns(s), arena);
         }
       }
       for (int s = 0; s < layer.last(); ++s) operand[s] = arena.take<O>(rows * layer.width(s));
       if (!states_are_operands(layer)) h = arena.take<O>(rows * layer.sizes.output);
-      if (layer.has_state()) state = arena.take<A>(rows * layer.sizes.hidden);
+      if (layer.has_cell_state()) cell_states = arena.take<A>(rows * layer.sizes.hidden);
       if (gradients.input != nullptr) {
         grad_input = take_packed(layer, layer.sizes.input, arena);
       }
@@ -207,36 +208,36 @@ struct Workspace {
     }
 
    private:
-    // Nobody reads the core's GEMM results any more.
+    // Nobody reads the recurrent stage's GEMM results any more.
     A* take_input_gradient(const Layer<T>& layer, Arena& arena) const {
       const int64_t rows = layer.chunk * layer.batch, width = layer.sizes.input;
-      const int64_t columns = layer.columns(layer.core());
+      const int64_t columns = layer.columns(layer.recurrent_stage());
       // Of these their own gradients may have taken half, the first one if time runs backwards.
       const int64_t room = std::is_same_v<O, A> ? 0 : layer.is_persistent ? columns : columns / 2;
       if (width > room) return arena.take<A>(rows * width);
-      A* const first = planes.projection[layer.core()];
+      A* const first = planes.hidden_gates[layer.recurrent_stage()];
       if (first == nullptr || layer.mask.direction >= 0) return first;
       return first + rows * (columns - width);
     }
   };
 
   struct Backward : Buffers {
-    Rebuilt chunk[2];                 // in turns
+    Recomputed chunk[2];              // in turns
     A *dh, *dc, *dstage[kMaxStages];  // of one step
     T* grad_output;                   // of a chunk
     bool takes_turns;
 
-    Rebuilt& of(int64_t index) { return chunk[takes_turns ? index % 2 : 0]; }
-    const Rebuilt& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
+    Recomputed& of(int64_t index) { return chunk[takes_turns ? index % 2 : 0]; }
+    const Recomputed& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
         : Buffers(layer, scratch_needs(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
           grad_output{}, takes_turns(layer.overlaps) {
-      for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Rebuilt(layer, gradients, arena);
+      for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Recomputed(layer, gradients, arena);
       for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
         dstage[s] = arena.take<A>(layer.batch * layer.width(s));
       }
-      if (layer.has_state()) dc = arena.take<A>(layer.batch * layer.sizes.hidden);
+      if (layer.has_cell_state()) dc = arena.take<A>(layer.batch * layer.sizes.hidden);
       dh = arena.take<A>(layer.batch * layer.sizes.output);
       if (gradients.output.data != nullptr &&
           !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {

@@ -143,9 +143,9 @@ class Arguments {
                e.stride(3)};
     }
     l.hx = data<T>(*hx_) + direction * h_numel();
-    if (call_.cx) l.cx = data<T>(*cx_) + direction * state_numel();
+    if (call_.cx) l.cx = data<T>(*cx_) + direction * cell_state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
-    l.layer = call_.noise_stream + direction;
+    l.noise_stream = call_.noise_stream + direction;
     l.first_step = call_.first_step;
     const Tensor* weights = call_.weights.data() + direction * int64_t(layout_.size());
     for (size_t i = 0; i < layout_.size(); ++i) {
@@ -161,10 +161,10 @@ class Arguments {
               direction == 1 || call_.reverse ? -1 : 1};
     if (has_lengths()) l.rows_at = rows_at_.data();
     l.dropout = call_.dropout;
-    l.dropout_layer = call_.noise_stream - (call_.reverse ? 1 : 0);
-    l.zoneout =
-        Zoneout<Acc<T>>::of(call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr, l.layer,
-                            l.first_step, call_.zoneout, has_state() ? call_.cell_zoneout : 0);
+    l.dropout_stream = call_.noise_stream - (call_.reverse ? 1 : 0);
+    l.zoneout = Zoneout<Acc<T>>::of(call_.mask_seed ? data<int64_t>(*call_.mask_seed) : nullptr,
+                                    l.noise_stream, l.first_step, call_.zoneout,
+                                    has_cell_state() ? call_.cell_zoneout : 0);
     return l;
   }
 
@@ -195,18 +195,19 @@ class Arguments {
   const Sizes& sizes() const { return sizes_; }
   // Of a direction.
   int64_t h_numel() const { return batch() * sizes_.output; }
-  int64_t state_numel() const { return batch() * sizes_.hidden; }
-  bool has_state() const { return fusedrnn::has_state(cell_); }
+  int64_t cell_state_numel() const { return batch() * sizes_.hidden; }
+  bool has_cell_state() const { return fusedrnn::has_cell_state(cell_); }
   bool is_packed() const { return call_.batch_sizes.has_value(); }
   bool has_lengths() const { return is_packed() || call_.lengths.has_value(); }
   // Whether some rows of the sequence belong to no step that is taken.
   bool has_padding() const { return call_.lengths.has_value(); }
   bool has_eps() const { return call_.eps.has_value(); }
-  int64_t kept_numel() const {  // of a direction
-    return seq_len() * batch() * kept_columns(cell_, sizes_);
+  int64_t saved_numel() const {  // of a direction
+    return seq_len() * batch() * saved_columns(cell_, sizes_);
   }
-  int64_t states_numel(int64_t steps) const {  // of a direction, in chunks of so many steps
-    return has_state() ? (seq_len() + steps - 1) / steps * state_numel() : 0;
+  int64_t chunk_cell_states_numel(
+      int64_t steps) const {  // of a direction, in chunks of so many steps
+    return has_cell_state() ? (seq_len() + steps - 1) / steps * cell_state_numel() : 0;
   }
   // Of one direction; its numbers lie back to back, and so do those of the directions.
   const std::vector<Parameter>& layout() const { return layout_; }
@@ -331,8 +332,8 @@ class Arguments {
                    cell_.name, " takes ", without, " weights, or ", with_bias,
                    " with biases, for each direction, got ", weights.size());
     has_bias_ = of_direction == with_bias;
-    FUSEDRNN_CHECK(call_.cx.has_value() == has_state(), cell_.name,
-                   has_state() ? " needs cx" : " takes no cx");
+    FUSEDRNN_CHECK(call_.cx.has_value() == has_cell_state(), cell_.name,
+                   has_cell_state() ? " needs cx" : " takes no cx");
     FUSEDRNN_CHECK(!call_.cx || call_.cx->dim() == 3, "cx must have 3 dimensions");
     const int64_t output = call_.hx.size(2);
     sizes_ = {input().size(input().dim() - 1), output, 0, output};

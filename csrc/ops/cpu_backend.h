@@ -66,12 +66,12 @@ class CpuBackend : public cpu::Memory<Element> {
   struct Split {
     void join() const {}
   };
-  Split split(bool /*wanted*/) const { return {}; }
+  Split fork(bool /*wanted*/) const { return {}; }
   template <class F>
-  void aside(const F& f) const {
+  void on_side_stream(const F& f) const {
     f();
   }
-  void meet() const {}
+  void sync() const {}
 
   template <class F>
   void enqueue(Recording&, bool /*is_whole*/, bool /*repeats*/, int64_t /*first_row*/,

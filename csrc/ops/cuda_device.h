@@ -81,7 +81,7 @@ class CudaDevice {
 
   // A second stream, from here on until join().  Also while the first one is captured: the waits
   // make the second one a part of that.
-  void split() {
+  void fork() {
     check(cuda::second_stream(index_, &second_), "making a second stream");
     wait(second_.stream, stream_, second_.of_first);
   }
@@ -91,7 +91,7 @@ class CudaDevice {
     const Restore restore{stream_, std::exchange(stream_, second_.stream)};
     f();
   }
-  void meet() const {
+  void sync() const {
     wait(stream_, second_.stream, second_.of_second);
     wait(second_.stream, stream_, second_.of_first);
   }

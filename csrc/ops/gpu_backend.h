@@ -40,7 +40,7 @@ class GpuBackend : public cuda::Memory<Element> {
   class Split {
    public:
     explicit Split(Device* device) : device_(device) {
-      if (device_ != nullptr) device_->split();
+      if (device_ != nullptr) device_->fork();
     }
     ~Split() {  // something has failed: the memory that both streams use is about to be freed
       if (device_ != nullptr) device_->abandon();
@@ -54,19 +54,19 @@ class GpuBackend : public cuda::Memory<Element> {
    private:
     Device* device_;
   };
-  Split split(bool wanted) {
+  Split fork(bool wanted) {
     is_split_ = wanted;
     return Split(wanted ? &device_ : nullptr);
   }
   template <class F>
-  void aside(const F& f) {
+  void on_side_stream(const F& f) {
     if (!is_split_) return f();
     std::swap(scratch_, other_scratch_);
     device_.on_second_stream(f);
     std::swap(scratch_, other_scratch_);
   }
-  void meet() {
-    if (is_split_) device_.meet();
+  void sync() {
+    if (is_split_) device_.sync();
   }
 
   void expect(int64_t seq_len, int64_t batch) {
@@ -129,8 +129,8 @@ class GpuBackend : public cuda::Memory<Element> {
                 cuda::kernel_of<T>(plan, /*is_backward=*/false, device_.index()), chunk);
   }
 
-  void adjoint_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentBackward<T>& chunk,
-                     void* workspace) {
+  void backward_data_chunk(const cuda::PersistentPlan& plan,
+                           const cuda::PersistentBackward<T>& chunk, void* workspace) {
     check_chunk(cuda::launch_persistent_backward<T>(plan, chunk, workspace, device_.stream()),
                 cuda::kernel_of<T>(plan, /*is_backward=*/true, device_.index()), chunk);
   }
@@ -151,9 +151,11 @@ class GpuBackend : public cuda::Memory<Element> {
     }
     if (!recording.graph.is_recorded()) {
       recording.first_row = first_row;
-      device_.record(recording.graph, [&] { steps(scratch_.shift); });
+      device_.record(recording.graph, [&] { steps(scratch_.replay_offset); });
     }
-    check(cuda::set_shift(scratch_.shift, first_row - recording.first_row, device_.stream()), 1, 1);
+    check(cuda::set_replay_offset(scratch_.replay_offset, first_row - recording.first_row,
+                                  device_.stream()),
+          1, 1);
     device_.launch(recording.graph);
   }
 

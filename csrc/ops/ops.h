@@ -79,8 +79,8 @@ std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor
   };
   const Tensor h = state("hx", hx);
   MaybeTensor c, noise;
-  if (has_state(named)) c = hx || cx ? state("cx", cx) : h;
-  FUSEDRNN_CHECK(has_state(named) || !cx, named.name, " takes no cx");
+  if (has_cell_state(named)) c = hx || cx ? state("cx", cx) : h;
+  FUSEDRNN_CHECK(has_cell_state(named) || !cx, named.name, " takes no cx");
   if (eps) noise = with_dimensions(*eps, missing + 1);
   const Tensor sequence = with_dimensions(input, missing);
   const MaybeTensor none;
@@ -107,7 +107,8 @@ std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor
                          .backend = 0,
                          .tuning = tuning},
                         /*save_gates=*/false);
-  return {with_dimensions(h_n, -missing), has_state(named) ? with_dimensions(c_n, -missing) : c_n};
+  return {with_dimensions(h_n, -missing),
+          has_cell_state(named) ? with_dimensions(c_n, -missing) : c_n};
 }
 
 // The operator `backward`: its arguments are those of the schema, in its order.

@@ -71,31 +71,34 @@ ForwardResults forward(const Call& call, bool save_gates) {
     const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
     FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
                    "backend='persistent' is not possible here: ", reason(asked, plan));
-    const int64_t gates_numel = save_gates ? args.kept_numel() : 0;
-    const int64_t states_numel = args.states_numel(plan.steps);
+    const int64_t gates_numel = save_gates ? args.saved_numel() : 0;
+    const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
     // Of finished rows nothing is written.
     Tensor output =
         allocate(input, args.shape(directions * width), dtype, "the output", args.has_padding());
     Tensor h_n = allocate(input, {directions, batch, width}, dtype, "h_n");
-    Tensor c_n = allocate(input, {args.has_state() ? directions : 0, batch, hidden}, dtype, "c_n");
+    Tensor c_n =
+        allocate(input, {args.has_cell_state() ? directions : 0, batch, hidden}, dtype, "c_n");
     Tensor saved_gates = allocate(input, {directions * gates_numel}, kScalarType<A>,
                                   "what recompute=False saves", args.has_lengths());
-    Tensor chunk_cell_states = allocate(input, {directions * states_numel}, kScalarType<A>,
-                                        "the cell states before each chunk");
+    Tensor chunk_cell_states = allocate(input, {directions * chunk_cell_states_numel},
+                                        kScalarType<A>, "the cell states before each chunk");
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
       problem.output = pointer<T>(output) + d * width;
       problem.output_stride = directions * width;
-      if (args.has_state()) problem.states = pointer<A>(chunk_cell_states) + d * states_numel;
+      if (args.has_cell_state())
+        problem.chunk_cell_states = pointer<A>(chunk_cell_states) + d * chunk_cell_states_numel;
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
       [[maybe_unused]] const auto computing =
           platform.computing(args.seq_len() * driver.step_work());
-      driver.forward(pointer<T>(h_n) + d * args.h_numel(),
-                     args.has_state() ? pointer<T>(c_n) + d * args.state_numel() : nullptr,
-                     save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
-                     workspace.mutable_data_ptr());
+      driver.forward(
+          pointer<T>(h_n) + d * args.h_numel(),
+          args.has_cell_state() ? pointer<T>(c_n) + d * args.cell_state_numel() : nullptr,
+          save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
+          workspace.mutable_data_ptr());
     }
     return std::make_tuple(output, h_n, c_n, saved_gates, chunk_cell_states);
   });
@@ -129,9 +132,10 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
   FUSEDRNN_CHECK(output.is_contiguous(), "output must be contiguous");
   if (grad.output) args.check_sequence("grad_output", *grad.output, directions * width);
   if (grad.h_n) args.check("grad_h_n", *grad.h_n, {directions, batch, width});
-  if (grad.c_n && args.has_state()) args.check("grad_c_n", *grad.c_n, {directions, batch, hidden});
+  if (grad.c_n && args.has_cell_state())
+    args.check("grad_c_n", *grad.c_n, {directions, batch, hidden});
   FUSEDRNN_CHECK(args.has_eps() || (needs & kEps) == 0, "eps was drawn and has no gradient");
-  FUSEDRNN_CHECK(args.has_state() || (needs & kCx) == 0, "there is no cx");
+  FUSEDRNN_CHECK(args.has_cell_state() || (needs & kCx) == 0, "there is no cx");
   FUSEDRNN_CHECK(needs >= 0 && needs < (kFirstWeight << weights.size()),
                  "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
 
@@ -141,24 +145,25 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
     using T = decltype(element);
     using A = Acc<T>;
     Problem asked = args.problem(platform);
-    const int64_t state_numel = directions * args.state_numel();
-    if (saved.chunk_cell_states && state_numel > 0) {
-      asked.chunks = saved.chunk_cell_states->numel() / state_numel;
+    const int64_t cell_state_numel = directions * args.cell_state_numel();
+    if (saved.chunk_cell_states && cell_state_numel > 0) {
+      asked.chunks = saved.chunk_cell_states->numel() / cell_state_numel;
     }
     const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
-    const int64_t states_numel = args.states_numel(plan.steps);
+    const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
       FUSEDRNN_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous() &&
                          t.device() == input.device(),
                      "", name, " must be what forward returned for these arguments");
     };
     FUSEDRNN_CHECK(
-        saved.chunk_cell_states.has_value() == args.has_state(),
+        saved.chunk_cell_states.has_value() == args.has_cell_state(),
         "chunk_cell_states must be given for a cell with a cell state, and for no other");
     if (saved.chunk_cell_states) {
-      check_saved("chunk_cell_states", *saved.chunk_cell_states, directions * states_numel);
+      check_saved("chunk_cell_states", *saved.chunk_cell_states,
+                  directions * chunk_cell_states_numel);
     }
-    if (saved.gates) check_saved("saved_gates", *saved.gates, directions * args.kept_numel());
+    if (saved.gates) check_saved("saved_gates", *saved.gates, directions * args.saved_numel());
 
     const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what,
                               bool zeros = false) {
@@ -180,21 +185,21 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
                  batch == 0 || (needs & every_weight) != every_weight);
     MaybeTensor dense_h_n, dense_c_n;
     if (grad.h_n) dense_h_n = torch::stable::contiguous(*grad.h_n);
-    if (grad.c_n && args.has_state()) dense_c_n = torch::stable::contiguous(*grad.c_n);
+    if (grad.c_n && args.has_cell_state()) dense_c_n = torch::stable::contiguous(*grad.c_n);
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.backward, d);
       problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
       problem.output_stride = directions * width;
       if (saved.chunk_cell_states) {
-        problem.states =
-            const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) + d * states_numel;
+        problem.chunk_cell_states = const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) +
+                                    d * chunk_cell_states_numel;
       }
       Gradients<T> gradients{};
       if (grad.output) {
         gradients.output = args.sequence<T>(*grad.output, width, d * width);
       }
-      const int64_t h = d * args.h_numel(), state = d * args.state_numel();
+      const int64_t h = d * args.h_numel(), state = d * args.cell_state_numel();
       if (dense_h_n) gradients.h_n = Arguments::data<T>(*dense_h_n) + h;
       if (dense_c_n) gradients.c_n = Arguments::data<T>(*dense_c_n) + state;
       if (needs & kInput) gradients.input = pointer<T>(grad_input);
@@ -218,7 +223,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
       driver.backward(
           gradients,
-          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.kept_numel() : nullptr,
+          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
           workspace.mutable_data_ptr());
     }
     if constexpr (!std::is_same_v<T, A>) {

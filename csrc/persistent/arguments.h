@@ -28,12 +28,12 @@ constexpr int kMostDepth = 4;  // more does not fit into the registers
 constexpr int kMostStages = 2, kMostGates = 4;
 constexpr int kTileThreads = kSenders * kWarpLanes;
 constexpr int kKeptArrays = 2;    // a state, and h beside it
-constexpr int kNoiseStride = 20;  // of 16 units, so that lanes meet no bank twice
+constexpr int kNoiseStride = 20;  // of 16 units, so that lanes sync no bank twice
 constexpr int kSumFloats = kWarps * kMostGates * kTileThreads;
 constexpr uint32_t kGivenUp = 1;  // none of the presets
 constexpr int64_t kPacketBytes = 16, kGivenUpBytes = kPacketBytes;
-constexpr uint32_t kPatience = 1u << 24;  // looks at memory, some ten seconds
-constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // side and projection
+constexpr uint32_t kSpinLimit = 1u << 24;  // looks at memory, some ten seconds
+constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // of input and hidden gates
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
 
 // Blocks of columns that each warp multiplies.
@@ -67,7 +67,7 @@ struct PersistentPlan {
   // Of a thread, that hold weights.
   int weight_registers() const {
     int gates = 0;
-    for (int s = 0; s < num_stages; ++s) gates += traits(stages[s]).projection_blocks;
+    for (int s = 0; s < num_stages; ++s) gates += traits(stages[s]).hidden_blocks;
     return 8 * depth * gates;
   }
   // Of all that it exchanges in a launch.
@@ -129,20 +129,20 @@ struct ExchangeArguments {
   Exchange exchange;
   int blocks, tiles;  // of a group; tiles of 8 rows
   Slots sent[kMostStages];
-  uint32_t* counts[kMostStages];  // flags: of what has been sent [groups, blocks, kSenders]
-  int64_t next;                   // packets from a slot to that of the next launch; 0: none
-  uint32_t* given_up;             // kGivenUp once a thread has
-  uint32_t patience = kPatience;  // looks at memory before that
+  uint32_t* counts[kMostStages];     // flags: of what has been sent [groups, blocks, kSenders]
+  int64_t next;                      // packets from a slot to that of the next launch; 0: none
+  uint32_t* given_up;                // kGivenUp once a thread has
+  uint32_t spin_limit = kSpinLimit;  // looks at memory before that
 };
 
 template <class T>
 struct PersistentForward : ExchangeArguments {
   // Of the chunk's first step.  Of arrays of one step, carry and carry_out are those before and
-  // after the chunk, and operand of the last stage is h after it; pre, projection, factors
-  // and shift are not used.
+  // after the chunk, and operand of the last stage is h after it; pre, hidden_gates, factors
+  // and replay_offset are not used.
   ForwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
-  Rows<const T> h;                      // before the chunk; not the memory of h after it
+  RowView<const T> h;                   // before the chunk; not the memory of h after it
   Turn turn;
 };
 

@@ -1,19 +1,19 @@
-// A chunk of the adjoint chain as one kernel: see persistent.h for how blocks share units and rows.
+// A chunk of the backward_data as one kernel: see persistent.h for how blocks share units and rows.
 //
-// Backward, a block owns the same 16 units of each stage, and of each projection's weight the
+// Backward, a block owns the same 16 units of each stage, and of each hidden_gates's weight the
 // columns that its units of the stage before are.  A step of a stage, from the last one to the
 // first, is for each tile of the group:
 //   1. what does not depend on other blocks.  A stage's backward is linear in the adjoints of its
 //      results, so its factors are computed here, all of exp and tanh, from what was loaded a step
 //      before; and what the next step needs is loaded;
-//   2. the gradient of the projection behind (of the first stage, a step later, if this is the
+//   2. the gradient of the hidden_gates behind (of the first stage, a step later, if this is the
 //      last), 8 rows of it, comes from the others;
 //   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
 //      some units, and the parts are added up through shared memory, always in the same order;
 //   4. half of the warps apply the factors of a tile to the sum, a unit of a row per thread, send
-//      the gradient of this stage's projection, and write what else GEMMs over the whole chunk
+//      the gradient of this stage's hidden_gates, and write what else GEMMs over the whole chunk
 //      read.
-// Before all steps, the states beside h are computed again, each unit by the thread that needs it.
+// Before all steps, the cell states are recomputed, each unit by the thread that needs it.
 //
 // In 16 bits, where all packets of a row are full, they go through the gradient that GEMMs read,
 // and nobody writes it a second time; each step has rows of its own there.  Elsewhere slots are
@@ -32,35 +32,36 @@
 
 namespace fusedrnn::cuda {
 
-// Stage `kIndex` of `kStages`, and the projection that reads its result: that of the stage Behind.
-template <class Stage, class Behind, int kIndex, int kStages, class T, int kDepth, int kPackets>
-class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
-  using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+// Stage `kIndex` of `kStages`, and the hidden_gates that reads its result: that of the stage
+// Consumer.
+template <class Stage, class Consumer, int kIndex, int kStages, class T, int kDepth, int kPackets>
+class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
+  using Units = BackwardUnits<Stage, kIndex, kStages, T>;
   using typename Units::Block;
   using Units::args, Units::block_, Units::step, Units::thread, Units::unit, Units::width_;
   using Units::kIsLast;
-  static constexpr int kGates = Stage::kProjection;
+  static constexpr int kGates = Stage::kHiddenGates;
   // Whether weights leave registers for what the next step needs.
   static constexpr bool kLoadsAhead = kPackets > 4;
   static_assert(!kCarriesResult<Stage> || kIsLast);
 
  public:
-  FUSEDRNN_DEVICE AdjointStage(Block& block) : Units(block), product_(block) {
+  FUSEDRNN_DEVICE BackwardStage(Block& block) : Units(block), product_(block) {
     for (int tile = 0; block.has_tile(tile); ++tile) {
       if (!Units::is_there(tile)) continue;
       const int at = Units::row_of_batch(tile) * width_ + unit();
       if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
-      if constexpr (Stage::kState) block.kept(Block::kDstate, tile) = step().dcarry[at];
+      if constexpr (Stage::kCellState) block.kept(Block::kDcell_state, tile) = step().dcarry[at];
     }
     if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, 0);
   }
 
-  // Step t of the group's rows; -1: dh and the state's adjoint before the chunk.
+  // Step t of the group's rows; -1: dh and dc before the chunk.
   FUSEDRNN_DEVICE void run(int t) {
     if (!Units::has_units()) return;
     const bool ends = t < 0, has_product = this->has_product(t);
     for (int tile = 0; block_.has_tile(tile); ++tile) {
-      const Early early = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
+      const Preloaded preloaded = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
       if constexpr (kLoadsAhead) {
         const bool has_more = block_.has_tile(tile + 1);
         next_ = load(has_more ? t : t - 1, has_more ? tile + 1 : 0);
@@ -74,7 +75,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
       if (ends) {
         finish(tile, sum);
       } else {
-        compute(t, tile, early, sum);
+        compute(t, tile, preloaded, sum);
       }
     }
   }
@@ -92,7 +93,7 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
   struct Loaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
     typename Units::Parts parts;
-    std::conditional_t<Stage::kState, float, T> carry;
+    std::conditional_t<Stage::kCellState, float, T> carry;
     T grad_output;
   };
 
@@ -107,8 +108,8 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     if (!loaded.is_active) return loaded;
     if constexpr (Stage::kResult) loaded.is_reset_next = s.mask.is_reset_next(at);
     loaded.parts = Units::parts_at(row);
-    if constexpr (Stage::kState) {
-      loaded.carry = args().state[row * width_ + unit()];
+    if constexpr (Stage::kCellState) {
+      loaded.carry = args().cell_states[row * width_ + unit()];
     } else if constexpr (Stage::kCarry) {
       const bool is_first = t == 0 && args().first_carry.data != nullptr;
       const T* h =
@@ -123,61 +124,61 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     return loaded;
   }
 
-  // What a unit needs that is known before the exchange.  of_state: with the state's adjoint 1
+  // What a unit needs that is known before the exchange.  of_state: with dc' = 1
   // instead of the result's.
-  struct Early {
+  struct Preloaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;
     bool keeps_h : 1, keeps_state : 1;  // by zoneout, instead of what is new
     float grad_output;
-    UnitAdjoints<Stage, float> of_result, of_state;
+    UnitGradients<Stage, float> of_result, of_state;
   };
 
-  FUSEDRNN_DEVICE Early before_exchange(int t, int tile, const Loaded& loaded) const {
-    Early early{};
-    early.is_there = loaded.is_there;
-    early.is_active = loaded.is_active;
-    if (!early.is_active) return early;
+  FUSEDRNN_DEVICE Preloaded before_exchange(int t, int tile, const Loaded& loaded) const {
+    Preloaded preloaded{};
+    preloaded.is_there = loaded.is_there;
+    preloaded.is_active = loaded.is_active;
+    if (!preloaded.is_active) return preloaded;
     const auto& s = step();
     const Place at = Units::place(t, tile);
-    early.is_reset_next = loaded.is_reset_next;
-    early.grad_output = widen(loaded.grad_output);
+    preloaded.is_reset_next = loaded.is_reset_next;
+    preloaded.grad_output = widen(loaded.grad_output);
     float pre[Stage::kPre] = {};
     Units::pre_of(loaded.parts, pre);
     const float carry = widen(loaded.carry);
     const PersistentUnit u = Units::unit_at(at);
-    early.keeps_h = u.kept_h == 1.0f && s.zoneout.h.rest == 0;
-    early.keeps_state = u.kept_state == 1.0f && s.zoneout.state.rest == 0;
-    early.of_result = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 1.0f, 0.0f);
-    if constexpr (Stage::kState) {
-      early.of_state = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 0.0f, 1.0f);
+    preloaded.keeps_h = u.kept_h == 1.0f && s.zoneout.h.rest == 0;
+    preloaded.keeps_state = u.kept_cell_state == 1.0f && s.zoneout.cell_state.rest == 0;
+    preloaded.of_result = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 1.0f, 0.0f);
+    if constexpr (Stage::kCellState) {
+      preloaded.of_state = backward_from_pre<Stage>(s, at, unit(), u, pre, carry, 0.0f, 1.0f);
     }
-    return early;
+    return preloaded;
   }
 
-  // sum: what the projection behind gives of the result's adjoint
-  FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float sum) const {
+  // sum: what the hidden gates of the consumer give of the result's gradient
+  FUSEDRNN_DEVICE void compute(int t, int tile, const Preloaded& preloaded, float sum) const {
     float dout = sum, dstate = 0;
     if constexpr (kIsLast) dout += block_.kept(Block::kDh, tile);
-    if constexpr (Stage::kState) dstate = block_.kept(Block::kDstate, tile);
-    UnitAdjoints<Stage, float> d{};
-    if (early.is_active) {
+    if constexpr (Stage::kCellState) dstate = block_.kept(Block::kDcell_state, tile);
+    UnitGradients<Stage, float> d{};
+    if (preloaded.is_active) {
       if constexpr (Stage::kResult) {
-        if (early.is_reset_next) {
+        if (preloaded.is_reset_next) {
           dstate = 0;
           if (kIsLast) dout = 0;
         }
       }
-      dout += early.grad_output;
-      d = apply(early, dout, dstate);
+      dout += preloaded.grad_output;
+      d = apply(preloaded, dout, dstate);
     }
-    send(args().steps - 1 - t, tile, d.dprojection);
-    if (!early.is_there) return;
-    if constexpr (kIsLast) {  // the projection of the first stage adds the rest
+    send(args().steps - 1 - t, tile, d.dhidden_gates);
+    if (!preloaded.is_there) return;
+    if constexpr (kIsLast) {  // the hidden_gates of the first stage adds the rest
       const float dh = kCarriesResult<Stage> ? d.dinput : d.dh;
-      block_.kept(Block::kDh, tile) = early.is_active ? dh : dout;
+      block_.kept(Block::kDh, tile) = preloaded.is_active ? dh : dout;
     }
-    if constexpr (Stage::kState) {
-      block_.kept(Block::kDstate, tile) = early.is_active ? d.dinput : dstate;
+    if constexpr (Stage::kCellState) {
+      block_.kept(Block::kDcell_state, tile) = preloaded.is_active ? d.dinput : dstate;
     }
     const int64_t no_shift = 0;
     store_backward<Stage>(step(), Units::row_of_chunk(t, tile), no_shift, unit(), PersistentUnit{},
@@ -188,42 +189,43 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     if (!Units::is_there(tile)) return;
     const int at = Units::row_of_batch(tile) * width_ + unit();
     if constexpr (kIsLast) step().dout[at] = block_.kept(Block::kDh, tile) + sum;
-    if constexpr (Stage::kState) step().dcarry[at] = block_.kept(Block::kDstate, tile);
+    if constexpr (Stage::kCellState) step().dcarry[at] = block_.kept(Block::kDcell_state, tile);
   }
 
   FUSEDRNN_DEVICE static float apply(float of_result, float of_state, float dout, float dstate) {
-    if constexpr (Stage::kState) return of_result * dout + of_state * dstate;
+    if constexpr (Stage::kCellState) return of_result * dout + of_state * dstate;
     return of_result * dout;
   }
-  FUSEDRNN_DEVICE static UnitAdjoints<Stage, float> apply(const Early& early, float dout,
-                                                          float dstate) {
-    const auto &r = early.of_result, &s = early.of_state;
-    // Of what is kept, what is new has the factor 0, and no gradient even if the adjoint is NaN.
-    const float dnew = early.keeps_h ? 0.0f : dout, dnew_state = early.keeps_state ? 0.0f : dstate;
-    UnitAdjoints<Stage, float> d{};
+  FUSEDRNN_DEVICE static UnitGradients<Stage, float> apply(const Preloaded& preloaded, float dout,
+                                                           float dstate) {
+    const auto &r = preloaded.of_result, &s = preloaded.of_state;
+    // A unit that zoneout keeps has no gradient of its new value, even if the gradient of h is NaN.
+    const float dnew = preloaded.keeps_h ? 0.0f : dout,
+                dnew_cell_state = preloaded.keeps_state ? 0.0f : dstate;
+    UnitGradients<Stage, float> d{};
     FUSEDRNN_UNROLL
-    for (int k = 0; k < kSideAlone<Stage>; ++k) {
-      d.dside[k] = apply(r.dside[k], s.dside[k], dnew, dnew_state);
+    for (int k = 0; k < kInputGatesAlone<Stage>; ++k) {
+      d.dinput_gates[k] = apply(r.dinput_gates[k], s.dinput_gates[k], dnew, dnew_cell_state);
     }
     FUSEDRNN_UNROLL
     for (int k = 0; k < kGates; ++k) {
-      d.dprojection[k] = apply(r.dprojection[k], s.dprojection[k], dnew, dnew_state);
+      d.dhidden_gates[k] = apply(r.dhidden_gates[k], s.dhidden_gates[k], dnew, dnew_cell_state);
     }
-    d.dinput = apply(r.dinput, s.dinput, dnew, dnew_state);
-    d.dh = early.keeps_h ? dout : apply(r.dh, s.dh, dout, dstate);
-    if (kCarriesResult<Stage> && early.keeps_h) d.dinput = dout;
-    if (Stage::kState && early.keeps_state) d.dinput += dstate;
+    d.dinput = apply(r.dinput, s.dinput, dnew, dnew_cell_state);
+    d.dh = preloaded.keeps_h ? dout : apply(r.dh, s.dh, dout, dstate);
+    if (kCarriesResult<Stage> && preloaded.keeps_h) d.dinput = dout;
+    if (Stage::kCellState && preloaded.keeps_state) d.dinput += dstate;
     return d;
   }
 
-  FUSEDRNN_DEVICE void send(int i, int tile, const float (&dprojection)[kGates]) const {
+  FUSEDRNN_DEVICE void send(int i, int tile, const float (&dhidden_gates)[kGates]) const {
     if (FUSEDRNN_SEEDED_BUG == 8) return;
     constexpr int kInPacket = Operands<T>::kInPacket;
     const int row = Units::row_of_batch(tile);
     const bool sends = thread().g % kInPacket == 0 && unit() < width_ && row < args().batch;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      const Packet packet = pack_neighbours(narrow<T>(dprojection[gate]));
+      const Packet packet = pack_neighbours(narrow<T>(dhidden_gates[gate]));
       if (!sends) continue;
       block_.store(block_.sent(kIndex, i, row, kGates, gate, packets_of(width_, kInPacket)) +
                        unit() / kInPacket,
@@ -232,29 +234,29 @@ class AdjointStage : AdjointUnits<Stage, kIndex, kStages, T> {
     block_.count_sent(kIndex, i, tile);
   }
 
-  using Product = AdjointProduct<Behind, (kIndex + 1) % kStages, T, kDepth, kPackets>;
+  using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets>;
   Product product_;
   Loaded next_{};  // of the tile that is next
 };
 
 // The stages of a cell up to `kIndex`, from the last one on.
 template <class T, int kDepth, int kIndex, class... Stages>
-struct AdjointStages {
+struct BackwardStages {
   static constexpr int kStages = sizeof...(Stages);
   using All = std::tuple<Stages...>;
   using Stage = std::tuple_element_t<kIndex, All>;
-  using Behind = std::tuple_element_t<(kIndex + 1) % kStages, All>;
-  static constexpr int kPackets = packets_ahead(8 * kDepth * (Stages::kProjection + ...));
-  AdjointStage<Stage, Behind, kIndex, kStages, T, kDepth, kPackets> stage;
-  AdjointStages<T, kDepth, kIndex - 1, Stages...> before;
+  using Consumer = std::tuple_element_t<(kIndex + 1) % kStages, All>;
+  static constexpr int kPackets = packets_ahead(8 * kDepth * (Stages::kHiddenGates + ...));
+  BackwardStage<Stage, Consumer, kIndex, kStages, T, kDepth, kPackets> stage;
+  BackwardStages<T, kDepth, kIndex - 1, Stages...> before;
 
-  FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>& block) : stage(block), before(block) {}
-  FUSEDRNN_DEVICE static void load_biases(AdjointBlock<T>& block) {
-    AdjointUnits<Stage, kIndex, kStages, T>(block).load_biases();
+  FUSEDRNN_DEVICE BackwardStages(BackwardBlock<T>& block) : stage(block), before(block) {}
+  FUSEDRNN_DEVICE static void load_biases(BackwardBlock<T>& block) {
+    BackwardUnits<Stage, kIndex, kStages, T>(block).load_biases();
     decltype(before)::load_biases(block);
   }
-  FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>& block) {
-    if constexpr (Stage::kState) StateUnits<Stage, kIndex, kStages, T>(block).run();
+  FUSEDRNN_DEVICE static void rebuild_states(BackwardBlock<T>& block) {
+    if constexpr (Stage::kCellState) CellStateUnits<Stage, kIndex, kStages, T>(block).run();
     decltype(before)::rebuild_states(block);
   }
   FUSEDRNN_DEVICE void run(int t) {
@@ -263,10 +265,10 @@ struct AdjointStages {
   }
 };
 template <class T, int kDepth, class... Stages>
-struct AdjointStages<T, kDepth, -1, Stages...> {
-  FUSEDRNN_DEVICE AdjointStages(AdjointBlock<T>&) {}
-  FUSEDRNN_DEVICE static void load_biases(AdjointBlock<T>&) {}
-  FUSEDRNN_DEVICE static void rebuild_states(AdjointBlock<T>&) {}
+struct BackwardStages<T, kDepth, -1, Stages...> {
+  FUSEDRNN_DEVICE BackwardStages(BackwardBlock<T>&) {}
+  FUSEDRNN_DEVICE static void load_biases(BackwardBlock<T>&) {}
+  FUSEDRNN_DEVICE static void rebuild_states(BackwardBlock<T>&) {}
   FUSEDRNN_DEVICE void run(int) {}
 };
 
@@ -276,8 +278,8 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
                                          unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
-  using All = AdjointStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
-  AdjointBlock<T> block(args, shared);
+  using All = BackwardStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
+  BackwardBlock<T> block(args, shared);
   All::load_biases(block);
   sync_block();
   All::rebuild_states(block);

@@ -1,4 +1,4 @@
-// What a persistent kernel of the adjoint chain needs of a GPU, from sizes alone.
+// What a persistent kernel of the backward_data needs of a GPU, from sizes alone.
 #pragma once
 #include "backward_arguments.h"
 #include "plan.h"
@@ -27,12 +27,12 @@ inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& si
     const int64_t width = sizes[cell.projections[stage.projection].to];
     widest = std::max(widest, width);
     const bool is_in_place = element_bytes == 2 && width % packet_numbers == 0;
-    plan.sent_bytes[s] *= is_in_place ? 0 : traits(stage.kind).projection_blocks;
+    plan.sent_bytes[s] *= is_in_place ? 0 : traits(stage.kind).hidden_blocks;
   }
   const int needed = warp_depth(int(widest), 4 * packet_numbers);
   plan.depth = needed <= 2 ? needed : kMostDepth;
   const int64_t kept_floats = int64_t(plan.tiles) * kKeptArrays * kTileThreads;
-  plan.shared_bytes = int64_t(sizeof(float)) * (2 * kAdjointSumFloats + kBiasFloats + kept_floats);
+  plan.shared_bytes = int64_t(sizeof(float)) * (2 * kBackwardSumFloats + kBiasFloats + kept_floats);
   if (plan.shared_bytes > device.shared_bytes) {
     plan.why_not = "A batch of " + std::to_string(batch) + " needs " +
                    std::to_string(plan.shared_bytes) + " bytes of shared memory and a block has " +

@@ -8,10 +8,10 @@ namespace fusedrnn::cuda {
 
 // What the stages of a block share.
 template <class T>
-struct AdjointBlock : SharedMemory<PersistentBackward<T>, kAdjointSumFloats> {
-  using Base = SharedMemory<PersistentBackward<T>, kAdjointSumFloats>;
+struct BackwardBlock : SharedMemory<PersistentBackward<T>, kBackwardSumFloats> {
+  using Base = SharedMemory<PersistentBackward<T>, kBackwardSumFloats>;
   using Base::Base;
-  enum Array { kDh, kDstate };
+  enum Array { kDh, kDcell_state };
 
   // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {
@@ -19,11 +19,11 @@ struct AdjointBlock : SharedMemory<PersistentBackward<T>, kAdjointSumFloats> {
   }
 };
 
-// The gradient of a projection, that of stage `kIndex`, times the block's columns of its weight.
+// The gradient of a hidden_gates, that of stage `kIndex`, times the block's columns of its weight.
 // kDepth: blocks of units that a warp has room for.
 template <class Stage, int kIndex, class T, int kDepth, int kPackets>
-class AdjointProduct {
-  static constexpr int kGates = Stage::kProjection;
+class BackwardProduct {
+  static constexpr int kGates = Stage::kHiddenGates;
   // GEMM blocks whose packets are on their way at once.
   static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
   static_assert(kAhead > 0);
@@ -31,7 +31,7 @@ class AdjointProduct {
   using Of = Operands<T>;
 
  public:
-  FUSEDRNN_DEVICE AdjointProduct(AdjointBlock<T>& block) : block_(block) {
+  FUSEDRNN_DEVICE BackwardProduct(BackwardBlock<T>& block) : block_(block) {
     const auto& w = args().weight[kIndex];
     width_ = int(args().step[kIndex].width);
     depth_ = warp_depth(width_, Of::kDepthColumns);
@@ -114,7 +114,7 @@ class AdjointProduct {
     constexpr int kLanes = kWarpSize / Of::kDepthColumns, kColumns = kTileUnits / kLanes;
     constexpr int kRowWords = kTileUnits / Of::kInWord;
     constexpr int kStagedWords = Of::kDepthColumns * kRowWords;
-    static_assert(2 * kAdjointSumFloats >= kWarps * kStagedWords);
+    static_assert(2 * kBackwardSumFloats >= kWarps * kStagedWords);
     auto* staged = reinterpret_cast<uint32_t*>(block_.shared) + thread().warp * kStagedWords;
     const int in_block = thread().lane / kLanes, first = thread().lane % kLanes * kColumns;
     const int k = (thread().warp * depth_ + d) * Of::kDepthColumns + in_block;
@@ -178,7 +178,7 @@ class AdjointProduct {
     }
   }
 
-  AdjointBlock<T>& block_;
+  BackwardBlock<T>& block_;
   int width_, depth_;
   int packets_of_gate_ = 0, packets_ = 0;  // of a row; and of these those that this lane multiplies
   const Packet* from_ = nullptr;           // of its first tile, of step 0

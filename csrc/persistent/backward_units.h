@@ -7,11 +7,11 @@ namespace fusedrnn::cuda {
 
 // The block's units of a stage.
 template <class Stage, int kIndex, int kStages, class T>
-class AdjointUnits {
+class BackwardUnits {
  public:
   static constexpr bool kIsLast = kIndex == kStages - 1;
 
-  FUSEDRNN_DEVICE AdjointUnits(AdjointBlock<T>& block)
+  FUSEDRNN_DEVICE BackwardUnits(BackwardBlock<T>& block)
       : block_(block), width_(int(block.args.step[kIndex].width)) {}
 
   FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
@@ -30,7 +30,7 @@ class AdjointUnits {
   }
   FUSEDRNN_DEVICE Place place(int t, int tile) const { return block_.place(t, row_of_batch(tile)); }
   FUSEDRNN_DEVICE PersistentUnit unit_at(Place at) const {
-    return zoneout_of<kIsLast, Stage::kState>(step().zoneout, at, unit());
+    return zoneout_of<kIsLast, Stage::kCellState>(step().zoneout, at, unit());
   }
   // What pre-activations are made of, as it was loaded: to add it up would be to wait for it.
   struct Parts {
@@ -45,15 +45,15 @@ class AdjointUnits {
       const int64_t no_shift = 0;
       load_pre<Stage>(parts.of, s, row, no_shift, unit(), PersistentUnit{});
     } else {
-      static_assert(Stage::kProjection + kSideAlone<Stage> == Stage::kPre);
+      static_assert(Stage::kHiddenGates + kInputGatesAlone<Stage> == Stage::kPre);
       const float* no_bias = nullptr;
       if (s.pre != nullptr) {
         load_blocks<Stage::kPre>(parts.of, s.pre, no_bias, s.width, row, unit(), PersistentUnit{});
       } else {
-        load_blocks<Stage::kProjection>(parts.of, s.projection, no_bias, s.width, row, unit(),
-                                        PersistentUnit{});
-        load_blocks<kSideAlone<Stage>>(parts.of + Stage::kProjection, s.side, no_bias, s.width, row,
-                                       unit(), PersistentUnit{});
+        load_blocks<Stage::kHiddenGates>(parts.of, s.hidden_gates, no_bias, s.width, row, unit(),
+                                         PersistentUnit{});
+        load_blocks<kInputGatesAlone<Stage>>(parts.of + Stage::kHiddenGates, s.input_gates, no_bias,
+                                             s.width, row, unit(), PersistentUnit{});
       }
     }
     return parts;
@@ -65,29 +65,29 @@ class AdjointUnits {
       return;
     }
     if constexpr (!Stage::kFactors && !Stage::kLinear) {
-      float side[Stage::kSide], projection[Stage::kProjection];
+      float input_gates[Stage::kInputGates], hidden_gates[Stage::kHiddenGates];
       FUSEDRNN_UNROLL
-      for (int k = 0; k < Stage::kProjection; ++k) {
-        projection[k] =
-            parts.of[k] + block_.bias(kIndex, Block::kProjectionBias, k, thread().unit());
+      for (int k = 0; k < Stage::kHiddenGates; ++k) {
+        hidden_gates[k] = parts.of[k] + block_.bias(kIndex, Block::kHiddenBias, k, thread().unit());
       }
       FUSEDRNN_UNROLL
-      for (int k = 0; k < Stage::kSide; ++k) {
-        side[k] = block_.bias(kIndex, Block::kSideBias, k, thread().unit());
-        if (k >= Stage::kShared) side[k] += parts.of[Stage::kProjection + k - Stage::kShared];
+      for (int k = 0; k < Stage::kInputGates; ++k) {
+        input_gates[k] = block_.bias(kIndex, Block::kInputBias, k, thread().unit());
+        if (k >= Stage::kShared)
+          input_gates[k] += parts.of[Stage::kHiddenGates + k - Stage::kShared];
       }
-      Stage::combine(side, projection, pre);
+      Stage::combine(input_gates, hidden_gates, pre);
     }
   }
   // Before a barrier, and read after it.
   FUSEDRNN_DEVICE void load_biases() const {
-    load_bias(Block::kProjectionBias, step().projection_bias, Stage::kProjection);
-    load_bias(Block::kSideBias, step().side_bias, Stage::kSide);
+    load_bias(Block::kHiddenBias, step().hidden_bias, Stage::kHiddenGates);
+    load_bias(Block::kInputBias, step().input_bias, Stage::kInputGates);
   }
 
  protected:
-  using Block = AdjointBlock<T>;
-  AdjointBlock<T>& block_;
+  using Block = BackwardBlock<T>;
+  BackwardBlock<T>& block_;
   int width_;
 
  private:
@@ -101,10 +101,10 @@ class AdjointUnits {
   }
 };
 
-// The states beside h, each from the one before, and what the stage behind has projected.
+// Cell states, each from the one before, and what the stage behind has projected.
 template <class Stage, int kIndex, int kStages, class T>
-class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
-  using Units = AdjointUnits<Stage, kIndex, kStages, T>;
+class CellStateUnits : BackwardUnits<Stage, kIndex, kStages, T> {
+  using Units = BackwardUnits<Stage, kIndex, kStages, T>;
   using Units::args, Units::block_, Units::step, Units::width_;
 
  public:
@@ -123,11 +123,11 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
     const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
     ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
     forward.zoneout = step().zoneout;
-    const bool is_plain =
-        args().operand == nullptr && !step().mask.any() && !forward.zoneout.state.is_possible();
+    const bool is_plain = args().operand == nullptr && !step().mask.any() &&
+                          !forward.zoneout.cell_state.is_possible();
     const RowOfChunk row = Units::row_of_chunk(0, tile);
-    float state = args().first_state[Units::row_of_batch(tile) * width_ + Units::unit()];
-    args().state[row * width_ + Units::unit()] = state;
+    float state = args().first_cell_state[Units::row_of_batch(tile) * width_ + Units::unit()];
+    args().cell_states[row * width_ + Units::unit()] = state;
     // Some steps' pre-activations are on their way while others are computed with.
     typename Units::Parts next[kAhead];
     FUSEDRNN_UNROLL
@@ -144,7 +144,8 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
         for (int k = 0; k < kAhead; ++k) {
           float no_factors[Stage::kPre];
           Stage::forward(pre[k], state, no_factors, &state);
-          args().state[Units::row_of_chunk(first + k + 1, tile) * width_ + Units::unit()] = state;
+          args().cell_states[Units::row_of_chunk(first + k + 1, tile) * width_ + Units::unit()] =
+              state;
         }
         continue;
       }
@@ -176,7 +177,7 @@ class StateUnits : AdjointUnits<Stage, kIndex, kStages, T> {
       operand = result.next;
     }
     if (t + 1 < args().steps) {
-      args().state[Units::row_of_chunk(t + 1, tile) * width_ + Units::unit()] = state;
+      args().cell_states[Units::row_of_chunk(t + 1, tile) * width_ + Units::unit()] = state;
     }
     if (args().operand != nullptr) {
       const RowOfChunk row = Units::row_of_chunk(t, tile);

@@ -52,10 +52,10 @@ struct Thread {
 // Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
 // without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
 // would cost registers that the weights need.
-FUSEDRNN_DEVICE bool has_patience(const ExchangeArguments& args, uint32_t looks) {
+FUSEDRNN_DEVICE bool may_spin(const ExchangeArguments& args, uint32_t spins) {
   constexpr uint32_t kLooksAlone = 64;  // before it asks whether another thread has given up
-  if (looks % kLooksAlone != kLooksAlone - 1) return true;
-  if (looks < args.patience && load_relaxed(args.given_up) != kGivenUp) return true;
+  if (spins % kLooksAlone != kLooksAlone - 1) return true;
+  if (spins < args.spin_limit && load_relaxed(args.given_up) != kGivenUp) return true;
   store_relaxed(args.given_up, kGivenUp);
   return false;
 }
@@ -165,11 +165,11 @@ struct BlockOfGroup {
   FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
     if (FUSEDRNN_SEEDED_BUG == 10) return;
     int asked_for = kCount;
-    for (uint32_t looks = 0;; ++looks) {
+    for (uint32_t spins = 0;; ++spins) {
       int first = kCount;  // that is missing
       FUSEDRNN_UNROLL
       for (int d = kCount - 1; d >= 0; --d) first = has_arrived(x[d]) ? first : d;
-      if (first == kCount || !has_patience(args, looks)) return;
+      if (first == kCount || !may_spin(args, spins)) return;
       pause();
       const bool has_come = first > asked_for;
       FUSEDRNN_UNROLL
@@ -189,8 +189,8 @@ struct BlockOfGroup {
     if (thread.lane < depth * in_block * kSenders && sender * kTileUnits < columns) {
       const uint32_t* count = counts(s, sender) + thread.lane % kSenders;
       const uint32_t wanted = count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
-      for (uint32_t looks = 0; int32_t(load_acquire(count) - wanted) < 0; ++looks) {
-        if (!has_patience(args, looks)) break;
+      for (uint32_t spins = 0; int32_t(load_acquire(count) - wanted) < 0; ++spins) {
+        if (!may_spin(args, spins)) break;
         pause();
       }
     }

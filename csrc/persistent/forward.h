@@ -3,7 +3,7 @@
 // A block owns 16 units of each stage, so as many as hold all units of the widest stage, a *group*,
 // hold one copy of the weights.  Groups share the batch among themselves, in tiles of 8 rows, and
 // know nothing of each other.  A step of a stage is, for each tile of the group:
-//   1. what does not depend on other blocks, side inputs, noise and masks: what memory has of it is
+//   1. what does not depend on other blocks, input gates, noise and masks: what memory has of it is
 //      loaded a step before;
 //   2. the operand, h or the result of the stage before, 8 rows of it, comes from the others;
 //   3. each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
@@ -38,7 +38,7 @@ using PersistentBlock = SharedMemory<PersistentForward<T>, kTurnFloats>;
 // Stage `kIndex` of `kStages`.  kDepth: blocks of columns that a warp has room for.
 template <class Stage, int kIndex, int kStages, class T, int kDepth>
 class PersistentStage {
-  static constexpr int kGates = Stage::kProjection;
+  static constexpr int kGates = Stage::kHiddenGates;
   static constexpr bool kIsLast = kIndex == kStages - 1;
   static constexpr int kSource = (kIndex + kStages - 1) % kStages;  // who makes the operand
   static constexpr bool kHoldsH = kIsLast && !kCarriesResult<Stage>;
@@ -73,8 +73,8 @@ class PersistentStage {
     from_ = block.sent(kSource, 0, block.first_row(0) + thread().g, row_packets_) +
             column(0) / Of::kInPacket;
     for (int d = 0; d < depth_; ++d) packets_ += column(d) < columns_;
-    load_bias(PersistentBlock<T>::kProjectionBias, step().projection_bias, kGates);
-    load_bias(PersistentBlock<T>::kSideBias, step().side_bias, Stage::kSide);
+    load_bias(PersistentBlock<T>::kHiddenBias, step().hidden_bias, kGates);
+    load_bias(PersistentBlock<T>::kInputBias, step().input_bias, Stage::kInputGates);
     for (int tile = 0; thread().computes() && block.has_tile(tile); ++tile) {
       const int row = row_of_batch(tile);
       const bool is_there = unit() < width_ && row < args().batch;
@@ -85,7 +85,7 @@ class PersistentStage {
         block.kept(kHArray, tile) = is_there ? widen(args().h.at(row)[unit()]) : 0.0f;
       }
     }
-    if constexpr (kLoadsAhead) next_ = load_early(0, 0);
+    if constexpr (kLoadsAhead) next_ = preload(0, 0);
   }
 
   // Step t of the group's rows.
@@ -95,13 +95,13 @@ class PersistentStage {
       float* turn = block_.next_turn();
       Operand x;
       if constexpr (kAsksFirst) x = ask(t, tile);
-      Early early;
+      Preloaded preloaded;
       if constexpr (kLoadsAhead) {
-        early = next_;
+        preloaded = next_;
         const bool has_more = block_.has_tile(tile + 1);
-        next_ = load_early(has_more ? t : t + 1, has_more ? tile + 1 : 0);
+        next_ = preload(has_more ? t : t + 1, has_more ? tile + 1 : 0);
       } else {
-        early = load_early(t, tile);
+        preloaded = preload(t, tile);
       }
       if constexpr (Stage::kNoise) {
         if (step().noise.eps.data == nullptr) draw(t, tile, turn + kSumFloats);
@@ -117,22 +117,22 @@ class PersistentStage {
         for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
       }
       if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
-      if (thread().computes()) compute(t, tile, early, turn);
+      if (thread().computes()) compute(t, tile, preloaded, turn);
     }
   }
 
  private:
   // Others have next to nothing to load, and no registers for it beside the weights.
-  static constexpr bool kLoadsAhead = Stage::kSide > 0;
+  static constexpr bool kLoadsAhead = Stage::kInputGates > 0;
   // Who asks too early asks twice, and all blocks share the L2 cache; but noise takes long to draw.
   // As measured on an H100 (docs/performance.md).
   static constexpr bool kAsksFirst = kStages > 1;
 
   // What a unit needs that is known before the exchange, as it was loaded: to compute with it would
   // be to wait for it.
-  struct Early {
+  struct Preloaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
-    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
     T eps;
     PersistentUnit unit;
   };
@@ -165,27 +165,29 @@ class PersistentStage {
     }
   }
 
-  FUSEDRNN_DEVICE Early load_early(int t, int tile) const {
-    Early early{};
+  FUSEDRNN_DEVICE Preloaded preload(int t, int tile) const {
+    Preloaded preloaded{};
     const auto& s = step();
     const int b = row_of_batch(tile);
     const RowOfChunk row = block_.row_of_chunk(t, b);
     const Place at = block_.place(t, b);
-    early.is_there = t < args().steps && thread().computes() && unit() < width_ && b < args().batch;
-    if (!early.is_there) return early;
-    early.is_active = s.mask.is_active(at);
-    if constexpr (Stage::kResult) early.is_reset_next = s.mask.is_reset_next(at);
-    if constexpr (Stage::kSide > 0) {
+    preloaded.is_there =
+        t < args().steps && thread().computes() && unit() < width_ && b < args().batch;
+    if (!preloaded.is_there) return preloaded;
+    preloaded.is_active = s.mask.is_active(at);
+    if constexpr (Stage::kResult) preloaded.is_reset_next = s.mask.is_reset_next(at);
+    if constexpr (Stage::kInputGates > 0) {
       const float* no_bias = nullptr;
-      load_blocks<Stage::kSide>(early.side, s.side, no_bias, s.width, row, unit(), early.unit);
+      load_blocks<Stage::kInputGates>(preloaded.input_gates, s.input_gates, no_bias, s.width, row,
+                                      unit(), preloaded.unit);
     }
     if constexpr (Stage::kNoise) {
       if (s.noise.eps.data != nullptr) {
-        early.eps = s.noise.eps.at(int64_t(row))[unit()];
+        preloaded.eps = s.noise.eps.at(int64_t(row))[unit()];
       }
     }
-    early.unit = zoneout_of<kIsLast, Stage::kState>(s.zoneout, at, unit());
-    return early;
+    preloaded.unit = zoneout_of<kIsLast, Stage::kCellState>(s.zoneout, at, unit());
+    return preloaded;
   }
 
   // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
@@ -264,49 +266,50 @@ class PersistentStage {
     }
   }
 
-  FUSEDRNN_DEVICE void compute(int t, int tile, const Early& early, float* turn) const {
+  FUSEDRNN_DEVICE void compute(int t, int tile, const Preloaded& preloaded, float* turn) const {
     const auto& s = step();
     const int b = row_of_batch(tile);
-    float projection[kGates], pre[Stage::kPre], factors[Stage::kPre];
+    float hidden_gates[kGates], pre[Stage::kPre], factors[Stage::kPre];
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      projection[gate] =
-          block_.bias(kIndex, PersistentBlock<T>::kProjectionBias, gate, thread().unit());
+      hidden_gates[gate] =
+          block_.bias(kIndex, PersistentBlock<T>::kHiddenBias, gate, thread().unit());
       FUSEDRNN_UNROLL
-      for (int w = 0; w < kWarps; ++w) projection[gate] += part(turn, w, gate, thread().warp);
+      for (int w = 0; w < kWarps; ++w) hidden_gates[gate] += part(turn, w, gate, thread().warp);
     }
-    float side[Stage::kSide > 0 ? Stage::kSide : 1];
+    float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
     FUSEDRNN_UNROLL
-    for (int gate = 0; gate < Stage::kSide; ++gate) {
-      side[gate] = early.side[gate] +
-                   block_.bias(kIndex, PersistentBlock<T>::kSideBias, gate, thread().unit());
+    for (int gate = 0; gate < Stage::kInputGates; ++gate) {
+      input_gates[gate] =
+          preloaded.input_gates[gate] +
+          block_.bias(kIndex, PersistentBlock<T>::kInputBias, gate, thread().unit());
     }
-    Stage::combine(side, projection, pre);
+    Stage::combine(input_gates, hidden_gates, pre);
     UnitInput<float> given{};
-    given.is_reset_next = early.is_reset_next;
+    given.is_reset_next = preloaded.is_reset_next;
     if constexpr (Stage::kCarry) given.input = block_.kept(kCarryArray, tile);
     if constexpr (Stage::kNoise) {
       const float* drawn = turn + kSumFloats + thread().row() * kNoiseStride + thread().unit();
-      given.input = s.noise.eps.data == nullptr ? *drawn : widen(early.eps);
+      given.input = s.noise.eps.data == nullptr ? *drawn : widen(preloaded.eps);
     }
     if constexpr (kHoldsH) given.h = block_.kept(kHArray, tile);
 
     UnitResult<float> result{};
-    if (early.is_active) {
-      result =
-          forward_from_pre<Stage>(s, block_.place(t, b), unit(), early.unit, pre, given, factors);
+    if (preloaded.is_active) {
+      result = forward_from_pre<Stage>(s, block_.place(t, b), unit(), preloaded.unit, pre, given,
+                                       factors);
     } else {  // the state waits; what would feed another stage is zero
       result.carry = given.input;
       if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
     }
-    const T next = narrow<T>(early.is_there ? result.next : 0.0f);
+    const T next = narrow<T>(preloaded.is_there ? result.next : 0.0f);
     send(t, tile, next);
-    if (!early.is_there) return;
+    if (!preloaded.is_there) return;
     if constexpr (Stage::kCarry) block_.kept(kCarryArray, tile) = result.carry;
     if constexpr (kHoldsH) block_.kept(kHArray, tile) = widen(next);
-    if (early.is_active) {
+    if (preloaded.is_active) {
       const int64_t no_shift = 0;
-      store_forward<Stage>(s, block_.row_of_chunk(t, b), no_shift, unit(), early.unit, pre,
+      store_forward<Stage>(s, block_.row_of_chunk(t, b), no_shift, unit(), preloaded.unit, pre,
                            result.out);
     }
     if (t == args().steps - 1) {
@@ -335,7 +338,7 @@ class PersistentStage {
   int row_packets_ = 0;           // of the operand
   int packets_ = 0;               // of these, those that this lane multiplies
   const Packet* from_ = nullptr;  // where they are of its first tile and step 0
-  Early next_{};                  // of the tile that is next
+  Preloaded next_{};              // of the tile that is next
   uint32_t weight_[kGates][kDepth][2][4];
 };
 

@@ -17,7 +17,7 @@ struct SharedMemory : BlockOfGroup<Args> {
     const int before = 2 * kTurn + kBiasFloats;
     return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
   }
-  enum Bias { kProjectionBias, kSideBias };
+  enum Bias { kHiddenBias, kInputBias };
   FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
     const int row = (stage * 2 + which) * kMostGates + gate;
     return shared[2 * kTurn + row * kTileUnits + unit];

@@ -8,7 +8,7 @@ namespace fusedrnn::cuda {
 // A unit of a row as a thread computes it.  What it needs random numbers for it has.
 struct PersistentUnit {
   using Value = float;
-  float kept_h, kept_state;
+  float kept_h, kept_cell_state;
 
   template <class P>
   FUSEDRNN_HD float load(const P* p) const {
@@ -20,12 +20,12 @@ struct PersistentUnit {
   }
   FUSEDRNN_HD float kept(const Zoneout<float>&, const Zoneout<float>::Chance&, uint32_t stream,
                          Place, int64_t) const {
-    return stream == kStateStream ? kept_state : kept_h;
+    return stream == kCellStateStream ? kept_cell_state : kept_h;
   }
 };
 
-// With what zoneout keeps of it: of h, and of the state beside it.
-template <bool kOfH, bool kOfState>
+// With what zoneout keeps of it: of h, and of the cell state.
+template <bool kOfH, bool kOfCellState>
 FUSEDRNN_DEVICE PersistentUnit zoneout_of(const Zoneout<float>& zoneout, Place at, int unit) {
   const auto kept = [&](const Zoneout<float>::Chance& chance, uint32_t stream) {
     if (!chance.is_possible()) return 0.0f;
@@ -36,7 +36,7 @@ FUSEDRNN_DEVICE PersistentUnit zoneout_of(const Zoneout<float>& zoneout, Place a
   };
   PersistentUnit u{};
   if constexpr (kOfH) u.kept_h = kept(zoneout.h, kZoneoutStream);
-  if constexpr (kOfState) u.kept_state = kept(zoneout.state, kStateStream);
+  if constexpr (kOfCellState) u.kept_cell_state = kept(zoneout.cell_state, kCellStateStream);
   return u;
 }
 

@@ -1,15 +1,15 @@
 // What a backend's kernels are given: one stage of a cell for a block of rows.
 //
 // These structs are the whole border between the driver and the kernels: plain pointers and sizes.
-// Rows are the batch of one step, or all (t, b) of a chunk, t slowest; plane k of an array with n
-// blocks lies at column k * width of its row.  unit.h has what a kernel does with them.
+// RowView are the batch of one step, or all (t, b) of a chunk, t slowest; plane k of an array with
+// n blocks lies at column k * width of its row.  unit.h has what a kernel does with them.
 //
 // T: storage type of the user's tensors.  O: type of the operands of GEMMs (T on a GPU, Acc<T> on
 // the CPU).  A = Acc<T>.
 //
-// A GPU may record the steps of a chunk once and replay them for later chunks.  `shift` then points
-// to the number of rows between the two: arrays of the whole sequence are read and written so much
-// further on, arrays of a chunk at the same place.
+// A GPU may record the steps of a chunk once and replay them for later chunks.  `replay_offset`
+// then points to the number of rows between the two: arrays of the whole sequence are read and
+// written so much further on, arrays of a chunk at the same place.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -36,15 +36,15 @@ struct Place {
   FUSEDRNN_HD Place after(int steps) const { return {t + uint32_t(steps), b}; }
 };
 
-// Rows at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
+// RowView at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
 template <class P>
-struct Rows {
+struct RowView {
   P* data;
   int64_t stride;
   bool in_sequence;
 
-  FUSEDRNN_HD P* at(int64_t row, int64_t shift = 0) const {
-    return data + (in_sequence ? row + shift : row) * stride;
+  FUSEDRNN_HD P* at(int64_t row, int64_t replay_offset = 0) const {
+    return data + (in_sequence ? row + replay_offset : row) * stride;
   }
 };
 
@@ -77,23 +77,25 @@ struct Mask {
 // Where eps of a row comes from: the user's tensor, else Philox, whose counter is the row's place.
 template <class T>
 struct Noise {
-  Rows<const T> eps;    // null: drawn from the seed
-  const int64_t* seed;  // one element, or null if eps is given
-  int64_t layer;
+  RowView<const T> eps;  // null: drawn from the seed
+  const int64_t* seed;   // one element, or null if eps is given
+  int64_t noise_stream;
   int64_t first_step;  // of the sequence, where it is a part of a longer one
 
   // That of four units, 4 block and on.
   template <class A>
   FUSEDRNN_HD void draw(Place at, uint32_t block, A (&normal)[4]) const {
-    normal4(uint64_t(*seed), uint32_t(first_step) + at.t, at.b, block, uint32_t(layer), normal);
+    normal4(uint64_t(*seed), uint32_t(first_step) + at.t, at.b, block, uint32_t(noise_stream),
+            normal);
   }
 };
 
 // The Philox counter's last word, for what is drawn beside a layer's noise.
-constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29, kStateStream = 3u << 29;
+constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29,
+                   kCellStateStream = 3u << 29;
 
 // Zoneout (Krueger et al. 2017): with some probability a unit keeps its h, and with another its
-// state beside h, instead of the new value.  Without a seed it takes the expectation of the two.
+// cell state, instead of the new value.  Without a seed it takes the expectation of the two.
 template <class A>
 struct Zoneout {
   // A probability as kernels need it, prepared by the host, since many GPUs are slow in float64.
@@ -105,16 +107,16 @@ struct Zoneout {
     FUSEDRNN_HD bool is_possible() const { return probability > 0; }
   };
   const int64_t* seed;
-  int64_t layer, first_step;  // as those of Noise
-  Chance h, state;
+  int64_t noise_stream, first_step;  // as in Noise
+  Chance h, cell_state;
 
-  static Zoneout of(const int64_t* seed, int64_t layer, int64_t first_step, double h,
-                    double state) {
+  static Zoneout of(const int64_t* seed, int64_t noise_stream, int64_t first_step, double h,
+                    double cell_state) {
     const auto chance = [&](double probability) {
       return Chance{A(probability), seed == nullptr ? A(1 - probability) : A(0),
                     uint64_t(probability * 0x1p32)};
     };
-    return {seed, layer, first_step, chance(h), chance(state)};
+    return {seed, noise_stream, first_step, chance(h), chance(cell_state)};
   }
 
   // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.
@@ -124,37 +126,37 @@ struct Zoneout {
       for (int j = 0; j < 4; ++j) kept[j] = chance.probability;
       return;
     }
-    uint32_t words[4] = {uint32_t(first_step) + at.t, at.b, block, uint32_t(layer) | stream};
+    uint32_t words[4] = {uint32_t(first_step) + at.t, at.b, block, uint32_t(noise_stream) | stream};
     philox4x32(words, uint32_t(uint64_t(*seed)), uint32_t(uint64_t(*seed) >> 32));
     for (int j = 0; j < 4; ++j) kept[j] = words[j] < chance.threshold ? A(1) : A(0);
   }
 };
 
-// Pre-activations come from `pre` [rows, kPre * width], or where that is null from side and
-// projection, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
-// added up (kAddsUp), the first kShared blocks of projection are sums, and side has the others.
+// Pre-activations come from `pre` [rows, kPre * width], or where that is null from input_gates and
+// hidden_gates, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
+// added up (kAddsUp), the first kShared blocks of hidden_gates are sums, and input_gates has the others.
 template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
   static constexpr bool kAddsUp = false;  // but for stages that share all blocks
   static constexpr bool kReadsFactors = false;
   int64_t width, first_row;
-  const int64_t* shift;  // or null: 0
-  const A *pre, *side, *side_bias, *projection, *projection_bias;
-  Rows<const A> carry;  // h_{t-1} unrounded, or the state
-  bool is_last;         // of the cell: the result is h
-  Rows<const O> h;      // h_{t-1}, for a last stage that does not carry it
+  const int64_t* replay_offset;  // or null: 0
+  const A *pre, *input_gates, *input_bias, *hidden_gates, *hidden_bias;
+  RowView<const A> carry;  // h_{t-1} unrounded, or the state
+  bool is_last;            // of the cell: the result is h
+  RowView<const O> h;      // h_{t-1}, for a last stage that does not carry it
   Noise<T> noise;
   Mask mask;
   Zoneout<A> zoneout;
-  // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
-  // result rounded to T, whatever O is, so that backward can rebuild it from the output.
+  // The result, [rows, width]; each may be null.  operand is what the next hidden_gates reads: the
+  // result rounded to T, whatever O is, so that backward can recompute it from the output.
   O* operand;
-  Rows<T> output;
+  RowView<T> output;
   A* carry_out;
-  // What backward wants; each may be null.  keep is in the sequence, [rows, kPre * width]; factors,
-  // [rows, factor_blocks * width], may be projection's memory.
-  A *keep, *factors;
+  // What backward wants; each may be null.  saved_gates is in the sequence, [rows, kPre * width];
+  // factors, [rows, factor_blocks * width], may be hidden_gates's memory.
+  A *saved_gates, *factors;
   int factor_blocks;  // that are wanted, the first ones
 };
 
@@ -163,21 +165,21 @@ struct BackwardStep {
   using A = Acc<T>;
   static constexpr bool kAddsUp = true, kReadsFactors = true;
   int64_t width, first_row;
-  const int64_t* shift;  // or null: 0
+  const int64_t* replay_offset;  // or null: 0
   // pre: in the sequence, or if the stage has factors these, as forward left them
-  const A *pre, *side, *side_bias, *projection, *projection_bias;
+  const A *pre, *input_gates, *input_bias, *hidden_gates, *hidden_bias;
   int factor_blocks;
-  Rows<const O> carry;  // h_{t-1} as it stands in the output
-  bool is_last;         // of the cell: dout is the adjoint of h
-  const A* state;       // [rows, width], of the step before
+  RowView<const O> carry;  // h_{t-1} as it stands in the output
+  bool is_last;            // of the cell: dout is the gradient of h
+  const A* cell_state;     // [rows, width], of the step before
   Mask mask;
   Zoneout<A> zoneout;
-  A* dout;                    // [rows, width], adjoint from the step or stage behind
-  Rows<const T> grad_output;  // added to dout
-  O *dside, *dprojection;     // may be the memory of side and projection, or of factors, or theirs
-                              // of later steps
-  A* dcarry;                  // [rows, width]: dout's memory; of a state: its adjoint, in and out
-  T* deps;                    // [rows, width] in the sequence, or null
+  A* dout;                          // [rows, width], gradient from the next step or stage
+  RowView<const T> grad_output;     // added to dout
+  O *dinput_gates, *dhidden_gates;  // may be the memory of input_gates and hidden_gates, or of factors, or
+                                    // theirs of later steps
+  A* dcarry;  // [rows, width]: dout's memory; of a cell state: its gradient, in and out
+  T* deps;    // [rows, width] in the sequence, or null
 };
 
 // Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is
@@ -187,8 +189,8 @@ template <class O>
 struct DropoutStep {
   int64_t width, first_row, batch;
   const int64_t* seed;
-  int64_t layer, first_step;  // as those of Noise
-  uint64_t threshold;         // of 32 random bits, below which an element is zero
+  int64_t noise_stream, first_step;  // as in Noise
+  uint64_t threshold;                // of 32 random bits, below which an element is zero
   double scale;
   O* x;  // [rows, width]
 };
@@ -231,8 +233,8 @@ struct ColumnSums {
 template <class T, class O>
 struct GatherStep {
   int64_t width, first_row;
-  Rows<const T> before;  // h_{t-1} as the output has it, of rows that have one
-  const T* hx;           // [batch, width]
+  RowView<const T> before;  // h_{t-1} as the output has it, of rows that have one
+  const T* hx;              // [batch, width]
   Mask mask;
   O* h;  // [rows, width]
 };

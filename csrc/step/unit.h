@@ -8,8 +8,8 @@
 namespace fusedrnn {
 
 template <class Step>
-FUSEDRNN_HD int64_t shift_of(const Step& step) {
-  return step.shift == nullptr ? 0 : *step.shift;
+FUSEDRNN_HD int64_t replay_offset_of(const Step& step) {
+  return step.replay_offset == nullptr ? 0 : *step.replay_offset;
 }
 
 // row: its number, or something else that times a length is an offset
@@ -30,10 +30,10 @@ FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, const Ro
   for (int k = 0; k < kBlocks; ++k) unit.store(first + k * width, values[k]);
 }
 
-// shift: of the rows in step.pre
+// replay_offset: of the rows in step.pre
 template <class Stage, class V, class Step, class Row, class Unit>
-FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t shift, int64_t column,
-                          const Unit& unit) {
+FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t replay_offset,
+                          int64_t column, const Unit& unit) {
   if constexpr (Stage::kFactors && Step::kReadsFactors) {
     const auto* first = step.pre + row * (step.factor_blocks * step.width) + column;
     for (int k = 0; k < Stage::kPre; ++k) {
@@ -43,24 +43,25 @@ FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t shif
   }
   if (step.pre != nullptr) {
     using A = std::remove_reference_t<decltype(*step.pre)>;
-    const A *first = step.pre + shift * (Stage::kPre * step.width), *no_bias = nullptr;
+    const A *first = step.pre + replay_offset * (Stage::kPre * step.width), *no_bias = nullptr;
     return load_blocks<Stage::kPre>(pre, first, no_bias, step.width, row, column, unit);
   }
-  V side[Stage::kSide > 0 ? Stage::kSide : 1], projection[Stage::kProjection];
-  load_blocks<Stage::kProjection>(projection, step.projection, step.projection_bias, step.width,
-                                  row, column, unit);
-  if constexpr (Step::kAddsUp || kSideAlone<Stage> == 0) {
-    const auto* bias = step.side_bias;
+  V input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1], hidden_gates[Stage::kHiddenGates];
+  load_blocks<Stage::kHiddenGates>(hidden_gates, step.hidden_gates, step.hidden_bias, step.width,
+                                   row, column, unit);
+  if constexpr (Step::kAddsUp || kInputGatesAlone<Stage> == 0) {
+    const auto* bias = step.input_bias;
     for (int k = 0; k < Stage::kShared; ++k) {
-      side[k] = bias == nullptr ? V{} : unit.load(bias + k * step.width + column);
+      input_gates[k] = bias == nullptr ? V{} : unit.load(bias + k * step.width + column);
     }
     if (bias != nullptr) bias += Stage::kShared * step.width;
-    load_blocks<kSideAlone<Stage>>(side + Stage::kShared, step.side, bias, step.width, row, column,
-                                   unit);
+    load_blocks<kInputGatesAlone<Stage>>(input_gates + Stage::kShared, step.input_gates, bias,
+                                         step.width, row, column, unit);
   } else {
-    load_blocks<Stage::kSide>(side, step.side, step.side_bias, step.width, row, column, unit);
+    load_blocks<Stage::kInputGates>(input_gates, step.input_gates, step.input_bias, step.width, row,
+                                    column, unit);
   }
-  Stage::combine(side, projection, pre);
+  Stage::combine(input_gates, hidden_gates, pre);
 }
 
 // A stage on a value, which may be a SIMD vector.  Specialised for values that are several numbers
@@ -70,15 +71,15 @@ struct Lanes {
   FUSEDRNN_HD static V forward(const V* pre, V input, V* factors, V* state) {
     return Stage::forward(pre, input, factors, state);
   }
-  FUSEDRNN_HD static void backward(const V* pre, V carry, V dout, V dstate, V* dside,
-                                   V* dprojection, V* dinput) {
-    Stage::backward(pre, carry, dout, dstate, dside, dprojection, dinput);
+  FUSEDRNN_HD static void backward(const V* pre, V carry, V dout, V dstate, V* dinput_gates,
+                                   V* dhidden_gates, V* dinput) {
+    Stage::backward(pre, carry, dout, dstate, dinput_gates, dhidden_gates, dinput);
   }
 };
 
 // Whether h_{t-1} is what the stage carries; else, if it is the last, it stands beside the carry.
 template <class Stage>
-inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kState;
+inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kCellState;
 
 // What zoneout makes of a state a and the new value b: k a + rest b, or where rest is 0 and k is 1
 // or 0, one of them alone: the other one may be NaN or inf.
@@ -104,7 +105,7 @@ struct UnitInput {
 template <class V>
 struct UnitResult {
   V out;          // goes to the output
-  V next, carry;  // go on to the next projection, still to be rounded, and to the next step
+  V next, carry;  // go on to the next hidden_gates, still to be rounded, and to the next step
 };
 
 template <class Stage, class T, class O, class V, class Unit>
@@ -114,10 +115,10 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place 
   const V input = given.input;
   V state{};
   V out = Lanes<Stage, V>::forward(pre, input, factors, &state);
-  if constexpr (Stage::kState) {
-    if (step.zoneout.state.is_possible()) {
-      const V kept = unit.kept(step.zoneout, step.zoneout.state, kStateStream, at, column);
-      state = mix(kept, step.zoneout.state.rest, input, state);
+  if constexpr (Stage::kCellState) {
+    if (step.zoneout.cell_state.is_possible()) {
+      const V kept = unit.kept(step.zoneout, step.zoneout.cell_state, kCellStateStream, at, column);
+      state = mix(kept, step.zoneout.cell_state.rest, input, state);
     }
   }
   if constexpr (Stage::kResult) {
@@ -128,7 +129,7 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place 
     }
   }
 
-  V next = out, carry = Stage::kState ? state : out;
+  V next = out, carry = Stage::kCellState ? state : out;
   if constexpr (Stage::kResult) {
     if (given.is_reset_next) {
       carry = V{};
@@ -140,11 +141,12 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place 
 
 // To the arrays of the sequence.
 template <class Stage, class T, class O, class V, class Row, class Unit>
-FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, int64_t shift,
+FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, int64_t replay_offset,
                                int64_t column, const Unit& unit, const V* pre, const V& out) {
-  if (step.output.data != nullptr) unit.store(step.output.at(int64_t(row), shift) + column, out);
-  if (step.keep != nullptr) {
-    Acc<T>* first = step.keep + shift * (Stage::kPre * step.width);
+  if (step.output.data != nullptr)
+    unit.store(step.output.at(int64_t(row), replay_offset) + column, out);
+  if (step.saved_gates != nullptr) {
+    Acc<T>* first = step.saved_gates + replay_offset * (Stage::kPre * step.width);
     store_blocks<Stage::kPre>(pre, first, step.width, row, column, unit);
   }
 }
@@ -154,7 +156,8 @@ template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place at, int64_t column,
                               const Unit& unit) {
   using V = typename Unit::Value;
-  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  const int64_t width = step.width, replay_offset = replay_offset_of(step),
+                element = row * width + column;
   if (!step.mask.is_active(at)) {
     if constexpr (Stage::kCarry) {
       if (step.carry_out != nullptr)
@@ -166,12 +169,12 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
   }
   V pre[Stage::kPre], factors[Stage::kPre];
   UnitInput<V> given{};
-  load_pre<Stage>(pre, step, row, shift, column, unit);
+  load_pre<Stage>(pre, step, row, replay_offset, column, unit);
   if constexpr (Stage::kCarry) given.input = unit.load(step.carry.at(row) + column);
   if constexpr (Stage::kNoise) {
     given.input = step.noise.eps.data == nullptr
                       ? unit.drawn(step.noise, at, column)
-                      : unit.load(step.noise.eps.at(row, shift) + column);
+                      : unit.load(step.noise.eps.at(row, replay_offset) + column);
   }
   if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
     if (step.is_last && step.zoneout.h.is_possible()) {
@@ -185,7 +188,7 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
     unit.store(step.operand + element, unit.template round_to<T>(result.next));
   }
   if (step.carry_out != nullptr) unit.store(step.carry_out + element, result.carry);
-  store_forward<Stage>(step, row, shift, column, unit, pre, result.out);
+  store_forward<Stage>(step, row, replay_offset, column, unit, pre, result.out);
   if constexpr (Stage::kFactors) {
     if (step.factors != nullptr) {
       Acc<T>* first = step.factors + row * (step.factor_blocks * width) + column;
@@ -198,20 +201,22 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
 
 // The adjoints of an active unit's inputs.
 template <class Stage, class V>
-struct UnitAdjoints {
-  V dside[kSideAlone<Stage> > 0 ? kSideAlone<Stage> : 1], dprojection[Stage::kProjection];
+struct UnitGradients {
+  V dinput_gates[kInputGatesAlone<Stage> > 0 ? kInputGatesAlone<Stage> : 1],
+      dhidden_gates[Stage::kHiddenGates];
   V dinput;  // of the carry, or of eps
   V dh;      // of h_{t-1}, past the stage
 };
 
 // Linear in dout and dstate, the adjoints of the unit's results.
 template <class Stage, class T, class O, class V, class Unit>
-FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, Place at,
-                                                     int64_t column, const Unit& unit, const V* pre,
-                                                     const V& carry, V dout, V dstate) {
+FUSEDRNN_HD UnitGradients<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, Place at,
+                                                      int64_t column, const Unit& unit,
+                                                      const V* pre, const V& carry, V dout,
+                                                      V dstate) {
   V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
-  V kept_h{}, kept_state{};
-  const auto &h = step.zoneout.h, &state = step.zoneout.state;
+  V kept_h{}, kept_cell_state{};
+  const auto &h = step.zoneout.h, &c = step.zoneout.cell_state;
   const bool may_keep_h = step.is_last && h.is_possible();
   if constexpr (Stage::kResult) {
     if (may_keep_h) {
@@ -220,42 +225,46 @@ FUSEDRNN_HD UnitAdjoints<Stage, V> backward_from_pre(const BackwardStep<T, O>& s
       dout = mix(kept_h, h.rest, V{}, dout);
     }
   }
-  if constexpr (Stage::kState) {
-    if (state.is_possible()) {
-      kept_state = unit.kept(step.zoneout, state, kStateStream, at, column);
-      dkept = mix(kept_state, state.rest, dstate, V{});
-      dstate = mix(kept_state, state.rest, V{}, dstate);
+  if constexpr (Stage::kCellState) {
+    if (c.is_possible()) {
+      kept_cell_state = unit.kept(step.zoneout, c, kCellStateStream, at, column);
+      dkept = mix(kept_cell_state, c.rest, dstate, V{});
+      dstate = mix(kept_cell_state, c.rest, V{}, dstate);
     }
   }
-  UnitAdjoints<Stage, V> d;
-  Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dside, d.dprojection, &d.dinput);
+  UnitGradients<Stage, V> d;
+  Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dinput_gates, d.dhidden_gates, &d.dinput);
   if constexpr (Stage::kCarry) {
     // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
-    const bool keeps_states = !Stage::kState || (state.is_possible() && state.rest == 0);
+    const bool keeps_states = !Stage::kCellState || (c.is_possible() && c.rest == 0);
     if (may_keep_h && h.rest == 0 && keeps_states) {
-      const V kept = Stage::kState ? mix(kept_h, h.rest, kept_state, V{}) : kept_h;
-      for (int k = 0; k < kSideAlone<Stage>; ++k) d.dside[k] = unless_one(kept, d.dside[k]);
-      for (V& gradient : d.dprojection) gradient = unless_one(kept, gradient);
+      const V kept = Stage::kCellState ? mix(kept_h, h.rest, kept_cell_state, V{}) : kept_h;
+      for (int k = 0; k < kInputGatesAlone<Stage>; ++k)
+        d.dinput_gates[k] = unless_one(kept, d.dinput_gates[k]);
+      for (V& gradient : d.dhidden_gates) gradient = unless_one(kept, gradient);
       d.dinput = unless_one(kept, d.dinput);
     }
-    d.dinput = d.dinput + (Stage::kState ? dkept : dh);
+    d.dinput = d.dinput + (Stage::kCellState ? dkept : dh);
   }
   d.dh = dh;
   return d;
 }
 
-// To the arrays that GEMMs read, dprojection unless it is null, and the gradient of eps.
+// To the arrays that GEMMs read, dhidden_gates unless it is null, and the gradient of eps.
 template <class Stage, class T, class O, class V, class Row, class Unit>
-FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row, int64_t shift,
-                                int64_t column, const Unit& unit, const UnitAdjoints<Stage, V>& d) {
+FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row,
+                                int64_t replay_offset, int64_t column, const Unit& unit,
+                                const UnitGradients<Stage, V>& d) {
   const int64_t width = step.width;
-  if (step.dprojection != nullptr) {
-    store_blocks<Stage::kProjection>(d.dprojection, step.dprojection, width, row, column, unit);
+  if (step.dhidden_gates != nullptr) {
+    store_blocks<Stage::kHiddenGates>(d.dhidden_gates, step.dhidden_gates, width, row, column,
+                                      unit);
   }
-  store_blocks<kSideAlone<Stage>>(d.dside, step.dside, width, row, column, unit);
+  store_blocks<kInputGatesAlone<Stage>>(d.dinput_gates, step.dinput_gates, width, row, column,
+                                        unit);
   if constexpr (Stage::kNoise) {
     if (step.deps != nullptr) {
-      unit.store(step.deps + shift * width + row * width + column, d.dinput);
+      unit.store(step.deps + replay_offset * width + row * width + column, d.dinput);
     }
   }
 }
@@ -265,22 +274,23 @@ template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Place at,
                                int64_t column, const Unit& unit) {
   using V = typename Unit::Value;
-  const int64_t width = step.width, shift = shift_of(step), element = row * width + column;
+  const int64_t width = step.width, replay_offset = replay_offset_of(step),
+                element = row * width + column;
   if (!step.mask.is_active(at)) {  // its adjoints wait where they are
-    return store_backward<Stage>(step, row, shift, column, unit, UnitAdjoints<Stage, V>{});
+    return store_backward<Stage>(step, row, replay_offset, column, unit, UnitGradients<Stage, V>{});
   }
   V pre[Stage::kPre], carry{}, dstate{};
   if constexpr (Stage::kLinear) {
     for (V& p : pre) p = V{};  // not there
   } else {
-    load_pre<Stage>(pre, step, row, shift, column, unit);
+    load_pre<Stage>(pre, step, row, replay_offset, column, unit);
   }
   V dout = unit.load(step.dout + element);
-  if constexpr (Stage::kState) {
-    carry = unit.load(step.state + element);
+  if constexpr (Stage::kCellState) {
+    carry = unit.load(step.cell_state + element);
     dstate = unit.load(step.dcarry + element);
   } else if constexpr (Stage::kCarry) {
-    carry = unit.load(step.carry.at(row, shift) + column);
+    carry = unit.load(step.carry.at(row, replay_offset) + column);
   }
   if constexpr (Stage::kResult) {
     if (step.mask.is_reset_next(at)) {
@@ -289,14 +299,14 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Plac
     }
   }
   if (step.grad_output.data != nullptr) {
-    dout = dout + unit.load(step.grad_output.at(row, shift) + column);
+    dout = dout + unit.load(step.grad_output.at(row, replay_offset) + column);
   }
 
   const auto d = backward_from_pre<Stage>(step, at, column, unit, pre, carry, dout, dstate);
   if constexpr (Stage::kResult && !kCarriesResult<Stage>) {
     if (step.is_last) unit.store(step.dout + element, d.dh);  // the GEMM adds the rest
   }
-  store_backward<Stage>(step, row, shift, column, unit, d);
+  store_backward<Stage>(step, row, replay_offset, column, unit, d);
   if constexpr (Stage::kCarry) unit.store(step.dcarry + element, d.dinput);
 }
 
@@ -305,7 +315,7 @@ template <class O>
 FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
   const Place at = Place::of_row(step.first_row + row, step.batch);
   uint32_t words[4] = {uint32_t(step.first_step) + at.t, at.b, uint32_t(column / 4),
-                       uint32_t(step.layer) | kDropoutStream};
+                       uint32_t(step.noise_stream) | kDropoutStream};
   philox4x32(words, uint32_t(uint64_t(*step.seed)), uint32_t(uint64_t(*step.seed) >> 32));
   O* x = step.x + row * step.width + column;
   for (int j = 0; j < 4 && column + j < step.width; ++j) {

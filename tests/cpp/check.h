@@ -18,9 +18,9 @@
 #include <limits>
 #include <vector>
 
+#include "../../csrc/base/scalar.h"
 #include "../../csrc/cpu/denormals.h"
 #include "../../csrc/cpu/vector.h"
-#include "../../csrc/base/scalar.h"
 
 namespace fusedrnn::check {
 

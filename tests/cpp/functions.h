@@ -1,6 +1,6 @@
-// The functions of one float in csrc/base/math.h and csrc/base/scalar.h: of each the exact result, and how
-// far from it the function may be. Written once for the CPU and for CUDA; the sweeps over all
-// floats, math_sweep.cpp and math_sweep.cu, take the list from here.
+// The functions of one float in csrc/base/math.h and csrc/base/scalar.h: of each the exact result,
+// and how far from it the function may be. Written once for the CPU and for CUDA; the sweeps over
+// all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
 #pragma once
 
 #include <cfloat>

@@ -51,7 +51,7 @@ int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two:
 int64_t splits = 0;
 int64_t presets = 0;        // of memory, before persistent kernels
 int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
-int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they meet
+int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they sync
 // Without multiprocessors a plan knows no persistent kernels, which take long here.
 int64_t blocks_at_once = 0;     // that the driver says it runs
 std::string refused_kernel;     // whatever it says
@@ -62,7 +62,7 @@ int64_t most_blocks(const cuda::PersistentKernel* kernel) {
 }
 Gpu gpu{"emulated", 90, 0, 227 << 10, {}, 0, most_blocks};
 int64_t schedule = 0;  // of threads in these
-uint32_t patience = 0;
+uint32_t spin_limit = 0;
 int64_t forward_bug = 0, backward_bug = 0;
 // To the type of their terms, of what stages begin with; a GPU never does.
 bool rounds_sums = false;
@@ -146,7 +146,7 @@ struct EmulatedDevice {
     stream()->enqueue(f);
   }
 
-  void split() {
+  void fork() {
     ++splits;
     for (CUstream_st& s : streams_) s.waits = true;
   }
@@ -156,7 +156,7 @@ struct EmulatedDevice {
     f();
     current_ = 0;
   }
-  void meet() {
+  void sync() {
     for (int64_t s : {0, 1}) {
       const size_t given = streams_[1 - s].queue.size();
       streams_[s].queue.push_back({[] {}, missing_wait == s ? 0 : given});
@@ -219,7 +219,7 @@ class EmulatedPlatform {
 };
 
 void control(bool run_backwards, std::string kernel, int64_t multiprocessors, int64_t seed,
-             int64_t bug, int64_t bug_backward, int64_t looks, int64_t order, int64_t no_wait,
+             int64_t bug, int64_t bug_backward, int64_t spins, int64_t order, int64_t no_wait,
              int64_t blocks, std::string refused, bool round_sums) {
   counts_of_blocks.emplace();
   blocks_at_once = blocks;
@@ -230,7 +230,7 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   schedule = seed;
   forward_bug = bug;
   backward_bug = bug_backward;
-  patience = uint32_t(looks);
+  spin_limit = uint32_t(spins);
   rounds_sums = round_sums;
   failing_kernel = kernel;
   launches = replays = forwards = adjoints = splits = presets = 0;
@@ -266,7 +266,7 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
   if (name == failing_kernel) return failed(name);
   if (name == refused_kernel) return failed(name, /*is_refused=*/true);
   ++launches;
-  args.patience = patience;
+  args.spin_limit = spin_limit;
   stream->enqueue([=]() mutable {
     prepare(plan, workspace, args, [](void* memory, int byte, size_t count) {
       ++presets;
@@ -330,7 +330,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   m.def(fusedrnn::kBackwardSchema);
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
-      "seeded_bug=0, int backward_bug=0, int patience=1000000, int streams_order=0, int "
+      "seeded_bug=0, int backward_bug=0, int spin_limit=1000000, int streams_order=0, int "
       "missing_wait=-1, int blocks_at_once=1000000, str refused_kernel='', bool "
       "rounds_sums=False) -> ()");
   m.def("counts() -> (int, int, int, int, int, bool, int)");

@@ -8,7 +8,7 @@ namespace fusedrnn::cuda {
 namespace {
 
 struct Call {
-  uint32_t patience;
+  uint32_t spin_limit;
   int given_up_at;           // by another thread
   std::vector<int> sent_at;  // of each packet
 };
@@ -21,7 +21,7 @@ void run(const Call& call) {
   uint32_t given_up = 0;
   PersistentForward<BFloat16> args{};
   args.batch = args.blocks = args.tiles = 1;
-  args.patience = call.patience;
+  args.spin_limit = call.spin_limit;
   args.given_up = &given_up;
 
   const auto send = [&] {

@@ -21,12 +21,12 @@ using Element = FUSEDRNN_ELEMENT;  // of the tensors in main()
 // One chunk.
 struct Call {
   const char* cell;
-  int64_t is_half, sample, exchange, schedule, bug, patience, multiprocessors;
+  int64_t is_half, sample, exchange, schedule, bug, spin_limit, multiprocessors;
   int64_t steps, batch, hidden, latent, output_size;
   int64_t seq_len, first_row, direction, layer, first_step;
   const void* weight[2];
   int64_t weight_strides[2][2];
-  const float *side, *side_bias, *projection_bias[2];
+  const float *input_gates, *input_bias, *hidden_bias[2];
   const void* h;
   int64_t h_stride;
   void* h_out;
@@ -72,11 +72,11 @@ std::string run(const Call& call) {
                   call.seed,
                   call.layer,
                   call.first_step};
-    step.side = call.side;
-    step.side_bias = call.side_bias;
-    step.projection_bias = call.projection_bias[s];
+    step.input_gates = call.input_gates;
+    step.input_bias = call.input_bias;
+    step.hidden_bias = call.hidden_bias[s];
     step.keep = call.keep[s];
-    if (s == core(cell)) {
+    if (s == recurrent_stage(cell)) {
       step.carry = {call.carry, step.width, false};
       step.carry_out = call.carry_out;
     }
@@ -84,7 +84,7 @@ std::string run(const Call& call) {
       step.output = {static_cast<T*>(call.output), call.output_stride, true};
       step.operand = static_cast<T*>(call.h_out);
     }
-    const int64_t blocks = traits(cell.stages[s].kind).projection_blocks;
+    const int64_t blocks = traits(cell.stages[s].kind).hidden_blocks;
     args.weight[s] = {static_cast<const T*>(call.weight[s]), blocks * step.width,
                       sizes[projection.from], call.weight_strides[s][0], call.weight_strides[s][1]};
   }
@@ -92,7 +92,7 @@ std::string run(const Call& call) {
   args.steps = int(call.steps);
   args.batch = int(call.batch);
   args.row_step = int(call.direction * call.batch);
-  args.patience = uint32_t(call.patience);
+  args.spin_limit = uint32_t(call.spin_limit);
   std::vector<Packet> workspace(plan.workspace_bytes() / sizeof(Packet));
   prepare(plan, workspace.data(), args,
           [](void* memory, int byte, size_t count) { memset(memory, byte, count); });
@@ -146,7 +146,7 @@ int main(int, char** arguments) {
   call.bug = atoi(arguments[4]);
   const Cell& cell = *find_cell(call.cell);
   call.sample = 1;
-  call.patience = 3000;
+  call.spin_limit = 3000;
   call.multiprocessors = 8;
   call.steps = call.seq_len = 5;
   call.batch = 27;
@@ -165,10 +165,10 @@ int main(int, char** arguments) {
     call.weight[s] = weights[s].data();
     call.weight_strides[s][0] = sizes[p.from];
     call.weight_strides[s][1] = 1;
-    call.projection_bias[s] = biases[s].data();
+    call.hidden_bias[s] = biases[s].data();
   }
-  const auto side =
-      random_floats(rows * traits(cell.stages[core(cell)].kind).side_blocks * call.hidden);
+  const auto input_gates = random_floats(
+      rows * traits(cell.stages[recurrent_stage(cell)].kind).input_blocks * call.hidden);
   const auto h = random_tensor(call.batch * call.output_size);
   auto h_out = h, output = random_tensor(rows * call.output_size);
   auto carry = random_floats(call.batch * call.hidden);
@@ -177,7 +177,7 @@ int main(int, char** arguments) {
   lengths[2] = 3;
   const std::unique_ptr<bool[]> reset(new bool[rows]());
   reset[call.batch + 4] = true;
-  call.side = side.data();
+  call.input_gates = input_gates.data();
   call.h = h.data();
   call.h_stride = call.output_stride = call.output_size;
   call.h_out = h_out.data();

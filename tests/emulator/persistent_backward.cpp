@@ -1,4 +1,4 @@
-// Persistent kernels of the adjoint chain by themselves, for the thread sanitizer: see main().
+// Persistent kernels of the backward_data by themselves, for the thread sanitizer: see main().
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -22,7 +22,7 @@ using Element = FUSEDRNN_ELEMENT;  // of the tensors in main()
 namespace fusedrnn::cuda {
 
 struct ChainOptions {
-  int64_t exchange, schedule, bug, multiprocessors, patience;
+  int64_t exchange, schedule, bug, multiprocessors, spin_limit;
 };
 
 // What went wrong, or "".
@@ -38,7 +38,7 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
   // Gradients that are sent in place have one memory with the workspace, in front of it.
   const int64_t rows = int64_t(args.steps) * args.batch;
   const auto numbers_of = [&](int s) {
-    const int64_t columns = traits(plan.stages[s]).projection_blocks * args.step[s].width;
+    const int64_t columns = traits(plan.stages[s]).hidden_blocks * args.step[s].width;
     return plan.is_in_place(s) ? rows * columns : 0;
   };
   T* own[kMostStages] = {};  // where they are wanted
@@ -49,8 +49,8 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
   for (int s = 0; s < plan.num_stages; ++s) {
     if (!plan.is_in_place(s)) continue;
     const int64_t first = args.row_step < 0 ? numbers_of(s) * (args.steps - 1) / args.steps : 0;
-    own[s] = args.step[s].dprojection - first;
-    args.step[s].dprojection = at + first;
+    own[s] = args.step[s].dhidden_gates - first;
+    args.step[s].dhidden_gates = at + first;
     at += numbers_of(s);
   }
   T* const workspace = at;
@@ -59,7 +59,7 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
     if (options.bug == 14) begin = workspace;
     memset(begin, byte, size_t(end - static_cast<char*>(begin)));
   });
-  args.patience = uint32_t(options.patience);
+  args.spin_limit = uint32_t(options.spin_limit);
   seeded_bug = options.bug;
 
   std::string failure = "there is no such kernel";
@@ -123,16 +123,16 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
   reset[kBatch + 4] = true;
 
   cuda::PersistentBackward<Element> args{};
-  std::vector<Element> weights[cuda::kMostStages], d[cuda::kMostStages], dside;
+  std::vector<Element> weights[cuda::kMostStages], d[cuda::kMostStages], dinput_gates;
   std::vector<float> projections[cuda::kMostStages];
-  const auto side = random_floats(kRows * 4 * hidden);
+  const auto input_gates = random_floats(kRows * 4 * hidden);
   const auto h = random_tensor((kSteps + 1) * kBatch * sizes.output);
   const auto grad_output = random_tensor(kRows * sizes.output);
-  const auto first_state = random_floats(kBatch * hidden);
+  const auto first_cell_state = random_floats(kBatch * hidden);
   auto state = random_floats(kRows * hidden), dh = random_floats(kBatch * sizes.output);
   auto dc = random_floats(kBatch * hidden);
   auto operand = random_tensor(kRows * hidden), deps = random_tensor(kRows * latent);
-  dside = random_tensor(kRows * 4 * hidden);
+  dinput_gates = random_tensor(kRows * 4 * hidden);
   for (int s = 0; s < cell.num_stages; ++s) {
     const Projection& p = cell.projections[cell.stages[s].projection];
     const StageTraits facts = traits(cell.stages[s].kind);
@@ -141,25 +141,25 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     step.is_last = s == cell.num_stages - 1;
     step.first_row = first_row;
     step.mask = {lengths.data(), reset.get(), kSteps, kBatch, int(direction)};
-    const int64_t columns = facts.projection_blocks * step.width;
+    const int64_t columns = facts.hidden_blocks * step.width;
     weights[s] = random_tensor(columns * sizes[p.from]);
     args.weight[s] = Matrix<const Element>::contiguous(weights[s].data(), columns, sizes[p.from]);
     projections[s] = random_floats(kRows * columns);
     d[s] = random_tensor(kRows * columns);
-    const int64_t alone = (facts.side_blocks - facts.shared_blocks) * step.width;
-    step.side = of_gradient(dside, side) + first_row * alone;
-    step.projection = of_gradient(d[s], projections[s]) + first_row * columns;
-    if (facts.has_factors) step.pre = step.projection, step.factor_blocks = 2;
-    step.dprojection = d[s].data() + first_row * columns;
-    step.dside = dside.data() + first_row * alone;
+    const int64_t alone = (facts.input_blocks - facts.shared_blocks) * step.width;
+    step.input_gates = of_gradient(dinput_gates, input_gates) + first_row * alone;
+    step.hidden_gates = of_gradient(d[s], projections[s]) + first_row * columns;
+    if (facts.has_factors) step.pre = step.hidden_gates, step.factor_blocks = 2;
+    step.dhidden_gates = d[s].data() + first_row * columns;
+    step.dinput_gates = dinput_gates.data() + first_row * alone;
     step.deps = deps.data() + first_row * latent;
     if (step.is_last) {
       step.dout = dh.data();
       step.grad_output = {grad_output.data() + first_row * sizes.output, sizes.output, true};
     }
-    if (facts.has_state) {
+    if (facts.has_cell_state) {
       step.dcarry = dc.data();
-      args.first_state = first_state.data();
+      args.first_cell_state = first_cell_state.data();
       args.state = state.data() + first_row * hidden;
       if (!step.is_last) args.operand = operand.data() + first_row * hidden;
     } else if (facts.has_carry) {
@@ -182,7 +182,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
     for (size_t i = 0; i < numbers.size() * sizeof numbers[0]; ++i) hash = hash * 31 + bytes[i];
   };
-  add(dh), add(dc), add(state), add(operand), add(deps), add(dside), add(d[0]), add(d[1]);
+  add(dh), add(dc), add(state), add(operand), add(deps), add(dinput_gates), add(d[0]), add(d[1]);
   printf("%016llx\n", static_cast<unsigned long long>(hash));
   return 0;
 }

@@ -156,7 +156,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
     case cudaErrorLaunchOutOfResources: return "too many resources requested for launch";
-    case cudaErrorAssert: return "device-side assert triggered";
+    case cudaErrorAssert: return "device-input_gates assert triggered";
     case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
     case cudaErrorNotSupported: return "operation not supported";
     case cudaErrorStreamCaptureUnsupported:
