@@ -24,7 +24,7 @@ test: $(VENV)/test.stamp
 # arguments. Prints what it counted, and takes hours.
 test-slow: export FUSEDRNN_EXHAUSTIVE = 1
 test-slow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -s tests/test_math.py tests/test_hostile_scales.py
+	$(BIN)/python -m pytest -s tests/values/test_math.py tests/hostile/test_hostile_scales.py
 
 # Random calls, right and wrong ones, by the library as it is and by one for sanitizers.
 MINUTES ?= 10
@@ -43,7 +43,7 @@ stress: $(VENV)/test.stamp
 # there is none; what nvcc makes of them for others does not depend on torch, and `test` looks at it.
 test-cuda: export TORCH_CUDA_ARCH_LIST ?= 9.0
 # They look at what nvcc makes of the sources, and at benchmarks.
-test-cuda: SAME_ON_EVERY_TORCH := test_cuda_kernels.py test_ptx.py test_bench.py test_gpu_check.py
+test-cuda: SAME_ON_EVERY_TORCH := gpu/test_cuda_kernels.py gpu/test_ptx.py bench/test_bench.py bench/test_gpu_check.py
 test-cuda: wheel
 	FUSEDRNN_CUDA=1 $(MAKE) test wheel VENV=.venv-cuda TORCH=torch==2.14.1 \
 	    PYTEST="$(addprefix --ignore=tests/,$(SAME_ON_EVERY_TORCH))"
@@ -56,7 +56,7 @@ wheel: $(VENV)/test.stamp
 
 # Values and operators of what was built elsewhere, and what torch.compile makes of Python. From
 # another folder, because `import fusedrnn` must not find the source tree.
-test-wheels: OF_WHEELS := test_any_sizes.py test_compile.py test_cuda_library.py
+test-wheels: OF_WHEELS := values/test_any_sizes.py api/test_compile.py gpu/test_cuda_library.py
 test-wheels: $(VENV)/torch.txt
 	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
 	    $(PIP) install --force-reinstall --no-deps "$$wheel"; $(PIP) install "$$wheel[test]"; \

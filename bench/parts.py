@@ -72,7 +72,7 @@ class Part:
 def parts(out: Path) -> dict[str, Part]:
     """All parts, by name."""
     python = sys.executable
-    math, scales = "tests/test_math.py", "tests/test_hostile_scales.py"
+    math, scales = "tests/values/test_math.py", "tests/hostile/test_hostile_scales.py"
     apart = [f"--ignore={math}", f"--ignore={scales}"]
 
     def tests(name: str, limit_s: float, *options: str, workers: int = WORKERS) -> Part:
@@ -121,7 +121,7 @@ def parts(out: Path) -> dict[str, Part]:
         benchmark("train_text", 200, "--dtype", "bfloat16"),
         tests("scales", 250, scales, workers=4),
         tests("math", 250, math, workers=1),  # compiles for half of it
-        tests("emulation", 250, "tests/test_cuda_persistent.py", "-k", "emulation", workers=4),
+        tests("emulation", 250, "tests/gpu/test_cuda_persistent.py", "-k", "emulation", workers=4),
     ]
     return {part.name: part for part in all_parts}
 

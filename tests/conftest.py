@@ -7,6 +7,8 @@ from emulator import emulated_operators, use
 
 from fusedrnn import tuning
 
+pytest.register_assert_rewrite("checks")
+
 
 @pytest.fixture(autouse=True)
 def _seeded():

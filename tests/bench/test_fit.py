@@ -13,7 +13,7 @@ import torch
 
 from fusedrnn import _helpers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
 from bench import cases, clock, fit, worker  # noqa: E402
 from bench.report import NoProgress, Run  # noqa: E402

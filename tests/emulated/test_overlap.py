@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, Case, allow_tf32
+from checks import assert_same
 from emulator import emulated_operators, use
 
 import fusedrnn
@@ -50,11 +51,6 @@ def overlapped(monkeypatch):
 
 def results(case, **options):
     return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
-
-
-def assert_same(these, those):
-    for name, tensor in these.items():
-        assert torch.equal(tensor, those[name]), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,6 +1,7 @@
 """Some of the random calls of tests/fuzz, and that it notices what it looks for."""
 
 import pytest
+
 from fuzz import batches, sanitized
 from fuzz.faults import FAULTS, OVERRUN
 

@@ -10,34 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, allow_tf32, relative_errors, truth
+from checks import assert_nearer, assert_no_worse, assert_same, with_bits
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
-from speed_sizes import SMALL_SIZES, tf32_allowed
-from test_persistent import (
-    BASE,
-    CELLS,
-    FLOAT,
-    FLOAT_SHAPES,
-    assert_nearer,
-    assert_no_worse,
-    assert_same,
-    rounded_truth,
-    with_bits,
-)
+from persistent_cases import BASE, FLOAT, FLOAT_SHAPES, IN_PLACE
+from speed_sizes import CELLS, SMALL_SIZES, tf32_allowed
+from tf32 import rounded_truth
 
 import fusedrnn
 from fusedrnn import tuning
 
-# Widths that fill whole packets: in 16 bits blocks exchange through the gradients themselves.
-IN_PLACE = [
-    {
-        **cell,
-        "hidden_size": 40,
-        "latent_size": 24,
-        **({"proj_size": 8} if "proj_size" in cell else {}),
-    }
-    for cell in CELLS
-]
 SHAPES = [
     replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
     replace(BASE, seq_len=1, batch=9, chunk_size=1),

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cuda_kernels import NVCC, needs_nvcc
+from nvcc import NVCC, needs_nvcc
 
-HEADER = Path(__file__).parents[1] / "csrc/persistent/device.h"
+HEADER = Path(__file__).parents[2] / "csrc/persistent/device.h"
 LANES = 32
 LANE = np.arange(LANES)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from stress import CELLS, Scale, masked, no_memory, processes, results_of
 from stress.bits import beyond_rounding, changed, copied, same_bits
 from stress.experiments import EXPERIMENTS

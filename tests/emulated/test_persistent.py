@@ -7,43 +7,19 @@ import functools
 import itertools
 import subprocess
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from cases import MASKED, Case, allow_tf32, relative_errors, truth
+from cases import MASKED, allow_tf32, truth
+from checks import assert_nearer, assert_no_worse, assert_same, with_bits
 from emulator import emulated_operators, use
 from emulator.persistent import FLAGS, PACKETS, compiled
+from persistent_cases import BASE, CASES, FLOAT, FLOAT_CASES
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, planned
+from tf32 import rounded_truth
 
 import fusedrnn
-from fusedrnn import _helpers, reference, tuning
-
-BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
-SHAPES = [
-    replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
-    replace(BASE, seq_len=1, batch=9, chunk_size=1),
-    replace(BASE, seq_len=7, chunk_size=3, **MASKED),
-    replace(BASE, seq_len=4, bias=False, chunk_size=1, **MASKED),
-    replace(BASE, dtype=torch.float16, chunk_size=4, **MASKED),
-    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # as many units as a block has
-    replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
-]
-CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
-
-# Through TF32, where half as many columns take as many registers.
-FLOAT = replace(BASE, dtype=torch.float32)
-FLOAT_SHAPES = [
-    replace(FLOAT, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
-    replace(FLOAT, seq_len=1, batch=9, chunk_size=1),
-    replace(FLOAT, seq_len=7, chunk_size=3, **MASKED),
-    replace(FLOAT, seq_len=4, bias=False, chunk_size=1, **MASKED),
-    replace(FLOAT, hidden_size=16, latent_size=33, batch=8),
-    replace(FLOAT, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
-]
-FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in FLOAT_SHAPES]
-FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+from fusedrnn import _helpers, tuning
 
 # Small, and with all that a row can do: two groups, of two tiles each.
 MASKED_CASES = [
@@ -84,83 +60,12 @@ def persistent(monkeypatch):
     operators.control(False, "")
 
 
-def assert_same(these, those):
-    for name, tensor in these.items():
-        assert torch.equal(tensor, those[name]), name
-
-
-def assert_no_worse(ours, theirs, exact, or_those=None):
-    """Errors of at most twice those of the other one, or of what is rounded away anyway."""
-    exact = {name: exact[name] for name in ours}
-    errors = [relative_errors(others, exact) for others in (theirs, or_those) if others]
-    for name, error in relative_errors(ours, exact).items():
-        allowed = max(of[name] for of in errors)
-        assert error <= 2 * allowed + 1e-4, (name, error, allowed)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_single_steps(persistent, case):
     """Both against the loop in float64; and both protocols give the same bits."""
     packets = persistent(results, case, exchange=PACKETS, schedule=1)
     assert_no_worse(packets, results(case), truth(case.same_for_torch(), "cpu"))
     assert_same(persistent(results, case, exchange=FLAGS, schedule=2), packets)
-
-
-def rounded(tensor):
-    """To TF32, 10 bits of fraction, and back to the dtype."""
-    bits = tensor.float().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(tensor.dtype)
-
-
-class RoundedLinear(torch.autograd.Function):
-    """A product with both sides rounded, as are those of the gradient and the weight.
-
-    those_of_weight: also of the product that makes the weight's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, those_of_weight):
-        ctx.save_for_backward(x, weight)
-        ctx.those_of_weight = those_of_weight
-        return rounded(x) @ rounded(weight).mT
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        both = gradient.flatten(0, -2), x.flatten(0, -2)
-        if ctx.those_of_weight:
-            both = tuple(map(rounded, both))
-        return rounded(gradient) @ rounded(weight), both[0].mT @ both[1], None
-
-
-def rounded_truth(case, device="cpu", of_all=False):
-    """The loop in float64, where both sides of the recurrent products are rounded by hand.
-
-    Forward and backward; of_all: those of the input's and of the weights' gradients too.
-    """
-    arguments = case.tensors(device).to(torch.float64)
-    directions = 2 if case.bidirectional else 1
-    per_row = len(arguments.weights) // (case.num_layers * directions)
-    exact = set() if of_all else {id(w) for w in arguments.weights[::per_row]}
-
-    def linear(x, weight, bias=None):
-        if id(weight) in exact:
-            return torch.nn.functional.linear(x, weight, bias)
-        product = RoundedLinear.apply(x, weight, of_all)
-        return product if bias is None else product + bias
-
-    with mock.patch.object(reference, "F", SimpleNamespace(linear=linear)):
-        return arguments.results(reference, **case.sizes)
-
-
-def assert_nearer(ours, by_hand, case, share=0.5):
-    """To the loop that rounds by hand than a share of what that is from the exact one."""
-    exact = truth(case.same_for_torch(), "cpu")
-    by_hand, exact = ({name: every[name] for name in ours} for every in (by_hand, exact))
-    allowed = relative_errors(by_hand, exact)
-    for name, error in relative_errors(ours, by_hand).items():
-        assert error <= share * allowed[name] + 1e-6, (name, error, allowed[name])
-        assert allowed[name] < 2**-10, (name, allowed[name])
 
 
 def assert_rounded_alike(ours, case):
@@ -282,11 +187,6 @@ def test_weights_may_have_any_strides(persistent, cell, dtype):
     both = persistent(run, strided), persistent(run, arguments.weights)
     for ours, theirs in zip(*both, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def with_bits(tensor, *index):
-    """A number of the tensor becomes the NaN whose bits are all set."""
-    tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)[index] = -1
 
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])

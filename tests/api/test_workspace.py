@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CELLS, DTYPES, MASKED, Case, allow_tf32, operator_arguments
-from test_behaviour import allocations, gradients, module
+from checks import allocations, gradients, module
 
 import fusedrnn
 from fusedrnn import _helpers, _library, _plans, tuning

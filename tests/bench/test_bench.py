@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
 from bench import (  # noqa: E402
     calls,

@@ -8,18 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
+from checks import assert_no_worse, assert_same, with_bits
 from emulator import emulated_operators
+from persistent_cases import BASE, CASES, FLOAT_CASES, IN_PLACE
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, tf32_allowed
-from test_persistent import (
-    BASE,
-    CASES,
-    FLOAT_CASES,
-    assert_no_worse,
-    assert_same,
-    rounded_truth,
-    with_bits,
-)
-from test_persistent_backward import IN_PLACE
+from tf32 import rounded_truth
 
 import fusedrnn
 from fusedrnn import _library, tuning

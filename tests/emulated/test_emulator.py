@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DTYPES, OPTIONS, Case
+from checks import allocations
 from emulator import FOLDER, build_sanitized
-from test_behaviour import allocations
 
 import fusedrnn
 from fusedrnn import tuning

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
+from checks import allocations, assert_no_worse, assert_same
 from emulator import emulated_operators, use
-from test_behaviour import allocations
-from test_persistent import assert_no_worse, assert_same
 
 import fusedrnn
 from fusedrnn import _helpers, tuning
@@ -230,7 +229,7 @@ def test_chunks_are_as_long_whatever_the_driver_says():
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_every_cell_has_kernels_or_a_reason(tmp_path):
-    source, program = Path(__file__).parent / "cpp" / "plans.cpp", tmp_path / "plans"
+    source, program = Path(__file__).parents[1] / "cpp" / "plans.cpp", tmp_path / "plans"
     subprocess.run(["c++", "-std=c++17", "-O1", source, "-o", program], check=True)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout

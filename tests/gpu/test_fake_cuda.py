@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, Case, allow_tf32, relative_errors, truth
+from checks import assert_same
 from emulator import use
 from fake_cuda import fake_operators
 from speed_sizes import CELLS
@@ -92,11 +93,6 @@ def assert_right(ours, case, tf32=False):
     allowed = TF32 if tf32 else ALLOWED[case.dtype]
     for name, error in relative_errors(ours, exact).items():
         assert error <= 2 * theirs[name] + allowed, (name, error, theirs[name])
-
-
-def assert_same(these, those):
-    for name, tensor in those.items():
-        assert torch.equal(these[name], tensor), name
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from emulator.persistent import FOLDER, compiled
 
 from fusedrnn import _library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
 from bench import smoke, step_probe, worker  # noqa: E402
 from bench.step_probe import Step  # noqa: E402

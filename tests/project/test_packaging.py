@@ -17,7 +17,7 @@ import torch
 
 from fusedrnn import _library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BACKEND = ROOT / "build_backend"
 
 # An install from a wheel without the sources has nothing to build.

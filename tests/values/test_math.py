@@ -19,9 +19,9 @@ import subprocess
 
 import pytest
 import torch
-from test_cuda_kernels import NVCC, each_architecture, needs_nvcc
+from nvcc import NVCC, each_architecture, needs_nvcc
 
-CPP = pathlib.Path(__file__).parent / "cpp"
+CPP = pathlib.Path(__file__).parents[1] / "cpp"
 CSRC = CPP.parents[1] / "csrc"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]

@@ -15,6 +15,7 @@ from cases import (
     relative_errors,
     truth,
 )
+from checks import check_equal_to_the_loop
 from torch.autograd import gradcheck
 
 import fusedrnn
@@ -24,12 +25,6 @@ from fusedrnn import reference
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_loop_in_float64(device, case):
     check_equal_to_the_loop(device, case)
-
-
-def check_equal_to_the_loop(device: str, case: Case) -> None:
-    results = case.tensors(device).to(torch.float64).results(fusedrnn, **case.options)
-    for name, error in relative_errors(results, truth(case.same_for_torch(), device)).items():
-        assert error < 1e-12, name
 
 
 @pytest.mark.parametrize("case", DTYPE_CASES, ids=str)

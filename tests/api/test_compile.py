@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import allow_tf32
-from test_behaviour import gradients, module
+from checks import gradients, module
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedrnn

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DTYPES
+
 from hostile import BACKENDS, CELLS, Hostile, cases, has_case
 from hostile.judge import judge
 

@@ -13,7 +13,7 @@ import torch
 import fusedrnn
 from fusedrnn import _helpers
 
-sys.path.append(str(Path(__file__).parents[1]))  # last, so that fusedrnn is the installed one
+sys.path.append(str(Path(__file__).parents[2]))  # last, so that fusedrnn is the installed one
 
 BF16 = torch.bfloat16
 GPUS = list(_helpers.known_gpus())

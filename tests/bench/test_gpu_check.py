@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
 from bench import contain, faults, gpu_check, parts, worker  # noqa: E402
 

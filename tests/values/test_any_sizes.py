@@ -2,7 +2,7 @@
 
 import pytest
 from cases import CELLS, Case
-from test_correctness import check_equal_to_the_loop
+from checks import check_equal_to_the_loop
 
 pytest.importorskip("hypothesis")  # where there is a GPU there may be no network to fetch it
 from hypothesis import HealthCheck, given, settings

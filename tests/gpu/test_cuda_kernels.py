@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-SOURCES = sorted(Path(__file__).parents[1].glob("csrc/cuda/**/*.cu"))
-CUDA_BIN = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=CUDA_BIN)
-
-needs_nvcc = pytest.mark.skipif(NVCC is None or not SOURCES, reason="needs nvcc and the sources")
-each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
+from nvcc import NVCC, SOURCES, each_architecture, needs_nvcc
 
 
 @dataclass(frozen=True)

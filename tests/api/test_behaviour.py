@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CELLS, MASKED, Case, operator_arguments
-from torch.profiler import ProfilerActivity, profile
+from checks import allocations, gradients, module
 
 import fusedrnn
 from fusedrnn import reference
@@ -31,15 +31,6 @@ def cell(request):
 
 def call(case, arguments, **options):
     return arguments.call(fusedrnn, **(case.options | options))
-
-
-def module(cell, *sizes, **options):
-    names = {"gru": "GRU", "lstm": "LSTM", "stochastic_gru": "StochasticGRU"}
-    return getattr(fusedrnn, names[cell])(*sizes, **options)
-
-
-def gradients(outputs, cotangents, inputs, **options):
-    return torch.autograd.grad(outputs, inputs, cotangents, **options)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -106,17 +97,6 @@ def test_second_derivatives_are_refused(case):
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def allocations(function):
-    """Sizes in bytes of what torch's allocator gave out while ``function`` ran."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        function()
-    events = profiler.profiler.kineto_results.events()
-    sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
-    return [size for size in sizes if size > 0]
 
 
 def saved_storages(case, arguments, **options):

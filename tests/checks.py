@@ -1,0 +1,62 @@
+"""What several tests do with results: compare them, and count what they took."""
+
+import torch
+from cases import Case, relative_errors, truth
+from torch.profiler import ProfilerActivity, profile
+
+import fusedrnn
+
+
+def module(cell, *sizes, **options):
+    names = {"gru": "GRU", "lstm": "LSTM", "stochastic_gru": "StochasticGRU"}
+    return getattr(fusedrnn, names[cell])(*sizes, **options)
+
+
+def gradients(outputs, cotangents, inputs, **options):
+    return torch.autograd.grad(outputs, inputs, cotangents, **options)
+
+
+def allocations(function):
+    """Sizes in bytes of what torch's allocator gave out while ``function`` ran."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
+        function()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
+    return [size for size in sizes if size > 0]
+
+
+def check_equal_to_the_loop(device: str, case: Case) -> None:
+    results = case.tensors(device).to(torch.float64).results(fusedrnn, **case.options)
+    for name, error in relative_errors(results, truth(case.same_for_torch(), device)).items():
+        assert error < 1e-12, name
+
+
+def assert_same(these, those):
+    for name, tensor in these.items():
+        assert torch.equal(tensor, those[name]), name
+
+
+def assert_no_worse(ours, theirs, exact, or_those=None):
+    """Errors of at most twice those of the other one, or of what is rounded away anyway."""
+    exact = {name: exact[name] for name in ours}
+    errors = [relative_errors(others, exact) for others in (theirs, or_those) if others]
+    for name, error in relative_errors(ours, exact).items():
+        allowed = max(of[name] for of in errors)
+        assert error <= 2 * allowed + 1e-4, (name, error, allowed)
+
+
+def assert_nearer(ours, by_hand, case, share=0.5):
+    """To the loop that rounds by hand than a share of what that is from the exact one."""
+    exact = truth(case.same_for_torch(), "cpu")
+    by_hand, exact = ({name: every[name] for name in ours} for every in (by_hand, exact))
+    allowed = relative_errors(by_hand, exact)
+    for name, error in relative_errors(ours, by_hand).items():
+        assert error <= share * allowed[name] + 1e-6, (name, error, allowed[name])
+        assert allowed[name] < 2**-10, (name, allowed[name])
+
+
+def with_bits(tensor, *index):
+    """A number of the tensor becomes the NaN whose bits are all set."""
+    tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)[index] = -1

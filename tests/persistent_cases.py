@@ -1,0 +1,43 @@
+"""Cases for persistent kernels, in the emulation and on a GPU."""
+
+from dataclasses import replace
+
+import torch
+from cases import MASKED, Case
+from speed_sizes import CELLS
+
+BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
+SHAPES = [
+    replace(BASE, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
+    replace(BASE, seq_len=1, batch=9, chunk_size=1),
+    replace(BASE, seq_len=7, chunk_size=3, **MASKED),
+    replace(BASE, seq_len=4, bias=False, chunk_size=1, **MASKED),
+    replace(BASE, dtype=torch.float16, chunk_size=4, **MASKED),
+    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # as many units as a block has
+    replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
+]
+CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
+
+# Through TF32, where half as many columns take as many registers.
+FLOAT = replace(BASE, dtype=torch.float32)
+FLOAT_SHAPES = [
+    replace(FLOAT, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
+    replace(FLOAT, seq_len=1, batch=9, chunk_size=1),
+    replace(FLOAT, seq_len=7, chunk_size=3, **MASKED),
+    replace(FLOAT, seq_len=4, bias=False, chunk_size=1, **MASKED),
+    replace(FLOAT, hidden_size=16, latent_size=33, batch=8),
+    replace(FLOAT, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
+]
+FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in FLOAT_SHAPES]
+FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+
+# Widths that fill whole packets: in 16 bits blocks exchange through the gradients themselves.
+IN_PLACE = [
+    {
+        **cell,
+        "hidden_size": 40,
+        "latent_size": 24,
+        **({"proj_size": 8} if "proj_size" in cell else {}),
+    }
+    for cell in CELLS
+]
