@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import calls, memory, speed, train_text
+from . import calls, memory, readme, speed, train_text
 from .report import main
 
 
@@ -22,4 +22,5 @@ main(
     __doc__,
     add_options,
     on_cuda=[memory.run_on_cuda, speed.run_on_cuda, calls.run_on_cuda],
+    afterwards=readme.afterwards,
 )

@@ -176,11 +176,13 @@ def main(
     *,
     on_cuda: Sequence[Benchmark] = (),
     cuda_options: Sequence[str] = ("--dtype", "--shape", "--budget-s"),
+    afterwards: Callable[[Run], object] = lambda run: None,
 ) -> None:
     """Runs benchmarks as a command and exits: with status 1 if a result is wrong.
 
     A missed target is no wrong result: a busy machine misses them too. ``on_cuda`` are those to run
     with ``--device cuda``, the default if there are no others, and ``cuda_options`` what they take.
+    ``afterwards`` is called when all results are written.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -221,7 +223,8 @@ def main(
         screen.table(_target_table(targets), mark=True)
     if len(reports) > 1:
         (out / f"{options.device}.md").write_text(_markdown(reports, targets, about))
-    screen.line(f"{about['command']}: {_machine(about)}")
+    afterwards(Run(options.quick, out, NoProgress(), options, about))
+    screen.line(f"{about['command']}: {machine(about)}")
     screen.line(f"Results are in {out}")
     if left_out := _left_out(reports):
         screen.line(left_out)
@@ -312,7 +315,8 @@ def _environment(arguments: list[str], device: str) -> dict[str, Any]:
     return about
 
 
-def _machine(about: dict[str, Any]) -> str:
+def machine(about: dict[str, Any]) -> str:
+    """Where something was measured, as text."""
     if "gpu" in about:
         tf32 = f"TF32 {about['tf32']}"
         return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, {tf32}"
@@ -362,15 +366,19 @@ def _rich_table(table: Table, *, mark: bool = False) -> rich.table.Table:
 def _markdown(reports: list[Report], targets: list[Target], about: dict[str, Any]) -> str:
     tables = [_target_table(targets), *(table for report in reports for table in report.tables)]
     dtype = "" if "gpu" in about else "float32, "
-    head = f"`{about['command']}` on {_machine(about)}, {dtype}{about['date'][:10]}.\n"
+    head = f"`{about['command']}` on {machine(about)}, {dtype}{about['date'][:10]}.\n"
     left_out = [f"{line}\n"] if (line := _left_out(reports)) else []
     return "\n".join([head, *(markdown_table(table) for table in tables), *left_out])
 
 
 def markdown_table(table: Table) -> str:
     """A table as text."""
-    lines = [f"**{table.title}**", ""]
-    lines.append("| " + " | ".join(table.columns) + " |")
+    return f"**{table.title}**\n\n{markdown_rows(table)}"
+
+
+def markdown_rows(table: Table) -> str:
+    """A table as text, without its title."""
+    lines = ["| " + " | ".join(table.columns) + " |"]
     lines.append("|" + "|".join([":--", *["--:"] * (len(table.columns) - 1)]) + "|")
     for row in table.rows:
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")

@@ -324,7 +324,7 @@ def _report_on_cuda(results: Results) -> Report:
     return Report("speed", numbers(results), tables, targets, failures(results))
 
 
-def _compared(rows: dict[str, Row], a: str, b: str, times: str) -> Ratio | None:
+def compared(rows: dict[str, Row], a: str, b: str, times: str) -> Ratio | None:
     """Times of one contender over those of another, None if either has none.
 
     Those of one process are compared round by round, and torch's LSTM and GRU are there in either.
@@ -351,7 +351,7 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
 
     def compare(what: str, limits: dict[tuple[str, str], float], times: str) -> None:
         for (a, b), limit in limits.items():
-            if r := _compared(rows, a, b, times):
+            if r := compared(rows, a, b, times):
                 targets.append(Target(f"{what}, {a} / {b}", str(case), r.median, limit, r.spread))
 
     def bound_steps(name: str, limit: float) -> None:
@@ -376,14 +376,14 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
 def _backward_table(results: Results) -> Table:
     lines = []
     for case, rows in results.items():
-        ratios = [_compared(rows, a, b, "backward_ms") for a, b in PERSISTENT.items()]
+        ratios = [compared(rows, a, b, "backward_ms") for a, b in PERSISTENT.items()]
         lines.append([str(case), *(str(r) if r else "" for r in ratios)])
     return Table("Backward, persistent kernels / stepwise", ["", *PERSISTENT], lines)
 
 
 def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
     def over(name: str, other: str) -> str:
-        r = _compared(rows, name, other, "train_ms")
+        r = compared(rows, name, other, "train_ms")
         return f"{r.median:.3f}" if r else ""
 
     def ms(times: list[float]) -> list[str]:

@@ -1,4 +1,4 @@
-// How long a pass takes on a GPU, by a model (docs/performance.md): what it does step by step, and
+// How long a pass takes on a GPU, by a model (docs/gpu.md): what it does step by step, and
 // what it does once for a chunk of steps.
 #pragma once
 #include <algorithm>

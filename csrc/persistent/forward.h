@@ -125,7 +125,7 @@ class PersistentStage {
   // Others have next to nothing to load, and no registers for it beside the weights.
   static constexpr bool kLoadsAhead = Stage::kInputGates > 0;
   // Who asks too early asks twice, and all blocks share the L2 cache; but noise takes long to draw.
-  // As measured on an H100 (docs/performance.md).
+  // As measured on an H100 (docs/gpu.md).
   static constexpr bool kAsksFirst = kStages > 1;
 
   // What a unit needs that is known before the exchange, as it was loaded: to compute with it would

@@ -124,7 +124,7 @@ def test_products_of_matrices_have_a_switch_of_their_own():
 
 
 def test_the_model():
-    """As in docs/performance.md: an exchange, and 256 columns of 8 rows each."""
+    """As in docs/gpu.md: an exchange, and 256 columns of 8 rows each."""
     assert plan("gru", 64, 512).modelled_step_us == pytest.approx(0.6 + 0.1 * 2 * 2)
     assert plan("stochastic_gru", 16, 256).modelled_step_us == pytest.approx(2 * 0.7)
     assert plan("lstm", 64, 2048).modelled_step_us == 4

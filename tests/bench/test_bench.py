@@ -617,13 +617,13 @@ def test_times_of_one_process_are_compared_within_rounds() -> None:
 
     rows = {OURS: row(2, 1, 2, 3), LSTM: row(1, 4, 4, 4), cases.LSTM_BESIDE: row(2, 2, 4, 6)}
     rows[LOOP] = row(1, 10, 20, 40)
-    beside = speed._compared(rows, OURS, LSTM, "train_ms")
+    beside = speed.compared(rows, OURS, LSTM, "train_ms")
     assert beside == clock.Ratio(0.5, 0.5, 0.5)
-    assert speed._compared(rows, OURS, LOOP, "train_ms") == clock.Ratio(0.1, 1 / 40, 0.3)
+    assert speed.compared(rows, OURS, LOOP, "train_ms") == clock.Ratio(0.1, 1 / 40, 0.3)
     rows[cases.LSTM_BESIDE] = {"error": "broken"}
-    assert speed._compared(rows, OURS, LSTM, "train_ms") == clock.Ratio(0.5, 0.25, 0.75)
+    assert speed.compared(rows, OURS, LSTM, "train_ms") == clock.Ratio(0.5, 0.25, 0.75)
     rows[LSTM] = {"missing": "time"}
-    assert speed._compared(rows, OURS, LSTM, "train_ms") is None
+    assert speed.compared(rows, OURS, LSTM, "train_ms") is None
 
 
 def test_rows_of_ours_that_targets_need_must_not_be_missing() -> None:

@@ -1,30 +1,105 @@
-"""Numbers in the README and in the docs are those that the benchmark printed."""
+"""The documents: numbers are what the benchmarks printed, examples run, links lead somewhere."""
 
+from __future__ import annotations
+
+import argparse
+import doctest
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
+from bench import readme, report  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def test_readme_shows_the_results_of_the_benchmark():
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("<!-- results")[1].split("<!-- end of results")[0].splitlines()[1:]
-    printed = (ROOT / "bench" / "results" / "cpu.md").read_text().splitlines()
-    assert len(shown) > 20
-    assert [line for line in shown if line not in printed] == []
+@pytest.mark.parametrize("name", readme.DOCUMENTS)
+def test_measured_blocks_are_those_of_the_benchmark(name: str) -> None:
+    make, document = readme.DOCUMENTS[name]
+    written = (RESULTS / f"{name}.md").read_text()
+    assert make(RESULTS) == written, "run python -m bench.readme"
+    assert readme.between(document.read_text(), name) == written, "run python -m bench.readme"
 
 
-def test_performance_shows_the_results_of_calls():
+def test_full_benchmark_writes_the_block_of_the_readme(tmp_path: Path) -> None:
+    for name in ("memory.json", "speed.json", "gpu-h100.json"):
+        shutil.copy(RESULTS / name, tmp_path)
+    for quick, everything in ((True, True), (False, False), (False, True)):
+        options = argparse.Namespace(all=everything, device="cpu")
+        readme.afterwards(report.Run(quick, tmp_path, report.NoProgress(), options, {}))
+        assert (tmp_path / "readme.md").exists() == (everything and not quick)
+    assert (tmp_path / "readme.md").read_text() == (RESULTS / "readme.md").read_text()
+
+
+def test_performance_shows_the_results_of_calls() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     shown = text.split("<!-- calls")[1].split("<!-- end of calls")[0].split("\n", 1)[1]
-    printed = json.loads((ROOT / "bench" / "results" / "calls.json").read_text())
+    printed = json.loads((RESULTS / "calls.json").read_text())
     assert f"`{printed['environment']['command']}` on " in shown
     assert "\n".join(printed["tables"]).strip() in shown
 
 
-def test_readme_example_runs():
-    readme = (ROOT / "README.md").read_text()
-    example = readme.split("```python\n")[1].split("```")[0]
-    names = {}
-    exec(example, names)
-    assert names["output"].shape == (128, 16, 256)
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    broken = []
+    for link in LINK.findall(FENCED.sub("", document.read_text())):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (heading and heading not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def headings(document: Path) -> list[str]:
+    """As GitHub names them: lower case, hyphens for spaces, no punctuation."""
+    text = FENCED.sub("", document.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_broken_links_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# What it's for\n")
+    document = tmp_path / "document.md"
+    for link in ("other.md", "other.md#what-its-for", "#here"):
+        document.write_text(f"# Here\n[text]({link})\n")
+        test_links_lead_to_files_and_headings(document)
+    for link in ("another.md", "other.md#what-for", "#there"):
+        document.write_text(f"# Here\n[text]({link})\n")
+        with pytest.raises(AssertionError):
+            test_links_lead_to_files_and_headings(document)
+
+
+WITH_EXAMPLES = [document for document in DOCUMENTS if "```python" in document.read_text()]
+
+
+@pytest.mark.parametrize("document", WITH_EXAMPLES, ids=lambda document: document.name)
+def test_examples_run(document: Path) -> None:
+    """Examples of a document run one after the other, each with the names of those before."""
+    names: dict[str, Any] = {}
+    for language, example in FENCED.findall(document.read_text()):
+        if language != "python":
+            continue
+        if ">>>" in example:
+            test = doctest.DocTestParser().get_doctest(example, names, document.name, None, None)
+            results = doctest.DocTestRunner().run(test, clear_globs=False)
+            assert results.failed == 0 and results.attempted > 0
+            names |= test.globs
+        else:
+            exec(example, names)

@@ -1,0 +1,192 @@
+"""Puts measured numbers into README.md and docs/gpu.md: ``python -m bench.readme``.
+
+Reads what benchmarks left in bench/results, writes bench/results/readme.md (the three rows and the
+sentence about a GPU in the README) and gpu-h100.md (the table in docs/gpu.md), and copies both
+between the markers of these documents. Measures nothing: `python -m bench --all --out
+bench/results` does, and then writes readme.md too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .cases import (
+    GRAPHED,
+    GRU,
+    GRU_GRAPHED,
+    LARGE,
+    LOOP,
+    LSTM,
+    LSTM_GRAPHED,
+    OUR_GRU,
+    OUR_LSTM,
+    OURS,
+    Shape,
+)
+from .report import Run, Table, machine, markdown_rows, mib
+from .speed import compared
+from .worker import Row
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench/results"
+GPU = "gpu-h100"
+
+# Ours, the one it replaces, and how the README calls both.
+PAIRS = (
+    (OURS, LOOP, "`fusedrnn.StochasticGRU`", "a hand-written loop"),
+    (OUR_GRU, GRU, "`fusedrnn.GRU`", "`nn.GRU`"),
+    (OUR_LSTM, LSTM, "`fusedrnn.LSTM`", "`nn.LSTM`"),
+)
+# Ours, the one it is compared with on a GPU, and that one in a CUDA graph.
+GPU_PAIRS = (
+    (OUR_LSTM, LSTM, LSTM_GRAPHED),
+    (OUR_GRU, GRU, GRU_GRAPHED),
+    (OURS, LOOP, GRAPHED),
+)
+
+
+def afterwards(run: Run) -> None:
+    """Writes readme.md next to the other results of a run that measured everything."""
+    if run.everything and not run.quick:
+        (run.out / "readme.md").write_text(summary(run.out))
+
+
+def summary(results: Path) -> str:
+    """The block of the README: three rows of the CPU, and a sentence about a GPU, if measured."""
+    text = f"{_cpu_rows(results)}\n{_cpu_source(results)}\n"
+    return text + f"\n{_gpu_sentence(results)}\n" if (results / f"{GPU}.json").exists() else text
+
+
+def _cpu_rows(results: Path) -> str:
+    memory = _at(LARGE, _load(results, "memory")["shapes"])["contenders"]
+    speed = _at(LARGE, _load(results, "speed")["shapes"])
+    rows = []
+    for ours, other, name, other_name in PAIRS:
+        bytes_ = [memory[each]["peak_bytes"] for each in (ours, other)]
+        times_ms = [median(speed["train_ms"][each]) for each in (ours, other)]
+        ratio = speed["ratios"][f"{ours} / {other}"]
+        rows.append(
+            [
+                f"{name} / {other_name}",
+                f"{mib(bytes_[0])} / {mib(bytes_[1])} MiB",
+                f"**{bytes_[0] / bytes_[1]:.2f}**",
+                f"{times_ms[0]:,.0f} / {times_ms[1]:,.0f} ms",
+                f"**{ratio['median']:.2f}** ({ratio['least']:.2f}–{ratio['most']:.2f})",
+            ]
+        )
+    columns = ["one training step of", "peak memory", "ratio", "time", "ratio"]
+    return markdown_rows(Table("", columns, rows))
+
+
+def _cpu_source(results: Path) -> str:
+    about = _load(results, "speed")["environment"]
+    return f"{LARGE}, float32, {machine(about)}, {about['date'][:10]}."
+
+
+def gpu_table(results: Path) -> str:
+    """Training steps in bfloat16 on a GPU: milliseconds, and ratios to torch's and the loop's."""
+    columns = ["(B, H)"]
+    for ours, other, graphed in GPU_PAIRS:
+        columns += [f"{_name(ours)}, ms", f"/ {other}", f"/ {graphed}"]
+    rows = []
+    for shape, contenders in _gpu_cases(results):
+        row = [f"({shape.batch}, {shape.hidden_size})"]
+        for ours, *others in GPU_PAIRS:
+            row.append(f"{median(contenders[ours]['train_ms']):.2f}")
+            row += [_ratio_text(_gpu_ratio(contenders, ours, other)) for other in others]
+        rows.append(row)
+    return f"{markdown_rows(Table('', columns, rows))}\n{_gpu_source(results)}.\n"
+
+
+def _gpu_sentence(results: Path) -> str:
+    def least_and_most(ours: str, other: str) -> str:
+        ratios = [_gpu_ratio(contenders, ours, other) for _, contenders in _gpu_cases(results)]
+        return f"{_ratio_text(min(ratios))} to {_ratio_text(max(ratios))}"
+
+    parts = [
+        f"{_name(ours)} / {_name(other)} {least_and_most(ours, other)} "
+        f"({least_and_most(ours, graphed)} if that runs in a CUDA graph)"
+        for ours, other, graphed in GPU_PAIRS
+    ]
+    return f"Time of a training step on one {_gpu_source(results)}: {'; '.join(parts)}."
+
+
+def _gpu_source(results: Path) -> str:
+    about = _load(results, GPU)["speed"]["environment"]
+    shapes = [shape for shape, _ in _gpu_cases(results)]
+    sizes = ", ".join(f"({shape.batch}, {shape.hidden_size})" for shape in shapes)
+    return (
+        f"{about['gpu']}, torch {about['torch']}, bfloat16, T={shapes[0].seq_len}, (B, H) = "
+        f"{sizes}, {about['date'][:10]}"
+    )
+
+
+def _gpu_cases(results: Path) -> list[tuple[Shape, dict[str, Row]]]:
+    """Those in bfloat16 that were measured; for others there was no time."""
+    needed = [name for pair in GPU_PAIRS for name in pair]
+    return [
+        (Shape(**case["shape"]), case["contenders"])
+        for case in _load(results, GPU)["speed"]["cases"]
+        if case["dtype"] == "bfloat16"
+        and all("train_ms" in case["contenders"].get(name, {}) for name in needed)
+    ]
+
+
+def _gpu_ratio(contenders: dict[str, Row], ours: str, other: str) -> float:
+    ratio = compared(contenders, ours, other, "train_ms")
+    assert ratio is not None
+    return ratio.median
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
+
+
+def _name(contender: str) -> str:
+    return {OURS: "StochasticGRU", LOOP: "a hand-written loop"}.get(
+        contender, contender.removeprefix("fusedrnn.")
+    )
+
+
+def _at(shape: Shape, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(result for result in measured if result["shape"] == vars(shape))
+
+
+def _load(results: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
+    return content
+
+
+def between(text: str, name: str) -> str:
+    """What a document has between its markers ``<!-- name -->`` and ``<!-- end of name -->``."""
+    return _split(text, name)[1]
+
+
+def _split(text: str, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    shown, after = rest.split(end)
+    return before + begin, shown, end + after
+
+
+DOCUMENTS: dict[str, tuple[Callable[[Path], str], Path]] = {
+    "readme": (summary, ROOT / "README.md"),
+    GPU: (gpu_table, ROOT / "docs/gpu.md"),
+}
+
+
+def main() -> None:
+    """Writes the files, and copies them into the documents."""
+    for name, (make, document) in DOCUMENTS.items():
+        text = make(RESULTS)
+        (RESULTS / f"{name}.md").write_text(text)
+        before, _, after = _split(document.read_text(), name)
+        document.write_text(before + text + after)
+
+
+if __name__ == "__main__":
+    main()
