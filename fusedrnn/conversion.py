@@ -181,7 +181,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
     compiled = {m._modules["_orig_mod"] for m in root.modules() if "_orig_mod" in m._modules}
     done: dict[nn.Module, nn.Module] = {}
 
-    def visit(module: nn.Module, name: str) -> nn.Module:
+    def visit(module: nn.Module, name: str, parent: nn.Module | None = None) -> nn.Module:
         if module in done:
             return done[module]
         done[module] = module
@@ -189,6 +189,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
             try:
                 if module in compiled:
                     raise _CannotReplace("torch.compile has wrapped it; replace it before that")
+                _check_weight_drop(module, parent)
                 new, lost = _counterpart(module, counterparts)
             except _CannotReplace as reason:
                 report.kept.append(Kept(name, _words(module), str(reason)))
@@ -201,7 +202,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
         # Not named_children(), which leaves out the second name of a child.
         for key, child in list(module._modules.items()):
             if child is not None:
-                new = visit(child, f"{name}.{key}" if name else key)
+                new = visit(child, f"{name}.{key}" if name else key, module)
                 if new is not child:
                     module.add_module(key, new)
         return module
@@ -224,6 +225,29 @@ def _is_quantized(module: nn.Module) -> bool:
     """Whether it is one of torch.ao's recurrent modules, no relatives of torch.nn's by class."""
     cls = type(module)
     return cls.__module__.startswith("torch.ao.") and cls.__name__ in _TORCH_NAMES
+
+
+def _check_weight_drop(old: nn.Module, parent: nn.Module | None) -> None:
+    """Refuses a module whose weights a WeightDrop wrapper sets before each call.
+
+    Such wrappers, as those of fastai and PyTorch-NLP, keep the weights under other names, in the
+    module or in the wrapper that holds it.
+    """
+    for holder in (old, parent):
+        if holder is None:
+            continue
+        own = [name for name, _ in holder.named_parameters(recurse=False)]
+        names = [
+            n.removesuffix("_raw") for n in own if n.startswith("weight_") and n.endswith("_raw")
+        ]
+        if not names:
+            continue
+        p = getattr(holder, "weight_p", None)  # of fastai
+        option = f"weight_dropout={p}" if isinstance(p, float) else "weight_dropout=p"
+        raise _CannotReplace(
+            f"WeightDrop sets {', '.join(names)} before each call; to convert it, unwrap it, and "
+            f"give the new module {option}, which does the same"
+        )
 
 
 def _counterpart(old: nn.Module, counterparts: Counterparts) -> tuple[nn.Module, tuple[str, ...]]:

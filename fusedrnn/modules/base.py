@@ -20,7 +20,6 @@ from ..options import (
     Options,
     check_device,
     check_dtype,
-    check_flag,
     check_positive,
     check_proj_size,
 )
@@ -133,10 +132,10 @@ class RNNCellBase(FlatModule):
         self.hidden_size = check_positive("hidden_size", hidden_size)
         if CELLS[self._cell].has_latent:
             self.latent_size = _latent_size(latent_size, hidden_size)
-        self.bias = check_flag("bias", bias)
+        self.bias = bool(bias)  # torch.nn's cells take anything for its truth, its layers do not
         check_device(device)
         self._make_weights(device, check_dtype(dtype))
-        if not bias:  # as in torch.nn, where the names exist in any case
+        if not self.bias:  # as in torch.nn, where the names exist in any case
             for name, _, _ in self._layout_of_step(bias=True):
                 if name.startswith("bias_"):
                     self.register_parameter(name, None)

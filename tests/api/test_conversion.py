@@ -444,3 +444,46 @@ def test_only_modules_are_taken():
     for way, wrong in itertools.product((convert, to_torch), (nn.LSTM, [nn.LSTM(5, 7)], None)):
         with pytest.raises(TypeError, match=r"^fusedrnn: module must be a torch\.nn\.Module, got"):
             way(wrong)
+
+
+class FastaiWeightDropout(nn.Module):
+    """As fastai.text.models.awdlstm has it: the weight is the wrapper's, under another name."""
+
+    def __init__(self, module, weight_p):
+        super().__init__()
+        self.module, self.weight_p = module, weight_p
+        weight = module.weight_hh_l0
+        del module.weight_hh_l0
+        self.weight_hh_l0_raw = nn.Parameter(weight.detach())
+        self.module.weight_hh_l0 = weight.detach().clone()
+
+
+class NlpWeightDropLSTM(nn.LSTM):
+    """As torchnlp.nn has it: the weight is the module's own, under another name."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        weight = self.weight_hh_l0
+        del self.weight_hh_l0
+        self.weight_hh_l0_raw = nn.Parameter(weight.detach())
+
+
+def test_weight_drop_is_kept_and_its_option_is_named():
+    model = nn.ModuleList([FastaiWeightDropout(nn.LSTM(3, 4), 0.5), NlpWeightDropLSTM(3, 4)])
+    _, report = convert(model)
+    assert report.replaced == []
+    assert [kept.name for kept in report.kept] == ["0.module", "1"]
+    for kept, option in zip(report.kept, ("weight_dropout=0.5", "weight_dropout=p"), strict=True):
+        assert "WeightDrop sets weight_hh_l0" in kept.reason and option in kept.reason
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
+@pytest.mark.parametrize(("bias", "expected"), [(1, True), (0, False), ("tanh", True)])
+def test_the_bias_of_a_cell_is_taken_for_its_truth(cell, bias, expected):
+    """torch.nn takes it so."""
+    old = cell(3, 4, bias)
+    x = torch.randn(2, 3)
+    before = old(x)
+    new, report = convert(old)
+    assert len(report.replaced) == 1 and new.bias is expected
+    torch.testing.assert_close(new(x), before)

@@ -679,3 +679,30 @@ def test_public_names_are_those_of_torch():
     for name, cell in itertools.product(NAMES, ["", "Cell"]):
         assert getattr(fusedrnn, name + cell).__name__ == getattr(nn, name + cell).__name__
         assert name + cell in fusedrnn.__all__
+
+
+def torchs_wrong_calls():
+    """Constructions and calls that torch's own tests expect to fail."""
+    common_modules = pytest.importorskip("torch.testing._internal.common_modules")
+    for info in common_modules.module_db:
+        if info.module_error_inputs_func is None or info.module_cls.__module__ != nn.GRU.__module__:
+            continue
+        wrong = info.module_error_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=False, training=False
+        )
+        ours = getattr(fusedrnn, info.module_cls.__name__, None)
+        yield from ((info.module_cls, ours, w.module_error_input) for w in wrong if ours)
+
+
+def test_errors_have_the_types_of_torchs():
+    def type_of_error(cls, wrong):
+        with pytest.raises(Exception) as caught:
+            module = cls(*wrong.constructor_input.args, **wrong.constructor_input.kwargs)
+            module(*wrong.forward_input.args, **wrong.forward_input.kwargs)
+        return caught.type
+
+    count = 0
+    for theirs, ours, wrong in torchs_wrong_calls():
+        assert type_of_error(ours, wrong) is type_of_error(theirs, wrong), wrong.constructor_input
+        count += 1
+    assert count >= 20
