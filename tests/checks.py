@@ -47,16 +47,6 @@ def assert_no_worse(ours, theirs, exact, or_those=None):
         assert error <= 2 * allowed + 1e-4, (name, error, allowed)
 
 
-def assert_nearer(ours, by_hand, case, share=0.5):
-    """To the loop that rounds by hand than a share of what that is from the exact one."""
-    exact = truth(case.same_for_torch(), "cpu")
-    by_hand, exact = ({name: every[name] for name in ours} for every in (by_hand, exact))
-    allowed = relative_errors(by_hand, exact)
-    for name, error in relative_errors(ours, by_hand).items():
-        assert error <= share * allowed[name] + 1e-6, (name, error, allowed[name])
-        assert allowed[name] < 2**-10, (name, allowed[name])
-
-
 def with_bits(tensor, *index):
     """A number of the tensor becomes the NaN whose bits are all set."""
     tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)[index] = -1

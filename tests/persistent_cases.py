@@ -17,6 +17,7 @@ SHAPES = [
     replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
 ]
 CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
+LONG = replace(BASE, seq_len=11, batch=3, chunk_size=3)
 
 # Through TF32, where half as many columns take as many registers.
 FLOAT = replace(BASE, dtype=torch.float32)

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from cases import relative_errors, truth
+from checks import assert_no_worse
 
 from fusedrnn import reference
 
@@ -53,3 +55,28 @@ def rounded_truth(case, device="cpu", of_all=False):
 
     with mock.patch.object(reference, "F", SimpleNamespace(linear=linear)):
         return arguments.results(reference, **case.sizes)
+
+
+def assert_nearer(ours, by_hand, case, share=0.5):
+    """To the loop that rounds by hand than a share of what that is from the exact one."""
+    exact = truth(case.same_for_torch(), "cpu")
+    by_hand, exact = ({name: every[name] for name in ours} for every in (by_hand, exact))
+    allowed = relative_errors(by_hand, exact)
+    for name, error in relative_errors(ours, by_hand).items():
+        assert error <= share * allowed[name] + 1e-6, (name, error, allowed[name])
+        assert allowed[name] < 2**-10, (name, allowed[name])
+
+
+def assert_forward_is_rounded(ours, case):
+    """Most numbers to float32; a sum's last bit may tip an operand's rounding, and so a row."""
+    by_hand = rounded_truth(case)
+    assert_nearer(ours, by_hand, case)
+    for name, tensor in ours.items():
+        assert (tensor - by_hand[name]).abs().median() < 2e-6, name
+
+
+def assert_backward_is_rounded(ours, case):
+    """Some operand's rounding may be tipped by a sum's last bit, and all that is behind it."""
+    by_hand = rounded_truth(case)
+    assert_nearer(ours, by_hand, case, share=0.75)
+    assert_no_worse(ours, by_hand, truth(case.same_for_torch(), "cpu"))

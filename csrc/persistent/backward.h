@@ -69,7 +69,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
       typename Product::Operand x = product_.ask(has_product, source_step(t), tile);
       float* turn = block_.next_turn();
       product_.multiply(has_product, source_step(t), tile, x, turn);
-      if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+      sync_block();
       if (!thread().computes()) continue;
       const float sum = has_product ? product_.total(turn) : 0.0f;
       if (ends) {
@@ -219,7 +219,6 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   }
 
   FUSEDRNN_DEVICE void send(int i, int tile, const float (&dhidden_gates)[kGates]) const {
-    if (FUSEDRNN_SEEDED_BUG == 8) return;
     constexpr int kInPacket = Operands<T>::kInPacket;
     const int row = Units::row_of_batch(tile);
     const bool sends = thread().g % kInPacket == 0 && unit() < width_ && row < args().batch;
@@ -277,15 +276,13 @@ template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentBackward<T>& args,
                                          unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
-  if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
   using All = BackwardStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
   BackwardBlock<T> block(args, shared);
   All::load_biases(block);
   sync_block();
   All::rebuild_states(block);
   All stages(block);
-  if (FUSEDRNN_SEEDED_BUG != 12)
-    sync_block();  // weights have been turned where sums are going to be
+  sync_block();  // weights have been turned where sums are going to be
   for (int t = args.steps - 1; t >= -1; --t) stages.run(t);
   end(args);
 }

@@ -129,7 +129,7 @@ class BackwardProduct {
         staged[in_block * kRowWords + (first + i) / Of::kInWord + j] = packet.word[j];
       }
     }
-    if (FUSEDRNN_SEEDED_BUG != 13) sync_warp();
+    sync_warp();
     // Numbers of a column one below the other, as many as are in a word.
     const auto at = [&](int k, int column) {
       if constexpr (Of::kInWord == 1) return staged[k * kRowWords + column];

@@ -11,11 +11,6 @@
 #include "arguments.h"
 #include "device.h"
 
-// What the tests change to see that they would notice.
-#ifndef FUSEDRNN_SEEDED_BUG
-#define FUSEDRNN_SEEDED_BUG 0
-#endif
-
 namespace fusedrnn::cuda {
 
 static_assert(sizeof(Packet) == kPacketBytes);
@@ -29,7 +24,6 @@ struct Operands {
 
   FUSEDRNN_DEVICE static uint32_t bits(T number) {
     if constexpr (kRounds) {
-      if (FUSEDRNN_SEEDED_BUG == 16) return Traits<float>::bits(number);
       return round_to_tf32(number);
     } else {
       return number.bits;
@@ -78,9 +72,7 @@ FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
   using Of = Operands<T>;
   constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu, all_ones = 2 * nan + 1;
   uint32_t bits = Of::bits(value);
-  if (FUSEDRNN_SEEDED_BUG == 15 && bits == nan) bits = all_ones;
   if (bits == all_ones) bits = nan;  // PTX does not say to which NaN it narrows
-  if (FUSEDRNN_SEEDED_BUG == 11 && bits == nan) bits = all_ones;
   Packet packet;
   packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
   packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
@@ -135,7 +127,7 @@ struct BlockOfGroup {
   template <class P>
   FUSEDRNN_DEVICE P* slot(int s, int i, int row_packets, P* of_step_0) const {
     const Slots& slots = args.sent[s];
-    const int slot = FUSEDRNN_SEEDED_BUG == 6 ? 0 : i & slots.mask;
+    const int slot = i & slots.mask;
     return of_step_0 + wide_product(slot, slots.rows * row_packets);
   }
   FUSEDRNN_DEVICE void store(Packet* to, const Packet& packet) const {
@@ -148,14 +140,10 @@ struct BlockOfGroup {
   // Of a warp that has stored all that it sends of stage s in step i.
   FUSEDRNN_DEVICE void count_sent(int s, int i, int tile) const {
     if (args.exchange == Exchange::Packets) return;
-    if (FUSEDRNN_SEEDED_BUG != 4) sync_warp();
+    sync_warp();
     if (thread.lane != 0) return;
     uint32_t* count = counts(s, index) + thread.warp;
-    if (FUSEDRNN_SEEDED_BUG == 3) {
-      store_relaxed(count, count_of(i, tile));
-    } else {
-      store_release(count, count_of(i, tile));
-    }
+    store_release(count, count_of(i, tile));
   }
 
   // Packets: loads again what has not been there, every fourth packet from `from` on.  Many lanes
@@ -163,7 +151,6 @@ struct BlockOfGroup {
   // lacks: it asks for the first of these, and once that has come for all others at once.
   template <int kCount>
   FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
-    if (FUSEDRNN_SEEDED_BUG == 10) return;
     int asked_for = kCount;
     for (uint32_t spins = 0;; ++spins) {
       int first = kCount;  // that is missing
@@ -188,13 +175,13 @@ struct BlockOfGroup {
     const int sender = thread.warp * depth * in_block + thread.lane / kSenders;
     if (thread.lane < depth * in_block * kSenders && sender * kTileUnits < columns) {
       const uint32_t* count = counts(s, sender) + thread.lane % kSenders;
-      const uint32_t wanted = count_of(i, tile) - (FUSEDRNN_SEEDED_BUG == 9 ? 1 : 0);
+      const uint32_t wanted = count_of(i, tile);
       for (uint32_t spins = 0; int32_t(load_acquire(count) - wanted) < 0; ++spins) {
         if (!may_spin(args, spins)) break;
         pause();
       }
     }
-    if (FUSEDRNN_SEEDED_BUG != 2) sync_warp();
+    sync_warp();
   }
 
  private:

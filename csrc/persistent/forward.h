@@ -116,7 +116,7 @@ class PersistentStage {
         FUSEDRNN_UNROLL
         for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
       }
-      if (FUSEDRNN_SEEDED_BUG != 1) sync_block();
+      sync_block();
       if (thread().computes()) compute(t, tile, preloaded, turn);
     }
   }
@@ -321,14 +321,14 @@ class PersistentStage {
   }
 
   FUSEDRNN_DEVICE void send(int t, int tile, T value) const {
-    if (FUSEDRNN_SEEDED_BUG == 8 || (kIsLast && t == args().steps - 1)) return;
+    if (kIsLast && t == args().steps - 1) return;
     const Packet packet = pack_neighbours(value);
     const int row = row_of_batch(tile);
     if (thread().g % Of::kInPacket == 0 && unit() < width_ && row < args().batch) {
       Packet* to =
           block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket;
       block_.store(to, packet);
-      if (args().next != 0 && FUSEDRNN_SEEDED_BUG != 17) store_plain(to + args().next, not_sent());
+      if (args().next != 0) store_plain(to + args().next, not_sent());
     }
     block_.count_sent(kIndex, t, tile);
   }
@@ -365,7 +365,6 @@ template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
-  if (FUSEDRNN_SEEDED_BUG == 5 && thread_index() / kWarpSize == kWarps - 1) return;
   PersistentBlock<T> block(args, shared);
   PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
   for (int t = 0; t < args.steps; ++t) stages.run(t);

@@ -7,11 +7,7 @@ import subprocess
 from dataclasses import dataclass
 
 import pytest
-import torch
-from cases import Case, allow_tf32
 from emulator.persistent import FOLDER, compiled
-
-import fusedrnn
 
 ENOUGH = 1 << 20  # looks, more than any of these waits takes
 NEVER = -1
@@ -77,34 +73,3 @@ def test_a_thread_gives_up(packets):
     for wait in waits([NEVER] * packets, given_up_at=500):
         assert not wait.is_complete
         assert wait.looks < 500 + LOOKS_ALONE
-
-
-ALL_ONES = 15  # the seeded bug that makes rounding give this NaN
-SEES_NO_NAN = 11  # the one that lets it into packets
-
-
-@pytest.mark.parametrize("hidden_size", [37, 40])  # backward: by buffers, and by the gradients
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("cell", ["gru", "stochastic_gru"])
-def test_packets_arrive_whichever_nan_rounding_gives(emulator, cell, dtype, hidden_size):
-    case = Case(cell, seq_len=4, batch=3, hidden_size=hidden_size, latent_size=24, dtype=dtype)
-    allow_tf32(True)
-
-    def results(bug):
-        options = {"seeded_bug": bug, "backward_bug": bug, "patience": 50}
-        emulator.control(False, "", multiprocessors=132, **options)
-        arguments = case.tensors().to(dtype)
-        with torch.no_grad():
-            arguments.input[1, 1] = torch.nan
-            arguments.grad_output[2, 2] = torch.nan
-        found = arguments.results(fusedrnn, **case.options)
-        assert min(emulator.counts()[2:4]) > 0, "the kernels have not been called"
-        return found
-
-    expected = results(bug=0)
-    for name, tensor in results(bug=ALL_ONES).items():
-        assert torch.equal(tensor.isnan(), expected[name].isnan()), name
-        assert torch.equal(tensor.nan_to_num(), expected[name].nan_to_num()), name
-    assert expected["output"].isnan().any()
-    with pytest.raises(RuntimeError, match="other blocks have not sent their results in time"):
-        results(bug=SEES_NO_NAN)

@@ -12,25 +12,40 @@ from torch.utils.cpp_extension import include_paths, load
 
 from fusedrnn import _library, _plans, tuning
 
+from .seeded_bugs import seeded_sources
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / f"emulator-torch{torch.__version__}"
 SOURCE = FOLDER / "emulator.cpp"
-FLAGS = [f"-I{FOLDER}", "-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
+FLAGS = ["-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
+FLAGS += ["-fvisibility=hidden"]  # two such libraries in a process share nothing
 
 
 @functools.cache
 def emulated_operators() -> Any:
     """The operators of ``fusedrnn``, with the same schemas, for CPU tensors."""
-    BUILD.mkdir(parents=True, exist_ok=True)
+    _load("fusedrnn_emulated", FOLDER)
+    return torch.ops.fusedrnn_emulated
+
+
+@functools.cache
+def seeded_operators() -> Any:
+    """The same with bugs in the persistent kernels, of which ``control`` chooses one."""
+    _load("fusedrnn_seeded", seeded_sources())
+    return torch.ops.fusedrnn_seeded
+
+
+def _load(name: str, folder: Path) -> None:
+    build = BUILD / name
+    build.mkdir(parents=True, exist_ok=True)
     load(
-        name="fusedrnn_emulated",
-        sources=[str(SOURCE)],
-        extra_cflags=[*FLAGS, "-O2"],
-        build_directory=str(BUILD),
+        name=name,
+        sources=[str(folder / SOURCE.name)],
+        extra_cflags=[*FLAGS, f"-I{folder}", "-O2"],
+        build_directory=str(build),
         is_python_module=False,
     )
-    return torch.ops.fusedrnn_emulated
 
 
 def use(patch: Any, operators: Any) -> None:
@@ -50,7 +65,7 @@ def build_sanitized() -> Path:
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
         return library
     BUILD.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1"]
+    flags = [f"-I{FOLDER}", "-std=c++20", "-shared", "-fPIC", "-w", "-O1"]
     flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += [f"-isystem{path}" for path in include_paths()]
     torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]

@@ -10,11 +10,10 @@
 #include <tuple>
 #include <vector>
 
-// A number and not a constant, so that one build has all bugs.
+// The number of the bug that is on, in a copy of the headers that has bugs: see seeded_bugs.py.
 namespace {
 int64_t seeded_bug = 0;
 }
-#define FUSEDRNN_SEEDED_BUG seeded_bug
 #include "../../csrc/cuda/block_counts.h"
 #include "../../csrc/cuda/kernels.h"
 #include "../../csrc/ops/gpu_backend.h"

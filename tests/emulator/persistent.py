@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 import subprocess
 from pathlib import Path
 
@@ -14,13 +14,16 @@ PACKETS, FLAGS = 0, 1
 
 def compiled(name: str, *flags: str, source: Path = SOURCE) -> Path:
     """What a source becomes, anew if it or a header has changed."""
+    folder = source.parent
     made = ROOT / "build" / "persistent" / name
-    sources = [*(ROOT / "csrc").rglob("*.h"), *FOLDER.glob("*.h"), source]
-    if not made.exists() or made.stat().st_mtime < max(s.stat().st_mtime for s in sources):
-        made.parent.mkdir(parents=True, exist_ok=True)
-        fresh = made.with_suffix(f".{os.getpid()}")  # another process may be loading the old one
-        options = ["-std=c++20", "-O1", "-ffp-contract=fast", "-Wall", "-Wextra", f"-I{FOLDER}"]
-        command = ["c++", *options, *flags, str(source), "-o", str(fresh)]
-        subprocess.run(command, check=True)
-        fresh.replace(made)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    sources = [*(folder.parents[1] / "csrc").rglob("*.h"), *folder.glob("*.h"), source]
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, others wait
+        if not made.exists() or made.stat().st_mtime < max(s.stat().st_mtime for s in sources):
+            fresh = made.with_suffix(".fresh")  # another process may be loading the old one
+            options = ["-std=c++20", "-O1", "-ffp-contract=fast", "-Wall", "-Wextra"]
+            command = ["c++", *options, *flags, f"-I{folder}", str(source), "-o", str(fresh)]
+            subprocess.run(command, check=True)
+            fresh.replace(made)
     return made

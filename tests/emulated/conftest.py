@@ -1,0 +1,56 @@
+"""Calls by the persistent kernels in the emulation, with or without a seeded bug."""
+
+import pytest
+from cases import allow_tf32
+from emulator import emulated_operators, seeded_operators, use
+from emulator.persistent import FLAGS, PACKETS
+
+from fusedrnn import tuning
+
+FORWARD, BACKWARD, PRESETS = 2, 3, 6  # places in what the emulation counts
+
+
+class PersistentCalls:
+    """Calls a function while modules compute by persistent kernels, and checks that they do.
+
+    The options are those of the emulation: multiprocessors, schedule (the seed of the order of
+    threads), seeded_bug, backward_bug, and patience (in looks at memory).
+
+    Attributes:
+        presets: Of memory, in the latest call.
+    """
+
+    def __init__(self, monkeypatch, kernel):
+        self.monkeypatch, self.kernel = monkeypatch, kernel
+        self.presets = 0
+
+    def __call__(self, function, *arguments, is_on=True, exchange=PACKETS, tf32=True, **options):
+        """What the function returns. is_on: whether there are persistent kernels."""
+        allow_tf32(tf32)
+        has_bug = not {"seeded_bug", "backward_bug"}.isdisjoint(options)
+        operators = seeded_operators() if has_bug else emulated_operators()
+        options = {"multiprocessors": 132, "schedule": 1} | options
+        operators.control(False, "", **(options if is_on else {}))
+        try:
+            with self.monkeypatch.context() as patch:
+                use(patch, operators)
+                patch.setattr(tuning.switches, "exchange_by_flags", exchange == FLAGS)
+                results = function(*arguments)
+            counts = operators.counts()
+        finally:
+            operators.control(False, "")
+        assert (counts[self.kernel] > 0) == is_on, "the kernels have not been called"
+        self.presets = counts[PRESETS]
+        return results
+
+
+@pytest.fixture
+def persistent(monkeypatch):
+    """Calls by the persistent kernels of forward."""
+    return PersistentCalls(monkeypatch, FORWARD)
+
+
+@pytest.fixture
+def chain(monkeypatch):
+    """Calls by the persistent kernels of backward."""
+    return PersistentCalls(monkeypatch, BACKWARD)

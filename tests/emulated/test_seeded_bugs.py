@@ -1,0 +1,130 @@
+"""Bugs put into the persistent kernels under the package: values, or the wait, show them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case
+from checks import assert_same
+from emulator.persistent import FLAGS, PACKETS
+from emulator.seeded_bugs import MUTATIONS, Mutation, mutated_headers
+from persistent_cases import BASE, FLOAT, LONG
+from speed_sizes import CELLS
+from tf32 import assert_backward_is_rounded, assert_forward_is_rounded
+
+import fusedrnn
+
+NOTHING_IS_SENT, NAN_IS_SENT, NAN_IS_ROUNDED_TO, NOT_ROUNDED, NOT_PRESET = 8, 11, 15, 16, 17
+GAVE_UP = "other blocks have not sent their results in time"
+
+each_base = pytest.mark.parametrize("base", [BASE, FLOAT], ids=lambda base: str(base.dtype))
+
+
+def forward(case):
+    with torch.no_grad():
+        every = case.tensors().call(fusedrnn, **case.options)
+    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+
+
+def trained(case):
+    return case.tensors().to(case.dtype).results(fusedrnn, **case.options)
+
+
+def test_each_bug_replaces_a_text_that_occurs_once():
+    assert mutated_headers().keys() == {mutation.header for mutation in MUTATIONS}
+    for text in ("a; a;", "b;"):
+        with pytest.raises(ValueError, match=r"must occur once in .*x\.h, but occurs [02] times"):
+            Mutation(1, "x.h", "a;", "").applied(text, text)
+
+
+def test_other_roundings_are_noticed_in_forward(persistent):
+    case = replace(FLOAT, cell="gru")
+    with pytest.raises(AssertionError, match="output"):  # the last bits are cut off
+        assert_forward_is_rounded(persistent(forward, case, seeded_bug=NOT_ROUNDED), case)
+
+
+def test_other_roundings_are_noticed_in_backward(chain):
+    case = replace(FLOAT, cell="gru", recompute=False)
+    assert_backward_is_rounded(chain(trained, case), case)
+    with pytest.raises(AssertionError, match="grad"):  # the last bits are cut off
+        assert_backward_is_rounded(chain(trained, case, backward_bug=NOT_ROUNDED), case)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_what_the_next_kernel_needs_preset_is_missed(persistent, cell):
+    """The third chunk would take for its own what the first one has sent."""
+    case = replace(LONG, **cell)
+    expected = persistent(forward, case)
+    with pytest.raises(AssertionError):
+        assert_same(persistent(forward, case, seeded_bug=NOT_PRESET), expected)
+
+
+@pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
+def test_forward_gives_up_on_what_never_comes(persistent, exchange):
+    silent = {"seeded_bug": NOTHING_IS_SENT, "patience": 50, "exchange": exchange}
+    with pytest.raises(RuntimeError, match=GAVE_UP):
+        persistent(forward, replace(BASE, cell="stochastic_gru"), **silent)
+
+
+@each_base
+@pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
+def test_backward_gives_up_on_what_never_comes(chain, exchange, base):
+    silent = {"backward_bug": NOTHING_IS_SENT, "patience": 50, "exchange": exchange}
+    with pytest.raises(RuntimeError, match=GAVE_UP):
+        chain(trained, base, **silent)
+
+
+@each_base
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_another_nan_would_hang_forward(persistent, cell, base):
+    """If rounding let the bits of a NaN through."""
+    case = replace(base, cell=cell)
+    arguments = case.tensors()
+    arguments.input[2, 1] = torch.nan
+
+    def run():
+        with torch.no_grad():
+            return arguments.call(fusedrnn, **case.options)
+
+    with pytest.raises(RuntimeError, match=GAVE_UP):
+        persistent(run, seeded_bug=NAN_IS_SENT, patience=50)
+
+
+@each_base
+@pytest.mark.parametrize("hidden_size", [37, 40])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_another_nan_would_hang_backward(chain, cell, base, hidden_size):
+    """If rounding let the bits of a NaN through."""
+
+    def run():
+        arguments = replace(base, cell=cell, hidden_size=hidden_size).tensors().to(base.dtype)
+        arguments.grad_output[2, 1] = torch.nan
+        return arguments.results(fusedrnn)
+
+    with pytest.raises(RuntimeError, match=GAVE_UP):
+        chain(run, backward_bug=NAN_IS_SENT, patience=50)
+
+
+@pytest.mark.parametrize("hidden_size", [37, 40])  # backward: by buffers, and by the gradients
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cell", ["gru", "stochastic_gru"])
+def test_packets_arrive_whichever_nan_rounding_gives(chain, cell, dtype, hidden_size):
+    case = Case(cell, seq_len=4, batch=3, hidden_size=hidden_size, latent_size=24, dtype=dtype)
+
+    def run():
+        arguments = case.tensors().to(dtype)
+        with torch.no_grad():
+            arguments.input[1, 1] = torch.nan
+            arguments.grad_output[2, 2] = torch.nan
+        return arguments.results(fusedrnn, **case.options)
+
+    def results(bug):
+        return chain(run, seeded_bug=bug, backward_bug=bug, patience=50)
+
+    expected = chain(run)
+    assert expected["output"].isnan().any()
+    for name, tensor in results(NAN_IS_ROUNDED_TO).items():
+        assert torch.equal(tensor.isnan(), expected[name].isnan()), name
+        assert torch.equal(tensor.nan_to_num(), expected[name].nan_to_num()), name
+    with pytest.raises(RuntimeError, match=GAVE_UP):
+        results(NAN_IS_SENT)

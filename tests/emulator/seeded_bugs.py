@@ -1,0 +1,189 @@
+"""Bugs put into a copy of the persistent kernels, to see that the tests notice each of them.
+
+The kernels themselves know nothing of this: a bug is a text of a header and what replaces it. One
+copy has all bugs, each behind a number that is known at run time, since a build takes long.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+COPY = ROOT / "build" / "seeded-bugs"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A text that occurs once in a header, and what replaces it, where BUG says that it is on."""
+
+    number: int
+    header: str  # below csrc/persistent
+    text: str
+    replacement: str
+
+    def applied(self, original: str, mutated: str) -> str:
+        """The mutated header with this mutation too."""
+        for header in (original, mutated):
+            if (count := header.count(self.text)) != 1:
+                raise ValueError(
+                    f"Seeded bug {self.number} replaces a text that must occur once in "
+                    f"csrc/persistent/{self.header}, but occurs {count} times: {self.text!r}"
+                )
+        is_on = f"(seeded_bug == {self.number})"
+        return mutated.replace(self.text, self.replacement.replace("BUG", is_on))
+
+
+LAST_WARP = "thread_index() / kWarpSize == kWarps - 1"
+MUTATIONS = [
+    # No barrier before sums are read.
+    Mutation(
+        1,
+        "forward.h",
+        "sync_block();\n      if (thread().computes())",
+        "if (!BUG) sync_block();\n      if (thread().computes())",
+    ),
+    Mutation(
+        1,
+        "backward.h",
+        "sync_block();\n      if (!thread().computes())",
+        "if (!BUG) sync_block();\n      if (!thread().computes())",
+    ),
+    # No barrier after flags are seen.
+    Mutation(
+        2,
+        "exchange.h",
+        "sync_warp();\n  }\n\n private:",
+        "if (!BUG) sync_warp();\n  }\n\n private:",
+    ),
+    # Flags are set without release.
+    Mutation(
+        3,
+        "exchange.h",
+        "store_release(count, count_of(i, tile));",
+        "BUG ? store_relaxed(count, count_of(i, tile)) : store_release(count, count_of(i, tile));",
+    ),
+    # No barrier before flags are set.
+    Mutation(
+        4,
+        "exchange.h",
+        "sync_warp();\n    if (thread.lane != 0) return;",
+        "if (!BUG) sync_warp();\n    if (thread.lane != 0) return;",
+    ),
+    # A warp ends early.
+    Mutation(
+        5,
+        "forward.h",
+        "PersistentBlock<T> block(args, shared);",
+        f"if (BUG && {LAST_WARP}) return;\n  PersistentBlock<T> block(args, shared);",
+    ),
+    Mutation(
+        5,
+        "backward.h",
+        "BackwardBlock<T> block(args, shared);",
+        f"if (BUG && {LAST_WARP}) return;\n  BackwardBlock<T> block(args, shared);",
+    ),
+    # One slot for all steps.
+    Mutation(6, "exchange.h", "i & slots.mask;", "BUG ? 0 : i & slots.mask;"),
+    # One buffer of sums instead of two.
+    Mutation(7, "shared_memory.h", "turn ^= 1;", "if (!BUG) turn ^= 1;"),
+    # Nothing is sent.
+    Mutation(
+        8,
+        "forward.h",
+        "if (kIsLast && t == args().steps - 1) return;",
+        "if (BUG || (kIsLast && t == args().steps - 1)) return;",
+    ),
+    Mutation(
+        8,
+        "backward.h",
+        "constexpr int kInPacket = Operands<T>::kInPacket;",
+        "if (BUG) return;\n    constexpr int kInPacket = Operands<T>::kInPacket;",
+    ),
+    # A tile is read too early.
+    Mutation(
+        9,
+        "exchange.h",
+        "wanted = count_of(i, tile);",
+        "wanted = count_of(i, tile) - (BUG ? 1 : 0);",
+    ),
+    # Packets are not waited for.
+    Mutation(
+        10,
+        "exchange.h",
+        "int asked_for = kCount;",
+        "if (BUG) return;\n    int asked_for = kCount;",
+    ),
+    # Packets may hold the NaN that marks what has not been sent.
+    Mutation(
+        11,
+        "exchange.h",
+        "  Packet packet;\n",
+        "  if (BUG && bits == nan) bits = all_ones;\n  Packet packet;\n",
+    ),
+    # No barrier after weights are turned.
+    Mutation(
+        12,
+        "backward.h",
+        "All stages(block);\n  sync_block();",
+        "All stages(block);\n  if (!BUG) sync_block();",
+    ),
+    # Weights are turned by lanes in step.
+    Mutation(
+        13,
+        "backward_product.h",
+        "packet.word[j];\n      }\n    }\n    sync_warp();",
+        "packet.word[j];\n      }\n    }\n    if (!BUG) sync_warp();",
+    ),
+    # No bug: rounding gives that NaN, which packets then do not hold.
+    Mutation(
+        15,
+        "exchange.h",
+        "uint32_t bits = Of::bits(value);",
+        "uint32_t bits = Of::bits(value);\n  if (BUG && bits == nan) bits = all_ones;",
+    ),
+    # Numbers are cut off and not rounded to TF32.
+    Mutation(
+        16,
+        "exchange.h",
+        "return round_to_tf32(number);",
+        "return BUG ? Traits<float>::bits(number) : round_to_tf32(number);",
+    ),
+    # What the next kernel needs preset is not preset.
+    Mutation(
+        17,
+        "forward.h",
+        "if (args().next != 0) store_plain(",
+        "if (args().next != 0 && !BUG) store_plain(",
+    ),
+]
+
+
+def mutated_headers() -> dict[str, str]:
+    """The text of each header that has bugs, with all of them."""
+    folder = ROOT / "csrc" / "persistent"
+    headers: dict[str, str] = {}
+    for mutation in MUTATIONS:
+        original = (folder / mutation.header).read_text()
+        headers[mutation.header] = mutation.applied(
+            original, headers.get(mutation.header, original)
+        )
+    return headers
+
+
+def seeded_sources() -> Path:
+    """The folder of a copy of the emulation's sources, next to a copy of csrc with all bugs."""
+    texts = {f"csrc/persistent/{name}": text for name, text in mutated_headers().items()}
+    for path in [*(ROOT / "csrc").rglob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]:
+        text = path.read_text().replace("fusedrnn_emulated", "fusedrnn_seeded")  # the library
+        texts.setdefault(str(path.relative_to(ROOT)), text)
+    for name, text in texts.items():
+        path = COPY / name
+        if not path.exists() or path.read_text() != text:  # else what is built of it stays
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_suffix(f".{os.getpid()}")  # another process may read it
+            fresh.write_text(text)
+            fresh.replace(path)
+    return COPY / FOLDER.relative_to(ROOT)
