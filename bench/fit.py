@@ -113,9 +113,9 @@ def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Pl
 def modelled(configuration: Configuration, device: str) -> dict[str, Costs]:
     """The costs by the model, which has none of a call."""
     plans = {place: plan(configuration, place, device) for place in PLACES.values()}
-    end = "with_recompute" if configuration.recompute else "without_recompute"
-    forward = {place: p.modelled_forward_us for place, p in plans.items()}
-    backward = {place: getattr(p, f"modelled_backward_us_{end}") for place, p in plans.items()}
+    us = "modelled_us" if configuration.recompute else "modelled_us_without_recompute"
+    forward = {place: p.forward.modelled_us for place, p in plans.items()}
+    backward = {place: getattr(p.backward, us) for place, p in plans.items()}
     found = {FORWARD: costs(forward), BACKWARD: costs(backward)}
     if ENQUEUEING in configuration.measured:
         host_us = _helpers.MODEL_US["host"] * counts(configuration, BACKWARD)["host"]
@@ -138,7 +138,9 @@ def counts(configuration: Configuration, which: str) -> dict[str, int]:
 
 def tiles(configuration: Configuration, device: str) -> int:
     """Tiles of rows that a block of the persistent kernel goes through in a step."""
-    groups = plan(configuration, (LENGTHS[0], CHUNKS[0]), device).grid // (SIZE // UNIT_TILE)
+    groups = plan(configuration, (LENGTHS[0], CHUNKS[0]), device).forward.grid // (
+        SIZE // UNIT_TILE
+    )
     return -(-configuration.batch // ROW_TILE // groups)
 
 

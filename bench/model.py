@@ -49,7 +49,7 @@ def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto") -> float:
     """
     shape, steps = Shape(4096, 16, 512), 16
     short, long = (
-        plan(cell, shape, dtype, chunk_size=count, backend=backend).backward_workspace_bytes
+        plan(cell, shape, dtype, chunk_size=count, backend=backend).backward.workspace_bytes
         for count in (steps, 2 * steps)
     )
     return (long - short) / (steps * shape.batch * shape.hidden_size)
@@ -62,8 +62,8 @@ def step_table() -> Table:
         texts = []
         for gpu in GPUS:
             made = plan(cell, Shape(1024, batch, size), torch.bfloat16, gpu)
-            note = " s" if made.backend == "stepwise" else ""
-            texts.append(f"{made.modelled_step_us:.1f}{note}")
+            note = " s" if made.forward.backend == "stepwise" else ""
+            texts.append(f"{made.forward.modelled_step_us:.1f}{note}")
         lines.append([cell, str(batch), str(size), *texts])
     title = "Modelled microseconds per step of forward, bfloat16 (s: stepwise)"
     return Table(title, ["cell", "B", "H", *GPUS], lines)
@@ -112,13 +112,14 @@ def chunk_table(kind: str, reasons: list[str]) -> Table:
     lines = []
     for shape, cell in itertools.product(CUDA_SHAPES, CELLS):
         made = plan(cell, shape, CUDA_KINDS[kind])
-        us = made.modelled_forward_us + made.modelled_backward_us_with_recompute
-        memory = made.training_bytes / made.nn_lstm_training_bytes
+        us = made.forward.modelled_us + made.backward.modelled_us
+        memory = made.memory.training_bytes / made.memory.nn_lstm_training_bytes
         if made.chunk_reason not in reasons:
             reasons.append(made.chunk_reason)
         why = str(1 + reasons.index(made.chunk_reason))
         numbers = [str(made.chunk_steps), why, f"{us / shape.seq_len:.1f}", f"{memory:.3f}"]
-        lines.append([str(shape), cell, made.backend, made.backward, *numbers])
+        ways = [made.forward.backend, made.backward.backend]
+        lines.append([str(shape), cell, *ways, *numbers])
     columns = ["shape", "cell", "forward", "backward", "K", "why", "us / step", "memory / LSTM"]
     title = f"Training in chunks of K steps, {GPU}, {kind}, time by model and memory by count"
     return Table(title, columns, lines)

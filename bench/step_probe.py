@@ -131,13 +131,13 @@ class _Watch:
         self.operators = operators
         self.saved_gates = torch.empty(0)
 
-    def forward(self, **arguments: Any) -> Any:
-        results = self.operators.forward(**arguments)
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        results = self.operators.forward(*arguments, **named)
         self.saved_gates = ForwardResults(*results).saved_gates
         return results
 
-    def backward(self, **arguments: Any) -> Any:
-        return self.operators.backward(**arguments)
+    def backward(self, *arguments: Any, **named: Any) -> Any:
+        return self.operators.backward(*arguments, **named)
 
 
 def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> dict[str, Values]:

@@ -82,37 +82,43 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
 
   return dispatch_dtype(dtype, [&](auto element) {
     using T = decltype(element);
-    const auto fill = [&](auto memory) {
-      using Memory = decltype(memory);
-      const LayerPlan made = plan_layer<Memory>(problem);
+    const auto fill = [&](auto types) {
+      using Memory = decltype(types);
+      const Plan made = plan_layer<Memory>(problem);
       const WorkspaceBytes workspace = WorkspaceCount<Memory>(problem, false)(made);
-      const bool is_persistent = made.forward.is_persistent;
-      const cuda::PersistentPlan& kernel = made.forward.persistent;
+      const auto pass_plan = [&](Pass pass, const PassPlan& plan, int64_t workspace_bytes) {
+        const cuda::PersistentPlan& kernel = plan.persistent;
+        const bool is_persistent = plan.is_persistent;
+        py::dict result;
+        result["backend"] = is_persistent ? "persistent" : "stepwise";
+        result["reason"] = reason(problem, made, plan);
+        result["grid"] = is_persistent ? kernel.grid() : 0;
+        result["threads"] = is_persistent ? cuda::kPersistentThreads : 0;
+        result["weight_registers"] = is_persistent ? kernel.weight_registers() : 0;
+        result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
+        result["workspace_bytes"] = workspace_bytes;
+        result["modelled_step_us"] = step_us(pass, problem, plan);
+        result["modelled_us"] = pass_us(pass, problem, made, sizeof(T), /*recompute=*/true);
+        result["modelled_us_without_recompute"] =
+            pass_us(pass, problem, made, sizeof(T), /*recompute=*/false);
+        return result;
+      };
+      const auto saved = [&](bool recompute) {
+        return saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);
+      };
+      py::dict memory;
+      memory["training_bytes"] = training_bytes<T>(problem, made.steps, workspace);
+      memory["nn_lstm_training_bytes"] = lstm_training_bytes<T>(problem);
+      memory["saved_bytes"] = saved(/*recompute=*/true);
+      memory["saved_bytes_without_recompute"] = saved(/*recompute=*/false);
+      memory["most_workspace_bytes"] = WorkspaceCount<Memory>(problem, true)(made).most();
       py::dict result;
-      result["backend"] = is_persistent ? "persistent" : "stepwise";
-      result["backward"] = made.backward.is_persistent ? "persistent" : "stepwise";
+      result["forward"] = pass_plan(Pass::Forward, made.forward, workspace.forward);
+      result["backward"] = pass_plan(Pass::Backward, made.backward, workspace.backward);
       result["reason"] = reason(problem, made);
-      result["modelled_step_us"] = step_us(Pass::Forward, problem, made.forward);
-      result["modelled_forward_us"] =
-          pass_us(Pass::Forward, problem, made, sizeof(T), /*recompute=*/true);
       result["chunk_steps"] = made.steps;
       result["chunk_reason"] = made.why_steps;
-      result["grid"] = is_persistent ? kernel.grid() : 0;
-      result["threads"] = is_persistent ? cuda::kPersistentThreads : 0;
-      result["weight_registers"] = is_persistent ? kernel.weight_registers() : 0;
-      result["shared_memory_bytes"] = is_persistent ? kernel.shared_bytes : 0;
-      result["forward_workspace_bytes"] = workspace.forward;
-      result["backward_workspace_bytes"] = workspace.backward;
-      result["training_bytes"] = training_bytes<T>(problem, made.steps, workspace);
-      result["nn_lstm_training_bytes"] = lstm_training_bytes<T>(problem);
-      result["most_workspace_bytes"] = WorkspaceCount<Memory>(problem, true)(made).most();
-      for (const bool recompute : {true, false}) {
-        const std::string end = recompute ? "_with_recompute" : "_without_recompute";
-        const int64_t saved = saved_bytes(problem, made.steps, sizeof(Acc<T>), recompute);
-        result[("saved_bytes" + end).c_str()] = saved;
-        result[("modelled_backward_us" + end).c_str()] =
-            pass_us(Pass::Backward, problem, made, sizeof(T), recompute);
-      }
+      result["memory"] = memory;
       return result;
     };
     return gpu_facts ? fill(cuda::Memory<T>{}) : fill(cpu::Memory<T>{});
@@ -126,7 +132,7 @@ static py::dict chunk_counts(const std::string& name, bool is_backward, bool is_
   using namespace fusedrnn;
   Problem problem;
   problem.cell = cell_named(name);
-  Plan plan;
+  PassPlan plan;
   plan.is_persistent = is_persistent;
   const Pass pass = is_backward ? Pass::Backward : Pass::Forward;
   const ChunkWork work = chunk_work(pass, problem, plan, element_bytes, recompute);

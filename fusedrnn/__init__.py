@@ -10,7 +10,7 @@ from . import (
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
-from .planner import Plan, plan
+from .planner import PassPlan, Plan, PlanMemory, plan
 from .tuning import set_chunk_replay, set_free_multiprocessors
 
 __version__ = _version("fusedrnn")
@@ -20,7 +20,9 @@ __all__ = [
     "ConversionReport",
     "GRUCell",
     "LSTMCell",
+    "PassPlan",
     "Plan",
+    "PlanMemory",
     "StochasticGRU",
     "StochasticGRUCell",
     "convert",

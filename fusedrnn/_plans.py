@@ -46,7 +46,7 @@ def require_backend(backend: str, made: dict[str, Any]) -> None:
     Raises:
         RuntimeError: ``backend`` is "persistent", and that is not possible.
     """
-    if backend == "persistent" != made["backend"]:
+    if backend == "persistent" != made["forward"]["backend"]:
         raise RuntimeError(f"fusedrnn: backend='persistent' is not possible here: {made['reason']}")
 
 

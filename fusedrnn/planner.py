@@ -1,4 +1,4 @@
-"""What will run, before it does: the backend, its size, and its memory."""
+"""What would run, and in how much memory, without running it."""
 
 from __future__ import annotations
 
@@ -17,89 +17,100 @@ from .options import check_dtype, check_flag, check_num_layers, text_of
 _MODULES = {"gru": GRU, "lstm": LSTM, "stochastic_gru": StochasticGRU}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How one layer and direction goes through a sequence; print it.
+@dataclass(frozen=True, kw_only=True)
+class PassPlan:
+    """How forward, or backward, of one layer and direction goes through a sequence.
 
-    What the kernel for whole chunks takes is 0 where there is none.
-
-    Memory and time are those of one layer and direction, and with recompute where nothing else is
-    said.
-
-    Attributes:
-        backend: Of forward: "persistent", one kernel for all steps of a chunk with the weights in
-            registers, or "stepwise", a matrix product and a kernel for each stage of each step.
-        backward: The same of backward.
-        reason: Why forward is that; and if it is persistent and backward is not, why that is.
-        fp32_precision: Of products of float32: "tf32" where a GPU may round them, else "ieee";
-            "" of other dtypes.
-        modelled_step_us: Microseconds that a step of the forward recurrence takes by the model of
-            docs/performance.md, which has not been measured yet; 0 on the CPU.
-        modelled_forward_us: Microseconds that forward takes for the whole sequence, by the same
-            model; 0 on the CPU, and on a GPU that is not one of those below nor of the compute
-            capability of one.
-        chunk_steps: Steps that are worked on at once.
-        chunk_reason: Why so many. Without ``chunk_size`` and ``workspace_bytes``, a GPU gets the
-            shortest chunks that cost at most 3% besides their steps, by the model, as far as
-            training takes at most half of ``nn_lstm_training_bytes``, but no more than 256 MiB or a
-            quarter of them, whichever is more; rows of a chunk are a multiple of 128 where they can
-            be. Where the weights are large for the sequence, even the shortest chunks may take
-            more. A CPU gets chunks of 256 rows.
-        grid: Blocks of the kernel, one for each multiprocessor that it takes.
-        threads: Of a block.
-        weight_registers: Registers of a thread, of its 255, that hold weights.
-        shared_memory_bytes: Of a block.
-        forward_workspace_bytes: Memory that forward takes besides its results.
-        backward_workspace_bytes: The same of backward, besides the gradients.
-        most_workspace_bytes: The most that either can take: packed or with lengths, with resets,
-            and with input, noise and gradients in strides that it has to copy. What
-            ``workspace_bytes=`` limits. Weights in strides that it has to copy, which no module
-            makes, are not counted here.
-        training_bytes: What a training step holds at its peak beside weights, input and the
-            output's gradient: the output, what is saved besides, the workspace, and the gradients
-            of the weights.
-        nn_lstm_training_bytes: The same of a torch.nn.LSTM of these sizes on a GPU, by count, at
-            least: output, four gates, cell state and the gradient of the input of every step, and
-            the gradients of the weights.
-        saved_bytes_with_recompute: What waits for backward besides input, weights and output: of an
-            LSTM, its states before each chunk.
-        modelled_backward_us_with_recompute: As ``modelled_forward_us``, of backward.
-        saved_bytes_without_recompute: With the pre-activations besides, which ``recompute=False``
-            keeps.
-        modelled_backward_us_without_recompute: The same without the matrix products for these.
+    Sizes of a kernel are 0 if there is none. Modelled times follow the model of docs/gpu.md. They
+    are 0 on the CPU, and on a GPU that is neither known by name nor of a known compute capability.
     """
 
     backend: str
-    backward: str
+    """"persistent": one kernel runs all steps of a chunk, with the weights in registers.
+    "stepwise": a matrix product and a kernel are launched for each stage of each step."""
     reason: str
-    fp32_precision: str
-    modelled_step_us: float
-    modelled_forward_us: float
-    chunk_steps: int
-    chunk_reason: str
+    """Why it is that backend, in a sentence."""
     grid: int
+    """Blocks of the persistent kernel; each takes a multiprocessor for itself."""
     threads: int
+    """Threads of a block."""
     weight_registers: int
+    """Registers of a thread, of its 255, that hold weights."""
     shared_memory_bytes: int
-    forward_workspace_bytes: int
-    backward_workspace_bytes: int
-    most_workspace_bytes: int
+    """Shared memory of a block."""
+    workspace_bytes: int
+    """Temporary memory: without results, saved tensors and gradients."""
+    modelled_step_us: float
+    """Microseconds of one step of the recurrence."""
+    modelled_us: float
+    """Microseconds of the whole pass."""
+    modelled_us_without_recompute: float
+    """Microseconds of the whole pass with ``recompute=False``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMemory:
+    """What one layer and direction takes, in bytes."""
+
     training_bytes: int
+    """Peak of a training step without weights, input and the output's gradient: the output, other
+    saved tensors, the workspace, and the gradients of the weights."""
     nn_lstm_training_bytes: int
-    saved_bytes_with_recompute: int
-    modelled_backward_us_with_recompute: float
+    """The least that torch.nn.LSTM of these sizes takes for the same on a GPU, by count: output,
+    four gates, cell state and the gradient of the input of every step, and the gradients of the
+    weights."""
+    saved_bytes: int
+    """Tensors that wait for backward besides input, weights and output: of an LSTM, the cell state
+    before each chunk."""
     saved_bytes_without_recompute: int
-    modelled_backward_us_without_recompute: float
+    """The same with ``recompute=False``, which saves all pre-activations too."""
+    most_workspace_bytes: int
+    """The most temporary memory that forward or backward can take for any tensors of these sizes:
+    with lengths, packed, with resets, or in strides that must be copied. ``workspace_bytes=`` is a
+    limit on this. It leaves out copies of weights, which no module's weights need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one layer and direction goes through a sequence; print it."""
+
+    forward: PassPlan
+    backward: PassPlan
+    reason: str
+    """Why the backend of forward was chosen; and if only backward is stepwise, why that is so."""
+    fp32_precision: str
+    """Of products of float32: "tf32" if a GPU may round them, else "ieee"; "" of other dtypes."""
+    chunk_steps: int
+    """Steps of a chunk."""
+    chunk_reason: str
+    """Why a chunk has that many steps. If the caller gives neither ``chunk_size`` nor
+    ``workspace_bytes``, chunks on a GPU are as short as they can be while their fixed cost is at
+    most 3% of their steps, by the model. Training must also stay within half of
+    ``nn_lstm_training_bytes``, and within 256 MiB or a quarter of them, whichever is more; if the
+    weights are large for the sequence, even the shortest chunks may take more. The number of rows
+    of a chunk is a multiple of 128 if possible. A CPU gets chunks of 256 rows."""
+    memory: PlanMemory
 
     def __str__(self) -> str:
-        lines = [f"{self.backend}: {self.reason}", f"  backward: {self.backward}"]
-        for field in fields(self)[3:]:
-            value = getattr(self, field.name)
-            if value == "":
-                continue
-            text = format(value, {str: "", float: ",.1f", int: ","}[type(value)])
-            lines.append(f"  {field.name.replace('_', ' ')}: {text}")
-        return "\n".join(lines)
+        lines = [self.reason, f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}"]
+        if self.fp32_precision:
+            lines.append(f"products of float32: {self.fp32_precision}")
+        for name in ("forward", "backward"):
+            made: PassPlan = getattr(self, name)
+            lines.append(f"{name}: {made.backend}")
+            lines += _lines(made, leave_out=("backend", "reason"))
+        return "\n".join([*lines, "memory", *_lines(self.memory)])
+
+
+def _lines(part: PassPlan | PlanMemory, leave_out: Sequence[str] = ()) -> list[str]:
+    """A line for each number that says something, with its unit in its name."""
+    found = []
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name not in leave_out and value != 0:
+            number = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+            found.append(f"  {field.name.replace('_', ' '):30} {number:>16}")
+    return found
 
 
 def plan(
@@ -110,44 +121,42 @@ def plan(
     *,
     sample: bool = True,
 ) -> Plan:
-    """How a module would run, on a GPU that need not be there.
+    """How a module would run, on a CPU or on a GPU that need not be there.
 
     Args:
-        module: A GRU, an LSTM or a StochasticGRU; its ``backend``, ``chunk_size`` and
-            ``workspace_bytes`` count. Or what one is made of: ``cell`` ("gru", "lstm",
+        module: A GRU, an LSTM or a StochasticGRU, whose ``backend``, ``chunk_size`` and
+            ``workspace_bytes`` count; or a mapping that one is made from: ``cell`` ("gru", "lstm",
             "stochastic_gru") and the constructor's arguments by name.
         input_shape: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
             or (seq_len, input_size).
-        dtype: Of the tensors; the module's if None. Under autocast, that of autocast. Of float32
-            it counts whether products of recurrent layers may be rounded to TF32 at the time of
-            this call, which is torch's default: ``torch.backends.cudnn.rnn.fp32_precision``,
-            "tf32" or "ieee", or what that follows, as the older
-            ``torch.backends.cudnn.allow_tf32``.
+        dtype: Of the tensors; the module's if None. Under autocast, the dtype of autocast. For
+            float32 the plan depends on whether torch allows TF32 in recurrent layers at the time of
+            this call: ``torch.backends.cudnn.rnn.fp32_precision``, "tf32" by default, or "ieee".
         device: "cpu", a CUDA device of this machine, or the name of a GPU: "A100", "H100", "H200",
-            "B200", "L40S", "RTX 4090". Of a GPU of this machine the driver is asked as well, which
-            may have no room for all blocks of a kernel at once.
+            "B200", "L40S", "RTX 4090". The driver of a GPU of this machine is asked as well: it may
+            have no room for all blocks of a kernel at once.
         sample: As in the call of a StochasticGRU.
 
-    What else it depends on is the process: on :func:`fusedrnn.set_free_multiprocessors`, whose
-    default is another one where ``torch.distributed`` has joined several processes.
+    The plan also depends on :func:`fusedrnn.set_free_multiprocessors`, whose default differs if
+    ``torch.distributed`` has joined several processes.
 
     Returns:
-        The plan of the layer that takes the most workspace, in one direction: layers differ in
-        their input alone, and run one after the other.
+        The plan of the layer that takes the most workspace, in one direction. Layers differ only in
+        the size of their input, and run one after the other.
 
     Raises:
-        TypeError: ``module`` is none of fusedrnn's nor a mapping of arguments that its class takes,
-            the shape is no sequence of ints, or the dtype none of torch's.
+        TypeError: ``module`` is neither a layer of fusedrnn nor a mapping of arguments that its
+            class takes, the shape is no sequence of ints, or the dtype is no torch.dtype.
         ValueError: The cell, the shape or the device is not one of those above.
-        RuntimeError: The dtype is not one of those above, there is no such CUDA device, the
-            module's backend is "persistent" and that is not possible, or its ``workspace_bytes``
-            are too few for chunks of one step.
+        RuntimeError: The dtype is not supported, there is no such CUDA device, the module's backend
+            is "persistent" and that is not possible, or its ``workspace_bytes`` are too few for
+            chunks of one step.
 
     Example::
 
         >>> sizes = {"cell": "gru", "input_size": 64, "hidden_size": 256}
         >>> plan = fusedrnn.plan(sizes, (1024, 64, 64), torch.bfloat16, device="H100")
-        >>> plan.backend, plan.grid
+        >>> plan.forward.backend, plan.forward.grid
         ('persistent', 128)
     """
     if isinstance(module, Mapping):
@@ -189,7 +198,9 @@ def plan(
     if dtype == torch.float32:
         rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
         precision = "tf32" if rounds else "ieee"
-    return Plan(fp32_precision=precision, **made)
+    parts = {"forward": PassPlan, "backward": PassPlan, "memory": PlanMemory}
+    named = {name: parts[name](**made.pop(name)) for name in parts}
+    return Plan(fp32_precision=precision, **named, **made)
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:

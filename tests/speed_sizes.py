@@ -104,9 +104,9 @@ def planned(size: SpeedSize, gpu: str) -> tuple[fusedrnn.Plan, int, int]:
         plan = fusedrnn.plan(options, shape, case.dtype, gpu, sample=case.noise != "none")
     gates = {"gru": 3, "lstm": 4, "stochastic_gru": 5}[case.cell]
     gates += (case.proj_size > 0) - (case.noise == "none")
-    groups = plan.grid // blocks_of(case)
+    groups = plan.forward.grid // blocks_of(case)
     tiles = -(-case.batch // TILE_ROWS)
-    return plan, plan.weight_registers // (8 * gates), -(-tiles // groups)
+    return plan, plan.forward.weight_registers // (8 * gates), -(-tiles // groups)
 
 
 # dtype, batch, width, depth, tiles: the targets of docs/gpu-evidence.md and ragged sizes, of which

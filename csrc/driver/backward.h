@@ -426,8 +426,8 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // The biases of both projections of the recurrent stage have one gradient where these share columns: it is
-  // summed up once, and copied in the end.
+  // The biases of both projections of the recurrent stage have one gradient where these share
+  // columns: it is summed up once, and copied in the end.
   bool shares_bias_gradient(const Gradients<T>& gradients) const {
     return gradients.bias[0] != nullptr && shared_bias(gradients) != nullptr;
   }

@@ -61,7 +61,7 @@ class WorkspaceCount {
     gradients_.input = gradients_.hx = gradients_.cx = &there;
   }
 
-  WorkspaceBytes operator()(const LayerPlan& plan) {
+  WorkspaceBytes operator()(const Plan& plan) {
     layer_.chunk = plan.steps;
     Arena forward, backward;
     go(plan.forward);
@@ -75,7 +75,7 @@ class WorkspaceCount {
   using T = typename Memory::T;
   using A = Acc<T>;
 
-  void go(const Plan& plan) {
+  void go(const PassPlan& plan) {
     layer_.is_persistent = plan.is_persistent;
     if (plan.is_persistent) layer_.persistent = plan.persistent;
     layer_.overlaps = plan.overlaps && layer_.chunks() > 1;

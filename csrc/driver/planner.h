@@ -14,8 +14,8 @@
 
 namespace fusedrnn {
 
-inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, int64_t steps) {
-  Plan plan;
+inline PassPlan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, int64_t steps) {
+  PassPlan plan;
   if (problem.gpu == nullptr) {
     plan.persistent.why_not = "There are persistent kernels for GPUs only.";
     return plan;
@@ -43,7 +43,7 @@ inline Plan plan_pass(Pass pass, const Problem& problem, int64_t element_bytes, 
 // What else runs on the GPU, or the part of it that a process has, may leave no room for all blocks
 // at once.
 template <class T>
-std::string objection(Pass pass, const Gpu& gpu, const Plan& plan) {
+std::string objection(Pass pass, const Gpu& gpu, const PassPlan& plan) {
   if (!plan.is_persistent || gpu.most_blocks == nullptr) return "";
   const auto kernel = cuda::kernel_of<T>(plan.persistent, pass == Pass::Backward, gpu.device);
   const int64_t most = gpu.most_blocks(&kernel);
@@ -57,7 +57,7 @@ std::string objection(Pass pass, const Gpu& gpu, const Plan& plan) {
 }
 
 // Why a pass is what it is, in a sentence.
-inline std::string reason(const Problem& problem, const LayerPlan& layer, const Plan& plan) {
+inline std::string reason(const Problem& problem, const Plan& layer, const PassPlan& plan) {
   const cuda::PersistentPlan& persistent = plan.persistent;
   if (problem.backend == "stepwise") return "It was asked for.";
   if (!persistent.is_possible()) return persistent.why_not;
@@ -74,13 +74,13 @@ inline std::string reason(const Problem& problem, const LayerPlan& layer, const 
 }
 
 // Why forward is what it is, and in another sentence why backward is not, if it is stepwise.
-inline std::string reason(const Problem& problem, const LayerPlan& plan) {
+inline std::string reason(const Problem& problem, const Plan& plan) {
   const std::string of_forward = reason(problem, plan, plan.forward);
   if (!plan.forward.is_persistent || plan.backward.is_persistent) return of_forward;
   return of_forward + " Backward is stepwise: " + reason(problem, plan, plan.backward);
 }
 
-inline LayerPlan plan_steps(const Problem& problem, int64_t element_bytes, int64_t steps) {
+inline Plan plan_steps(const Problem& problem, int64_t element_bytes, int64_t steps) {
   return {steps, plan_pass(Pass::Forward, problem, element_bytes, steps),
           plan_pass(Pass::Backward, problem, element_bytes, steps)};
 }
@@ -106,14 +106,14 @@ class WorkspaceBound {
   static constexpr int64_t kElementBytes = sizeof(typename Memory::T);
 
   // Whether it is the same way with plan_.steps; single steps are.
-  bool stays(Pass pass, Plan& plan) const {
+  bool stays(Pass pass, PassPlan& plan) const {
     if (!plan.is_persistent) return true;
     plan = plan_pass(pass, problem_, kElementBytes, plan_.steps);
     return std::exchange(plan.is_persistent, true);
   }
 
   const Problem& problem_;
-  LayerPlan plan_;
+  Plan plan_;
   WorkspaceCount<Memory> count_;
 };
 
@@ -180,16 +180,16 @@ inline int64_t least_steps(int64_t batch) {
 }
 
 template <class Memory>
-LayerPlan plan_by_sizes(const Problem& problem);
+Plan plan_by_sizes(const Problem& problem);
 
 // Where problem.workspace_bytes are not the `needed` ones of a single step: single steps of
 // launched kernels take less than persistent ones.
 template <class Memory>
-LayerPlan plan_without_room(const Problem& problem, int64_t needed) {
+Plan plan_without_room(const Problem& problem, int64_t needed) {
   Problem stepwise = problem;
   stepwise.backend = "stepwise";
   if (problem.backend == "auto" && WorkspaceBound<Memory>(stepwise, 1)(1).most() < needed) {
-    LayerPlan plan = plan_by_sizes<Memory>(stepwise);
+    Plan plan = plan_by_sizes<Memory>(stepwise);
     plan.lacks_room = true;
     return plan;
   }
@@ -208,14 +208,14 @@ LayerPlan plan_without_room(const Problem& problem, int64_t needed) {
 // speed of GEMMs over them is flat from there on, while the workspace grows with every row and
 // leaves the cache.
 template <class Memory>
-LayerPlan plan_by_sizes(const Problem& problem) {
+Plan plan_by_sizes(const Problem& problem) {
   using T = typename Memory::T;
   check_sizes(problem.cell, problem.sizes, problem.seq_len, problem.batch);
   const int64_t seq_len = std::max<int64_t>(problem.seq_len, 1);
   const int64_t batch = std::max<int64_t>(problem.batch, 1);
   const Chunks chunks(seq_len, batch, problem.gpu != nullptr);
   const auto of_steps = [&](int64_t steps, const char* why) {
-    LayerPlan plan = plan_steps(problem, sizeof(T), steps);
+    Plan plan = plan_steps(problem, sizeof(T), steps);
     plan.why_steps = steps == seq_len ? "The whole sequence." : why;
     return plan;
   };
@@ -258,7 +258,7 @@ LayerPlan plan_by_sizes(const Problem& problem) {
 
   if (problem.chunks > 0) return plan_steps(problem, sizeof(T), chunks.steps_of(problem.chunks));
 
-  const LayerPlan of_one = plan_steps(problem, sizeof(T), 1);
+  const Plan of_one = plan_steps(problem, sizeof(T), 1);
   const auto costs_too_much = [&](int64_t steps) {
     return !costs_little(problem, of_one, sizeof(T), steps);
   };
@@ -297,18 +297,18 @@ LayerPlan plan_by_sizes(const Problem& problem) {
 // that was compiled before a kernel was refused has the number of chunks in its shapes.  Nor of
 // those that forward has saved states for.
 template <class Memory>
-LayerPlan plan_layer(const Problem& problem) {
+Plan plan_layer(const Problem& problem) {
   using T = typename Memory::T;
   if (problem.gpu == nullptr) return plan_by_sizes<Memory>(problem);
   static thread_local RememberedPlans known;
-  const LayerPlan plan = known(problem, plan_by_sizes<Memory>);
+  const Plan plan = known(problem, plan_by_sizes<Memory>);
   const std::string of_forward = objection<T>(Pass::Forward, *problem.gpu, plan.forward);
   const std::string of_backward = objection<T>(Pass::Backward, *problem.gpu, plan.backward);
   if (of_forward.empty() && of_backward.empty()) return plan;
   Problem refused = problem;
   refused.refusal[0] = of_forward;
   refused.refusal[1] = of_backward;
-  const LayerPlan as_long = plan_steps(refused, sizeof(T), plan.steps);
+  const Plan as_long = plan_steps(refused, sizeof(T), plan.steps);
   const bool is_error = problem.backend == "persistent" && as_long.forward.is_refused;
   const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0 && problem.chunks == 0;
   if (is_error || !is_limited ||

@@ -70,7 +70,7 @@ inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, i
 }
 
 // Of a pass.
-struct Plan {
+struct PassPlan {
   bool is_persistent = false;
   cuda::PersistentPlan persistent;  // also of the way that is not gone
   bool is_refused = false;          // by the driver of the GPU: it would be persistent
@@ -78,9 +78,9 @@ struct Plan {
 };
 
 // Of both.
-struct LayerPlan {
+struct Plan {
   int64_t steps = 1;  // of a chunk
-  Plan forward, backward;
+  PassPlan forward, backward;
   bool lacks_room = false;     // for persistent kernels
   const char* why_steps = "";  // a sentence
 };

@@ -82,7 +82,7 @@ class RememberedPlans {
  public:
   // make(problem) may throw; then nothing is remembered.
   template <class Make>
-  const LayerPlan& operator()(const Problem& problem, const Make& make) {
+  const Plan& operator()(const Problem& problem, const Make& make) {
     auto found = std::find_if(plans_.begin(), plans_.end(),
                               [&](const auto& known) { return known->problem == problem; });
     if (found == plans_.end()) {
@@ -103,9 +103,9 @@ class RememberedPlans {
     std::string gpu_name;
     Gpu gpu;
     Problem problem;
-    LayerPlan plan;
+    Plan plan;
 
-    Known(const Problem& asked, LayerPlan made)
+    Known(const Problem& asked, Plan made)
         : gpu_name(asked.gpu->name), gpu(*asked.gpu), problem(asked), plan(std::move(made)) {
       gpu.name = gpu_name.c_str();
       problem.gpu = &gpu;

@@ -36,7 +36,7 @@ inline double launched_us(Pass pass, const Cell& cell) {
   const bool rebuilds_state = pass == Pass::Backward && has_cell_state(cell);
   return kLaunchedUs * cell.num_stages + (rebuilds_state ? kLaunchUs : 0);
 }
-inline double step_us(Pass pass, const Problem& problem, const Plan& plan) {
+inline double step_us(Pass pass, const Problem& problem, const PassPlan& plan) {
   if (problem.gpu == nullptr) return 0;
   return plan.is_persistent ? persistent_us(pass, problem.cell, plan.persistent)
                             : launched_us(pass, problem.cell);
@@ -49,7 +49,7 @@ struct ChunkWork {
 };
 
 // Of tensors as they come from torch, all gradients wanted.
-inline ChunkWork chunk_work(Pass pass, const Problem& problem, const Plan& plan,
+inline ChunkWork chunk_work(Pass pass, const Problem& problem, const PassPlan& plan,
                             int64_t element_bytes, bool recompute) {
   const Cell& cell = problem.cell;
   const Sizes& sizes = problem.sizes;
@@ -92,8 +92,8 @@ inline ChunkWork chunk_work(Pass pass, const Problem& problem, const Plan& plan,
 struct ChunkUs {
   double steps = 0, fixed = 0, host = 0;
 };
-inline ChunkUs chunk_us(Pass pass, const Problem& problem, const Plan& plan, int64_t element_bytes,
-                        int64_t steps, bool recompute = true) {
+inline ChunkUs chunk_us(Pass pass, const Problem& problem, const PassPlan& plan,
+                        int64_t element_bytes, int64_t steps, bool recompute = true) {
   const ChunkWork work = chunk_work(pass, problem, plan, element_bytes, recompute);
   ChunkUs us;
   us.steps = double(steps) * step_us(pass, problem, plan);
@@ -107,12 +107,12 @@ inline ChunkUs chunk_us(Pass pass, const Problem& problem, const Plan& plan, int
 
 // Whether what chunks of so many steps cost besides these steps, in a training step, is little: at
 // most 3%.
-inline bool costs_little(const Problem& problem, const LayerPlan& plan, int64_t element_bytes,
+inline bool costs_little(const Problem& problem, const Plan& plan, int64_t element_bytes,
                          int64_t steps) {
   constexpr double kMost = 0.03;
   double all = 0, of_steps = 0;
   for (const Pass pass : {Pass::Forward, Pass::Backward}) {
-    const Plan& way = pass == Pass::Forward ? plan.forward : plan.backward;
+    const PassPlan& way = pass == Pass::Forward ? plan.forward : plan.backward;
     const ChunkUs us = chunk_us(pass, problem, way, element_bytes, steps);
     all += std::max(us.steps + us.fixed, us.host);
     of_steps += us.steps;
@@ -122,8 +122,8 @@ inline bool costs_little(const Problem& problem, const LayerPlan& plan, int64_t 
 
 // Microseconds of a pass over the whole sequence, with the GEMMs over whole chunks at the rate of
 // the data sheet.  0 on the CPU and where the rate is not known.
-inline double pass_us(Pass pass, const Problem& problem, const LayerPlan& plan,
-                      int64_t element_bytes, bool recompute) {
+inline double pass_us(Pass pass, const Problem& problem, const Plan& plan, int64_t element_bytes,
+                      bool recompute) {
   if (problem.gpu == nullptr) return 0;
   const Tflops all = tflops_of(*problem.gpu);
   const double tflops = element_bytes == 8   ? all.float64
@@ -131,7 +131,7 @@ inline double pass_us(Pass pass, const Problem& problem, const LayerPlan& plan,
                         : problem.tf32       ? all.tf32
                                              : all.float32;
   if (tflops == 0) return 0;
-  const Plan& way = pass == Pass::Forward ? plan.forward : plan.backward;
+  const PassPlan& way = pass == Pass::Forward ? plan.forward : plan.backward;
   const ChunkWork work = chunk_work(pass, problem, way, element_bytes, recompute);
   const auto of_chunk = [&](int64_t steps) {
     if (steps == 0) return 0.0;

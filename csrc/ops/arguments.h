@@ -126,7 +126,7 @@ class Arguments {
 
   // One direction, in chunks of so many steps; plan: of this pass.
   template <class T>
-  Layer<T> layer(int64_t steps, const Plan& plan, int64_t direction) const {
+  Layer<T> layer(int64_t steps, const PassPlan& plan, int64_t direction) const {
     Layer<T> l{};
     l.cell = cell_;
     l.sizes = sizes_;

@@ -68,7 +68,7 @@ ForwardResults forward(const Call& call, bool save_gates) {
     const int64_t directions = args.directions(), batch = args.batch();
     const int64_t width = args.sizes().output, hidden = args.sizes().hidden;
     const Problem asked = args.problem(platform);
-    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    const Plan plan = plan_layer<BackendOf<Platform, T>>(asked);
     FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
                    "backend='persistent' is not possible here: ", reason(asked, plan));
     const int64_t gates_numel = save_gates ? args.saved_numel() : 0;
@@ -149,7 +149,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
     if (saved.chunk_cell_states && cell_state_numel > 0) {
       asked.chunks = saved.chunk_cell_states->numel() / cell_state_numel;
     }
-    const LayerPlan plan = plan_layer<BackendOf<Platform, T>>(asked);
+    const Plan plan = plan_layer<BackendOf<Platform, T>>(asked);
     const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
     const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
       FUSEDRNN_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous() &&

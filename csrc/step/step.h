@@ -134,7 +134,8 @@ struct Zoneout {
 
 // Pre-activations come from `pre` [rows, kPre * width], or where that is null from input_gates and
 // hidden_gates, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
-// added up (kAddsUp), the first kShared blocks of hidden_gates are sums, and input_gates has the others.
+// added up (kAddsUp), the first kShared blocks of hidden_gates are sums, and input_gates has the
+// others.
 template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
@@ -176,8 +177,8 @@ struct BackwardStep {
   Zoneout<A> zoneout;
   A* dout;                          // [rows, width], gradient from the next step or stage
   RowView<const T> grad_output;     // added to dout
-  O *dinput_gates, *dhidden_gates;  // may be the memory of input_gates and hidden_gates, or of factors, or
-                                    // theirs of later steps
+  O *dinput_gates, *dhidden_gates;  // may be the memory of input_gates and hidden_gates, or of
+                                    // factors, or theirs of later steps
   A* dcarry;  // [rows, width]: dout's memory; of a cell state: its gradient, in and out
   T* deps;    // [rows, width] in the sequence, or null
 };

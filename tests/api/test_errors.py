@@ -522,8 +522,11 @@ def test_plans_of_sizes_near_the_end_of_int64(cell, device):
         except (ValueError, RuntimeError) as error:
             assert str(error).startswith("fusedrnn: ")
         else:
-            assert min(plan.training_bytes, plan.most_workspace_bytes, plan.chunk_steps) > 0
-            assert plan.training_bytes < 2**62 and plan.most_workspace_bytes < 2**62
+            assert (
+                min(plan.memory.training_bytes, plan.memory.most_workspace_bytes, plan.chunk_steps)
+                > 0
+            )
+            assert plan.memory.training_bytes < 2**62 and plan.memory.most_workspace_bytes < 2**62
 
     for huge in HUGE:
         attempt(huge, 1)

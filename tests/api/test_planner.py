@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,10 +38,10 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
     made = plan(cell, batch, size, gpu)
     name, capability, multiprocessors, shared_bytes, *_ = _helpers.known_gpus()[gpu]
     assert name == gpu
-    assert made.backend == "persistent" and "fit into the registers" in made.reason
-    assert 0 < made.grid <= multiprocessors and made.threads == 256
-    assert 0 < made.weight_registers < 200  # of 255
-    assert 0 < made.shared_memory_bytes <= shared_bytes
+    assert made.forward.backend == "persistent" and "fit into the registers" in made.reason
+    assert 0 < made.forward.grid <= multiprocessors and made.forward.threads == 256
+    assert 0 < made.forward.weight_registers < 200  # of 255
+    assert 0 < made.forward.shared_memory_bytes <= shared_bytes
     assert capability >= 80
 
 
@@ -61,11 +62,12 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
 )
 def test_the_others_are_stepwise_and_say_why(case, reason):
     made = plan("stochastic_gru", **case)
-    assert made.backend == "stepwise" and reason in made.reason
-    assert made.grid == made.threads == made.weight_registers == made.shared_memory_bytes == 0
+    assert made.forward.backend == "stepwise" and reason in made.reason
+    kernel = ("grid", "threads", "weight_registers", "shared_memory_bytes")
+    assert {getattr(made.forward, name) for name in kernel} == {0}
     case.pop("backend", None)
     if "faster" in reason:
-        assert plan("stochastic_gru", backend="persistent", **case).backend == "persistent"
+        assert plan("stochastic_gru", backend="persistent", **case).forward.backend == "persistent"
     elif "asked" not in reason:
         with pytest.raises(RuntimeError, match=f"is not possible here: .*{reason}"):
             plan("stochastic_gru", backend="persistent", **case)
@@ -87,16 +89,18 @@ def tf32(request):
 def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
     """With half as many columns in as many registers."""
     made, half = (plan(cell, 64, 256, gpu, dtype=dtype) for dtype in (torch.float32, BF16))
-    assert made.backend == made.backward == "persistent" and made.reason == half.reason
+    assert (
+        made.forward.backend == made.backward.backend == "persistent" and made.reason == half.reason
+    )
     assert (made.fp32_precision, half.fp32_precision) == ("tf32", "")
-    assert "\n  fp32 precision: tf32\n" in str(made) and "fp32" not in str(half)
+    assert "\nproducts of float32: tf32\n" in str(made) and "float32" not in str(half)
     assert plan(cell, 64, 256, "cpu", dtype=torch.float32).fp32_precision == "ieee"
-    assert made.weight_registers == 2 * half.weight_registers < 200
-    assert made.forward_workspace_bytes > half.forward_workspace_bytes
-    assert plan(cell, 16, 512, gpu, dtype=torch.float32).backend == "persistent"
+    assert made.forward.weight_registers == 2 * half.forward.weight_registers < 200
+    assert made.forward.workspace_bytes > half.forward.workspace_bytes
+    assert plan(cell, 16, 512, gpu, dtype=torch.float32).forward.backend == "persistent"
     too_wide = plan(cell, 16, 513, gpu, dtype=torch.float32)
-    assert too_wide.backend == "stepwise" and "513 is above the 512" in too_wide.reason
-    assert plan(cell, 16, 256, gpu, dtype=torch.float64).backend == "stepwise"
+    assert too_wide.forward.backend == "stepwise" and "513 is above the 512" in too_wide.reason
+    assert plan(cell, 16, 256, gpu, dtype=torch.float64).forward.backend == "stepwise"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_torch_allows_tf32_by_default(switch, backend):
 import fusedrnn, torch
 {switch}
 sizes = {{"cell": "gru", "input_size": 64, "hidden_size": 256}}
-print(fusedrnn.plan(sizes, (64, 16, 64), torch.float32, "H100").backend)
+print(fusedrnn.plan(sizes, (64, 16, 64), torch.float32, "H100").forward.backend)
 """
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == backend
@@ -125,10 +129,10 @@ def test_products_of_matrices_have_a_switch_of_their_own():
 
 def test_the_model():
     """As in docs/gpu.md: an exchange, and 256 columns of 8 rows each."""
-    assert plan("gru", 64, 512).modelled_step_us == pytest.approx(0.6 + 0.1 * 2 * 2)
-    assert plan("stochastic_gru", 16, 256).modelled_step_us == pytest.approx(2 * 0.7)
-    assert plan("lstm", 64, 2048).modelled_step_us == 4
-    assert plan("lstm", 64, 2048, "cpu").modelled_step_us == 0
+    assert plan("gru", 64, 512).forward.modelled_step_us == pytest.approx(0.6 + 0.1 * 2 * 2)
+    assert plan("stochastic_gru", 16, 256).forward.modelled_step_us == pytest.approx(2 * 0.7)
+    assert plan("lstm", 64, 2048).forward.modelled_step_us == 4
+    assert plan("lstm", 64, 2048, "cpu").forward.modelled_step_us == 0
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_the_model_of_both_passes(cell, rate, dtype, rows, rebuilt):
     made = plan(cell, batch, size, dtype=dtype, chunk_size=seq_len // chunks)
     stages = 2 if cell == "stochastic_gru" else 1
     is_lstm, is_persistent = cell == "lstm", dtype.itemsize == 2
-    assert made.backward == ("persistent" if is_persistent else "stepwise")
+    assert made.backward.backend == ("persistent" if is_persistent else "stepwise")
     if is_persistent:
         tiles, depth, gates = 2, 2, {"gru": 3, "lstm": 4}[cell]
         forward_us = 0.6 + 0.1 * depth * tiles
@@ -161,29 +165,29 @@ def test_the_model_of_both_passes(cell, rate, dtype, rows, rebuilt):
         return arithmetic + chunks * (4 * gemms + 3 * launches + 10 * kernels)
 
     forward = seq_len * forward_us + chunks_us(side, 1, 0, is_persistent)
-    assert made.modelled_forward_us == pytest.approx(forward)
+    assert made.forward.modelled_us == pytest.approx(forward)
     # The gradients of all weights and of the input. What a GRU's input makes is in two parts, whose
     # gradient is rounded afterwards in 16 bits. Gradients of biases take two kernels.
     parts = 1 if is_lstm else 2
     launches = 2 + (stages - 1) + is_persistent + (parts == 2 and is_persistent)
     leaves = chunks_us(rows + side, 2 * parts + stages, launches, is_persistent)
     kept = seq_len * backward_us + leaves
-    assert made.modelled_backward_us_without_recompute == pytest.approx(kept)
+    assert made.backward.modelled_us_without_recompute == pytest.approx(kept)
     rebuild = chunks_us(rebuilt, parts + stages)
-    assert made.modelled_backward_us_with_recompute == pytest.approx(kept + rebuild)
+    assert made.backward.modelled_us == pytest.approx(kept + rebuild)
 
 
 def test_the_model_of_the_host():
     """A chunk of one short step takes as long as the CPU does to enqueue it, 2 us for each."""
     made = plan("gru", 1, 64, chunk_size=1)
     gemms, launches = 8, 4
-    assert made.modelled_forward_us == pytest.approx(
+    assert made.forward.modelled_us == pytest.approx(
         1024 * (4 + 10 + 0.7), rel=1e-4
     )  # the GPU is slower
     device_us = 4 * gemms + 3 * launches + 10
-    assert made.modelled_backward_us_with_recompute == pytest.approx(1024 * device_us, rel=0.1)
+    assert made.backward.modelled_us == pytest.approx(1024 * device_us, rel=0.1)
     stepwise = plan("gru", 1, 64, chunk_size=1024, backend="stepwise")
-    assert stepwise.modelled_forward_us == pytest.approx(4 * 1024 + 4, rel=0.01)
+    assert stepwise.forward.modelled_us == pytest.approx(4 * 1024 + 4, rel=0.01)
 
 
 def test_the_model_of_other_gpus():
@@ -194,7 +198,7 @@ def test_the_model_of_other_gpus():
 
     def us(*gpu):
         made = _helpers.plan(gpu=gpu, **sizes, **call, **rest)
-        return made["modelled_backward_us_with_recompute"]
+        return made["backward"]["modelled_us"]
 
     known = _helpers.known_gpus()
     assert us("NVIDIA H100 80GB HBM3", *known["H100"][1:]) == us(*known["H100"])
@@ -202,7 +206,7 @@ def test_the_model_of_other_gpus():
     assert us("NVIDIA L4", 89, 58, 99 << 10, 0, 0) > us(*known["L40S"])
     assert us("another", 89, 142, 99 << 10, 0, 0) == us(*known["L40S"])
     assert us("another", 75, 72, 64 << 10, 0, 0) == 0  # not known
-    assert plan("gru", 64, 512, "cpu").modelled_backward_us_with_recompute == 0
+    assert plan("gru", 64, 512, "cpu").backward.modelled_us == 0
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -210,9 +214,9 @@ def test_the_model_of_other_gpus():
 def test_saved_bytes(cell, dtype, sum_bytes):
     made = plan(cell, 16, 256, "cpu", dtype=dtype, chunk_size=100)
     states = 11 * 16 * 256 * sum_bytes if cell == "lstm" else 0
-    assert made.saved_bytes_with_recompute == states
+    assert made.memory.saved_bytes == states
     kept = 1024 * 16 * (6 if cell == "stochastic_gru" else 4) * 256 * sum_bytes
-    assert made.saved_bytes_without_recompute == states + kept
+    assert made.memory.saved_bytes_without_recompute == states + kept
 
 
 def test_chunks_of_the_cpu_have_256_rows():
@@ -237,7 +241,7 @@ def test_a_chunk_costs_little_besides_its_steps(cell, dtype, steps):
 
 def limit_of(made):
     """Of memory in training."""
-    half = made.nn_lstm_training_bytes / 2
+    half = made.memory.nn_lstm_training_bytes / 2
     return max(half / 2, min(half, 256 << 20))
 
 
@@ -257,19 +261,19 @@ def test_chunks_on_a_gpu_are_as_long_as_memory_allows(cell, dtype):
         least = max(-(-256 // batch), min(8, -(-1024 // batch)))
         if why == "As many as take no more memory than the least do.":
             shortest = plan(cell, batch, size, **options, chunk_size=least)
-            assert limit_of(made) < made.training_bytes <= shortest.training_bytes
+            assert limit_of(made) < made.memory.training_bytes <= shortest.memory.training_bytes
             continue
         if seq_len <= least:
             assert steps == seq_len
             continue
         # With more steps there are fewer states to save.
-        is_least = made.backward_workspace_bytes <= made.saved_bytes_with_recompute
-        assert made.training_bytes <= limit_of(made) or is_least
+        is_least = made.backward.workspace_bytes <= made.memory.saved_bytes
+        assert made.memory.training_bytes <= limit_of(made) or is_least
         if "memory" in why:
             longer = -(-seq_len // max(1, -(-seq_len // steps) - 1))  # with one chunk less
             rounded = math.lcm(batch, 128) // batch + longer
             more = plan(cell, batch, size, **options, chunk_size=max(longer, rounded))
-            assert more.training_bytes > limit_of(made)
+            assert more.memory.training_bytes > limit_of(made)
         if batch <= 64 and batch.bit_count() == 1 and steps < seq_len:
             assert steps * batch % 128 == 0
     assert len(reasons) >= 4, reasons
@@ -292,17 +296,18 @@ def test_why_chunks_are_as_long_as_they_are(gpu):
 
 
 def test_plans_depend_on_the_gpu():
-    assert plan("gru", 128, 1024, "H100").backend == "persistent"
-    assert plan("gru", 128, 1024, "A100").backend == "stepwise"  # fewer multiprocessors
+    assert plan("gru", 128, 1024, "H100").forward.backend == "persistent"
+    assert plan("gru", 128, 1024, "A100").forward.backend == "stepwise"  # fewer multiprocessors
 
 
 @pytest.mark.parametrize("gpu", ["H100", "cpu"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_workspace_does_not_grow_with_the_sequence(cell, gpu):
     short, long = (plan(cell, 64, 256, gpu, seq_len=n, chunk_size=16) for n in (64, 4096))
-    for name in ("forward", "backward", "most"):
-        assert getattr(short, f"{name}_workspace_bytes") == getattr(long, f"{name}_workspace_bytes")
-    assert 0 < short.forward_workspace_bytes < short.backward_workspace_bytes
+    for name in ("forward", "backward"):
+        assert getattr(short, name).workspace_bytes == getattr(long, name).workspace_bytes
+    assert short.memory.most_workspace_bytes == long.memory.most_workspace_bytes
+    assert 0 < short.forward.workspace_bytes < short.backward.workspace_bytes
     assert plan(cell, 64, 256, gpu, chunk_size=32).chunk_steps == 32
 
 
@@ -319,7 +324,7 @@ def test_the_workspace_is_what_is_allocated():
         for event in profile.events()
         if event.name == "aten::new_empty" or event.name == "aten::empty"
     ]
-    assert made.backward_workspace_bytes in allocated
+    assert made.backward.workspace_bytes in allocated
 
 
 def test_modules_and_shapes():
@@ -335,17 +340,20 @@ def test_modules_and_shapes():
         )
         for sample in (True, False)
     )
-    assert noise.weight_registers > mean.weight_registers  # half of weight_hz is not used
+    registers = [made.forward.weight_registers for made in (noise, mean)]
+    assert registers[0] > registers[1]  # half of weight_hz is not used
 
 
 def test_a_plan_is_printed_with_its_reason():
     made = plan("gru", 64, 512, chunk_size=32)
     text = str(made)
-    assert text.startswith("persistent: The weights fit")
-    assert f"\n  forward workspace bytes: {made.forward_workspace_bytes:,}\n" in text
-    assert made.forward_workspace_bytes > 10**7 and "\n  modelled step us: 1.0\n" in text
-    kept_us = made.modelled_backward_us_without_recompute
-    assert kept_us > 1000 and f"\n  modelled backward us without recompute: {kept_us:,.1f}" in text
+    assert text.startswith("The weights fit")
+    lines = {line.rpartition("  ")[0].strip(): line.split()[-1] for line in text.splitlines()}
+    assert lines["workspace bytes"] == f"{made.backward.workspace_bytes:,}"
+    assert made.forward.workspace_bytes > 10**7
+    assert re.search(r"^  modelled step us +1\.0$", text, re.MULTILINE)
+    saved_us = made.backward.modelled_us_without_recompute
+    assert saved_us > 1000 and lines["modelled us without recompute"] == f"{saved_us:,.1f}"
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -374,11 +382,11 @@ def test_what_training_holds(cell, dtype):
     made = plan(cell, batch, size, dtype=dtype, seq_len=seq_len)
     weights = {"gru": 6, "lstm": 8, "stochastic_gru": 8}[cell] * size * (size + 1)
     output_bytes = seq_len * batch * size * dtype.itemsize
-    ours = output_bytes + made.saved_bytes_with_recompute + 4 * weights
-    assert made.training_bytes == ours + made.backward_workspace_bytes
+    ours = output_bytes + made.memory.saved_bytes + 4 * weights
+    assert made.memory.training_bytes == ours + made.backward.workspace_bytes
     lstm = 7 * output_bytes + 8 * size * (size + 1) * dtype.itemsize
-    assert made.nn_lstm_training_bytes == lstm
-    assert made.training_bytes <= limit_of(made)
+    assert made.memory.nn_lstm_training_bytes == lstm
+    assert made.memory.training_bytes <= limit_of(made)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +417,7 @@ def test_there_must_be_a_gpu_to_ask():
 @pytest.mark.cuda
 def test_the_plan_of_this_gpu():
     rnn = fusedrnn.GRU(256, 256, device="cuda", dtype=BF16)
-    assert fusedrnn.plan(rnn, (64, 16, 256)).backend == "persistent"
+    assert fusedrnn.plan(rnn, (64, 16, 256)).forward.backend == "persistent"
 
 
 def test_backends_are_checked_by_modules_and_calls():

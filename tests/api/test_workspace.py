@@ -140,19 +140,21 @@ def check(call, gpu, part):
     assert made(case, gpu, workspace_bytes=least, strides=call.strides)["chunk_steps"] >= 1
     with pytest.raises(RuntimeError, match=f"must be at least {least} for .*, got {least - 1}"):
         call.run(least - 1)
-    most = made(case, gpu, chunk_size=case.seq_len, strides=call.strides)["most_workspace_bytes"]
+    most = made(case, gpu, chunk_size=case.seq_len, strides=call.strides)["memory"][
+        "most_workspace_bytes"
+    ]
     for limit in {least, least + int(part * (most - least))}:
         for sizes in call.run(limit):
             assert len(sizes) == (2 if case.bidirectional else 1) and max(sizes) <= limit
         plan = made(case, gpu, workspace_bytes=limit, strides=call.strides)
-        assert plan["most_workspace_bytes"] <= limit
+        assert plan["memory"]["most_workspace_bytes"] <= limit
         chunks = -(-case.seq_len // plan["chunk_steps"])
         if chunks > 1:  # with one chunk less, chunks would be too long
-            ways = {plan["backend"], plan["backward"]}
+            ways = {plan["forward"]["backend"], plan["backward"]["backend"]}
             backend = "stepwise" if ways == {"stepwise"} else "auto"
             steps = -(-case.seq_len // (chunks - 1))
             longer = made(case, gpu, steps, backend=backend, strides=call.strides)
-            assert longer["most_workspace_bytes"] > limit
+            assert longer["memory"]["most_workspace_bytes"] > limit
 
 
 SHARED = [HealthCheck.function_scoped_fixture]  # `device` is the same for all examples
@@ -205,7 +207,7 @@ def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, kind, 
     limit = call.least() + 10_000
     plan = made(call.case, gpu_of(kind), workspace_bytes=limit, strides=call.strides)
     forward, backward = call.run(limit)
-    assert max(*forward, *backward) == plan["most_workspace_bytes"]
+    assert max(*forward, *backward) == plan["memory"]["most_workspace_bytes"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -220,7 +222,9 @@ def test_of_persistent_kernels_too(emulator, monkeypatch, overlap, case, dtype):
     case = replace(case, dtype=dtype, seq_len=6, batch=9, **MASKED)
     for part in (0.2, 0.7):
         check(Call(case), gpu, part)
-    ways = [made(case, gpu, workspace_bytes=2**n)["backend"] for n in range(22 + overlap, 30)]
+    ways = [
+        made(case, gpu, workspace_bytes=2**n)["forward"]["backend"] for n in range(22 + overlap, 30)
+    ]
     assert ways == ["persistent"] * len(ways)
 
 
@@ -265,7 +269,7 @@ def test_a_persistent_kernel_is_not_lost_to_more_steps_than_it_can_count():
     case = Case("gru", 2**32 - 1, 1, 1, 1, dtype=torch.bfloat16)
     plan = made(case, gpu_of("emulated", MULTIPROCESSORS), workspace_bytes=2**50)
     steps = -(-(2**32 - 1) // 3 // 128) * 128  # of three chunks, rows in multiples of 128
-    assert (plan["backend"], plan["chunk_steps"]) == ("persistent", steps)
+    assert (plan["forward"]["backend"], plan["chunk_steps"]) == ("persistent", steps)
 
 
 def test_an_empty_batch_takes_none():
@@ -277,12 +281,12 @@ def test_an_empty_batch_takes_none():
 def test_single_steps_where_a_persistent_kernel_has_no_room():
     case = replace(LSTM, dtype=torch.bfloat16, batch=64, hidden_size=256, input_size=256)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
-    needed = made(case, gpu, chunk_size=1)["most_workspace_bytes"]
-    assert made(case, gpu, workspace_bytes=needed)["backend"] == "persistent"
+    needed = made(case, gpu, chunk_size=1)["memory"]["most_workspace_bytes"]
+    assert made(case, gpu, workspace_bytes=needed)["forward"]["backend"] == "persistent"
     plan = made(case, gpu, workspace_bytes=needed - 1)
     assert (plan["backend"], plan["backward"]) == ("stepwise", "stepwise")
     assert "takes more memory than workspace_bytes" in plan["reason"]
-    assert plan["most_workspace_bytes"] < needed
+    assert plan["memory"]["most_workspace_bytes"] < needed
     with pytest.raises(RuntimeError, match=f"must be at least {needed} for"):
         made(case, gpu, workspace_bytes=needed - 1, backend="persistent")
 
@@ -292,7 +296,7 @@ def test_both_passes_are_what_is_planned_where_there_is_no_room(emulator):
     case = replace(LSTM, dtype=torch.bfloat16, seq_len=3, batch=64, input_size=256, hidden_size=64)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
-    needed = made(case, gpu, chunk_size=1)["most_workspace_bytes"]
+    needed = made(case, gpu, chunk_size=1)["memory"]["most_workspace_bytes"]
     for limit, way in ((needed, "persistent"), (needed - 1, "stepwise")):
         plan = made(case, gpu, workspace_bytes=limit)
         assert (plan["backend"], plan["backward"]) == (way, way)
@@ -352,10 +356,10 @@ def test_the_plan_of_a_module_counts_it(cell):
     assert "workspace_bytes=20000" in repr(rnn)
     input = torch.randn(100, 4, 5, requires_grad=True)
     plan = fusedrnn.plan(rnn, input.shape, device="cpu")
-    assert plan.most_workspace_bytes <= 20_000 and 1 < plan.chunk_steps < 100
+    assert plan.memory.most_workspace_bytes <= 20_000 and 1 < plan.chunk_steps < 100
     output, _ = rnn(input)
     gradient = torch.ones_like(output)
-    assert plan.backward_workspace_bytes in allocations(lambda: output.backward(gradient))
+    assert plan.backward.workspace_bytes in allocations(lambda: output.backward(gradient))
 
     def run(workspace_bytes):
         rnn.workspace_bytes = workspace_bytes

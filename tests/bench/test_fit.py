@@ -49,7 +49,7 @@ def rows_of(step_us: dict[fit.Configuration, float]) -> dict[fit.Configuration, 
 
 def products_us(configuration: fit.Configuration) -> float:
     """For each step of forward, of the GEMMs over chunks: they take the longer the more steps."""
-    step_us = fit.plan(configuration, fit.PLACES["T=1024 K=64"], GPU).modelled_step_us
+    step_us = fit.plan(configuration, fit.PLACES["T=1024 K=64"], GPU).forward.modelled_step_us
     return fit.modelled(configuration, GPU)[fit.FORWARD].step - step_us
 
 
@@ -69,7 +69,7 @@ def test_costs_of_noisy_times_are_near() -> None:
 def test_the_model_has_the_constants_that_stand_beside() -> None:
     def step_us(configuration: fit.Configuration) -> float:
         place = fit.PLACES["T=1024 K=64"]
-        return fit.plan(configuration, place, GPU).modelled_step_us
+        return fit.plan(configuration, place, GPU).forward.modelled_step_us
 
     assert step_us(fit.STEPWISE) == pytest.approx(MODEL["launched"])
     assert fit.tiles(fit.ONE_TILE, GPU) == 1 < fit.tiles(fit.SEVERAL_TILES, GPU)
@@ -91,7 +91,7 @@ def test_a_chunk_has_all_that_the_plan_says(configuration: fit.Configuration) ->
         in_steps = 1 if configuration.is_persistent else 2 * fit.CHUNKS[0]
         assert of_chunk["host"] == of_chunk["gemm"] + of_chunk["launch"] + in_steps
     assert fit.counts(configuration, fit.FORWARD)["gemm"] == 1
-    assert fit.plan(configuration, (256, 64), GPU).backward == configuration.backend
+    assert fit.plan(configuration, (256, 64), GPU).backward.backend == configuration.backend
 
 
 def test_the_cpu_keeps_a_gpu_s_queue_short() -> None:

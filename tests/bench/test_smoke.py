@@ -53,19 +53,19 @@ class Planted:
         self.operators, self.wrong = operators, (result, index)
         self.names = [operator]
 
-    def _call(self, name: str, **arguments: Any) -> Any:
-        results = getattr(self.operators, name)(**arguments)
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        results = getattr(self.operators, name)(*arguments, **named)
         if name in self.names:
             self.names.remove(name)
             result, index = self.wrong
             results[result].view(-1)[index] += 1
         return results
 
-    def forward(self, **arguments: Any) -> Any:
-        return self._call("forward", **arguments)
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self._call("forward", *arguments, **named)
 
-    def backward(self, **arguments: Any) -> Any:
-        return self._call("backward", **arguments)
+    def backward(self, *arguments: Any, **named: Any) -> Any:
+        return self._call("backward", *arguments, **named)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

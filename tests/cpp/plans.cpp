@@ -102,9 +102,9 @@ static void check_chunks() {
   expect("chunks of another length", others, 0);
 }
 
-static std::string text(const LayerPlan& plan) {
+static std::string text(const Plan& plan) {
   std::string all = std::to_string(plan.steps) + plan.why_steps + char('0' + plan.lacks_room);
-  for (const Plan& pass : {plan.forward, plan.backward}) {
+  for (const PassPlan& pass : {plan.forward, plan.backward}) {
     const cuda::PersistentPlan& kernel = pass.persistent;
     all += kernel.why_not;
     for (const int64_t number :

@@ -71,7 +71,7 @@ def assert_planned_as_said(plans):
     found = set()
     for size, (plan, depth, tiles) in plans:
         is_float = size.case.dtype is torch.float32
-        assert plan.backend == plan.backward == "persistent", size
+        assert plan.forward.backend == plan.backward.backend == "persistent", size
         assert depth == size.depth and tiles >= size.tiles, size
         found.add((size.cell, is_float, depth, tiles > 1))
     assert found == {*itertools.product(range(len(CELLS)), (False, True), (1, 2, 4), (False, True))}

@@ -241,7 +241,7 @@ def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_
             fusedrnn.plan(sizes | {"backend": backend}, (1024, batch, 64), dtype, "H100")
             for backend in ("persistent", "stepwise")
         )
-    assert persistent.backward == "persistent"
+    assert persistent.backward.backend == "persistent"
 
     def aligned(size_bytes):
         return -(-size_bytes // 256) * 256
@@ -256,5 +256,5 @@ def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_
             ahead = aligned(2 * step + (chunk_size - 1) * step) + step * chunk_size
             reversed_ = aligned(step) + 2 * step * chunk_size
             expected += apart - aligned(max(ahead, reversed_))
-    taken = persistent.backward_workspace_bytes - stepwise.backward_workspace_bytes
+    taken = persistent.backward.workspace_bytes - stepwise.backward.workspace_bytes
     assert taken == expected

@@ -152,6 +152,11 @@ CALL = {"seq_len": 64, "batch": 64, "dtype": "bfloat16", "chunk_size": 4}
 REST = {"workspace_bytes": 0, "tuning": 0}
 
 
+def ways(made):
+    """The backends of forward and of backward."""
+    return made["forward"]["backend"], made["backward"]["backend"]
+
+
 def planned(answers, cell="gru", output_size=64, **options):
     """By a driver that gives these answers for forward and backward."""
     asked = []
@@ -170,22 +175,22 @@ def planned(answers, cell="gru", output_size=64, **options):
 
 def test_a_plan_says_what_the_driver_objects_to():
     free, asked = planned((132, 132))
-    assert (free["backend"], free["backward"], free["grid"]) == ("persistent", "persistent", 32)
+    assert (*ways(free), free["forward"]["grid"]) == ("persistent", "persistent", 32)
     assert asked == [(3, False), (3, True)]
     refused, _ = planned((-1, 132))
-    assert (refused["backend"], refused["backward"]) == ("stepwise", "persistent")
+    assert ways(refused) == ("stepwise", "persistent")
     assert refused["reason"] == (
         "The GPU's driver has refused to run all 32 blocks of the kernel at once."
     )
-    assert refused["grid"] == refused["shared_memory_bytes"] == 0
+    assert refused["forward"]["grid"] == refused["forward"]["shared_memory_bytes"] == 0
     few, _ = planned((132, 31))
-    assert (few["backend"], few["backward"]) == ("persistent", "stepwise")
+    assert ways(few) == ("persistent", "stepwise")
     assert few["reason"] == (
         "The weights fit into the registers of 4 multiprocessors, 8 times. Backward is stepwise: "
         "The kernel needs all 32 blocks at once, and the GPU's driver runs 31."
     )
     neither, _ = planned((0, 0))
-    assert (neither["backend"], neither["backward"]) == ("stepwise", "stepwise")
+    assert ways(neither) == ("stepwise", "stepwise")
     _, asked = planned((0, 0), backend="stepwise")
     assert asked == []
 
@@ -199,9 +204,9 @@ def test_shorter_chunks_leave_forward_as_it_is(backend):
     free, _ = planned((10**6, 10**6), **options)
     refused, _ = planned((10**6, -1), **options)
     assert refused["chunk_steps"] < free["chunk_steps"]
-    assert (refused["backend"], refused["backward"]) == ("persistent", "stepwise")
+    assert ways(refused) == ("persistent", "stepwise")
     assert "Backward is stepwise: The GPU's driver has refused" in refused["reason"]
-    assert refused["most_workspace_bytes"] <= options["workspace_bytes"]
+    assert refused["memory"]["most_workspace_bytes"] <= options["workspace_bytes"]
 
 
 @pytest.mark.parametrize("backend", ["auto", "persistent"])
@@ -213,17 +218,17 @@ def test_a_refused_backward_leaves_forward_and_chunks_as_they_are(backend):
     free, _ = planned((10**6, 10**6), **options)
     refused, _ = planned((10**6, -1), **options)
     assert refused["chunk_steps"] == free["chunk_steps"] > 1
-    assert (refused["backend"], refused["backward"]) == ("persistent", "stepwise")
+    assert ways(refused) == ("persistent", "stepwise")
     assert "Backward is stepwise: The GPU's driver has refused" in refused["reason"]
-    assert refused["backward_workspace_bytes"] < free["backward_workspace_bytes"]
-    assert refused["most_workspace_bytes"] <= options["workspace_bytes"]
+    assert refused["backward"]["workspace_bytes"] < free["backward"]["workspace_bytes"]
+    assert refused["memory"]["most_workspace_bytes"] <= options["workspace_bytes"]
 
 
 def test_chunks_are_as_long_whatever_the_driver_says():
     """A graph compiled before has their number in its shapes."""
     for cell in ("gru", "lstm", "stochastic_gru"):
         both = [planned(a, cell, chunk_size=0, seq_len=999)[0] for a in ((132, 132), (-1, -1))]
-        assert both[0]["backend"] != both[1]["backend"]
+        assert both[0]["forward"]["backend"] != both[1]["forward"]["backend"]
         assert both[0]["chunk_steps"] == both[1]["chunk_steps"]
 
 
@@ -249,8 +254,8 @@ def free():
 def grid(batch, size, **options):
     sizes = {"cell": "gru", "input_size": size, "hidden_size": size, **options}
     made = fusedrnn.plan(sizes, (64, batch, size), torch.bfloat16, "H100")
-    assert made.backend == "persistent"
-    return made.grid
+    assert made.forward.backend == "persistent"
+    return made.forward.grid
 
 
 def test_multiprocessors_are_left_free(free):
@@ -327,7 +332,7 @@ try:
 finally:
     part.pop_context()
 plan = fusedrnn.plan(rnn, input.shape, device="cuda")
-print(plan.reason, plan.backward)
+print(plan.reason, plan.backward.backend)
 for ours, theirs in zip(got, expected):  # whichever way it went
     error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
     assert error < 2e-2, (error, plan.reason)

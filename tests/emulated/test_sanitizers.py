@@ -31,7 +31,7 @@ CELLS = ["gru", "lstm", "projected_lstm", "stochastic_gru"]
 # Backward exchanges packets through the gradients if they fill whole packets, else through slots.
 BACKWARD_PROBLEMS = [
     Problem(BACKWARD, cell, element, words)
-    for cell in (*CELLS, "location_gru")
+    for cell in (*CELLS, "mean_gru")
     for element, words in (
         ("BFloat16", (40, 1)),
         ("BFloat16", (40, -1)),

@@ -110,8 +110,8 @@ const float* of_gradient(const std::vector<Gradient>& gradient, const std::vecto
 // One chunk of several blocks and tiles; prints a number that depends on every bit of its results.
 // direction: of time in memory.
 int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOptions& options) {
-  const bool is_location = std::string(name) == "location_gru";
-  const Cell cell = is_location ? without_noise(*find_cell("stochastic_gru")) : *find_cell(name);
+  const bool is_mean = std::string(name) == "mean_gru";
+  const Cell cell = is_mean ? without_noise(*find_cell("stochastic_gru")) : *find_cell(name);
   constexpr int64_t kSteps = 5, kBatch = 27, kRows = kSteps * kBatch;
   const int64_t latent = hidden - 16;  // as many packets of units are full
   const Sizes sizes{1, hidden, latent, is_projected(cell) ? latent : hidden};

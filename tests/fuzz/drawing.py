@@ -158,4 +158,4 @@ def least_workspace(case: Case, noise: str) -> int:
         fusedrnn.plan(sizes | {"chunk_size": 1}, shape, dtype, "cpu", sample=noise != "none")
         for dtype in dtypes
     ]
-    return max(plan.most_workspace_bytes for plan in plans)
+    return max(plan.memory.most_workspace_bytes for plan in plans)

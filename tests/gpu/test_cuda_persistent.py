@@ -215,5 +215,5 @@ def test_nan_and_infinity_do_not_hang(monkeypatch, cell, dtype, by_flags):
 def test_auto_takes_what_the_plan_says():
     case = Case("gru", seq_len=40, batch=16, hidden_size=256, dtype=torch.bfloat16)
     rnn = fusedrnn.GRU(5, 256, device="cuda", dtype=torch.bfloat16)
-    assert fusedrnn.plan(rnn, (40, 16, 5)).backend == "persistent"
+    assert fusedrnn.plan(rnn, (40, 16, 5)).forward.backend == "persistent"
     assert_same(results(case, "auto"), results(case))
