@@ -21,6 +21,8 @@ RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|h|cpp|cu|md|json))`")
+TOPS = (".", "csrc", "fusedrnn")  # where the names of files begin
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -72,6 +74,12 @@ def headings(document: Path) -> list[str]:
     text = FENCED.sub("", document.read_text())
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_files_that_are_named_exist(document: Path) -> None:
+    named = FILE.findall(document.read_text())
+    assert [name for name in named if not any((ROOT / top / name).exists() for top in TOPS)] == []
 
 
 def test_broken_links_are_noticed(tmp_path: Path) -> None:
