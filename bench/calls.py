@@ -7,6 +7,7 @@ short call, by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -178,23 +179,22 @@ class Recorded(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.calls: list[Callable[[], object]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        call = functools.partial(func, *args, **(kwargs or {}))
         if func.namespace == "fusedrnn":
-            assert not kwargs
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
+            self.calls.append(call)
+        return call()
 
 
 def operator_calls(step: TrainingStep) -> list[Callable[[], object]]:
     """The operators of a training step, forward and backward, on the arguments that they get."""
     with Recorded() as recorded:
         step.train()
-    (forward, forward_args), (backward, backward_args) = recorded.calls
-    return [lambda: forward(*forward_args), lambda: backward(*backward_args)]
+    return recorded.calls
 
 
 def parts_us(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:

@@ -85,8 +85,8 @@ def _cpu_rows(results: Path) -> str:
 def _cpu_source(results: Path) -> str:
     about = _load(results, "speed")["environment"]
     return (
-        f"{LARGE}, float32, {machine(about)}, {about['date'][:10]}. Peak memory includes output and "
-        "gradients, not weights and input."
+        f"{LARGE}, float32, {machine(about)}, {about['date'][:10]}. Peak memory includes output "
+        "and gradients, not weights and input."
     )
 
 
