@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "../base/checked.h"
 #include "../base/gpus.h"
 #include "../cuda/block_counts.h"
 #include "../cuda/gemm.h"

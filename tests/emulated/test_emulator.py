@@ -261,7 +261,7 @@ def test_addresses_do_not_matter(emulator, what, dtype):
         ("gru_backward", "3 rows of 12"),
         ("column_sums_partial", "3 rows of 60"),
         ("column_sums_total", "3 rows of 60"),
-        ("set_shift", "1 rows of 1"),
+        ("set_replay_offset", "1 rows of 1"),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -282,7 +282,7 @@ def test_a_kernel_that_cannot_be_launched(emulator, dtype, kernel, where):
 def test_a_failure_while_recording(emulator):
     """Such a kernel fails in the first chunk already, so take one that only others have."""
     arguments = LONG.tensors().to(torch.float32)
-    emulator.control(False, "set_shift")
-    with pytest.raises(RuntimeError, match="set_shift"):
+    emulator.control(False, "set_replay_offset")
+    with pytest.raises(RuntimeError, match="set_replay_offset"):
         arguments.call(fusedrnn, **LONG.options)
     assert emulator.counts()[:2] == (2 * LONG.chunk_size * 2, 0)  # recorded, but never replayed

@@ -24,9 +24,9 @@ class Wait:
     is_complete: bool
 
 
-def waits(sent_at, patience=ENOUGH, given_up_at=NEVER):
+def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
     """What the lanes of a warp do until packets have come; times are looks of the sender."""
-    command = [compiled("exchange", source=FOLDER / "exchange.cpp"), patience, given_up_at]
+    command = [compiled("exchange", source=FOLDER / "exchange.cpp"), spin_limit, given_up_at]
     done = subprocess.run(
         [*map(str, command), *map(str, sent_at)], capture_output=True, text=True, timeout=60
     )
@@ -65,8 +65,8 @@ def test_others_are_asked_rarely_whether_they_have_given_up(packets):
 
 @pytest.mark.parametrize("packets", [1, 2, 4])
 def test_a_thread_gives_up(packets):
-    """By itself after its patience, and soon after another one has."""
-    for wait in waits([NEVER] * packets, patience=1000):
+    """By itself after its spin_limit, and soon after another one has."""
+    for wait in waits([NEVER] * packets, spin_limit=1000):
         assert not wait.is_complete
         assert 1000 <= wait.looks < 1000 + LOOKS_ALONE
         assert wait.packets == wait.looks

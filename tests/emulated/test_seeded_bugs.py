@@ -61,7 +61,7 @@ def test_what_the_next_kernel_needs_preset_is_missed(persistent, cell):
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
 def test_forward_gives_up_on_what_never_comes(persistent, exchange):
-    silent = {"seeded_bug": NOTHING_IS_SENT, "patience": 50, "exchange": exchange}
+    silent = {"seeded_bug": NOTHING_IS_SENT, "spin_limit": 50, "exchange": exchange}
     with pytest.raises(RuntimeError, match=GAVE_UP):
         persistent(forward, replace(BASE, cell="stochastic_gru"), **silent)
 
@@ -69,7 +69,7 @@ def test_forward_gives_up_on_what_never_comes(persistent, exchange):
 @each_base
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
 def test_backward_gives_up_on_what_never_comes(chain, exchange, base):
-    silent = {"backward_bug": NOTHING_IS_SENT, "patience": 50, "exchange": exchange}
+    silent = {"backward_bug": NOTHING_IS_SENT, "spin_limit": 50, "exchange": exchange}
     with pytest.raises(RuntimeError, match=GAVE_UP):
         chain(trained, base, **silent)
 
@@ -87,7 +87,7 @@ def test_another_nan_would_hang_forward(persistent, cell, base):
             return arguments.call(fusedrnn, **case.options)
 
     with pytest.raises(RuntimeError, match=GAVE_UP):
-        persistent(run, seeded_bug=NAN_IS_SENT, patience=50)
+        persistent(run, seeded_bug=NAN_IS_SENT, spin_limit=50)
 
 
 @each_base
@@ -102,7 +102,7 @@ def test_another_nan_would_hang_backward(chain, cell, base, hidden_size):
         return arguments.results(fusedrnn)
 
     with pytest.raises(RuntimeError, match=GAVE_UP):
-        chain(run, backward_bug=NAN_IS_SENT, patience=50)
+        chain(run, backward_bug=NAN_IS_SENT, spin_limit=50)
 
 
 @pytest.mark.parametrize("hidden_size", [37, 40])  # backward: by buffers, and by the gradients
@@ -119,7 +119,7 @@ def test_packets_arrive_whichever_nan_rounding_gives(chain, cell, dtype, hidden_
         return arguments.results(fusedrnn, **case.options)
 
     def results(bug):
-        return chain(run, seeded_bug=bug, backward_bug=bug, patience=50)
+        return chain(run, seeded_bug=bug, backward_bug=bug, spin_limit=50)
 
     expected = chain(run)
     assert expected["output"].isnan().any()

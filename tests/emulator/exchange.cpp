@@ -55,7 +55,7 @@ void run(const Call& call) {
 }  // namespace
 }  // namespace fusedrnn::cuda
 
-// patience given_up_at sent_at...: of each lane, how often it has looked again, how many packets it
+// spin_limit given_up_at sent_at...: of each lane, how often it has looked again, how many packets it
 // has loaded for that and how often it has looked whether another thread has given up, and whether
 // all packets have come.
 int main(int count, char** arguments) {
