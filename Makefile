@@ -14,16 +14,22 @@ CPP += $(wildcard bench/*.h bench/*.cu)
 
 WHEELS := build/wheels
 
-.PHONY: test test-slow fuzz stress test-cuda test-wheels wheel bench gpu-check lint format clean
-.PHONY: FORCE
+.PHONY: test test-all test-exhaustive fuzz stress test-cuda test-torch test-wheels wheel bench
+.PHONY: gpu-check lint format clean FORCE
 
+# A process for each core, and one thread in each process. PYTEST takes more options of pytest.
+RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist=worksteal
+
+# The quick tests; `test-all` runs the slow ones too.
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest $(PYTEST)
+	$(RUN_TESTS) -m 'not slow' $(PYTEST)
+test-all: $(VENV)/test.stamp
+	$(RUN_TESTS) $(PYTEST)
 
-# What `test` takes a sample of: every float, and every option with every hostile change of the
-# arguments. Prints what it counted, and takes hours.
-test-slow: export FUSEDRNN_EXHAUSTIVE = 1
-test-slow: $(VENV)/test.stamp
+# Every float, and every option with every hostile change of the arguments, where `test` takes a
+# sample. Prints what it counted, and takes hours.
+test-exhaustive: export FUSEDRNN_EXHAUSTIVE = 1
+test-exhaustive: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -s tests/values/test_math.py tests/hostile/test_hostile_scales.py
 
 # Random calls, right and wrong ones, by the library as it is and by one for sanitizers.
@@ -32,23 +38,27 @@ SEED ?= 1
 fuzz: $(VENV)/test.stamp
 	cd tests && PYTHONPATH=.. $(abspath $(BIN))/python -m fuzz all --minutes $(MINUTES) --seed $(SEED)
 
-# What `test` runs the short form of: many steps and calls, threads, processes, and no memory. Takes
-# less than 15 minutes on two cores.
+# The long form of tests/stress/test_stress.py: many steps and calls, threads, processes, and no
+# memory. Takes less than 15 minutes on two cores.
 stress: export OMP_NUM_THREADS = 1
 stress: $(VENV)/test.stamp
 	cd tests && $(abspath $(BIN))/python -m stress
 
-# All that CUDA can be tested for without a GPU, where there is nvcc: everything on a torch for
-# CUDA, then both wheels on the oldest torch and on the newest. Kernels for one GPU are enough where
-# there is none; what nvcc makes of them for others does not depend on torch, and `test` looks at it.
+# What can be tested of CUDA without a GPU, where there is nvcc: the tests whose results depend on
+# torch, with a torch for CUDA; then both wheels with the oldest torch and with the newest. Kernels
+# for one GPU are enough where there is none: `test-all` compiles them for the others.
 test-cuda: export TORCH_CUDA_ARCH_LIST ?= 9.0
-# They look at what nvcc makes of the sources, and at benchmarks.
-test-cuda: SAME_ON_EVERY_TORCH := gpu/test_cuda_kernels.py gpu/test_ptx.py bench/test_bench.py bench/test_gpu_check.py
 test-cuda: wheel
-	FUSEDRNN_CUDA=1 $(MAKE) test wheel VENV=.venv-cuda TORCH=torch==2.14.1 \
-	    PYTEST="$(addprefix --ignore=tests/,$(SAME_ON_EVERY_TORCH))"
+	FUSEDRNN_CUDA=1 $(MAKE) test-torch wheel VENV=.venv-cuda TORCH=torch==2.14.1
 	$(MAKE) test-wheels VENV=.venv-oldest TORCH=torch==2.11.0
 	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
+
+# Not the emulation and the math, which use nothing of torch that differs between its versions.
+test-torch: OF_TORCH := api values gpu/test_cuda_library.py gpu/test_fake_cuda.py
+test-torch: OF_TORCH += project/test_packaging.py
+test-torch: $(VENV)/test.stamp
+	$(RUN_TESTS) -m 'not slow and not emulated' --ignore=tests/values/test_math.py \
+	    $(addprefix tests/,$(OF_TORCH))
 
 wheel: $(VENV)/test.stamp
 	rm -rf $(WHEELS)/$(notdir $(VENV))
@@ -60,7 +70,7 @@ test-wheels: OF_WHEELS := values/test_any_sizes.py api/test_compile.py gpu/test_
 test-wheels: $(VENV)/torch.txt
 	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
 	    $(PIP) install --force-reinstall --no-deps "$$wheel"; $(PIP) install "$$wheel[test]"; \
-	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -k 'not emulated' \
+	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -m 'not emulated' \
 	        $(addprefix $(CURDIR)/tests/,$(OF_WHEELS))); \
 	done
 

@@ -70,9 +70,17 @@ def device(request):
     return request.param
 
 
+def is_emulated(item):
+    """Whether a test computes by the emulation: by its folder, its fixtures, or its device."""
+    device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+    in_folder = "emulated" in item.path.parts
+    return in_folder or "emulator" in item.fixturenames or device == "emulated"
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("cuda"):
+        if is_emulated(item):
+            item.add_marker("emulated")
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
