@@ -1,4 +1,4 @@
-"""One list of cases for every backend's tests: cells x shapes x dtypes x options."""
+"""The cells, and one list of cases for every backend: cells x shapes x dtypes x options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fusedrnn
 from fusedrnn import reference
 from fusedrnn._ops import LayerCall, LayerTensors
 from fusedrnn.cells import Sizes, layout
 
-CELLS = ["gru", "lstm", "stochastic_gru"]
+MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
+CELLS = list(MODULES)
+# With a cell for the LSTM with a projection, as the operators count them.
+OPERATOR_CELLS = list(fusedrnn.cells.CELLS)
+
+
+def variants(proj_size: int) -> list[dict[str, Any]]:
+    """Every cell, with what it has of its own: a projection, or sources of noise."""
+    return [
+        {"cell": "gru"},
+        {"cell": "lstm"},
+        {"cell": "lstm", "proj_size": proj_size},
+        {"cell": "stochastic_gru"},
+        {"cell": "stochastic_gru", "noise": "eps"},
+        {"cell": "stochastic_gru", "noise": "none"},
+    ]
 
 
 @dataclass(frozen=True)

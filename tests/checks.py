@@ -7,11 +7,6 @@ from torch.profiler import ProfilerActivity, profile
 import fusedrnn
 
 
-def module(cell, *sizes, **options):
-    names = {"gru": "GRU", "lstm": "LSTM", "stochastic_gru": "StochasticGRU"}
-    return getattr(fusedrnn, names[cell])(*sizes, **options)
-
-
 def gradients(outputs, cotangents, inputs, **options):
     return torch.autograd.grad(outputs, inputs, cotangents, **options)
 

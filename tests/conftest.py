@@ -7,7 +7,7 @@ from emulator import emulated_operators, use
 
 from fusedrnn import tuning
 
-pytest.register_assert_rewrite("checks", "tf32")
+pytest.register_assert_rewrite("checks", "tf32", "torch_pairs", "flat_weights")
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from cases import Case
+from cases import Case, variants
 
 import fusedrnn
 
-# All cells, and what each has of its own.
-CELLS: list[dict[str, Any]] = [
-    {"cell": "gru"},
-    {"cell": "lstm"},
-    {"cell": "lstm", "proj_size": 5},
-    {"cell": "stochastic_gru"},
-    {"cell": "stochastic_gru", "noise": "eps"},
-    {"cell": "stochastic_gru", "noise": "none"},
-]
+CELLS = variants(proj_size=5)
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 TILE_ROWS, BLOCK_UNITS = 8, 16
 

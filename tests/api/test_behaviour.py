@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, MASKED, Case, operator_arguments
-from checks import allocations, gradients, module
+from cases import CELLS, MASKED, MODULES, Case, operator_arguments
+from checks import allocations, gradients
 
 import fusedrnn
 from fusedrnn import reference
@@ -385,7 +385,7 @@ def test_opcheck(case):
 
 def test_checkpoint_computes_the_same_again(cell):
     """Also the noise."""
-    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True)
+    rnn = MODULES[cell](5, 7, num_layers=2, bidirectional=True)
     input = torch.randn(4, 3, 5, requires_grad=True)
     options = {"lengths": torch.tensor([4, 2, 3]), "reset": torch.rand(4, 3) < 0.3}
 
@@ -418,7 +418,7 @@ def test_func_grad(case):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_runs_in_its_dtype(cell, dtype):
-    rnn = module(cell, 5, 7, bidirectional=True)
+    rnn = MODULES[cell](5, 7, bidirectional=True)
     input, state = torch.randn(4, 3, 5), torch.zeros(2, 3, 7)
     with torch.autocast("cpu", dtype=dtype):
         output, last = rnn(input, (state, state) if cell == "lstm" else state)
@@ -429,13 +429,13 @@ def test_autocast_runs_in_its_dtype(cell, dtype):
     with torch.autocast("cpu", enabled=False):
         assert rnn(input)[0].dtype == torch.float32
     with torch.autocast("cpu", dtype=dtype):
-        assert module(cell, 5, 7).double()(input.double())[0].dtype == torch.float64
+        assert MODULES[cell](5, 7).double()(input.double())[0].dtype == torch.float64
         with pytest.raises(ValueError, match=r"got torch\.int64"):
             rnn(input.long())
 
 
 def test_meta_tensors_have_the_right_shapes(cell):
-    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True, device="meta")
+    rnn = MODULES[cell](5, 7, num_layers=2, bidirectional=True, device="meta")
     output, last = rnn(torch.empty(4, 3, 5, device="meta"))
     assert output.shape == (4, 3, 14) and output.is_meta
     assert all(t.shape == (4, 3, 7) for t in (last if cell == "lstm" else (last,)))

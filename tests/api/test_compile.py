@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import allow_tf32
-from checks import gradients, module
+from cases import MODULES, allow_tf32
+from checks import gradients
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedrnn
@@ -18,8 +18,8 @@ def _nothing_is_compiled_yet():
     ("cell", "recompute"), [("gru", True), ("lstm", False), ("stochastic_gru", True)]
 )
 def test_compile_fullgraph(cell, recompute):
-    rnn = module(
-        cell, 5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
+    rnn = MODULES[cell](
+        5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
     )
     compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
     input = torch.randn(3, 4, 5, requires_grad=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CELLS
 
 import fusedrnn
 from fusedrnn import _helpers
@@ -18,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[2]))  # last, so that fusedrnn is the
 
 BF16 = torch.bfloat16
 GPUS = list(_helpers.known_gpus())
-CELLS = ["gru", "lstm", "stochastic_gru"]
 
 
 def plan(cell, batch, size, gpu="H100", *, dtype=BF16, seq_len=1024, **options):

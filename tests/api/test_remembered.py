@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPERATOR_CELLS
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
@@ -20,7 +21,6 @@ import fusedrnn
 from fusedrnn import call
 from fusedrnn.options import FIELDS
 
-CELLS = ("gru", "lstm", "projected_lstm", "stochastic_gru")
 T, B, IN, H, P, L = 5, 3, 4, 6, 2, 2
 
 
@@ -102,7 +102,7 @@ def test_every_option_is_tried():
     assert set(WRONG_OPTIONS) == set(FIELDS) - {"cell"}
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OPERATOR_CELLS)
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
 def test_wrong_options_after_right_ones(cell, name):
     if name == "proj_size" and "lstm" not in cell:
@@ -151,7 +151,7 @@ WRONG_TENSORS = {
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 @pytest.mark.parametrize("what", [*WRONG_TENSORS, "nested"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OPERATOR_CELLS)
 def test_wrong_tensors_after_right_ones(cell, what):
     change = WRONG_TENSORS.get(what, nested)
     right = Call(cell)
@@ -175,7 +175,7 @@ def test_wrong_tensors_after_right_ones(cell, what):
             assert_seen(right, wrong)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OPERATOR_CELLS)
 def test_wrong_containers_after_right_ones(cell):
     right = Call(cell)
     for weights in (
@@ -429,7 +429,7 @@ class Double(nn.Module):
         return 2 * weight
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", OPERATOR_CELLS)
 def test_the_same_bits_whether_remembered_or_not(cell):
     right = Call(cell)
     first, second = flat(right.run()), flat(right.run())

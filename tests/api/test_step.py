@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from cases import MODULES
 from torch import Tensor
 
 import fusedrnn
 from fusedrnn import _ops, call, cells
 
-CELLS = ("GRUCell", "LSTMCell", "StochasticGRUCell")
+CELLS = [f"{module.__name__}Cell" for module in MODULES.values()]
 
 
 def arguments(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CELLS, DTYPES, MASKED, Case, allow_tf32, operator_arguments
-from checks import allocations, gradients, module
+from cases import CELLS, DTYPES, MASKED, MODULES, Case, allow_tf32, operator_arguments
+from checks import allocations, gradients
 
 import fusedrnn
 from fusedrnn import _helpers, _library, _plans, tuning
@@ -352,7 +352,7 @@ def test_results_are_the_same(device, case):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_plan_of_a_module_counts_it(cell):
-    rnn = module(cell, 5, 7, bidirectional=True, workspace_bytes=20_000)
+    rnn = MODULES[cell](5, 7, bidirectional=True, workspace_bytes=20_000)
     assert "workspace_bytes=20000" in repr(rnn)
     input = torch.randn(100, 4, 5, requires_grad=True)
     plan = fusedrnn.plan(rnn, input.shape, device="cpu")
@@ -375,7 +375,7 @@ def test_the_plan_of_a_module_counts_it(cell):
 @pytest.mark.parametrize("cell", CELLS)
 def test_compile_fullgraph(cell):
     """The number of states that an LSTM saves follows from it."""
-    rnn = module(cell, 5, 7, num_layers=2, bidirectional=True, workspace_bytes=20_000)
+    rnn = MODULES[cell](5, 7, num_layers=2, bidirectional=True, workspace_bytes=20_000)
     assert fusedrnn.plan(rnn, (40, 3, 5), device="cpu").chunk_steps < 40
     compiled = torch.compile(rnn, backend="aot_eager", fullgraph=True)
     input = torch.randn(40, 3, 5, requires_grad=True)

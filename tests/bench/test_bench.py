@@ -2,67 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import itertools
-import json
-import os
-import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_runs import LOOP, LSTM, OURS, OnCpu, load, run_bench
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import (  # noqa: E402
+from bench import (
     calls,
     cases,
     chunks,
-    clock,
-    gpu_check,
-    kernels,
-    machine,
     memory,
-    model,
     numerics,
     packed,
-    parts,
     report,
-    speed,
     sweep,
     worker,
 )
-
-OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the results of ``python -m bench --all --quick``."""
-    out = tmp_path_factory.mktemp("bench")
-    run = bench("bench", "--all", "--quick", "--out", str(out))
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stderr == "", "the progress bar shares the terminal with whatever goes here"
-    assert "Left out" not in run.stdout + (out / "cpu.md").read_text()
-    return out
-
-
-def bench(module: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *options]
-    # Threads that wait for each other are slow beside other tests.
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
-
-
-def load(results: Path, name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
-    return content
 
 
 @pytest.mark.parametrize("name", ["memory", "speed", "calls", "train_text"])
@@ -81,7 +41,7 @@ def test_files(results: Path) -> None:
 
 
 def test_what_the_short_form_leaves_out_is_said(results: Path, tmp_path: Path) -> None:
-    run = bench("bench", "--quick", "--out", str(tmp_path))
+    run = run_bench("bench", "--quick", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     line = (tmp_path / "cpu.md").read_text().splitlines()[-1]
     said = "Left out, with their targets, and measured by python -m bench --all: "
@@ -110,10 +70,6 @@ def test_what_the_short_form_leaves_out_is_said(results: Path, tmp_path: Path) -
     assert "training for 240 updates and not 12" in what
     assert full["calls"].keys() == short["calls"].keys()
     assert len(full["calls"]["targets"]) == len(short["calls"]["targets"])
-
-
-def test_a_benchmark_alone_has_no_short_form(on_cpu: OnCpu) -> None:
-    assert on_cpu.run().everything
 
 
 def test_saved_for_backward_is_the_output(results: Path) -> None:
@@ -293,33 +249,6 @@ def test_torch_compile_compiles_what_calls_do_with_it() -> None:
     assert {len(row["training_ms"]) for row in rows.values()} == {3}
 
 
-def test_calls_on_a_gpu_are_eager_before_they_are_compiled(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
-) -> None:
-    measured = []
-
-    def measure_apart(module: str, job: Any, names: Any, **_: float) -> dict[str, worker.Row]:
-        measured.append((module, sweep.Case.of_numbers(job), job["device"], job["compiled"]))
-        return {name: {"no_grad_ms": [1.0], "training_ms": [1.0], "process": 1} for name in names}
-
-    monkeypatch.setattr(calls, "measure_apart", measure_apart)
-    run = on_cpu.run()
-    run.options.dtype = None
-    result = calls.run_on_cuda(run)
-    one_step, short_call = (sweep.Case(shape, "tf32") for shape in cases.CALLS)
-    assert measured == [
-        ("bench.calls", one_step, "cuda", False),
-        ("bench.calls", short_call, "cuda", False),
-        ("bench.calls", short_call, "cuda", True),
-    ]
-    assert {target.value for target in result.targets} == {1}
-    assert len(result.targets) == 2 * (6 + 3 + 3)
-    run = on_cpu.run(budget_s=-1)
-    assert {row[1] for table in calls.run_on_cuda(run).tables for row in table.rows} == {
-        "not reached within -1 s"
-    }
-
-
 def test_loop_and_ours_learn_the_same(results: Path) -> None:
     text = load(results, "train_text")
     for loss in text["agreement"].values():
@@ -331,7 +260,7 @@ def test_loop_and_ours_learn_the_same(results: Path) -> None:
 
 
 def test_train_one_cell(tmp_path: Path) -> None:
-    run = bench(
+    run = run_bench(
         "bench.train_text", "--quick", "--cell", "ours", "--steps", "2", "--out", str(tmp_path)
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -341,7 +270,7 @@ def test_train_one_cell(tmp_path: Path) -> None:
 
 
 def test_train_in_bfloat16(tmp_path: Path) -> None:
-    run = bench(
+    run = run_bench(
         "bench.train_text", "--quick", "--dtype", "bfloat16", "--steps", "2", "--out", str(tmp_path)
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -360,7 +289,7 @@ def test_train_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_sizes_are_checked(tmp_path: Path) -> None:
-    run = bench("bench.train_text", "--steps", "0", "--out", str(tmp_path))
+    run = run_bench("bench.train_text", "--steps", "0", "--out", str(tmp_path))
     assert run.returncode != 0
     assert run.stderr.strip() == "--steps must be at least 1, got 0"
 
@@ -444,261 +373,8 @@ def test_loops_that_save_less_learn_the_same(name: str) -> None:
     torch.testing.assert_close(gradients(name), gradients(LOOP))
 
 
-class OnCpu:
-    """Stands for a GPU: the same steps without one, as far as that goes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-        later = (cases.CHECKPOINTED, cases.OFFLOADED)
-        monkeypatch.setattr(sweep, "ON_CUDA_LATER", later)
-        monkeypatch.setattr(sweep, "measure_apart", self.measure_apart)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        # Threads that wait for each other are slow beside other tests.
-        monkeypatch.setattr(sweep, "set_up_torch", lambda tf32: None)
-        monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
-        for benchmark in (memory, speed):
-            monkeypatch.setattr(benchmark, "training_step", self.training_step)
-        monkeypatch.setattr(speed, "cuda_time_ms", clock.time_ms)
-        monkeypatch.setattr(speed, "CUDA_ROUNDS", 3)
-        monkeypatch.setattr(memory, "cuda_saved_bytes", lambda forward: (forward().nbytes, 0))
-        monkeypatch.setattr(memory, "cuda_peak_bytes", lambda train: train() or 1000)
-        self.failing: dict[str, str] = {}
-        self.out = out
-        self.measured: list[tuple[str, tuple[str, ...]]] = []
-
-    def measure_apart(self, module: str, case: Any, names: Any, **_: float) -> dict[str, Any]:
-        """Not apart, for what is replaced here is replaced in this process alone."""
-        self.measured.append((module, tuple(names)))
-        return worker.measure_here(importlib.import_module(module).measure, case, names)
-
-    def training_step(self, name: str, shape: cases.Shape, device: str, dtype: torch.dtype) -> Any:
-        assert device == "cuda"
-        if name in self.failing:
-            raise RuntimeError(self.failing[name])
-        return cases.training_step(name, shape, "cpu", dtype)
-
-    def run(self, budget_s: float = 100) -> report.Run:
-        options = argparse.Namespace(dtype=["float32"], shape=None, budget_s=budget_s)
-        return report.Run(True, self.out, report.NoProgress(), options, {"gpu": "none"})
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OnCpu:
-    return OnCpu(monkeypatch, tmp_path)
-
-
-def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
-    for benchmark, targets in ((memory, 3), (speed, 2)):
-        result = benchmark.run_on_cuda(on_cpu.run())
-        (case,) = load(on_cpu.out, result.name)["cases"]
-        assert case["shape"] == vars(cases.CUDA_QUICK)
-        assert case["dtype"] == "float32"
-        beside = cases.BESIDE.values() if benchmark is memory else ()
-        names = [name for name in cases.ON_CUDA if name not in beside]
-        assert list(case["contenders"]) == [*names, *sweep.ON_CUDA_LATER]
-        assert not any(map(sweep.why_none, case["contenders"].values()))
-        assert len(result.tables) == 2 + (benchmark is speed)
-        for table in result.tables:
-            assert {len(row) for row in table.rows} == {len(table.columns)}
-        assert len(result.targets) == targets
-        assert result.failures == []
-
-
-def test_gpu_benchmark_goes_on_after_a_failure(on_cpu: OnCpu) -> None:
-    on_cpu.failing = {LOOP: "out of memory\nsecond line", cases.KEPT: "broken"}
-    for benchmark in (memory, speed):
-        result = benchmark.run_on_cuda(on_cpu.run())
-        (case,) = load(on_cpu.out, result.name)["cases"]
-        assert case["contenders"][LOOP] == {"error": "RuntimeError: out of memory"}
-        assert "error" not in case["contenders"][OURS]
-        shown = {row[0]: row[1] for row in result.tables[0].rows}
-        assert shown[LOOP] == "RuntimeError: out of memory"
-        assert not any(LOOP in target.what.split(" / ") for target in result.targets)
-        # What others cannot do is a result; what we cannot do is wrong.
-        where = f"{cases.CUDA_QUICK}, float32"
-        assert result.failures == [f"{cases.KEPT} failed at {where}: RuntimeError: broken"]
-
-
-def test_gpu_benchmark_says_what_time_did_not_reach(on_cpu: OnCpu) -> None:
-    result = speed.run_on_cuda(on_cpu.run(budget_s=-1))
-    assert {row[1] for row in result.tables[0].rows} == {"not reached within -1 s"}
-    assert result.targets == result.failures == []
-
-
-def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = []
-
-    def measure_apart(module: str, case: Any, names: Any, **_: float) -> dict[str, worker.Row]:
-        file = on_cpu.out / "name.json"
-        shown.append(json.loads(file.read_text())["cases"] if file.exists() else None)
-        return {name: {"peak_bytes": 1} for name in names}
-
-    monkeypatch.setattr(sweep, "measure_apart", measure_apart)
-
-    def make(results: sweep.Results) -> report.Report:
-        return report.Report("name", sweep.numbers(results), [])
-
-    sweep.sweep(on_cpu.run(), "module", cases.ON_CUDA_TOGETHER, make)
-    before, (after_first,), *_ = shown
-    assert before is None
-    rows = after_first["contenders"]
-    measured = {name for name in rows if "missing" not in rows[name]}
-    assert measured == set(cases.ON_CUDA_TOGETHER[0])
-
-
-def test_groups_of_contenders_are_measured_apart(on_cpu: OnCpu) -> None:
-    """Those that no kernel of ours can break come first."""
-    speed.run_on_cuda(on_cpu.run())
-    names = [names for _, names in on_cpu.measured]
-    assert names == [*cases.ON_CUDA_TOGETHER, *((name,) for name in sweep.ON_CUDA_LATER)]
-    assert {module for module, _ in on_cpu.measured} == {"bench.speed"}
-    together = [name for group in cases.ON_CUDA_TOGETHER for name in group]
-    assert len(set(together)) == len(together)
-    assert set(together) == set(cases.ON_CUDA)
-    assert not {*cases.PERSISTENT, cases.KEPT, cases.CAPTURED} & set(cases.ON_CUDA_TOGETHER[0])
-
-
-def test_memory_is_to_be_a_half_of_nn_lstm_s_or_a_quarter_of_much() -> None:
-    def targets(lstm_bytes: int) -> dict[str, tuple[float, float]]:
-        ours = {"peak_bytes": 1 << 28, "saved_bytes": 1, "host_bytes": 0}
-        rows = {name: ours for name in cases.ON_CUDA} | {LSTM: ours | {"peak_bytes": lstm_bytes}}
-        case = sweep.Case(cases.CUDA_SHAPES[0], "tf32")
-        measured = memory._report_on_cuda({case: rows}).targets
-        return {target.what: (target.value, target.limit) for target in measured}
-
-    names = [f"peak memory, {name} / nn.LSTM" for name in (OURS, cases.OUR_GRU, cases.OUR_LSTM)]
-    assert targets(1 << 29) == dict.fromkeys(names, (0.5, 0.5))
-    assert targets((1 << 30) - 1) == dict.fromkeys(names, (pytest.approx(0.25), 0.5))
-    assert targets(1 << 30) == dict.fromkeys(names, (0.25, 0.25))
-
-
-@pytest.fixture
-def torch_set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves torch with its defaults, whatever a test has set up."""
-    monkeypatch.setattr(report, "THREADS", torch.get_num_threads())
-    yield
-    report.set_up_torch(tf32=True)
-
-
-@pytest.mark.usefixtures("torch_set_up")
-def test_tf32_is_on_in_its_own_rows_alone() -> None:
-    for kind in ("tf32", *report.DTYPES):
-        case = sweep.Case(cases.CUDA_QUICK, kind)
-        assert sweep.opened(case.numbers()) == case
-        assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") == (kind == "tf32")
-        assert not torch.backends.cuda.matmul.allow_tf32
-
-
-@pytest.mark.usefixtures("torch_set_up")
-def test_the_model_predicts_memory_within_the_targets() -> None:
-    """But where the least chunk takes more: the weights are large for the sequence."""
-    reasons: list[str] = []
-    tables = {kind: model.chunk_table(kind, reasons) for kind in model.KINDS}
-    for kind, table in tables.items():
-        assert len(table.rows) == len(cases.CUDA_SHAPES) * len(model.CELLS)
-        for *_, forward, backward, steps, why, us, share in table.rows:
-            assert int(steps) > 0
-            assert float(us) > 0
-            assert float(share) <= 0.5 or "than the least" in reasons[int(why) - 1]
-            assert kind != "float32" or (forward, backward) == ("stepwise", "stepwise")
-    assert len(reasons) == len(set(reasons))
-    times = [[float(row[6]) for row in tables[kind].rows] for kind in ("tf32", "float32")]
-    assert all(rounded < full for rounded, full in zip(*times, strict=True))
-
-
-def test_model_prints_its_tables() -> None:
-    run = bench("bench.model")
-    assert run.returncode == 0, run.stderr
-    assert all(f"H100, {kind}, time by model" in run.stdout for kind in model.KINDS)
-
-
-def test_times_of_one_process_are_compared_within_rounds() -> None:
-    def row(process: int, *times: float) -> worker.Row:
-        return {"process": process, "train_ms": list(times)}
-
-    rows = {OURS: row(2, 1, 2, 3), LSTM: row(1, 4, 4, 4), cases.LSTM_BESIDE: row(2, 2, 4, 6)}
-    rows[LOOP] = row(1, 10, 20, 40)
-    beside = speed.compared(rows, OURS, LSTM, "train_ms")
-    assert beside == clock.Ratio(0.5, 0.5, 0.5)
-    assert speed.compared(rows, OURS, LOOP, "train_ms") == clock.Ratio(0.1, 1 / 40, 0.3)
-    rows[cases.LSTM_BESIDE] = {"error": "broken"}
-    assert speed.compared(rows, OURS, LSTM, "train_ms") == clock.Ratio(0.5, 0.25, 0.75)
-    rows[LSTM] = {"missing": "time"}
-    assert speed.compared(rows, OURS, LSTM, "train_ms") is None
-
-
-def test_rows_of_ours_that_targets_need_must_not_be_missing() -> None:
-    missing = {"missing": "not reached within 1 s"}
-    rows = {OURS: missing, LSTM: missing}
-    shapes = {cases.CUDA_QUICK: [], cases.CUDA_SHAPES[0]: [OURS]}
-    for shape, expected in shapes.items():
-        case = sweep.Case(shape, "bfloat16")
-        said = [f"{name} is missing at {case}: not reached within 1 s" for name in expected]
-        assert sweep.failures({case: rows}) == said
-
-
-def test_gpu_benchmark_begins_where_times_have_targets(on_cpu: OnCpu) -> None:
-    run = on_cpu.run()
-    run.options.dtype, run.options.shape = ["all"], cases.CUDA_SHAPES
-    order = sweep._cases(run)
-    assert len(set(order)) == len(order) == 4 * len(cases.CUDA_SHAPES)
-    limits = cases.CUDA_TRAINING_LIMITS
-    first = [sweep.Case(shape, kind) for kind in limits for shape in limits[kind]]
-    assert order[: len(first)] == first
-    assert first[-2:] == [
-        sweep.Case(cases.CUDNN_PERSISTENT, "float16"),
-        sweep.Case(cases.CUDA_SHAPES[0], "tf32"),
-    ]
-
-
-def test_targets_of_time_on_a_gpu() -> None:
-    row = {"train_ms": [4.0, 6.0, 5.0], "forward_ms": [2.0, 1.0, 1.5]}
-    rows = dict.fromkeys(cases.ON_CUDA, row)
-
-    def targets(shape: cases.Shape, kind: str) -> dict[str, tuple[float, float]]:
-        measured = speed._targets(sweep.Case(shape, kind), rows)
-        assert len({target.what for target in measured}) == len(measured)
-        return {target.what: (target.value, target.limit) for target in measured}
-
-    loops = {"time, fusedrnn / plain loop", "time, fusedrnn / plain loop, CUDA graph"}
-    drop_ins = {"time, fusedrnn.GRU / nn.GRU": (1, 0.5), "time, fusedrnn.LSTM / nn.LSTM": (1, 0.5)}
-    ours = "time, fusedrnn / nn.LSTM"
-    gru, lstm = "time, fusedrnn.GRU / nn.LSTM", "time, fusedrnn.LSTM / nn.LSTM"
-    smallest = targets(cases.Shape(1024, 16, 256), "bfloat16")
-    assert smallest.items() >= {ours: (1, 0.45), gru: (1, 0.3), lstm: (1, 0.35)}.items()
-    at_256 = targets(cases.Shape(1024, 64, 256), "bfloat16")
-    assert at_256.items() >= {ours: (1, 0.45), **drop_ins}.items()
-    assert at_256["microseconds per step of forward, fusedrnn"] == (pytest.approx(1500 / 1024), 2)
-    at_1024 = targets(cases.Shape(256, 128, 1024), "bfloat16")
-    assert at_1024.keys() == {*loops, *drop_ins, ours}
-    assert at_1024[ours] == (1, 1)
-    assert targets(cases.CUDNN_PERSISTENT, "bfloat16").keys() == {*loops, *drop_ins}
-    in_float16 = targets(cases.CUDNN_PERSISTENT, "float16")
-    forward = "forward time, fusedrnn.LSTM / nn.LSTM"
-    assert in_float16.keys() == {*loops, forward, lstm}
-    assert in_float16[forward] == in_float16[lstm] == (1, 1)
-    assert targets(cases.Shape(256, 64, 2048), "bfloat16").keys() == loops
-    in_tf32 = targets(cases.Shape(1024, 16, 256), "tf32")
-    assert in_tf32.items() >= {ours: (1, 1), gru: (1, 1), lstm: (1, 1)}.items()
-    assert in_tf32.keys() == {*loops, ours, gru, lstm}
-    assert targets(cases.Shape(1024, 16, 256), "float32").keys() == loops
-    for shape in cases.GEMM_BOUND:
-        assert targets(shape, "float32").keys() == set()
-        assert targets(shape, "tf32").keys() == loops
-
-
-def test_backward_of_persistent_kernels_stands_beside_stepwise(on_cpu: OnCpu) -> None:
-    result = speed.run_on_cuda(on_cpu.run())
-    (case,) = load(on_cpu.out, "speed")["cases"]
-    measured = {name for name, row in case["contenders"].items() if "backward_ms" in row}
-    assert measured == {*cases.PERSISTENT, *cases.PERSISTENT.values()}
-    (row,) = result.tables[-1].rows
-    assert result.tables[-1].columns == ["", *cases.PERSISTENT]
-    assert row[0] == f"{cases.CUDA_QUICK}, float32"
-    assert all(row)
-
-
 def test_chunks(tmp_path: Path) -> None:
-    run = bench("bench.chunks", "--quick", "--out", str(tmp_path))
+    run = run_bench("bench.chunks", "--quick", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     (case,) = load(tmp_path, "chunks")["cases"]
     rows = case["contenders"]
@@ -719,7 +395,7 @@ def test_a_benchmark_in_a_process_of_its_own() -> None:
 
 
 def test_packed(tmp_path: Path) -> None:
-    run = bench("bench.packed", "--quick", "--out", str(tmp_path))
+    run = run_bench("bench.packed", "--quick", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     (case,) = load(tmp_path, "packed")["cases"]
     rows = case["contenders"]
@@ -732,58 +408,8 @@ def test_packed(tmp_path: Path) -> None:
     assert rows_there == 17 * 32 // 2
 
 
-def test_chunks_on_a_gpu_are_those_of_the_shapes_and_dtypes_asked_for(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
-) -> None:
-    measured = []
-
-    def measure_apart(module: str, numbers: Any, names: Any, **_: float) -> dict[str, worker.Row]:
-        case = sweep.Case.of_numbers(numbers)
-        measured.append((module, case.shape, case.kind, numbers["device"]))
-        return {name: {"missing": "none"} for name in names}
-
-    monkeypatch.setattr(chunks, "measure_apart", measure_apart)
-    run = on_cpu.run()
-    chunks.run_on_cuda(run)
-    run.options.dtype, run.options.shape = None, [cases.Shape(300, 2, 4)]
-    (table,) = chunks.run_on_cuda(run).tables
-    assert measured == [
-        ("bench.chunks", cases.CUDA_QUICK, "float32", "cuda"),
-        ("bench.chunks", cases.Shape(300, 2, 4), "bfloat16", "cuda"),
-    ]
-    names = ["automatic", "16", "32", "64", "128", "256", "300", LSTM]
-    assert [row[0] for row in table.rows] == names
-    (table,) = chunks.run_on_cuda(on_cpu.run(budget_s=-1)).tables
-    assert {row[1] for row in table.rows} == {"not reached within -1 s"}
-    assert len(measured) == 2
-
-
-def test_the_best_chunk_is_one_that_takes_little_memory() -> None:
-    def row(ms: float, peak_bytes: int) -> worker.Row:
-        return {"train_ms": [ms] * 3, "peak_bytes": peak_bytes, "chunk_steps": 4}
-
-    case = sweep.Case(cases.Shape(64, 2, 2), "bfloat16")
-    rows = {"automatic": row(11, 20), "16": row(12, 10), "32": row(10, 50), "64": row(5, 52)}
-    rows |= {"128": {"error": "RuntimeError: broken"}, LSTM: row(1, 100)}
-    result = chunks._report({case: rows}, "cuda")
-    (target,) = result.targets
-    assert target.value == pytest.approx(1.1)
-    assert target.limit == 1.03
-    assert result.failures == [f"chunk_size 128 failed at {case}: RuntimeError: broken"]
-    table = {row[0]: row[1:] for row in result.tables[0].rows}
-    assert table["64"] == ["4", "5.00", "0.50 (0.50–0.50)", "0.0", "0.520"]
-    assert table["128"][0] == "RuntimeError: broken"
-    for other in rows.values():
-        other["peak_bytes"] = 2**24 * other.get("peak_bytes", 0)
-    (target,) = chunks._report({case: rows}, "cuda").targets
-    assert target.value == 1, "a quarter of a GiB or more: of these, the automatic one is the best"
-    assert chunks._report({case: rows}, "cpu").targets == []
-    rows[LSTM] = {"missing": "time"}
-    assert chunks._report({case: rows}, "cuda").targets == []
-
-
 def test_numerics(tmp_path: Path) -> None:
-    run = bench("bench.numerics", "--quick", "--out", str(tmp_path))
+    run = run_bench("bench.numerics", "--quick", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     content = load(tmp_path, "numerics")
     places = [(row["cell"], row["dtype"], row["seq_len"]) for row in content["rows"]]
@@ -798,279 +424,3 @@ def test_numerics(tmp_path: Path) -> None:
             assert all(0 < error < 1 for error in found)
         assert target["limit"] == 2
         assert target["passed"]
-
-
-def test_numerics_on_a_gpu_has_tf32_and_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu
-) -> None:
-    def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[float]]:
-        assert device == "cuda"
-        if kind == numerics.TF32:
-            raise RuntimeError("broken")
-        found = {contender: [1.0, 2.0, 3.0] for contender in numerics.CELLS[name]}
-        return found | {numerics.OURS: [1.0, 5.0, 3.0]}
-
-    monkeypatch.setattr(numerics, "errors", errors)
-    monkeypatch.setattr(numerics, "measure_apart", on_cpu.measure_apart)
-    result = numerics.run_on_cuda(on_cpu.run())
-    kinds = ("float32", "bfloat16", "float16", "tf32")
-    for table in result.tables:
-        assert [row[0] for row in table.rows] == [kind for kind in kinds for _ in range(2)]
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert {target.value for target in result.targets} == {2.5}
-    assert not any(target.passed for target in result.targets)
-    assert len(result.failures) == 3 * 2
-    result = numerics.run_on_cuda(on_cpu.run(budget_s=-1))
-    assert {row[2] for table in result.tables for row in table.rows} == {"not reached within -1 s"}
-    assert result.targets == []
-    assert len(result.failures) == 24
-
-
-def test_markdown_stands_for_rich_where_that_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(report, "rich", None)
-    screen = report.Screen()
-    with screen.progress() as progress:
-        progress.advance(progress.add_task("task", total=1))
-    screen.table(report.Table("Title", ["", "a"], [["x", "1|2"]]), mark=True)
-    screen.line("[text]", style="red")
-    assert capsys.readouterr().out.split("\n") == [
-        *("**Title**", "", "|  | a |", "|:--|--:|", "| x | 1\\|2 |", "", "[text]", "")
-    ]
-
-
-def python_part(name: str, code: str, limit_s: float = 60, **options: Any) -> parts.Part:
-    return parts.Part(name, limit_s, [sys.executable, "-c", code], **options)
-
-
-def check(
-    stages: list[list[parts.Part]],
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sees_gpu: bool = True,
-    seconds: float = 600,
-) -> tuple[bool, dict[str, dict[str, Any]]]:
-    names = ("gpu", "torch", "nvcc", "commit", "date")
-    about = dict.fromkeys(names, "some") | {"torch_sees_gpu": sees_gpu}
-    monkeypatch.setattr(gpu_check, "about", lambda: about)
-    passed = gpu_check.Check(out, seconds).run(stages)
-    outcomes = load(out, "summary")["parts"]
-    return passed, {outcome["part"]: outcome for outcome in outcomes}
-
-
-def test_gpu_check_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = [
-        [
-            python_part(
-                "fails", "print('fusedrnn: no GPU'); print('hint: none'); raise SystemExit(3)"
-            )
-        ],
-        [parts.Part("lacks", 1, ["no-such-command"])],
-        [python_part("env", "import os; print(os.environ['A'])", env={"A": "b"})],
-        [python_part("denied", "print('fine')", verdict=lambda said: (False, f"{said[:4]}, but"))],
-    ]
-    passed, outcomes = check(stages, tmp_path, monkeypatch)
-    assert not passed
-    assert {name: (o["passed"], o["note"]) for name, o in outcomes.items()} == {
-        "environment": (True, "some"),
-        "fails": (False, "fusedrnn: no GPU"),
-        "lacks": (False, "no-such-command: No such file or directory"),
-        "env": (True, "b"),
-        "denied": (False, "fine, but"),
-    }
-    assert "hint: none" in (tmp_path / "log.txt").read_text()
-    assert "| fails | **failed** |" in (tmp_path / "summary.md").read_text()
-
-
-def test_gpu_check_passes_if_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = [[python_part("one", "print(1)")]]
-    assert check(stages, tmp_path, monkeypatch)[0]
-    passed, outcomes = check(stages, tmp_path, monkeypatch, sees_gpu=False)
-    assert not passed
-    assert outcomes["environment"]["note"] == "torch sees no GPU"
-    assert outcomes["one"]["passed"]
-
-
-def test_gpu_check_stops_a_part_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "ENVIRONMENT_S", 0)
-    child = "import time; time.sleep(60); open('late', 'w')"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    stages = [[python_part("hangs", code, limit_s=1)], [python_part("after", "print('ran')")]]
-    passed, outcomes = check(stages, tmp_path, monkeypatch)
-    assert not passed
-    assert outcomes["hangs"]["note"] == "stopped after 1 s"
-    assert outcomes["after"]["passed"]
-
-
-def test_gpu_check_begins_no_part_that_may_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = {"first": 60, "long": 3600, "last": 60}
-    stages = [[python_part(name, "print(1)", limit_s)] for name, limit_s in limits.items()]
-    passed, outcomes = check(stages, tmp_path, monkeypatch, seconds=600)
-    assert not passed
-    assert outcomes["first"]["passed"]
-    assert outcomes["last"]["passed"]
-    assert outcomes["long"]["note"].startswith("not begun: ")
-    assert outcomes["long"]["note"].endswith(" s left, and it may take 3600 s")
-
-
-@pytest.mark.parametrize("group", parts.GROUPS)
-def test_a_group_ends_in_time(tmp_path: Path, group: str) -> None:
-    known, stages = parts.parts(tmp_path), parts.GROUPS[group]
-    limit_s = gpu_check.ENVIRONMENT_S + sum(
-        max(known[name].limit_s for name in stage) for stage in stages
-    )
-    assert limit_s < 60 * gpu_check.MINUTES
-    assert stages[0] == ("build",)
-    files = {parts.BENCHMARKS[n] for stage in stages for n in stage if n in parts.BENCHMARKS}
-    assert len({"summary.json", "summary.md", gpu_check.LOG, *files}) <= 8
-
-
-def test_parts_of_gpu_check(tmp_path: Path) -> None:
-    known = parts.parts(tmp_path)
-    in_groups = [name for stages in parts.GROUPS.values() for stage in stages for name in stage]
-    assert set(in_groups) | {"packed", "kernels"} == set(known)
-    for part in known.values():
-        if "--budget-s" in part.command:
-            assert float(part.command[-1]) == part.limit_s - parts.SLACK_S > 0
-    assert parts.SLACK_S > sweep.OVERTIME_S
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, and would run them")
-@pytest.mark.parametrize("name", parts.BENCHMARKS)
-def test_commands_of_gpu_check_have_options_that_there_are(tmp_path: Path, name: str) -> None:
-    module = importlib.import_module(f"bench.{name}")
-    command = parts.parts(tmp_path)[name].command
-    assert list(command[1:3]) == ["-m", module.__name__]
-    assert module.run_on_cuda
-    said = bench(*command[2:])
-    assert said.returncode == 2
-    assert said.stderr.endswith("argument --device: torch sees no GPU\n")
-
-
-def test_gpu_check_runs_the_parts_that_are_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    ran = []
-
-    class Check:
-        def __init__(self, out: Path, seconds: float) -> None:
-            self.begin, self.seconds = 0.0, seconds
-
-        def run(self, stages: list[list[parts.Part]]) -> bool:
-            ran.append(([tuple(part.name for part in stage) for stage in stages], self.seconds))
-            return True
-
-    monkeypatch.setattr(gpu_check, "Check", Check)
-    for options in (
-        [],
-        ["--group", "deep"],
-        ["--parts", "memory,build", "--minutes", "2"],
-        ["--parts", "built,speed"],
-    ):
-        monkeypatch.setattr(sys, "argv", ["gpu_check", str(tmp_path), *options])
-        with pytest.raises(SystemExit):
-            gpu_check.main()
-    assert ran == [
-        ([*parts.GROUPS["first"]], 540),
-        ([*parts.GROUPS["deep"]], 540),
-        ([("memory",), ("build",)], 120),
-    ]
-    everything = ", ".join(parts.parts(tmp_path))
-    assert capsys.readouterr().err.endswith(f"must be of {everything}, got 'built'\n")
-
-
-def test_gpu_check_is_told_what_it_can_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    wrong = {
-        "must be above 0, got -1": [str(tmp_path), "--minutes", "-1"],
-        "must be a folder": [str(file)],
-        "not allowed with argument --group": [str(tmp_path), "--group", "deep", "--parts", "fit"],
-    }
-    for said, options in wrong.items():
-        monkeypatch.setattr(sys, "argv", ["gpu_check", *options])
-        with pytest.raises(SystemExit):
-            gpu_check.main()
-        assert said in capsys.readouterr().err
-
-
-def test_gpu_check_says_all_in_a_line() -> None:
-    outcomes = [gpu_check.Outcome(part, part != "tests", 1.0, "") for part in ("build", "tests")]
-    contents = {"speed": {"targets": [{"passed": False}] * 3}, "fit": {"targets": []}}
-    assert gpu_check.verdict(outcomes[:1], {}) == "Nothing failed."
-    said = gpu_check.verdict(outcomes, contents)
-    assert said == "Failed: tests. Targets missed: 3 of speed."
-
-
-def test_a_tree_without_a_repository_takes_its_commit_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    monkeypatch.delenv("FUSEDRNN_COMMIT", raising=False)
-    assert machine.commit() == "unknown"
-    monkeypatch.setenv("FUSEDRNN_COMMIT", "abc")
-    assert machine.commit() == "abc"
-
-
-@pytest.mark.parametrize(
-    "said, passed",
-    [
-        ("4 passed, 1 skipped, 3 deselected, 2 warnings in 0.52s", True),
-        ("1 failed, 3 passed in 75.00s (0:01:15)", True),  # its exit status says the rest
-        ("2 skipped in 0.01s", False),
-        ("1 error in 0.10s", False),
-    ],
-)
-def test_gpu_check_reads_the_results_of_tests(said: str, passed: bool) -> None:
-    tail = f"a test passed in 3 steps\n===== {said} =====\n"
-    assert parts.test_results(tail) == (passed, said)
-    assert parts.test_results("") == (False, "")
-
-
-def test_gpu_check_reads_the_results(tmp_path: Path) -> None:
-    """A target that is missed is a result; what failed, or was not measured, is none."""
-    file = tmp_path / "speed.json"
-    assert parts.results(file) == (False, "")
-    targets = [{"passed": True}, {"passed": False}]
-    rows = {"a": {"ms": 1}, "b": {"missing": "time"}}
-    content = {"targets": targets, "failures": [], "cases": [{"contenders": rows}], "tables": []}
-    note = "1 of 2 targets met; 1 of 2 rows: missing"
-    file.write_text(json.dumps(content))
-    assert parts.results(file) == (True, note)
-    file.write_text(json.dumps(content | {"failures": ["a failed"]}))
-    assert parts.results(file) == (False, f"{note}; 1 failures, the first: a failed")
-    file.write_text(json.dumps(content | {"targets": [], "rows": [], "cases": []}))
-    assert parts.results(file) == (False, "")
-    for broken in ("", "[]", json.dumps(content)[:-9], "{}"):
-        file.write_text(broken)
-        assert parts.results(file) == (False, "speed.json cannot be read")
-
-
-def test_evidence_names_parts_that_there_are(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "gpu-evidence.md").read_text()
-    named = set(re.findall(r"part `(\w+)`", text))
-    assert named == set(parts.parts(tmp_path)) - {"packed"}
-
-
-def test_kernels_of_a_step_and_what_is_left_of_it() -> None:
-    """The time in which no kernel runs, and a row that there is not."""
-    case = sweep.Case(cases.CUDA_QUICK, "bfloat16")
-    of_step = [{"kernel": f"void fusedrnn::k{i}<a>", "count": 1, "us": 100.0} for i in range(8)]
-    rows = {name: {"train_ms": [1.0], "kernels": of_step} for name in kernels.NAMES}
-    rows[cases.OURS] = {"error": "RuntimeError: no"}
-    found = kernels.report({case: rows})
-    assert found.failures == [f"fusedrnn failed at {case}: RuntimeError: no"]
-    (table,) = found.tables
-    of_lstm = table.rows[: kernels.SHOWN + 3]
-    assert of_lstm[1] == ["", "k0<a>", "1", "100", "0.10"]
-    assert of_lstm[-2:] == [
-        ["", "2 other kernels", "2", "200", "0.20"],
-        ["", "none", "0", "200", "0.20"],
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench import cases, clock, fit, worker
+from bench.report import NoProgress, Run
+from bench.worker import Row
 from fusedrnn import _helpers
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import cases, clock, fit, worker  # noqa: E402
-from bench.report import NoProgress, Run  # noqa: E402
-from bench.worker import Row  # noqa: E402
 
 GPU = "H100"
 MODEL = _helpers.MODEL_US

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from bench import contain, faults, gpu_check, parts, worker
+
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import contain, faults, gpu_check, parts, worker  # noqa: E402
 
 STALL_S, AMPLE_S = 1.5, 60.0
 SAID = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,12 @@ import torch
 from cases import allow_tf32
 from emulator import emulated_operators, use
 from emulator.persistent import FOLDER, compiled
+from nvcc import needs_nvcc
 
+from bench import smoke, step_probe, worker
+from bench.step_probe import Step
 from fusedrnn import _library
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import smoke, step_probe, worker  # noqa: E402
-from bench.step_probe import Step  # noqa: E402
-
-NVCC = shutil.which("nvcc") or shutil.which(
-    "nvcc", path=Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
-)
 CELLS = [
     {"cell": "gru"},
     {"cell": "lstm"},
@@ -187,7 +179,7 @@ def test_probes_in_cpp_run_on_the_emulation() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@needs_nvcc
 def test_probes_in_cpp_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(smoke, "COMPILE_S", 300)
     program = tmp_path / "smoke"

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 
 import pytest
+from cases import OPERATOR_CELLS
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
 from emulator.seeded_bugs import seeded_sources
 
@@ -27,11 +28,10 @@ class Problem:
         return "-".join(map(str, (self.program, self.cell, self.element, *self.words)))
 
 
-CELLS = ["gru", "lstm", "projected_lstm", "stochastic_gru"]
 # Backward exchanges packets through the gradients if they fill whole packets, else through slots.
 BACKWARD_PROBLEMS = [
     Problem(BACKWARD, cell, element, words)
-    for cell in (*CELLS, "mean_gru")
+    for cell in (*OPERATOR_CELLS, "mean_gru")
     for element, words in (
         ("BFloat16", (40, 1)),
         ("BFloat16", (40, -1)),
@@ -40,8 +40,8 @@ BACKWARD_PROBLEMS = [
         ("float", (37, -1)),
     )
 ]
-FORWARD_PROBLEMS = [Problem(FORWARD, cell) for cell in CELLS]
-FLOAT_PROBLEMS = [Problem(FORWARD, cell, "float") for cell in CELLS]
+FORWARD_PROBLEMS = [Problem(FORWARD, cell) for cell in OPERATOR_CELLS]
+FLOAT_PROBLEMS = [Problem(FORWARD, cell, "float") for cell in OPERATOR_CELLS]
 
 
 def run(problem, kind, flags, exchange, schedule=1, bug=0):

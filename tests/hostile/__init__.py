@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import Arguments, Case, TorchLibrary
+from cases import Arguments, Case, TorchLibrary, variants
 from emulator import emulated_operators
 from torch import Tensor
 
@@ -28,14 +28,9 @@ from .oracle import Regularization
 
 BATCH, SIZE = 8, 24
 
-CELLS: dict[str, dict[str, Any]] = {
-    "gru": {"cell": "gru"},
-    "lstm": {"cell": "lstm"},
-    "projected lstm": {"cell": "lstm", "proj_size": 13},
-    "stochastic gru, drawn": {"cell": "stochastic_gru"},
-    "stochastic gru, eps": {"cell": "stochastic_gru", "noise": "eps"},
-    "stochastic gru, no noise": {"cell": "stochastic_gru", "noise": "none"},
-}
+NAMES = ["gru", "lstm", "projected lstm"]
+NAMES += [f"stochastic gru, {noise}" for noise in ("drawn", "eps", "no noise")]
+CELLS = dict(zip(NAMES, variants(proj_size=13), strict=True))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from cases import MASKED, Arguments, Case
+from cases import MASKED, MODULES, Arguments, Case
 from torch import Tensor, nn
 
 import fusedrnn
@@ -22,7 +22,6 @@ CELLS: dict[str, Case] = {
     "projected lstm": Case("lstm", proj_size=5, dtype=torch.float32),
     "stochastic gru": Case("stochastic_gru", dtype=torch.float32),
 }
-MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
 # Enough work for products and stages to be given to several threads.
 LARGE: dict[str, Any] = {"seq_len": 6, "batch": 65, "input_size": 48, "hidden_size": 80}
 LARGE |= {"latent_size": 72, "bidirectional": True}

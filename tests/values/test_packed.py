@@ -2,15 +2,11 @@
 
 import pytest
 import torch
+from cases import CELLS, MODULES
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 import fusedrnn
 
-CELLS = {
-    "gru": fusedrnn.GRU,
-    "lstm": fusedrnn.LSTM,
-    "stochastic_gru": fusedrnn.StochasticGRU,
-}
 LENGTHS = [[9, 9, 4, 1], [3, 11, 7, 7, 1], [5], [2, 2, 2], [1, 20, 1]]
 OPTIONS = [
     {},
@@ -29,7 +25,7 @@ def both(cell, options, lengths, dtype, reset=False, device="cpu"):
     if options.get("proj_size") and cell != "lstm":
         pytest.skip("an option of the LSTM")
     torch.manual_seed(1)
-    rnn = CELLS[cell](5, 7, dtype=dtype, device=device, **options)
+    rnn = MODULES[cell](5, 7, dtype=dtype, device=device, **options)
     layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
     steps, batch = max(lengths), len(lengths)
     widths = [rnn.proj_size or 7] + [7] * (cell == "lstm")
@@ -199,7 +195,7 @@ def compiled(rnn):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_packed_sequences_under_torch_compile(cell):
-    rnn = CELLS[cell](5, 7, 2)
+    rnn = MODULES[cell](5, 7, 2)
     options = {"sample": False} if cell == "stochastic_gru" else {}
     packed = pack_sequence([torch.randn(n, 5) for n in (3, 6, 2)], enforce_sorted=False)
     expected, _ = rnn(packed, **options)
@@ -243,7 +239,7 @@ def made_by_hand(data, sizes, order):
 @pytest.mark.parametrize("message", WRONG)
 @pytest.mark.parametrize("cell", CELLS)
 def test_wrong_packed_sequences_are_refused(cell, message):
-    rnn = CELLS[cell](5, 7)
+    rnn = MODULES[cell](5, 7)
     state = torch.get_rng_state()
     for sizes, order in WRONG[message]:
         with pytest.raises((ValueError, RuntimeError), match=f"^fusedrnn: .*{message}"):

@@ -1,0 +1,85 @@
+"""Sizes without end, and calls and plans near the end of int64."""
+
+import re
+
+import pytest
+import torch
+from cases import CELLS
+
+import fusedrnn
+
+
+@pytest.mark.parametrize("num_layers", [10**6, 10**8])
+def test_weights_are_counted_first(num_layers):
+    weights = list(fusedrnn.GRU(5, 7).parameters())
+    with pytest.raises(ValueError, match=f"take {4 * num_layers} weights, got 4"):
+        fusedrnn.gru(torch.randn(4, 3, 5), weights, num_layers=num_layers)
+
+
+@pytest.mark.parametrize("make", [fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU])
+def test_sizes_without_end(make):
+    for sizes, error, message in (
+        ((5, 7), ValueError, "num_layers must be at most 268435455, got 1000000000"),
+        ((2**62, 7), RuntimeError, "sizes are too large"),
+        ((5, 2**40), RuntimeError, "sizes are too large"),
+        ((2**63, 7), ValueError, "input_size must be below 2^63"),
+    ):
+        options = {"num_layers": 10**9} if error is ValueError and sizes[0] == 5 else {}
+        with pytest.raises(error, match=f"^fusedrnn: {re.escape(message)}"):
+            make(*sizes, device="meta", **options)
+    # No layer is too large, but all of them are.
+    with pytest.raises(RuntimeError, match=r"^fusedrnn: no [0-9,]{26} weights of .*: too many"):
+        make(5, 8 * 10**8, num_layers=5, bidirectional=True, device="meta")
+
+
+HUGE = (2**31, 2**40, 2**62 - 1, 2**62, 2**63 - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "H100", "A100"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_plans_of_sizes_near_the_end_of_int64(cell, device):
+    def attempt(steps, batch, dtype=torch.bfloat16, **sizes):
+        sizes = {"cell": cell, "input_size": 8, "hidden_size": 8} | sizes
+        try:
+            plan = fusedrnn.plan(sizes, (steps, batch, sizes["input_size"]), dtype, device)
+        except (ValueError, RuntimeError) as error:
+            assert str(error).startswith("fusedrnn: ")
+        else:
+            memory = plan.memory
+            assert min(memory.training_bytes, memory.most_workspace_bytes, plan.chunk_steps) > 0
+            assert memory.training_bytes < 2**62 and memory.most_workspace_bytes < 2**62
+
+    for huge in HUGE:
+        attempt(huge, 1)
+        attempt(1, huge)
+        attempt(huge, huge)
+        attempt(4, 3, chunk_size=huge)
+        attempt(4, 3, workspace_bytes=huge)
+        for name in ("input_size", "hidden_size", "num_layers"):
+            attempt(4, 3, **{name: huge})
+            attempt(2**31, 1, torch.float64, **{name: huge})
+        attempt(2**16, 2**15, hidden_size=huge, input_size=huge)
+    attempt(2**32 - 1, 1, torch.float64, input_size=2**16, hidden_size=2**16)
+
+
+def test_wrong_plans():
+    sizes = {"cell": "gru", "input_size": 8, "hidden_size": 8}
+    for arguments, error, message in (
+        ((sizes, 5), TypeError, r"input_shape must be (seq_len, batch, 8), got int"),
+        ((sizes, None), TypeError, "got NoneType"),
+        ((sizes, "abc"), TypeError, "got str"),
+        ((sizes, (4, 3.0, 8)), TypeError, "got (4, 3.0, 8)"),
+        ((sizes, ()), ValueError, "input_shape must be (seq_len, batch, 8), got ()"),
+        ((sizes, (4, 0, 8)), ValueError, "each at least 1, got (4, 0, 8)"),
+        ((sizes, (4, 3, 8), torch.float32, 3.5), ValueError, "device must be cpu, a CUDA device"),
+        ((sizes, (4, 3, 8), torch.float32, object()), ValueError, "device must be cpu"),
+        ((sizes | {"cell": []}, (4, 3, 8)), ValueError, "cell must be one of"),
+        ((sizes | {"heads": 3}, (4, 3, 8)), TypeError, "GRU has no argument 'heads'"),
+        (({"cell": "gru", "input_size": 8}, (4, 3, 8)), TypeError, "GRU needs hidden_size"),
+        ((3, (4, 3, 8)), TypeError, "module must be a fusedrnn.GRU"),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            fusedrnn.plan(*arguments)
+        assert str(caught.value).startswith("fusedrnn: ")
+    with pytest.raises(TypeError, match="sample must be a bool"):
+        fusedrnn.plan(sizes, (4, 3, 8), torch.float32, "cpu", sample="no")

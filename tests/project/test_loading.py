@@ -1,0 +1,33 @@
+"""The library is the one of this package, or an error says that it is missing."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fusedrnn
+
+
+def test_the_library_says_when_it_is_not_built(tmp_path):
+    source = Path(fusedrnn.__file__).parent
+    (tmp_path / "fusedrnn").mkdir()
+    for file in source.glob("*.py"):
+        shutil.copy(file, tmp_path / "fusedrnn")
+    run = subprocess.run(
+        [sys.executable, "-c", "import fusedrnn"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "fusedrnn is not built" in run.stderr and "pip install ." in run.stderr
+
+
+def test_a_leftover_library_is_not_loaded(tmp_path):
+    """Of another build: what is loaded has the very name that this one gives."""
+    source = Path(fusedrnn.__file__).parent
+    shutil.copytree(source, tmp_path / "fusedrnn", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("_core.so", "_core.0.so", "_core_old.abi3.so", "_cuda.0.so"):
+        (tmp_path / "fusedrnn" / name).write_text("no library at all")
+    code = "import fusedrnn; fusedrnn.GRU(2, 3); print(fusedrnn.__file__)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == str(tmp_path / "fusedrnn/__init__.py")
