@@ -1,5 +1,7 @@
 """What every test shares."""
 
+from collections import Counter
+
 import pytest
 import torch
 from cases import allow_tf32
@@ -84,3 +86,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker("emulated")
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--times", action="store_true", help="show the seconds that each file took")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--times"):
+        return
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    seconds = Counter()
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, taken in seconds.most_common():
+        terminalreporter.write_line(f"{taken:7.1f} s  {file}")
