@@ -8,6 +8,7 @@
 // A grid that cannot go on is told from one that is slow, and shared memory begins as NaN.
 // What it cannot show: a wrong idea of the layout of mma, errors within PTX, time.
 #pragma once
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -23,6 +24,12 @@
 #define FUSEDRNN_TSAN(call) call
 #else
 #define FUSEDRNN_TSAN(call)
+#endif
+// swapcontext asks the system for each switch. The sanitizers follow it, but not longjmp.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define FUSEDRNN_JUMPS false
+#else
+#define FUSEDRNN_JUMPS true
 #endif
 // The emulator's own memory is no business of the sanitizer's.
 #define FUSEDRNN_UNSEEN __attribute__((noinline, no_sanitize_thread))
@@ -57,8 +64,13 @@ struct Block {
 struct Traffic {
   int packets, words, pauses;
 };
+struct Context {
+  ucontext_t first;  // until it has run once
+  jmp_buf later;
+  bool has_run;
+};
 struct Fiber {
-  ucontext_t context;
+  Context context;
   Block* block;
   int thread;
   bool is_done;
@@ -72,7 +84,7 @@ struct Grid {
   Fiber *fibers, *current, **ready, **polling;
   int num_ready, num_polling;
   const std::function<void()>* kernel;
-  ucontext_t scheduler;
+  Context scheduler;
   void* scheduler_tsan;
   uint64_t random;
   uint64_t events;  // of those that others may wait for
@@ -81,6 +93,15 @@ struct Grid {
 };
 inline Grid grid;
 
+FUSEDRNN_UNSEEN inline void switch_from(Context& from, Context& to) {
+  if (!FUSEDRNN_JUMPS) {
+    swapcontext(&from.first, &to.first);
+  } else if (_setjmp(from.later) == 0) {
+    from.has_run = true;
+    if (to.has_run) _longjmp(to.later, 1);
+    setcontext(&to.first);
+  }
+}
 FUSEDRNN_UNSEEN inline Fiber& self() { return *grid.current; }
 FUSEDRNN_UNSEEN inline Warp& warp() { return self().block->warps[self().thread / kWarpSize]; }
 FUSEDRNN_UNSEEN inline Lane& lane() { return warp().lanes[self().thread % kWarpSize]; }
@@ -90,7 +111,7 @@ FUSEDRNN_UNSEEN inline void count_word() { ++self().traffic.words; }
 FUSEDRNN_UNSEEN inline void leave() {
   Fiber& me = self();
   FUSEDRNN_TSAN(__tsan_switch_to_fiber(grid.scheduler_tsan, __tsan_switch_to_fiber_no_sync);)
-  swapcontext(&me.context, &grid.scheduler);
+  switch_from(me.context, grid.scheduler);
 }
 // Until somebody else makes this fiber ready.
 FUSEDRNN_UNSEEN inline void wait_at(const char* where) {
@@ -254,7 +275,7 @@ FUSEDRNN_UNSEEN inline void schedule() {
     grid.current = grid.ready[next];
     grid.ready[next] = grid.ready[--grid.num_ready];
     FUSEDRNN_TSAN(__tsan_switch_to_fiber(grid.current->tsan, __tsan_switch_to_fiber_no_sync);)
-    swapcontext(&grid.scheduler, &grid.current->context);
+    switch_from(grid.scheduler, grid.current->context);
     left -= grid.current->is_done;
   }
 }
@@ -287,11 +308,11 @@ FUSEDRNN_UNSEEN inline std::string launch(int blocks, int threads, size_t shared
       Fiber& fiber = grid.fibers[index];
       fiber.block = &block;
       fiber.thread = t;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks + index * stack;
-      fiber.context.uc_stack.ss_size = stack;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, run_fiber, 0);
+      getcontext(&fiber.context.first);
+      fiber.context.first.uc_stack.ss_sp = stacks + index * stack;
+      fiber.context.first.uc_stack.ss_size = stack;
+      fiber.context.first.uc_link = nullptr;
+      makecontext(&fiber.context.first, run_fiber, 0);
       FUSEDRNN_TSAN(fiber.tsan = __tsan_create_fiber(0);)
       grid.ready[grid.num_ready++] = &fiber;
     }

@@ -159,7 +159,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     if (facts.has_cell_state) {
       step.dcarry = dc.data();
       args.first_cell_state = first_cell_state.data();
-      args.state = state.data() + first_row * hidden;
+      args.cell_states = state.data() + first_row * hidden;
       if (!step.is_last) args.operand = operand.data() + first_row * hidden;
     } else if (facts.has_carry) {
       step.carry = {h.data() + first_row * hidden, hidden, true};
