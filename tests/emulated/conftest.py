@@ -14,7 +14,7 @@ class PersistentCalls:
     """Calls a function while modules compute by persistent kernels, and checks that they do.
 
     The options are those of the emulation: multiprocessors, schedule (the seed of the order of
-    threads), seeded_bug, backward_bug, and spin_limit (in looks at memory).
+    threads), seeded_bug, backward_bug, and spin_limit.
 
     Attributes:
         presets: Of memory, in the latest call.

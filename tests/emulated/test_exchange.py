@@ -65,7 +65,7 @@ def test_others_are_asked_rarely_whether_they_have_given_up(packets):
 
 @pytest.mark.parametrize("packets", [1, 2, 4])
 def test_a_thread_gives_up(packets):
-    """By itself after its spin_limit, and soon after another one has."""
+    """By itself at its limit, and soon after another one has."""
     for wait in waits([NEVER] * packets, spin_limit=1000):
         assert not wait.is_complete
         assert 1000 <= wait.looks < 1000 + LOOKS_ALONE
