@@ -166,6 +166,7 @@ def fake_part(name: str, limit_s: float = 60.0, **options: Any) -> parts.Part:
     return parts.Part(name, limit_s, [sys.executable, "-c", code], **options)
 
 
+@pytest.mark.slow
 def test_a_check_ends_whatever_its_parts_do(
     run_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_parts_of_gpu_check(tmp_path: Path) -> None:
     assert parts.SLACK_S > sweep.OVERTIME_S
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, and would run them")
 @pytest.mark.parametrize("name", parts.BENCHMARKS)
 def test_commands_of_gpu_check_have_options_that_there_are(tmp_path: Path, name: str) -> None:

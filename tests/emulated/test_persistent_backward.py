@@ -81,6 +81,7 @@ def test_floats_are_stepwise_where_torch_does_not_allow_tf32(chain):
         chain(results, FLOAT, tf32=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SMALL_SIZES, ids=str)
 def test_speed_sizes(chain, size):
     """Both passes, as in test_error_is_at_most_twice_that_of_single_steps().

@@ -12,6 +12,8 @@ from cases import OPERATOR_CELLS
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
 from emulator.seeded_bugs import seeded_sources
 
+pytestmark = pytest.mark.slow  # a dozen programs are compiled
+
 FORWARD, BACKWARD = "persistent", "persistent_backward"
 
 

@@ -7,12 +7,13 @@ import torch
 from cases import Case
 from checks import assert_same
 from emulator.persistent import FLAGS, PACKETS
-from emulator.seeded_bugs import MUTATIONS, Mutation, mutated_headers
 from persistent_cases import BASE, FLOAT, LONG
 from speed_sizes import CELLS
 from tf32 import assert_backward_is_rounded, assert_forward_is_rounded
 
 import fusedrnn
+
+pytestmark = pytest.mark.slow  # an emulator of its own is compiled
 
 NOTHING_IS_SENT, NAN_IS_SENT, NAN_IS_ROUNDED_TO, NOT_ROUNDED, NOT_PRESET = 8, 11, 15, 16, 17
 GAVE_UP = "other blocks have not sent their results in time"
@@ -28,13 +29,6 @@ def forward(case):
 
 def trained(case):
     return case.tensors().to(case.dtype).results(fusedrnn, **case.options)
-
-
-def test_each_bug_replaces_a_text_that_occurs_once():
-    assert mutated_headers().keys() == {mutation.header for mutation in MUTATIONS}
-    for text in ("a; a;", "b;"):
-        with pytest.raises(ValueError, match=r"must occur once in .*x\.h, but occurs [02] times"):
-            Mutation(1, "x.h", "a;", "").applied(text, text)
 
 
 def test_other_roundings_are_noticed_in_forward(persistent):

@@ -42,7 +42,7 @@ def _load(name: str, folder: Path) -> None:
     load(
         name=name,
         sources=[str(folder / SOURCE.name)],
-        extra_cflags=[*FLAGS, f"-I{folder}", "-O2"],
+        extra_cflags=[*FLAGS, f"-I{folder}", "-O1"],
         build_directory=str(build),
         is_python_module=False,
     )

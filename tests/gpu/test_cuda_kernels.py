@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from nvcc import NVCC, SOURCES, each_architecture, needs_nvcc
 
+pytestmark = pytest.mark.slow  # all kernels are compiled for three GPUs
+
 
 @dataclass(frozen=True)
 class Function:
