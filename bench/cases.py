@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 import fusedrnn
-from fusedrnn import reference, tuning
+
+from .steps import (
+    CellStep,
+    CheckpointedLoop,
+    CompiledLoop,
+    FlaggedStep,
+    GraphedStep,
+    LastStateStep,
+    Loop,
+    OffloadedLoop,
+    OverlappedStep,
+    ReplayedStep,
+    Shape,
+    TrainingStep,
+)
 
 THREADS = 2
 
@@ -74,27 +84,6 @@ ON_CUDA += (GRU, GRU_BESIDE, LSTM_GRAPHED, GRU_GRAPHED, LOOP, GRAPHED, CAPTURED,
 # And only then these, one by one: they are slow to run or to compile, and what the time budget does
 # not reach is said to be missing.
 ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a sequence; input, state and latent have the same width."""
-
-    seq_len: int
-    batch: int
-    hidden_size: int
-
-    def __str__(self) -> str:
-        return f"T={self.seq_len} B={self.batch} H={self.hidden_size}"
-
-    @property
-    def output_bytes(self) -> int:
-        """Size of the output in float32."""
-        return self.output_bytes_in(torch.float32)
-
-    def output_bytes_in(self, dtype: torch.dtype) -> int:
-        """Size of the output."""
-        return dtype.itemsize * self.seq_len * self.batch * self.hidden_size
 
 
 LARGE = Shape(256, 64, 512)
@@ -212,224 +201,6 @@ def memory_limit(lstm_bytes: int) -> float:
 def has_targets(shape: Shape, kind: str) -> bool:
     """Whether times on a GPU have targets of their own there; these are measured first."""
     return shape in CUDA_TRAINING_LIMITS.get(kind, {})
-
-
-class Loop(nn.Module):
-    """The cell as one writes it by hand, with the parameters of a StochasticGRU."""
-
-    def __init__(self, rnn: fusedrnn.StochasticGRU) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(
-        self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Without eps every step draws its own noise, as such a loop does."""
-        return reference.stochastic_gru(input, list(self.rnn.parameters()), hx, eps=eps)
-
-
-Step = Callable[..., Tensor]
-eager_step: Step = reference.stochastic_gru_step
-# The step alone is compiled, once for a batch and width: with the loop inside of the graph,
-# compilation would take minutes, and again for every sequence length.
-compiled_step: Step = torch.compile(eager_step, dynamic=False, fullgraph=True)
-
-
-class CompiledLoop(nn.Module):
-    """The loop over a step that went through torch.compile."""
-
-    def __init__(self, rnn: fusedrnn.StochasticGRU) -> None:
-        super().__init__()
-        self.rnn = rnn
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """From a state of zeros."""
-        _, batch, _ = input.shape
-        weights = list(self.rnn.parameters())
-        h = input.new_zeros(batch, self.rnn.hidden_size)
-        output = []
-        for t, x in enumerate(input):
-            eps = torch.randn(batch, self.rnn.latent_size, dtype=x.dtype, device=x.device)
-            # The first state needs no gradient. That would be a second graph to compile.
-            step = compiled_step if t > 0 else eager_step
-            h = step(x, h, *weights, eps=eps)
-            output.append(h)
-        return torch.stack(output), h.unsqueeze(0)
-
-
-class CheckpointedLoop(Loop):
-    """The loop in about sqrt(T) segments that keep their first state and run again in backward."""
-
-    def forward(
-        self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As the loop; eps is drawn."""
-        if hx is None:
-            hx = input.new_zeros(1, input.shape[1], self.rnn.hidden_size)
-        output = []
-        for segment in input.split(math.isqrt(len(input))):
-            part, hx = checkpoint(super().forward, segment, hx, use_reentrant=False)
-            output.append(part)
-        return torch.cat(output), hx
-
-
-class OffloadedLoop(Loop):
-    """The loop with all that it saves on the host: weights too, which the hooks cannot tell."""
-
-    def forward(
-        self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As the loop."""
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return super().forward(input, hx, eps=eps)
-
-
-class TrainingStep:
-    """Forward and backward of one contender on random numbers, the same ones for all.
-
-    The input needs no gradient, the output's gradient is given, and those of the weights are
-    dropped after each step, as an optimizer's ``zero_grad`` does.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], nn.Module],
-        shape: Shape,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        torch.manual_seed(0)
-        size = (shape.seq_len, shape.batch, shape.hidden_size)
-        with torch.device(device):
-            self.input, self.grad_output = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
-            self.module = make(shape.hidden_size).to(dtype)
-        self.weights = list(self.module.parameters())
-
-    def forward(self) -> Tensor:
-        """The output, with its graph."""
-        output: Tensor = self.module(self.input)[0]
-        return output
-
-    def backward(self, output: Tensor) -> None:
-        """Computes the gradients, and drops them."""
-        output.backward(self.grad_output)
-        for weight in self.weights:
-            weight.grad = None
-
-    def train(self) -> None:
-        """Forward and backward."""
-        self.backward(self.forward())
-
-    def infer(self) -> None:
-        """Forward without a graph."""
-        with torch.no_grad():
-            self.forward()
-
-
-class LastStateStep(TrainingStep):
-    """A step of a module whose output is its last state."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.grad_output = self.grad_output[-1]
-
-
-class CellStep(TrainingStep):
-    """A cell that is called for one step after the other."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.grad_output = self.grad_output[-1]
-
-    def forward(self) -> Tensor:
-        state = None
-        for x in self.input:
-            state = self.module(x, state)
-        output: Tensor = state[0] if isinstance(state, tuple) else state
-        return output
-
-
-class SwitchedStep(TrainingStep):
-    """A step with one of the library's switches turned on."""
-
-    switch: str
-
-    def forward(self) -> Tensor:
-        with _switched_on(self.switch):
-            return super().forward()
-
-    def backward(self, output: Tensor) -> None:
-        with _switched_on(self.switch):
-            super().backward(output)
-
-    def infer(self) -> None:
-        with _switched_on(self.switch):
-            super().infer()
-
-
-@contextmanager
-def _switched_on(switch: str) -> Iterator[None]:
-    before = getattr(tuning.switches, switch)
-    setattr(tuning.switches, switch, True)
-    try:
-        yield
-    finally:
-        setattr(tuning.switches, switch, before)
-
-
-class ReplayedStep(SwitchedStep):
-    """A step whose chunks are replayed, where the op would launch kernel by kernel."""
-
-    switch = "replay_chunks"
-
-
-class FlaggedStep(SwitchedStep):
-    """A step whose persistent kernels exchange results by flags."""
-
-    switch = "exchange_by_flags"
-
-
-class OverlappedStep(SwitchedStep):
-    """A step with a second stream for what the steps of a chunk do not wait for."""
-
-    switch = "overlap_chunks"
-
-
-class GraphedStep(TrainingStep):
-    """A step that its user captures in a CUDA graph; noise, or its seed, is drawn inside."""
-
-    @functools.cached_property
-    def _train(self) -> torch.cuda.CUDAGraph:
-        return _captured(super().train)
-
-    @functools.cached_property
-    def _infer(self) -> torch.cuda.CUDAGraph:
-        return _captured(super().infer)
-
-    def train(self) -> None:
-        """Captures the first time, and replays."""
-        self._train.replay()
-
-    def infer(self) -> None:
-        """Captures the first time, and replays."""
-        self._infer.replay()
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = _capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # a capture that fails does not come back from it by itself
-        call()  # what libraries do once on a stream must not end up in the graph
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    return graph
-
-
-@functools.cache
-def _capture_stream() -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace for every stream that it ever ran on."""
-    return torch.cuda.Stream()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ ours start from the same weights and see the same noise, so that their losses mu
 With --dtype bfloat16 each cell is trained twice from the same start, in float32 and under
 torch.autocast with weights of float32, and the losses at the end are compared. That leaves out the
 plain loop unless --cell asks for it: on the CPU it takes minutes.
+
+Longer than 350 lines, because it is one program, to be read from top to bottom.
 """
 
 from __future__ import annotations

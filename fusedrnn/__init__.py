@@ -3,7 +3,8 @@
 from importlib.metadata import version as _version
 
 from . import (
-    _library,  # noqa: F401, first: it says what is missing if nothing is built
+    _fakes,  # noqa: F401, so that tracers know the operators
+    _library,  # noqa: F401, so that an import says what is missing if nothing is built
     functional,
     reference,
 )

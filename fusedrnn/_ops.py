@@ -1,11 +1,11 @@
-"""The operators of csrc/ops/ops.h as Python calls them, and as tracers see them.
+"""The operators of csrc/ops/ops.h as Python calls them.
 
 This module is the only user of the operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import _helpers as helpers
-from . import _library, _plans
-from .cells import CELL_NAMES, CELLS
+from . import _library
+from .cells import CELLS
 
 _BACKENDS = helpers.BACKENDS
 
@@ -145,14 +145,14 @@ class Gradients(NamedTuple):
 
 
 # Bits of `needs`, as in csrc/ops/ops.h.
-_NEEDS_INPUT, _NEEDS_HX, _NEEDS_CX, _NEEDS_EPS, _NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
+NEEDS_INPUT, NEEDS_HX, NEEDS_CX, NEEDS_EPS, NEEDS_FIRST_WEIGHT = 1, 2, 4, 8, 16
 
 
 def needs_of(flags: LayerTensors) -> int:
     """The number that tells backward which gradients are needed. ``flags``: a bool per tensor."""
-    needs = _NEEDS_INPUT * bool(flags.input) + _NEEDS_HX * bool(flags.hx)
-    needs += _NEEDS_CX * bool(flags.cx) + _NEEDS_EPS * bool(flags.eps)
-    return needs + sum(_NEEDS_FIRST_WEIGHT << i for i, need in enumerate(flags.weights) if need)
+    needs = NEEDS_INPUT * bool(flags.input) + NEEDS_HX * bool(flags.hx)
+    needs += NEEDS_CX * bool(flags.cx) + NEEDS_EPS * bool(flags.eps)
+    return needs + sum(NEEDS_FIRST_WEIGHT << i for i, need in enumerate(flags.weights) if need)
 
 
 def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> ForwardResults:
@@ -232,146 +232,3 @@ def _call(operator: Any, *arguments: Any, **named: Any) -> Any:
         if "fusedrnn: out of memory" in str(error) and any(t.is_cuda for t in tensors):
             raise torch.OutOfMemoryError(str(error)) from None
         raise
-
-
-# --- What the operators are to a tracer: shapes, and no numbers. ---------------------------------
-
-
-def _check_devices(
-    input: Tensor, tensors: Iterable[Tensor | None], *on_host: Tensor | None
-) -> None:
-    """A single tensor on meta leads here, where a call with real tensors must not get an answer."""
-    for tensor in tensors:
-        if tensor is not None and tensor.device != input.device:
-            raise RuntimeError(
-                "fusedrnn: all tensors must be on the device of input, "
-                f"got {input.device} and {tensor.device}"
-            )
-    for tensor in on_host:
-        if tensor is not None and not tensor.is_cpu and not input.is_meta:
-            raise RuntimeError(
-                f"fusedrnn: lengths and batch_sizes must be on the CPU, got {tensor.device}"
-            )
-
-
-@torch.library.register_fake("fusedrnn::forward")
-def _fake_forward(
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    chunk_size: int = 0,
-    workspace_bytes: int = 0,
-    backend: int = 0,
-    tuning: int = 0,
-    save_gates: bool = False,
-    **_: Any,
-) -> ForwardResults:
-    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
-    name = CELL_NAMES[cell]
-    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
-    directions, batch, output_size = hx.shape
-    hidden_size = output_size if cx is None else cx.shape[2]
-    latent_size = weights[1].shape[1] if CELLS[name].has_latent else 0
-    noise = eps is not None or seed is not None
-    columns = helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
-    chunks = 0 if cx is None else 1
-    if cx is not None and seq_len != 1:  # one step needs no plan, and a plan needs plain numbers
-        made = _plans.plan_layer(
-            _plans.gpu_facts(input.device),
-            cell=name,
-            noise=noise,
-            input_size=input.shape[-1],
-            hidden_size=hidden_size,
-            latent_size=latent_size,
-            output_size=output_size,
-            bias=any(w.dim() == 1 for w in weights),
-            seq_len=seq_len,
-            batch=batch,
-            dtype=_plans.name_of(input.dtype),
-            chunk_size=chunk_size,
-            workspace_bytes=workspace_bytes,
-            backend=_BACKENDS[backend],
-            tuning=tuning,
-            strides=_plans.strides_of(weights),
-        )
-        chunks = -(-seq_len // made["chunk_steps"])
-    accumulate_in = torch.promote_types(input.dtype, torch.float32)
-    return ForwardResults(
-        output=input.new_empty(*input.shape[:-1], directions * output_size),
-        h_n=input.new_empty(directions, batch, output_size),
-        c_n=input.new_empty(0 if cx is None else directions, batch, hidden_size),
-        saved_gates=input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
-        chunk_cell_states=input.new_empty(
-            directions * chunks * batch * hidden_size, dtype=accumulate_in
-        ),
-    )
-
-
-@torch.library.register_fake("fusedrnn::step")
-def _fake_step(
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    _check_devices(input, [hx, cx, *weights, eps, seed])
-    facts = CELLS[CELL_NAMES[cell]]
-    sizes = {size: w.shape[1] for (_, size), w in zip(facts.weights, weights, strict=False)}
-    h = input.new_empty(*input.shape[:-1], sizes["hidden"])
-    batch = input.shape[0] if input.dim() == 2 else 1
-    return h, torch.empty_like(h) if facts.has_cell_state else h.new_empty(0, batch, h.shape[-1])
-
-
-@torch.library.register_fake("fusedrnn::backward")
-def _fake_backward(
-    grad_output: Tensor | None,
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    output: Tensor,
-    needs: int,
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    saved_gates: Tensor | None = None,
-    chunk_cell_states: Tensor | None = None,
-    **_: Any,
-) -> Gradients:
-    tensors = [hx, cx, output, saved_gates, chunk_cell_states, *weights, reset, eps, seed]
-    tensors += [mask_seed, grad_output, grad_h_n, grad_c_n]
-    _check_devices(input, tensors, lengths, batch_sizes)
-
-    def like(tensor: Tensor | None, bit: int) -> Tensor:
-        is_needed = needs & bit and tensor is not None
-        return input.new_empty(tensor.shape if is_needed and tensor is not None else 0)
-
-    weights_size = sum(w.numel() for w in weights) if needs >= _NEEDS_FIRST_WEIGHT else 0
-    return Gradients(
-        input=like(input, _NEEDS_INPUT),
-        hx=like(hx, _NEEDS_HX),
-        cx=like(cx, _NEEDS_CX),
-        eps=like(eps, _NEEDS_EPS),
-        weights=input.new_empty(weights_size),
-    )

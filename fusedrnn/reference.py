@@ -3,6 +3,9 @@
 This is the loop that one writes by hand, a few operators per step, with its gradient from autograd.
 It runs in every dtype and on every device, and is the oracle of the tests and the baseline of the
 benchmarks. It keeps every intermediate for backward, which the kernels do not.
+
+Longer than 350 lines, because it is the definition of every cell and option, to be read from top
+to bottom.
 """
 
 from __future__ import annotations

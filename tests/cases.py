@@ -1,4 +1,7 @@
-"""The cells, and one list of cases for every backend: cells x shapes x dtypes x options."""
+"""The cells, and one list of cases for every backend: cells x shapes x dtypes x options.
+
+Longer than 350 lines, because tests of every backend draw on this one list.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 // The bodies of the GPU's kernels, one object per kernel: body(i) is what thread i does.  Written
 // for any compiler, and included by one source: the one that defines `launch`, which runs a body
 // for all i, on a GPU (step.cu) or in a loop (tests/emulator).
+//
+// Longer than 350 lines, because each body is a few lines, and all share how lanes are loaded and
+// stored.
 #pragma once
 #include <type_traits>
 

@@ -1,4 +1,7 @@
 // Backward through a layer, chunk by chunk from the last one on.
+//
+// Longer than 350 lines, because backward_data and backward_weights share the arrays of a chunk
+// and how its rows lie.
 #pragma once
 #include <algorithm>
 #include <utility>

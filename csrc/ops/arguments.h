@@ -1,5 +1,8 @@
 // What an operator was called with, checked.  Everything that a kernel will read is known to be
 // there before anything is allocated.
+//
+// Longer than 350 lines, because all checks are of one call, and later ones rely on what earlier
+// ones found.
 #pragma once
 #include <algorithm>
 #include <cstring>

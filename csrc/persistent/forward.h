@@ -25,6 +25,8 @@
 //
 // Flags: two slots are enough.  Who writes the result of step t has waited for what each reader of
 // it sent last, and that was sent after the reader was done with the result of step t - 2.
+//
+// Longer than 350 lines, because its parts are the steps of one loop, in their order.
 #pragma once
 #include "operand.h"
 #include "shared_memory.h"

@@ -2,6 +2,8 @@
 //
 // forward_unit and backward_unit are the body that every backend's loop calls; a backend supplies
 // only how lanes are loaded and stored.
+//
+// Longer than 350 lines, because forward and backward load and mask a unit in the same way.
 #pragma once
 #include "step.h"
 

@@ -1,4 +1,7 @@
-"""What a user of torch.nn expects of the operator beyond its values."""
+"""What a user of torch.nn expects of the operator beyond its values.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""Replacing torch.nn's modules in a model: same results, same Parameters, and reasons."""
+"""Replacing torch.nn's modules in a model: same results, same Parameters, and reasons.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 import copy
 import io

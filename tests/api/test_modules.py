@@ -1,4 +1,7 @@
-"""The modules as users meet them: what torch.nn.GRU does, and what its latent adds."""
+"""The modules as users meet them: what torch.nn.GRU does, and what its latent adds.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""What will run where, from sizes and the facts of GPUs that are not here."""
+"""What will run where, from sizes and the facts of GPUs that are not here.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Each wrong call is made twice, with nothing remembered and after right ones, and must end in the
 same error.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""workspace_bytes: what a call takes never exceeds it, and comes as near as whole steps allow."""
+"""workspace_bytes: what a call takes never exceeds it, and comes as near as whole steps allow.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 import contextlib
 import re

@@ -1,4 +1,7 @@
-"""The benchmark runs, its files have their structure, and what does not depend on time holds."""
+"""The benchmark runs, its files have their structure, and what does not depend on time holds.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the benchmarks do on a GPU, with the same steps on the CPU in its place."""
+"""What the benchmarks do on a GPU, with the same steps on the CPU in its place.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 from __future__ import annotations
 

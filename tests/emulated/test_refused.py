@@ -1,6 +1,8 @@
 """What a GPU does not run: `auto` goes another way, says so, and leaves no error behind.
 
 Here the emulation of the GPU backend refuses; on a GPU that has no room, its driver does.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ void run(const Call& call) {
 }  // namespace
 }  // namespace fusedrnn::cuda
 
-// spin_limit given_up_at sent_at...: of each lane, how often it has looked again, how many packets it
-// has loaded for that and how often it has looked whether another thread has given up, and whether
-// all packets have come.
+// spin_limit given_up_at sent_at...: of each lane, how often it has looked again, how many packets
+// it has loaded for that and how often it has looked whether another thread has given up, and
+// whether all packets have come.
 int main(int count, char** arguments) {
   using namespace fusedrnn::cuda;
   Call call{uint32_t(atoi(arguments[1])), atoi(arguments[2]), {}};

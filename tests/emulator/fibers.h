@@ -7,6 +7,8 @@
 //
 // A grid that cannot go on is told from one that is slow, and shared memory begins as NaN.
 // What it cannot show: a wrong idea of the layout of mma, errors within PTX, time.
+//
+// Longer than 350 lines, because scheduler, barriers and memory order are one machine.
 #pragma once
 #include <setjmp.h>
 #include <sys/mman.h>

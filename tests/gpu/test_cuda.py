@@ -1,4 +1,7 @@
-"""What only a GPU can show.  Values are compared by the tests that take ``device``."""
+"""What only a GPU can show.  Values are compared by the tests that take ``device``.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 import copy
 import gc

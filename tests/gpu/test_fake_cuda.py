@@ -3,6 +3,8 @@
 ``tests/fake_cuda`` compiles ``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` as they are. It
 carries out what they ask for in any order that the streams allow, and notes what CUDA forbids. It
 cannot show PTX (see test_ptx.py), registers, the algorithms of cuBLASLt, or time.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
 
 from dataclasses import replace

@@ -4,6 +4,8 @@ A kernel calls each function once, in all lanes of a warp. Its PTX is run by the
 description of its few instructions, matrices spread over lanes included. Accesses to memory that
 other blocks look at must be the very instructions that the functions promise: no values show a
 missing ``.acquire``. Needs nvcc, but neither a GPU nor a torch with CUDA.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
 
 from __future__ import annotations

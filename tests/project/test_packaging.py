@@ -1,4 +1,7 @@
-"""Installing: what the build backend decides, how it fails, and that the wheel works elsewhere."""
+"""Installing: what the build backend decides, how it fails, and that the wheel works elsewhere.
+
+Longer than 350 lines, because its tests are of one topic and share their fixtures.
+"""
 
 from __future__ import annotations
 
