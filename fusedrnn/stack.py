@@ -77,7 +77,7 @@ class Stack(NamedTuple):
     def run_for_last_states(self, sequence: Tensor, states: States) -> States:
         """The last states of all layers, in memory for about the square root of T steps.
 
-        Only the states between parts of the sequence are kept for backward, which goes through each
+        Only the states between parts of the sequence are saved for backward, which goes through each
         part again. A layer that reads the one below in both directions needs it as a whole, so with
         two directions only the last layer is run like this.
         """

@@ -132,7 +132,7 @@ class GRUCell(RNNCellBase):
     """One step of :class:`GRU`: a drop-in for torch.nn.GRUCell.
 
     Equations, initialisation and papers are those of :class:`GRU`. For a whole sequence use that
-    module: it is faster, and keeps less for backward.
+    module: it is faster, and saves less for backward.
 
     Args:
         input_size: Features of the input.

@@ -28,8 +28,8 @@ class LSTM(RNNBase):
         h'      = o * tanh(c')
 
     from Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers,
-    Schmidhuber & Cummins 2000, "Learning to Forget". For backward it keeps the output, and c once
-    for each chunk of time; gates and the other c are computed again.
+    Schmidhuber & Cummins 2000, "Learning to Forget". For backward it saves the output, and c once
+    for each chunk of time; gates and all other c are recomputed.
 
     With ``proj_size`` h has fewer features than c, h' = W_hr (o * tanh(c')), from Sak, Senior &
     Beaufays 2014, "Long Short-Term Memory Based Recurrent Neural Network Architectures for Large
@@ -130,7 +130,7 @@ class LSTMCell(RNNCellBase):
     """One step of :class:`LSTM`: a drop-in for torch.nn.LSTMCell.
 
     Equations, initialisation and papers are those of :class:`LSTM`. For a whole sequence use that
-    module: it is faster, and keeps less for backward.
+    module: it is faster, and saves less for backward.
 
     Args:
         input_size, hidden_size, bias, device, dtype: As for :class:`GRUCell`.

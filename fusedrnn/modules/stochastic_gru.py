@@ -37,8 +37,8 @@ class StochasticGRU(RNNBase):
     Recurrent Latent Variable Model for Sequential Data". With ``loc = h`` and no noise it is
     torch.nn.GRU. Layer k > 0 takes the output of layer k - 1 as its input.
 
-    The whole sequence is one operator. For backward it keeps only the states, which are the output
-    itself; gates and latents are computed again.
+    The whole sequence is one operator. For backward it saves only the states, which are the output
+    itself; gates and latents are recomputed.
 
     Args:
         input_size: Features of the input.
@@ -152,7 +152,7 @@ class StochasticGRUCell(RNNCellBase):
     """One step of :class:`StochasticGRU`, with the interface of torch.nn.GRUCell.
 
     Equations, initialisation and papers are those of :class:`StochasticGRU`. For a whole sequence
-    use that module: it is faster, and keeps less for backward.
+    use that module: it is faster, and saves less for backward.
 
     Args:
         input_size: Features of the input.
