@@ -14,8 +14,8 @@ CPP += $(wildcard bench/*.h bench/*.cu)
 
 WHEELS := build/wheels
 
-.PHONY: test test-all test-exhaustive fuzz stress test-cuda test-torch test-wheels wheel bench
-.PHONY: gpu-check lint format clean FORCE
+.PHONY: test test-all test-exhaustive fuzz stress bench gpu-check lint format clean FORCE
+.PHONY: test-cuda test-torch test-oldest test-newest test-wheels wheel
 
 # A process for each core, and one thread in each process. PYTEST takes more options of pytest.
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist=worksteal
@@ -50,7 +50,11 @@ stress: $(VENV)/test.stamp
 test-cuda: export TORCH_CUDA_ARCH_LIST ?= 9.0
 test-cuda: wheel
 	FUSEDRNN_CUDA=1 $(MAKE) test-torch wheel VENV=.venv-cuda TORCH=torch==2.14.1
+	$(MAKE) --jobs=2 --output-sync=target test-oldest test-newest
+
+test-oldest:
 	$(MAKE) test-wheels VENV=.venv-oldest TORCH=torch==2.11.0
+test-newest:
 	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
 
 # Not the emulation and the math, which use nothing of torch that differs between its versions.

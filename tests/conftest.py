@@ -10,6 +10,8 @@ from emulator import emulated_operators, use
 from fusedrnn import tuning
 
 pytest.register_assert_rewrite("checks", "tf32", "torch_pairs", "flat_weights")
+# Otherwise torch.testing, which some tests load, forbids all later ones to set flags of cuDNN.
+torch.backends.disable_global_flags = lambda: None
 
 
 @pytest.fixture(autouse=True)

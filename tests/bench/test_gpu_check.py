@@ -256,7 +256,10 @@ def pytest_of(tmp_path: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "bench.pytest_faults", "--tb=short"]
     command += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
     command += [*options, str(tmp_path / "test_it.py")]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    # The plugin must not take this process for one of pytest-xdist's.
+    env = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return run.stdout
 
 
 def test_tests_end_where_the_gpu_is_lost(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ struct Call {
   double zoneout_h, zoneout_state;
   void* output;
   int64_t output_stride;
-  float* keep[2];
+  float* saved_gates[2];
 };
 
 namespace fusedrnn::cuda {
@@ -74,7 +74,7 @@ std::string run(const Call& call) {
     step.input_gates = call.input_gates;
     step.input_bias = call.input_bias;
     step.hidden_bias = call.hidden_bias[s];
-    step.keep = call.keep[s];
+    step.saved_gates = call.saved_gates[s];
     if (s == recurrent_stage(cell)) {
       step.carry = {call.carry, step.width, false};
       step.carry_out = call.carry_out;

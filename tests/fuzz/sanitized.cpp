@@ -1,5 +1,6 @@
 // A write behind an array of a workspace, so that a test can see it caught.
-#include "../../csrc/base/gpus.h"
+#include "../../csrc/base/arena.h"
+#include "../../csrc/base/checked.h"
 #include "../../csrc/ops/stable.h"
 
 namespace {
