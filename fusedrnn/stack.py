@@ -77,9 +77,9 @@ class Stack(NamedTuple):
     def run_for_last_states(self, sequence: Tensor, states: States) -> States:
         """The last states of all layers, in memory for about the square root of T steps.
 
-        Only the states between parts of the sequence are saved for backward, which goes through each
-        part again. A layer that reads the one below in both directions needs it as a whole, so with
-        two directions only the last layer is run like this.
+        Only the states between parts of the sequence are saved; backward goes through each part
+        again. A layer that reads the layer below in both directions needs all of its output, so
+        with two directions only the last layer is run in parts.
         """
         if self.directions == 1:
             return self._in_parts(slice(0, self.num_layers), sequence, states)
