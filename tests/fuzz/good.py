@@ -30,8 +30,6 @@ class Good:
     is_raw: bool = False
 
     def call(self) -> Any:
-        if self.is_raw:
-            return self.function(*self.arguments.values())
         return self.function(**self.arguments)
 
 
