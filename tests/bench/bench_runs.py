@@ -22,6 +22,7 @@ from bench import (  # noqa: E402
     memory,
     report,
     speed,
+    steps,
     sweep,
     worker,
 )
@@ -51,7 +52,7 @@ class OnCpu:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         # Threads that wait for each other are slow beside other tests.
         monkeypatch.setattr(sweep, "set_up_torch", lambda tf32: None)
-        monkeypatch.setattr(cases, "_captured", lambda call: argparse.Namespace(replay=call))
+        monkeypatch.setattr(steps, "_captured", lambda call: argparse.Namespace(replay=call))
         for benchmark in (memory, speed):
             monkeypatch.setattr(benchmark, "training_step", self.training_step)
         monkeypatch.setattr(speed, "cuda_time_ms", clock.time_ms)
