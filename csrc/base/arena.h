@@ -10,12 +10,13 @@
 
 namespace fusedrnn {
 
-// What a backend's own memory in the workspace follows from.
+// The sizes that a backend's own part of the workspace depends on.
 struct ScratchNeeds {
   int64_t rows;            // of a chunk
-  int64_t summed_columns;  // at most, of the matrices of one call of column_sums()
-  // In backward: rows of all weights, and numbers of the largest.  Also of those whose gradients
-  // are not wanted: to want less never takes more.
+  int64_t summed_columns;  // the most in the matrices of one call of column_sums()
+  // In backward: the rows of all weights together, and the elements of the largest one.  Weights
+  // whose gradients are not wanted count too, so that a call that wants fewer gradients never takes
+  // more memory.
   int64_t weight_rows, largest_weight;
 };
 
@@ -39,14 +40,16 @@ class Arena {
 #endif
     return reinterpret_cast<T*>(base_ + begin);
   }
-  // Whether what is taken from now on is one with what is behind it, to be preset at once.
+  // Arrays that are taken from now on lie one right after the other (true), so that one call can
+  // preset them all, or apart (false).
   void keep_together(bool together) { is_together_ = together; }
   int64_t size_bytes() const { return size_; }
 
  private:
-  // What GEMMs on a GPU like best; a CPU's vectors need 64.
+  // GEMMs on a GPU are fastest at this alignment; the vectors of a CPU need 64 bytes.
   static constexpr int64_t kAlignment = 256;
-#ifdef FUSEDRNN_RED_ZONES  // a test's build: whoever leaves an array is caught by the sanitizer
+#ifdef FUSEDRNN_RED_ZONES  // only in tests: the sanitizer reports accesses beyond the end of an
+                           // array
   static constexpr int64_t kRedZone = 64;
 #else
   static constexpr int64_t kRedZone = 0;

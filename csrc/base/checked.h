@@ -8,16 +8,17 @@
 
 namespace fusedrnn {
 
-// What a part of a message reads like.  Without streams: they find their way to print a number
-// through the locales of libstdc++, of which a process may have several that share some variables,
-// as where one is linked into a library.  Such a stream loses numbers or ends the process.
+// The text of one part of a message.  It is made without streams: to print a number, a stream asks
+// the locales of libstdc++, and a process may hold several copies of libstdc++ that share some
+// variables (for example when a library links it statically).  Such a stream prints wrong numbers
+// or ends the process.
 inline std::string text_of(const char* part) { return part; }
 inline const std::string& text_of(const std::string& part) { return part; }
 inline std::string text_of(double part) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", part);
   for (char* c = text; *c != 0; ++c) {
-    if (*c == ',') *c = '.';  // the program's locale is the user's
+    if (*c == ',') *c = '.';  // the decimal separator of the user's locale
   }
   return text;
 }
@@ -34,13 +35,13 @@ template <class Error = std::runtime_error, class... Parts>
   throw Error(text);
 }
 
-// A GPU does not run such a grid.  Nothing has happened.
+// The GPU refuses to run a grid of this size.  Nothing has been launched.
 struct LaunchRefused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A macro, because the text is to be made only where it is needed.  torch's own would add the path
-// of a file on the machine that compiled it.
+// A macro, so that the text is made only when the check fails.  TORCH_CHECK would add the path of a
+// source file on the machine that compiled the package.
 #define FUSEDRNN_CHECK(condition, ...)               \
   do {                                               \
     if (!(condition)) ::fusedrnn::fail(__VA_ARGS__); \

@@ -1,37 +1,38 @@
-// What plans need to know of a GPU, and the GPUs that plans know by name.
+// The properties of a GPU that plans depend on, and the GPUs that plans know by name.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace fusedrnn {
 
-// Products a second, in 10^12 operations (a multiply-add is two), without sparsity, of tensor cores
-// where there are any for the type.
+// Peak rate of matrix products in 10^12 operations a second (a multiply-add counts as two), without
+// sparsity; on tensor cores where they support the type.
 struct Tflops {
   double of_16_bits = 0, tf32 = 0, float32 = 0, float64 = 0;
 };
 
 namespace cuda {
 struct PersistentKernel;
-// How many blocks of a kernel its GPU runs at once; kRefused if it has refused to.
+// The number of blocks of a kernel that its GPU can run at once; kRefused if the GPU has refused to
+// run it before.
 using MostBlocks = int64_t (*)(const PersistentKernel*);
 constexpr int64_t kRefused = -1;
 }  // namespace cuda
 
-// What plans ask of a GPU.
+// A GPU as plans see it.
 struct Gpu {
   const char* name;
-  int compute_capability;  // 10 major + minor
+  int compute_capability;  // 10 * major + minor
   int multiprocessors;
-  int64_t shared_bytes;  // that one block may have
+  int64_t shared_bytes;  // the most shared memory of one block
   Tflops tflops{};       // see tflops_of()
-  // Its driver, if it is there to be asked.
+  // Asks the GPU's driver; null if the GPU is not in this machine.
   int device = 0;
   cuda::MostBlocks most_blocks = nullptr;
 };
-// By their data sheets (SXM where there are several; float64 of L40S and RTX 4090 by the Ada GPU
-// Architecture whitepaper), and the table of compute capabilities in the CUDA C++ Programming
-// Guide.
+// Rates are from the data sheets (the SXM variant where there are several; float64 of L40S and RTX
+// 4090 from the Ada GPU Architecture whitepaper), the rest from the table of compute capabilities
+// in the CUDA C++ Programming Guide.
 inline constexpr Gpu kKnownGpus[] = {
     {"A100", 80, 108, 163 << 10, {312, 156, 19.5, 19.5}},
     {"H100", 90, 132, 227 << 10, {989.4, 494.7, 66.9, 66.9}},
@@ -41,8 +42,8 @@ inline constexpr Gpu kKnownGpus[] = {
     {"RTX 4090", 89, 128, 99 << 10, {165.2, 82.6, 82.6, 1.29}},
 };
 
-// Per multiprocessor those of the known GPU that its name names, else of one of its compute
-// capability; zeros if there is none.
+// Rates of a GPU, scaled by its multiprocessors from the known GPU whose name is part of its own,
+// or else from one of the same compute capability; zeros if there is neither.
 inline Tflops tflops_of(const Gpu& gpu) {
   const Gpu* like = nullptr;
   for (const Gpu& known : kKnownGpus) {

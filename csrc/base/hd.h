@@ -1,8 +1,8 @@
 // One spelling for functions that run on the host and on the device, so that the cell math is
 // written once. On the host they are always inlined for a second reason: csrc/cpu compiles the same
-// headers several times for different instruction sets, and a function that was emitted out of line
-// would be merged by the linker into one copy, which might then be the AVX-512 one on a machine
-// without AVX-512. A function that is always inlined has no copy to merge.
+// headers several times for different instruction sets. The linker would merge the out-of-line
+// copies of a function into one, which might be the AVX-512 copy on a machine without AVX-512. A
+// function that is always inlined has no copy to merge.
 #pragma once
 
 #if defined(__CUDACC__)

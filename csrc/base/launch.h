@@ -1,4 +1,4 @@
-// A launch of a kernel as it is seen without CUDA's headers.
+// The result of launching a kernel, for code that does not include CUDA's headers.
 #pragma once
 
 struct CUstream_st;
@@ -7,8 +7,8 @@ namespace fusedrnn::cuda {
 
 using Stream = CUstream_st*;
 
-// What became of a launch.  error: a cudaError_t, 0 for success.  is_refused: the driver does not
-// run such a grid, of a kernel that has all its blocks run at once; nothing has happened.
+// The outcome of a launch.  error: a cudaError_t, 0 for success.  is_refused: the kernel needs all
+// its blocks to run at once and the driver cannot run so many; nothing has been launched.
 struct Launch {
   const char* kernel;
   int error;

@@ -19,8 +19,8 @@
 
 namespace fusedrnn {
 
-// What the code below needs to know of a float-like type F. Int and UInt have F's lanes and width;
-// Word is the matching 32-bit type that random numbers are drawn in.
+// What the code below needs to know about a float-like type F. Int and UInt have F's lanes and
+// width; Word is the matching 32-bit type in which random numbers are drawn.
 template <class F>
 struct Traits;
 
@@ -70,7 +70,7 @@ FUSEDRNN_HD F splat(float x) {
   return x - F{};
 }
 
-// mask is what a comparison of two F gives: bool for a scalar, a vector of 0 and -1 for a vector.
+// mask is the result of comparing two F: bool for a scalar, a vector of 0 and -1 for a vector.
 template <class M, class F>
 FUSEDRNN_HD F select(M mask, F a, F b) {
   return mask ? a : b;
@@ -137,8 +137,9 @@ template <class F>
 FUSEDRNN_HD F reciprocal(F x) {
 #if defined(__CUDA_ARCH__)
   if constexpr (std::is_same_v<F, float>) {
-    // The bits of a division, which branches to a function for numbers that do not occur here: then
-    // the functions of several gates cannot be computed at the same time.
+    // Gives the same bits as a division. The compiler's division branches to a function for numbers
+    // that do not occur here, and then the functions of several gates could not be computed at the
+    // same time.
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return fmaf(r, -fmaf(x, r, -1.0f), r);
@@ -147,9 +148,10 @@ FUSEDRNN_HD F reciprocal(F x) {
   return 1.0f / x;
 }
 
-// For x <= 0: sigmoid(-x), and sigmoid(x) in `small`. Both are made of e^x, which is at most 1, so
-// that nothing overflows, and where e^x is 0, `small` is. The usual 1 / (e^-x + 1) is a denormal
-// number there, which is 0 or not as the processor is told, and which a huge state makes large.
+// For x <= 0: returns sigmoid(-x), and sets `small` to sigmoid(x). Both are computed from e^x,
+// which is at most 1, so nothing overflows, and `small` is 0 where e^x is 0. The usual 1 / (e^-x +
+// 1) would be a denormal number there, which the processor may or may not flush to 0, and a huge
+// state would make it large.
 template <class F>
 FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
   F e;
@@ -159,7 +161,7 @@ FUSEDRNN_HD F sigmoid_of_minus(F x, F& small) {
     e = exp_in_range(max(x, -87.5f));
   }
   small = e * reciprocal(e + 1.0f);
-  return 1.0f - small;  // which near 1 is closer than the quotient, where e + 1 has been rounded
+  return 1.0f - small;  // near 1 more accurate than 1 / (1 + e), because e + 1 has been rounded
 }
 
 // -|x|
@@ -184,8 +186,8 @@ FUSEDRNN_HD F exp(F x) {
   }
 }
 
-// sigmoid(x), and 1 - sigmoid(x) without the cancellation that a subtraction would have. Both are
-// within 2.8 ulp, also in the tails; what is below 1.7e-38 is 0.
+// sigmoid(x), and 1 - sigmoid(x) without the cancellation of a subtraction. Both are within 2.8
+// ulp, also in the tails; values below 1.7e-38 become 0.
 template <class F>
 FUSEDRNN_HD F sigmoid(F x, F& complement) {
   F small;
@@ -201,8 +203,9 @@ FUSEDRNN_HD F sigmoid(F x) {
   return sigmoid(x, complement);
 }
 
-// Within 1.5 ulp; and derivative = 1 - tanh(x)^2 without cancellation, within 4.1 ulp, 0 where it
-// is below 6.8e-38. Near 0 a polynomial, elsewhere 1 - 2 sigmoid(-2 |x|); both are computed.
+// tanh(x) within 1.5 ulp, and derivative = 1 - tanh(x)^2 without cancellation, within 4.1 ulp; a
+// derivative below 6.8e-38 becomes 0. Near 0 the result is a polynomial, elsewhere 1 - 2 sigmoid(-2
+// |x|); both are always computed, so there is no branch.
 template <class F>
 FUSEDRNN_HD F tanh(F x, F& derivative) {
   const F minus_a = detail::minus_size(x);
@@ -220,7 +223,7 @@ FUSEDRNN_HD F tanh(F x, F& derivative) {
     const F z = a * a;
     const F p = detail::horner(z, -0x1.555452p-2f, 0x1.10cefap-3f, -0x1.af7cf4p-5f, 0x1.0d506cp-6f);
     const F small = (a * z) * p + a;
-    // From 0.55 on tanh is above 1/2, so the rounding errors of t count half.
+    // From 0.55 on tanh is above 1/2, so t is below 1/4 and its rounding errors count half.
     const auto is_small = a < 0.55f;
     derivative = select(is_small, 1.0f - small * small, far_derivative);
     return T::from_bits(T::bits(select(is_small, small, 1.0f - 2.0f * t)) | sign);
@@ -258,7 +261,8 @@ FUSEDRNN_HD F log(F x) {
 template <class F>
 FUSEDRNN_HD void sincospi(F x, F& s, F& c) {
   if constexpr (std::is_same_v<F, double>) {
-#if defined(__CUDA_ARCH__)  // ::sin would need a stack for angles that do not occur here
+#if defined(__CUDA_ARCH__)  // ::sin would take stack memory for large angles, which do not occur
+                            // here
     ::sincospi(x, &s, &c);
 #else
     constexpr double kPi = 3.14159265358979323846;

@@ -1,4 +1,4 @@
-// Strided views: what the driver hands to GEMMs and copies.  Strides and sizes count elements.
+// Strided views that the driver hands to GEMMs and copies.  Strides and sizes count elements.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,8 @@ struct Matrix {
   }
   operator Matrix<const T>() const { return {data, rows, columns, row_stride, column_stride}; }
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
-  // True if a GEMM can read it: neighbours in a row or in a column are neighbours in memory.
+  // Whether a GEMM can read it: the elements of each row, or of each column, lie next to each other
+  // in memory.
   bool is_operand() const {
     return ((column_stride == 1 || columns == 1) && (row_stride >= columns || rows == 1)) ||
            ((row_stride == 1 || rows == 1) && (column_stride >= rows || columns == 1));
@@ -27,9 +28,10 @@ struct Matrix {
   }
 };
 
-// A (seq_len, batch, width) tensor as the user gave it: any strides, or data == nullptr for none.
-// Or packed, where each step has rows for the first entries of the batch alone: (rows, width), and
-// starts tells the first row of each step, and the number of all.
+// A (seq_len, batch, width) tensor as the user gave it, with any strides; data == nullptr if there
+// is none.
+// A packed one is (rows, width) instead, and each step has rows only for the first entries of the
+// batch.  starts[t] is then the first row of step t, and starts[seq_len] the number of all rows.
 template <class T>
 struct Sequence {
   T* data;
@@ -41,7 +43,7 @@ struct Sequence {
     return {data, width, batch * width, width, 1};
   }
   bool is_packed() const { return starts != nullptr; }
-  // True if the (t, b) rows of `steps` steps lie at one stride, so that a GEMM can read them.
+  // Whether the (t, b) rows of `steps` steps lie at one stride, so that a GEMM can read them.
   bool has_uniform_rows(int64_t steps, int64_t batch) const {
     return !is_packed() && (stride_w == 1 || width == 1) && row_stride(steps, batch) >= width &&
            (steps == 1 || batch == 1 || stride_t == batch * stride_b);
@@ -53,7 +55,7 @@ struct Sequence {
   int64_t rows_of(int64_t t, int64_t batch) const {
     return is_packed() ? starts[t + 1] - starts[t] : batch;
   }
-  // From step t on, how many of `steps` steps lie at one stride.
+  // The number of steps, from step t on and at most `steps`, whose rows lie at one stride.
   int64_t alike_from(int64_t t, int64_t steps) const {
     if (!is_packed()) return steps;
     int64_t alike = 1;

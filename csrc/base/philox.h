@@ -1,8 +1,8 @@
 // Counter-based standard normals for latent samples.
 //
-// A sample is a pure function of (seed, t, b, z, layer): of the time step, batch row, latent unit
-// and layer it belongs to. Nothing is drawn from a stream, so the numbers do not depend on how the
-// work is split into chunks, tiles or threads, the backward pass recomputes them instead of storing
+// A sample is a pure function of (seed, t, b, z, layer): the time step, batch row, latent unit and
+// layer that it belongs to. No generator has a state, so the numbers do not depend on how the work
+// is split into chunks, tiles or threads, the backward pass recomputes them instead of storing
 // them, and the CPU and CUDA kernels agree.
 //
 // The generator is Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
@@ -63,9 +63,9 @@ FUSEDRNN_HD void philox4x32(U (&counter)[4], uint32_t key0, uint32_t key1) {
   Philox4x32<U>::apply(counter, key0, key1);
 }
 
-// Two independent standard normals from two random words. The radius comes from a uniform in
-// [2^-32, 1], never 0, so a normal reaches 6.66 at most; the angle from a uniform in [-1, 1] half
-// turns. In float both are rounded to 24 bits, in double they are exact, so the samples of the two
+// Two independent standard normals from two random words. The radius comes from a uniform number in
+// [2^-32, 1], never 0, so a normal is 6.66 at most; the angle comes from a uniform number in [-1,
+// 1] half turns. Both are rounded to 24 bits in float and exact in double, so samples in the two
 // precisions differ by rounding: by 1e-6 at most, or by 4e-8 / radius where the radius is small.
 template <class F>
 FUSEDRNN_HD void box_muller(typename Traits<F>::Word w0, typename Traits<F>::Word w1, F& n0,
@@ -90,9 +90,9 @@ FUSEDRNN_HD void box_muller(typename Traits<F>::Word w0, typename Traits<F>::Wor
   }
 }
 
-// The four standard normals of latent units 4 block .. 4 block + 3, at time t, batch row b, in a
-// layer. For a vector F each lane has its own block, and lane i of normal[j] is latent unit
-// 4 block[i] + j. seed holds the bits of the signed 64-bit seed.
+// The four standard normals of latent units 4 block .. 4 block + 3 at time t, in batch row b of a
+// layer. For a vector F each lane has its own block, and lane i of normal[j] is latent unit 4
+// block[i] + j. seed holds the bits of the signed 64-bit seed.
 template <class F>
 FUSEDRNN_HD void normal4(uint64_t seed, uint32_t t, uint32_t b, typename Traits<F>::Word block,
                          uint32_t layer, F (&normal)[4]) {

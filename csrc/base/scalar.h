@@ -1,5 +1,5 @@
-// The storage types of tensors, the type that each is computed in, and the ways between them.
-// torch-free, so that kernels and their emulation compile without torch.
+// The storage types of tensors, the type that each is computed in, and conversions between them.
+// Independent of torch, so that kernels and their emulation compile without it.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -14,10 +14,10 @@
 
 namespace fusedrnn {
 
-// The formulas of a type of 16 bits are written once for one number and for a vector of them: F is
-// float or, on the CPU, a vector of floats, and the 16 bits stand in the low half of each word.
-// narrow() rounds to nearest even, and every NaN becomes 0x7fff.  No step of them is arithmetic on
-// denormal floats, so they are right also where those are flushed.
+// The conversions of the 16-bit types are written once for one number and for a vector: F is float
+// or, on the CPU, a vector of floats, and the 16 bits are in the low half of each word. narrow()
+// rounds to nearest even, and every NaN becomes 0x7fff.  No step does arithmetic on denormal
+// floats, so results are right also where the processor flushes those to 0.
 template <class F>
 using Words = typename Traits<F>::UInt;
 
@@ -52,10 +52,10 @@ struct Half {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
 #else
     using Float = Traits<F>;
-    const Words<F> places = (word & 0x7fffu) << 13;  // exponent and fraction where a float has them
+    const Words<F> places = (word & 0x7fffu) << 13;  // exponent and fraction at a float's bits
     const Words<F> exponent = places & (31u << 23);
-    // The exponent counts from 15 and a float's from 127; that of inf and NaN is the largest in
-    // both.  A denormal lacks the leading 1 that a float has: it comes and goes as 2^-14.
+    // The exponent is biased by 15, a float's by 127; inf and NaN have the largest exponent in
+    // both. A denormal has no leading 1, but a float does: 2^-14 is added and subtracted for it.
     const Words<F> shift =
         math::select(exponent == (31u << 23), Words<F>{} + (224u << 23), Words<F>{} + (112u << 23));
     const F denormal = Float::from_bits(places + (113u << 23)) - 0x1p-14f;
@@ -72,9 +72,10 @@ struct Half {
     using Float = Traits<F>;
     const Words<F> sign = Float::bits(x) & 0x80000000u;
     const F size = math::min(Float::from_bits(Float::bits(x) ^ sign), 0x1p16f);  // 2^16 is inf
-    // The power of two at or below `size`; denormals are spaced as the smallest normal halves are.
-    // Floats 2^13 times as large are spaced as halves at `size`, so adding one of them rounds, and
-    // the last bits of the sum count that spacing, the leading 1 included.
+    // The power of two at or below `size`; denormals have the spacing of the smallest normal
+    // halves. Floats 2^13 times as large have the spacing that halves have at `size`, so adding one
+    // of them rounds, and the last bits of the sum count units of that spacing, including the
+    // leading 1.
     const Words<F> power = Float::bits(math::max(size, 0x1p-14f)) & 0x7f800000u;
     const Words<F> large = power + (13u << 23);
     const Words<F> count = Float::bits(size + Float::from_bits(large)) - large;
@@ -84,7 +85,8 @@ struct Half {
   }
 };
 
-// Accumulation type: carry, gates, pre-activations, adjoints and weight gradients are kept in it.
+// Accumulation type: the type of carry, gates, pre-activations, their gradients, and the gradients
+// of weights while they are summed.
 template <class T>
 struct AccumulateIn {
   using type = T;

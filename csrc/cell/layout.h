@@ -1,5 +1,5 @@
-// The cells as a table: which projections a cell has, which stages they feed, and where each weight
-// lies in the flat buffer.  Adding a cell is a row here (and its stages in stages.h).
+// The table of cells: which projections a cell has, which stages they feed, and where each weight
+// lies in the flat buffer.  A new cell is one more row here, and its stages in stages.h.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -16,7 +16,7 @@ constexpr int kMaxProjections = 3;
 
 enum class Width { Input, Hidden, Latent, Output };
 
-// output: features of h, those of hidden unless it is projected.
+// output: the features of h; equal to hidden unless the cell projects h.
 struct Sizes {
   int64_t input, hidden, latent, output;
   int64_t operator[](Width width) const {
@@ -44,7 +44,7 @@ struct CellStage {
   int projection;
 };
 
-// Projection 0 is always of the layer's input; it makes the input gates of the recurrent stage, the
+// Projection 0 always reads the layer's input; it makes the input gates of the recurrent stage, the
 // one stage with a carry.  The result of the last stage, h, is the layer's output.  Stages after
 // the recurrent one are linear, and only a cell with a cell state has them.
 struct Cell {
@@ -101,8 +101,8 @@ inline Cell without_noise(Cell cell) {
   return cell;
 }
 
-// Pre-activations per step and row of the batch, which are saved without recompute.  Stages after
-// the recurrent one need none.
+// Pre-activations per step and row of the batch, which forward saves if backward is not to
+// recompute them.  Stages after the recurrent one need none.
 inline int64_t saved_columns(const Cell& cell, const Sizes& sizes) {
   int64_t columns = 0;
   for (int s = 0; s <= recurrent_stage(cell); ++s) {
@@ -137,8 +137,8 @@ inline size_t num_parameters(const Cell& cell, bool bias) {
   return count;
 }
 
-// The parameters of one layer in torch.nn's order, back to back: weights, their biases, weights
-// that never have one.
+// The parameters of one layer in torch.nn's order, back to back: the weights that may have a bias,
+// their biases, then the weights that never have one.
 inline std::vector<Parameter> layer_layout(const Cell& cell, const Sizes& sizes, bool bias) {
   std::vector<Parameter> parameters;
   parameters.reserve(num_parameters(cell, bias));

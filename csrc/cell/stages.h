@@ -3,27 +3,27 @@
 // A cell is an ordered list of (projection, stage).  A stage combines
 //   input_gates   x W_ih + b_ih, which does not depend on the carry, and
 //   hidden_gates  the projection of the carry, or of the previous stage's result, with its bias,
-// into its pre-activations.  From these and one more input,
+// into its pre-activations.  From these and one more input, which is
 //   carry         the unit's own state from the step before (kCarry), or
 //   eps           its noise (kNoise),
-// it computes one value.  backward() starts from the same inputs and recomputes the gates, so that
-// only the carry is saved in forward.  A stage whose inputs do not depend on gradients (kFactors)
-// leaves in forward() the factors that make its backward() linear, one per pre-activation, and
-// backward() gets them instead of the pre-activations.  Factors after the first are only needed for
-// the gradient of eps.
+// it computes one value.  backward() starts from the same inputs and recomputes the gates, so
+// forward saves only the carry.  If a stage's inputs do not depend on gradients (kFactors), its
+// forward() also computes the factors that make its backward() linear, one per pre-activation, and
+// backward() gets these factors instead of the pre-activations.  Only the gradient of eps needs
+// factors after the first.
 //
-// The carry is the stage's result of the step before, or (kCellState) a cell state, which goes
-// through `state`; its gradient goes through `dstate`, in and out.  Of the first kShared blocks a
-// stage reads only the sum of input and hidden gates.  GEMMs may add these up in one array, and
-// they have one gradient, in dhidden_gates; dinput_gates has the other blocks (kInputGatesAlone).
-// kResult: the stage may be last in a cell; its result is then h.  kLinear: backward() needs no
+// The carry is the stage's result of the step before, or (kCellState) a cell state, which is passed
+// in `state`; its gradient is passed in `dstate`, in and out.  A stage reads only the sum of input
+// and hidden gates in the first kShared blocks.  GEMMs may accumulate that sum in one array, and it
+// has one gradient, in dhidden_gates; dinput_gates has the other blocks (kInputGatesAlone).
+// kResult: the stage may be the last of a cell; its result is then h.  kLinear: backward() needs no
 // pre-activations.
 //
-// States have no bound, derivatives of gates have: backward() multiplies these two first, so that
-// no product overflows, and a flat gate's gradient is 0 and not inf * 0.
+// States are unbounded, derivatives of gates are bounded: backward() multiplies these two first, so
+// that no product overflows, and the gradient of a saturated gate is 0 and not inf * 0.
 //
 // A: float or double, or a SIMD vector of floats.  Arrays hold one entry per block of the GEMM
-// result in the order of torch's gates.  No memory access beyond the arguments.
+// result, in the order of torch's gates.  Stages access no memory but their arguments.
 #pragma once
 #include "../base/hd.h"
 #include "../base/math.h"
@@ -65,11 +65,12 @@ struct Sample {
   }
 };
 
-// The hidden_gates itself.
-// Of a GRU's state, it is the sample without noise, z = loc.  A stage of its own, and not Sample
-// with eps = 0, because 0 * exp(logvar / 2) is NaN once logvar overflows; and it needs the loc half
-// of the GEMM only.
-// Of an LSTM's result, it is h of fewer features (Sak et al. 2014), proj_size in torch.nn.LSTM.
+// The identity: the result is the projection itself.
+// In a stochastic GRU it takes the place of Sample when there is no noise, z = loc.  It is a stage
+// of its own, and not Sample with eps = 0, because 0 * exp(logvar / 2) is NaN once logvar
+// overflows; and it needs only the loc half of the GEMM.
+// In a projected LSTM it makes h, of fewer features, from the LSTM's result (Sak et al. 2014;
+// proj_size in torch.nn.LSTM).
 struct Linear {
   static constexpr StageKind kKind = StageKind::Linear;
   static constexpr int kInputGates = 0, kShared = 0, kHiddenGates = 1, kPre = 1;
@@ -93,7 +94,8 @@ struct Linear {
   }
 };
 
-// Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, reset gate after the hidden_gates:
+// Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, the reset gate applied after the
+// projection:
 //   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
 // input_gates: x_r, x_u, x_n.  hidden_gates: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
 struct Gru {
@@ -136,7 +138,7 @@ struct Gru {
 // Long short-term memory (Hochreiter & Schmidhuber 1997, with the forget gate of Gers et al. 2000)
 // in torch.nn.LSTM's form:
 //   i, f, o = sigmoid(.),  g = tanh(.),  c' = f c + i g,  h' = o tanh(c').
-// input_gates and hidden_gates: of i, f, g, o.  pre: their sums.  The cell state is c.
+// input_gates and hidden_gates: for i, f, g, o.  pre: their sums.  The cell state is c.
 struct Lstm {
   static constexpr StageKind kKind = StageKind::Lstm;
   static constexpr int kInputGates = 4, kShared = 4, kHiddenGates = 4, kPre = 4;
@@ -175,11 +177,11 @@ struct Lstm {
   }
 };
 
-// Blocks of input_gates that have a gradient of their own.
+// The number of blocks of input_gates that have a gradient of their own.
 template <class Stage>
 inline constexpr int kInputGatesAlone = Stage::kInputGates - Stage::kShared;
 
-// Calls f(Stage{}) for the stage that `kind` names: the only such switch.
+// Calls f(Stage{}) for the stage that `kind` names.  No other code switches on the kind.
 template <class F>
 void dispatch_stage(StageKind kind, const F& f) {
   switch (kind) {

@@ -1,15 +1,16 @@
-// What a backend's kernels are given: one stage of a cell for a block of rows.
+// The arguments of a backend's kernels: one stage of a cell for a block of rows.
 //
-// These structs are the whole border between the driver and the kernels: plain pointers and sizes.
-// RowView are the batch of one step, or all (t, b) of a chunk, t slowest; plane k of an array with
-// n blocks lies at column k * width of its row.  unit.h has what a kernel does with them.
+// These structs are the whole interface between the driver and the kernels: plain pointers and
+// sizes. The rows are the batch of one step, or all (t, b) of a chunk with t slowest; plane k of an
+// array with n blocks starts at column k * width of each row.  unit.h has what a kernel does with
+// them.
 //
-// T: storage type of the user's tensors.  O: type of the operands of GEMMs (T on a GPU, Acc<T> on
-// the CPU).  A = Acc<T>.
+// T: storage type of the user's tensors.  O: type of GEMM operands (T on a GPU, Acc<T> on the CPU).
+// A = Acc<T>.
 //
 // A GPU may record the steps of a chunk once and replay them for later chunks.  `replay_offset`
-// then points to the number of rows between the two: arrays of the whole sequence are read and
-// written so much further on, arrays of a chunk at the same place.
+// then points to the number of rows between the two chunks: arrays of the whole sequence are
+// accessed that many rows further on, arrays of a chunk at the same place.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -22,21 +23,23 @@
 
 namespace fusedrnn {
 
-// Where a row of a sequence is, counted from its start.  32 bits are enough, since the operators
-// take fewer than 2^32 rows.
+// The step and batch entry of a row, counted from the start of the sequence.  32 bits are enough,
+// since the operators take fewer than 2^32 rows.
 struct Place {
   uint32_t t, b;
 
-  // Of a row's number.  64-bit division is a function that a GPU calls.
+  // From the row's number.  32 bits, because a 64-bit division is a function call on a GPU.
   FUSEDRNN_HD static Place of_row(int64_t row, int64_t batch) {
     const uint32_t t = uint32_t(row) / uint32_t(batch);
     return {t, uint32_t(row) - t * uint32_t(batch)};
   }
-  // So many steps later; before the first step, t is larger than any.
+  // The same entry `steps` steps later; a t before the first step wraps to a number beyond any
+  // step.
   FUSEDRNN_HD Place after(int steps) const { return {t + uint32_t(steps), b}; }
 };
 
-// RowView at one stride, or null.  in_sequence: in an array of the whole sequence, not of a chunk.
+// Rows at one stride, or null.  in_sequence: whether they are in an array of the whole sequence,
+// not of a chunk.
 template <class P>
 struct RowView {
   P* data;
@@ -48,11 +51,11 @@ struct RowView {
   }
 };
 
-// What rows of a batch do besides computing.  A row is finished from its length on: there it keeps
-// its state, and nothing else of it counts.  Where `reset` is set, its state is zero before the
-// step.
+// Which rows of the batch take a step, and which start anew.  A row is finished from its length on:
+// it keeps its state, and the rest of its data is ignored.  Where `reset` is set, the state is
+// zeroed before the step.
 struct Mask {
-  const int64_t* lengths;  // [batch], or null: none is finished
+  const int64_t* lengths;  // [batch], or null if no row finishes early
   const bool* reset;       // [seq_len, batch], or null
   int64_t seq_len, batch;
   int direction;  // 1, or -1 if time runs backwards
@@ -62,7 +65,7 @@ struct Mask {
   FUSEDRNN_HD bool is_reset(Place at) const {
     return reset != nullptr && reset[at.t * uint32_t(batch) + at.b];
   }
-  // Of an active row: whether its state is zeroed before the step that it takes next.
+  // Whether the state of an active row is zeroed before the step that it takes next.
   FUSEDRNN_HD bool is_reset_next(Place at) const {
     const Place next = at.after(direction);
     return reset != nullptr && next.t < seq_len && is_reset(next) && is_active(next);
@@ -74,15 +77,15 @@ struct Mask {
   }
 };
 
-// Where eps of a row comes from: the user's tensor, else Philox, whose counter is the row's place.
+// The source of a row's eps: the user's tensor, or else Philox with the row's place as its counter.
 template <class T>
 struct Noise {
   RowView<const T> eps;  // null: drawn from the seed
   const int64_t* seed;   // one element, or null if eps is given
   int64_t noise_stream;
-  int64_t first_step;  // of the sequence, where it is a part of a longer one
+  int64_t first_step;  // where this sequence starts, if it is a part of a longer one
 
-  // That of four units, 4 block and on.
+  // The noise of the four units from 4 * block on.
   template <class A>
   FUSEDRNN_HD void draw(Place at, uint32_t block, A (&normal)[4]) const {
     normal4(uint64_t(*seed), uint32_t(first_step) + at.t, at.b, block, uint32_t(noise_stream),
@@ -90,19 +93,20 @@ struct Noise {
   }
 };
 
-// The Philox counter's last word, for what is drawn beside a layer's noise.
+// Bits of the Philox counter's last word that keep these draws apart from a layer's noise.
 constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29,
                    kCellStateStream = 3u << 29;
 
-// Zoneout (Krueger et al. 2017): with some probability a unit keeps its h, and with another its
-// cell state, instead of the new value.  Without a seed it takes the expectation of the two.
+// Zoneout (Krueger et al. 2017): with one probability a unit keeps its h, and with another its cell
+// state, instead of taking the new value.  Without a seed the unit takes the expectation.
 template <class A>
 struct Zoneout {
-  // A probability as kernels need it, prepared by the host, since many GPUs are slow in float64.
+  // A probability in the form that kernels need, prepared by the host, since many GPUs are slow in
+  // float64.
   struct Chance {
     A probability;
-    A rest;  // for the expectation: 1 - probability, exact also where that is near 1; or drawn: 0
-    uint64_t threshold;  // of 32 random bits, below which a unit keeps what it has
+    A rest;              // 1 - probability, computed in float64, for the expectation; 0 with a seed
+    uint64_t threshold;  // a unit keeps its value if its 32 random bits are below this
 
     FUSEDRNN_HD bool is_possible() const { return probability > 0; }
   };
@@ -119,7 +123,8 @@ struct Zoneout {
     return {seed, noise_stream, first_step, chance(h), chance(cell_state)};
   }
 
-  // How much each of four units, 4 block and on, keeps: 0 or 1, or the probability.
+  // How much each of the four units from 4 * block on keeps: 0 or 1 with a seed, else the
+  // probability.
   FUSEDRNN_HD void kept(const Chance& chance, uint32_t stream, Place at, uint32_t block,
                         A (&kept)[4]) const {
     if (seed == nullptr || !chance.is_possible()) {
@@ -132,33 +137,33 @@ struct Zoneout {
   }
 };
 
-// Pre-activations come from `pre` [rows, kPre * width], or where that is null from input_gates and
-// hidden_gates, [rows, k * width] each, with biases [k * width] that may be null.  Where they are
-// added up (kAddsUp), the first kShared blocks of hidden_gates are sums, and input_gates has the
-// others.
+// Pre-activations come from `pre` [rows, kPre * width], or if that is null from input_gates and
+// hidden_gates, [rows, k * width] each, with biases [k * width] that may be null.  With kAddsUp,
+// the first kShared blocks of hidden_gates already are sums, and input_gates has only the other
+// blocks.
 template <class T, class O>
 struct ForwardStep {
   using A = Acc<T>;
-  static constexpr bool kAddsUp = false;  // but for stages that share all blocks
+  static constexpr bool kAddsUp = false;  // except in stages that share all blocks
   static constexpr bool kReadsFactors = false;
   int64_t width, first_row;
-  const int64_t* replay_offset;  // or null: 0
+  const int64_t* replay_offset;  // null means 0
   const A *pre, *input_gates, *input_bias, *hidden_gates, *hidden_bias;
-  RowView<const A> carry;  // h_{t-1} unrounded, or the state
-  bool is_last;            // of the cell: the result is h
+  RowView<const A> carry;  // h_{t-1} unrounded, or the cell state
+  bool is_last;            // stage of the cell: the result is h
   RowView<const O> h;      // h_{t-1}, for a last stage that does not carry it
   Noise<T> noise;
   Mask mask;
   Zoneout<A> zoneout;
-  // The result, [rows, width]; each may be null.  operand is what the next hidden_gates reads: the
-  // result rounded to T, whatever O is, so that backward can recompute it from the output.
+  // The result, [rows, width]; each may be null.  operand is what the next projection reads: the
+  // result rounded to T even if O is wider, so that backward can recompute it from the output.
   O* operand;
   RowView<T> output;
   A* carry_out;
-  // What backward wants; each may be null.  saved_gates is in the sequence, [rows, kPre * width];
-  // factors, [rows, factor_blocks * width], may be hidden_gates's memory.
+  // What backward needs; each may be null.  saved_gates is in the sequence, [rows, kPre * width];
+  // factors, [rows, factor_blocks * width], may be the memory of hidden_gates.
   A *saved_gates, *factors;
-  int factor_blocks;  // that are wanted, the first ones
+  int factor_blocks;  // how many are wanted, from the first on
 };
 
 template <class T, class O>
@@ -166,37 +171,38 @@ struct BackwardStep {
   using A = Acc<T>;
   static constexpr bool kAddsUp = true, kReadsFactors = true;
   int64_t width, first_row;
-  const int64_t* replay_offset;  // or null: 0
-  // pre: in the sequence, or if the stage has factors these, as forward left them
+  const int64_t* replay_offset;  // null means 0
+  // pre: saved pre-activations, in the sequence; in a stage with factors, the factors of forward
   const A *pre, *input_gates, *input_bias, *hidden_gates, *hidden_bias;
   int factor_blocks;
-  RowView<const O> carry;  // h_{t-1} as it stands in the output
-  bool is_last;            // of the cell: dout is the gradient of h
-  const A* cell_state;     // [rows, width], of the step before
+  RowView<const O> carry;  // h_{t-1} as rounded in the output
+  bool is_last;            // stage of the cell: dout is the gradient of h
+  const A* cell_state;     // [rows, width], before the step
   Mask mask;
   Zoneout<A> zoneout;
-  A* dout;                          // [rows, width], gradient from the next step or stage
+  A* dout;                          // [rows, width], the gradient from the next step or stage
   RowView<const T> grad_output;     // added to dout
-  O *dinput_gates, *dhidden_gates;  // may be the memory of input_gates and hidden_gates, or of
-                                    // factors, or theirs of later steps
-  A* dcarry;  // [rows, width]: dout's memory; of a cell state: its gradient, in and out
+  O *dinput_gates, *dhidden_gates;  // may be the memory of input_gates, hidden_gates or
+                                    // factors, of the same or of later steps
+  A* dcarry;  // [rows, width]: dout itself; with a cell state, its gradient, in and out
   T* deps;    // [rows, width] in the sequence, or null
 };
 
 // Inverted dropout of a layer's input (Srivastava et al. 2014), and of its gradient: an element is
-// zero with some probability, else scaled up.  Which ones is a function of the seed and of the
-// element's place, so that nobody keeps them.
+// zero with some probability, else scaled up.  Which elements are zero is a function of the seed
+// and of the element's place, so that nothing is stored.
 template <class O>
 struct DropoutStep {
   int64_t width, first_row, batch;
   const int64_t* seed;
   int64_t noise_stream, first_step;  // as in Noise
-  uint64_t threshold;                // of 32 random bits, below which an element is zero
+  uint64_t threshold;                // an element is zero if its 32 random bits are below this
   double scale;
   O* x;  // [rows, width]
 };
 
-// x of finished rows is nobody's business: it may be NaN, and must not get into sums over all rows.
+// Zeroes x in finished rows: the user's data there may be NaN, and must not get into sums over all
+// rows.
 template <class O>
 struct ClearStep {
   int64_t width, first_row;
@@ -204,8 +210,8 @@ struct ClearStep {
   O* x;  // [rows, width]
 };
 
-// Sums over the rows of a chunk, each of them added to what is there, or written: of all matrices
-// at once, since on a GPU a launch costs more than the sum.
+// Sums over the rows of a chunk, each written or added to its destination.  One call sums all
+// matrices, since on a GPU a launch costs more than the sum.
 template <class O>
 struct ColumnSums {
   static constexpr int kMost = 4;
@@ -213,7 +219,7 @@ struct ColumnSums {
   int64_t columns[kMost], row_stride[kMost];
   Acc<O>* sum[kMost];
   int count;
-  int64_t rows;  // of each
+  int64_t rows;  // of each matrix
   bool accumulate;
 
   void add(const Matrix<const O>& m, Acc<O>* to) {
@@ -230,11 +236,11 @@ struct ColumnSums {
   }
 };
 
-// h_{t-1} of the rows of a chunk, for GEMMs and for backward(): what the step read.
+// h_{t-1} of the rows of a chunk as each step read it, for GEMMs and for backward().
 template <class T, class O>
 struct GatherStep {
   int64_t width, first_row;
-  RowView<const T> before;  // h_{t-1} as the output has it, of rows that have one
+  RowView<const T> before;  // h_{t-1} in the output, for rows that have one
   const T* hx;              // [batch, width]
   Mask mask;
   O* h;  // [rows, width]

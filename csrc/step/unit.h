@@ -1,7 +1,7 @@
 // One stage of a cell for one unit of a row: load planes -> stage -> store.
 //
-// forward_unit and backward_unit are the body that every backend's loop calls; a backend supplies
-// only how lanes are loaded and stored.
+// forward_unit and backward_unit are the loop body of every backend; a backend supplies only how
+// lanes are loaded and stored.
 //
 // Longer than 350 lines, because forward and backward load and mask a unit in the same way.
 #pragma once
@@ -14,7 +14,7 @@ FUSEDRNN_HD int64_t replay_offset_of(const Step& step) {
   return step.replay_offset == nullptr ? 0 : *step.replay_offset;
 }
 
-// row: its number, or something else that times a length is an offset
+// row: the row's number, or an object whose product with a length is an offset.
 template <int kBlocks, class V, class A, class Row, class Unit>
 FUSEDRNN_HD void load_blocks(V* values, const A* plane, const A* bias, int64_t width,
                              const Row& row, int64_t column, const Unit& unit) {
@@ -32,7 +32,7 @@ FUSEDRNN_HD void store_blocks(const V* values, P* plane, int64_t width, const Ro
   for (int k = 0; k < kBlocks; ++k) unit.store(first + k * width, values[k]);
 }
 
-// replay_offset: of the rows in step.pre
+// replay_offset: of step.pre.
 template <class Stage, class V, class Step, class Row, class Unit>
 FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t replay_offset,
                           int64_t column, const Unit& unit) {
@@ -66,8 +66,8 @@ FUSEDRNN_HD void load_pre(V* pre, const Step& step, const Row& row, int64_t repl
   Stage::combine(input_gates, hidden_gates, pre);
 }
 
-// A stage on a value, which may be a SIMD vector.  Specialised for values that are several numbers
-// without arithmetic of their own.
+// Applies a stage to a value, which may be a SIMD vector.  A backend specialises it for a value
+// that consists of several vectors and has no arithmetic of its own.
 template <class Stage, class V>
 struct Lanes {
   FUSEDRNN_HD static V forward(const V* pre, V input, V* factors, V* state) {
@@ -79,35 +79,36 @@ struct Lanes {
   }
 };
 
-// Whether h_{t-1} is what the stage carries; else, if it is the last, it stands beside the carry.
+// Whether the stage carries h_{t-1}; if not and the stage is the last one, h_{t-1} is passed in
+// addition to the carry.
 template <class Stage>
 inline constexpr bool kCarriesResult = Stage::kCarry && !Stage::kCellState;
 
-// What zoneout makes of a state a and the new value b: k a + rest b, or where rest is 0 and k is 1
-// or 0, one of them alone: the other one may be NaN or inf.
+// Zoneout of an old value a and a new value b: k a + rest b.  If rest is 0 (k is then 1 or 0) the
+// result is a or b alone, because the other one may be NaN or inf.
 template <class V, class A>
 FUSEDRNN_HD V mix(const V& k, A rest, const V& a, const V& b) {
   const V fresh = math::select(k == 0.0f, b, k * a + rest * b);
   return rest == 0 ? math::select(k == 1.0f, a, fresh) : fresh;
 }
 
-// x, or 0 where k is 1, whatever x is there.
+// x, but 0 where k is 1, even if x is NaN there.
 template <class V>
 FUSEDRNN_HD V unless_one(const V& k, const V& x) {
   return math::select(k == 1.0f, V{}, x);
 }
 
-// What an active unit reads beside its pre-activations, and what it makes of all.
+// What an active unit reads in addition to its pre-activations, and its results.
 template <class V>
 struct UnitInput {
   V input;  // the carry, or eps
-  V h;      // h_{t-1}: for the zoneout of a last stage that does not carry it
+  V h;      // h_{t-1}, for zoneout in a last stage that does not carry it
   bool is_reset_next;
 };
 template <class V>
 struct UnitResult {
   V out;          // goes to the output
-  V next, carry;  // go on to the next hidden_gates, still to be rounded, and to the next step
+  V next, carry;  // for the next projection, not rounded yet, and for the next step
 };
 
 template <class Stage, class T, class O, class V, class Unit>
@@ -141,7 +142,7 @@ FUSEDRNN_HD UnitResult<V> forward_from_pre(const ForwardStep<T, O>& step, Place 
   return {out, next, carry};
 }
 
-// To the arrays of the sequence.
+// Stores what goes to arrays of the sequence.
 template <class Stage, class T, class O, class V, class Row, class Unit>
 FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, int64_t replay_offset,
                                int64_t column, const Unit& unit, const V* pre, const V& out) {
@@ -153,7 +154,7 @@ FUSEDRNN_HD void store_forward(const ForwardStep<T, O>& step, const Row& row, in
   }
 }
 
-// row: as in arrays of the chunk.  at: in the sequence
+// row: in arrays of the chunk.  at: in the sequence.
 template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place at, int64_t column,
                               const Unit& unit) {
@@ -165,7 +166,8 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
       if (step.carry_out != nullptr)
         unit.store(step.carry_out + element, unit.load(step.carry.at(row) + column));
     }
-    // h waits as well; of what feeds another stage, GEMMs over all rows of a chunk read it.
+    // h stays as it is, too.  The result of an earlier stage becomes 0, because GEMMs over all rows
+    // of a chunk read it.
     if (!step.is_last && step.operand != nullptr) unit.store(step.operand + element, V{});
     return;
   }
@@ -201,22 +203,22 @@ FUSEDRNN_HD void forward_unit(const ForwardStep<T, O>& step, int64_t row, Place 
   }
 }
 
-// The adjoints of an active unit's inputs.
+// The gradients of an active unit's inputs.
 template <class Stage, class V>
 struct UnitGradients {
   V dinput_gates[kInputGatesAlone<Stage> > 0 ? kInputGatesAlone<Stage> : 1],
       dhidden_gates[Stage::kHiddenGates];
   V dinput;  // of the carry, or of eps
-  V dh;      // of h_{t-1}, past the stage
+  V dh;      // of h_{t-1}, the part that bypasses the stage
 };
 
-// Linear in dout and dstate, the adjoints of the unit's results.
+// Linear in dout and dstate, the gradients of the unit's results.
 template <class Stage, class T, class O, class V, class Unit>
 FUSEDRNN_HD UnitGradients<Stage, V> backward_from_pre(const BackwardStep<T, O>& step, Place at,
                                                       int64_t column, const Unit& unit,
                                                       const V* pre, const V& carry, V dout,
                                                       V dstate) {
-  V dh{}, dkept{};  // of h_{t-1} and of the state, past the stage
+  V dh{}, dkept{};  // of h_{t-1} and of the cell state, the part that bypasses the stage
   V kept_h{}, kept_cell_state{};
   const auto &h = step.zoneout.h, &c = step.zoneout.cell_state;
   const bool may_keep_h = step.is_last && h.is_possible();
@@ -237,7 +239,7 @@ FUSEDRNN_HD UnitGradients<Stage, V> backward_from_pre(const BackwardStep<T, O>& 
   UnitGradients<Stage, V> d;
   Lanes<Stage, V>::backward(pre, carry, dout, dstate, d.dinput_gates, d.dhidden_gates, &d.dinput);
   if constexpr (Stage::kCarry) {
-    // A unit that keeps its states has no gradient beside theirs, even if its gates are NaN.
+    // A unit that keeps its states passes on only their gradients, even if its gates are NaN.
     const bool keeps_states = !Stage::kCellState || (c.is_possible() && c.rest == 0);
     if (may_keep_h && h.rest == 0 && keeps_states) {
       const V kept = Stage::kCellState ? mix(kept_h, h.rest, kept_cell_state, V{}) : kept_h;
@@ -252,7 +254,8 @@ FUSEDRNN_HD UnitGradients<Stage, V> backward_from_pre(const BackwardStep<T, O>& 
   return d;
 }
 
-// To the arrays that GEMMs read, dhidden_gates unless it is null, and the gradient of eps.
+// Stores the gradients that GEMMs read (dhidden_gates only if it is not null) and the gradient of
+// eps.
 template <class Stage, class T, class O, class V, class Row, class Unit>
 FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row,
                                 int64_t replay_offset, int64_t column, const Unit& unit,
@@ -271,19 +274,19 @@ FUSEDRNN_HD void store_backward(const BackwardStep<T, O>& step, const Row& row,
   }
 }
 
-// row, at: as of forward_unit
+// row, at: as in forward_unit.
 template <class Stage, class T, class O, class Unit>
 FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Place at,
                                int64_t column, const Unit& unit) {
   using V = typename Unit::Value;
   const int64_t width = step.width, replay_offset = replay_offset_of(step),
                 element = row * width + column;
-  if (!step.mask.is_active(at)) {  // its adjoints wait where they are
+  if (!step.mask.is_active(at)) {  // the gradients of its states stay as they are
     return store_backward<Stage>(step, row, replay_offset, column, unit, UnitGradients<Stage, V>{});
   }
   V pre[Stage::kPre], carry{}, dstate{};
   if constexpr (Stage::kLinear) {
-    for (V& p : pre) p = V{};  // not there
+    for (V& p : pre) p = V{};  // a linear stage has none
   } else {
     load_pre<Stage>(pre, step, row, replay_offset, column, unit);
   }
@@ -312,7 +315,7 @@ FUSEDRNN_HD void backward_unit(const BackwardStep<T, O>& step, int64_t row, Plac
   if constexpr (Stage::kCarry) unit.store(step.dcarry + element, d.dinput);
 }
 
-// Four neighbours from `column` on.
+// Dropout of four neighbours from `column` on.
 template <class O>
 FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t column) {
   const Place at = Place::of_row(step.first_row + row, step.batch);
@@ -341,7 +344,7 @@ FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, Place at
   const Mask& mask = step.mask;
   V h{};
   if (mask.is_active(at)) {
-    if (mask.is_first(at)) {  // hx has been reset by whoever gave it
+    if (mask.is_first(at)) {  // the caller has already applied resets to hx
       h = unit.load(step.hx + at.b * step.width + column);
     } else if (!mask.is_reset(at)) {
       h = unit.load(step.before.at(row) + column);
