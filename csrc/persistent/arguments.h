@@ -1,4 +1,5 @@
-// A chunk of forward steps as the backend launches it.  No CUDA header here: see step.h.
+// The arguments of a persistent forward kernel, which runs all steps of a chunk.  No CUDA header is
+// included here: see step.h.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,72 +17,74 @@
 
 namespace fusedrnn::cuda {
 
-struct Packet;  // of the exchange
+struct Packet;  // see exchange.h
 
-// How blocks hand on results, see exchange.h.
+// How blocks hand on results; see exchange.h.
 enum class Exchange { Packets, Flags };
 
-constexpr int kTileRows = 8, kTileUnits = 16;  // of mma
+constexpr int kTileRows = 8, kTileUnits = 16;  // the shape of mma
 constexpr int kWarps = 8, kWarpLanes = 32, kPersistentThreads = kWarps * kWarpLanes;
-constexpr int kSenders = 4;    // warps that compute units, and send them
-constexpr int kMostDepth = 4;  // more does not fit into the registers
+constexpr int kSenders = 4;    // warps that compute units and send the results
+constexpr int kMostDepth = 4;  // a greater depth does not fit into the registers
 constexpr int kMostStages = 2, kMostGates = 4;
 constexpr int kTileThreads = kSenders * kWarpLanes;
-constexpr int kKeptArrays = 2;    // a state, and h beside it
-constexpr int kNoiseStride = 20;  // of 16 units, so that lanes sync no bank twice
+constexpr int kKeptArrays = 2;    // a cell state, and h
+constexpr int kNoiseStride = 20;  // from row to row of 16 units, so that no two lanes use one bank
 constexpr int kSumFloats = kWarps * kMostGates * kTileThreads;
-constexpr uint32_t kGivenUp = 1;  // none of the presets
+constexpr uint32_t kGivenUp = 1;  // differs from every preset
 constexpr int64_t kPacketBytes = 16, kGivenUpBytes = kPacketBytes;
-constexpr uint32_t kSpinLimit = 1u << 24;  // looks at memory, some ten seconds
+constexpr uint32_t kSpinLimit = 1u << 24;  // reads of memory, about ten seconds
 constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // of input and hidden gates
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
 
-// Blocks of columns that each warp multiplies.
+// The number of blocks of columns that each warp multiplies.
 FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns) {
   const int all = (columns + depth_columns - 1) / depth_columns;
   return (all + kWarps - 1) / kWarps;
 }
-// In a row of so many numbers.
+// The number of packets in a row of `width` numbers.
 FUSEDRNN_HD constexpr int packets_of(int width, int packet_numbers) {
   return (width + packet_numbers - 1) / packet_numbers;
 }
 
 struct PersistentPlan {
-  std::string why_not;  // a sentence, or empty
+  std::string why_not;  // why there is no such kernel, a sentence; or empty
   Exchange exchange{};
   int num_stages = 0;
   StageKind stages[kMostStages] = {};
-  int blocks = 0;                         // that hold the weights once: a group
-  int groups = 0, tiles = 0;              // tiles of 8 rows of each group
-  int depth = 0;                          // of the kernel: 1, 2 or 4
-  int64_t shared_bytes = 0;               // of a block
-  int64_t shared_limit = 0;               // of the device
-  int64_t sent_bytes[kMostStages] = {};   // of the exchange, a stage each; or 0: it is in place
-  int64_t count_bytes[kMostStages] = {};  // of its flags
+  int blocks = 0;             // of a group, which holds the weights once
+  int groups = 0, tiles = 0;  // tiles: of 8 rows, in each group
+  int depth = 0;  // blocks of columns for which a warp of the kernel has registers: 1, 2 or 4
+  int64_t shared_bytes = 0;              // shared memory of a block
+  int64_t shared_limit = 0;              // the most that the GPU gives to a block
+  int64_t sent_bytes[kMostStages] = {};  // memory for what each stage sends; 0 if it sends in place
+  int64_t count_bytes[kMostStages] = {};  // memory for its flags
 
   bool is_possible() const { return why_not.empty(); }
-  // Whether stage s sends through memory that is there anyway, not through the workspace.
+  // Whether stage s sends through an array that exists anyway, not through the workspace.
   bool is_in_place(int s) const { return s < num_stages && sent_bytes[s] == 0; }
-  int preset() const { return exchange == Exchange::Packets ? 0xff : 0; }  // of the workspace
+  int preset() const {
+    return exchange == Exchange::Packets ? 0xff : 0;
+  }  // the byte that presets the exchange
   int grid() const { return groups * blocks; }
-  // Of a thread, that hold weights.
+  // The number of registers of a thread that hold weights.
   int weight_registers() const {
     int gates = 0;
     for (int s = 0; s < num_stages; ++s) gates += traits(stages[s]).hidden_blocks;
     return 8 * depth * gates;
   }
-  // Of all that it exchanges in a launch.
+  // Memory for everything that is exchanged in one launch.
   int64_t exchange_bytes() const {
     int64_t bytes = 0;
     for (int s = 0; s < kMostStages; ++s) bytes += sent_bytes[s] + count_bytes[s];
     return bytes;
   }
-  // turns: launches whose exchange has memory of its own, 1 or 2.
+  // turns: the number of launches, 1 or 2, that have memory of their own for the exchange.
   int64_t workspace_bytes(int turns = 1) const { return kGivenUpBytes + turns * exchange_bytes(); }
 };
 
-// Names a persistent kernel on a GPU, and what a block of it takes.  Goes from library to library,
-// so it is made of plain numbers.
+// Identifies a persistent kernel on a GPU and what its blocks need.  It is passed between two
+// shared libraries, so it consists of plain numbers.
 struct PersistentKernel {
   enum Type { kBFloat16, kHalf, kFloat };
   int device;
@@ -106,49 +109,49 @@ PersistentKernel kernel_of(const PersistentPlan& plan, bool is_backward, int dev
   return kernel;
 }
 
-// Where a stage leaves for other blocks what it sends: slots, each with the rows of the batch.
+// Where a stage leaves what it sends to other blocks: slots, each with all rows of the batch.
 struct Slots {
   Packet* first;
-  int rows;  // from one slot to the next; below 0 where they lie in reverse
-  int mask;  // slot i & mask is that of step i
+  int rows;  // from one slot to the next; negative if later slots come first in memory
+  int mask;  // step i uses slot i & mask
 };
 constexpr int kEachItsOwn = INT32_MAX, kTwoInTurns = 1;
 
-// Launches one after the other, which may take turns with two places for their exchange: then each
-// presets that of the next one.
+// Successive launches may alternate between two places in memory for their exchange: then each
+// launch presets the place of the next one.
 struct Turn {
-  int64_t launch = 0;     // how many have been before
-  bool has_next = false;  // whether there is room for two, and is going to be another one
+  int64_t launch = 0;     // the number of launches before this one
+  bool has_next = false;  // whether another launch follows, and there is memory for two
 };
 
-// What kernels are told of a chunk, its place in memory and their exchange, whatever they compute.
+// The chunk, and the exchange between blocks: arguments that forward and backward have in common.
 struct ExchangeArguments {
   int steps, batch;
-  int row_step;  // from a step's rows to those of the next: batch, or -batch
-  // The rest is by prepare().
+  int row_step;  // from the rows of one step to the rows of the next: batch, or -batch
+  // prepare() fills in the rest.
   Exchange exchange;
-  int blocks, tiles;  // of a group; tiles of 8 rows
+  int blocks, tiles;  // of a group; tiles: of 8 rows
   Slots sent[kMostStages];
-  uint32_t* counts[kMostStages];     // flags: of what has been sent [groups, blocks, kSenders]
-  int64_t next;                      // packets from a slot to that of the next launch; 0: none
-  uint32_t* given_up;                // kGivenUp once a thread has
-  uint32_t spin_limit = kSpinLimit;  // looks at memory before that
+  uint32_t* counts[kMostStages];  // flags: how much has been sent, [groups, blocks, kSenders]
+  int64_t next;  // packets from a slot to the slot of the next launch; 0 if there is no next launch
+  uint32_t* given_up;                // kGivenUp once a thread has given up
+  uint32_t spin_limit = kSpinLimit;  // reads of memory before a thread gives up
 };
 
 template <class T>
 struct PersistentForward : ExchangeArguments {
-  // Of the chunk's first step.  Of arrays of one step, carry and carry_out are those before and
-  // after the chunk, and operand of the last stage is h after it; pre, hidden_gates, factors
-  // and replay_offset are not used.
+  // The stages at the chunk's first step.  carry and carry_out are the arrays before and after the
+  // whole chunk, and operand of the last stage is h after it; pre, hidden_gates, factors and
+  // replay_offset are not used.
   ForwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
-  RowView<const T> h;                   // before the chunk; not the memory of h after it
+  RowView<const T> h;                   // before the chunk; must not be the memory of h after it
   Turn turn;
 };
 
-// What a plan says of a launch.  workspace: plan.workspace_bytes() at a multiple of 16, for two
-// turns if there is a next one.  Returns the bytes from its start on that have to be preset before
-// the launch.
+// Fills in the exchange arguments from a plan.  workspace: plan.workspace_bytes() bytes at a
+// multiple of 16, with room for two turns if there is a next launch.  Returns how many bytes from
+// its start must be preset before the launch.
 inline int64_t place(const PersistentPlan& plan, void* workspace, ExchangeArguments& args,
                      const Turn& turn = {}) {
   args.exchange = plan.exchange;
@@ -173,7 +176,7 @@ inline int64_t place(const PersistentPlan& plan, void* workspace, ExchangeArgume
   return takes_turns && turn.launch > 0 ? 0 : plan.workspace_bytes();
 }
 
-// The same, and calls set(memory, byte, count) for what has to be preset.
+// Does the same, and calls set(memory, byte, count) for memory that must be preset.
 template <class T, class Set>
 void prepare(const PersistentPlan& plan, void* workspace, PersistentForward<T>& args,
              const Set& set) {
@@ -186,13 +189,13 @@ bool dispatch_stages(const PersistentPlan& plan, const F& f) {
   return dispatch_stages(plan.stages, plan.num_stages, f);
 }
 
-// Prepares and launches the kernel, both on the stream.  Never waits, and may be captured.  A GPU
-// that cannot run all blocks at once, because it is shared, refuses it.
+// Prepares and launches the kernel, both on the stream.  Never waits, and may be captured in a CUDA
+// graph.  The launch is refused if the GPU cannot run all blocks at once, as when it is shared.
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream);
 
-// How many blocks the GPU, which is the current one, runs at once; or that it cannot be asked now.
+// The number of blocks that the current GPU can run at once, or kUnknown if it cannot be asked now.
 constexpr int64_t kUnknown = -2;
 int64_t count_forward_blocks(const PersistentKernel& kernel);
 int64_t count_backward_blocks(const PersistentKernel& kernel);

@@ -1,30 +1,34 @@
-// A chunk of the backward_data as one kernel: see persistent.h for how blocks share units and rows.
+// The backward_data of a chunk as one kernel; forward.h explains how blocks share units and rows.
 //
-// Backward, a block owns the same 16 units of each stage, and of each hidden_gates's weight the
-// columns that its units of the stage before are.  A step of a stage, from the last one to the
-// first, is for each tile of the group:
-//   1. what does not depend on other blocks.  A stage's backward is linear in the adjoints of its
-//      results, so its factors are computed here, all of exp and tanh, from what was loaded a step
-//      before; and what the next step needs is loaded;
-//   2. the gradient of the hidden_gates behind (of the first stage, a step later, if this is the
-//      last), 8 rows of it, comes from the others;
-//   3. each of 8 warps multiplies its share of it with the transposed weight, all GEMM blocks of
-//      some units, and the parts are added up through shared memory, always in the same order;
-//   4. half of the warps apply the factors of a tile to the sum, a unit of a row per thread, send
-//      the gradient of this stage's hidden_gates, and write what else GEMMs over the whole chunk
-//      read.
-// Before all steps, the cell states are recomputed, each unit by the thread that needs it.
+// In backward a block owns the same 16 units of each stage as in forward.  Of the weight of each
+// stage it holds the columns that belong to its units of the stage before.  A step of a stage, with
+// stages in reverse order, does for each tile of the group:
+//   1. The work that does not depend on other blocks.  A stage's backward is linear in the
+//      gradients of its results, so the factors are computed here, which is all of exp and tanh,
+//      from inputs that were loaded a step before; then the inputs of the next step are loaded.
+//   2. The gradient of the consumer's hidden gates arrives from other blocks, 8 rows of it.  The
+//      consumer is the stage that reads this stage's result: the next stage of the same step, or
+//      for the last stage the first stage of the following step.
+//   3. Each of 8 warps multiplies its share of that gradient with the transposed weight, all GEMM
+//      blocks of some units, and the partial sums are added up through shared memory, always in
+//      the same order.
+//   4. Half of the warps apply the factors of the tile to the sums, one unit of a row per thread,
+//      send the gradient of this stage's hidden gates, and write the other gradients that GEMMs
+//      over the whole chunk read.
+// Before all steps, each thread recomputes the cell states that it needs.
 //
-// In 16 bits, where all packets of a row are full, they go through the gradient that GEMMs read,
-// and nobody writes it a second time; each step has rows of its own there.  Elsewhere slots are
-// memory for the exchange alone, and with flags two of them are enough.  Who writes a gradient of
-// step i (counted backwards) has read, of every block that reads this gradient, what that made of
-// step i - 1 of it if there is one stage, and so after it had read step i - 2; with two stages,
-// what it made of the same step or of i - 1, all of it after step i - 1 of this one.
+// In 16 bits, if the packets of a row are all full, blocks send gradients through the array that
+// GEMMs read, so gradients are written only once; each step has its own rows there.  Otherwise
+// slots are memory for the exchange alone, and with flags two of them are enough: before a block
+// writes a gradient of step i (counted backwards), it has read from every reader of this gradient
+// something that the reader sent after it was done with step i - 2.  With one stage, that is the
+// reader's own gradient of step i - 1; with two stages, it is the reader's gradient of the other
+// stage, of step i or i - 1, which was sent after the reader was done even with step i - 1 of this
+// stage.
 //
-// The gradient of a float is sent rounded to TF32, and GEMMs read all of its bits.  It is stored
-// where the pre-activation or the factor has been that it is the gradient of, by the thread that
-// has read that: no thread reads what another one has written there, nor writes what it will read.
+// In float32 a gradient is sent rounded to TF32, but GEMMs read all of its bits.  It is stored in
+// the place of the pre-activation or factor whose gradient it is, by the thread that has read that
+// place: no thread reads what another thread writes there, nor overwrites what it will read itself.
 #pragma once
 #include <tuple>
 
@@ -32,8 +36,7 @@
 
 namespace fusedrnn::cuda {
 
-// Stage `kIndex` of `kStages`, and the hidden_gates that reads its result: that of the stage
-// Consumer.
+// Stage `kIndex` of `kStages`.  Consumer is the stage whose projection reads its result.
 template <class Stage, class Consumer, int kIndex, int kStages, class T, int kDepth, int kPackets>
 class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units = BackwardUnits<Stage, kIndex, kStages, T>;
@@ -41,7 +44,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units::args, Units::block_, Units::step, Units::thread, Units::unit, Units::width_;
   using Units::kIsLast;
   static constexpr int kGates = Stage::kHiddenGates;
-  // Whether weights leave registers for what the next step needs.
+  // Whether the weights leave enough registers to load the inputs of the next step early.
   static constexpr bool kLoadsAhead = kPackets > 4;
   static_assert(!kCarriesResult<Stage> || kIsLast);
 
@@ -56,7 +59,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, 0);
   }
 
-  // Step t of the group's rows; -1: dh and dc before the chunk.
+  // Step t of the group's rows; t = -1 finishes dh and dc before the chunk.
   FUSEDRNN_DEVICE void run(int t) {
     if (!Units::has_units()) return;
     const bool ends = t < 0, has_product = this->has_product(t);
@@ -81,15 +84,15 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   }
 
  private:
-  // The first time there is nothing yet, and what would come in the end may not be wanted.
+  // Nothing has been sent yet in the first step, and the last product is not always wanted.
   FUSEDRNN_DEVICE bool has_product(int t) const {
     if (!kIsLast) return t >= 0;
     return t < args().steps - 1 && t >= (args().wants_dh ? -1 : 0);
   }
-  // Of the gradients that step t multiplies; counted backwards.
+  // The step, counted backwards, of the gradients that step t multiplies.
   FUSEDRNN_DEVICE int source_step(int t) const { return args().steps - 1 - t - (kIsLast ? 1 : 0); }
 
-  // What a unit needs of memory, as it was loaded: to compute with it would be to wait for it.
+  // The inputs of a unit as they were loaded.  No arithmetic yet: it would wait for the loads.
   struct Loaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
     typename Units::Parts parts;
@@ -124,11 +127,11 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     return loaded;
   }
 
-  // What a unit needs that is known before the exchange.  of_state: with dc' = 1
-  // instead of the result's.
+  // The part of a unit's work that needs no other block.  of_result: its gradients for dout = 1;
+  // of_state: for a gradient of 1 of the cell state.
   struct Preloaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;
-    bool keeps_h : 1, keeps_state : 1;  // by zoneout, instead of what is new
+    bool keeps_h : 1, keeps_state : 1;  // by zoneout, instead of the new value
     float grad_output;
     UnitGradients<Stage, float> of_result, of_state;
   };
@@ -155,7 +158,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     return preloaded;
   }
 
-  // sum: what the hidden gates of the consumer give of the result's gradient
+  // sum: the gradient of the result through the consumer's hidden gates.
   FUSEDRNN_DEVICE void compute(int t, int tile, const Preloaded& preloaded, float sum) const {
     float dout = sum, dstate = 0;
     if constexpr (kIsLast) dout += block_.kept(Block::kDh, tile);
@@ -173,7 +176,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     }
     send(args().steps - 1 - t, tile, d.dhidden_gates);
     if (!preloaded.is_there) return;
-    if constexpr (kIsLast) {  // the hidden_gates of the first stage adds the rest
+    if constexpr (kIsLast) {  // the product of the first stage adds the rest
       const float dh = kCarriesResult<Stage> ? d.dinput : d.dh;
       block_.kept(Block::kDh, tile) = preloaded.is_active ? dh : dout;
     }
@@ -235,10 +238,10 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
 
   using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets>;
   Product product_;
-  Loaded next_{};  // of the tile that is next
+  Loaded next_{};  // the inputs of the next tile
 };
 
-// The stages of a cell up to `kIndex`, from the last one on.
+// The stages of a cell up to `kIndex`, in reverse order.
 template <class T, int kDepth, int kIndex, class... Stages>
 struct BackwardStages {
   static constexpr int kStages = sizeof...(Stages);
@@ -271,7 +274,8 @@ struct BackwardStages<T, kDepth, -1, Stages...> {
   FUSEDRNN_DEVICE void run(int) {}
 };
 
-// The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
+// The kernel.  Its grid has groups * blocks blocks of kPersistentThreads threads, all of which must
+// run at once.
 template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentBackward<T>& args,
                                          unsigned char* shared) {
@@ -282,7 +286,7 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
   sync_block();
   All::rebuild_states(block);
   All stages(block);
-  sync_block();  // weights have been turned where sums are going to be
+  sync_block();  // weights were transposed in the memory that is going to hold sums
   for (int t = args.steps - 1; t >= -1; --t) stages.run(t);
   end(args);
 }

@@ -1,4 +1,5 @@
-// A chunk of the backward_data as the backend launches it.  No CUDA header here: see step.h.
+// The arguments of a persistent kernel that runs the backward_data of a chunk.  No CUDA header is
+// included here: see step.h.
 #pragma once
 #include "arguments.h"
 
@@ -6,33 +7,34 @@ namespace fusedrnn::cuda {
 
 constexpr int kBackwardSumFloats = kWarps * kTileThreads;  // partial sums of a tile
 
-// Packets of a lane that are on their way at once: 4 registers each of those that the weights
-// leave.
+// The number of packets that a lane loads at once, given the registers that weights take: a packet
+// takes 4 registers.
 constexpr int packets_ahead(int weight_registers) { return weight_registers > 128 ? 4 : 8; }
 
 template <class T>
 struct PersistentBackward : ExchangeArguments {
-  // Of the chunk's first step, in the order of forward.  dout of the last stage is dh, and dcarry
-  // of a stage with a cell state dc, [batch, width] each: after the chunk when the kernel
-  // starts, before it when it has ended.  Of the others, and step.cell_state, nothing is read.
-  // dhidden_gates at a multiple of 16 bytes; the memory of nothing that is read if a stage sends
-  // through it.
+  // The stages at the chunk's first step, in the order of forward.  dout of the last stage is dh,
+  // and dcarry of a stage with a cell state is dc, both [batch, width]: after the chunk when the
+  // kernel starts, before it when the kernel has ended.  dout and dcarry of other stages, and
+  // step.cell_state, are not read. dhidden_gates starts at a multiple of 16 bytes; if a stage sends
+  // through it, its memory holds nothing that is read.
   BackwardStep<T, T> step[kMostStages];
   Matrix<const T> weight[kMostStages];  // (blocks * width, k), any strides
-  RowView<const T> first_carry;  // before the first step, or null: stands where step.carry says
-  // Of a cell with a cell state: before the first step, [batch, width]; and to be computed,
-  // from the chunk's first step on, the rows of other steps where row_step says, the state before
-  // each step, and if a stage is behind that one what it projects, or null.
+  RowView<const T> first_carry;  // before the first step; null if step.carry has that step too
+  // Only for a cell with a cell state.  first_cell_state: before the first step, [batch, width].
+  // cell_states: computed here, the state before each step; it points to the rows of the chunk's
+  // first step, and row_step leads to other steps.  operand: computed here, the LSTM's result if
+  // another stage projects it, else null.
   const Acc<T>* first_cell_state;
   Acc<T>* cell_states;
   T* operand;
-  bool wants_dh;  // whether dh before the chunk is to be complete, or nobody reads it
+  bool wants_dh;  // whether dh before the chunk is read, and so must be complete
 };
 
-// As of forward.  Gradients are sent from the last step to the first.  Those of a stage that is in
-// place go through dhidden_gates, [rows, blocks * width]: the chunk's rows of it are preset, and to
-// send them is all that writes them.  Where there are such stages, their memory and the workspace
-// are one, and preset at once.
+// Like prepare() of forward.  Gradients are sent from the last step to the first.  The gradients of
+// a stage that is in place go through dhidden_gates, [rows, blocks * width]: the chunk's rows of it
+// are preset, and sending is the only thing that writes them.  If there are such stages, their
+// memory and the workspace are contiguous and preset by one call.
 template <class T, class Set>
 void prepare(const PersistentPlan& plan, void* workspace, PersistentBackward<T>& args,
              const Set& set) {
@@ -52,7 +54,7 @@ void prepare(const PersistentPlan& plan, void* workspace, PersistentBackward<T>&
   set(begin, plan.preset(), size_t(end - begin));
 }
 
-// As launch_persistent_forward(), of a plan by plan_persistent_backward().
+// Like launch_persistent_forward(), with a plan from plan_persistent_backward().
 template <class T>
 Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
                                   void* workspace, Stream stream);

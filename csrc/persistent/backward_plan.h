@@ -1,19 +1,20 @@
-// What a persistent kernel of the backward_data needs of a GPU, from sizes alone.
+// The plan of a persistent kernel for backward_data, made from sizes alone.
 #pragma once
 #include "backward_arguments.h"
 #include "plan.h"
 
 namespace fusedrnn::cuda {
 
-// As plan_persistent().  The same blocks hold the same weights, transposed; what they exchange are
-// gradients of projections, all GEMM blocks of each.  In 16 bits, where all packets of a row are
-// full, they lie as GEMMs read them, and the gradient itself is what they go through.  Not so in
-// float32: there its memory has pre-activations until the kernel has read them.
+// Like plan_persistent().  The same blocks hold the same weights, transposed; they exchange
+// gradients of projections, all GEMM blocks of each.  In 16 bits, if the packets of a row are all
+// full, a row of packets has the layout that GEMMs read, and blocks exchange through the gradient
+// array itself.  In float32 that is not possible: the array holds pre-activations until the kernel
+// has read them.
 inline PersistentPlan plan_persistent_backward(const Cell& cell, const Sizes& sizes, int64_t batch,
                                                int64_t steps, int64_t element_bytes,
                                                Exchange exchange, const Gpu& device,
                                                bool tf32 = false, int64_t free = 0) {
-  // What it sends forward and what it adds up does not decide whether forward can run.
+  // The shared memory that forward needs must not decide whether backward can run.
   Gpu other = device;
   other.shared_bytes = INT64_MAX;
   PersistentPlan plan =

@@ -1,4 +1,4 @@
-// The product of backward's steps: a gradient by the transpose of a weight that registers hold.
+// The product in a step of backward: a gradient times the transpose of a weight in registers.
 #pragma once
 #include "backward_arguments.h"
 #include "operand.h"
@@ -13,21 +13,22 @@ struct BackwardBlock : SharedMemory<PersistentBackward<T>, kBackwardSumFloats> {
   using Base::Base;
   enum Array { kDh, kDcell_state };
 
-  // Of stage s in step i, counted backwards: a row of one of its GEMM blocks.
+  // Where stage s sends one GEMM block of a row in step i, counted backwards.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {
     return Base::sent(s, i, row, gates * packets) + gate * packets;
   }
 };
 
-// The gradient of a hidden_gates, that of stage `kIndex`, times the block's columns of its weight.
-// kDepth: blocks of units that a warp has room for.
+// The gradient of the hidden gates of stage `kIndex`, times the block's columns of its weight.
+// kDepth: the number of blocks of units for which a warp has registers.
 template <class Stage, int kIndex, class T, int kDepth, int kPackets>
 class BackwardProduct {
   static constexpr int kGates = Stage::kHiddenGates;
-  // GEMM blocks whose packets are on their way at once.
+  // The number of GEMM blocks whose packets are loaded at once.
   static constexpr int kAhead = kPackets / kDepth < kGates ? kPackets / kDepth : kGates;
   static_assert(kAhead > 0);
-  static constexpr int kChains = kPackets / 2;  // sums that do not wait for each other
+  static constexpr int kChains =
+      kPackets / 2;  // independent sums, which need not wait for each other
   using Of = Operands<T>;
 
  public:
@@ -50,7 +51,8 @@ class BackwardProduct {
   struct Operand {
     Packet packet[kGates][kDepth];
   };
-  // Asks other blocks for the first gradients of step i, counted backwards; or for none.
+  // Starts to load the first gradients of step i (counted backwards) that other blocks send, if
+  // is_wanted.
   FUSEDRNN_DEVICE Operand ask(bool is_wanted, int i, int tile) const {
     const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
     Operand x{};
@@ -58,7 +60,7 @@ class BackwardProduct {
     for (int gate = 0; gate < kAhead; ++gate) load(is_asked, i, gate, tile, x.packet[gate]);
     return x;
   }
-  // This warp's part of the product to `turn`.  is_wanted: as it was asked.
+  // Writes this warp's part of the product to `turn`.  is_wanted: as in ask().
   FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int tile, Operand& x, float* turn) const {
     const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
     const bool is_counted = is_wanted && !is_asked;
@@ -89,7 +91,7 @@ class BackwardProduct {
       part(turn, thread().warp, n) = sum;
     }
   }
-  // Of the unit that a thread computes.
+  // The whole product for the unit that this thread computes.
   FUSEDRNN_DEVICE float total(float* turn) const {
     float sum = 0;
     FUSEDRNN_UNROLL
@@ -100,16 +102,16 @@ class BackwardProduct {
  private:
   FUSEDRNN_DEVICE const PersistentBackward<T>& args() const { return block_.args; }
   FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
-  // The first of the units that this lane multiplies of its warp's block d, a packet of them.
+  // The first of the units that this lane multiplies in block d of its warp; a packet holds them.
   FUSEDRNN_DEVICE int unit(int d) const {
     return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
-  // Number n of this lane's d, as warp `warp` has summed it up.
+  // Number n of this lane's fragment d (see mma), as summed by warp `warp`.
   FUSEDRNN_DEVICE float& part(float* turn, int warp, int n) const {
     return turn[(warp * 4 + n) * kWarpSize + thread().lane];
   }
-  // A block of units of the weight is read along its rows, by as many lanes of each row as there
-  // are for one, and turned in shared memory.
+  // Reads a block of units of the weight along its rows, each row by as many lanes as a warp has
+  // for it, and transposes it in shared memory.
   FUSEDRNN_DEVICE void load_weight(const Matrix<const T>& w, int gate, int d) {
     constexpr int kLanes = kWarpSize / Of::kDepthColumns, kColumns = kTileUnits / kLanes;
     constexpr int kRowWords = kTileUnits / Of::kInWord;
@@ -130,7 +132,7 @@ class BackwardProduct {
       }
     }
     sync_warp();
-    // Numbers of a column one below the other, as many as are in a word.
+    // A word of numbers from one column, next rows in the higher bits.
     const auto at = [&](int k, int column) {
       if constexpr (Of::kInWord == 1) return staged[k * kRowWords + column];
       const uint32_t* word = staged + k * kRowWords + column / 2;
@@ -146,7 +148,7 @@ class BackwardProduct {
     sync_warp();
   }
 
-  // Of a GEMM block, what this lane multiplies.
+  // The packets of a GEMM block that this lane multiplies.
   FUSEDRNN_DEVICE const Packet* from(int i, int gate, int tile) const {
     return block_.slot(kIndex, i, kGates * packets_of_gate_, from_) +
            (tile * kTileRows * kGates + gate) * packets_of_gate_;
@@ -154,7 +156,7 @@ class BackwardProduct {
   FUSEDRNN_DEVICE bool has_packet(int tile, int d) const {
     return d < packets_ && tile * kTileRows + thread().g < block_.rows;
   }
-  // Packets: or nothing.
+  // Packets: loads if is_asked, without a branch.
   FUSEDRNN_DEVICE void load(bool is_asked, int i, int gate, int tile, Packet (&x)[kDepth]) const {
     const Packet* at = is_asked ? from(i, gate, tile) : from_;
     FUSEDRNN_UNROLL
@@ -162,7 +164,7 @@ class BackwardProduct {
       load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x[d]);
     }
   }
-  // Flags: what is there.
+  // Flags: loads what has been sent.
   FUSEDRNN_DEVICE void load_sent(int i, int gate, int tile, Packet (&x)[kDepth]) const {
     FUSEDRNN_UNROLL
     for (int d = 0; d < kDepth; ++d) {
@@ -180,8 +182,9 @@ class BackwardProduct {
 
   BackwardBlock<T>& block_;
   int width_, depth_;
-  int packets_of_gate_ = 0, packets_ = 0;  // of a row; and of these those that this lane multiplies
-  const Packet* from_ = nullptr;           // of its first tile, of step 0
+  int packets_of_gate_ = 0,
+      packets_ = 0;               // of a row of one gate; and how many of them this lane multiplies
+  const Packet* from_ = nullptr;  // where they start in the first tile and step 0
   uint32_t weight_[kGates][kDepth][2][4];
 };
 

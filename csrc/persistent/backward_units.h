@@ -32,7 +32,8 @@ class BackwardUnits {
   FUSEDRNN_DEVICE PersistentUnit unit_at(Place at) const {
     return zoneout_of<kIsLast, Stage::kCellState>(step().zoneout, at, unit());
   }
-  // What pre-activations are made of, as it was loaded: to add it up would be to wait for it.
+  // The parts of pre-activations as they were loaded.  They are not added up yet: the sum would
+  // wait for the loads.
   struct Parts {
     float of[Stage::kPre];
   };
@@ -40,7 +41,7 @@ class BackwardUnits {
     Parts parts{};
     const auto& s = step();
     if constexpr (Stage::kLinear) {
-      // not there
+      // a linear stage has none
     } else if constexpr (Stage::kFactors) {
       const int64_t no_shift = 0;
       load_pre<Stage>(parts.of, s, row, no_shift, unit(), PersistentUnit{});
@@ -79,7 +80,7 @@ class BackwardUnits {
       Stage::combine(input_gates, hidden_gates, pre);
     }
   }
-  // Before a barrier, and read after it.
+  // Called before a barrier; biases are read after it.
   FUSEDRNN_DEVICE void load_biases() const {
     load_bias(Block::kHiddenBias, step().hidden_bias, Stage::kHiddenGates);
     load_bias(Block::kInputBias, step().input_bias, Stage::kInputGates);
@@ -101,7 +102,8 @@ class BackwardUnits {
   }
 };
 
-// Cell states, each from the one before, and what the stage behind has projected.
+// Recomputes the cell states, each from the one before, and the results that a later stage
+// projects.
 template <class Stage, int kIndex, int kStages, class T>
 class CellStateUnits : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units = BackwardUnits<Stage, kIndex, kStages, T>;
@@ -121,14 +123,15 @@ class CellStateUnits : BackwardUnits<Stage, kIndex, kStages, T> {
 
   FUSEDRNN_DEVICE void run(int tile) const {
     const int steps = args().operand != nullptr ? args().steps : args().steps - 1;
-    ForwardStep<T, T> forward{};  // what forward_from_pre reads of it; h stands in the output
+    ForwardStep<T, T>
+        forward{};  // only the fields that forward_from_pre reads; h comes from the output
     forward.zoneout = step().zoneout;
     const bool is_plain = args().operand == nullptr && !step().mask.any() &&
                           !forward.zoneout.cell_state.is_possible();
     const RowOfChunk row = Units::row_of_chunk(0, tile);
     float state = args().first_cell_state[Units::row_of_batch(tile) * width_ + Units::unit()];
     args().cell_states[row * width_ + Units::unit()] = state;
-    // Some steps' pre-activations are on their way while others are computed with.
+    // While some steps are computed, the pre-activations of the following ones are loaded.
     typename Units::Parts next[kAhead];
     FUSEDRNN_UNROLL
     for (int k = 0; k < kAhead; ++k) next[k] = load(k, tile, steps);
@@ -161,7 +164,7 @@ class CellStateUnits : BackwardUnits<Stage, kIndex, kStages, T> {
     return Units::parts_at(Units::row_of_chunk(t, tile));
   }
 
-  // The state after step t.
+  // The cell state after step t.
   FUSEDRNN_DEVICE float after(int t, int tile, const ForwardStep<T, T>& forward,
                               const float (&pre)[Stage::kPre], float state) const {
     const Place at = Units::place(t, tile);

@@ -1,5 +1,5 @@
-// The cells that have persistent kernels, each with its stages: the one list of them, which
-// instantiations, plans and launches follow.
+// The cells that have persistent kernels, each with its stages.  Instantiations, plans and launches
+// all follow this one list.
 #pragma once
 #include <algorithm>
 #include <initializer_list>

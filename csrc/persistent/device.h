@@ -1,8 +1,8 @@
-// What persistent kernels ask of a GPU beyond C++.  Their source names nothing else of CUDA, so
-// that without nvcc it runs on an emulation of these few functions (tests/emulator/fibers.h).
+// The GPU functions that persistent kernels need beyond C++.  Kernel sources name nothing else of
+// CUDA, so without nvcc they run on an emulation of these few functions (tests/emulator/fibers.h).
 //
-// Of the accesses to memory that other blocks write, `relaxed` ones are seen by the whole GPU but
-// order nothing, plain ones have to be ordered by release and acquire.
+// Accesses to memory that other blocks write are of two kinds: `relaxed` ones are visible to the
+// whole GPU but order nothing; plain ones must be ordered by a release and an acquire.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -13,7 +13,7 @@ namespace fusedrnn::cuda {
 
 constexpr int kWarpSize = 32;
 
-// 16 bytes, read and written by one instruction.  No word depends on the others having arrived.
+// 16 bytes, read and written by one instruction.  Each word may arrive without the others.
 struct alignas(16) Packet {
   uint32_t word[4];
 };
@@ -32,13 +32,13 @@ namespace fusedrnn::cuda {
 FUSEDRNN_DEVICE int thread_index() { return int(threadIdx.x); }
 FUSEDRNN_DEVICE int block_index() { return int(blockIdx.x); }
 
-// Of the block: as much as its launch has asked for.
+// The block's shared memory, of the size that its launch has asked for.
 FUSEDRNN_DEVICE unsigned char* shared_memory() {
   extern __shared__ __align__(16) unsigned char memory[];
   return memory;
 }
 
-// All threads of the block, of the warp; each orders their accesses to memory.
+// Barriers for all threads of the block, or of the warp; each orders their memory accesses.
 FUSEDRNN_DEVICE void sync_block() { __syncthreads(); }
 FUSEDRNN_DEVICE void sync_warp() { __syncwarp(); }
 
@@ -50,8 +50,8 @@ FUSEDRNN_DEVICE Packet load_relaxed(const Packet* p) {
                : "memory");
   return v;
 }
-// The same to v, if it is there.  No branch: at the end of one, ptxas may have the thread wait for
-// what was loaded in it.
+// Loads into v if is_there.  Without a branch: at the end of a branch, ptxas may make the thread
+// wait for what was loaded in it.
 FUSEDRNN_DEVICE void load_relaxed_if(bool is_there, const Packet* p, Packet& v) {
   asm volatile(
       "{ .reg .pred is_there; setp.ne.s32 is_there, %5, 0;"
@@ -96,35 +96,37 @@ FUSEDRNN_DEVICE void store_relaxed(uint32_t* p, uint32_t v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// The product of two numbers, by one instruction: the compiler multiplies 64 bits by 64 where it
-// has widened one of them before.
+// The 64-bit product of two ints in one instruction.  From a widening cast, the compiler may make a
+// 64-by-64-bit multiplication.
 FUSEDRNN_DEVICE int64_t wide_product(int a, int b) {
   int64_t product;
   asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
   return product;
 }
 
-// That of the lane `distance` further on, for all lanes of a warp; of the last ones, anything.
+// The value of the lane `distance` lanes further on, called by all lanes of a warp; the last lanes
+// get an unspecified value.
 FUSEDRNN_DEVICE uint32_t shuffle_down(uint32_t v, int distance) {
   return __shfl_down_sync(0xffffffffu, v, unsigned(distance));
 }
 
-// The nearest number with 10 bits of fraction (of two, the one away from zero), as a float; every
+// The nearest number with 10 bits of fraction (ties away from zero), as the bits of a float; every
 // NaN becomes 0x7fffffff.
 FUSEDRNN_DEVICE uint32_t round_to_tf32(float x) {
   uint32_t rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return x == x ? rounded : 0x7fffffffu;  // PTX does not say which NaN it gives
+  return x == x ? rounded : 0x7fffffffu;  // PTX does not specify the NaN
 }
 
-// d += a b for a 16xK, b Kx8 and d 16x8, spread over the lanes of a warp (PTX, m16n8k16 and
-// m16n8k8). With g = lane / 4 and q = lane % 4, a lane has of 16 bits, K = 16,
+// d += a b with a of 16xK, b of Kx8 and d of 16x8, spread over the lanes of a warp (PTX, m16n8k16
+// and m16n8k8). With g = lane / 4 and q = lane % 4, a lane holds
+// for 16-bit types, K = 16,
 //   a:  (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8), each with its right neighbour
-//   b:  (2q, g), (2q + 8, g), each with the one below
-// of float, K = 8, numbers that are rounded to TF32 (of others the last 13 bits are not looked at),
+//   b:  (2q, g), (2q + 8, g), each with its neighbour below
+// for float, K = 8, with numbers rounded to TF32 (their last 13 bits are ignored),
 //   a:  (g, q), (g + 8, q), (g, q + 4), (g + 8, q + 4)
 //   b:  (q, g), (q + 4, g)
-// and of both
+// and for both
 //   d:  (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
 template <class T>
 FUSEDRNN_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -150,10 +152,10 @@ FUSEDRNN_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
   }
 }
 
-// Between two looks at memory that another block is to write.
+// Called between two reads of memory that another block is going to write.
 FUSEDRNN_DEVICE void pause() {}
 
-// Ends the kernel and, for the process, all use of the GPU; says so on stderr.
+// Prints a message on stderr and ends the kernel; the process cannot use the GPU afterwards.
 [[noreturn]] static __device__ __noinline__ void give_up() {
   __assert_fail("other blocks of a persistent kernel have not sent their results in time",
                 "fusedrnn", 0, "persistent kernel");

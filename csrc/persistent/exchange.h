@@ -1,12 +1,12 @@
 // How blocks of a persistent kernel hand results to each other while it runs.
 //
-// What a stage sends in a step, packets of rows of the batch, stands in a slot.  There are two
-// protocols, which give the same bits:
-//   Packets: each step has a slot of its own, preset to all ones.  No number is sent as that,
-//       since there is one NaN, 0x7fff or 0x7fffffff, so a word that is something else has arrived.
-//   Flags: each warp that sends counts what it has sent, and who reads waits for the counts of
-//       those who send to it.  Steps may take turns with two slots; each kernel says why these are
-//       enough for up to two stages.
+// A stage sends packets of rows of the batch; those of one step make up a slot.  Two protocols give
+// the same bits:
+//   Packets: each step has its own slot, preset to all ones.  No number is sent with those bits,
+//       since NaN is always sent as 0x7fff or 0x7fffffff, so a word with other bits has arrived.
+//   Flags: each warp that sends counts what it has sent, and a reader waits for the counts of the
+//       warps that send to it.  Steps may alternate between two slots; the header of each kernel
+//       says why two are enough for up to two stages.
 #pragma once
 #include "arguments.h"
 #include "device.h"
@@ -15,12 +15,12 @@ namespace fusedrnn::cuda {
 
 static_assert(sizeof(Packet) == kPacketBytes);
 
-// Numbers of a type as operands of mma.
+// A type's numbers as operands of mma.
 template <class T>
 struct Operands {
   static constexpr bool kRounds = std::is_same_v<T, float>;
   static constexpr int kInWord = 4 / sizeof(T), kInPacket = 4 * kInWord;
-  static constexpr int kDepthColumns = 4 * kInPacket;  // those of two mma
+  static constexpr int kDepthColumns = 4 * kInPacket;  // the columns of two mma
 
   FUSEDRNN_DEVICE static uint32_t bits(T number) {
     if constexpr (kRounds) {
@@ -31,23 +31,24 @@ struct Operands {
   }
 };
 
-// Where a thread stands.
+// A thread's place in its block.
 struct Thread {
   int index = thread_index();
   int lane = index % kWarpSize, warp = index / kWarpSize;
-  int g = lane / 4, q = lane % 4;  // of fragments, see mma
+  int g = lane / 4, q = lane % 4;  // its place in fragments, see mma
 
-  // What it computes in the end, if its warp does: warp w takes number w of each lane's d.
+  // The unit and row that it computes after the product, if its warp does: warp w takes number w of
+  // each lane's d (see mma).
   FUSEDRNN_DEVICE bool computes() const { return warp < kSenders; }
   FUSEDRNN_DEVICE int unit() const { return g + 8 * (warp / 2); }
   FUSEDRNN_DEVICE int row() const { return 2 * q + warp % 2; }
 };
 
-// Whether to look again at what has not been there `looks` times.  A thread that gives up goes on
-// without, as then do all, and the kernel ends with an error: a call here, in the middle of things,
-// would cost registers that the weights need.
+// Whether to read again, after `spins` reads, memory that another block has not written yet. A
+// thread that gives up continues with what it has, all others then do so too, and the kernel ends
+// with an error.  Calling give_up() right here would cost registers that the weights need.
 FUSEDRNN_DEVICE bool may_spin(const ExchangeArguments& args, uint32_t spins) {
-  constexpr uint32_t kLooksAlone = 64;  // before it asks whether another thread has given up
+  constexpr uint32_t kLooksAlone = 64;  // reads between checks whether another thread has given up
   if (spins % kLooksAlone != kLooksAlone - 1) return true;
   if (spins < args.spin_limit && load_relaxed(args.given_up) != kGivenUp) return true;
   store_relaxed(args.given_up, kGivenUp);
@@ -57,7 +58,7 @@ FUSEDRNN_DEVICE void end(const ExchangeArguments& args) {
   if (load_relaxed(args.given_up) == kGivenUp) give_up();
 }
 
-// As what is preset.
+// A packet with the preset bits.
 FUSEDRNN_DEVICE Packet not_sent() { return {{~0u, ~0u, ~0u, ~0u}}; }
 FUSEDRNN_DEVICE bool has_arrived(const Packet& p) {
   const uint32_t low = p.word[0] > p.word[1] ? p.word[0] : p.word[1];
@@ -65,14 +66,14 @@ FUSEDRNN_DEVICE bool has_arrived(const Packet& p) {
   return (low > high ? low : high) != 0xffffffffu;
 }
 
-// The values of lanes that have neighbours of a row, which are four apart; the first of them gets
-// all.
+// Packs neighbours of a row, which are in every fourth lane; the first of these lanes gets the
+// packet.
 template <class T>
 FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
   using Of = Operands<T>;
   constexpr uint32_t nan = Of::kInWord == 2 ? 0x7fffu : 0x7fffffffu, all_ones = 2 * nan + 1;
   uint32_t bits = Of::bits(value);
-  if (bits == all_ones) bits = nan;  // PTX does not say to which NaN it narrows
+  if (bits == all_ones) bits = nan;  // PTX does not specify the NaN of a narrowing conversion
   Packet packet;
   packet.word[0] = Of::kInWord == 2 ? bits | shuffle_down(bits, 4) << 16 : bits;
   packet.word[1] = shuffle_down(packet.word[0], 4 * Of::kInWord);
@@ -81,8 +82,8 @@ FUSEDRNN_DEVICE Packet pack_neighbours(T value) {
   return packet;
 }
 
-// A row of arrays of the chunk.  One wide product gives its offset: a step has fewer than 2^31
-// numbers in all of its rows, since blocks keep some of each unit in their shared memory.
+// A row in arrays of the chunk.  One wide product gives its offset: the rows of a step have fewer
+// than 2^31 numbers, since blocks keep some numbers of each unit in shared memory.
 struct RowOfChunk {
   int t, b, row_step;
 
@@ -92,14 +93,14 @@ struct RowOfChunk {
   }
 };
 
-// A block's place among the others, and its exchange with those of its group.  Steps are counted in
+// A block's place in the grid, and its exchange with the blocks of its group.  Steps are counted in
 // the order of work.
 template <class Args>
 struct BlockOfGroup {
   const Args& args;
   Thread thread;
-  int group, index;  // which block of which group
-  int rows;          // of the batch that the group has
+  int group, index;  // index: of the block in its group
+  int rows;          // rows of the batch that the group has
 
   uint32_t first_t;  // of the chunk's first step, counted from the start of the sequence
   float* shared;
@@ -119,11 +120,11 @@ struct BlockOfGroup {
     return {first_t + uint32_t(args.row_step < 0 ? -t : t), uint32_t(row)};
   }
 
-  // What stage s sends of step i, from one row of the batch on.
+  // Where stage s sends step i, from row `row` of the batch on.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int row_packets) const {
     return slot(s, i, row_packets, args.sent[s].first + int64_t(row) * row_packets);
   }
-  // The same from where it is of step 0.
+  // The same place, given the place in step 0.
   template <class P>
   FUSEDRNN_DEVICE P* slot(int s, int i, int row_packets, P* of_step_0) const {
     const Slots& slots = args.sent[s];
@@ -137,7 +138,7 @@ struct BlockOfGroup {
       store_plain(to, packet);
     }
   }
-  // Of a warp that has stored all that it sends of stage s in step i.
+  // Called by a warp after it has stored everything that it sends for stage s in step i.
   FUSEDRNN_DEVICE void count_sent(int s, int i, int tile) const {
     if (args.exchange == Exchange::Packets) return;
     sync_warp();
@@ -146,14 +147,15 @@ struct BlockOfGroup {
     store_release(count, count_of(i, tile));
   }
 
-  // Packets: loads again what has not been there, every fourth packet from `from` on.  Many lanes
-  // wait most of the time, and would fill the L2 cache's bandwidth if each asked for all that it
-  // lacks: it asks for the first of these, and once that has come for all others at once.
+  // Packets: reads again the packets (every fourth one from `from` on) that have not arrived. Many
+  // lanes wait most of the time and would use up the bandwidth of the L2 cache if each read all
+  // packets that it misses.  So a lane reads only the first missing one, and once that has arrived,
+  // all others at once.
   template <int kCount>
   FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
     int asked_for = kCount;
     for (uint32_t spins = 0;; ++spins) {
-      int first = kCount;  // that is missing
+      int first = kCount;  // the first that is missing
       FUSEDRNN_UNROLL
       for (int d = kCount - 1; d >= 0; --d) first = has_arrived(x[d]) ? first : d;
       if (first == kCount || !may_spin(args, spins)) return;
@@ -166,8 +168,8 @@ struct BlockOfGroup {
       asked_for = first;
     }
   }
-  // Flags: of each warp `depth` of kDepth blocks of columns, which are units of stage s.  A lane
-  // waits for one sender each.
+  // Flags: waits for the senders of this warp's columns, `depth` blocks (at most kDepth) of the
+  // units of stage s.  Each lane waits for one sending warp.
   template <int kDepth, int kDepthColumns>
   FUSEDRNN_DEVICE void wait_for_senders(int s, int i, int tile, int depth, int columns) const {
     constexpr int in_block = kDepthColumns / kTileUnits;

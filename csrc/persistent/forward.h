@@ -1,30 +1,30 @@
-// A chunk of forward steps as one kernel: weights stay in registers, h goes from block to block.
+// A chunk of forward steps as one kernel: the weights stay in registers, and blocks send h to each
+// other.
 //
-// A block owns 16 units of each stage, so as many as hold all units of the widest stage, a *group*,
-// hold one copy of the weights.  Groups share the batch among themselves, in tiles of 8 rows, and
-// know nothing of each other.  A step of a stage is, for each tile of the group:
-//   1. what does not depend on other blocks, input gates, noise and masks: what memory has of it is
-//      loaded a step before;
-//   2. the operand, h or the result of the stage before, 8 rows of it, comes from the others;
-//   3. each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
-//      block of the GEMM result, a *gate* below), and the parts are added up through shared memory,
-//      always in the same order;
-//   4. half of the warps compute a unit of a row of a tile per thread (stages.h, step.h) and send
-//      the result on, 16 bytes of neighbours of a row in one packet.
+// A block owns 16 units of each stage.  As many blocks as the widest stage needs form a *group*,
+// which holds one copy of the weights.  Groups share the batch among themselves in tiles of 8 rows
+// and are independent of each other.  A step of a stage does for each tile of the group:
+//   1. The work that does not depend on other blocks: input gates, noise and masks.  What comes
+//      from memory is loaded a step before.
+//   2. The operand arrives from other blocks, 8 rows of it: h, or the result of the stage before.
+//   3. Each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
+//      block of the GEMM result, a *gate* below), and the partial sums are added up through shared
+//      memory, always in the same order.
+//   4. Half of the warps compute the tile, one unit of a row per thread (stages.h, step.h), and
+//      send the results, 16 bytes of neighbours of a row in one packet.
 //
-// The order of the columns in a product is free.  It is such that the 16 bytes that a lane loads,
-// neighbours of a row, are its part of two mma one after the other: words 0 and 1 of the first, 2
-// and 3 of the second, which is as true of eight numbers and m16n8k16 as of four floats and
-// m16n8k8.
+// A product may take its columns in any order.  The order here makes the 16 bytes that a lane
+// loads, neighbours of a row, its operands of two successive mma: words 0 and 1 of the first, 2 and
+// 3 of the second.  This holds for eight numbers with m16n8k16 and for four floats with m16n8k8.
 //
-// Floats are operands rounded to TF32, as weights when they are loaded, and as h when it is sent or
-// loaded: rounding once before the exchange gives the bits of rounding in every block behind it.
-// The h of carry, output and the next chunk keeps all of its bits.
+// float32 operands are rounded to TF32: weights when they are loaded, h when it is sent or loaded.
+// Rounding once before the exchange gives the same bits as rounding in every block after it. The h
+// in carry, output and the next chunk keeps all of its bits.
 //
-// What is beyond the units, columns or rows that there are is zero, in registers only.
+// Units, columns and rows beyond the actual sizes are zeros in registers; memory has none of them.
 //
-// Flags: two slots are enough.  Who writes the result of step t has waited for what each reader of
-// it sent last, and that was sent after the reader was done with the result of step t - 2.
+// Flags: two slots are enough.  Before a block writes the result of step t, it has waited for the
+// latest result of each reader, which the reader sent after it was done with step t - 2.
 //
 // Longer than 350 lines, because its parts are the steps of one loop, in their order.
 #pragma once
@@ -37,12 +37,14 @@ namespace fusedrnn::cuda {
 template <class T>
 using PersistentBlock = SharedMemory<PersistentForward<T>, kTurnFloats>;
 
-// Stage `kIndex` of `kStages`.  kDepth: blocks of columns that a warp has room for.
+// Stage `kIndex` of `kStages`.  kDepth: the number of blocks of columns for which a warp has
+// registers.
 template <class Stage, int kIndex, int kStages, class T, int kDepth>
 class PersistentStage {
   static constexpr int kGates = Stage::kHiddenGates;
   static constexpr bool kIsLast = kIndex == kStages - 1;
-  static constexpr int kSource = (kIndex + kStages - 1) % kStages;  // who makes the operand
+  static constexpr int kSource =
+      (kIndex + kStages - 1) % kStages;  // the stage that makes the operand
   static constexpr bool kHoldsH = kIsLast && !kCarriesResult<Stage>;
   enum Array { kCarryArray, kHArray };
   using Of = Operands<T>;
@@ -124,14 +126,14 @@ class PersistentStage {
   }
 
  private:
-  // Others have next to nothing to load, and no registers for it beside the weights.
+  // Other stages have almost nothing to load, and no registers left to load it early.
   static constexpr bool kLoadsAhead = Stage::kInputGates > 0;
-  // Who asks too early asks twice, and all blocks share the L2 cache; but noise takes long to draw.
-  // As measured on an H100 (docs/gpu.md).
+  // A block that asks too early must ask again, and all blocks share the L2 cache; but drawing
+  // noise takes long.  Measured on an H100 (docs/gpu.md).
   static constexpr bool kAsksFirst = kStages > 1;
 
-  // What a unit needs that is known before the exchange, as it was loaded: to compute with it would
-  // be to wait for it.
+  // The inputs of a unit that are known before the exchange, as they were loaded.  No arithmetic
+  // yet: it would wait for the loads.
   struct Preloaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
     float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
@@ -144,19 +146,19 @@ class PersistentStage {
   FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
   FUSEDRNN_DEVICE bool has_units() const { return first_unit_ < width_; }
   FUSEDRNN_DEVICE int unit() const { return first_unit_ + thread().unit(); }
-  // The first of the columns that this lane multiplies of its warp's block d, a packet of them.
+  // The first of the columns that this lane multiplies in block d of its warp; a packet holds them.
   FUSEDRNN_DEVICE int column(int d) const {
     return (thread().warp * depth_ + d) * Of::kDepthColumns + Of::kInPacket * thread().q;
   }
   FUSEDRNN_DEVICE int row_of_batch(int tile) const {
     return block_.first_row(tile) + thread().row();
   }
-  // Number i of this lane's d, as warp `warp` has summed it up.
+  // Number i of this lane's fragment d (see mma), as summed by warp `warp`.
   FUSEDRNN_DEVICE float& part(float* turn, int warp, int gate, int i) const {
     return turn[((warp * kGates + gate) * 4 + i) * kWarpSize + thread().lane];
   }
 
-  // Before the first barrier, and read after it.
+  // Called before the first barrier; biases are read after it.
   FUSEDRNN_DEVICE void load_bias(typename PersistentBlock<T>::Bias which, const float* bias,
                                  int gates) const {
     for (int i = thread().index; i < gates * kTileUnits; i += kPersistentThreads) {
@@ -244,7 +246,7 @@ class PersistentStage {
     }
   }
 
-  // What this lane multiplies of a tile, as other blocks send it.
+  // The packets of a tile that this lane multiplies, in the memory of the exchange.
   FUSEDRNN_DEVICE const Packet* from(int t, int tile) const {
     return block_.slot(kSource, source_step(t), row_packets_, from_) +
            tile * kTileRows * row_packets_;
@@ -300,7 +302,7 @@ class PersistentStage {
     if (preloaded.is_active) {
       result = forward_from_pre<Stage>(s, block_.place(t, b), unit(), preloaded.unit, pre, given,
                                        factors);
-    } else {  // the state waits; what would feed another stage is zero
+    } else {  // the state stays; the result of an earlier stage is 0
       result.carry = given.input;
       if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
     }
@@ -337,10 +339,10 @@ class PersistentStage {
 
   PersistentBlock<T>& block_;
   int width_, columns_, depth_, first_unit_;
-  int row_packets_ = 0;           // of the operand
-  int packets_ = 0;               // of these, those that this lane multiplies
-  const Packet* from_ = nullptr;  // where they are of its first tile and step 0
-  Preloaded next_{};              // of the tile that is next
+  int row_packets_ = 0;           // packets in a row of the operand
+  int packets_ = 0;               // how many of them this lane multiplies
+  const Packet* from_ = nullptr;  // where they start in the first tile and step 0
+  Preloaded next_{};              // the inputs of the next tile
   uint32_t weight_[kGates][kDepth][2][4];
 };
 
@@ -362,7 +364,8 @@ struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
   }
 };
 
-// The kernel.  A grid of groups * blocks, kPersistentThreads each, all of them there at once.
+// The kernel.  Its grid has groups * blocks blocks of kPersistentThreads threads, all of which must
+// run at once.
 template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {

@@ -1,11 +1,11 @@
-// Operands of products, from the user's own memory.
+// Loads operands of products from the user's own memory.
 #pragma once
 #include "exchange.h"
 
 namespace fusedrnn::cuda {
 
-// A packet of the user's own memory as an operand, zero from `count` numbers on.  kInTurn: numbers
-// that are no whole packet one by one, where there are no registers for all at once.
+// A packet of the user's memory as an operand, with zeros from number `count` on.  kInTurn: loads
+// the numbers of an incomplete packet one by one, where there are no registers for all at once.
 template <bool kInTurn = false, class T>
 FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
   using Of = Operands<T>;
@@ -22,7 +22,7 @@ FUSEDRNN_DEVICE Packet load_operand(const T* p, int64_t stride, int count) {
   }
   if constexpr (kInTurn) {
     FUSEDRNN_IN_TURN
-    for (int i = Of::kInPacket - 1; i >= 0; --i) {  // each makes room for the one before it
+    for (int i = Of::kInPacket - 1; i >= 0; --i) {  // each shifts the later ones up by one place
       constexpr int left = 32 / Of::kInWord % 32, right = 32 - 32 / Of::kInWord;
       FUSEDRNN_UNROLL
       for (int w = 3; w >= 0; --w) {

@@ -1,4 +1,4 @@
-// What a persistent kernel needs of a GPU, from sizes alone.
+// The plan of a persistent forward kernel, made from sizes alone.
 #pragma once
 #include <algorithm>
 
@@ -8,9 +8,9 @@
 
 namespace fusedrnn::cuda {
 
-// element_bytes: of the tensors' dtype.  steps: of the longest chunk.  batch: at least 1.  tf32:
-// whether products of float32 may be rounded to TF32.  free: multiprocessors that are left to
-// others, if one copy of the weights lets it.
+// element_bytes: size of the tensors' dtype.  steps: of the longest chunk.  batch: at least 1.
+// tf32: whether products of float32 may be rounded to TF32.  free: multiprocessors to leave to
+// other kernels, if one copy of the weights then still fits.
 inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int64_t batch,
                                       int64_t steps, int64_t element_bytes, Exchange exchange,
                                       const Gpu& device, bool tf32 = false, int64_t free = 0) {
@@ -72,7 +72,7 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
   if (steps * plan.tiles > INT32_MAX) {
     return refuse("A chunk of " + std::to_string(steps) + " steps is too long to be counted.");
   }
-  // Packets of different steps must not be told apart by looks, so each step has its own.
+  // Packets of different steps cannot be distinguished by their bits, so each step has its own.
   const int64_t slots = exchange == Exchange::Packets ? steps : std::min<int64_t>(steps, 2);
   for (int s = 0; s < cell.num_stages; ++s) {
     const int64_t width = sizes[cell.projections[cell.stages[s].projection].to];

@@ -4,15 +4,15 @@
 
 namespace fusedrnn::cuda {
 
-// What the stages of a block share: kTurn numbers for each of two turns, then biases, then what is
-// kept from step to step.
+// The shared memory of a block's stages: kTurn numbers for each of two buffers, then biases, then
+// values that are kept from step to step.
 template <class Args, int kTurn>
 struct SharedMemory : BlockOfGroup<Args> {
   using Base = BlockOfGroup<Args>;
   using Base::Base, Base::shared, Base::thread;
-  int turn = 0;  // of the two buffers of partial sums
+  int turn = 0;  // which of the two buffers of partial sums is in use
 
-  // A thread reads and writes only its own number of these.
+  // Each thread reads and writes only its own number.
   FUSEDRNN_DEVICE float& kept(int array, int tile) const {
     const int before = 2 * kTurn + kBiasFloats;
     return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];

@@ -1,11 +1,11 @@
-// A unit of a row, as a thread of a persistent kernel computes it.
+// How a thread of a persistent kernel loads and stores a unit of a row.
 #pragma once
 #include "../step/unit.h"
 #include "exchange.h"
 
 namespace fusedrnn::cuda {
 
-// A unit of a row as a thread computes it.  What it needs random numbers for it has.
+// The `Unit` of step/unit.h for one float.  Random numbers are drawn before, and stored here.
 struct PersistentUnit {
   using Value = float;
   float kept_h, kept_cell_state;
@@ -24,7 +24,7 @@ struct PersistentUnit {
   }
 };
 
-// With what zoneout keeps of it: of h, and of the cell state.
+// The unit with what zoneout keeps: of h if kOfH, and of the cell state if kOfCellState.
 template <bool kOfH, bool kOfCellState>
 FUSEDRNN_DEVICE PersistentUnit zoneout_of(const Zoneout<float>& zoneout, Place at, int unit) {
   const auto kept = [&](const Zoneout<float>::Chance& chance, uint32_t stream) {
