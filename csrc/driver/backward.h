@@ -26,8 +26,8 @@ class BackwardPass : LayerPass<Backend> {
  public:
   using Base::Base;
 
-  // saved_gates: what forward left there, or null to recompute it.  Whatever stands where gradients
-  // of weights are wanted is overwritten, all of it.
+  // saved_gates: the pre-activations that forward saved, or null to recompute them.  Gradients of
+  // weights are overwritten completely.
   void run(const Gradients<T>& gradients, const A* saved_gates, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
@@ -46,8 +46,8 @@ class BackwardPass : LayerPass<Backend> {
   }
 
  private:
-  // While one stream goes back through the steps of a chunk, another, if there is one, makes
-  // gradients of what the chunk behind has left, and rebuilds the chunk before.
+  // While one stream goes back through the steps of a chunk, the second stream, if there is one,
+  // computes the weight gradients of the chunk after it and recomputes the chunk before it.
   void backward_chunks(const Gradients<T>& gradients, const SavedGates<const A>& saved,
                        BackwardBuffers& buffers) {
     Recording recording;
@@ -80,8 +80,8 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // h_{t-1} of a chunk's rows, in up to two pieces because that of the first step is hx.
-  // f(piece, index of its first row)
+  // Calls f(piece, index of its first row) for h_{t-1} of a chunk's rows, in up to two pieces
+  // because h before the first step is hx.
   template <class F>
   void for_h_before(const Chunk& chunk, const F& f) const {
     const int64_t from_hx = chunk.begin == 0 ? layer_.batch : 0, others = chunk.rows() - from_hx;
@@ -95,8 +95,8 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // What stage s projects, as GEMM operands: h_{t-1}, or the result of the stage before.
-  // f(piece, index of its first row)
+  // Calls f(piece, index of its first row) for what stage s projects, as GEMM operands: h_{t-1}, or
+  // the result of the stage before.
   template <class F>
   void for_source(int s, const Chunk& chunk, const Recomputed& recomputed, const F& f) const {
     const O* dense = s > 0 ? recomputed.operand[s - 1] : recomputed.h;
@@ -108,12 +108,13 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // h_{t-1} of a chunk's rows that have one in the output.  copy: of a packed one.
+  // h_{t-1} in the output, for the rows of a chunk whose step before is there.  copy: memory for it
+  // if the output is packed.
   RowView<const T> output_before(const Chunk& chunk, T* copy) {
     const int64_t direction = layer_.mask.direction;
     if (copy == nullptr)
       return this->template output_from<const T>(chunk.first_row - direction * layer_.batch);
-    // The step before the first one, or behind the last, is none.
+    // There is no step before the first or after the last.
     const int64_t first = std::max<int64_t>(chunk.first - direction, 0);
     const int64_t last = std::min(chunk.first - direction + chunk.steps, layer_.seq_len);
     backend_.copy_steps(Sequence<T>::contiguous(copy, layer_.batch, output()),
@@ -122,8 +123,9 @@ class BackwardPass : LayerPass<Backend> {
     return {copy, output(), false};
   }
 
-  // The intermediates of a chunk up to the recurrent stage, all steps at once: GEMM results unless
-  // pre-activations are saved, and of each stage before that its result and its factors.
+  // Recomputes the intermediates of a chunk up to the recurrent stage, all steps at once: GEMM
+  // results unless pre-activations are saved, and the results and factors of the stages before the
+  // recurrent one.
   void recompute(const Chunk& chunk, const SavedGates<const A>& saved, BackwardBuffers& buffers) {
     const RowView<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     Recomputed& recomputed = buffers.of(chunk.index);
@@ -173,8 +175,8 @@ class BackwardPass : LayerPass<Backend> {
   Matrix<P> hidden_gates(const GatePlanes<P>& planes, int s, const Chunk& chunk) const {
     return Matrix<P>::contiguous(planes.hidden_gates[s], chunk.rows(), layer_.columns(s));
   }
-  // The columns that the input's weight makes: first those in the recurrent stage's hidden gates.
-  // f(columns, their rows of the weight, index of the first)
+  // Calls f(columns, their rows of the weight, index of the first) for the columns that the input's
+  // weight makes: first those in the recurrent stage's hidden gates, then the others.
   template <class P, class F>
   void for_input_gates(const GatePlanes<P>& planes, const Chunk& chunk, const F& f) const {
     const int64_t shared = layer_.shared_columns(), alone = layer_.columns_alone();
@@ -188,15 +190,15 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // What backward of a stage reads if not GEMM results: its factors, or the pre-activations that
-  // are saved, if they are.
+  // What backward of a stage reads instead of GEMM results: its factors, or saved pre-activations;
+  // null if it has neither.
   const A* ready(int s, const Chunk& chunk, int64_t row, const SavedGates<const A>& saved,
                  const Recomputed& recomputed) const {
     if (!traits(layer_.cell.stages[s].kind).has_factors) return saved.at(s, chunk.first_row + row);
     return recomputed.factors[s] + row * recomputed.factor_blocks * layer_.width(s);
   }
 
-  // dh_t -> dh_{t-1} through a chunk, which leaves the gradients of all GEMM results.
+  // Runs dh_t -> dh_{t-1} through a chunk and writes the gradients of all GEMM results.
   void backward_data(const Chunk& chunk, const Gradients<T>& gradients,
                      const SavedGates<const A>& saved, BackwardBuffers& buffers,
                      Recording& recording) {
@@ -221,7 +223,7 @@ class BackwardPass : LayerPass<Backend> {
     });
   }
 
-  // The same for one kernel, which leaves dh and dc where they were.
+  // The arguments of one kernel that does the same, and leaves dh and dc in place.
   cuda::PersistentBackward<T> persistent_arguments(const Chunk& chunk,
                                                    const RowView<const T>& grad_output,
                                                    const Gradients<T>& gradients,
@@ -269,7 +271,8 @@ class BackwardPass : LayerPass<Backend> {
     return args;
   }
 
-  // The state before step t + 1 from that before step t, and what the stage behind projects.
+  // Computes the cell state before step t + 1 from the one before step t, and the LSTM's result if
+  // another stage projects it.
   void cell_state_step(const Chunk& chunk, int64_t t, const int64_t* replay_offset,
                        const SavedGates<const A>& saved, const BackwardBuffers& buffers) {
     const int s = layer_.recurrent_stage();
@@ -279,7 +282,7 @@ class BackwardPass : LayerPass<Backend> {
     auto step = this->template make_step<ForwardStep<T, O>>(
         s, chunk, row, saved.at(s, chunk.first_row + row), at.input_gates, at.hidden_gates[s]);
     step.replay_offset = replay_offset;
-    step.is_last = false;  // h stands in the output
+    step.is_last = false;  // h is in the output already
     step.carry = {recomputed.cell_states + row * hidden(), hidden()};
     if (t + 1 < chunk.steps) step.carry_out = recomputed.cell_states + chunk.row(t + 1) * hidden();
     if (s < layer_.last()) step.operand = recomputed.operand[s] + row * layer_.width(s);
@@ -336,8 +339,9 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // Gradients of input and weights, all steps of a chunk at once.  Those of weights are sums over
-  // chunks, which the first one worked on writes and later ones add to, all on one stream.
+  // The gradients of input and weights, all steps of a chunk at once.  Gradients of weights are
+  // sums over chunks: the chunk that is worked on first writes them and later ones add to them, all
+  // on one stream.
   void backward_weights(const Chunk& chunk, const Gradients<T>& gradients,
                         const BackwardBuffers& buffers) {
     const Recomputed& recomputed = buffers.of(chunk.index);
@@ -410,8 +414,8 @@ class BackwardPass : LayerPass<Backend> {
                   source, adds);
   }
 
-  // Zeros in the gradients of weights where no chunk has left anything: in rows that no stage
-  // reads, and everywhere if all sequences of the batch are empty.
+  // Zeroes the gradients of weights that no chunk has written: of rows that no stage reads, and of
+  // everything if all sequences of the batch are empty.
   void clear_rest(const Gradients<T>& gradients) {
     int64_t written[kMaxProjections] = {};  // rows
     if (has_weight_gradients_) {
@@ -429,8 +433,8 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // The biases of both projections of the recurrent stage have one gradient where these share
-  // columns: it is summed up once, and copied in the end.
+  // Where the two projections of the recurrent stage share columns, their biases have the same
+  // gradient: it is summed once, and copied in the end.
   bool shares_bias_gradient(const Gradients<T>& gradients) const {
     return gradients.bias[0] != nullptr && shared_bias(gradients) != nullptr;
   }
@@ -438,7 +442,7 @@ class BackwardPass : LayerPass<Backend> {
     return gradients.bias[layer_.projection(layer_.recurrent_stage())];
   }
 
-  bool has_weight_gradients_ = false;  // of some chunk
+  bool has_weight_gradients_ = false;  // whether a chunk has written them
 };
 
 }  // namespace fusedrnn

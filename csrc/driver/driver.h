@@ -1,35 +1,35 @@
-// Any cell through time: chunks, GEMMs, stages, weight gradients.  No cell is named here and no
-// dtype is fixed; a backend supplies GEMMs, copies and the loops over rows.
+// Runs any cell through time: chunks, GEMMs, stages, weight gradients.  The driver names no cell
+// and fixes no dtype; a backend supplies GEMMs, copies and the loops over rows.
 //
-// Forward keeps nothing but the output, and of a cell with a cell state the states before each
-// chunk.  Every h_{t-1} is in the output, so backward needs no replay: for a chunk of steps, GEMMs
-// over all its rows at once and one pass of each stage recompute the intermediates, and only the
-// backward_data dh_t -> dh_{t-1} runs step by step (and before it the states, without GEMMs).  The
-// workspace is that of one chunk, whatever the length of the sequence.
+// Forward saves only the output and, for a cell with a cell state, the states before each chunk.
+// Every h_{t-1} is in the output, so backward need not repeat forward: for a chunk of steps, GEMMs
+// over all its rows at once and one pass of each stage recompute the intermediates, and only
+// backward_data, dh_t -> dh_{t-1}, runs step by step (and before it the cell states, without
+// GEMMs). The workspace has the size of one chunk, whatever the length of the sequence.
 //
-// Time may run backwards.  Then "begin" and "t" of a chunk still count in the order of work, and
-// rows lie as they do in memory: Chunk knows where.
+// Time may run backwards.  "begin" and "t" of a chunk then still count in the order of work, while
+// rows keep their order in memory; Chunk converts between the two.
 //
-// Backend: types T (tensors), O (GEMM operands), A = Acc<T>, and
-//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate)   out (+)= a b; and then
-//       whether it is the gradient of the input
-//   copy(Matrix<To> out, Matrix<const From> from)                           converts
+// A backend has the types T (tensors), O (GEMM operands) and A = Acc<T>, and
+//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate, is_of_input)   out (+)= a
+//       b; is_of_input: whether out is the gradient of the input
+//   copy(Matrix<To> out, Matrix<const From> from)   converts
 //   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
-//   forward / backward(StageKind, step, rows), gather / clear(step, rows): see step.h
+//   forward / backward(StageKind, step, rows), gather / clear / dropout(step, rows)   see step.h
 //   column_sums(ColumnSums)
 //   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(offset), or replays what
-//       an earlier call with `repeats` did, further on in the sequence by the difference of
-//       first_row; is_whole: no step of a chunk is missing
-//   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
-//   backward_data_chunk(plan, PersistentBackward, workspace): its backward_data, if kPersistent
-//   kReplays: whether enqueue may do so.  kGemmRounds: whether gemm takes a Matrix<T> out as well.
-//   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds): memory of its own in the
-//       workspace, for each stream
-//   expect(seq_len, batch): of the whole sequence
-//   split(wanted): an object.  While it lives, and if it is wanted, on_side_stream(f) calls f() for
-//   a second
-//       stream, and sync() makes each of the two wait for what the other has been given so far; in
-//       the end the first one does.  Else there is one stream for all.
+//       an earlier call with `repeats` recorded, moved along the sequence by the difference of
+//       first_row; is_whole: whether the chunk has all of its steps
+//   forward_chunk(plan, PersistentForward, workspace)   all steps of a chunk, if kPersistent
+//   backward_data_chunk(plan, PersistentBackward, workspace)   its backward_data, if kPersistent
+//   kReplays   whether enqueue may replay.  kGemmRounds: whether gemm also writes a Matrix<T>.
+//   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds)   the backend's own memory in
+//       the workspace, one part for each stream
+//   expect(seq_len, batch)   announces the sizes of the whole sequence
+//   fork(wanted)   returns an object.  If `wanted`, then until its join() there is a second stream:
+//       on_side_stream(f) calls f() for that stream, and sync() makes each stream wait for the work
+//       that the other has been given so far, as join() does for the first stream.  Otherwise all
+//       work is on one stream.
 #pragma once
 #include "backward.h"
 #include "forward.h"
@@ -55,7 +55,7 @@ class Driver {
     return arena.size_bytes();
   }
 
-  // Multiply-adds of the recurrent GEMMs of a step.
+  // The number of multiply-adds in the recurrent GEMMs of one step.
   int64_t step_work() const {
     int64_t work = 0;
     for (int s = 0; s <= layer_.last(); ++s) {

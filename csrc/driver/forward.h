@@ -22,8 +22,8 @@ class ForwardPass : LayerPass<Backend> {
  public:
   using Base::Base;
 
-  // saved_gates: seq_len * batch * saved_columns() numbers for the pre-activations, or null.  c_n:
-  // null if the cell has no state but h.
+  // saved_gates: memory for seq_len * batch * saved_columns() pre-activations, or null.  c_n: null
+  // if the cell has no cell state.
   void run(T* h_n, T* c_n, A* saved_gates, void* workspace) {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
@@ -45,8 +45,8 @@ class ForwardPass : LayerPass<Backend> {
   }
 
  private:
-  // While one stream goes through the steps of a chunk, another, if there is one, multiplies the
-  // inputs of the next.
+  // While one stream works through the steps of a chunk, the second stream, if there is one,
+  // multiplies the inputs of the next chunk.
   void forward_chunks(const SavedGates<A>& saved, ForwardBuffers& buffers) {
     Recording recording;
     auto streams = backend_.fork(layer_.overlaps);
@@ -88,8 +88,8 @@ class ForwardPass : LayerPass<Backend> {
     });
   }
 
-  // h_{t-1} of step t as a GEMM reads it: where it does not stand in the output, stages leave it in
-  // buffers.
+  // h_{t-1} of step t as a GEMM reads it: in buffers.h if stages write it there, otherwise in hx or
+  // in the output.
   Matrix<const O> h_operand(const Chunk& chunk, int64_t t, int64_t rows,
                             const ForwardBuffers& buffers) const {
     if (buffers.h != nullptr) return Matrix<const O>::contiguous(buffers.h, rows, output());
@@ -101,7 +101,7 @@ class ForwardPass : LayerPass<Backend> {
             layer_.output_stride, 1};
   }
 
-  // Stage s of step t, whose GEMM gives `projection`.
+  // The arguments of stage s in step t.  hidden_gates: the result of its GEMM.
   ForwardStep<T, O> forward_stage(int s, const Chunk& chunk, int64_t t, const Matrix<const O>& h,
                                   const A* hidden_gates, const RowView<const T>& eps,
                                   const SavedGates<A>& saved, const ForwardBuffers& buffers) const {
@@ -157,9 +157,9 @@ class ForwardPass : LayerPass<Backend> {
       all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, saved, buffers);
       all.weight[s] = weight(s);
     }
-    all.step[layer_.last()].operand = buffers.h_after;  // others may still read the h before
-    if (layer_.chunk_cell_states !=
-        nullptr) {  // which the kernel goes through, from one to the next
+    all.step[layer_.last()].operand = buffers.h_after;  // blocks may still read the h before
+    if (layer_.chunk_cell_states != nullptr) {  // the kernel reads the state before this chunk, and
+                                                // writes the one before the next
       auto& recurrent_stage = all.step[layer_.recurrent_stage()];
       recurrent_stage.carry = {cell_state_before(chunk), hidden()};
       if (has_next) recurrent_stage.carry_out = cell_state_before(next);
@@ -174,7 +174,7 @@ class ForwardPass : LayerPass<Backend> {
     std::swap(buffers.h, buffers.h_after);
   }
 
-  const A* carry_ = nullptr;  // where the state is by now
+  const A* carry_ = nullptr;  // the latest state
   int64_t launches_ = 0;      // of persistent kernels
 };
 

@@ -1,5 +1,5 @@
-// What the driver works on: one layer with its tensors, its gradients, and the arrays of
-// pre-activations.  Pointers and sizes only; nothing here allocates or computes.
+// The driver's data: one layer with its tensors, its gradients, and the arrays of pre-activations.
+// Pointers and sizes only; nothing here allocates or computes.
 #pragma once
 #include "../base/arena.h"
 #include "../base/matrix.h"
@@ -14,39 +14,39 @@ template <class T>
 struct Layer {
   Cell cell;
   Sizes sizes;
-  int64_t seq_len, batch, chunk;  // chunk: steps
+  int64_t seq_len, batch, chunk;  // chunk: steps of a chunk
   Sequence<const T> input, eps;   // eps.data may be null
-  const T *hx, *cx;           // (batch, output), (batch, hidden); cx: if there is a state, or null
-  T* output;                  // in the input's rows
-  int64_t output_stride;      // from row to row; backward only reads
-  Acc<T>* chunk_cell_states;  // (chunks, batch, hidden), the state before each chunk, or null
+  const T *hx, *cx;               // (batch, output), (batch, hidden); cx: null without a cell state
+  T* output;                      // rows lie like the input's
+  int64_t output_stride;          // from row to row; backward only reads the output
+  Acc<T>* chunk_cell_states;      // (chunks, batch, hidden), before each chunk; or null
   const int64_t* seed;
   int64_t noise_stream;     // the Philox counter's last word
-  int64_t first_step;       // where this is a part of a longer sequence
-  double dropout;           // of the input
-  int64_t dropout_stream;   // noise_stream of the first direction: both have one input
-  Zoneout<Acc<T>> zoneout;  // its seed is that of dropout too
+  int64_t first_step;       // where this sequence starts, if it is a part of a longer one
+  double dropout;           // probability, of the input
+  int64_t dropout_stream;   // noise_stream of the first direction, since both read the same input
+  Zoneout<Acc<T>> zoneout;  // its seed is also used for dropout
   Matrix<const T> weight[kMaxProjections];  // (blocks * to, from)
   Matrix<const T> bias[kMaxProjections];    // (1, blocks * to), data may be null
   Mask mask;
-  const int64_t* rows_at;  // [seq_len], all rows from there on are finished; or null
-  // If one kernel runs all steps of a chunk.
+  const int64_t* rows_at;  // [seq_len]: rows from this one on are finished in each step; or null
+  // Whether one kernel runs all steps of a chunk, and its plan.
   bool is_persistent;
   cuda::PersistentPlan persistent;
-  bool overlaps;  // what one chunk leaves to do with the steps of the next, on a second stream
+  bool overlaps;  // whether a second stream works on one chunk during the steps of another
 
   int64_t rows() const { return seq_len * batch; }
-  // Of chunks that are worked on at once.
+  // The number of chunks that are worked on at the same time.
   int64_t buffers() const { return overlaps ? 2 : 1; }
   int64_t chunks() const { return (seq_len + chunk - 1) / chunk; }
-  // RowView that take step t, counted from the first.
+  // The number of rows of the batch that take step t, counted from the first.
   int64_t rows_of_step(int64_t t) const { return rows_at == nullptr ? batch : rows_at[t]; }
   Matrix<T> output_rows(int64_t first, int64_t count) const {
     return {output + first * output_stride, count, sizes.output, output_stride, 1};
   }
   // Whether rows of input, output and their gradients lie as in a PackedSequence.
   bool is_packed() const { return input.is_packed(); }
-  // What has the input's rows.
+  // A tensor whose rows lie like the input's.
   template <class P>
   Sequence<P> sequence(P* data, int64_t width, int64_t row_stride) const {
     return {data, width, batch * row_stride, row_stride, 1, input.starts};
@@ -54,7 +54,7 @@ struct Layer {
   bool has_cell_state() const { return fusedrnn::has_cell_state(cell); }
   int last() const { return cell.num_stages - 1; }
   int recurrent_stage() const { return fusedrnn::recurrent_stage(cell); }
-  // Whether the GEMM of stage s adds to what there is of the input's, step by step.
+  // Whether the GEMM of stage s, in each step, accumulates onto the input gates.
   bool adds_up(int s) const {
     return s == recurrent_stage() && input_columns() == shared_columns();
   }
@@ -63,7 +63,7 @@ struct Layer {
   int64_t input_columns() const {
     return traits(cell.stages[recurrent_stage()].kind).input_blocks * width(recurrent_stage());
   }
-  int64_t shared_columns() const {  // the first of these, see stages.h
+  int64_t shared_columns() const {  // the first columns of the input gates, see stages.h
     return traits(cell.stages[recurrent_stage()].kind).shared_blocks * width(recurrent_stage());
   }
   int64_t columns_alone() const { return input_columns() - shared_columns(); }
@@ -75,20 +75,21 @@ template <class T>
 struct Gradients {
   Sequence<const T> output;  // data may be null
   const T *h_n, *c_n;        // (batch, output), (batch, hidden), or null
-  // Wanted where not null.
-  T *input, *hx, *cx, *eps;  // contiguous; the input's in the input's rows
-  // The input's is a sum over directions: whether some of it is there already, and all of it then.
+  // Each is wanted if it is not null.
+  T *input, *hx, *cx, *eps;  // contiguous; rows of `input` lie like the input's
+  // The input's gradient is a sum over directions: whether a part of it has been written already,
+  // and whether this call completes it.
   bool adds_to_input, completes_input;
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 
-// GEMM results of a chunk, or the gradients of these.  What input and hidden gates share is in
-// projection: the sum, and the gradient of both.
+// GEMM results of a chunk, or their gradients.  Columns that input and hidden gates share are in
+// hidden_gates of the recurrent stage: their sum, or the gradient of both.
 template <class A>
 struct GatePlanes {
-  A *input_gates, *hidden_gates[kMaxStages];  // input_gates: columns_alone()
+  A *input_gates, *hidden_gates[kMaxStages];  // input_gates: columns_alone() of them
 
-  // Of the stages up to `last`.
+  // For the stages up to `last`.
   template <class T>
   static GatePlanes carve(const Layer<T>& layer, int last, int64_t rows, Arena& arena) {
     GatePlanes p{};
@@ -107,8 +108,8 @@ struct GatePlanes {
   }
 };
 
-// Pre-activations of the whole sequence, in seq_len * batch * saved_columns() numbers at `base`;
-// all null if that is null.
+// The saved pre-activations of the whole sequence, seq_len * batch * saved_columns() numbers at
+// `base`; all null if that is null.
 template <class A>
 class SavedGates {
  public:

@@ -1,4 +1,4 @@
-// How much memory a layer takes, counted before anything is allocated.
+// Counts the memory of a layer before anything is allocated.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,16 +14,17 @@ struct WorkspaceBytes {
   int64_t most() const { return std::max(forward, backward); }
 };
 
-// Counts the workspace of one direction.  Memory: the backend's types and sizes, cpu/memory.h or
-// cuda/memory.h.
+// Counts the workspace of one direction.  Memory: the types and sizes of a backend, from
+// cpu/memory.h or cuda/memory.h.
 template <class Memory>
 class WorkspaceCount {
  public:
-  // All gradients wanted, and tensors as they come from torch, noise drawn; or, if for_any,
-  // whatever a call can have: lengths, resets, eps and a gradient of it, and input, eps and the
-  // output's gradient packed, or in strides that must be copied.
+  // Assumes that all gradients are wanted, that noise is drawn and that tensors are contiguous.
+  // With for_any, assumes instead everything that can make a call take more: lengths, resets, eps
+  // and its gradient; and input, eps and the output's gradient that are packed, or have strides
+  // that require a copy.
   WorkspaceCount(const Problem& problem, bool for_any) {
-    static T there{};  // nothing is read
+    static T there{};  // only pointed to, never read
     static A sum{};
     static const int64_t length{}, start{};
     static const bool reset{};
@@ -85,8 +86,8 @@ class WorkspaceCount {
   Gradients<T> gradients_{};
 };
 
-// What waits for backward beside input, weights and output, of one direction: the states before
-// each chunk, and without recompute the pre-activations.
+// The bytes that forward saves for backward in one direction, in addition to input, weights and
+// output: the cell states before each chunk, and without recompute the pre-activations.
 inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_bytes,
                            bool recompute) {
   const int64_t chunks = (problem.seq_len + steps - 1) / steps;
@@ -96,9 +97,10 @@ inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_by
   return sum_bytes * problem.batch * (states + saved);
 }
 
-// What a training step holds at its peak, of one direction, beside weights, input and the output's
-// gradient: the output, what is saved besides, and the workspace of forward; or of backward, or
-// after it the rounded gradients of the weights, with these gradients as they are summed up.
+// The peak bytes of a training step for one direction, without weights, input and the output's
+// gradient: the output, whatever else forward saves, and the larger of two phases.  One phase is
+// forward with its workspace.  The other is backward: the gradients of the weights as they are
+// summed, with the workspace, or afterwards with the rounded gradients.
 template <class T>
 int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceBytes& workspace) {
   int64_t weights = 0;
@@ -116,9 +118,9 @@ int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceByt
          std::max(workspace.forward, in_backward);
 }
 
-// The same of torch.nn.LSTM of these sizes on a GPU, by count, at least: of each step and row the
-// output, four gates, the cell state, and the gradient of the input, which torch computes whether
-// it is wanted or not; and the gradients of the weights.
+// A lower bound of the same for torch.nn.LSTM of these sizes on a GPU: for each step and row the
+// output, four gates, the cell state and the gradient of the input, which torch always computes;
+// and the gradients of the weights.
 template <class T>
 int64_t lstm_training_bytes(const Problem& problem) {
   const int64_t size = problem.sizes.hidden, input = problem.sizes.input;

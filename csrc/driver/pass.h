@@ -1,4 +1,4 @@
-// What both passes through a layer do alike: chunks, and what their kernels and GEMMs are given.
+// What forward and backward have in common: chunks, and the arguments of kernels and GEMMs.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace fusedrnn {
 
-// The same memory as another type, where the two types are one.
+// The same memory as a pointer to another type; only for code where the two types are the same.
 template <class To, class From>
 To* reinterpret(From* p) {
   return reinterpret_cast<To*>(p);
@@ -30,14 +30,16 @@ class LayerPass {
   static constexpr bool kTensorIsOperand = Space::kTensorIsOperand;
   static constexpr int64_t kLeastReplays = 3;
 
-  // Steps that are worked on at once, and where their rows lie.
+  // The steps of a chunk, and where their rows are.
   struct Chunk {
     int64_t index, begin, steps;  // begin: steps done before it
-    int64_t first, first_row;     // the earliest step in memory, and its first row
+    int64_t first, first_row;     // the first step in memory, and its first row
     int64_t batch;
     bool is_reversed;
 
-    int64_t step(int64_t t) const { return is_reversed ? steps - 1 - t : t; }  // from `first` on
+    int64_t step(int64_t t) const {
+      return is_reversed ? steps - 1 - t : t;
+    }  // counted from `first`
     int64_t row(int64_t t) const { return step(t) * batch; }
     int64_t rows() const { return steps * batch; }
   };
@@ -55,7 +57,7 @@ class LayerPass {
   }
   bool is_finished(const Chunk& chunk) const { return layer_.rows_of_step(chunk.first) == 0; }
 
-  // Features of the cell state, and of h.
+  // The features of the cell state, and of h.
   int64_t hidden() const { return layer_.sizes.hidden; }
   int64_t output() const { return layer_.sizes.output; }
   A* cell_state_before(const Chunk& chunk) const {
@@ -67,8 +69,8 @@ class LayerPass {
                   Matrix<const From>::contiguous(from, layer_.batch, columns));
   }
 
-  // The steps of a chunk.  All chunks but the first and a short last one are alike; to record them
-  // pays for a few of these.
+  // Enqueues the steps of a chunk.  All chunks are alike except the first and a short last one; a
+  // recording pays off from a few alike chunks on.
   template <class F>
   void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
     const bool is_whole = chunk.steps == layer_.chunk;
@@ -77,8 +79,8 @@ class LayerPass {
     backend_.enqueue(recording, is_whole, repeats, chunk.first_row, enqueue);
   }
 
-  // Weights and biases in the types that GEMMs and stages read: the user's own memory where it
-  // serves, so that float weights are never copied.
+  // Makes weights and biases available in the types that GEMMs and stages read.  The user's own
+  // memory is used where it serves, so float weights are never copied.
   void prepare(const Buffers& buffers) {
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(layer_.seq_len, layer_.batch);
@@ -103,7 +105,7 @@ class LayerPass {
     }
   }
 
-  // copy: null where the user's own memory serves.
+  // copy: where to copy the input of a chunk; null if the user's own memory serves.
   Matrix<const O> input_rows(const Chunk& chunk, O* copy) {
     if constexpr (kTensorIsOperand) {
       if (copy == nullptr) {
@@ -120,7 +122,7 @@ class LayerPass {
     return Matrix<const O>::contiguous(copy, chunk.rows(), layer_.sizes.input);
   }
 
-  // The steps of a chunk as rows of the workspace, whatever strides they have in memory.
+  // Copies the steps of a chunk to rows of the workspace, whatever their strides in memory.
   template <class To, class From>
   void unpack(To* rows, const Sequence<From>& sequence, const Chunk& chunk) {
     backend_.copy_steps(Sequence<To>::contiguous(rows, layer_.batch, sequence.width), 0,
@@ -133,7 +135,7 @@ class LayerPass {
                         chunk.steps, layer_.batch);
   }
 
-  // The input of a chunk, or the gradient of what is left of it.
+  // Applies dropout to the input of a chunk, or to the input's gradient.
   void drop(O* x, const Chunk& chunk) {
     const double p = layer_.dropout;
     const DropoutStep<O> step{layer_.sizes.input,   chunk.first_row,         layer_.batch,
@@ -142,7 +144,7 @@ class LayerPass {
     backend_.dropout(step, chunk.rows());
   }
 
-  // eps, or the output's gradient, of a chunk; null if there is none.
+  // The rows of eps, or of the output's gradient, in a chunk; null if there is none.
   RowView<const T> rows_of(const Sequence<const T>& sequence, const Chunk& chunk, T* copy) {
     if (sequence.data == nullptr) return {};
     if (copy == nullptr) {
@@ -159,23 +161,24 @@ class LayerPass {
   Sequence<T> output_sequence() const {
     return layer_.sequence(layer_.output, output(), layer_.output_stride);
   }
-  // The output from a row on, if it is not packed.
+  // The output from a row on; only for an output that is not packed.
   template <class P = T>
   RowView<P> output_from(int64_t row) const {
     return {reinterpret<P>(layer_.output + row * layer_.output_stride), layer_.output_stride, true};
   }
 
-  // eps: of the chunk
+  // eps: the rows of the chunk.
   Noise<T> noise(const RowView<const T>& eps, int64_t row) const {
     return {from_row(eps, row), layer_.seed, layer_.noise_stream, layer_.first_step};
   }
 
-  Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its projection
+  Matrix<const O> weight(int s) const {  // a stage may read only the first rows of its weight
     return weight_[layer_.projection(s)].row_range(0, layer_.columns(s));
   }
 
-  // What forward and backward fill in alike.  `row` counts from the start of the chunk; pre: the
-  // pre-activations from that row on, or null to combine them from input and hidden gates.
+  // Fills in the fields that forward and backward have in common.  `row` counts from the start of
+  // the chunk.  pre: the pre-activations from that row on, or null to combine them from input and
+  // hidden gates.
   template <class Step>
   Step make_step(int s, const Chunk& chunk, int64_t row, const A* pre, const A* input_gates,
                  const A* hidden_gates) const {

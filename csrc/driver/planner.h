@@ -1,5 +1,5 @@
-// How a layer goes through its steps: how many at once, each pass in which way and why, and in how
-// much memory.
+// Plans how a layer works through its sequence: the steps of a chunk, the way of each pass and why,
+// and the memory that this takes.
 #pragma once
 #include <algorithm>
 #include <numeric>
@@ -31,7 +31,7 @@ inline PassPlan plan_pass(Pass pass, const Problem& problem, int64_t element_byt
       problem.backend != "stepwise" && plan.persistent.is_possible() &&
       (problem.backend == "persistent" ||
        persistent_us(pass, problem.cell, plan.persistent) < launched_us(pass, problem.cell));
-  // One multiprocessor in so many is to be free for that.
+  // A second stream is used if at least one multiprocessor in four is free.
   constexpr int kFree = 4;
   plan.overlaps = problem.overlap && plan.is_persistent &&
                   kFree * (problem.gpu->multiprocessors - plan.persistent.grid()) >=
@@ -39,9 +39,9 @@ inline PassPlan plan_pass(Pass pass, const Problem& problem, int64_t element_byt
   return plan;
 }
 
-// What the driver of the GPU, if it is there, objects to a persistent kernel; empty if nothing.
-// What else runs on the GPU, or the part of it that a process has, may leave no room for all blocks
-// at once.
+// Why the GPU's driver does not run a persistent kernel; empty if it does or cannot be asked.
+// Other work on the GPU, or a limit on the part of it that a process gets, may leave no room for
+// all blocks at once.
 template <class T>
 std::string objection(Pass pass, const Gpu& gpu, const PassPlan& plan) {
   if (!plan.is_persistent || gpu.most_blocks == nullptr) return "";
@@ -56,7 +56,7 @@ std::string objection(Pass pass, const Gpu& gpu, const PassPlan& plan) {
          ".";
 }
 
-// Why a pass is what it is, in a sentence.
+// The reason, a sentence, why a pass is persistent or stepwise.
 inline std::string reason(const Problem& problem, const Plan& layer, const PassPlan& plan) {
   const cuda::PersistentPlan& persistent = plan.persistent;
   if (problem.backend == "stepwise") return "It was asked for.";
@@ -73,7 +73,8 @@ inline std::string reason(const Problem& problem, const Plan& layer, const PassP
                    " tiles of rows for each copy of the weights.";
 }
 
-// Why forward is what it is, and in another sentence why backward is not, if it is stepwise.
+// The reason for forward's way, and if only backward is stepwise, another sentence with the reason
+// for that.
 inline std::string reason(const Problem& problem, const Plan& plan) {
   const std::string of_forward = reason(problem, plan, plan.forward);
   if (!plan.forward.is_persistent || plan.backward.is_persistent) return of_forward;
@@ -85,7 +86,7 @@ inline Plan plan_steps(const Problem& problem, int64_t element_bytes, int64_t st
           plan_pass(Pass::Backward, problem, element_bytes, steps)};
 }
 
-// Counts the most that a pass can take, in chunks of `steps` and longer ones.
+// An upper bound of the workspace of both passes in chunks of `steps` or more steps.
 template <class Memory>
 class WorkspaceBound {
  public:
@@ -95,8 +96,8 @@ class WorkspaceBound {
 
   WorkspaceBytes operator()(int64_t steps) {
     plan_.steps = steps;
-    // A persistent kernel may find the steps too many to count them.  That is no reason to go
-    // without it, so there is no limit that they stay within.
+    // A chunk may have too many steps for a persistent kernel to count.  Such a chunk is excluded
+    // by a size beyond every limit: it must not make the pass stepwise.
     constexpr int64_t kNoLimit = INT64_MAX / 4;
     const bool same = stays(Pass::Forward, plan_.forward) & stays(Pass::Backward, plan_.backward);
     return same ? count_(plan_) : WorkspaceBytes{kNoLimit, kNoLimit};
@@ -105,7 +106,7 @@ class WorkspaceBound {
  private:
   static constexpr int64_t kElementBytes = sizeof(typename Memory::T);
 
-  // Whether it is the same way with plan_.steps; single steps are.
+  // Whether a pass that is persistent in single steps still is in chunks of plan_.steps.
   bool stays(Pass pass, PassPlan& plan) const {
     if (!plan.is_persistent) return true;
     plan = plan_pass(pass, problem_, kElementBytes, plan_.steps);
@@ -117,8 +118,11 @@ class WorkspaceBound {
   WorkspaceCount<Memory> count_;
 };
 
-// Steps of each of so many chunks of a sequence but the last, which may have fewer.  On a GPU their
-// rows are a multiple of 128, what GEMMs like best, where as many chunks have room for that.
+// Divides a sequence into chunks of equal length, except a last one that may be shorter.  On a GPU
+// the rows of a chunk are a multiple of 128, which GEMMs like best, if that takes no more chunks.
+// The number of chunks determines their length, so that backward gets the length from the number of
+// states that forward saved: if it planned anew, the result could differ, because a plan depends on
+// strides and on whether TF32 is allowed.
 //
 // Their number tells their length, so that backward gets it from the states that forward saved:
 // what it would find by itself depends on strides, and on whether TF32 is allowed.
@@ -131,17 +135,17 @@ class Chunks {
     const int64_t least = (seq_len_ + count - 1) / count;
     return count_of(up(least)) == count ? std::min(up(least), seq_len_) : least;
   }
-  // Of at most so many steps, and as few as then are needed.  Their rows are a multiple of 128 if
-  // that makes them an eighth shorter at most.
+  // The length of chunks of at most `most` steps, as few chunks as possible.  Rows are a multiple
+  // of 128 if that makes chunks at most an eighth shorter.
   int64_t within(int64_t most) const {
     if (most >= seq_len_) return seq_len_;
     const int64_t down = most / alike_ * alike_;
     int64_t count = count_of(8 * down >= 7 * most ? down : most);
-    // There may be no chunks of one length that are just so many.
+    // Not every number of chunks is possible with chunks of equal length.
     while (steps_of(count) > most || count_of(steps_of(count)) != count) ++count;
     return steps_of(count);
   }
-  // Of at least so many steps, and rows in multiples of 128.
+  // The length of chunks of at least `least` steps whose rows are a multiple of 128.
   int64_t at_least(int64_t least) const {
     const int64_t count = std::max<int64_t>(seq_len_ / least, 1);
     const int64_t steps = up((seq_len_ + count - 1) / count);
@@ -150,15 +154,17 @@ class Chunks {
 
  private:
   static constexpr int64_t kRows = 128;
-  // So many, or a few more.
+  // Rounds up to a multiple of alike_.
   int64_t up(int64_t steps) const { return (steps + alike_ - 1) / alike_ * alike_; }
   int64_t count_of(int64_t steps) const { return (seq_len_ + steps - 1) / steps; }
 
-  int64_t seq_len_, alike_;  // alike_: steps whose rows are a multiple of 128
+  int64_t seq_len_,
+      alike_;  // alike_: the fewest steps whose rows are a multiple of 128; 1 on the CPU
 };
 
-// The most that training may take where nobody says how long chunks are: no more than half of what
-// torch.nn.LSTM takes, and a quarter where that is much.
+// The upper bound of the memory of training when the caller gives neither chunk_size nor
+// workspace_bytes: half of what torch.nn.LSTM takes, up to 256 MiB, or a quarter of it if that is
+// more.
 struct TrainingLimit {
   int64_t bytes;
   const char* why;
@@ -173,7 +179,7 @@ struct TrainingLimit {
   }
 };
 
-// The least steps of a chunk on a GPU, whatever memory they take.
+// The fewest steps of a chunk on a GPU, regardless of memory.
 inline int64_t least_steps(int64_t batch) {
   constexpr int64_t kRows = 256, kSteps = 8, kMostRows = 1024;
   return std::max((kRows + batch - 1) / batch, std::min(kSteps, (kMostRows + batch - 1) / batch));
@@ -182,8 +188,8 @@ inline int64_t least_steps(int64_t batch) {
 template <class Memory>
 Plan plan_by_sizes(const Problem& problem);
 
-// Where problem.workspace_bytes are not the `needed` ones of a single step: single steps of
-// launched kernels take less than persistent ones.
+// The plan when problem.workspace_bytes is below `needed`, the workspace of a single step: stepwise
+// kernels, if a single step of those takes less than `needed`; otherwise an error.
 template <class Memory>
 Plan plan_without_room(const Problem& problem, int64_t needed) {
   Problem stepwise = problem;
@@ -202,11 +208,11 @@ Plan plan_without_room(const Problem& problem, int64_t needed) {
        "), got ", problem.workspace_bytes, refusals);
 }
 
-// Chunks of the length that the caller wants; or as long as both passes stay within
-// problem.workspace_bytes, whatever tensors a call has.  Without either, on a GPU, the shortest
-// whose fixed costs are little by the model, within the TrainingLimit; on the CPU, of 256 rows: the
-// speed of GEMMs over them is flat from there on, while the workspace grows with every row and
-// leaves the cache.
+// Chunks have the length that the caller asks for; or they are as long as possible with both passes
+// within problem.workspace_bytes, whatever tensors a call has.  If the caller gives neither: on a
+// GPU they are the shortest whose fixed costs are small by the model, within the TrainingLimit; on
+// the CPU they have 256 rows, because longer chunks make GEMMs no faster, while the workspace grows
+// with every row and no longer fits into the cache.
 template <class Memory>
 Plan plan_by_sizes(const Problem& problem) {
   using T = typename Memory::T;
@@ -228,8 +234,8 @@ Plan plan_by_sizes(const Problem& problem) {
     return of_steps(std::min((kRows + batch - 1) / batch, seq_len),
                     "As many as have 256 rows: with more, a CPU is no faster.");
   }
-  // More steps are more workspace.  But one chunk alone needs no room for another one beside it, so
-  // that the most may fit where fewer do not.
+  // More steps take more workspace.  The exception is a single chunk, which needs no second buffer,
+  // so `most` may fit where fewer steps do not.
   const auto longest = [&](int64_t least, int64_t most, const auto& fits) {
     if (fits(most)) return most;
     while (least < most) {
@@ -273,7 +279,7 @@ Plan plan_by_sizes(const Problem& problem) {
   const auto takes_at_most = [&](int64_t bytes) {
     return [&training, bytes](int64_t steps) { return training(steps) <= bytes; };
   };
-  // With a step more there are fewer states to save, which up to some length is more than what the
+  // One more step means fewer states to save.  Up to some length, that saves more memory than the
   // workspace grows by.
   const auto saves_memory = [&](int64_t steps) {
     const double saved = double(saved_bytes(problem, 1, sizeof(Acc<T>), true));
@@ -284,7 +290,8 @@ Plan plan_by_sizes(const Problem& problem) {
   if (least < most && saves_memory(least)) least = longest(least, most - 1, saves_memory) + 1;
   int64_t steps = longest(least, most, takes_at_most(limit.bytes));
   if (training(steps) > limit.bytes) {
-    // Weights alone may be more than is allowed.  Beside them some more steps take no memory.
+    // The gradients of the weights alone may exceed the limit.  Up to their size, more steps do not
+    // raise the peak.
     steps = longest(least, most, takes_at_most(training(least)));
     return of_steps(chunks.within(steps), "As many as take no more memory than the least do.");
   }
@@ -292,10 +299,11 @@ Plan plan_by_sizes(const Problem& problem) {
   return of_steps(most, "What a chunk costs besides its steps is at most 3% of these.");
 }
 
-// The same, where the driver of the GPU has a say: it is asked in each call, about a plan that may
-// be remembered.  It changes the length of no chunk, but to stay within workspace_bytes: a graph
-// that was compiled before a kernel was refused has the number of chunks in its shapes.  Nor of
-// those that forward has saved states for.
+// The same, but the GPU's driver is asked in each call whether it runs the planned kernels; the
+// plan itself may be remembered.  The driver's answer does not change the length of chunks: a graph
+// that was compiled before a kernel was refused has the number of chunks in its shapes.  The
+// exception is a layer limited by workspace_bytes, unless forward has already saved the states of
+// its chunks.
 template <class Memory>
 Plan plan_layer(const Problem& problem) {
   using T = typename Memory::T;

@@ -1,4 +1,4 @@
-// What a layer is to do, and in which way it is done: what plans are made from, and are.
+// The inputs of planning (Problem) and its results (Plan).
 #pragma once
 #include <algorithm>
 #include <array>
@@ -18,24 +18,24 @@ inline constexpr const char* kBackends[] = {"auto", "stepwise", "persistent"};
 
 enum class Pass { Forward, Backward };
 
-// What all of that follows from.
+// Everything that a plan depends on.
 struct Problem {
   Cell cell{};
   Sizes sizes{};
   bool bias = true;
   int64_t seq_len = 1, batch = 1;
-  int64_t chunk_size = 0;       // steps, and
-  int64_t workspace_bytes = 0;  // the most that a pass may take: as the caller wants it, or 0
-  int64_t chunks = 0;           // as many as forward has saved states, or 0
-  std::string backend;          // of kBackends
+  int64_t chunk_size = 0;       // steps that the caller asks for, or 0
+  int64_t workspace_bytes = 0;  // the caller's limit for each pass, or 0
+  int64_t chunks = 0;           // as many as forward has saved cell states for, or 0
+  std::string backend;          // one of kBackends
   cuda::Exchange exchange{};
-  bool overlap = false;              // whether there may be a second stream
+  bool overlap = false;              // whether a second stream may be used
   int64_t free_multiprocessors = 0;  // that persistent kernels leave to others
   const Gpu* gpu = nullptr;          // null for the CPU
-  bool tf32 = false;                 // whether products of float32 may be rounded to TF32, now
-  // Why the GPU's driver does not run the persistent kernel of a Pass, a sentence, or empty.
+  bool tf32 = false;                 // whether products of float32 may be rounded to TF32
+  // Why the GPU's driver does not run the persistent kernel of each Pass, a sentence; or empty.
   std::array<std::string, 2> refusal;
-  // Whether a GEMM can read a weight where it lies, in each direction.
+  // Whether a GEMM can read each weight in the user's memory, in both directions.
   std::array<bool, kMaxProjections> is_operand = {true, true, true};
 
   void see_weight(const Parameter& p, int64_t row_stride, int64_t column_stride) {
@@ -50,7 +50,7 @@ inline void check_rows(int64_t seq_len, int64_t batch) {
                  "seq_len * batch must be below 2^32, got ", seq_len, " and ", batch);
 }
 
-// Whether a problem has a size: whatever is counted below then stays far from the end of int64.
+// Checks that all sizes are positive and small enough for byte counts to stay far below 2^63.
 inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, int64_t batch) {
   check_rows(seq_len, batch);
   int64_t features = 0;
@@ -69,20 +69,21 @@ inline void check_sizes(const Cell& cell, const Sizes& sizes, int64_t seq_len, i
                  " (hidden), ", sizes.output, " (output)");
 }
 
-// Of a pass.
+// The plan of one pass.
 struct PassPlan {
   bool is_persistent = false;
-  cuda::PersistentPlan persistent;  // also of the way that is not gone
-  bool is_refused = false;          // by the driver of the GPU: it would be persistent
-  bool overlaps = false;  // if there are several chunks, a second stream works beside the kernel
+  cuda::PersistentPlan persistent;  // set even if the pass is stepwise, for why_not
+  bool is_refused = false;  // whether only the GPU's driver keeps the pass from being persistent
+  bool overlaps =
+      false;  // whether a second stream works during the kernel, if there are several chunks
 };
 
-// Of both.
+// The plan of a layer.
 struct Plan {
-  int64_t steps = 1;  // of a chunk
+  int64_t steps = 1;  // of each chunk
   PassPlan forward, backward;
-  bool lacks_room = false;     // for persistent kernels
-  const char* why_steps = "";  // a sentence
+  bool lacks_room = false;     // whether workspace_bytes is too small for persistent kernels
+  const char* why_steps = "";  // why chunks have that length, a sentence
 };
 
 }  // namespace fusedrnn

@@ -1,5 +1,5 @@
-// Plans that have been made, by all that they follow from: to plan a layer for a GPU takes longer
-// than to launch a kernel.
+// Remembers plans by everything that they depend on: to plan a layer for a GPU takes longer than to
+// launch a kernel.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,8 @@
 
 namespace fusedrnn {
 
-// A field that is added to one of these breaks the list of its names, and so the build.
+// A field that is added to one of these structs breaks the structured binding here, and so the
+// build, until the comparison is updated.
 inline bool operator==(const Sizes& a, const Sizes& b) {
   const auto fields = [](const Sizes& s) {
     const auto& [input, hidden, latent, output] = s;
@@ -65,7 +66,7 @@ inline bool operator==(const Gpu& a, const Gpu& b) {
   return others_a == others_b && std::strcmp(name_a, name_b) == 0;
 }
 
-// Of two for a GPU.
+// Only for problems that have a GPU.
 inline bool operator==(const Problem& a, const Problem& b) {
   const auto fields = [](const Problem& p) {
     const auto& [cell, sizes, bias, seq_len, batch, chunk_size, workspace_bytes, chunks, backend,
@@ -76,11 +77,11 @@ inline bool operator==(const Problem& a, const Problem& b) {
   return fields(a) == fields(b);
 }
 
-// A few plans of a thread, which has them to itself.  What has been asked for most recently stands
-// first, and what has not been for longest is forgotten.
+// The latest plans of one thread, most recently used first; the least recently used one is
+// forgotten.
 class RememberedPlans {
  public:
-  // make(problem) may throw; then nothing is remembered.
+  // make(problem) makes a plan that is not remembered.  If it throws, nothing is remembered.
   template <class Make>
   const Plan& operator()(const Problem& problem, const Make& make) {
     auto found = std::find_if(plans_.begin(), plans_.end(),
@@ -98,7 +99,8 @@ class RememberedPlans {
   static constexpr size_t kMost = 64;
 
  private:
-  // With facts of the GPU of its own: the caller's may be gone by the next call.
+  // A plan and its problem, with a copy of the GPU's properties, because the caller's may be gone
+  // by the next call.
   struct Known {
     std::string gpu_name;
     Gpu gpu;

@@ -1,5 +1,5 @@
-// How long a pass takes on a GPU, by a model (docs/gpu.md): what it does step by step, and
-// what it does once for a chunk of steps.
+// A model of the time of a pass on a GPU (docs/gpu.md): its work step by step, and its work once
+// per chunk of steps.
 #pragma once
 #include <algorithm>
 
@@ -7,22 +7,28 @@
 
 namespace fusedrnn {
 
-// Microseconds, not measured yet: `make gpu-check`, part fit, prints what they are on a GPU.
+// Microseconds, not measured yet: part `fit` of `make gpu-check` prints what they are on a GPU.
+//
+// A stage of a step in a persistent kernel takes an exchange between blocks, and some time for each
+// tile of a group's rows and each 256 columns of weights; in backward also for each gate, since the
+// gradients of all gates are exchanged.  A launched stage takes a GEMM and a kernel, whose time
+// hardly grows with size.
 //
 // A stage of a step in a persistent kernel is an exchange between blocks, and more for each tile of
 // a group's rows and 256 columns of weights; in backward for each gate too, all of whose gradients
 // are exchanged.  A launched stage is a GEMM and a kernel, which hardly grow.
 constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
-// A cell state is recomputed before the chain of adjoints, step by step: of a tile.
+// A persistent backward recomputes the cell states first, step by step; this is for a step of a
+// tile.
 constexpr double kStateUs = 0.45;
-// A GEMM over a whole chunk besides its arithmetic; another kernel, a copy or a preset of memory.
+// A GEMM over a whole chunk, without its arithmetic; any other kernel, copy or preset of memory.
 constexpr double kGemmUs = 4.0, kLaunchUs = 3.0;
-// A persistent kernel besides its steps: blocks that begin together, load their weights, and end.
+// A persistent kernel without its steps: to start all blocks, load their weights, and end.
 constexpr double kKernelUs = 10.0;
-// Of the CPU, for whatever it enqueues.
+// The CPU's time to enqueue a kernel, GEMM or copy.
 constexpr double kHostUs = 2.0;
 
-// Of all stages of a step.
+// The time of all stages of a step.
 inline double persistent_us(Pass pass, const Cell& cell, const cuda::PersistentPlan& plan) {
   double us = 0;
   for (int s = 0; s < plan.num_stages; ++s) {
@@ -42,13 +48,13 @@ inline double step_us(Pass pass, const Problem& problem, const PassPlan& plan) {
                             : launched_us(pass, problem.cell);
 }
 
-// What a pass does once for a chunk.
+// The work of a pass that is done once per chunk.
 struct ChunkWork {
-  int64_t gemms = 0, launches = 0;  // launches: of what is neither a GEMM nor a persistent kernel
-  double products = 0;              // multiply-adds of these GEMMs, for each row
+  int64_t gemms = 0, launches = 0;  // launches: other than GEMMs and persistent kernels
+  double products = 0;              // multiply-adds of these GEMMs per row
 };
 
-// Of tensors as they come from torch, all gradients wanted.
+// Assumes contiguous tensors and that all gradients are wanted.
 inline ChunkWork chunk_work(Pass pass, const Problem& problem, const PassPlan& plan,
                             int64_t element_bytes, bool recompute) {
   const Cell& cell = problem.cell;
@@ -66,13 +72,14 @@ inline ChunkWork chunk_work(Pass pass, const Problem& problem, const PassPlan& p
   const int64_t input_gates = columns_of(of_core.input_blocks, recurrent_stage);
   if (pass == Pass::Forward) {
     add(input_gates, Width::Input);
-    work.launches += !plan.is_persistent && has_cell_state(cell);  // a copy of the state before it
+    work.launches +=
+        !plan.is_persistent && has_cell_state(cell);  // a copy of the cell state before the chunk
     return work;
   }
   const bool is_split = of_core.shared_blocks < of_core.input_blocks;
-  const int64_t parts = is_split ? 2 : 1;                // what is shared, rest
-  add(input_gates, Width::Input, parts);                 // of the input's weight
-  add(input_gates, Width::Input, parts);                 // of the input
+  const int64_t parts = is_split ? 2 : 1;                // the shared columns, and the rest
+  add(input_gates, Width::Input, parts);                 // gradient of the input's weight
+  add(input_gates, Width::Input, parts);                 // gradient of the input
   if (recompute) add(input_gates, Width::Input, parts);  // the input's projection again
   for (int s = 0; s < cell.num_stages; ++s) {
     const CellStage& stage = cell.stages[s];
@@ -81,14 +88,15 @@ inline ChunkWork chunk_work(Pass pass, const Problem& problem, const PassPlan& p
     add(columns, from);
     if (recompute && s <= recurrent_stage) add(columns, from);
   }
-  work.launches += recurrent_stage;                 // earlier stages, of all rows
-  work.launches += problem.bias ? 2 : 0;            // sums of columns
-  work.launches += element_bytes == 2 && is_split;  // the input's gradient, a sum that is rounded
-  work.launches += plan.is_persistent || has_cell_state(cell);  // a preset, or a copy of the state
+  work.launches += recurrent_stage;                 // earlier stages, over all rows
+  work.launches += problem.bias ? 2 : 0;            // column sums
+  work.launches += element_bytes == 2 && is_split;  // rounding the input's gradient
+  work.launches +=
+      plan.is_persistent || has_cell_state(cell);  // a preset, or a copy of the cell state
   return work;
 }
 
-// Microseconds of a chunk.
+// The microseconds of a chunk.
 struct ChunkUs {
   double steps = 0, fixed = 0, host = 0;
 };
@@ -99,14 +107,14 @@ inline ChunkUs chunk_us(Pass pass, const Problem& problem, const PassPlan& plan,
   us.steps = double(steps) * step_us(pass, problem, plan);
   us.fixed = double(work.gemms) * kGemmUs + double(work.launches) * kLaunchUs +
              (plan.is_persistent ? kKernelUs : 0);
-  // A launched stage is two of these.
+  // A launched stage is a GEMM and a kernel.
   const int64_t in_steps = plan.is_persistent ? 1 : 2 * problem.cell.num_stages * steps;
   us.host = double(work.gemms + work.launches + in_steps) * kHostUs;
   return us;
 }
 
-// Whether what chunks of so many steps cost besides these steps, in a training step, is little: at
-// most 3%.
+// Whether, in a training step, the fixed costs of chunks of `steps` steps are at most 3% of the
+// time of their steps.
 inline bool costs_little(const Problem& problem, const Plan& plan, int64_t element_bytes,
                          int64_t steps) {
   constexpr double kMost = 0.03;
@@ -120,8 +128,8 @@ inline bool costs_little(const Problem& problem, const Plan& plan, int64_t eleme
   return all <= (1 + kMost) * of_steps;
 }
 
-// Microseconds of a pass over the whole sequence, with the GEMMs over whole chunks at the rate of
-// the data sheet.  0 on the CPU and where the rate is not known.
+// The microseconds of a pass over the whole sequence, with GEMMs over whole chunks at the rate of
+// the data sheet; 0 on the CPU and where the rate is not known.
 inline double pass_us(Pass pass, const Problem& problem, const Plan& plan, int64_t element_bytes,
                       bool recompute) {
   if (problem.gpu == nullptr) return 0;

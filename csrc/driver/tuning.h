@@ -1,5 +1,5 @@
-// How the operators go about their work, where that changes no result but by rounding.  Python
-// packs it into one number when forward is called, and backward gets the same number.
+// Settings of how the operators work, which change results at most by rounding.  Python packs them
+// into one number when forward is called, and backward gets the same number.
 #pragma once
 #include <cstdint>
 
@@ -9,12 +9,12 @@ namespace fusedrnn {
 
 struct Tuning {
   bool replay = false;    // record the steps of a chunk into a CUDA graph, and replay that
-  bool by_flags = false;  // persistent blocks announce results by flags instead of packets
+  bool by_flags = false;  // blocks of persistent kernels announce results by flags, not packets
   bool overlap = false;   // a second stream may work while a persistent kernel runs
   bool tf32 = false;      // products of float32 may be rounded to TF32
   int64_t free_multiprocessors = 0;  // that persistent kernels leave to other kernels
 
-  // Bits of the number; what is above them counts free multiprocessors.
+  // The bits of the number; the bits above them count free multiprocessors.
   static constexpr int64_t kReplay = 1, kByFlags = 2, kOverlap = 4, kTf32 = 8;
   static constexpr int kFreeShift = 4;
 

@@ -1,5 +1,5 @@
-// The workspace of one chunk, carved from one allocation; its size is that of the same carving with
-// no memory behind it.
+// The workspace of one chunk, carved from one allocation; the same code without memory counts its
+// size.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -9,16 +9,17 @@
 namespace fusedrnn {
 
 // T, O: types of tensors and of GEMM operands.  With T == O the user's tensors are operands as they
-// are, and with T == Acc<T> the output itself is the carry; but steps that are replayed hand both
-// on at addresses that stay, and rows with a mask do not read what stands in the output.  Where the
-// user's memory does not serve, copies stand here.
+// are, and with T == Acc<T> the output itself is the carry.  But steps that are replayed need
+// operand and carry at fixed addresses, and masked rows do not take h_{t-1} from the output.
+// Buffers here hold copies where the user's memory does not serve.
 template <class Backend>
 struct Workspace {
   using T = typename Backend::T;
   using O = typename Backend::O;
   using A = Acc<T>;
   static constexpr bool kTensorIsOperand = std::is_same_v<T, O>;
-  // Whether a GEMM can give the input's gradient.  If it takes two, their sum is rounded once.
+  // Whether a GEMM can write the input's gradient directly.  If it takes two GEMMs, their sum must
+  // be rounded only once.
   static constexpr bool kTensorIsResult = std::is_same_v<T, A> || Backend::kGemmRounds;
   static bool input_gradient_is_result(const Layer<T>& layer) {
     return std::is_same_v<T, A> || (Backend::kGemmRounds && layer.columns_alone() == 0);
@@ -31,7 +32,7 @@ struct Workspace {
     return std::is_same_v<T, A> && !Backend::kReplays && !layer.mask.any() &&
            !layer.has_cell_state();
   }
-  // In backward, of all steps of a chunk.
+  // The same for backward, for all steps of a chunk.
   static bool states_are_operands(const Layer<T>& layer) {
     return kTensorIsOperand && !layer.mask.any();
   }
@@ -49,9 +50,9 @@ struct Workspace {
     A* bias[kMaxProjections];
     T* eps;
     ScratchNeeds needs;
-    char* scratch[2];  // the backend's own, of each stream
+    char* scratch[2];  // the backend's own memory, for each stream
 
-    // needs: but for the rows.
+    // needs: all but the rows, which are filled in here.
     Buffers(const Layer<T>& layer, const ScratchNeeds& needs, Arena& arena)
         : weight{}, bias{}, eps{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = layer.chunk * layer.batch;
@@ -71,7 +72,7 @@ struct Workspace {
     }
   };
 
-  // The input of a chunk, if it has to be copied.
+  // Memory for the input of a chunk, or null if it need not be copied.
   static O* take_input(const Layer<T>& layer, Arena& arena) {
     if (kTensorIsOperand && layer.mask.lengths == nullptr && layer.dropout == 0 &&
         layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
@@ -80,20 +81,20 @@ struct Workspace {
     return arena.take<O>(layer.chunk * layer.batch * layer.sizes.input);
   }
 
-  // What is packed, or unpacked, of a chunk.
+  // Memory for a chunk of a packed tensor, or null if tensors are not packed.
   static T* take_packed(const Layer<T>& layer, int64_t width, Arena& arena) {
     return layer.is_packed() ? arena.take<T>(layer.chunk * layer.batch * width) : nullptr;
   }
 
   struct Forward : Buffers {
     O* x;                                          // of a chunk
-    A *input_gates[2], *hidden_gates[kMaxStages];  // of a chunk, in turns; of one step
+    A *input_gates[2], *hidden_gates[kMaxStages];  // of a chunk, alternating; of one step
     O *operand[kMaxStages], *h;                    // of one step
     A* carry;
-    // Of a kernel for all steps of a chunk: h after it, and what goes from block to block.
+    // Only with a persistent kernel: h after the chunk, and the exchange between blocks.
     O* h_after;
     char* exchange;
-    T* output;  // of a chunk, if it has to be packed
+    T* output;  // of a chunk, if it is to be packed
 
     bool takes_turns;
 
@@ -122,17 +123,18 @@ struct Workspace {
     }
   };
 
-  // Numbers of a chunk, and where their gradients are to be; in columns of a row.  Steps that are
-  // launched one by one leave their gradients where numbers of later steps have been, which nobody
-  // reads again, so that the smaller ones of the two take memory for one step only.  A kernel for
-  // all steps presets the gradients, and goes ahead with some rows of the batch: there they are
-  // apart.
+  // Memory for numbers of a chunk and for their gradients, `columns` and `gradient_columns` per
+  // row. Steps that are launched one by one put their gradients where the numbers of later steps
+  // were, which nothing reads any more, so the smaller of the two arrays takes extra memory for one
+  // step only.  A persistent kernel presets the gradients, and some rows of the batch may be ahead
+  // of others: then the two arrays do not overlap.
   static A* take_numbers(const Layer<T>& layer, int64_t columns, O** gradient,
                          int64_t gradient_columns, Arena& arena) {
     if (layer.is_persistent) return arena.take<A>(layer.chunk * layer.batch * columns);
     const int64_t numbers = layer.batch * columns * int64_t(sizeof(A));  // bytes of a step
     const int64_t gradients = layer.batch * gradient_columns * int64_t(sizeof(O));
-    // Of the second array: each of its steps is behind the same step of the first one.
+    // Where the second array starts, such that each of its steps begins after the same step of the
+    // first array has ended.
     const auto begin = [&](int64_t first, int64_t second) {
       return Arena::aligned(first + (layer.chunk - 1) * std::max<int64_t>(first - second, 0));
     };
@@ -145,16 +147,16 @@ struct Workspace {
     return reinterpret_cast<A*>(is_reversed ? memory + reversed : memory);
   }
 
-  // What is recomputed of a chunk, and becomes its gradients.
+  // The recomputed intermediates of a chunk, and the gradients that take their place.
   struct Recomputed {
-    GatePlanes<A> planes;    // GEMM results of a chunk; of earlier stages for a moment
-    A* factors[kMaxStages];  // that such a stage leaves
-    int factor_blocks;       // see stages.h
-    GatePlanes<O> gradient;  // of GEMM results; the same memory where the types allow
-    O* x;                    // the input, if it has to be copied
-    Matrix<const O> input;   // once it is there
+    GatePlanes<A> planes;    // GEMM results; those of earlier stages only until the next stage
+    A* factors[kMaxStages];  // of stages that have factors
+    int factor_blocks;       // how many are stored; only the first without a gradient of eps
+    GatePlanes<O> gradient;  // gradients of GEMM results; the same memory if O is A
+    O* x;                    // the input, if it must be copied
+    Matrix<const O> input;   // the input as an operand, set by recompute()
     O *operand[kMaxStages], *h;
-    char* exchange;          // of a kernel for all steps of a chunk: one with its gradients
+    char* exchange;          // of a persistent kernel: contiguous with its gradients
     A *dx, *cell_states;     // cell_states: before each step
     T *output, *grad_input;  // output: before each step
 
@@ -174,14 +176,15 @@ struct Workspace {
       if constexpr (std::is_same_v<O, A>) {
         planes = gradient;
         for (int s = 0; s < recurrent_stage; ++s) factors[s] = planes.hidden_gates[s];
-        factor_blocks = 2;  // as many as gradients
+        factor_blocks = 2;  // as many as there are gradients
       } else {
         const int64_t alone = layer.columns_alone(), of_core = layer.columns(recurrent_stage);
         planes.input_gates = take_numbers(layer, alone, &gradient.input_gates, alone, arena);
         planes.hidden_gates[recurrent_stage] =
             take_numbers(layer, of_core, &gradient.hidden_gates[recurrent_stage], of_core, arena);
         for (int s = 0; s < recurrent_stage; ++s) {
-          // GEMM results lie where the recurrent stage's will, or else where factors are.
+          // GEMM results are kept where the recurrent stage's results will be, or if they do not
+          // fit there, where the stage's factors will be.
           const bool have_place = layer.columns(s) <= of_core;
           const bool has_factors = traits(layer.cell.stages[s].kind).has_factors;
           if (!have_place) factor_blocks = 2;
@@ -208,11 +211,12 @@ struct Workspace {
     }
 
    private:
-    // Nobody reads the recurrent stage's GEMM results any more.
+    // Memory for the input's gradient: the recurrent stage's GEMM results, which nothing reads any
+    // more, or new memory if there is no room.
     A* take_input_gradient(const Layer<T>& layer, Arena& arena) const {
       const int64_t rows = layer.chunk * layer.batch, width = layer.sizes.input;
       const int64_t columns = layer.columns(layer.recurrent_stage());
-      // Of these their own gradients may have taken half, the first one if time runs backwards.
+      // Their gradients may have taken half of that memory, the first half if time runs backwards.
       const int64_t room = std::is_same_v<O, A> ? 0 : layer.is_persistent ? columns : columns / 2;
       if (width > room) return arena.take<A>(rows * width);
       A* const first = planes.hidden_gates[layer.recurrent_stage()];
@@ -222,7 +226,7 @@ struct Workspace {
   };
 
   struct Backward : Buffers {
-    Recomputed chunk[2];              // in turns
+    Recomputed chunk[2];              // alternating
     A *dh, *dc, *dstage[kMaxStages];  // of one step
     T* grad_output;                   // of a chunk
     bool takes_turns;
