@@ -49,8 +49,8 @@ class Configuration:
     recompute: bool = True
 
     def __str__(self) -> str:
-        kept = "" if self.recompute else ", recompute=False"
-        return f"{self.cell}, {self.backend}, B={self.batch}{kept}"
+        option = "" if self.recompute else ", recompute=False"
+        return f"{self.cell}, {self.backend}, B={self.batch}{option}"
 
     @property
     def is_persistent(self) -> bool:
@@ -66,14 +66,14 @@ class Configuration:
 STEPWISE = Configuration("gru", "stepwise", 16)
 ONE_TILE = Configuration("gru", "persistent", 16)
 SEVERAL_TILES = Configuration("gru", "persistent", 256)
-KEPT = Configuration("gru", "persistent", 16, recompute=False)
+SAVED = Configuration("gru", "persistent", 16, recompute=False)
 HAS_STATE = Configuration("lstm", "persistent", 16)
 # Of one process each; what cannot break a process first.
-JOBS = ((STEPWISE,), (ONE_TILE, SEVERAL_TILES, KEPT, HAS_STATE))
+JOBS = ((STEPWISE,), (ONE_TILE, SEVERAL_TILES, SAVED, HAS_STATE))
 CONFIGURATIONS = tuple(itertools.chain(*JOBS))
 # Whose chunks cost little besides what is counted for them: with more rows the products themselves
 # change with the length of a chunk.
-SMALL_CHUNKS = (ONE_TILE, KEPT, HAS_STATE)
+SMALL_CHUNKS = (ONE_TILE, SAVED, HAS_STATE)
 
 # (T, K)
 Place = tuple[int, int]

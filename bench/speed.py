@@ -27,7 +27,6 @@ from .cases import (
     GEMM_BOUND,
     GEMMS,
     GRU,
-    KEPT_GEMMS,
     LARGE,
     LOOP,
     LSTM,
@@ -38,6 +37,7 @@ from .cases import (
     OUR_LSTM,
     OURS,
     PERSISTENT,
+    SAVED_GEMMS,
     SMALL,
     SPEED_LIMITS,
     Group,
@@ -53,7 +53,7 @@ from .sweep import Case, Results, failures, numbers, opened, sweep, why_none
 from .worker import Notes, Row
 
 Calls = dict[str, Callable[[], object]]
-REBUILD = "rebuilding GEMMs"
+RECOMPUTE = "recomputing GEMMs"
 FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
 # At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
@@ -89,8 +89,8 @@ def run(run: Run) -> Report:
     results, tables, targets = [], [], []
     for shape, rounds in shapes.items():
         train_ms = measure(_training_calls(shape, contenders), rounds, budget_s=40)
-        rebuild_ms = train_ms.pop(REBUILD)
-        train_ms[GEMMS] = [a + b for a, b in zip(train_ms[KEPT_GEMMS], rebuild_ms, strict=True)]
+        recompute_ms = train_ms.pop(RECOMPUTE)
+        train_ms[GEMMS] = [a + b for a, b in zip(train_ms[SAVED_GEMMS], recompute_ms, strict=True)]
         forward_ms = measure(_forward_calls(shape), rounds, budget_s=12)
         pairs = [pair for pair in SPEED_LIMITS[LARGE] if pair[0] in train_ms]
         ratios = {(a, b): ratio(train_ms[a], train_ms[b]) for a, b in pairs}
@@ -154,9 +154,9 @@ def _training_calls(shape: Shape, contenders: list[str]) -> Calls:
         _warm_up(step, step.train)
         calls[name] = step.train
     gemms = Gemms(shape)
-    gemms.kept()
-    gemms.rebuild()
-    return calls | {KEPT_GEMMS: gemms.kept, REBUILD: gemms.rebuild}
+    gemms.saved()
+    gemms.recompute()
+    return calls | {SAVED_GEMMS: gemms.saved, RECOMPUTE: gemms.recompute}
 
 
 def _forward_calls(shape: Shape) -> Calls:
@@ -195,16 +195,16 @@ class Gemms:
         self.w_hz = torch.randn(2 * width, width)
         self.grad_ih, self.grad_zh = torch.zeros(2, 3 * width, width).unbind()
         self.grad_hz = torch.zeros(2 * width, width)
-        self.side, self.gates = torch.randn(2, rows, 3 * width).unbind()
+        self.input_gates, self.gates = torch.randn(2, rows, 3 * width).unbind()
         self.posterior = torch.randn(rows, 2 * width)
         self.of_step = torch.empty(shape.batch, width)
         self.batch = shape.batch
 
-    def kept(self) -> None:
+    def saved(self) -> None:
         """Forward and backward with ``recompute=False``."""
         gates, posterior = self.gates.split(self.batch), self.posterior.split(self.batch)
         for x, h, z in zip(self.x, self.h, self.z, strict=True):
-            torch.mm(x, self.w_ih.t(), out=self.side)
+            torch.mm(x, self.w_ih.t(), out=self.input_gates)
             steps = zip(h.split(self.batch), z.split(self.batch), gates, posterior, strict=True)
             for h_t, z_t, gates_t, posterior_t in steps:
                 torch.mm(h_t, self.w_hz.t(), out=posterior_t)
@@ -213,14 +213,14 @@ class Gemms:
             for gates_t, posterior_t in zip(gates, posterior, strict=True):
                 torch.mm(gates_t, self.w_zh, out=self.of_step)
                 torch.mm(posterior_t, self.w_hz, out=self.of_step)
-            self.grad_ih.addmm_(self.side.t(), x)
+            self.grad_ih.addmm_(self.input_gates.t(), x)
             self.grad_zh.addmm_(self.gates.t(), z)
             self.grad_hz.addmm_(self.posterior.t(), h)
 
-    def rebuild(self) -> None:
+    def recompute(self) -> None:
         """What backward does in addition with ``recompute=True``."""
         for x, h, z in zip(self.x, self.h, self.z, strict=True):
-            torch.mm(x, self.w_ih.t(), out=self.side)
+            torch.mm(x, self.w_ih.t(), out=self.input_gates)
             torch.mm(h, self.w_hz.t(), out=self.posterior)
             torch.mm(z, self.w_zh.t(), out=self.gates)
 

@@ -19,7 +19,7 @@ class BackwardPass : LayerPass<Backend> {
   using BackwardBuffers = typename Space::Backward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
-      Base::prepare, Base::input_rows, Base::unpack, Base::pack, Base::drop, Base::rows_of,
+      Base::prepare, Base::input_rows, Base::unpack, Base::pack, Base::apply_dropout, Base::rows_of,
       Base::output_sequence, Base::noise, Base::weight, Base::from_row, Base::output_from;
   using Base::kTensorIsOperand;
 
@@ -397,12 +397,12 @@ class BackwardPass : LayerPass<Backend> {
       if (gradients.adds_to_input) backend_.copy(wide, dx);
       add_up(wide);
       if constexpr (!kTensorIsOperand) {
-        if (drops) drop(wide.data, chunk);
+        if (drops) apply_dropout(wide.data, chunk);
       }
       backend_.copy(dx, wide);
     }
     if constexpr (kTensorIsOperand) {
-      if (drops) drop(dx.data, chunk);
+      if (drops) apply_dropout(dx.data, chunk);
     }
     if (layer_.is_packed()) pack(packed, dx.data, chunk);
   }

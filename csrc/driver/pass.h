@@ -118,7 +118,7 @@ class LayerPass {
       backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy},
                      chunk.rows());
     }
-    if (layer_.dropout > 0) drop(copy, chunk);
+    if (layer_.dropout > 0) apply_dropout(copy, chunk);
     return Matrix<const O>::contiguous(copy, chunk.rows(), layer_.sizes.input);
   }
 
@@ -136,7 +136,7 @@ class LayerPass {
   }
 
   // Applies dropout to the input of a chunk, or to the input's gradient.
-  void drop(O* x, const Chunk& chunk) {
+  void apply_dropout(O* x, const Chunk& chunk) {
     const double p = layer_.dropout;
     const DropoutStep<O> step{layer_.sizes.input,   chunk.first_row,         layer_.batch,
                               layer_.zoneout.seed,  layer_.dropout_stream,   layer_.first_step,

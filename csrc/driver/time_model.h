@@ -35,12 +35,12 @@ inline double persistent_us(Pass pass, const Cell& cell, const cuda::PersistentP
     const int gates = pass == Pass::Forward ? 1 : traits(plan.stages[s]).hidden_blocks;
     us += kExchangeUs + kTileUs * gates * plan.depth * plan.tiles;
   }
-  const bool rebuilds_state = pass == Pass::Backward && has_cell_state(cell);
-  return us + (rebuilds_state ? kStateUs * plan.tiles : 0);
+  const bool recomputes_cell_state = pass == Pass::Backward && has_cell_state(cell);
+  return us + (recomputes_cell_state ? kStateUs * plan.tiles : 0);
 }
 inline double launched_us(Pass pass, const Cell& cell) {
-  const bool rebuilds_state = pass == Pass::Backward && has_cell_state(cell);
-  return kLaunchedUs * cell.num_stages + (rebuilds_state ? kLaunchUs : 0);
+  const bool recomputes_cell_state = pass == Pass::Backward && has_cell_state(cell);
+  return kLaunchedUs * cell.num_stages + (recomputes_cell_state ? kLaunchUs : 0);
 }
 inline double step_us(Pass pass, const Problem& problem, const PassPlan& plan) {
   if (problem.gpu == nullptr) return 0;
@@ -68,15 +68,15 @@ inline ChunkWork chunk_work(Pass pass, const Problem& problem, const PassPlan& p
     return blocks * sizes[cell.projections[cell.stages[s].projection].to];
   };
   const int recurrent_stage = fusedrnn::recurrent_stage(cell);
-  const StageTraits of_core = traits(cell.stages[recurrent_stage].kind);
-  const int64_t input_gates = columns_of(of_core.input_blocks, recurrent_stage);
+  const StageTraits of_recurrent = traits(cell.stages[recurrent_stage].kind);
+  const int64_t input_gates = columns_of(of_recurrent.input_blocks, recurrent_stage);
   if (pass == Pass::Forward) {
     add(input_gates, Width::Input);
     work.launches +=
         !plan.is_persistent && has_cell_state(cell);  // a copy of the cell state before the chunk
     return work;
   }
-  const bool is_split = of_core.shared_blocks < of_core.input_blocks;
+  const bool is_split = of_recurrent.shared_blocks < of_recurrent.input_blocks;
   const int64_t parts = is_split ? 2 : 1;                // the shared columns, and the rest
   add(input_gates, Width::Input, parts);                 // gradient of the input's weight
   add(input_gates, Width::Input, parts);                 // gradient of the input

@@ -178,14 +178,16 @@ struct Workspace {
         for (int s = 0; s < recurrent_stage; ++s) factors[s] = planes.hidden_gates[s];
         factor_blocks = 2;  // as many as there are gradients
       } else {
-        const int64_t alone = layer.columns_alone(), of_core = layer.columns(recurrent_stage);
+        const int64_t alone = layer.columns_alone(),
+                      recurrent_columns = layer.columns(recurrent_stage);
         planes.input_gates = take_numbers(layer, alone, &gradient.input_gates, alone, arena);
         planes.hidden_gates[recurrent_stage] =
-            take_numbers(layer, of_core, &gradient.hidden_gates[recurrent_stage], of_core, arena);
+            take_numbers(layer, recurrent_columns, &gradient.hidden_gates[recurrent_stage],
+                         recurrent_columns, arena);
         for (int s = 0; s < recurrent_stage; ++s) {
           // GEMM results are kept where the recurrent stage's results will be, or if they do not
           // fit there, where the stage's factors will be.
-          const bool have_place = layer.columns(s) <= of_core;
+          const bool have_place = layer.columns(s) <= recurrent_columns;
           const bool has_factors = traits(layer.cell.stages[s].kind).has_factors;
           if (!have_place) factor_blocks = 2;
           const int64_t columns = !have_place   ? layer.columns(s)

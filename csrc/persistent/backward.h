@@ -54,7 +54,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
       if (!Units::is_there(tile)) continue;
       const int at = Units::row_of_batch(tile) * width_ + unit();
       if constexpr (kIsLast) block.kept(Block::kDh, tile) = step().dout[at];
-      if constexpr (Stage::kCellState) block.kept(Block::kDcell_state, tile) = step().dcarry[at];
+      if constexpr (Stage::kCellState) block.kept(Block::kDc, tile) = step().dcarry[at];
     }
     if (kLoadsAhead && Units::has_units()) next_ = load(args().steps - 1, 0);
   }
@@ -162,7 +162,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   FUSEDRNN_DEVICE void compute(int t, int tile, const Preloaded& preloaded, float sum) const {
     float dout = sum, dstate = 0;
     if constexpr (kIsLast) dout += block_.kept(Block::kDh, tile);
-    if constexpr (Stage::kCellState) dstate = block_.kept(Block::kDcell_state, tile);
+    if constexpr (Stage::kCellState) dstate = block_.kept(Block::kDc, tile);
     UnitGradients<Stage, float> d{};
     if (preloaded.is_active) {
       if constexpr (Stage::kResult) {
@@ -181,7 +181,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
       block_.kept(Block::kDh, tile) = preloaded.is_active ? dh : dout;
     }
     if constexpr (Stage::kCellState) {
-      block_.kept(Block::kDcell_state, tile) = preloaded.is_active ? d.dinput : dstate;
+      block_.kept(Block::kDc, tile) = preloaded.is_active ? d.dinput : dstate;
     }
     const int64_t no_shift = 0;
     store_backward<Stage>(step(), Units::row_of_chunk(t, tile), no_shift, unit(), PersistentUnit{},
@@ -192,7 +192,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     if (!Units::is_there(tile)) return;
     const int at = Units::row_of_batch(tile) * width_ + unit();
     if constexpr (kIsLast) step().dout[at] = block_.kept(Block::kDh, tile) + sum;
-    if constexpr (Stage::kCellState) step().dcarry[at] = block_.kept(Block::kDcell_state, tile);
+    if constexpr (Stage::kCellState) step().dcarry[at] = block_.kept(Block::kDc, tile);
   }
 
   FUSEDRNN_DEVICE static float apply(float of_result, float of_state, float dout, float dstate) {
@@ -257,9 +257,9 @@ struct BackwardStages {
     BackwardUnits<Stage, kIndex, kStages, T>(block).load_biases();
     decltype(before)::load_biases(block);
   }
-  FUSEDRNN_DEVICE static void rebuild_states(BackwardBlock<T>& block) {
+  FUSEDRNN_DEVICE static void recompute_cell_states(BackwardBlock<T>& block) {
     if constexpr (Stage::kCellState) CellStateUnits<Stage, kIndex, kStages, T>(block).run();
-    decltype(before)::rebuild_states(block);
+    decltype(before)::recompute_cell_states(block);
   }
   FUSEDRNN_DEVICE void run(int t) {
     stage.run(t);
@@ -270,7 +270,7 @@ template <class T, int kDepth, class... Stages>
 struct BackwardStages<T, kDepth, -1, Stages...> {
   FUSEDRNN_DEVICE BackwardStages(BackwardBlock<T>&) {}
   FUSEDRNN_DEVICE static void load_biases(BackwardBlock<T>&) {}
-  FUSEDRNN_DEVICE static void rebuild_states(BackwardBlock<T>&) {}
+  FUSEDRNN_DEVICE static void recompute_cell_states(BackwardBlock<T>&) {}
   FUSEDRNN_DEVICE void run(int) {}
 };
 
@@ -284,7 +284,7 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
   BackwardBlock<T> block(args, shared);
   All::load_biases(block);
   sync_block();
-  All::rebuild_states(block);
+  All::recompute_cell_states(block);
   All stages(block);
   sync_block();  // weights were transposed in the memory that is going to hold sums
   for (int t = args.steps - 1; t >= -1; --t) stages.run(t);

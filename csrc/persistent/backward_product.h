@@ -11,7 +11,7 @@ template <class T>
 struct BackwardBlock : SharedMemory<PersistentBackward<T>, kBackwardSumFloats> {
   using Base = SharedMemory<PersistentBackward<T>, kBackwardSumFloats>;
   using Base::Base;
-  enum Array { kDh, kDcell_state };
+  enum Array { kDh, kDc };
 
   // Where stage s sends one GEMM block of a row in step i, counted backwards.
   FUSEDRNN_DEVICE Packet* sent(int s, int i, int row, int gates, int gate, int packets) const {

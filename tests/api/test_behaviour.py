@@ -129,8 +129,8 @@ def test_saves_its_arguments_and_the_output_and_little_else(cell, bidirectional)
     assert [t.nbytes for t in saved_storages(case, arguments)] == states
     columns = 4 * case.hidden_size + 2 * case.latent_size * (cell == "stochastic_gru")
     pre_activations = directions * case.seq_len * case.batch * columns * 4
-    kept = saved_storages(case, arguments, recompute=False)
-    assert sorted(t.nbytes for t in kept) == sorted([pre_activations, *states])
+    saved = saved_storages(case, arguments, recompute=False)
+    assert sorted(t.nbytes for t in saved) == sorted([pre_activations, *states])
 
 
 def test_nothing_is_kept_without_gradients(cell):

@@ -139,7 +139,7 @@ def test_the_model():
 
 
 @pytest.mark.parametrize(
-    ("cell", "rate", "dtype", "rows", "rebuilt"),
+    ("cell", "rate", "dtype", "rows", "recomputed"),
     [  # the rates of an H100, and rows of weights in units of the width
         ("gru", 989.4, BF16, 6, 6),
         ("lstm", 989.4, torch.float16, 8, 8),
@@ -147,7 +147,7 @@ def test_the_model():
         ("gru", 66.9, torch.float64, 6, 6),
     ],
 )
-def test_the_model_of_both_passes(cell, rate, dtype, rows, rebuilt):
+def test_the_model_of_both_passes(cell, rate, dtype, rows, recomputed):
     """Steps; GEMMs over all rows of a chunk; and what each chunk costs besides."""
     seq_len, batch, size, chunks = 1024, 64, 512, 32
     made = plan(cell, batch, size, dtype=dtype, chunk_size=seq_len // chunks)
@@ -174,10 +174,10 @@ def test_the_model_of_both_passes(cell, rate, dtype, rows, rebuilt):
     parts = 1 if is_lstm else 2
     launches = 2 + (stages - 1) + is_persistent + (parts == 2 and is_persistent)
     leaves = chunks_us(rows + side, 2 * parts + stages, launches, is_persistent)
-    kept = seq_len * backward_us + leaves
-    assert made.backward.modelled_us_without_recompute == pytest.approx(kept)
-    rebuild = chunks_us(rebuilt, parts + stages)
-    assert made.backward.modelled_us == pytest.approx(kept + rebuild)
+    saved = seq_len * backward_us + leaves
+    assert made.backward.modelled_us_without_recompute == pytest.approx(saved)
+    recompute = chunks_us(recomputed, parts + stages)
+    assert made.backward.modelled_us == pytest.approx(saved + recompute)
 
 
 def test_the_model_of_the_host():
@@ -218,8 +218,8 @@ def test_saved_bytes(cell, dtype, sum_bytes):
     made = plan(cell, 16, 256, "cpu", dtype=dtype, chunk_size=100)
     states = 11 * 16 * 256 * sum_bytes if cell == "lstm" else 0
     assert made.memory.saved_bytes == states
-    kept = 1024 * 16 * (6 if cell == "stochastic_gru" else 4) * 256 * sum_bytes
-    assert made.memory.saved_bytes_without_recompute == states + kept
+    saved = 1024 * 16 * (6 if cell == "stochastic_gru" else 4) * 256 * sum_bytes
+    assert made.memory.saved_bytes_without_recompute == states + saved
 
 
 def test_chunks_of_the_cpu_have_256_rows():

@@ -338,12 +338,12 @@ def test_gemm_rate_against_a_count_by_hand() -> None:
     forward, gradients, chain = 3 + 2 + 3, 3 + 2 + 3, 3 + 2
     counts = {
         cases.LOOP: forward + gradients + chain,
-        cases.KEPT: forward + gradients + chain,
+        cases.SAVED: forward + gradients + chain,
         cases.OURS: forward + forward + gradients + chain,
         cases.LSTM: (4 + 4) + (4 + 4) + 4,
         cases.GRU: (3 + 3) + (3 + 3) + 3,
-        cases.KEPT_LSTM: (4 + 4) + (4 + 4) + 4,
-        cases.KEPT_GRU: (3 + 3) + (3 + 3) + 3,
+        cases.SAVED_LSTM: (4 + 4) + (4 + 4) + 4,
+        cases.SAVED_GRU: (3 + 3) + (3 + 3) + 3,
         cases.OUR_LSTM: (4 + 4) + (4 + 4) + (4 + 4) + 4,
         cases.OUR_GRU: (3 + 3) + (3 + 3) + (3 + 3) + 3,
     }
@@ -362,7 +362,7 @@ def test_every_contender_stands_in_one_table_with_what_it_is_compared_with() -> 
     beside = cases.BESIDE.values()
     assert {*cases.DROP_INS, *cases.DROP_INS.values(), *beside} == set(drop_ins.names)
     (other,) = drop_ins.over.values()
-    assert other(cases.KEPT_GRU) == other(cases.GRU) == other(cases.GRU_BESIDE) == cases.GRU
+    assert other(cases.SAVED_GRU) == other(cases.GRU) == other(cases.GRU_BESIDE) == cases.GRU
 
 
 @pytest.mark.parametrize("name", [cases.CHECKPOINTED, cases.OFFLOADED])

@@ -21,7 +21,7 @@ FORWARD, BACKWARD = fit.Costs(20.0, 9.0, 1.5), fit.Costs(40.0, 100.0, 4.0)
 ENQUEUEING = fit.Costs(30.0, 26.0, 0.0)
 # As if each configuration had this time for a step of forward.
 STEP_US = {fit.STEPWISE: 7.0, fit.ONE_TILE: 0.9, fit.SEVERAL_TILES: 1.7}
-STEP_US |= {fit.KEPT: 0.9, fit.HAS_STATE: 0.9}
+STEP_US |= {fit.SAVED: 0.9, fit.HAS_STATE: 0.9}
 
 
 def time_us(costs: fit.Costs, place: fit.Place) -> float:

@@ -78,7 +78,7 @@ def test_gpu_benchmark_has_all_rows(on_cpu: OnCpu) -> None:
 
 
 def test_gpu_benchmark_goes_on_after_a_failure(on_cpu: OnCpu) -> None:
-    on_cpu.failing = {LOOP: "out of memory\nsecond line", cases.KEPT: "broken"}
+    on_cpu.failing = {LOOP: "out of memory\nsecond line", cases.SAVED: "broken"}
     for benchmark in (memory, speed):
         result = benchmark.run_on_cuda(on_cpu.run())
         (case,) = load(on_cpu.out, result.name)["cases"]
@@ -89,7 +89,7 @@ def test_gpu_benchmark_goes_on_after_a_failure(on_cpu: OnCpu) -> None:
         assert not any(LOOP in target.what.split(" / ") for target in result.targets)
         # What others cannot do is a result; what we cannot do is wrong.
         where = f"{cases.CUDA_QUICK}, float32"
-        assert result.failures == [f"{cases.KEPT} failed at {where}: RuntimeError: broken"]
+        assert result.failures == [f"{cases.SAVED} failed at {where}: RuntimeError: broken"]
 
 
 def test_gpu_benchmark_says_what_time_did_not_reach(on_cpu: OnCpu) -> None:
@@ -128,7 +128,7 @@ def test_groups_of_contenders_are_measured_apart(on_cpu: OnCpu) -> None:
     together = [name for group in cases.ON_CUDA_TOGETHER for name in group]
     assert len(set(together)) == len(together)
     assert set(together) == set(cases.ON_CUDA)
-    assert not {*cases.PERSISTENT, cases.KEPT, cases.CAPTURED} & set(cases.ON_CUDA_TOGETHER[0])
+    assert not {*cases.PERSISTENT, cases.SAVED, cases.CAPTURED} & set(cases.ON_CUDA_TOGETHER[0])
 
 
 def test_memory_is_to_be_a_half_of_nn_lstm_s_or_a_quarter_of_much() -> None:

@@ -154,12 +154,12 @@ def test_only_what_is_returned_or_kept_grows_with_the_sequence(emulator, dtype, 
         forward = allocations(lambda a=arguments, c=case, o=calls: o.append(forward_of(a, c)))
         backward = allocations(lambda a=arguments, o=calls: o[0].backward(a.grad_output))
         grown = arguments.input.nbytes, calls[0].nbytes
-        kept = case.seq_len * case.batch * (4 * case.hidden_size + 2 * case.latent_size)
-        kept *= torch.promote_types(dtype, torch.float32).itemsize
-        sizes.append((forward, backward, (*grown, kept)))
-    (forward, backward, (input, output, kept)), (*long, _) = sizes
+        saved = case.seq_len * case.batch * (4 * case.hidden_size + 2 * case.latent_size)
+        saved *= torch.promote_types(dtype, torch.float32).itemsize
+        sizes.append((forward, backward, (*grown, saved)))
+    (forward, backward, (input, output, saved)), (*long, _) = sizes
     grows = [small for small, large in zip(forward, long[0], strict=True) if small != large]
-    assert sorted(grows) == sorted([output] if recompute else [output, kept])
+    assert sorted(grows) == sorted([output] if recompute else [output, saved])
     grows = [small for small, large in zip(backward, long[1], strict=True) if small != large]
     assert grows == [input]
 

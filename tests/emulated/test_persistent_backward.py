@@ -1,4 +1,4 @@
-"""The persistent kernels of the adjoint chain, thread by thread on the CPU, under the driver.
+"""The persistent kernels of the backward_data, thread by thread on the CPU, under the driver.
 
 What that cannot show, see emulator/fibers.h, a GPU has to.
 """
@@ -33,7 +33,7 @@ CASES += [replace(shape, **cell) for cell in IN_PLACE for shape in (SHAPES[2], S
 CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
 
 # Through TF32. What forward has rounded is kept, since the products of the emulation that would
-# rebuild it round nothing.
+# recompute it do not round.
 FLOAT_LONG = replace(FLOAT, seq_len=17, batch=3, chunk_size=4, bidirectional=True)
 FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in (*FLOAT_SHAPES, FLOAT_LONG)]
 FLOAT_CASES += [

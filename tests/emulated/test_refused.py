@@ -31,7 +31,15 @@ CASES = [
     replace(BASE, cell="lstm", proj_size=5, num_layers=2),
     replace(BASE, cell="stochastic_gru", bidirectional=True),
 ]
-COUNTS = ("launches", "replays", "forwards", "adjoints", "splits", "error_is_pending", "presets")
+COUNTS = (
+    "launches",
+    "replays",
+    "forward_kernels",
+    "backward_kernels",
+    "splits",
+    "error_is_pending",
+    "presets",
+)
 
 
 @pytest.fixture
@@ -61,9 +69,11 @@ def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(call, case):
     expected = call(results, case, multiprocessors=0)
     assert_same(call(lambda: results(case, backend="stepwise")), expected)
     exact = truth(case.same_for_torch(), "cpu")
-    for refused, other in ((FORWARD, "adjoints"), (BACKWARD, "forwards")):
+    for refused, other in ((FORWARD, "backward_kernels"), (BACKWARD, "forward_kernels")):
         ours = call(results, case, refused_kernel=refused)
-        assert call.counts["forwards" if refused == FORWARD else "adjoints"] == 1, "tried again"
+        assert call.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1, (
+            "tried again"
+        )
         assert call.counts[other] > 1
         assert not call.counts["error_is_pending"]
         assert_no_worse(ours, expected, exact)
@@ -76,10 +86,10 @@ def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(call, case):
     grid = 4  # two tiles of rows, and two blocks for 17 units
     for blocks_at_once in (0, grid - 1):
         ours = call(results, case, blocks_at_once=blocks_at_once)
-        assert call.counts["forwards"] == call.counts["adjoints"] == 0
+        assert call.counts["forward_kernels"] == call.counts["backward_kernels"] == 0
         assert_same(ours, expected)
     call(results, case, blocks_at_once=grid)
-    assert call.counts["forwards"] > 0 and call.counts["adjoints"] > 0
+    assert call.counts["forward_kernels"] > 0 and call.counts["backward_kernels"] > 0
 
 
 @pytest.mark.parametrize("refused", [{"refused_kernel": FORWARD}, {"blocks_at_once": 3}], ids=str)
@@ -292,7 +302,7 @@ def test_calls_leave_them_free_too(call, free):
     for count in (1, 128, 10**6):
         free(count)
         assert_same(call(results, case), expected)
-        assert call.counts["forwards"] > 0
+        assert call.counts["forward_kernels"] > 0
 
 
 @pytest.mark.parametrize(

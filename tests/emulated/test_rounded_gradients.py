@@ -141,9 +141,9 @@ def test_rounded_preactivations_would_cost_accuracy(monkeypatch, name, dtype):
             )
         )
         operators.control(False, "")
-        kept, rounded = (
+        unrounded, rounded = (
             [float((a - b).norm()) for a, b in zip(r, truth, strict=True)] for r in found
         )
-        growth[label] = max(b / a for a, b in zip(kept, rounded, strict=True))
+        growth[label] = max(b / a for a, b in zip(unrounded, rounded, strict=True))
     print(f"\n{name}, {dtype}: " + ", ".join(f"{k}: {v:.2f}" for k, v in growth.items()))
     assert growth["gates + 8"] > 1.1 and growth["input x 10"] > 1.1

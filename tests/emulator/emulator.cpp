@@ -44,9 +44,10 @@ struct CUstream_st {
 namespace fusedrnn {
 namespace {
 
-bool backwards = false;                                         // in which order threads run
-std::string failing_kernel;                                     // refuses to be launched
-int64_t launches = 0, replays = 0, forwards = 0, adjoints = 0;  // the last two: persistent
+bool backwards = false;      // in which order threads run
+std::string failing_kernel;  // refuses to be launched
+int64_t launches = 0, replays = 0, forward_kernels = 0,
+        backward_kernels = 0;  // the last two: persistent
 int64_t splits = 0;
 int64_t presets = 0;        // of memory, before persistent kernels
 int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
@@ -232,12 +233,12 @@ void control(bool run_backwards, std::string kernel, int64_t multiprocessors, in
   spin_limit = uint32_t(spins);
   rounds_sums = round_sums;
   failing_kernel = kernel;
-  launches = replays = forwards = adjoints = splits = presets = 0;
+  launches = replays = forward_kernels = backward_kernels = splits = presets = 0;
   streams_order = order;
   missing_wait = no_wait;
 }
 std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t> counts() {
-  return {launches, replays, forwards, adjoints, splits, error_is_pending, presets};
+  return {launches, replays, forward_kernels, backward_kernels, splits, error_is_pending, presets};
 }
 
 }  // namespace
@@ -290,7 +291,7 @@ Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& pl
 template <class T>
 Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T> args,
                                  void* workspace, Stream stream) {
-  ++forwards;
+  ++forward_kernels;
   return launch_persistent("persistent_forward", forward_bug, plan, args, workspace, stream,
                            [](auto stages, auto depth, const auto& a) {
                              persistent_forward<T, decltype(depth)::value>(
@@ -300,7 +301,7 @@ Launch launch_persistent_forward(const PersistentPlan& plan, PersistentForward<T
 template <class T>
 Launch launch_persistent_backward(const PersistentPlan& plan, PersistentBackward<T> args,
                                   void* workspace, Stream stream) {
-  ++adjoints;
+  ++backward_kernels;
   return launch_persistent("persistent_backward", backward_bug, plan, args, workspace, stream,
                            [](auto stages, auto depth, const auto& a) {
                              persistent_backward<T, decltype(depth)::value>(

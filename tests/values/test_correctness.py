@@ -204,11 +204,11 @@ def test_recompute_gives_the_same(device, options, dtype):
     case = Case(seq_len=20, batch=7, hidden_size=33, latent_size=20, chunk_size=6, dtype=dtype)
     case = replace(case, **options)
     arguments = case.tensors(device).to(dtype)
-    kept, rebuilt = (
+    saved, recomputed = (
         arguments.results(fusedrnn, **replace(case, recompute=r).options) for r in (False, True)
     )
     accuracy = 10 * torch.finfo(dtype).eps
-    errors = relative_errors(kept, {name: t.double() for name, t in rebuilt.items()})
+    errors = relative_errors(saved, {name: t.double() for name, t in recomputed.items()})
     assert max(errors.values()) < accuracy, errors
 
 
