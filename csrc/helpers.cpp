@@ -1,5 +1,5 @@
-// What Python asks of C++ without tensors: the layout of the flat weight buffer, plans, and that
-// operators are ended by signals.
+// The functions that Python calls without tensors: the layout of the flat weight buffer, plans, and
+// the interruption of operators by signals.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/syscall.h>
@@ -25,7 +25,7 @@ static const fusedrnn::Cell& cell_named(const std::string& name) {
   return *cell;
 }
 
-// Calls f with a number of the dtype.
+// Calls f with a number of the C++ type for `dtype`.
 template <class F>
 static auto dispatch_dtype(const std::string& dtype, const F& f) {
   if (dtype == "float32") return f(float{});
@@ -35,13 +35,13 @@ static auto dispatch_dtype(const std::string& dtype, const F& f) {
   throw py::value_error("fusedrnn: there is no " + dtype);
 }
 
-// Name, compute capability, multiprocessors, bytes of shared memory of a block; its index, and
-// where its driver can be asked (MostBlocks), or 0.
+// Name, compute capability, multiprocessors, bytes of shared memory of a block; and for a GPU in
+// this machine its index and the address of its MostBlocks, otherwise 0.
 using GpuFacts = std::tuple<std::string, int, int, int64_t, int, uintptr_t>;
 using Strides = std::vector<std::vector<int64_t>>;
 
-// The plan of one layer and direction.  gpu: none for the CPU.  strides: of all weights of all
-// directions; none if they are contiguous.
+// The plan of one layer and direction.  gpu_facts: none for the CPU.  strides: of all weights of
+// all directions; none if the weights are contiguous.
 static py::dict plan(const std::string& name, bool noise, int64_t input_size, int64_t hidden_size,
                      int64_t latent_size, int64_t output_size, bool bias, int64_t seq_len,
                      int64_t batch, const std::string& dtype, int64_t chunk_size,
@@ -125,8 +125,8 @@ static py::dict plan(const std::string& name, bool noise, int64_t input_size, in
   });
 }
 
-// What a pass of a cell does for a chunk, all gradients wanted: its GEMMs, launches of what is
-// neither a GEMM nor a persistent kernel, and all that the CPU enqueues.
+// Counts what a pass of a cell does once per chunk if all gradients are wanted: GEMMs, launches
+// other than GEMMs and persistent kernels, and everything that the CPU enqueues.
 static py::dict chunk_counts(const std::string& name, bool is_backward, bool is_persistent,
                              int64_t element_bytes, int64_t steps, bool recompute) {
   using namespace fusedrnn;
@@ -144,11 +144,11 @@ static py::dict chunk_counts(const std::string& name, bool is_backward, bool is_
   return result;
 }
 
-// What a signal's handler has raised within an operator, until the operator has ended: of Python's
-// main thread, the only one that handles signals, and none of others' business.
+// The exception that a signal's handler raised during an operator, until the operator has ended.
+// Only Python's main thread handles signals, so the variable is of that thread alone.
 static thread_local std::unique_ptr<py::error_already_set> interruption;
-// Calls that would raise it.  Of others, as of compiled graphs, an operator may not be ended: they
-// would end with another error.
+// The number of active calls that can raise it.  An operator in another call, as of a compiled
+// graph, must not be ended: its error would be a different one.
 static thread_local int interruptible_calls = 0;
 
 static bool handle_signals() {
@@ -172,7 +172,7 @@ static py::object call_interruptibly(const py::object& function, const py::args&
   const Count count;
   try {
     const py::object result = function(*arguments, **keywords);
-    if (interruption != nullptr) raise();  // somebody in between has caught the error
+    if (interruption != nullptr) raise();  // the error was caught on the way
     return result;
   } catch (const py::error_already_set&) {
     if (interruption != nullptr) raise();
@@ -180,8 +180,8 @@ static py::object call_interruptibly(const py::object& function, const py::args&
   }
 }
 
-// What Python knows of a cell.  `weights`: in the order in which a call takes them, the name of
-// each and the size that the number of its columns is.
+// The facts of a cell for Python.  `weights`: in the order of a call's arguments, the name of each
+// weight and which size gives its number of columns.
 static py::dict facts_of(const fusedrnn::Cell& cell) {
   const auto name_of = [](fusedrnn::Width width) {
     switch (width) {
@@ -214,10 +214,11 @@ PYBIND11_MODULE(_helpers, m) {
         py::arg("seq_len"), py::arg("batch"), py::arg("dtype"), py::arg("chunk_size"),
         py::arg("workspace_bytes"), py::arg("backend"), py::arg("tuning"), py::arg("gpu"),
         py::arg("strides") = Strides{},
-        "The plan of one layer and direction, by name of its fields.");
+        "The plan of one layer and direction, as a dict of its fields.");
   m.def("chunk_counts", &chunk_counts, py::kw_only(), py::arg("cell"), py::arg("backward"),
         py::arg("persistent"), py::arg("element_bytes"), py::arg("steps"), py::arg("recompute"),
-        "How many of what MODEL_US has by name a chunk of so many steps takes, besides its steps.");
+        "How often a chunk takes each of the items 'gemm', 'launch' and 'host' of MODEL_US, apart "
+        "from its steps.");
   m.def(
       "known_gpus",
       [] {
@@ -228,9 +229,8 @@ PYBIND11_MODULE(_helpers, m) {
         }
         return gpus;
       },
-      "Facts of GPUs by name: name, compute capability, multiprocessors, bytes of shared memory "
-      "of a block; the index of one that is there, and the address of what its driver is asked "
-      "by, or 0.");
+      "Properties of GPUs by name: name, compute capability, multiprocessors, bytes of shared "
+      "memory of a block; and zeros for the device's index and the address that asks its driver.");
   m.def(
       "layer_layout",
       [](const std::string& cell, int64_t input_size, int64_t hidden_size, int64_t latent_size,
@@ -266,7 +266,7 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and row of the batch that recompute=False saves for backward.");
-  // The operators take an index into each of these.
+  // Operators take indices into these two.
   py::dict cells;
   py::list backends;
   for (const fusedrnn::Cell& cell : fusedrnn::kCells) cells[cell.name] = facts_of(cell);
@@ -282,20 +282,20 @@ PYBIND11_MODULE(_helpers, m) {
   model["launch"] = fusedrnn::kLaunchUs;
   model["kernel"] = fusedrnn::kKernelUs;
   model["host"] = fusedrnn::kHostUs;
-  m.attr("MODEL_US") = model;  // microseconds that plans reckon with
+  m.attr("MODEL_US") = model;  // the model's microseconds (driver/time_model.h)
   py::dict tuning;
   tuning["replay"] = fusedrnn::Tuning::kReplay;
   tuning["by_flags"] = fusedrnn::Tuning::kByFlags;
   tuning["overlap"] = fusedrnn::Tuning::kOverlap;
   tuning["tf32"] = fusedrnn::Tuning::kTf32;
   tuning["free_multiprocessors"] = int64_t(1) << fusedrnn::Tuning::kFreeShift;
-  m.attr("TUNING") = tuning;  // what each counts in the number that operators take
+  m.attr("TUNING") = tuning;  // the value of each setting in the number that operators take
   m.attr("MOST_ROWS") = fusedrnn::kMostRows;
   m.attr("MOST_LAYERS") = fusedrnn::kMostLayers;
   m.def(
       "signal_check", [] { return reinterpret_cast<uintptr_t>(&handle_signals); },
-      "Address of what an operator calls to have signals handled.");
+      "Address of the function that an operator calls to have signals handled.");
   m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
-        "function(*arguments, **keywords), which raises what a signal's handler has raised "
+        "Calls function(*arguments, **keywords), and raises what a signal's handler has raised "
         "meanwhile.");
 }

@@ -1,5 +1,5 @@
-// Arithmetic on denormal numbers is slow on most processors, and the adjoints of a saturated
-// cell decay through them.
+// Arithmetic on denormal numbers is slow on most processors, and the gradients of a saturated cell
+// decay through them.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace fusedrnn::cpu {
 
-// While it lives, the thread's mode is another one.
+// Sets the thread's mode for denormals, and restores the previous mode when it is destroyed.
 class Denormals {
  public:
   explicit Denormals(bool flushed) : mode_(get()) {

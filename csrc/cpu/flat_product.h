@@ -1,21 +1,22 @@
-// Products of few rows by the transpose of a weight, which is read once, as it lies: to prepare it
-// for more than that takes longer than the product itself.
+// Products of few rows with the transpose of a weight.  The weight is read once, in place: to
+// rearrange it, as for more rows, would take longer than the product itself.
 #pragma once
 #include "step.h"
 #include "vector.h"
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
-// The elements of rows of out and a lie side by side in memory, and those of columns of b.
+// Rows of out and a, and columns of b, are contiguous.
 template <class A>
 struct FlatProduct {
-  // Columns [first, last) of out (+)= a b.  An element's bits depend on its own row of a and column
-  // of b alone.
+  // Columns [first, last) of out (+)= a b.  An element's bits depend only on its own row of a and
+  // column of b.
   static void columns(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                       bool accumulate, int64_t first, int64_t last) {
     for (int64_t c = first; c < last; c += kGroup) {
       const int64_t count = least(kGroup, last - c);
-      const A* column[kGroup];  // beyond the last one: that again, whose results nobody reads
+      const A* column[kGroup];  // the last one is repeated to fill the group; the extra results are
+                                // dropped
       for (int64_t j = 0; j < kGroup; ++j) {
         column[j] = b.data + (c + least(j, count - 1)) * b.column_stride;
       }
@@ -28,13 +29,13 @@ struct FlatProduct {
   }
 
  private:
-  static constexpr int64_t kTerms = 64;  // that are added up one after another
-  static constexpr int kGroup = 4;       // columns whose dot products are made at once
+  static constexpr int64_t kTerms = 64;  // the most that are added one after another
+  static constexpr int kGroup = 4;       // columns whose dot products are computed together
   static constexpr int64_t kBytes = 4 * kLanes, kLeastBytes = kGroup * sizeof(A);
   typedef A Vector __attribute__((vector_size(kBytes > kLeastBytes ? kBytes : kLeastBytes)));
   typedef A Group __attribute__((vector_size(kLeastBytes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
-  // What fits into the registers of the instruction set.
+  // The number of rows for which the instruction set has registers.
   static constexpr int kRows = kLanes == 16 ? 4 : 2;
 
   FUSEDRNN_HD static Vector load_all(const A* p) {
@@ -52,7 +53,7 @@ struct FlatProduct {
     }
   }
 
-  // At most kCount rows.
+  // Dot products of at most kCount rows.
   template <int kCount>
   FUSEDRNN_HD static void dots(const Matrix<A>& out, const Matrix<const A>& a,
                                const A* const (&column)[kGroup], bool accumulate) {
@@ -93,7 +94,7 @@ struct FlatProduct {
     }
   }
 
-  // The sum of the elements of each vector.
+  // The sums of the elements of each vector.
   FUSEDRNN_HD static Group sums_of(const Vector (&v)[kGroup]) {
     constexpr std::make_integer_sequence<int, int(kWidth)> kAll;
     const Vector first = interleave<1, 0>(v[0], v[1], kAll) + interleave<1, 1>(v[0], v[1], kAll);
@@ -108,7 +109,7 @@ struct FlatProduct {
     return part[0];
   }
 
-  // To a part of a row.
+  // Stores values to a part of a row.
   FUSEDRNN_HD static void store(const Matrix<A>& out, Group values, bool accumulate) {
     if (out.columns == kGroup) {
       if (accumulate) {

@@ -1,4 +1,4 @@
-// What the CPU backend asks of the workspace: types and sizes.
+// The CPU backend's types and its part of the workspace.
 #pragma once
 #include "../base/arena.h"
 #include "../base/scalar.h"
@@ -9,7 +9,7 @@ template <class Element>
 struct Memory {
   using T = Element;
   using A = Acc<T>;
-  // 16-bit types are widened before its GEMMs, so that they accumulate and return float.
+  // 16-bit types are widened before GEMMs, which accumulate and return float.
   using O = A;
   static constexpr bool kReplays = false, kGemmRounds = false;
   static constexpr bool kPersistent = false;

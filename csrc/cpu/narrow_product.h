@@ -1,7 +1,7 @@
-// Products whose results have few columns, and by transposition those that have few rows.  A
-// library's GEMM may add up the terms of such a product one after another (MKL does, for fewer than
-// 12 columns or 4 rows), and onto a sum that is there already, so its rounding error grows with the
-// square root of their number: in gradients of weights, all rows of a chunk.
+// Products whose results have few columns, or transposed, few rows.  A library's GEMM may add the
+// terms of such a product one after another (MKL does for fewer than 12 columns or 4 rows), onto a
+// sum that exists already.  Its rounding error then grows with the square root of their number,
+// which in gradients of weights is the number of rows of a chunk.
 #pragma once
 #include "step.h"
 #include "vector.h"
@@ -12,10 +12,10 @@ template <class A>
 struct NarrowProduct {
   typedef A Vector __attribute__((vector_size(4 * kLanes)));
   static constexpr int64_t kRows = sizeof(Vector) / sizeof(A);
-  static constexpr int64_t kTerms = 32;  // that are added up one after another
-  static constexpr int64_t kGroup = 4;   // columns whose sums are made at once, in registers
+  static constexpr int64_t kTerms = 32;  // the most that are added one after another
+  static constexpr int64_t kGroup = 4;   // columns whose sums are computed together, in registers
 
-  // RowView [first, last) of out (+)= a b.  An element's bits do not depend on the range it is in.
+  // Rows [first, last) of out (+)= a b.  An element's bits do not depend on that range.
   static void rows(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                    bool accumulate, int64_t first, int64_t last) {
     const bool streams = a.row_stride == 1 && b.columns < kTall;
@@ -35,8 +35,8 @@ struct NarrowProduct {
  private:
   static constexpr int64_t kStrip = 512;
 
-  // At most kColumns columns, and rows that lie side by side in a: these may be those of a weight,
-  // more than a cache holds, so they are read from start to end, some of them at a time.
+  // For at most kColumns columns, and contiguous columns of a.  a may be a weight, larger than a
+  // cache, so it is read from start to end, a few terms at a time.
   template <int kColumns>
   FUSEDRNN_HD static void stream(const Matrix<A>& out, const Matrix<const A>& a,
                                  const Matrix<const A>& b, bool accumulate) {
@@ -58,7 +58,7 @@ struct NarrowProduct {
     for (int c = 0; c < kColumns; ++c) store(out, c, sum[c], accumulate);
   }
 
-  // Terms k, k + 1, ... of each sum, in this order.
+  // Adds terms k, k + 1, ... to each sum, in this order.
   template <int kColumns, int kCount>
   FUSEDRNN_HD static void add_terms(const Matrix<const A>& a, const Matrix<const A>& b, int64_t k,
                                     A (&part)[kColumns][kStrip]) {
@@ -79,7 +79,7 @@ struct NarrowProduct {
     }
   }
 
-  // A product of at most kRows rows.
+  // For at most kRows rows.
   FUSEDRNN_HD static void in_registers(const Matrix<A>& out, const Matrix<const A>& a,
                                        const Matrix<const A>& b, bool accumulate) {
     A copied[kTerms * kRows];
@@ -109,8 +109,8 @@ struct NarrowProduct {
     }
   }
 
-  // Columns of a strip as whole vectors, one after another.  Where it has fewer rows, the last one
-  // stands in the other lanes, whose sums nobody reads.
+  // Copies the columns of a strip as whole vectors.  If the strip has fewer rows, its last row is
+  // repeated in the other lanes, whose sums are dropped.
   FUSEDRNN_HD static void copy(const Matrix<const A>& terms, A* to) {
     const A* row[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
@@ -131,7 +131,7 @@ struct NarrowProduct {
     }
   }
 
-  // At most kColumns columns.
+  // For at most kColumns columns.
   template <int kColumns>
   FUSEDRNN_HD static void add_columns(const A* terms, int64_t stride,
                                       const Matrix<const A>& factors, Vector* sum) {

@@ -1,6 +1,6 @@
-// Products of any size.  A panel, some columns of the second operand, is copied to where its rows
-// lie side by side, unless they do so anyway and are not read often; then a few of its vectors at a
-// time sync a few rows of the first operand in registers.
+// Products of any size.  A panel, some columns of the second operand, is copied so that its rows
+// are contiguous, unless they already are and are not read often.  Then a few vectors of the panel
+// at a time are multiplied with a few rows of the first operand, in registers.
 #pragma once
 #include "step.h"
 #include "vector.h"
@@ -9,9 +9,8 @@ namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
 template <class A>
 struct PanelProduct {
-  // out (+)= a b, of at most kTileRows rows, where neighbours in rows of out are neighbours in
-  // memory, and so are those in rows or columns of a and of b.  An element's bits depend on its own
-  // row of a and column of b alone.
+  // out (+)= a b, for at most kTileRows rows.  Rows of out are contiguous, and so are the rows or
+  // the columns of a and of b.  An element's bits depend only on its own row of a and column of b.
   static void all(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                   bool accumulate) {
     alignas(64) A panel_copy[kTerms * kColumns];
@@ -32,17 +31,20 @@ struct PanelProduct {
  private:
   typedef A Vector __attribute__((vector_size(4 * kLanes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
-  static constexpr int kVectors = 4;  // of a panel
+  static constexpr int kVectors = 4;  // of a row of a panel
   static constexpr int64_t kColumns = kVectors * kWidth;
-  static constexpr int64_t kTerms = 128;  // that are added up one after another
+  static constexpr int64_t kTerms = 128;  // the most that are added one after another
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFar = 4096 / sizeof(A);
-  // Sums that fit into the registers of the instruction set, beside factors of two vectors.
+  // The number of sums for which the instruction set has registers, in addition to two vectors of
+  // factors.
   static constexpr int kSums = kLanes == 16 ? 16 : kLanes == 8 ? 12 : 8, kRows = kSums / 2;
-  // Of one strip, kRows rows: not a multiple of what maps to the same lines of a cache.
+  // The size of one strip of kRows rows.  It is no multiple of a power of two that would map strips
+  // to the same lines of a cache.
   static constexpr int64_t kStripSize = kTerms * kRows + kWidth;
-  // Strips that are copied at once: of columns that are far apart, more than a line of the cache,
-  // and all within what the stack of a small thread has room for, beside a panel.
+  // The number of strips that are copied together.  The columns they come from are far apart, so
+  // together they take more than a cache line of each; and they fit, with a panel, on a small
+  // thread's stack.
   static constexpr int64_t kStrips = 16 / sizeof(A);
 
   FUSEDRNN_HD static Vector load_whole(const A* p) {
@@ -50,7 +52,7 @@ struct PanelProduct {
     memcpy(&x, p, sizeof x);
     return x;
   }
-  // The first n elements, or all.
+  // Loads the first n elements, at most a whole vector.
   FUSEDRNN_HD static Vector load_first(const A* p, int64_t n) {
     if (n >= kWidth) return load_whole(p);
     if constexpr (std::is_same_v<Vector, VecF>) {
@@ -71,7 +73,8 @@ struct PanelProduct {
     }
   }
 
-  // A block of a panel in rows of whole vectors.  What stands beyond its columns has no result.
+  // Copies a block of a panel to rows of whole vectors.  Elements beyond its columns are
+  // unspecified and do not reach a result.
   static Matrix<const A> copied(const Matrix<const A>& b, A* to) {
     const int64_t columns = (b.columns + kWidth - 1) / kWidth * kWidth;
     for (int64_t c = 0; c < b.columns; c += kWidth) {
@@ -96,8 +99,8 @@ struct PanelProduct {
     return Matrix<const A>::contiguous(to, b.rows, columns);
   }
 
-  // Of the blocks of kStep by kStep elements, and then of larger ones, those beside the diagonal
-  // change places.
+  // Transposes by swapping the off-diagonal blocks of kStep by kStep elements in each block of
+  // twice that size, then the same with larger blocks.
   template <int kStep>
   FUSEDRNN_HD static void transpose(Vector (&v)[kWidth]) {
     if constexpr (kStep < kWidth) {
@@ -118,7 +121,8 @@ struct PanelProduct {
         upper, lower, ((I & kStep) == 0 ? I + kHalf * kStep : I + kWidth - (1 - kHalf) * kStep)...);
   }
 
-  // RowView whose numbers lie each in a page of its own, as strips of kRows rows, column by column.
+  // Copies rows whose elements each lie in another page of memory, as strips of kRows rows, column
+  // by column.
   static void copy_strips(const Matrix<const A>& a, A* to) {
     for (int64_t k = 0; k < a.columns; ++k) {
       const A* from = a.data + k * a.column_stride;
@@ -148,7 +152,7 @@ struct PanelProduct {
     }
   }
 
-  // At most kCount rows.
+  // For at most kCount rows.
   template <int kCount>
   FUSEDRNN_HD static void strip(const Matrix<A>& out, const Matrix<const A>& a,
                                 const Matrix<const A>& b, bool accumulate) {
@@ -162,7 +166,7 @@ struct PanelProduct {
     }
   }
 
-  // Of the columns the first kAtOnce vectors, if there are so many.
+  // Multiplies the first kAtOnce vectors of columns, or as many as there are.
   template <int kCount, int kAtOnce>
   FUSEDRNN_HD static void tile(const Matrix<A>& out, const Matrix<const A>& a,
                                const Matrix<const A>& b, bool accumulate) {
@@ -172,7 +176,7 @@ struct PanelProduct {
     in_registers<kCount, kAtOnce>(out, a, b, accumulate);
   }
 
-  // A function of its own, so that a compiler keeps these sums in registers, and no others.
+  // A function of its own, so that the compiler keeps exactly these sums in registers.
   template <int kCount, int kAtOnce>
   __attribute__((noinline)) static void in_registers(const Matrix<A>& out, const Matrix<const A>& a,
                                                      const Matrix<const A>& b, bool accumulate) {

@@ -1,5 +1,5 @@
-// Signals, as that of Ctrl-C.  Python handles them between two of its own instructions, and so not
-// while an operator works.  A long one asks for them by itself.
+// Signals such as that of Ctrl-C.  Python handles them only between two of its own instructions,
+// and so not during an operator; a long operator asks for them itself.
 #pragma once
 #include <chrono>
 
@@ -8,17 +8,17 @@
 
 namespace fusedrnn::cpu {
 
-// Has Python handle what signals there are; true if a handler has raised an exception, so that the
-// call is to end.  Set by whoever loads this library, or null.
+// Lets Python handle pending signals.  True if a handler has raised an exception, so that the
+// operator must end.  Set by the code that loads this library, or null.
 inline bool (*signal_check)() = nullptr;
 
 class Signals {
  public:
-  // To be called wherever all is consistent; it looks twice a second, since Python may make it wait
-  // for a few milliseconds.
+  // Called wherever the operator can be ended.  Asks at most twice a second, since Python may make
+  // it wait for a few milliseconds.
   void look() {
     if (signal_check == nullptr || Clock::now() < next_) return;
-    const KeepDenormals keep;  // for handlers
+    const KeepDenormals keep;  // handlers run with the default mode
     if (signal_check()) fail("a signal has ended the call");
     next_ = Clock::now() + kEvery;
   }

@@ -1,5 +1,5 @@
-// The CPU's kernels: a stage over a range of rows on the calling thread.  Threads are the caller's
-// business, and no result depends on how it splits the rows.
+// The CPU's kernels: a stage over a range of rows on the calling thread.  The caller divides the
+// work among threads, and no result depends on how.
 #pragma once
 #include <cstdint>
 
@@ -13,14 +13,14 @@ using Forward = ForwardStep<T, Acc<T>>;
 template <class T>
 using Backward = BackwardStep<T, Acc<T>>;
 
-// Columns (of a weight's gradient, rows as well) and rows of a product from which on torch's GEMM
-// is close and fast; see narrow_product.h.
+// Numbers of columns (in a weight's gradient also of rows) and of rows of a product from which on
+// torch's GEMM is accurate and fast; see narrow_product.h.
 constexpr int64_t kWide = 12, kTall = 4;
 
-// A product of at most so many rows is none for torch's GEMM, if it has at least so many columns:
-// by dot products (flat_product.h), if the second operand is the transpose of a weight, or one that
-// is too large for the cache beside a core; or else by panels (panel_product.h), in tiles of so
-// many rows and columns.
+// The number of rows up to which a product of at least kProductColumns columns is computed here and
+// not by torch's GEMM.  dots: by dot products (flat_product.h), if the second operand is the
+// transpose of a weight; dots_of_large: the same if the weight is too large for a core's cache;
+// panels: by panels (panel_product.h), in tiles of kTileRows rows and kTileColumns columns.
 struct ProductRows {
   int64_t dots, dots_of_large, panels;
 };
@@ -64,7 +64,7 @@ template <class T>
 Kernels<T> kernels();
 }
 
-// Those of the widest instruction set that this processor has.
+// The kernels for the widest instruction set of this processor.
 template <class T>
 const Kernels<T>& kernels() {
 #if defined(__x86_64__) && !defined(__clang__)

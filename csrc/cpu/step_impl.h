@@ -1,6 +1,6 @@
 // The CPU kernels, compiled once for each instruction set by the files that include this one.  Each
-// defines FUSEDRNN_ISA, which names the namespace of all that is emitted here and sets the width of
-// VecF; see vector.h for why nothing may be emitted outside of it.
+// file defines FUSEDRNN_ISA, which names the namespace of everything emitted here and sets the
+// width of VecF; vector.h says why nothing may be emitted outside of that namespace.
 #pragma once
 #include "../step/unit.h"
 #include "flat_product.h"
@@ -11,12 +11,12 @@
 
 namespace fusedrnn::cpu::FUSEDRNN_ISA {
 
-// n <= kWidth neighbouring elements of a row in one vector, as forward_unit wants them.
+// The `Unit` of step/unit.h for n <= kWidth neighbouring elements of a row in one vector.
 struct VectorUnit {
   using Value = VecF;
   static constexpr int64_t kWidth = kLanes;
   int64_t n;
-  const float* normals;  // eps of these elements, where it is drawn
+  const float* normals;  // eps of these elements, if it is drawn
 
   FUSEDRNN_HD static void draw(uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
                                uint32_t layer, float* out) {
@@ -26,7 +26,7 @@ struct VectorUnit {
   FUSEDRNN_HD VecF load(const float* p) const { return fusedrnn::load(p, n); }
   FUSEDRNN_HD void store(float* p, VecF x) const { fusedrnn::store(p, x, n); }
 
-  // A type of 16 bits.
+  // For 16-bit types.
   template <class T>
   FUSEDRNN_HD VecF load(const T* p) const {
     uint16_t bits[kLanes] = {};
@@ -68,7 +68,7 @@ struct VectorUnit {
   }
 };
 
-// One element, in double precision.
+// The `Unit` for one element in double precision.
 struct DoubleUnit {
   using Value = double;
   static constexpr int64_t kWidth = 1;
@@ -109,9 +109,9 @@ struct UnitFor<double> {
   using type = DoubleUnit;
 };
 
-// Calls f(row, place, column, unit) for all elements of rows [first, last).  A row is cut into
-// vectors from its start, whichever thread has it, so an element's bits depend on nothing but its
-// place. noise: where to draw normals from, or null.
+// Calls f(row, place, column, unit) for all elements of rows [first, last).  Rows are cut into
+// vectors from their start, whichever thread computes them, so an element's bits depend only on its
+// place.  noise: how to draw normals, or null.
 template <class T, class Step, class F>
 FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t first, int64_t last,
                            const F& f) {
@@ -180,7 +180,7 @@ void dropout(const DropoutStep<A>& step, int64_t first, int64_t last) {
   }
 }
 
-// Sums of 16 rows, sums of 16 of those, then the total: rounding grows like that of a tree.
+// Sums 16 rows, then 16 of those sums, then the total: rounding errors grow as in a tree.
 template <class A>
 void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum, bool accumulate) {
   constexpr int64_t kColumns = 256, kRows = 16;

@@ -1,18 +1,17 @@
-// The CPU vector of floats that the cell math is instantiated with, at the width of one instruction
-// set.
+// The CPU's vector of floats for the cell math, at the width of one instruction set.
 //
-// A source file that wants another width than the baseline's begins, before any include, with
+// A source file for a width other than the baseline's begins, before any include, with
 //   #define FUSEDRNN_ISA avx512
 //   #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 // (or avx2 and "avx2,fma"). The width follows from FUSEDRNN_ISA and not from __AVX512F__, because
 // g++ up to 12 does not define that macro after the pragma, although it does emit the instructions.
 //
-// One definition rule: several such files are linked together, and whatever they both emit under
-// one name the linker merges into one copy, for whichever instruction set comes first. So here as
-// in hd.h every function is always inlined, all that is declared below lives in an inline namespace
-// named after the instruction set, and so must every function, class and template of the files that
-// include this one. They include nothing of the standard library with code in it (no containers, no
-// algorithms) and nothing of torch.
+// One definition rule: several such files are linked together. If they emit code under the same
+// name, the linker keeps one copy, for whichever instruction set comes first. So here as in hd.h
+// every function is always inlined. Everything declared below is in an inline namespace named after
+// the instruction set, and so must be every function, class and template of the files that include
+// this one. These files include nothing of the standard library that has code in it (no containers,
+// no algorithms) and nothing of torch.
 #pragma once
 
 #include <cstdint>
@@ -71,8 +70,8 @@ struct Traits<VecF> {
   }
 };
 
-// A word in the low half of each 64-bit lane. The high halves hold anything: the multiplication
-// does not read them, and that saves the masking. (A compiler does not see that only the low halves
+// A word in the low half of each 64-bit lane. The high halves may hold anything: the multiplication
+// does not read them, which saves masking. (A compiler does not know that only the low halves
 // count; with its product of 64-bit lanes a normal takes about twice as long.)
 template <>
 struct WideMul<VecU64> {
@@ -91,7 +90,7 @@ struct WideMul<VecU64> {
   }
 };
 
-// The even and the odd lanes go separately, as the multiplication takes them.
+// Even and odd lanes are computed separately, as the multiplication needs them.
 template <>
 struct Philox4x32<VecU> {
   static FUSEDRNN_HD void apply(VecU (&counter)[4], uint32_t key0, uint32_t key1) {
@@ -116,10 +115,10 @@ FUSEDRNN_HD VecI first_lanes(int64_t n) {
 }
 #endif
 
-// The first n floats at p, the other lanes zero; nothing beyond them is touched. A part of a row
-// takes the same arithmetic as whole vectors do, so the bits of an element do not depend on where
-// its row ends. (With masks where the instruction set has them: a copy of n floats through memory
-// takes about 25 ns.)
+// The first n floats at p, and zeros in the other lanes; memory beyond them is not touched. A part
+// of a row is computed by the same arithmetic as whole vectors, so the bits of an element do not
+// depend on where its row ends. (Masks are used where the instruction set has them: a copy of n
+// floats through memory takes about 25 ns.)
 FUSEDRNN_HD VecF load(const float* p, int64_t n = kLanes) {
   VecF x{};
   if (n >= kLanes) {
@@ -152,8 +151,8 @@ FUSEDRNN_HD void store(float* p, VecF x, int64_t n = kLanes) {
 
 FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// A vector of the lanes I of a and b together, in each group of four lanes alike: of the pieces of
-// kPiece lanes (1 or 2), half kHalf of a's interleaved with half kHalf of b's.
+// The lanes I of a and b interleaved, in each group of four lanes alike: pieces of kPiece lanes (1
+// or 2), alternately from half kHalf of a's group and half kHalf of b's.
 template <int kPiece, int kHalf, class V, int... I>
 FUSEDRNN_HD V interleave(V a, V b, std::integer_sequence<int, I...>) {
   constexpr int kCount = sizeof...(I);
@@ -165,9 +164,9 @@ FUSEDRNN_HD V interleave(V a, V b, std::integer_sequence<int, I...>) {
 // Writes the standard normals of latent units 4 block .. 4 block + n - 1 of one row; see normal4.
 FUSEDRNN_HD void normals(float* out, int64_t n, uint64_t seed, uint32_t t, uint32_t b,
                          uint32_t block, uint32_t layer) {
-  // normal4 gives latent unit 4 block[i] + j in lane i of vector j, and a transpose within each
-  // group of four lanes puts the units of a block side by side, those of group g's i-th lane in
-  // group g of vector i. Numbered as below, that is the order of the latent units.
+  // normal4 puts latent unit 4 block[i] + j in lane i of vector j. A transpose within each group of
+  // four lanes puts the units of a block next to each other: the units of group g's i-th lane go to
+  // group g of vector i. With blocks numbered as below, that is the order of the latent units.
   VecU offset;
   for (int i = 0; i < kLanes; ++i) offset[i] = kLanes / 4 * (i % 4) + i / 4;
   constexpr std::make_integer_sequence<int, kLanes> kAll;

@@ -1,5 +1,5 @@
-// What the driver says of persistent kernels: how many of their blocks a GPU runs at once, asked
-// once for each, and which of them it has refused to launch.
+// The GPU driver's answers about persistent kernels: how many of their blocks a GPU runs at once,
+// asked once for each kernel, and which kernels it has refused to launch.
 #pragma once
 #include <array>
 #include <map>
@@ -14,11 +14,11 @@ namespace fusedrnn::cuda {
 class BlockCounts {
  public:
   static BlockCounts& of_process() {
-    static auto& all = *new BlockCounts;  // for ever: torch may be gone before
+    static auto& all = *new BlockCounts;  // never freed: torch may be unloaded before
     return all;
   }
 
-  // count(kernel): asks the driver, which may not answer this time (kUnknown).
+  // count(kernel) asks the driver, which may be unable to answer this time (kUnknown).
   template <class F>
   int64_t most(const PersistentKernel& kernel, const F& count) {
     const std::lock_guard lock(mutex_);
@@ -27,18 +27,18 @@ class BlockCounts {
     const auto at = most_.find(of_kernel);
     if (at != most_.end()) return at->second;
     const int64_t counted = count(kernel);
-    if (counted == kUnknown) return INT64_MAX;  // then the launch will tell
+    if (counted == kUnknown) return INT64_MAX;  // the launch will show
     return most_.emplace(of_kernel, counted).first->second;
   }
 
-  // For the rest of the process: what else runs on a GPU, and which part of it this process has,
-  // seldom changes.
+  // Remembers a refusal for the rest of the process, since other work on a GPU, and the part of it
+  // that this process has, seldom change.
   void refuse(const PersistentKernel& kernel) {
     const std::lock_guard lock(mutex_);
     refused_.insert(key(kernel, 0));
   }
 
-  void forget() {  // all of it: for tests
+  void forget() {  // everything; only for tests
     const std::lock_guard lock(mutex_);
     most_.clear();
     refused_.clear();

@@ -1,5 +1,5 @@
-// How persistent kernels are launched: after a preset of memory, and all blocks run at once, or it
-// is refused.
+// Launches persistent kernels: presets memory, then starts all blocks at once, or none if the GPU
+// refuses.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,8 +10,8 @@ namespace fusedrnn::cuda {
 template <class Args>
 using Kernel = void (*)(Args);
 
-// Whether an error of a launch says that such a grid is not run here, and nothing else.  What has
-// gone wrong on the GPU before may come to light by a launch as well.
+// Whether a launch error means that a grid of this size cannot run, and nothing else.  A launch may
+// also report errors of earlier work on the GPU.
 inline bool is_refusal(cudaError_t error) {
   switch (error) {
     case cudaErrorCooperativeLaunchTooLarge:
@@ -25,8 +25,8 @@ inline bool is_refusal(cudaError_t error) {
   }
 }
 
-// More shared memory than this a kernel has to be allowed: once and for all, not for one launch,
-// since other threads may launch it too.
+// A kernel needs permission for more than 48 KiB of shared memory.  It is set to the limit and not
+// to one launch's need, because other threads may launch the same kernel.
 inline cudaError_t allow_shared_memory(const void* kernel, int64_t bytes, int64_t limit) {
   if (bytes <= (48 << 10)) return cudaSuccess;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(limit));
@@ -64,7 +64,7 @@ Launch launch_prepared(const char* name, Kernel<Args> kernel, const PersistentPl
   return {name, error, is_refusal(error)};
 }
 
-// How many blocks of it a kernel's GPU, which is the current one, runs at once.
+// The number of blocks of a kernel that the current GPU runs at once.
 template <class Args>
 int64_t count_blocks(Kernel<Args> found, const PersistentKernel& kernel) {
   const auto* address = reinterpret_cast<const void*>(found);
@@ -83,7 +83,7 @@ int64_t count_blocks(Kernel<Args> found, const PersistentKernel& kernel) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, address, kPersistentThreads,
                                                          size_t(kernel.shared_bytes));
   });
-  if (error != cudaSuccess) (void)cudaGetLastError();  // or torch's next kernel tells of it
+  if (error != cudaSuccess) (void)cudaGetLastError();  // or torch's next kernel would report it
   if (error != cudaSuccess && !is_refusal(error)) return kUnknown;
   return error != cudaSuccess || is_possible == 0 ? 0 : int64_t(multiprocessors) * of_each;
 }

@@ -1,5 +1,5 @@
-// The persistent kernel of forward for one cell.  Each cell has a source of its own in
-// instantiations/, because these kernels take the compiler long.
+// The persistent kernel of forward for one cell.  Each cell has its own source in instantiations/,
+// because these kernels take long to compile.
 #pragma once
 #include "../persistent/forward.h"
 #include "cooperative.h"

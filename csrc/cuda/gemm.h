@@ -1,7 +1,7 @@
-// Matrix products by cuBLASLt.  Which of its algorithms serves a shape best is asked once per
-// process, for all numbers of rows that are about the same, since sequences come in any length; a
-// call then takes the library's handle, workspace and stream as arguments, so that it can be
-// recorded into a graph and gives the same bits there.
+// Matrix products by cuBLASLt.  Its best algorithm for a shape is asked for once per process, for
+// all similar numbers of rows, since sequences come in any length.  A call takes the library's
+// handle, workspace and stream as arguments, so that it can be recorded into a graph and gives the
+// same bits there.
 #pragma once
 #include <cublasLt.h>
 
@@ -28,14 +28,13 @@ inline constexpr cudaDataType_t kDataType<BFloat16> = CUDA_R_16BF;
 template <>
 inline constexpr cudaDataType_t kDataType<Half> = CUDA_R_16F;
 
-// cuBLASLt stores columns one after the other.  A matrix that has its rows so is the transpose of
-// what it reads.
+// cuBLASLt stores matrices by columns, so it reads a matrix stored by rows as its transpose.
 struct Operand {
   const void* data;
   int64_t rows, columns, leading;  // as stored
   bool transposed;                 // when read
 
-  // m^T, by its memory
+  // m^T, described by its memory.
   template <class T>
   static Operand transpose_of(const Matrix<T>& m) {
     if ((m.column_stride == 1 || m.columns == 1) && (m.row_stride >= m.columns || m.rows == 1)) {
@@ -50,14 +49,14 @@ struct Operand {
   auto key() const { return std::tuple(rows, columns, leading, transposed, alignment_bytes()); }
 };
 
-// RowView that one algorithm serves: up to an eighth more.
+// Rounds up a number of rows to one that shares its algorithm, at most an eighth more.
 inline int64_t rows_alike(int64_t rows) {
   int64_t step = 1;
   while (16 * step <= rows) step *= 2;
   return (rows + step - 1) / step * step;
 }
 
-// A product's description, to be asked about and computed with.
+// The description of a product, for choosing an algorithm and for computing.
 class GemmPlan {
  public:
   GemmPlan() = default;
@@ -101,7 +100,7 @@ class GemmPlan {
     return status;
   }
 
-  // The algorithm for what has been described; empty if cuBLASLt has none.
+  // Chooses the algorithm for the described product; empty if cuBLASLt has none.
   cublasStatus_t choose(cublasLtHandle_t handle, const Operand& a, const Operand& b,
                         const Operand& out, int64_t workspace_bytes,
                         std::optional<cublasLtMatmulAlgo_t>& algorithm) const {
@@ -112,7 +111,7 @@ class GemmPlan {
       status = cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value);
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(workspace_bytes));
-    // A sum that is split is put together in float (double), whatever the type of the result.
+    // The parts of a split sum are added in float (or double), whatever the type of the result.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a.alignment_bytes());
@@ -140,7 +139,7 @@ class GemmPlan {
                           &algorithm, workspace, size_t(workspace_bytes), stream);
   }
 
-  // What cuBLASLt says of an algorithm that is none for this product.
+  // Whether a status means that the algorithm does not support this product.
   static bool is_unsupported(cublasStatus_t status) {
     return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
   }
@@ -152,16 +151,17 @@ class GemmPlan {
 
 class Gemms {
  public:
-  // tf32: whether products of floats may be rounded to TF32
+  // tf32: whether products of float32 may be rounded to TF32.
   Gemms(int device, bool tf32) : shared_(of_device(device)), tf32_(tf32) {}
 
-  // out (+)= a b for matrices that are operands, out's columns one after the other; O: of a and b,
-  // C: of out.  Not supported: cuBLASLt has no algorithm for it, and nothing has been done.
+  // out (+)= a b for matrices that are operands, with contiguous rows of out.  O: type of a and
+  // b; C: type of out.  Returns CUBLAS_STATUS_NOT_SUPPORTED if cuBLASLt has no algorithm; then
+  // nothing has been done.
   template <class O, class C>
   cublasStatus_t operator()(const Matrix<C>& out, const Matrix<const O>& a,
                             const Matrix<const O>& b, bool accumulate, void* workspace,
                             int64_t workspace_bytes, cudaStream_t stream) {
-    // By columns it is out^T = b^T a^T.
+    // Stored by columns, the product is out^T = b^T a^T.
     const Operand left = Operand::transpose_of(b), right = Operand::transpose_of(a),
                   result = Operand::transpose_of(out);
     const Key key = key_of<O, C>(left, right, result, workspace_bytes);
@@ -191,7 +191,8 @@ class Gemms {
     };
     cublasStatus_t status = compute();
     if (!GemmPlan::is_unsupported(status) || known->is_exact) return status;
-    // What serves about as many rows does not serve these: from now on they have their own, if any.
+    // The algorithm for similar numbers of rows does not support this one, which gets its own from
+    // now on, if there is any.
     known->is_exact = true;
     known->algorithm.reset();
     status =
@@ -208,7 +209,7 @@ class Gemms {
   using Key = std::tuple<int, int, bool, int64_t, OperandKey, OperandKey, OperandKey>;
   using Algorithm = std::optional<cublasLtMatmulAlgo_t>;
 
-  // One for each device, for as long as the process lives: nobody may use CUDA when it ends.
+  // One for each device.  Never destroyed, because CUDA must not be used when the process ends.
   struct Shared {
     cublasLtHandle_t handle = nullptr;
     std::mutex mutex;
@@ -225,13 +226,13 @@ class Gemms {
     return shared_.handle != nullptr ? CUBLAS_STATUS_SUCCESS : cublasLtCreate(&shared_.handle);
   }
 
-  // A shape of this call.
+  // A product shape that this call has used.
   struct Known {
     explicit Known(const Key& key) : key(key) {}
     Key key;
     GemmPlan plan;
     Algorithm algorithm;
-    bool is_exact = false;  // the algorithm has been asked for these very rows
+    bool is_exact = false;  // whether the algorithm was chosen for exactly these rows
   };
 
   template <class O, class C>
@@ -240,8 +241,8 @@ class Gemms {
     return {kDataType<O>, kDataType<C>, tf32_, workspace_bytes, a.key(), b.key(), out.key()};
   }
 
-  // For about as many rows of the sequence.  Each has its numbers one after the other; the product
-  // has a row for each, or where it is the gradient of a weight sums them up.
+  // Chooses an algorithm for similar numbers of rows of the sequence.  Those rows are rows of the
+  // product, or in the gradient of a weight the terms of its sums.
   template <class O, class C>
   cublasStatus_t choose(const Operand& left, const Operand& right, const Operand& result,
                         int64_t workspace_bytes, Known& known) {
@@ -270,7 +271,7 @@ class Gemms {
     return true;
   }
   void remember(const Key& key, const Algorithm& algorithm) {
-    constexpr size_t kMost = 4096;  // strides are the callers', and could be others for ever
+    constexpr size_t kMost = 4096;  // a limit, since callers may come with ever new strides
     const std::lock_guard lock(shared_.mutex);
     if (shared_.algorithms.size() >= kMost) shared_.algorithms.clear();
     shared_.algorithms.insert_or_assign(key, algorithm);

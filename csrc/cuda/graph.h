@@ -1,4 +1,4 @@
-// A graph: kernels recorded once, launched together any number of times.
+// A CUDA graph: kernels that are recorded once and launched together any number of times.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,7 +7,7 @@
 
 namespace fusedrnn::cuda {
 
-// Launched work goes on to its end when the graph is destroyed.
+// Work that has been launched completes even if the graph is destroyed.
 class Graph {
  public:
   Graph() = default;
@@ -20,8 +20,8 @@ class Graph {
   bool is_recorded() const { return executable_ != nullptr; }
   cudaError_t launch(cudaStream_t stream) const { return cudaGraphLaunch(executable_, stream); }
 
-  // Records what enqueue(stream) enqueues, without running it.  The stream is one of our own: the
-  // default stream cannot record, and into one of the user's others might enqueue meanwhile.
+  // Records what enqueue(stream) enqueues, without running it.  The stream is our own: the default
+  // stream cannot record, and other code might use one of the user's streams meanwhile.
   template <class F>
   cudaError_t record(int device, const F& enqueue) {
     cudaStream_t stream = nullptr;
@@ -37,14 +37,14 @@ class Graph {
   }
 
  private:
-  struct Capture {  // also ends when `enqueue` throws
+  struct Capture {  // ends the capture even if `enqueue` throws
     cudaStream_t stream;
     cudaGraph_t graph = nullptr;
 
     ~Capture() {
       if (stream != nullptr) {
         end();
-        cudaGetLastError();  // that of a broken recording is told by what broke it
+        cudaGetLastError();  // whatever broke the recording has reported its error
       }
       if (graph != nullptr) cudaGraphDestroy(graph);
     }

@@ -1,6 +1,6 @@
-// The bodies of the GPU's kernels, one object per kernel: body(i) is what thread i does.  Written
-// for any compiler, and included by one source: the one that defines `launch`, which runs a body
-// for all i, on a GPU (step.cu) or in a loop (tests/emulator).
+// The bodies of the GPU's kernels, one object per kernel: body(i) is the work of thread i.  Any
+// compiler can compile them.  They are included by the one source that defines `launch`, which runs
+// a body for all i, on a GPU (launches.cu) or in a loop (tests/emulator).
 //
 // Longer than 350 lines, because each body is a few lines, and all share how lanes are loaded and
 // stored.
@@ -17,8 +17,8 @@ namespace cuda {
 template <class Body>
 Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream);
 
-// Neighbours of a row that one thread computes: 16 bytes of float, and what one call of Philox
-// draws noise for.
+// The number of neighbours in a row that one thread computes: 16 bytes of float, and the number of
+// normals from one call of Philox.
 constexpr int kLanes = 4;
 
 template <class A>
@@ -42,18 +42,20 @@ struct Pack {
   }
 };
 
-// 64-bit division takes a GPU some 100 instructions, 32-bit division 20.
+// a / b, by 32-bit division if it suffices: that takes a GPU about 20 instructions, 64-bit division
+// 100.
 FUSEDRNN_HD int64_t divide(int64_t a, int64_t b) {
   return ((a | b) >> 32) == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
 }
 
-// Memory of kLanes neighbours, read and written 16 bytes at a time, or all at once if it is less.
+// kLanes neighbours in memory, read and written 16 bytes at a time, or all at once if they are
+// smaller.
 template <class P>
 struct alignas(sizeof(P) * kLanes < 16 ? sizeof(P) * kLanes : 16) Chunk {
   P lane[kLanes];
 
   FUSEDRNN_HD void store(P* p) const {
-#if defined(__CUDA_ARCH__)  // where the compiler splits the assignment below into one for each lane
+#if defined(__CUDA_ARCH__)  // here the compiler would split the assignment below into single lanes
     uint32_t w[sizeof(Chunk) / 4];
     memcpy(w, lane, sizeof lane);
     if constexpr (sizeof(Chunk) == 8) {
@@ -70,7 +72,8 @@ struct alignas(sizeof(P) * kLanes < 16 ? sizeof(P) * kLanes : 16) Chunk {
   }
 };
 
-// kAligned: all kLanes neighbours are there, at addresses aligned for Chunk.  Else the first `n`.
+// kAligned: there are all kLanes neighbours, at addresses aligned for Chunk.  Otherwise only the
+// first `n` exist.
 template <class A, bool kAligned>
 struct Unit {
   using Value = Pack<A>;
@@ -121,7 +124,7 @@ struct Unit {
 
 }  // namespace cuda
 
-// A stage on a pack of numbers: lane by lane.
+// Applies a stage to a pack of numbers, lane by lane.
 template <class Stage, class A>
 struct Lanes<Stage, cuda::Pack<A>> {
   using V = cuda::Pack<A>;
@@ -157,7 +160,7 @@ struct Lanes<Stage, cuda::Pack<A>> {
 
 namespace cuda {
 
-// f(row, column, unit) for group i of kLanes neighbours, counted along the rows.
+// Calls f(row, column, unit) for group i of kLanes neighbours, counted along the rows.
 template <class A, bool kAligned, class F>
 FUSEDRNN_HD void with_unit(int64_t i, int64_t width, const F& f) {
   const int64_t groups = (width + kLanes - 1) / kLanes;
@@ -227,7 +230,7 @@ struct DropoutBody {
   }
 };
 
-// Which of the matrices, and which of its columns.
+// A matrix of `sums` and a column of it, from the column's number among all matrices.
 struct SummedColumn {
   int matrix;
   int64_t column;

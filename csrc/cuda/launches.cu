@@ -1,4 +1,4 @@
-// The kernels on a GPU.
+// Runs the bodies of kernels.h on a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 namespace fusedrnn::cuda {
 
 constexpr int kThreads = 128;
-// One block per multiprocessor is enough: asked for more, the compiler spills in double precision.
+// One block per multiprocessor is enough: with a larger minimum, the compiler spills registers in
+// double precision.
 constexpr int kLeastBlocks = 1;
 
 template <class Body>

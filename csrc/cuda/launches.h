@@ -26,14 +26,14 @@ Launch clear(const ClearStep<T>& step, int64_t rows, Stream stream);
 template <class T>
 Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream);
 
-// RowView that one thread sums.
+// The number of rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 
-// In a fixed order.  partial: room for one row of all sums for each kSumRows rows.
+// Sums in a fixed order.  partial: memory for one row of all sums for each kSumRows rows.
 template <class T>
 Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream);
 
-// *offset = value, once the stream is there.
+// *replay_offset = value, in the order of the stream.
 Launch set_replay_offset(int64_t* replay_offset, int64_t value, Stream stream);
 
 }  // namespace fusedrnn::cuda

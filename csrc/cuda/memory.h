@@ -1,4 +1,4 @@
-// What the GPU backend asks of the workspace: types and sizes, without a GPU.
+// The GPU backend's types and its part of the workspace, for code that runs without a GPU.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -13,7 +13,7 @@ template <class Element>
 struct Memory {
   using T = Element;
   using A = Acc<T>;
-  using O = T;  // GEMMs accumulate in A and give either
+  using O = T;  // GEMMs accumulate in A and write either T or A
   static constexpr bool kReplays = true, kGemmRounds = true;
   // Whether there are kernels for whole chunks, in each pass.
   static constexpr bool kPersistent = std::is_same_v<A, float>;
@@ -36,10 +36,11 @@ struct Memory {
     return arena.size_bytes();
   }
 
-  // What a GEMM may use.  The gradient of a weight has few tiles and a long sum, over the rows of a
-  // chunk: to fill a GPU, cuBLASLt splits it and adds up what the parts give, which stands here.
-  // For parts of some hundred rows, up to what it asks for on its largest GPUs, but little beside
-  // the chunk itself.  A power of two, because algorithms are chosen for a size of it.
+  // The workspace of a GEMM.  The gradient of a weight has few tiles and a long sum, over the rows
+  // of a chunk: to fill a GPU, cuBLASLt splits the sum and adds up the partial results, which it
+  // stores here.  There is room for parts of some hundred rows, up to the most that cuBLASLt asks
+  // for on its largest GPUs, but only a small share of the chunk itself.  A power of two, because
+  // the choice of an algorithm depends on the size.
   static int64_t gemm_workspace_bytes(const ScratchNeeds& needs) {
     constexpr int64_t kLeast = 2 << 20, kMost = 32 << 20, kRowsOfPart = 256, kShare = 8;
     const int64_t part = std::max<int64_t>(needs.largest_weight, 1) * int64_t(sizeof(A));

@@ -1,14 +1,14 @@
-// Persistent kernels of the backward_data on a GPU.
+// Finds and launches the persistent kernels of backward.
 #include "../persistent/backward_arguments.h"
 #include "cooperative.h"
 
 namespace fusedrnn::cuda {
 
-// In a source for each list.
+// Defined in instantiations/, one source for each cell.
 template <class T, class... Stages>
 Kernel<PersistentBackward<T>> backward_kernel(StageList<Stages...>, int depth);
 
-// Null if there is none.
+// Null if there is no such kernel.
 template <class T>
 Kernel<PersistentBackward<T>> find_backward(const StageKind* stages, int num_stages, int depth) {
   Kernel<PersistentBackward<T>> kernel = nullptr;

@@ -1,13 +1,13 @@
-// Persistent kernels on a GPU.
+// Finds and launches the persistent kernels of forward.
 #include "cooperative.h"
 
 namespace fusedrnn::cuda {
 
-// In a source for each list.
+// Defined in instantiations/, one source for each cell.
 template <class T, class... Stages>
 Kernel<PersistentForward<T>> forward_kernel(StageList<Stages...>, int depth);
 
-// Null if there is none.
+// Null if there is no such kernel.
 template <class T>
 Kernel<PersistentForward<T>> find_forward(const StageKind* stages, int num_stages, int depth) {
   Kernel<PersistentForward<T>> kernel = nullptr;

@@ -1,4 +1,4 @@
-// A stream beside the one that torch has chosen, for what may run at the same time.
+// A second stream in addition to torch's current one, for work that may run at the same time.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,11 +8,11 @@ namespace fusedrnn::cuda {
 
 struct SecondStream {
   cudaStream_t stream = nullptr;
-  cudaEvent_t of_first = nullptr, of_second = nullptr;  // where the other one is to wait for it
+  cudaEvent_t of_first = nullptr, of_second = nullptr;  // the other stream waits for this event
 };
 
-// One for each thread and device, so that a thread that captures meets no other.  Its kernels give
-// way to those of other streams, which somebody waits for.
+// One for each thread and device, so that a capture by one thread does not involve another.  It has
+// the lowest priority, because callers wait for the other streams.
 inline cudaError_t second_stream(int device, SecondStream* second) {
   struct Streams {
     std::map<int, SecondStream> of_device;

@@ -1,8 +1,8 @@
-// What an operator was called with, checked.  Everything that a kernel will read is known to be
-// there before anything is allocated.
+// The checked arguments of an operator.  Before anything is allocated, it is certain that all
+// memory that a kernel will read exists.
 //
-// Longer than 350 lines, because all checks are of one call, and later ones rely on what earlier
-// ones found.
+// Longer than 350 lines, because all checks are of one call, and later checks rely on the results
+// of earlier ones.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -17,27 +17,27 @@
 
 namespace fusedrnn {
 
-// What forward and backward are called with alike: one layer, in all directions.  Tensors are the
-// operator's own arguments.
+// The arguments that forward and backward have in common: one layer, in all directions.  Tensors
+// are references to the operator's own arguments.
 struct Call {
-  int64_t cell;           // of kCells
-  const Tensor& input;    // (T, B, I), or packed (N, I): the rows of each step, one after the other
-  const Tensor& hx;       // (D, B, P)
-  const MaybeTensor& cx;  // (D, B, H)
-  const Weights& weights;          // of each direction
-  const MaybeTensor& lengths;      // (B) on the CPU, of a padded batch
-  const MaybeTensor& batch_sizes;  // (T) on the CPU, of a packed batch: rows that take each step
+  int64_t cell;                    // index into kCells
+  const Tensor& input;             // (T, B, I), or packed (N, I): the rows of each step in turn
+  const Tensor& hx;                // (D, B, P)
+  const MaybeTensor& cx;           // (D, B, H)
+  const Weights& weights;          // of each direction in turn
+  const MaybeTensor& lengths;      // (B) on the CPU, for a padded batch
+  const MaybeTensor& batch_sizes;  // (T) on the CPU, for a packed batch: the rows of each step
   const MaybeTensor& reset;        // (T, B)
   const MaybeTensor& eps;          // (D, T, B, Z)
-  const MaybeTensor& seed;         // one element: eps is drawn
-  double dropout;                  // of the input
-  double zoneout, cell_zoneout;    // of h and of c
-  const MaybeTensor& mask_seed;    // one element: dropout and zoneout are drawn
-  int64_t noise_stream;            // tells the draws of layers and directions apart
-  int64_t first_step;              // of the sequence, where it is a part of a longer one
-  bool reverse;                    // the only direction runs from the end of the sequence
-  int64_t chunk_size, workspace_bytes;  // as the caller wants them, or 0
-  int64_t backend;                      // of kBackends
+  const MaybeTensor& seed;         // one element, if eps is to be drawn
+  double dropout;                  // probability for the input
+  double zoneout, cell_zoneout;    // probabilities for h and for c
+  const MaybeTensor& mask_seed;    // one element, if dropout and zoneout are to be drawn
+  int64_t noise_stream;            // keeps the draws of layers and directions apart
+  int64_t first_step;              // where the sequence starts, if it is a part of a longer one
+  bool reverse;                    // a single direction that runs from the end of the sequence
+  int64_t chunk_size, workspace_bytes;  // as the caller asks, or 0
+  int64_t backend;                      // index into kBackends
   int64_t tuning;                       // see tuning.h
 };
 
@@ -74,7 +74,7 @@ class Arguments {
     return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
   }
 
-  // Lengths of rows, for kernels: on the device of the input.
+  // Copies the lengths of rows to the device of the input, for kernels.
   template <class Platform>
   void place_lengths(Platform& platform) {
     if (!has_lengths()) return;
@@ -89,7 +89,7 @@ class Arguments {
     lengths_ = data<int64_t>(*device_lengths_);
   }
 
-  // (T, B, width), or packed (N, width): of a sequence beside the input.
+  // Checks a sequence other than the input: (T, B, width), or packed (N, width).
   void check_sequence(const char* name, const Tensor& tensor, int64_t width) const {
     if (is_packed()) {
       check(name, tensor, {input().size(0), width});
@@ -103,7 +103,7 @@ class Arguments {
     check_device(name, tensor);
   }
 
-  // Of either direction.
+  // The planning problem, the same for both directions.
   template <class Platform>
   Problem problem(Platform& platform) const {
     Problem p;
@@ -127,7 +127,7 @@ class Arguments {
     return p;
   }
 
-  // One direction, in chunks of so many steps; plan: of this pass.
+  // One direction, in chunks of `steps` steps.  plan: the plan of the pass.
   template <class T>
   Layer<T> layer(int64_t steps, const PassPlan& plan, int64_t direction) const {
     Layer<T> l{};
@@ -175,7 +175,7 @@ class Arguments {
   static const T* data(const Tensor& tensor) {
     return static_cast<const T*>(tensor.const_data_ptr());
   }
-  // Columns [first, first + width) of a tensor that has the rows of the input.
+  // Columns [first, first + width) of a tensor whose rows lie like the input's.
   template <class T>
   Sequence<const T> sequence(const Tensor& t, int64_t width, int64_t first = 0) const {
     const int64_t last = t.dim() - 1;
@@ -183,7 +183,7 @@ class Arguments {
     if (is_packed()) return {begin, width, 0, t.stride(0), t.stride(1), starts_.data()};
     return {begin, width, t.stride(0), t.stride(1), t.stride(2)};
   }
-  // The shape of a tensor that has the rows of the input.
+  // The shape of a tensor whose rows lie like the input's.
   std::vector<int64_t> shape(int64_t width) const {
     if (is_packed()) return {input().size(0), width};
     return {seq_len(), batch(), width};
@@ -196,23 +196,23 @@ class Arguments {
   int64_t seq_len() const { return is_packed() ? call_.batch_sizes->numel() : input().size(0); }
   int64_t batch() const { return is_packed() ? call_.hx.size(1) : input().size(1); }
   const Sizes& sizes() const { return sizes_; }
-  // Of a direction.
+  // Sizes of one direction.
   int64_t h_numel() const { return batch() * sizes_.output; }
   int64_t cell_state_numel() const { return batch() * sizes_.hidden; }
   bool has_cell_state() const { return fusedrnn::has_cell_state(cell_); }
   bool is_packed() const { return call_.batch_sizes.has_value(); }
   bool has_lengths() const { return is_packed() || call_.lengths.has_value(); }
-  // Whether some rows of the sequence belong to no step that is taken.
+  // Whether the sequence has padding: rows that belong to no step of their sequence.
   bool has_padding() const { return call_.lengths.has_value(); }
   bool has_eps() const { return call_.eps.has_value(); }
-  int64_t saved_numel() const {  // of a direction
+  int64_t saved_numel() const {  // of one direction
     return seq_len() * batch() * saved_columns(cell_, sizes_);
   }
   int64_t chunk_cell_states_numel(
-      int64_t steps) const {  // of a direction, in chunks of so many steps
+      int64_t steps) const {  // of one direction, in chunks of `steps` steps
     return has_cell_state() ? (seq_len() + steps - 1) / steps * cell_state_numel() : 0;
   }
-  // Of one direction; its numbers lie back to back, and so do those of the directions.
+  // The weights of one direction.  Its gradients lie back to back, and the directions do too.
   const std::vector<Parameter>& layout() const { return layout_; }
   int64_t weights_numel() const { return layout_.back().offset + layout_.back().numel(); }
 
@@ -243,7 +243,7 @@ class Arguments {
     check_device(name, seed);
   }
 
-  // What is no tensor.
+  // Checks the arguments that are not tensors.
   void check_options() const {
     const Call& c = call_;
     FUSEDRNN_CHECK(c.noise_stream >= 0 && c.noise_stream < kMostLayers,
@@ -262,7 +262,8 @@ class Arguments {
     }
   }
 
-  // Ranks of what tells all other shapes, and how many steps there are of how many rows.
+  // Checks the ranks of input and hx, which determine all other shapes, and reads which rows take
+  // each step.
   void check_steps() {
     const Tensor& hx = call_.hx;
     FUSEDRNN_CHECK(hx.dim() == 3 && (hx.size(0) == 1 || hx.size(0) == 2),
@@ -324,7 +325,7 @@ class Arguments {
                    rows, " for ", shape_text(input().sizes()));
   }
 
-  // Weights tell the sizes.
+  // Checks the weights, and takes the sizes from them.
   void check_weights() {
     const Weights& weights = call_.weights;
     const size_t of_direction = weights.size() / size_t(directions());
@@ -366,7 +367,7 @@ class Arguments {
 
   const Call call_;
   const Tuning tuning_;
-  const ScalarType dtype_;  // of the input, as its device
+  const ScalarType dtype_;  // of the input; so is device_
   const torch::stable::Device device_;
   Cell cell_;
   Sizes sizes_;
@@ -374,8 +375,9 @@ class Arguments {
   MaybeTensor hx_, cx_, device_lengths_;
   const int64_t* lengths_ = nullptr;
   std::vector<Parameter> layout_;
-  std::vector<int64_t> rows_at_;  // of each step, one more than the last row that takes it
-  // If packed: of each step its first row, and in the end all rows; steps of each row of the batch.
+  std::vector<int64_t> rows_at_;  // for each step, one more than the last row that takes it
+  // If packed: the first row of each step, followed by the number of all rows; and the number of
+  // steps of each row of the batch.
   std::vector<int64_t> starts_, unpacked_lengths_;
 };
 

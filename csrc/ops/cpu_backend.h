@@ -1,5 +1,5 @@
 // The driver's backend for CPU tensors: products and stages by the kernels of cpu/, copies by
-// torch, and large products too where there is no AVX2; threads of torch's pool.
+// torch, on the threads of torch's pool.  Without AVX2, torch also does the large products.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -15,11 +15,11 @@
 
 namespace fusedrnn {
 
-// Multiply-adds from which on torch may run GEMMs on several threads.
+// The number of multiply-adds from which on torch may use several threads for a GEMM.
 constexpr int64_t kParallelWork = 10'000'000;
 
-// While it lives, denormals are zero on this thread, and on those of torch's pool that run the
-// GEMMs of `work` multiply-adds; then all are as they were.
+// While it lives, denormals are flushed to zero on this thread, and on the threads of torch's pool
+// if GEMMs of `work` multiply-adds use them; then all threads return to their previous mode.
 class FlushDenormalsInPool {
  public:
   explicit FlushDenormalsInPool(int64_t work) : threads_(torch::stable::get_num_threads()) {
@@ -37,7 +37,7 @@ class FlushDenormalsInPool {
     static thread_local std::optional<cpu::FlushDenormals> flush;
     return flush;
   }
-  // A thread inherits the mode of the one that starts it, so the pool has to be there before.
+  // A thread inherits the mode of the thread that starts it, so the pool must be started before.
   void start_pool() const {
     static thread_local int64_t started = 1;
     if (threads_ > 1 && threads_ != started) on_each_thread([] {});
@@ -62,7 +62,7 @@ class CpuBackend : public cpu::Memory<Element> {
   void use_scratch(char* const (&)[2], const ScratchNeeds& /*needs*/) const {}
   void expect(int64_t /*seq_len*/, int64_t /*batch*/) const {}
 
-  // There is one stream for all.
+  // The CPU has no streams: all work runs in order.
   struct Split {
     void join() const {}
   };
@@ -82,8 +82,8 @@ class CpuBackend : public cpu::Memory<Element> {
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate,
             bool /*is_of_input*/ = false) {
     signals_.look();
-    // A weight's gradient, whose terms are the rows of a chunk: its own rows are as many as units,
-    // and a few of them are summed up as badly as a few columns.
+    // True for a weight's gradient, which sums over the rows of a chunk.  Its own rows are units,
+    // and a few of them would be summed as inaccurately as a few columns.
     const bool sums_rows = a.row_stride == 1;
     const bool has_few_rows = out.rows < (sums_rows ? cpu::kWide : cpu::kTall);
     const bool is_narrow = out.columns < cpu::kWide;
@@ -96,7 +96,8 @@ class CpuBackend : public cpu::Memory<Element> {
       }
       if (out.rows <= most.panels) return panels(out, a, b, accumulate);
     }
-    // Of few rows, where terms lie side by side in memory, which forward's do not.
+    // A product of few rows whose terms lie next to each other in memory, which is not so in
+    // forward.
     if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {
       return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
     }
@@ -110,7 +111,7 @@ class CpuBackend : public cpu::Memory<Element> {
 
   template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
-    // A call of torch's takes longer than to copy a few rows.
+    // A call of torch takes longer than copying a few rows.
     if constexpr (std::is_same_v<To, std::remove_const_t<From>>) {
       constexpr int64_t kFew = 16'384;
       if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
@@ -194,12 +195,13 @@ class CpuBackend : public cpu::Memory<Element> {
     });
   }
 
-  // Elements of a stage per thread, below which one thread does it: a barrier would cost as much as
-  // it saves.
+  // The number of elements of a stage per thread below which one thread does all: a barrier would
+  // cost as much as it saves.
   static constexpr int64_t kStageGrain = 4'096;
-  // Terms of a product that take as long as an element of a stage.
+  // The number of terms of a product that take as long as one element of a stage.
   static constexpr int64_t kTermsPerElement = 16;
-  // f over [0, count), each item being `size` elements of work.
+  // Calls f for ranges of [0, count), where each item is as much work as `size` elements of a
+  // stage.
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {
     const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));

@@ -1,4 +1,4 @@
-// What the GPU backend asks of CUDA besides kernels, for the length of one call of an operator.
+// The GPU backend's calls of CUDA other than kernels; one object for each call of an operator.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
@@ -35,7 +35,7 @@ class CudaDevice {
     static const std::vector<Gpu> all = all_gpus();
     return all.at(size_t(index_));
   }
-  // How many blocks of a kernel its GPU runs at once, as cuda::MostBlocks; and that it does not.
+  // The cuda::MostBlocks of this GPU, and the record that it has refused a kernel.
   static int64_t most_blocks(const cuda::PersistentKernel* kernel) {
     return cuda::BlockCounts::of_process().most(*kernel, [](const auto& asked) {
       const torch::stable::accelerator::DeviceGuard guard(asked.device);
@@ -46,10 +46,10 @@ class CudaDevice {
     cuda::BlockCounts::of_process().refuse(kernel);
   }
   static const char* message(int error) { return cudaGetErrorString(cudaError_t(error)); }
-  // Told once, an error must not be told again by torch's next kernel.
+  // Clears an error that has been reported, so that torch's next kernel does not report it again.
   static void forget_error() { (void)cudaGetLastError(); }
 
-  // False if cuBLASLt has no algorithm for it: then nothing has been done.
+  // False if cuBLASLt has no algorithm for the product; then nothing has been done.
   template <class C, class T>
   bool gemm(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
             bool accumulate, void* workspace, int64_t workspace_bytes) {
@@ -64,24 +64,24 @@ class CudaDevice {
     return true;
   }
 
-  // Whether products of float32 are not rounded.
+  // Whether products of float32 keep all bits of their operands.
   bool keeps_float32() const { return !allows_tf32_; }
-  // Whether torch would round products of float32 that may not be rounded here: it has one flag for
-  // its matrix products and another for recurrent layers.
+  // Whether torch would round products of float32 that must not be rounded here: torch has one flag
+  // for matrix products and another for recurrent layers.
   bool torch_rounds_more() const { return !allows_tf32_ && torch_allows_tf32(); }
 
   void zero(void* data, size_t size_bytes) const {
     check(cudaMemsetAsync(data, 0, size_bytes, stream_), "zeroing memory");
   }
 
-  // What torch enqueues on the stream that it takes for the current one.
+  // Calls f, which enqueues work through torch on torch's current stream.
   template <class F>
   void by_torch(const F& f) const {
     f();
   }
 
-  // A second stream, from here on until join().  Also while the first one is captured: the waits
-  // make the second one a part of that.
+  // Starts the second stream, which ends with join().  This also works while the first stream is
+  // captured: the waits make the second stream a part of the capture.
   void fork() {
     check(cuda::second_stream(index_, &second_), "making a second stream");
     wait(second_.stream, stream_, second_.of_first);
@@ -97,7 +97,7 @@ class CudaDevice {
     wait(second_.stream, stream_, second_.of_first);
   }
   void join() const { wait(stream_, second_.stream, second_.of_second); }
-  void abandon() const noexcept {  // join(), when there is an error to be told already
+  void abandon() const noexcept {  // join() after an error, without reporting another one
     (void)cudaEventRecord(second_.of_second, second_.stream);
     (void)cudaStreamWaitEvent(stream_, second_.of_second, 0);
     forget_error();
@@ -116,11 +116,11 @@ class CudaDevice {
   void launch(const Graph& graph) const { check(graph.launch(stream_), "launching a graph"); }
 
  private:
-  struct Restore {  // also when a kernel fails
+  struct Restore {  // even if a kernel fails
     cuda::Stream &current, before;
     ~Restore() { current = before; }
   };
-  // While it lives, torch enqueues on this stream.
+  // While it lives, `stream` is torch's current stream.
   class StreamGuard {
    public:
     StreamGuard(cuda::Stream stream, int32_t device) {
@@ -180,7 +180,7 @@ class CudaDevice {
     check(cudaStreamIsCapturing(stream, &status), "asking for the state of the stream");
     return status != cudaStreamCaptureStatusNone;
   }
-  // torch puts what its flags say into its own handle whenever it hands that out.
+  // torch sets the math mode of its handle from its flags whenever it hands out the handle.
   static bool torch_allows_tf32() {
     void* handle = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));

@@ -1,11 +1,11 @@
-// The driver's backend for a GPU: stages by the kernels of cuda/, everything on one stream, nothing
-// allocated and nothing waited for.  Device is what it asks of CUDA: cuda_device.h, or its
-// emulation on the CPU (tests/emulator).
+// The driver's backend for a GPU: stages by the kernels of cuda/, everything on one stream, without
+// allocating or waiting.  Device is the part that calls CUDA: cuda_device.h, or its emulation on
+// the CPU (tests/emulator).
 //
 // Launching a kernel costs about as much as running a small one, so the steps of a chunk are
 // recorded into a graph, which later chunks launch at once.
 //
-// On request a second stream is there for what the steps do not wait for.
+// On request, a second stream does work that the steps do not wait for.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -28,21 +28,21 @@ class GpuBackend : public cuda::Memory<Element> {
 
   struct Recording {
     int64_t first_row = 0;
-    // All kernels of a whole chunk are loaded and all algorithms of its GEMMs chosen, which depend
-    // on addresses too.  Neither may be left to a recording.
+    // Whether all kernels of a whole chunk have been loaded and the algorithms of its GEMMs chosen,
+    // which depend on addresses too.  Neither may happen during a recording.
     bool is_warm = false;
     typename Device::Graph graph{};
   };
 
   explicit GpuBackend(Device& device) : device_(device), borrower_(device.borrower()) {}
 
-  // Until it is joined, there are two streams.
+  // Two streams, until join().
   class Split {
    public:
     explicit Split(Device* device) : device_(device) {
       if (device_ != nullptr) device_->fork();
     }
-    ~Split() {  // something has failed: the memory that both streams use is about to be freed
+    ~Split() {  // after an error: the memory that both streams use is about to be freed
       if (device_ != nullptr) device_->abandon();
     }
     Split(Split&& other) noexcept : device_(std::exchange(other.device_, nullptr)) {}
@@ -122,7 +122,7 @@ class GpuBackend : public cuda::Memory<Element> {
           sums.all_columns());
   }
 
-  // All steps of a chunk at once.
+  // Runs all steps of a chunk in one kernel.
   void forward_chunk(const cuda::PersistentPlan& plan, const cuda::PersistentForward<T>& chunk,
                      void* workspace) {
     check_chunk(cuda::launch_persistent_forward<T>(plan, chunk, workspace, device_.stream()),
@@ -135,7 +135,7 @@ class GpuBackend : public cuda::Memory<Element> {
                 cuda::kernel_of<T>(plan, /*is_backward=*/true, device_.index()), chunk);
   }
 
-  // The second one is null where there is no second stream.
+  // scratch: of each stream; the second is null if there is no second stream.
   void use_scratch(char* const (&scratch)[2], const ScratchNeeds& needs) {
     Arena first(scratch[0]), second(scratch[1]);
     scratch_ = Memory::carve(first, needs);
@@ -160,12 +160,12 @@ class GpuBackend : public cuda::Memory<Element> {
   }
 
  private:
-  // Terms of a sum that one product adds up, of float that is not rounded to TF32.  cuBLASLt adds
-  // them up one after another (seen on an H100), with an error that grows with the square root of
-  // their number.  In the gradient of a weight these are all rows of a chunk, where a loop has the
-  // rows of a step and then the steps.  In that of the input they are as many as in a loop, but a
-  // GEMM of a step's few rows is split, and one of a chunk's rows is not.  Steps are what they are
-  // in a loop.
+  // The number of terms that one product may sum, if float32 is not rounded to TF32.  cuBLASLt sums
+  // terms one after another (seen on an H100), with an error that grows with the square root of
+  // their number.  The gradient of a weight sums over all rows of a chunk, while a loop sums over
+  // the rows of a step and then over the steps.  The gradient of the input has as many terms as in
+  // a loop, but cuBLASLt splits a GEMM of a step's few rows, and not one of a chunk's rows.  The
+  // products of single steps are the same as in a loop.
   template <class C>
   int64_t terms_at_once(const Matrix<C>& out, const Matrix<const T>& a, bool is_of_input) const {
     constexpr int64_t kRows = 256, kColumns = 128, kAligned = 64;
@@ -212,10 +212,12 @@ class GpuBackend : public cuda::Memory<Element> {
 
   Device& device_;
   Borrower borrower_;
-  typename Memory::Scratch scratch_{}, other_scratch_{};  // of the stream in use
+  typename Memory::Scratch scratch_{},
+      other_scratch_{};  // of the current stream, and of the other one
   int64_t batch_ = 0, terms_of_loop_ = 0;
   bool is_split_ = false;
-  bool is_by_torch_ = false;  // some product was; torch takes memory for it, which no recording may
+  bool is_by_torch_ =
+      false;  // whether torch did a product: it allocates, which a recording must not
 };
 
 }  // namespace fusedrnn

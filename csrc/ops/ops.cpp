@@ -1,4 +1,4 @@
-// The operators' schemas, and what they are on the CPU.
+// Defines the operators' schemas, and implements them on the CPU.
 #include "ops.h"
 
 #include "cpu_backend.h"
@@ -9,7 +9,7 @@ namespace {
 struct CpuPlatform {
   CpuPlatform(const Tensor& /*input*/, const Tuning&) {}
   static const Gpu* gpu() { return nullptr; }
-  void keep(const Tensor& /*host*/) const {}  // none is copied
+  void keep(const Tensor& /*host*/) const {}  // nothing is copied from it later
 
   template <class T>
   CpuBackend<T> backend() const {
@@ -35,7 +35,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
   m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CpuPlatform>));
 }
 
-// For who has loaded this library by ctypes.
+// Called by Python through ctypes.
 extern "C" __attribute__((visibility("default"))) void fusedrnn_set_signal_check(bool (*check)()) {
   fusedrnn::cpu::signal_check = check;
 }

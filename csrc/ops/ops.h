@@ -4,7 +4,7 @@
 
 namespace fusedrnn {
 
-// The operator `forward`: its arguments are those of the schema, in its order.
+// The operator `forward`.  Its arguments are the schema's, in the same order.
 template <class Platform>
 ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTensor cx,
                                 Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
@@ -37,7 +37,8 @@ ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTens
                            save_gates);
 }
 
-// The same memory, with so many dimensions of one before those of `tensor`, or without.
+// A view of `tensor` with `more` leading dimensions of size one added, or removed if `more` is
+// negative.
 inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
   std::vector<int64_t> sizes, strides;
   for (int64_t i = 0; i < more; ++i) {
@@ -54,9 +55,9 @@ inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
   return Tensor(handle);
 }
 
-// The operator `step`: one step where nothing needs a gradient, with little overhead.  input (B, I)
-// or (I), hx and cx (B, H) or (H), zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), c alike,
-// or (0, B, H) of a cell without cell state.
+// The operator `step`: one step with little overhead, without gradients.  input (B, I) or (I), hx
+// and cx (B, H) or (H) and zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), and c alike, or
+// (0, B, H) if the cell has no cell state.
 template <class Platform>
 std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
                                          Weights weights, MaybeTensor eps, MaybeTensor seed,
@@ -111,7 +112,7 @@ std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor
           has_cell_state(named) ? with_dimensions(c_n, -missing) : c_n};
 }
 
-// The operator `backward`: its arguments are those of the schema, in its order.
+// The operator `backward`.  Its arguments are the schema's, in the same order.
 template <class Platform>
 BackwardResults backward_operator(
     MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
@@ -146,9 +147,9 @@ BackwardResults backward_operator(
       {.output = output, .gates = saved_gates, .chunk_cell_states = chunk_cell_states}, needs);
 }
 
-// The operators' schemas.  Python passes all that comes behind `*` by name; only lists of tensors
-// and what every call has come before it.  No text is passed: torch's stable ABI keeps a copy of
-// each string for ever.
+// The operators' schemas.  Python passes arguments after `*` by name; before it are only the
+// tensors and what every call has.  No argument is a string: torch's stable ABI never frees a
+// string.
 #define FUSEDRNN_CALL_SCHEMA                                                                   \
   "int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, *, Tensor? lengths=None, " \
   "Tensor? batch_sizes=None, Tensor? reset=None, Tensor? eps=None, Tensor? seed=None, "        \

@@ -1,4 +1,4 @@
-// The operators on CUDA: a library of its own, loaded where torch has CUDA.
+// Implements the operators on CUDA, in a library of its own that is loaded if torch has CUDA.
 #include <mutex>
 #include <vector>
 
@@ -14,11 +14,12 @@ class CudaPlatform {
   CudaPlatform(const Tensor& input, const Tuning& tuning)
       : device_(input, tuning.replay, tuning.tf32) {}
   const Gpu* gpu() const { return &device_.gpu(); }
-  // A graph that captures a copy of it reads it whenever it is launched, and nobody tells when it
-  // is no longer there.
+  // A CUDA graph that captured a copy from `host` reads that memory whenever it is launched, and
+  // there is no notice when the graph is destroyed.
   void keep(const Tensor& host) const {
     static std::mutex mutex;
-    static auto* const kept = new std::vector<Tensor>();  // for ever: torch may be gone before
+    static auto* const kept =
+        new std::vector<Tensor>();  // never freed: torch may be unloaded before
     if (!device_.is_capturing()) return;
     const std::lock_guard lock(mutex);
     kept->push_back(host);
@@ -43,7 +44,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
   m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CudaPlatform>));
 }
 
-// For who has loaded this library by ctypes.
+// Called by Python through ctypes.
 extern "C" __attribute__((visibility("default"))) int64_t
 fusedrnn_most_blocks(const fusedrnn::cuda::PersistentKernel* kernel) {
   return fusedrnn::CudaDevice::most_blocks(kernel);

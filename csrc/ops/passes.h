@@ -1,10 +1,10 @@
-// What a pass through a layer does on every device: allocation, dispatch on dtype, one call of the
+// A pass through a layer, the same on every device: allocation, dispatch on dtype, one call of the
 // driver for each direction.
 //
-// Platform is what a device adds, made anew for each call:
+// Platform is the device's part, created for each call:
 //   Platform(input, tuning)
-//   gpu()                        its facts for plans, or null
-//   keep(host)                   of memory that the call's work reads: as long as that may be done
+//   gpu()                        the GPU's properties for plans, or null
+//   keep(host)                   keeps memory alive while enqueued work may read it
 //   backend<T>()                 the driver's backend
 //   computing(multiply_adds)     an object that lives while the driver works
 #pragma once
@@ -36,8 +36,8 @@ auto dispatch_dtype(const Tensor& input, const F& f) {
   }
 }
 
-// dispatch_dtype(), a second time if a GPU has refused to launch a kernel: that is remembered, and
-// what is planned then does without.
+// dispatch_dtype(), repeated once if the GPU has refused to launch a kernel: the refusal is
+// remembered, so the new plan does without that kernel.
 template <class F>
 auto planned_anew(const Tensor& input, const F& f) {
   try {
@@ -50,9 +50,9 @@ auto planned_anew(const Tensor& input, const F& f) {
 template <class Platform, class T>
 using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 
-// output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty, saved_gates: the pre-activations of
-// all steps, empty unless they are to be saved, chunk_cell_states: c before each chunk, or empty.
-// P is the number of features of h, which are the H of the cell unless it projects them.
+// output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty; saved_gates: the pre-activations of
+// all steps, empty unless they are to be saved; chunk_cell_states: c before each chunk, or empty. P
+// is the number of features of h: H, unless the cell projects h.
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <class Platform>
@@ -73,7 +73,7 @@ ForwardResults forward(const Call& call, bool save_gates) {
                    "backend='persistent' is not possible here: ", reason(asked, plan));
     const int64_t gates_numel = save_gates ? args.saved_numel() : 0;
     const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
-    // Of finished rows nothing is written.
+    // Nothing is written in finished rows, so outputs with padding start as zeros.
     Tensor output =
         allocate(input, args.shape(directions * width), dtype, "the output", args.has_padding());
     Tensor h_n = allocate(input, {directions, batch, width}, dtype, "h_n");
@@ -104,10 +104,10 @@ ForwardResults forward(const Call& call, bool save_gates) {
   });
 }
 
-// Bits of `needs`, in the order of the results; above them is one for each of `weights`.
+// The bits of `needs`, in the order of the results, followed by one bit for each of `weights`.
 enum Needs : int64_t { kInput = 1, kHx = 2, kCx = 4, kEps = 8, kFirstWeight = 16 };
 
-// What only backward takes.
+// The arguments that only backward has.
 struct Cotangents {
   const MaybeTensor &output, &h_n, &c_n;
 };
@@ -170,7 +170,8 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       return allocate(input, needed ? shape : std::vector<int64_t>{0}, input.scalar_type(), what,
                       zeros);
     };
-    const bool zeros = args.has_lengths();  // nothing is written where all rows are finished
+    const bool zeros =
+        args.has_lengths();  // because nothing is written where all rows are finished
     Tensor grad_input = gradient(needs & kInput, args.shape(args.sizes().input),
                                  "the gradient of the input", args.has_padding());
     Tensor grad_hx = gradient(needs & kHx, {directions, batch, width}, "the gradient of hx");
@@ -178,7 +179,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
     Tensor grad_eps = gradient(needs & kEps, {directions, seq_len, batch, args.sizes().latent},
                                "the gradient of eps", zeros);
     const int64_t flat_size = needs >= kFirstWeight ? directions * args.weights_numel() : 0;
-    // The driver writes all of those it is asked for, and zeros stand for the others.
+    // The driver writes the gradients that are wanted; the others are to be zeros.
     const int64_t every_weight = (kFirstWeight << weights.size()) - kFirstWeight;
     Tensor grad_weights =
         allocate(input, {flat_size}, kScalarType<A>, "the gradients of the weights",
@@ -189,7 +190,8 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
 
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.backward, d);
-      problem.output = const_cast<T*>(Arguments::data<T>(output)) + d * width;  // only read
+      problem.output =
+          const_cast<T*>(Arguments::data<T>(output)) + d * width;  // backward only reads it
       problem.output_stride = directions * width;
       if (saved.chunk_cell_states) {
         problem.chunk_cell_states = const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) +

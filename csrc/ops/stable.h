@@ -1,5 +1,5 @@
-// The few things of torch that the driver and the ops need, through its stable ABI, so that one
-// binary loads under every torch since 2.11.
+// The parts of torch that the backends and operators use, through its stable ABI, so that one
+// binary loads under every torch from 2.11 on.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -34,12 +34,12 @@ constexpr ScalarType kScalarType<BFloat16> = ScalarType::BFloat16;
 template <>
 constexpr ScalarType kScalarType<Half> = ScalarType::Half;
 
-// What torch's C functions take for a type.
+// The code of a type in torch's C functions.
 inline int32_t type_code(ScalarType type) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
 }
 
-// A tensor over memory that someone else owns, for the length of one call of an ATen kernel.
+// A tensor over memory that it does not own, for the length of one call of an ATen kernel.
 class BorrowedTensor {
  public:
   template <class T>
@@ -63,7 +63,7 @@ class BorrowedTensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// Tensors borrowed on one device, and the copies between them that every backend needs.
+// Makes borrowed tensors on one device, and the copies between them that every backend needs.
 class Borrower {
  public:
   Borrower(int32_t device_type, int32_t device_index) : type_(device_type), index_(device_index) {}
@@ -79,8 +79,8 @@ class Borrower {
     copy(borrow(out), borrow(from));
   }
 
-  // out (+)= a b, where a and b have one type and out that or a wider one.  type: of sums, which
-  // all of these are converted to.
+  // out (+)= a b, where a and b have the same type, and out has that type or a wider one.  type:
+  // all are converted to it for the product.
   template <class C, class T>
   void multiply(const Matrix<C>& out, const Matrix<const T>& a, const Matrix<const T>& b,
                 bool accumulate, ScalarType type) const {
@@ -93,8 +93,8 @@ class Borrower {
                          accumulate ? torch::stable::subtract(wide(out), product, -1) : product);
   }
 
-  // Steps of a sequence, from begin on, to those of another, from first on: all rows that both
-  // have.
+  // Copies `steps` steps of `from`, from step `begin` on, to `out` from step `first` on: all rows
+  // that both have.
   template <class To, class From>
   void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
                   int64_t begin, int64_t steps, int64_t batch) const {

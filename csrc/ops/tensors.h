@@ -1,4 +1,4 @@
-// Tensors in the operators: texts of shapes, and allocation.
+// Tensors in the operators: shapes as text, and allocation.
 #pragma once
 #include <cstring>
 #include <optional>
@@ -19,16 +19,16 @@ inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   return text + (sizes.size() == 1 ? ",)" : ")");
 }
 
-// Why torch could not do something, which its stable ABI tells in the lines behind the first; the
-// first is about torch's headers.  torch 2.11 and 2.12 tell nothing.
+// The reason in an error from torch.  Its stable ABI gives it in the lines after the first, which
+// is about torch's headers; torch 2.11 and 2.12 give none.
 inline std::string reason_of(const std::exception& error) {
   const std::string text = error.what();
   const size_t end = text.find('\n');
   return end == std::string::npos ? "" : ": " + text.substr(end + 1);
 }
 
-// A tensor of zeros or of anything.  By torch's function itself: its wrapper takes twice the time,
-// since it first asks for what the two tensors have in common.
+// A new tensor, of zeros or uninitialised.  Calls torch's C function, since its C++ wrapper first
+// asks for what the two tensors have in common and takes twice the time.
 inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype,
                        const char* what, bool zeros = false) {
   int32_t type = type_code(dtype);
