@@ -11,25 +11,26 @@
 // rows keep their order in memory; Chunk converts between the two.
 //
 // A backend has the types T (tensors), O (GEMM operands) and A = Acc<T>, and
-//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate, is_of_input)   out (+)= a
-//       b; is_of_input: whether out is the gradient of the input
-//   copy(Matrix<To> out, Matrix<const From> from)   converts
+//   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate, is_of_input)
+//       out (+)= a b; is_of_input: whether out is the gradient of the input
+//   copy(Matrix<To> out, Matrix<const From> from), which converts
 //   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
-//   forward / backward(StageKind, step, rows), gather / clear / dropout(step, rows)   see step.h
+//   forward / backward(StageKind, step, rows), gather / clear / dropout(step, rows): see step.h
 //   column_sums(ColumnSums)
-//   enqueue(Recording, is_whole, repeats, first_row, steps)   calls steps(offset), or replays what
-//       an earlier call with `repeats` recorded, moved along the sequence by the difference of
-//       first_row; is_whole: whether the chunk has all of its steps
-//   forward_chunk(plan, PersistentForward, workspace)   all steps of a chunk, if kPersistent
-//   backward_data_chunk(plan, PersistentBackward, workspace)   its backward_data, if kPersistent
-//   kReplays   whether enqueue may replay.  kGemmRounds: whether gemm also writes a Matrix<T>.
-//   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds)   the backend's own memory in
-//       the workspace, one part for each stream
-//   expect(seq_len, batch)   announces the sizes of the whole sequence
-//   fork(wanted)   returns an object.  If `wanted`, then until its join() there is a second stream:
+//   enqueue(Recording, is_whole, repeats, first_row, steps)
+//       calls steps(offset), or replays what an earlier call with `repeats` recorded, moved along
+//       the sequence by the difference of first_row; is_whole: whether the chunk is a full one
+//   forward_chunk(plan, PersistentForward, workspace): all steps of a chunk, if kPersistent
+//   backward_data_chunk(plan, PersistentBackward, workspace): its backward_data, if kPersistent
+//   kReplays: whether enqueue may replay.  kGemmRounds: whether gemm also writes a Matrix<T>
+//   scratch_bytes(ScratchNeeds), use_scratch(pointers, ScratchNeeds)
+//       the backend's own memory in the workspace, one part for each stream
+//   expect(seq_len, batch): announces the sizes of the whole sequence
+//   fork(wanted)
+//       returns an object.  If `wanted`, there is a second stream until the object's join():
 //       on_side_stream(f) calls f() for that stream, and sync() makes each stream wait for the work
 //       that the other has been given so far, as join() does for the first stream.  Otherwise all
-//       work is on one stream.
+//       work is on one stream
 #pragma once
 #include "backward.h"
 #include "forward.h"

@@ -123,9 +123,6 @@ class WorkspaceBound {
 // The number of chunks determines their length, so that backward gets the length from the number of
 // states that forward saved: if it planned anew, the result could differ, because a plan depends on
 // strides and on whether TF32 is allowed.
-//
-// Their number tells their length, so that backward gets it from the states that forward saved:
-// what it would find by itself depends on strides, and on whether TF32 is allowed.
 class Chunks {
  public:
   Chunks(int64_t seq_len, int64_t batch, bool on_gpu)

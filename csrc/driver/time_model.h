@@ -13,10 +13,6 @@ namespace fusedrnn {
 // tile of a group's rows and each 256 columns of weights; in backward also for each gate, since the
 // gradients of all gates are exchanged.  A launched stage takes a GEMM and a kernel, whose time
 // hardly grows with size.
-//
-// A stage of a step in a persistent kernel is an exchange between blocks, and more for each tile of
-// a group's rows and 256 columns of weights; in backward for each gate too, all of whose gradients
-// are exchanged.  A launched stage is a GEMM and a kernel, which hardly grow.
 constexpr double kExchangeUs = 0.6, kTileUs = 0.1, kLaunchedUs = 4.0;
 // A persistent backward recomputes the cell states first, step by step; this is for a step of a
 // tile.
