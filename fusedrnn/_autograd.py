@@ -23,7 +23,7 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
     if function is None:
         output, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
     else:
-        # Where nothing is differentiated, backward never comes, and nothing is saved for it.
+        # If nothing is differentiated there is no backward, and nothing is saved for it.
         save_gates = is_differentiated and not call.recompute
         output, h_n, c_n, _, _ = function(call, save_gates, *tensors.flat())
     return output, h_n, c_n

@@ -22,7 +22,10 @@ from .stack import Stack, States
 # A padded batch, a single sequence, or a PackedSequence: the output has the form of the input.
 S = TypeVar("S", Tensor, PackedSequence)
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")  # torch raises an error when asked about others, as meta
+_AUTOCAST_DEVICES = (
+    "cpu",
+    "cuda",
+)  # torch raises an error when asked about other devices, such as meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def _run(
     key = _key(tensors, options, packing, cell_sizes, dtype)
     try:
         checked = None if key is None else _remembered.get(key)
-    except (TypeError, RuntimeError):  # what cannot be looked up, as a shape of symbols
+    except (TypeError, RuntimeError):  # not hashable, such as a shape of symbols
         key = checked = None
     if checked is None:
         arguments.count_weights(tensors.weights, options)
@@ -139,7 +142,11 @@ def _key(
                 for t in tensors.flat()
             ],
         )
-    except (AttributeError, TypeError, RuntimeError):  # what is no tensor, or has no shape
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # an argument that is not a tensor, or has no shape
         return None
 
 
@@ -192,7 +199,7 @@ def _run_checked(
         seed=seed,
         mask_seed=mask_seed,
     )
-    result: Any = None  # of a cell's step, whose output is h_n
+    result: Any = None  # a cell's step returns h_n as its output
     if options.return_sequence:
         output, last = stack.run(sequence, States(h, c))
         if not form.is_step:
@@ -250,7 +257,7 @@ def _converted(tensors: CallTensors, dtype: torch.dtype) -> CallTensors:
     def convert(tensor: Any) -> Any:
         if tensor is None:
             return None
-        # torch leaves float64 as it is; a tensor that is no float at all is refused later.
+        # torch's autocast leaves float64 alone; tensors of other kinds are refused later.
         is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if is_eligible else tensor
 

@@ -70,7 +70,7 @@ def _constant_layout(
     directions: int,
     bias: bool,
 ) -> Layout:
-    # int() makes a size of any integer type one that can be looked up.
+    # int() turns sizes of any integer type into hashable ones.
     sizes = Sizes(int(input_size), int(hidden_size), int(latent_size), int(output_size))
     return _layout(cell, sizes, num_layers, directions, bias)
 

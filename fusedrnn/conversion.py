@@ -24,7 +24,7 @@ from . import _library
 from .modules import GRU, LSTM, GRUCell, LSTMCell
 from .weights import FlatModule
 
-# A class and the one that does the same.
+# Classes, and the classes that replace them.
 Counterparts = Mapping[type, type[nn.Module]]
 
 _TO_FUSED: Counterparts = {
@@ -41,7 +41,7 @@ _TO_TORCH: Counterparts = {
 }
 _TORCH_NAMES = ("RNN", "GRU", "LSTM", "RNNCell", "GRUCell", "LSTMCell")
 
-# Options that change memory and time but no result: what lacks them can still take the place.
+# Options that change memory and time but no result: a class without them may be the replacement.
 _COST_ONLY = ("recompute", "chunk_size", "workspace_bytes", "backend")
 
 # What every module has besides tensors and submodules: the training mode and hooks of all kinds.
@@ -111,9 +111,9 @@ def convert(module: M) -> tuple[M, ConversionReport]:
     The model is changed in place, as by ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``; pass
     ``copy.deepcopy(model)`` to keep the original. Call it before torch.compile, and look at the
     report: a module that cannot be replaced without a change of behaviour is kept, and is listed
-    there with the reason. Such are subclasses, parametrized, weight-normed, pruned, quantized,
-    sharded, scripted and compiled modules, ones whose forward was overridden, and options, dtypes
-    and devices that fusedrnn does not have.
+    there with the reason. This applies to subclasses, to parametrized, weight-normed, pruned,
+    quantized, sharded, scripted and compiled modules, to modules whose forward was overridden, and
+    to options, dtypes and devices that fusedrnn does not have.
 
     Only submodules are found: a plain list or a closure that holds a module goes on holding the old
     one, which still works, with the same Parameters.
@@ -180,7 +180,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
     if not isinstance(root, nn.Module):
         raise TypeError(f"fusedrnn: module must be a torch.nn.Module, got {type(root).__name__}")
     report = ConversionReport()
-    # torch.compile's wrapper calls the module that it was made for, whatever stands in its place.
+    # torch.compile's wrapper calls the module that it was made for, whatever replaces it.
     compiled = {m._modules["_orig_mod"] for m in root.modules() if "_orig_mod" in m._modules}
     done: dict[nn.Module, nn.Module] = {}
 
@@ -201,7 +201,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
                 done[module] = new
                 return new
             if _is_quantized(module):
-                return module  # its parts are named as whole ones are
+                return module  # its parts have the names of whole modules
         # Not named_children(), which leaves out the second name of a child.
         for key, child in list(module._modules.items()):
             if child is not None:
@@ -214,7 +214,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
 
 
 def _is_recurrent(module: nn.Module, counterparts: Counterparts) -> bool:
-    """Whether the report speaks of the module: also of relatives that cannot be replaced."""
+    """Whether the report lists the module, as replaced or as kept."""
     if counterparts is _TO_TORCH:
         return isinstance(module, FlatModule)
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
@@ -225,7 +225,7 @@ def _is_recurrent(module: nn.Module, counterparts: Counterparts) -> bool:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    """Whether it is one of torch.ao's recurrent modules, no relatives of torch.nn's by class."""
+    """Whether it is a recurrent module of torch.ao, whose classes do not derive from torch.nn's."""
     cls = type(module)
     return cls.__module__.startswith("torch.ao.") and cls.__name__ in _TORCH_NAMES
 
@@ -233,7 +233,7 @@ def _is_quantized(module: nn.Module) -> bool:
 def _check_weight_drop(old: nn.Module, parent: nn.Module | None) -> None:
     """Refuses a module whose weights a WeightDrop wrapper sets before each call.
 
-    Such wrappers, as those of fastai and PyTorch-NLP, keep the weights under other names, in the
+    Such wrappers (fastai and PyTorch-NLP have one) keep the weights under other names, in the
     module or in the wrapper that holds it.
     """
     for holder in (old, parent):
@@ -245,7 +245,7 @@ def _check_weight_drop(old: nn.Module, parent: nn.Module | None) -> None:
         ]
         if not names:
             continue
-        p = getattr(holder, "weight_p", None)  # of fastai
+        p = getattr(holder, "weight_p", None)  # fastai's
         option = f"weight_dropout={p}" if isinstance(p, float) else "weight_dropout=p"
         raise _CannotReplace(
             f"WeightDrop sets {', '.join(names)} before each call; to convert it, unwrap it, and "
@@ -254,24 +254,24 @@ def _check_weight_drop(old: nn.Module, parent: nn.Module | None) -> None:
 
 
 def _counterpart(old: nn.Module, counterparts: Counterparts) -> tuple[nn.Module, tuple[str, ...]]:
-    """The new module, with all that the old one holds -> module, what it lacks.
+    """The new module with everything that the old one holds, and the options that it lacks.
 
     Raises:
-        _CannotReplace: There is no module that does just the same.
+        _CannotReplace: No module does exactly the same.
     """
     cls = _counterpart_class(old, counterparts)
     new, lost = _with_options_of(old, cls)
     _check_tensors(old, new)
     attributes = _own_attributes(old, new)
 
-    # The same dicts of hooks, so that the handles that remove them go on working.
+    # The same dicts of hooks, so that the handles that remove them keep working.
     for name in _STATE:
         if name in vars(old):
             new.__dict__[name] = vars(old)[name]
     new.__dict__.update(attributes)
     for name, weight in old._parameters.items():
         setattr(new, name, weight)
-    # Weights that someone has placed in a larger memory stay there.
+    # Weights that lie in a larger buffer were placed there on purpose, and stay.
     if isinstance(new, FlatModule | nn.RNNBase) and _has_memory_of_its_own(new):
         new.flatten_parameters()
     return new, lost
@@ -296,7 +296,7 @@ def _counterpart_class(old: nn.Module, counterparts: Counterparts) -> type[nn.Mo
 
 
 def _with_options_of(old: nn.Module, cls: type[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
-    """A ``cls`` with the options of ``old`` and without memory -> module, options that it lacks."""
+    """A ``cls`` on the meta device with the options of ``old``, and the options that it lacks."""
     options, lost = {}, []
     accepted = _constructor_options(cls)
     for name, default in _constructor_options(type(old)).items():
@@ -312,7 +312,7 @@ def _with_options_of(old: nn.Module, cls: type[nn.Module]) -> tuple[nn.Module, t
     if weight is not None:
         _check_device(weight.device, cls)
     try:
-        with warnings.catch_warnings():  # of dropout, which the old module has given as well
+        with warnings.catch_warnings():  # the old module has warned of its dropout already
             warnings.simplefilter("ignore")
             new = cls(**options, device="meta", dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -321,7 +321,7 @@ def _with_options_of(old: nn.Module, cls: type[nn.Module]) -> tuple[nn.Module, t
 
 
 def _constructor_options(cls: type) -> dict[str, Any]:
-    """What a constructor takes, with defaults, besides device and dtype."""
+    """The arguments of a constructor and their defaults, without device and dtype."""
     for base in cls.__mro__:  # torch.nn.LSTM passes its arguments on to the base class
         parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
@@ -343,7 +343,7 @@ def _check_device(device: torch.device, cls: type) -> None:
 
 
 def _check_tensors(old: nn.Module, new: nn.Module) -> None:
-    """Parameters as those of ``new``, and nothing else."""
+    """Refuses a module whose tensors are not exactly the parameters of ``new``."""
     others = [
         *old._buffers,
         *old._modules,
@@ -369,7 +369,7 @@ def _check_tensors(old: nn.Module, new: nn.Module) -> None:
 
 
 def _own_attributes(old: nn.Module, new: nn.Module) -> dict[str, Any]:
-    """What users have set on this very module, if it can be set on ``new`` as well."""
+    """The attributes that users have set on this module, if ``new`` can have them too."""
     if any(getattr(hook, "with_module", False) for hook in old._load_state_dict_pre_hooks.values()):
         raise _CannotReplace("a hook for load_state_dict is bound to this very module")
     usual = vars(type(old)(1, 1, device="meta"))
@@ -381,7 +381,7 @@ def _own_attributes(old: nn.Module, new: nn.Module) -> dict[str, Any]:
 
 
 def _has_memory_of_its_own(module: nn.Module) -> bool:
-    """Whether there is nothing but this module's weights in the memory where they lie."""
+    """Whether the memory of this module's weights holds nothing else."""
     used: Counter[int] = Counter()
     size = {}
     for weight in module.parameters():

@@ -14,7 +14,7 @@ from . import _helpers, _plans, checks, tuning
 from .modules import GRU, LSTM, RNNBase, StochasticGRU
 from .options import check_dtype, check_flag, check_num_layers, text_of
 
-_MODULES = {"gru": GRU, "lstm": LSTM, "stochastic_gru": StochasticGRU}
+_MODULES = {cls._cell: cls for cls in (GRU, LSTM, StochasticGRU)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def plan(
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:
-    """What they make, without memory; of many layers two, which are all that a plan looks at."""
+    """The module that ``options`` describe, on meta; at most two layers matter to a plan."""
     options = {"device": "meta", **options}
     cell = options.pop("cell", None)
     if not isinstance(cell, str) or cell not in _MODULES:

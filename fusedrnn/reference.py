@@ -138,10 +138,10 @@ def gru_step(
     return _gates(F.linear(input, weight_ih, bias_ih), F.linear(h, weight_hh, bias_hh), h)
 
 
-def _gates(side: Tensor, projection: Tensor, h: Tensor) -> Tensor:
-    """What a GRU makes of the projections of its input and of its state."""
-    x_r, x_u, x_n = side.chunk(3, -1)
-    p_r, p_u, p_n = projection.chunk(3, -1)
+def _gates(input_gates: Tensor, hidden_gates: Tensor, h: Tensor) -> Tensor:
+    """The state after a GRU's step, from the projections of its input and of its state."""
+    x_r, x_u, x_n = input_gates.chunk(3, -1)
+    p_r, p_u, p_n = hidden_gates.chunk(3, -1)
     r = torch.sigmoid(x_r + p_r)
     u = torch.sigmoid(x_u + p_u)
     n = torch.tanh(x_n + r * p_n)
@@ -421,7 +421,7 @@ def _loop(
     if lengths is not None:
         ends = torch.as_tensor(lengths, device=x.device)
         active = (torch.arange(seq_len, device=x.device)[:, None] < ends)[..., None]
-        x = x.masked_fill(~active, 0)  # whatever stands there has no gradient, be it NaN
+        x = x.masked_fill(~active, 0)  # values there have no gradient, even if they are NaN
 
     last = []
     for layer in range(num_layers):

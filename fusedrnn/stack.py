@@ -103,7 +103,7 @@ class Stack(NamedTuple):
             h = _reset_first(h, self.mask, reverse)
             c = None if c is None else _reset_first(c, self.mask, reverse)
         call = self.call
-        if here.start > 0 or call.dropout > 0:  # else the call is that of the first layer already
+        if here.start > 0 or call.dropout > 0:  # the first layer's call is the one given
             dropout = call.dropout if layer > 0 else 0.0
             call = replace(call, noise_stream=here.start, reverse=reverse, dropout=dropout)
         output, h_n, c_n = run_layer(
@@ -131,7 +131,7 @@ class Stack(NamedTuple):
         backwards = self.directions == 2 and here.start % 2 == 1
         tensors = (sequence, *states, self.eps, *self.weights)
         is_differentiated = needs_grad(tensors)
-        # A checkpoint does not notice what changes before it runs again.
+        # A checkpoint does not notice changes between its two runs.
         watched = [t for t in (*tensors, self.mask.reset) if t is not None and not t.is_inference()]
         versions = (
             [t._version for t in watched] if is_differentiated and not is_compiling() else None
@@ -150,7 +150,7 @@ class Stack(NamedTuple):
             part = self._part(begin, end)
             arguments = (part, here, self._rows(sequence, begin, end), *states)
             if is_differentiated:
-                # All that is random here comes from seeds that are tensors.
+                # All randomness here comes from seeds, which are tensors.
                 h, c = checkpoint(
                     last_states, *arguments, use_reentrant=False, preserve_rng_state=False
                 )
@@ -172,7 +172,7 @@ class Stack(NamedTuple):
         return len(sequence if batch_sizes is None else batch_sizes)
 
     def _rows(self, sequence: Tensor, begin: int, end: int) -> Tensor:
-        """Those of steps [begin, end)."""
+        """The rows of steps [begin, end)."""
         batch_sizes = self.mask.batch_sizes
         if batch_sizes is None:
             return sequence[begin:end]

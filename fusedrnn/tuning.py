@@ -1,4 +1,4 @@
-"""How the operators go about their work: settings of this process, for GPUs.
+"""Settings of this process that change how the operators work on GPUs.
 
 No setting changes a result, but for the rounding to TF32 that torch's own setting allows. A call
 captures them all as one number, which its backward pass uses too.

@@ -63,7 +63,7 @@ class FlatModule(nn.Module):
             raise RuntimeError(f"fusedrnn: no {size:,} weights of {dtype} can be made: too many")
         try:
             flat = torch.zeros(size, device=device, dtype=dtype)
-        except (RuntimeError, AssertionError) as error:  # no such device, or not so much memory
+        except (RuntimeError, AssertionError) as error:  # no such device, or too little memory
             cls = type(error) if isinstance(error, RuntimeError) else RuntimeError
             reason = f"no {size:,} weights of {dtype} can be made: {error}"
             raise cls(f"fusedrnn: {reason}") from None
@@ -73,8 +73,8 @@ class FlatModule(nn.Module):
             self.register_parameter(slot.name, nn.Parameter(slot.view(flat).data))
 
     def _read_layout(self) -> tuple[Slot, ...]:
-        # Whose own attributes do not stand before parameters. Of another class, as torch makes one
-        # to put a parametrization behind a name, this says nothing.
+        # The class whose weights can be read from _parameters, because none of its attributes hides
+        # them. torch makes a new class to put a parametrization behind a name: not that one.
         cls, names = type(self), [name for name, _, _ in self._layout()]
         has_own = any(hasattr(cls, name) for name in names)
         is_plain = not has_own and cls.__getattr__ is nn.Module.__getattr__
@@ -84,8 +84,8 @@ class FlatModule(nn.Module):
     def _weights(self) -> list[Tensor]:
         """The weights as they are now, in layout order.
 
-        By name at every call: whatever stands behind a name (a parametrization, a pruned or swapped
-        tensor, a replica's) is what gets used.
+        Names are looked up at every call, so that whatever a name leads to (a parametrization, a
+        pruned or swapped tensor, a replica's) is what gets used.
         """
         attributes, parameters = self.__dict__, self._parameters
         if attributes.get("_plain_class") is type(self) and not is_compiling():
@@ -93,7 +93,7 @@ class FlatModule(nn.Module):
                 found = [attributes.get(name, parameters[name]) for name, _, _ in self._slots]
                 return cast(list[Tensor], found)
             except KeyError:
-                pass  # no parameter, but something else
+                pass  # a name leads to something other than a parameter
         return [getattr(self, slot.name) for slot in self._slots]
 
     @property
@@ -142,7 +142,7 @@ class FlatModule(nn.Module):
         if any(w.is_cpu and w.untyped_storage().is_shared() for w in weights):
             return  # another process looks at this memory
         dtype, device = weights[0].dtype, weights[0].device
-        # An inference tensor can only lie in another one, and a weight to be trained never must.
+        # Weights made in inference mode need a buffer made in it; other weights must not have one.
         with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
             # Zeros, so that no gap between the weights, where a layout has any, ever holds a NaN.
             flat = torch.zeros(_size(self._slots), dtype=dtype, device=device)
@@ -152,7 +152,7 @@ class FlatModule(nn.Module):
                 weight.data = view
 
     def _plain_weights(self) -> list[nn.Parameter]:
-        """The parameters in layout order. Only if ``_obstacle`` is None."""
+        """The parameters in layout order. Requires that ``_obstacle`` is None."""
         return [cast(nn.Parameter, self._parameters[slot.name]) for slot in self._slots]
 
     def _obstacle(self) -> str | None:
@@ -183,9 +183,9 @@ class FlatModule(nn.Module):
         return None
 
     def _stray(self) -> str | None:
-        """The first weight that, seen from the very first, is not where the layout says, or None.
+        """The first weight that is not where the layout has it relative to the very first, or None.
 
-        Only if ``_obstacle`` is None.
+        Requires that ``_obstacle`` is None.
         """
         weights = self._plain_weights()
         memory = weights[0].untyped_storage()
@@ -198,7 +198,7 @@ class FlatModule(nn.Module):
         return None
 
     def _to_be_kept_flat(self) -> bool:
-        """Whether what torch does next to the weights should leave them flat.
+        """Whether the weights should be flat again after torch has moved them.
 
         True if they are flat, or have no memory yet. Weights that someone has placed elsewhere stay
         there: memory shared between processes, a trainer's own buffer.
@@ -230,7 +230,7 @@ class FlatModule(nn.Module):
 
 
 def _kind(weight: Tensor) -> str:
-    """What all tensors in one memory have in common, as a user reads it."""
+    """The properties that all tensors in one buffer share, in words for the user."""
     made = " and made in inference mode" if weight.is_inference() else ""
     return f"{weight.dtype} on {weight.device}{made}"
 

@@ -77,14 +77,16 @@ class RNNBase(FlatModule, _Attributes):
         )
 
     def _options(self) -> Options:
-        """The options as the attributes are now: users may change them, as those of torch.nn."""
+        """The options as the attributes are now: users may change them, as in torch.nn."""
         attributes = self.__dict__
         values = (self._cell, self.training, *[attributes[name] for name in _ATTRIBUTES])
-        if is_compiling() or isinstance(self.zoneout, tuple):  # whose types are not looked at
+        if is_compiling() or isinstance(
+            self.zoneout, tuple
+        ):  # the lookup would not compare the types of its elements
             return _options(*values)
         try:
             return _remembered_options(*values)
-        except TypeError:  # what cannot be looked up, as a list, or has a wrong type
+        except TypeError:  # not hashable, such as a list, or of a wrong type
             return _options(*values)
 
     def _layout(self) -> Layout:
@@ -132,7 +134,7 @@ class RNNCellBase(FlatModule):
         self.hidden_size = check_positive("hidden_size", hidden_size)
         if CELLS[self._cell].has_latent:
             self.latent_size = _latent_size(latent_size, hidden_size)
-        self.bias = bool(bias)  # torch.nn's cells take anything for its truth, its layers do not
+        self.bias = bool(bias)  # as in torch.nn, cells accept any value of bias, layers only a bool
         check_device(device)
         self._make_weights(device, check_dtype(dtype))
         if not self.bias:  # as in torch.nn, where the names exist in any case
