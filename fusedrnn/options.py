@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict, TypeGuard, TypeVar
+from typing import Any, TypedDict, TypeGuard, TypeVar, get_args, get_type_hints
 
 import torch
 from torch.types import Device
@@ -183,7 +183,7 @@ def check_names(function: str, options: Mapping[str, Any]) -> None:
 # --- Documentation -------------------------------------------------------------------------------
 
 T = TypeVar("T", bound=Callable[..., Any])
-_KEYWORDS = re.compile(r"Unpack\[(\w+)\]")
+_TYPES = get_type_hints(Options)
 _REFERENCE = re.compile(r"^( *)options: See :class:`fusedrnn\.options\.(\w+)`\.$", re.MULTILINE)
 
 
@@ -194,28 +194,20 @@ def documented(function: T) -> T:
     docstring, their descriptions take the place of the line that refers to the typed dict.
     """
     taker: Any = vars(function)["__init__"] if isinstance(function, type) else function
-    signature = inspect.signature(taker)
+    signature = inspect.signature(taker, eval_str=True)  # else help() would show types in quotes
     *parameters, last = signature.parameters.values()
-    for name in _dict_named(_KEYWORDS.fullmatch(last.annotation)).__annotations__:
-        field = FIELDS[name]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(
-            inspect.Parameter(name, kind, default=field.default, annotation=field.type)
-        )
+    (options,) = get_args(last.annotation)
+    for name in options.__annotations__:
+        kind, default = inspect.Parameter.KEYWORD_ONLY, FIELDS[name].default
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=_TYPES[name]))
     taker.__signature__ = signature.replace(parameters=parameters)
     if function.__doc__ is not None:  # python -OO has none
         function.__doc__ = _REFERENCE.sub(_descriptions, function.__doc__)
     return function
 
 
-def _dict_named(found: re.Match[str] | None) -> type:
-    assert found is not None
-    named: type = globals()[found[found.re.groups]]
-    return named
-
-
 def _descriptions(reference: re.Match[str]) -> str:
-    of = _dict_named(reference)
+    of: type = globals()[reference[2]]
     parts = (TorchOptions, FusedOptions) if of is LayerOptions else (of,)
     text = "\n".join(inspect.cleandoc(part.__doc__ or "").split("\n\n", 1)[1] for part in parts)
     return textwrap.indent(text, reference[1])
