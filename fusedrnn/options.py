@@ -126,6 +126,8 @@ class Options:
         check_flag("recompute", self.recompute)
         check_num_layers(self.num_layers)
         check_proj_size(self.proj_size)
+        if self.proj_size and not self.facts.is_projected:
+            raise ValueError(f"fusedrnn: proj_size must be 0 without an LSTM, got {self.proj_size}")
         check_probability("dropout", self.dropout)
         check_probability("weight_dropout", self.weight_dropout)
         _check_zoneout(self.zoneout, self.facts.has_cell_state)

@@ -177,7 +177,7 @@ class RNNCellBase(FlatModule):
 def _options(cell: str, training: bool, *values: Any) -> Options:
     """``values``: of _ATTRIBUTES."""
     options = dict(zip(_ATTRIBUTES, values, strict=True))
-    name = "projected_lstm" if options["proj_size"] else cell
+    name = "projected_lstm" if cell == "lstm" and options["proj_size"] else cell
     return Options(cell=name, training=training, **options)
 
 

@@ -4,13 +4,14 @@ Longer than 350 lines, because its tests are of one topic and share their fixtur
 """
 
 import copy
+import inspect
 
 import pytest
 import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn import StochasticGRU, StochasticGRUCell, call, modules, reference
+from fusedrnn import StochasticGRU, StochasticGRUCell, call, modules, options, reference
 
 SIZES = ("input_size", "hidden_size", "latent_size", "num_layers")
 
@@ -115,6 +116,25 @@ def test_unknown_arguments():
 def test_options_that_torch_does_not_have_are_keywords():
     with pytest.raises(TypeError, match="positional"):
         StochasticGRU(3, 4, 5, 1, True, False, 0.0, False, None, None, 0.1)
+
+
+@pytest.mark.parametrize("name", ["GRU", "LSTM", "StochasticGRU", "gru", "lstm", "stochastic_gru"])
+def test_help_has_every_option(name):
+    """With type, default and meaning, although the code has one definition for all functions."""
+    function = getattr(fusedrnn, name)
+    parameters = inspect.signature(function).parameters
+    for option in options.NAMES:
+        assert parameters[option].default == options.FIELDS[option].default
+        assert not isinstance(parameters[option].annotation, str), "help() would show it in quotes"
+        assert f"    {option}: " in inspect.getdoc(function)
+    assert "options: See" not in function.__doc__
+
+
+def test_projections_are_of_an_lstm_alone():
+    rnn = fusedrnn.GRU(3, 4)
+    rnn.proj_size = 2
+    with pytest.raises(ValueError, match="proj_size must be 0 without an LSTM, got 2"):
+        rnn(torch.zeros(5, 2, 3))
 
 
 def test_latent_size_is_the_hidden_size_by_default():
