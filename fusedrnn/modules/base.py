@@ -95,6 +95,11 @@ class RNNBase(FlatModule, _Attributes):
             options.cell, self._sizes(), options.num_layers, options.directions, options.bias
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A module that was pickled by an older release lacks the options that are newer.
+        defaults = {name: FIELDS[name].default for name in _ATTRIBUTES}
+        super().__setstate__(defaults | state)
+
     @property
     def all_weights(self) -> list[list[Tensor]]:
         """The weights of each layer and direction, in a list of their own, as in torch.nn."""

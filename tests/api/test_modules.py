@@ -401,6 +401,17 @@ def test_copies_compute_the_same():
         assert all(torch.equal(a, b) for a, b in zip(other(x, sample=False), expected, strict=True))
 
 
+def test_a_pickle_of_an_older_release_gets_the_defaults_of_newer_options():
+    rnn = fusedrnn.LSTM(3, 4, num_layers=2)
+    state = {name: value for name, value in vars(rnn).items() if name not in options.NAMES}
+    state["num_layers"] = 2
+    copied = fusedrnn.LSTM.__new__(fusedrnn.LSTM)
+    copied.__setstate__(state)
+    x = torch.randn(5, 2, 3)
+    assert torch.equal(copied(x)[0], rnn(x)[0])
+    assert repr(copied) == repr(rnn)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training_lowers_the_loss(optimizer, recompute):
