@@ -128,7 +128,7 @@ SPEED_LIMITS[LARGE] = SPEED_LIMITS[SMALL] | {
     (OUR_LSTM, LSTM): 1.45,
     (SAVED_LSTM, LSTM): 1.1,
 }
-# Time of a backward pass whose adjoints decay through denormals over that of an ordinary one.
+# Time of a backward pass whose gradients decay through denormals over that of an ordinary one.
 DENORMAL_LIMIT = 1.2
 
 # Calls whose multiplications take no longer than what surrounds them, and what each is compared

@@ -122,7 +122,7 @@ def run(run: Run) -> Report:
         for name, r in slowdown.items()
     ]
     columns = ["", "ordinary ms", "denormals ms", "denormals / ordinary"]
-    tables.append(Table(f"Backward, adjoints through denormals, {shape}", columns, rows))
+    tables.append(Table(f"Backward, gradients through denormals, {shape}", columns, rows))
     if not run.quick:
         r = slowdown[OURS]
         what = f"backward time, {OURS}, denormals / ordinary"
@@ -240,7 +240,7 @@ def _backward_calls(shape: Shape) -> Calls:
 def _saturate(step: TrainingStep) -> None:
     """The update gate keeps the state, and the gradient comes from the last state alone.
 
-    From there the adjoints get smaller by a constant factor with each step, and so small that
+    From there the gradients get smaller by a constant factor with each step, and so small that
     first their products with weights and then they themselves are denormal.
     """
     biases = dict(step.module.named_parameters(remove_duplicate=False))
