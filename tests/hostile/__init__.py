@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from cases import Arguments, Case, TorchLibrary, variants
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn import _library, call
+from fusedrnn import call
 
 from . import oracle
 from .changes import changes
@@ -35,7 +36,7 @@ CELLS = dict(zip(NAMES, variants(proj_size=13), strict=True))
 
 @dataclass(frozen=True)
 class Option:
-    """What a call is asked for, beside its numbers."""
+    """The options of a call, apart from its numbers."""
 
     case: dict[str, Any] = field(default_factory=dict)
     how: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +136,7 @@ class Hostile:
         return _gradients(arguments, outputs[1:] if option.last_only else outputs, option.last_only)
 
 
-# And what the emulation is told.
+# The backends, and the arguments that set up the emulation for each.
 BACKENDS: dict[str, dict[str, int]] = {
     "cpu": {},
     "emulated": {},
@@ -162,7 +163,8 @@ def computing(backend: str) -> Iterator[None]:
     operators.control(False, "", **BACKENDS[backend])
     try:
         torch.set_flush_denormal("flushed" in backend)
-        with mock.patch.object(_library, "operators", operators):
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, operators)
             yield
     finally:
         torch.set_flush_denormal(False)
