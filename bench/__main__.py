@@ -1,7 +1,7 @@
 """All benchmarks: memory, speed, calls, and, on the CPU, a language model trained on real text.
 
-Ends within four minutes on two cores; with --all it takes twice as long, and has every contender,
-size and target.
+Ends within four minutes on two cores. With --all it takes twice as long, and measures every
+contender, size and target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .report import main
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Whether all is measured, on the CPU; on a GPU the time says how much."""
+    """Adds --all, which is for the CPU; on a GPU, the time budget decides how much is measured."""
     parser.add_argument("--all", action="store_true", help="measure everything, on the CPU")
 
 

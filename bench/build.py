@@ -1,7 +1,7 @@
-"""Builds the package for the GPU that is there, if need be: ``python -m bench.build``.
+"""Builds the package for the GPU of this machine, if necessary: ``python -m bench.build``.
 
-There is none if the sources, the Python, the torch and the GPU are those that the last build noted
-once its operators for CUDA could be loaded, and if they still can be.
+A build is unnecessary if the operators for CUDA can be loaded, and sources, Python, torch and GPU
+are the same as at the last build after which they could.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIP = ("-m", "pip", "install", "--no-build-isolation", "--no-deps", "--editable"
 
 
 def fingerprint(architecture: str) -> str:
-    """Changes with all that a build depends on."""
+    """A text that changes whenever something changes that a build depends on."""
     said = f"{sys.version} torch {importlib.metadata.version('torch')} {architecture}"
     content = hashlib.sha256(said.encode())
     for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
@@ -33,7 +33,7 @@ def fingerprint(architecture: str) -> str:
 
 
 def main() -> None:
-    """Exits with status 0 if the package then has its kernels for CUDA."""
+    """Builds if necessary, and exits with status 0 if the package has its kernels for CUDA."""
     architecture = nvidia_smi("compute_cap")
     wanted = fingerprint(architecture)
     if STAMP.exists() and STAMP.read_text() == wanted and _loads():

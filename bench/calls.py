@@ -1,8 +1,8 @@
-"""Time of short calls over torch.nn's, and where it goes: ``python -m bench.calls``.
+"""Time of short calls, as ratios to torch.nn's, and its parts: ``python -m bench.calls``.
 
-"One step" is what a model pays that calls a module once for each step; in a "short call" there are
-a few steps of a small batch. Both are measured under no_grad and as training steps, eager and, the
-short call, by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
+"One step" is the cost for a model that calls a module once per step; a "short call" has a few steps
+of a small batch. Both are measured under no_grad and as training steps. The short call is measured
+eager and compiled by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .worker import Notes, Row, measure_apart, measure_here
 TITLES = {ONE_STEP: "one step", SHORT_CALL: "short call"}
 PASSES = {"no_grad": "under no_grad", "training": "training step"}
 SUFFIX = ", compiled"
-# One call is too short to be measured: samples are of so many.
+# Calls per sample, since a single call is too short to be measured.
 CALLS_IN_SAMPLE = {ONE_STEP: 20, SHORT_CALL: 5}
 ROUNDS, ROUNDS_QUICK, BUDGET_S, CUDA_BUDGET_S = 40, 3, 5.0, 2.0
 WARM_UP = 3
-# Of a call of GRU, in the order in which a call comes to them.
+# The parts of a call of GRU, in the order in which a call reaches them.
 PARTS = (
     "the module: its parameters and options",
     "checks and autograd, in Python",
@@ -56,7 +56,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def run(run: Run) -> Report:
-    """Ratios, and what the parts of a call take."""
+    """Measures ratios to torch.nn, and the time of the parts of a call."""
     compiles = not run.quick
     jobs = [(Case(shape, "float32"), compiled) for shape, compiled in _jobs(compiles)]
     results: Results = {case: {} for case, _ in jobs}
@@ -81,7 +81,7 @@ def run(run: Run) -> Report:
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Ratios; with TF32, as torch has float32 by default, unless told otherwise."""
+    """Measures ratios; float32 is rounded to TF32, as by default, unless --dtype says no."""
     jobs = [
         (Case(shape, kind), compiled)
         for shape, compiled in _jobs(compiles=True)
@@ -104,12 +104,12 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def _jobs(compiles: bool) -> list[tuple[Shape, bool]]:
-    """Shapes, and whether the modules are compiled: last, since that may take the time of all."""
+    """Shapes, eager and compiled; compiled ones come last, since compiling may use up the time."""
     return [(shape, False) for shape in CALLS] + [(SHORT_CALL, True)] * compiles
 
 
 def _names(shape: Shape, compiled: bool) -> list[str]:
-    """torch's come first: they cannot break a process."""
+    """The contenders of a job; torch's come first, because they cannot break the process."""
     names = [*dict.fromkeys([*CALLS[shape].values(), *CALLS[shape]])]
     return [name + SUFFIX for name in names] if compiled else names
 
@@ -129,7 +129,7 @@ def why_nothing_compiles() -> str | None:
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case; see worker.py."""
+    """Measures the rows of a case; see worker.py."""
     case, on_cuda = opened(numbers), numbers["device"] == "cuda"
     calls = CALLS_IN_SAMPLE[case.shape]
     steps: dict[str, TrainingStep] = {}
@@ -170,12 +170,12 @@ def _repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
 
 
 def _without_grad(call: Callable[[], object], count: int) -> Callable[[], None]:
-    """Calls in one block of no_grad, as a loop over steps has them."""
+    """A sample of calls inside one block of no_grad, as in a loop over steps."""
     return torch.no_grad()(_repeated(call, count))
 
 
 class Recorded(TorchDispatchMode):
-    """The package's operators that are called in this context, with their arguments."""
+    """Records which of the package's operators are called in this context, and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,17 +191,17 @@ class Recorded(TorchDispatchMode):
 
 
 def operator_calls(step: TrainingStep) -> list[Callable[[], object]]:
-    """The operators of a training step, forward and backward, on the arguments that they get."""
+    """Calls of the operators of a training step, forward and backward, with its arguments."""
     with Recorded() as recorded:
         step.train()
     return recorded.calls
 
 
 def parts_us(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of the parts of a call of GRU, which sum up to those of the whole.
+    """Microseconds of the parts of a call of GRU, which add up to the whole call.
 
-    A part is the difference of two calls, of which one begins further inside. What an operator does
-    before the first multiplication is all that it does for a batch of no rows.
+    A part is the difference between two calls, one of which begins further inside. The work of an
+    operator before its first multiplication is measured by a batch of no rows.
     """
     calls = CALLS_IN_SAMPLE[shape]
     whole, torchs, empty = (
@@ -291,7 +291,7 @@ def _report(results: Results) -> Report:
 def _compared(
     shape: Shape, rows: dict[str, Row]
 ) -> dict[str, tuple[str, tuple[float, float] | None]]:
-    """Each contender with the one of torch's, and the limits of its ratios to that."""
+    """Each contender, the module of torch that it is compared with, and the limits of ratios."""
     compared = {}
     for name in rows:
         plain = name.removesuffix(SUFFIX)

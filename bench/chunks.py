@@ -1,7 +1,7 @@
 """Time and memory of a training step of StochasticGRU over chunk_size: ``python -m bench.chunks``.
 
-How far the automatic chunk is from the best one: the fastest of those whose peak memory is at most
-half of nn.LSTM's, or a quarter where that is a GiB or more. Longer ones may still be faster.
+Shows how far the automatic chunk is from the best one, which is the fastest whose peak memory is at
+most half of nn.LSTM's, or a quarter from a GiB on. Longer chunks may be faster still.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LEAST_STEPS = 16
 
 
 def run(run: Run) -> Report:
-    """The smaller shape of the benchmark."""
+    """Measures the smaller shape of the benchmark."""
     cases = [Case(QUICK if run.quick else SMALL, "float32")]
     return _run(run, cases, "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Shapes on a GPU, in bfloat16 unless told otherwise."""
+    """Measures shapes on a GPU, in bfloat16 unless --dtype says otherwise."""
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CHUNKS_SHAPES)
     cases = [Case(shape, kind) for kind in kinds(run, CHUNKS_KINDS) for shape in shapes]
     return _run(run, cases, "cuda")
@@ -69,7 +69,7 @@ def _run(run: Run, cases: Sequence[Case], device: str) -> Report:
 
 
 def _chunks(shape: Shape) -> dict[str, int | None]:
-    """Names of what is measured, and their chunk_size: powers of two, and the whole sequence."""
+    """Names and chunk_size of all that is measured: powers of two, and the whole sequence."""
     steps = [LEAST_STEPS]
     while steps[-1] < shape.seq_len:
         steps.append(min(2 * steps[-1], shape.seq_len))
@@ -77,7 +77,7 @@ def _chunks(shape: Shape) -> dict[str, int | None]:
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case; see worker.py. torch's comes first, and cannot break a process."""
+    """Measures the rows of a case; see worker.py. torch's come first: they break no process."""
     case, on_cuda = opened(numbers), numbers["device"] == "cuda"
     sizes = _chunks(case.shape)
     steps: dict[str, TrainingStep] = {}
@@ -85,7 +85,7 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
     for name in sorted(names, key=lambda name: name != LSTM):
         with notes.on(name):
             step = _training_step(name, sizes[name], case, numbers["device"])
-            step.train()  # loads kernels, and allocates what libraries keep for good
+            step.train()  # loads kernels, and allocates the memory that libraries keep
             if on_cuda:
                 rows[name] = {"peak_bytes": cuda_peak_bytes(step.train)}
             else:
@@ -138,7 +138,7 @@ def _report(results: Results, device: str) -> Report:
 
 
 def _best(rows: dict[str, Row]) -> str | None:
-    """The fastest chunk that is not too large; None if nothing can be said."""
+    """The fastest chunk whose memory is within the limit; None if it was not measured."""
     if why_none(rows[LSTM]):
         return None
     lstm_bytes = rows[LSTM]["peak_bytes"]

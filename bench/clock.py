@@ -18,7 +18,7 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median over rounds of how much longer one call takes than another; least and most."""
+    """The ratio of two calls' times: the median over rounds, the least and the most."""
 
     median: float
     least: float
@@ -29,7 +29,7 @@ class Ratio:
 
     @property
     def spread(self) -> str:
-        """Least and most, as text."""
+        """The least and the most ratio, as text."""
         return f"({self.least:.2f}–{self.most:.2f})"
 
 
@@ -43,7 +43,7 @@ def time_ms(call: Callable[[], object]) -> float:
 
 
 def cuda_time_ms(call: Callable[[], object]) -> float:
-    """The same between two CUDA events. The GPU idles before, so that launching counts too."""
+    """The same time between two CUDA events. The GPU is idle before, so launching counts too."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with _no_garbage_collection():
         torch.cuda.synchronize()
@@ -55,8 +55,8 @@ def cuda_time_ms(call: Callable[[], object]) -> float:
 
 
 def cuda_enqueue_ms(call: Callable[[], object]) -> float:
-    """Time that the CPU takes for a call, whose work on the GPU it does not wait for."""
-    torch.cuda.synchronize()  # a full queue would make it wait
+    """Time of the CPU to enqueue a call, without waiting for the GPU."""
+    torch.cuda.synchronize()  # with a full queue the CPU would wait
     return time_ms(call)
 
 
@@ -79,14 +79,14 @@ def interleaved_ms(
 ) -> dict[str, list[float]]:
     """Times of each call in milliseconds, one per round; the caller warms up.
 
-    A round runs every call once, so that whatever slows the machine for a while slows all of them,
+    A round runs every call once: if something slows the machine for a while, it slows all calls,
     and ratios within a round stay fair. Ends after ``rounds``, or earlier, but not before
     ``LEAST_ROUNDS``, when ``budget_s`` seconds are over.
     """
     times_ms: dict[str, list[float]] = {name: [] for name in calls}
     begin = time.perf_counter()
     gc.collect()
-    gc.freeze()  # what is there already is not gone through again in every round
+    gc.freeze()  # so that collections in later rounds skip the objects that exist now
     try:
         for done in range(rounds):
             gc.collect()
@@ -101,16 +101,16 @@ def interleaved_ms(
 
 
 def ratio(times_ms: Iterable[float], other_ms: Iterable[float]) -> Ratio:
-    """How much longer one call takes than another, from times of the same rounds."""
+    """The ratio of one call's time to another's, from times of the same rounds."""
     ratios = [a / b for a, b in zip(times_ms, other_ms, strict=True)]
     return Ratio(median(ratios), min(ratios), max(ratios))
 
 
 def ratio_of_medians(times_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
-    """The same from times of different processes, which share no rounds.
+    """The ratio from times of different processes, which share no rounds.
 
-    What slows one of them for a while shows in the least and the most, the extremes of what the
-    times allow, and little in the medians.
+    A temporary slowdown of one process shows in the least and the most, the extremes that the times
+    allow, and hardly in the ratio of medians.
     """
     return Ratio(
         median(times_ms) / median(other_ms),
@@ -121,7 +121,7 @@ def ratio_of_medians(times_ms: Sequence[float], other_ms: Sequence[float]) -> Ra
 
 @dataclass(frozen=True)
 class Memory:
-    """What a call takes from torch's allocator: most bytes at once, and how many allocations."""
+    """Memory that a call takes from torch's allocator: the peak in bytes, and the allocations."""
 
     peak_bytes: int
     allocations: int
@@ -146,8 +146,8 @@ def measure_memory(call: Callable[[], object]) -> Memory:
 def saved_sizes_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> list[int]:
     """Sizes of the memory blocks that a forward pass keeps for backward, largest first.
 
-    A block counts once, and as a whole, however many views of it are saved. Those of ``known``
-    tensors, which live anyway, do not count: parameters and input.
+    A block counts once, and as a whole, however many views of it are saved. The blocks of ``known``
+    tensors (parameters and input) do not count, since they live anyway.
     """
     known_blocks = {tensor.untyped_storage().data_ptr() for tensor in known}
     blocks: dict[int, int] = {}
@@ -165,7 +165,7 @@ def saved_sizes_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) ->
 
 
 def cuda_peak_bytes(call: Callable[[], object]) -> int:
-    """Most memory of the GPU that a call takes at once, over what is taken before it."""
+    """Peak memory of the GPU during a call, above the memory in use before it."""
     torch.cuda.synchronize()
     before_bytes = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -175,9 +175,9 @@ def cuda_peak_bytes(call: Callable[[], object]) -> int:
 
 
 def cuda_saved_bytes(forward: Callable[[], Tensor]) -> tuple[int, int]:
-    """What a forward pass leaves for backward, output included: on the GPU, pinned on the host.
+    """Bytes that forward leaves for backward, with the output: on the GPU, and in pinned memory.
 
-    Counted by the allocators, because hooks on saved tensors do not see what checkpointing keeps.
+    The allocators count them, because hooks on saved tensors do not see what checkpointing keeps.
     """
     before_bytes = torch.cuda.memory_allocated(), _pinned_bytes()
     output = forward()

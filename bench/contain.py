@@ -1,4 +1,4 @@
-"""Runs commands that may crash, hang or flood: they end in time, with all they have started."""
+"""Runs commands that may crash, hang or flood, and ends them in time with all their processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import BinaryIO
 ROOT = Path(__file__).parents[1]
 TAIL_BYTES = 1 << 16
 POLL_S = 0.05
-# For a process that has been killed to end, and for what its pipe still holds. One that waits
-# within the driver of a GPU may not end at all.
+# Time for a killed process to end and for its pipe to be read. A process that waits inside the
+# driver of a GPU may not end at all.
 KILL_S = 5.0
 
 
@@ -38,7 +38,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """How it ended, in words."""
         if self.status is None:
             return f"stopped after {self.seconds:.0f} s"
         if self.status < 0:
@@ -56,9 +56,9 @@ def run(
 ) -> Ended:
     """Runs a command in the root of the source tree.
 
-    It is stopped once ``deadline()``, asked again and again, is over, by the clock of
-    ``time.monotonic()``. ``take`` gets all that it writes, to whichever of its two outputs. What it
-    has started ends with it, told by the environment that it leaves to its children.
+    The command is stopped when ``time.monotonic()`` passes ``deadline()``, which is asked again
+    and again. ``take`` gets everything that it writes to stdout and stderr. The processes that it has
+    started end with it; their inherited environment identifies them.
     """
     begin = time.monotonic()
     mark = f"FUSEDRNN_RUN_{uuid.uuid4().hex}"
@@ -89,7 +89,7 @@ def run(
         process.kill()
         _kill(mark)
         _wait(process)
-    end = time.monotonic() + POLL_S  # a child that got away may hold the pipe, and fill it for ever
+    end = time.monotonic() + POLL_S  # an escaped child may hold the pipe and fill it
     while time.monotonic() < end and _read(pipe, keep, 0):
         pass
     process.stdout.close()
@@ -97,14 +97,14 @@ def run(
 
 
 def _read(pipe: int, keep: Callable[[bytes], object], wait_s: float) -> bool:
-    """Reads what is there, after a wait for it; whether there may be more."""
+    """Waits for output and reads it; returns whether more may come."""
     if not select.select([pipe], [], [], wait_s)[0]:
         return False
     data = os.read(pipe, 1 << 16)
     if data:
         keep(data)
     else:
-        time.sleep(wait_s)  # all who could write have closed it
+        time.sleep(wait_s)  # all writers have closed the pipe
     return bool(data)
 
 
@@ -116,7 +116,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(mark: str) -> None:
-    """Kills the processes in whose environment this stands, until there are none."""
+    """Kills all processes whose environment contains this text, until there are none."""
     end = time.monotonic() + KILL_S
     while (found := _marked(mark)) and time.monotonic() < end:
         for pid in found:
@@ -128,27 +128,27 @@ def _kill(mark: str) -> None:
 def _marked(mark: str) -> list[int]:
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if mark.encode() in environment.read_bytes():
                 found.append(int(environment.parent.name))
     return found
 
 
 class Log:
-    """Keeps the beginning and the end of all that is written to a file."""
+    """A log file that keeps the beginning and the end of all that is written to it."""
 
     def __init__(self, file: BinaryIO, first: int, last: int) -> None:
         self.file = file
         self.first, self.last, self.left_out = first, last, 0
 
     def write(self, data: bytes) -> None:
-        """Appends; now and then leaves out what stands between the beginning and the end."""
+        """Appends, and now and then drops the part between the beginning and the end."""
         self.file.write(data)
         if self.file.tell() > self.first + 2 * self.last:
             self._shorten()
 
     def finish(self) -> None:
-        """Leaves out all that is to be left out."""
+        """Drops everything between the beginning and the end."""
         if self.file.tell() > self.first + self.last + len(self._note()):
             self._shorten()
 

@@ -1,10 +1,10 @@
-"""Errors after which a process can use its GPU no more."""
+"""Errors after which a process can no longer use its GPU."""
 
 from __future__ import annotations
 
 import re
 
-# As CUDA, torch, its libraries and this package put it. Memory that ran out is no such error.
+# The words of CUDA, torch, its libraries and this package. Exhausted memory is no such error.
 FAULT = re.compile(
     r"CUDA error|cudaError|CU(BLAS|DNN|SOLVER)_STATUS_\w+"
     r"|illegal memory access|device-side assert|unspecified launch failure|misaligned address"
@@ -14,5 +14,5 @@ FAULT = re.compile(
 
 
 def names_fault(text: str) -> bool:
-    """Whether an error's text is that of one after which the GPU is lost to the process."""
+    """Whether an error's text says that the process has lost its GPU."""
     return "out of memory" not in text.lower() and FAULT.search(text) is not None

@@ -1,4 +1,4 @@
-"""What a call, a chunk and a step cost on a GPU, beside what plans reckon: ``python -m bench.fit``.
+"""Costs of a call, a chunk and a step on a GPU, next to the model's: ``python -m bench.fit``.
 
 A pass over T steps in chunks of K takes about  call + T / K · chunk + T · step.  Two lengths and
 two chunks give these three numbers: for a GRU stepwise, and in a persistent kernel with one tile of
@@ -32,16 +32,16 @@ SIZE, DTYPE = 256, torch.bfloat16
 LENGTHS, CHUNKS = (256, 1024), (64, 256)
 ROUNDS, BUDGET_S = 20, 1.5
 FORWARD, BACKWARD = "forward", "backward"
-# The CPU's time for backward, while the GPU idles and its queue has room.
+# The time that the CPU takes to enqueue backward, while the GPU's queue has room.
 ENQUEUEING = "enqueueing"
-UNIT_TILE, ROW_TILE = 16, 8  # of an mma: see csrc/persistent/arguments.h
+UNIT_TILE, ROW_TILE = 16, 8  # the shape of mma: see csrc/persistent/arguments.h
 CELLS = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM}
-LSTM_GATES = 4  # whose gradients backward exchanges
+LSTM_GATES = 4  # their gradients are exchanged in backward
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A way to compute, and rows of the batch."""
+    """A cell, its backend and the rows of its batch."""
 
     cell: str
     backend: str
@@ -59,7 +59,7 @@ class Configuration:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """What of it. Single steps are more than a GPU's queue has room for."""
+        """The passes that are measured: a GPU's queue has no room for all single steps."""
         return (FORWARD, BACKWARD, *([ENQUEUEING] if self.is_persistent else []))
 
 
@@ -68,11 +68,11 @@ ONE_TILE = Configuration("gru", "persistent", 16)
 SEVERAL_TILES = Configuration("gru", "persistent", 256)
 SAVED = Configuration("gru", "persistent", 16, recompute=False)
 HAS_STATE = Configuration("lstm", "persistent", 16)
-# Of one process each; what cannot break a process first.
+# The configurations of each process; those that cannot break a process come first.
 JOBS = ((STEPWISE,), (ONE_TILE, SEVERAL_TILES, SAVED, HAS_STATE))
 CONFIGURATIONS = tuple(itertools.chain(*JOBS))
-# Whose chunks cost little besides what is counted for them: with more rows the products themselves
-# change with the length of a chunk.
+# Configurations whose chunks cost little in addition to the counted items: with more rows, the
+# time of the products themselves changes with the length of a chunk.
 SMALL_CHUNKS = (ONE_TILE, SAVED, HAS_STATE)
 
 # (T, K)
@@ -82,19 +82,19 @@ PLACES: dict[str, Place] = {f"T={t} K={k}": (t, k) for t, k in itertools.product
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds of each."""
+    """Microseconds of a call, a chunk and a step."""
 
     call: float
     chunk: float
     step: float
 
 
-# Of what was measured of a configuration.
+# The costs of each pass that was measured of a configuration.
 Found = Mapping[Configuration, Mapping[str, Costs]]
 
 
 def costs(times_us: Mapping[Place, float]) -> Costs:
-    """From times of a pass by steps and chunk: the least relative errors, in squares."""
+    """Costs from times of a pass by steps and chunk, by least squares of relative errors."""
     measured = torch.tensor(list(times_us.values()), dtype=torch.float64)
     counts = torch.tensor([[1.0, t / k, t] for t, k in times_us], dtype=torch.float64)
     relative = counts / measured.unsqueeze(1)
@@ -103,7 +103,7 @@ def costs(times_us: Mapping[Place, float]) -> Costs:
 
 
 def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Plan:
-    """What the model says."""
+    """The plan of a configuration."""
     seq_len, chunk_size = place
     sizes = {"input_size": SIZE, "hidden_size": SIZE, "chunk_size": chunk_size}
     options = sizes | {"cell": configuration.cell, "backend": configuration.backend}
@@ -111,7 +111,7 @@ def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Pl
 
 
 def modelled(configuration: Configuration, device: str) -> dict[str, Costs]:
-    """The costs by the model, which has none of a call."""
+    """The costs by the model, in which a call itself costs nothing."""
     plans = {place: plan(configuration, place, device) for place in PLACES.values()}
     us = "modelled_us" if configuration.recompute else "modelled_us_without_recompute"
     forward = {place: p.forward.modelled_us for place, p in plans.items()}
@@ -124,7 +124,7 @@ def modelled(configuration: Configuration, device: str) -> dict[str, Costs]:
 
 
 def counts(configuration: Configuration, which: str) -> dict[str, int]:
-    """How many of what the model has by name a chunk in a pass takes, besides its steps."""
+    """How often a chunk takes each item of the model in a pass, apart from its steps."""
     found = _helpers.chunk_counts(
         cell=configuration.cell,
         backward=which == BACKWARD,
@@ -145,9 +145,9 @@ def tiles(configuration: Configuration, device: str) -> int:
 
 
 def constants(found: Found, device: str) -> dict[str, float]:
-    """What the model's constants would have to be, by name, as far as there are measurements.
+    """The values that measurements give for the model's constants, as far as there are any.
 
-    Each is the model's, and what measurements say that it lacks.
+    Each is the model's constant plus the difference to the measurement.
     """
     model = {configuration: modelled(configuration, device) for configuration in found}
 
@@ -180,7 +180,7 @@ def constants(found: Found, device: str) -> dict[str, float]:
 
 
 def run_on_cuda(run: Run) -> Report:
-    """All configurations."""
+    """Measures all configurations."""
     rows = {c: dict.fromkeys(PLACES, not_reached(run)) for c in CONFIGURATIONS}
     budget = Budget(run)
     task = run.progress.add_task("fit", total=len(JOBS))
@@ -198,7 +198,7 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def measure(job: int, names: Sequence[str], notes: Notes) -> None:
-    """Rows of a job; see worker.py."""
+    """Measures the rows of a job; see worker.py."""
     set_up_torch()
     places = {f"{c}, {place}": (c, PLACES[place]) for c in JOBS[job] for place in PLACES}
     calls: dict[str, dict[str, Callable[[], object]]] = {
@@ -209,7 +209,7 @@ def measure(job: int, names: Sequence[str], notes: Notes) -> None:
             configuration, place = places[name]
             step = _step(configuration, place)
             backward = _backward(step, step.forward())
-            for _ in range(2):  # loads kernels, and allocates what libraries keep for good
+            for _ in range(2):  # loads kernels, and allocates the memory that libraries keep
                 step.infer()
                 backward()
             torch.cuda.synchronize()
@@ -237,7 +237,7 @@ def _step(configuration: Configuration, place: Place) -> TrainingStep:
         return CELLS[configuration.cell](size, size, chunk_size=chunk_size, **options)
 
     step = TrainingStep(make, Shape(seq_len, configuration.batch, SIZE), "cuda", DTYPE)
-    step.input.requires_grad_()  # the model counts all gradients
+    step.input.requires_grad_()  # because the model counts all gradients
     return step
 
 
@@ -251,7 +251,7 @@ def _backward(step: TrainingStep, output: torch.Tensor) -> Callable[[], None]:
 
 
 def report(rows: Mapping[Configuration, Mapping[str, Row]], device: str) -> Report:
-    """What follows from the rows that there are."""
+    """Tables and constants from the rows that were measured."""
     lines, numbers = [], []
     failures = [
         f"{c}, {name}: {reason}"

@@ -1,4 +1,4 @@
-"""All that needs a GPU, without network: ``python -m bench.gpu_check OUT --group first``.
+"""Everything that needs a GPU, without a network: ``python -m bench.gpu_check OUT --group first``.
 
 There are three groups of parts, each of which ends within nine minutes on 16 cores. ``first``
 builds for the GPU that is there, and says whether the kernels compute what they should, and where
@@ -32,14 +32,14 @@ LOG = "log.txt"
 RESULTS = ("summary.json", "summary.md", LOG, *BENCHMARKS.values())
 ENVIRONMENT_S = 15
 MINUTES = 9.0
-# Of the log: the beginning and the end of all, and of each part.
+# Bytes of the log, beginning and end: of the whole log, and of each part.
 LOG_BYTES, PART_BYTES = (2 << 20, 4 << 20), (1 << 18, 1 << 19)
 NOTE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     part: str
     passed: bool
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Check:
-    """A run over parts, which writes its results after each of them."""
+    """A run of parts, which writes its results after each part."""
 
     def __init__(self, out: Path, seconds: float) -> None:
         self.out = out
@@ -67,7 +67,7 @@ class Check:
     def run(self, stages: Sequence[Sequence[Part]]) -> bool:
         """Runs stages one after the other, and the parts of each at the same time.
 
-        A part does not begin if its limit would lead beyond the end of all.
+        A part does not begin if its time limit reaches beyond the end of the run.
         """
         deadline = self.begin + ENVIRONMENT_S
         for stage in stages:
@@ -86,7 +86,7 @@ class Check:
         return all(outcome.passed for outcome in self.outcomes)
 
     def _run_part(self, due: float, part: Part) -> tuple[Outcome, bytes]:
-        """Its outcome, and what it wrote. It may begin earlier than it is due to."""
+        """Runs a part; returns its outcome and what it wrote. It may begin before it is due."""
         words = list(part.command)
         file = io.BytesIO()
         said = contain.Log(file, *PART_BYTES)
@@ -114,7 +114,7 @@ class Check:
         verdict = "passed" if outcome.passed else "FAILED"
         print(f"{outcome.part:12} {verdict} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
         file = self.out / BENCHMARKS.get(outcome.part, "none")
-        if content := content_of(file):  # part of the summary from now on
+        if content := content_of(file):  # so the summary includes it from now on
             self.tables += content.pop("tables")
             self.contents[outcome.part] = content
             file.unlink()
@@ -136,7 +136,7 @@ class Check:
 
 
 def last_words(tail: str) -> str:
-    """The last line, or one of our own sentences, to which pip adds hints."""
+    """The last line of an output, or this package's own sentence if pip adds hints after it."""
     lines = tail.split("\n")
     ours = [line[line.index("fusedrnn: ") :] for line in lines if "fusedrnn: " in line]
     return (ours or [line.strip(" =") for line in lines if line.strip(" =")] or [""])[-1]
@@ -148,7 +148,7 @@ def summary(
     contents: dict[str, Any],
     tables: Sequence[str],
 ) -> str:
-    """What failed and what was missed, before all that was measured."""
+    """The report: failures and missed targets first, then all measurements."""
     names = ("gpu", "torch", "nvcc", "commit", "date")
     text = [", ".join(f"{name} {environment[name] or 'none'}" for name in names), ""]
     text += [f"**{verdict(outcomes, contents)}**", ""]
@@ -179,7 +179,7 @@ def summary(
 
 
 def verdict(outcomes: Sequence[Outcome], contents: dict[str, Any]) -> str:
-    """All in a line."""
+    """The outcome of all parts, in a line."""
     failed = [outcome.part for outcome in outcomes if not outcome.passed]
     missed = {
         name: count
@@ -193,13 +193,13 @@ def verdict(outcomes: Sequence[Outcome], contents: dict[str, Any]) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
+    """A table as lines of Markdown."""
     lines = [[*columns], [":--"] * len(columns), *rows]
     return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines] + [""]
 
 
 def main() -> None:
-    """Exits with status 0 if nothing failed."""
+    """Runs a group of parts; exits with status 0 if nothing failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

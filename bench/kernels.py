@@ -1,7 +1,7 @@
 """Where the GPU's time of a training step goes, kernel by kernel: ``python -m bench.kernels``.
 
-torch's profiler says how long each kernel of a training step ran. Beside their sum stands the time
-of a step without the profiler: what it is longer by, the GPU waited.
+torch's profiler says how long each kernel of a training step ran. The table also has their sum and
+the time of a step without the profiler: in the difference, the GPU waited.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .worker import Notes, measure_apart
 NAMES = (LSTM, GRU, OURS, OUR_GRU, OUR_LSTM)
 KINDS = ("bfloat16", TF32)
 STEPS, ROUNDS, BUDGET_S = 2, 5, 0.5
-SHOWN = 6  # kernels of a step, and the rest in a row
+SHOWN = 6  # kernels of a step in the table; the others share a row
 NAME_CHARACTERS = 60
 
 
 def run_on_cuda(run: Run) -> Report:
-    """All contenders at all sizes."""
+    """Measures all contenders at all sizes."""
     shapes = run.options.shape or ([CUDA_QUICK] if run.quick else CUDA_SHAPES)
     cases = [Case(shape, kind) for kind in kinds(run, KINDS) for shape in shapes]
     results: Results = {case: dict.fromkeys(NAMES, not_reached(run)) for case in cases}
@@ -46,12 +46,12 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case; see worker.py."""
+    """Measures the rows of a case; see worker.py."""
     case = opened(numbers)
     for name in names:
         with notes.on(name):
             step = training_step(name, case.shape, "cuda", case.dtype)
-            for _ in range(2):  # loads kernels, and allocates what libraries keep for good
+            for _ in range(2):  # loads kernels, and allocates the memory that libraries keep
                 step.train()
             train_ms = interleaved_ms(
                 {name: step.train}, rounds=ROUNDS, budget_s=BUDGET_S, timer=cuda_time_ms

@@ -1,4 +1,4 @@
-"""What the machine and the source tree are, asked without importing torch."""
+"""Facts of the machine and of the source tree, found without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASK_S = 60
 
 
 def about() -> dict[str, Any]:
-    """An empty text is for what the machine does not have."""
+    """The facts by name; an empty text stands for something that the machine does not have."""
     torch = "import torch; print(torch.__version__, torch.cuda.is_available())"
     torch_version, _, sees_gpu = _said(sys.executable, "-c", torch).rpartition(" ")
     return {
@@ -34,7 +34,7 @@ def about() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """That of the source tree; of one without a repository, what FUSEDRNN_COMMIT says."""
+    """The commit of the source tree, or FUSEDRNN_COMMIT if the tree has no repository."""
     if not (ROOT / ".git").exists():
         return os.environ.get("FUSEDRNN_COMMIT") or "unknown"
     changed = _said("git", "status", "--porcelain")
@@ -42,12 +42,12 @@ def commit() -> str:
 
 
 def nvidia_smi(field: str) -> str:
-    """Of the first GPU, which is the one that torch takes."""
+    """Facts of the first GPU, which torch uses by default."""
     return _said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").partition("\n")[0]
 
 
 def cuda_tool(name: str) -> str:
-    """Where a tool of the CUDA toolkit is; its name if it is nowhere."""
+    """The path of a tool of the CUDA toolkit, or its name if it is not found."""
     folder = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
     return shutil.which(name) or shutil.which(name, path=folder) or name
 

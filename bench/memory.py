@@ -42,7 +42,7 @@ LEFT_OUT = ("memory of the compiled loop, of recompute=False, over T, and of las
 
 
 def run(run: Run) -> Report:
-    """Peaks at two shapes, how everything grows with the sequence, and a long one's last state."""
+    """Measures peaks at two shapes, growth with the sequence, and the last state of a long one."""
     shapes = [SMALL] if run.quick else [LARGE, SMALL]
     over_seq_len = OVER_SEQ_LEN_QUICK if run.quick else OVER_SEQ_LEN
     long = LONG_QUICK if run.quick else LONG
@@ -98,14 +98,14 @@ def run(run: Run) -> Report:
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Peaks, and what waits for backward, over shapes and dtypes."""
-    # One after the other, those first that cannot break a process: no row needs another one's.
+    """Measures peaks, and what is saved for backward, over shapes and dtypes."""
+    # One by one, because rows are independent; contenders that cannot break a process come first.
     names = [name for group in ON_CUDA_TOGETHER for name in group if name not in BESIDE.values()]
     return sweep(run, "bench.memory", [names], _report_on_cuda)
 
 
 def _measure(name: str, shape: Shape) -> dict[str, Any]:
-    """Everything in bytes. Workspace is what the peak holds beyond output, gradients and saved."""
+    """Bytes of a training step. Workspace: the peak without output, gradients and saved tensors."""
     step = training_step(name, shape)
     weights = list(step.module.parameters())
     saved = saved_sizes_bytes(step.forward, [step.input, *weights])
@@ -202,12 +202,12 @@ def _plot(run: Run, over: list[dict[str, Any]], contenders: list[str]) -> None:
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case on a GPU; see worker.py."""
+    """Measures the rows of a case on a GPU; see worker.py."""
     case = opened(numbers)
 
     def peaks(name: str) -> Row:
-        # The first one compiles, and allocates what libraries keep for good. A graph is captured by
-        # the second one too, and takes its memory then: replay allocates nothing.
+        # The first step compiles, and allocates the memory that libraries keep. A graph is captured
+        # in the second step again, and takes its memory then: a replay allocates nothing.
         training_step(name, case.shape, "cuda", case.dtype).train()
         step = training_step(name, case.shape, "cuda", case.dtype)
         saved_bytes, host_bytes = cuda_saved_bytes(step.forward)

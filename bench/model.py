@@ -1,4 +1,4 @@
-"""What plans predict for GPUs that are not here: ``python -m bench.model``."""
+"""Predictions of plans for GPUs that are not in this machine: ``python -m bench.model``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GPU = "H100"
 GPUS = ("A100", GPU, "B200", "L40S", "RTX 4090")
 SIZES = ((16, 256), (64, 256), (64, 512), (32, 1024), (128, 1024), (256, 1024), (64, 2048))
 CELLS = ("stochastic_gru", "gru", "lstm")
-KINDS = tuple(kind for kind in CUDA_KINDS if kind != "float16")  # it is as bfloat16
+KINDS = tuple(kind for kind in CUDA_KINDS if kind != "float16")  # its plans are bfloat16's
 
 
 def main() -> None:
-    """Steps, what a chunk costs besides, bytes of a row; and chunks with their time and memory."""
+    """Prints the costs of steps and chunks, the bytes of a row, and automatic chunks."""
     screen = Screen()
     screen.table(step_table())
     screen.table(work_table())
@@ -36,7 +36,7 @@ def main() -> None:
 def plan(
     cell: str, shape: Shape, dtype: torch.dtype, gpu: str = GPU, **options: Any
 ) -> fusedrnn.Plan:
-    """Of a layer whose input and latent are as wide as its state."""
+    """The plan of a layer whose input and latent are as wide as its state."""
     size = shape.hidden_size
     options |= {"cell": cell, "input_size": size, "hidden_size": size}
     return fusedrnn.plan(options, (shape.seq_len, shape.batch, size), dtype, gpu)
@@ -45,7 +45,7 @@ def plan(
 def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto") -> float:
     """Workspace of backward for each row of a chunk, in units of H bytes, for I = Z = H = 512.
 
-    Without what matrix products take to split the sums of long chunks, at most an eighth more.
+    Memory for splitting the sums of matrix products is left out; it is at most an eighth more.
     """
     shape, steps = Shape(4096, 16, 512), 16
     short, long = (
@@ -56,7 +56,7 @@ def row_bytes(cell: str, dtype: torch.dtype, backend: str = "auto") -> float:
 
 
 def step_table() -> Table:
-    """Of forward, on several GPUs."""
+    """The steps of forward on several GPUs."""
     lines = []
     for cell, (batch, size) in itertools.product(CELLS, SIZES):
         texts = []
@@ -70,7 +70,7 @@ def step_table() -> Table:
 
 
 def work_table() -> Table:
-    """What a pass does once for a chunk, and how long that takes by the model."""
+    """The work that a pass does once per chunk, and its time by the model."""
     us = _helpers.MODEL_US
     lines = []
     for cell, persistent, backward in itertools.product(CELLS, (True, False), (False, True)):
@@ -92,7 +92,7 @@ def work_table() -> Table:
 
 
 def row_table() -> Table:
-    """What limits the length of chunks."""
+    """The bytes of a row, which limit the length of chunks."""
     lines = []
     for kind, backend in itertools.product(KINDS, ("auto", "stepwise")):
         set_up_torch(tf32=kind == TF32)
@@ -104,9 +104,9 @@ def row_table() -> Table:
 
 
 def chunk_table(kind: str, reasons: list[str]) -> Table:
-    """Automatic chunks at the shapes of the benchmark, and what training takes with them.
+    """Automatic chunks at the shapes of the benchmark, and the memory of training with them.
 
-    ``reasons``: of their lengths, to which those are added that it does not have yet.
+    ``reasons``: the reasons for their lengths; new ones are added.
     """
     set_up_torch(tf32=kind == TF32)
     lines = []

@@ -21,7 +21,7 @@ from .worker import Notes, Row, measure_apart, measure_here
 BATCH, SIZE = 8, 64
 LENGTHS, LENGTHS_QUICK = (16, 64, 256, 1024, 4096), (16, 32)
 OURS, TORCH, LOOP = "fusedrnn", "torch.nn", "plain loop"
-PROCESSES = 8  # on a GPU
+PROCESSES = 8  # at the same time, on a GPU
 LIMIT = 2.0  # times the error of torch's module, or of the loop where torch has none
 RESULTS = ("output", "d input", "d weights")
 TF32 = "tf32"
@@ -66,7 +66,7 @@ MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrn
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers of a dtype, the same ones for all: the truth is float64's answer to them."""
+    """Numbers of one dtype, the same for all contenders; float64 gives the true results."""
 
     input: Tensor
     eps: Tensor
@@ -74,7 +74,7 @@ class Problem:
     grad_output: Tensor
 
     def results(self, cell: Cell, dtype: torch.dtype) -> list[Tensor]:
-        """Output, gradient of the input, and gradients of the weights in one."""
+        """Output, gradient of the input, and all gradients of weights as one tensor."""
         input, *weights = (
             t.to(dtype).detach().requires_grad_() for t in (self.input, *self.weights)
         )
@@ -85,7 +85,7 @@ class Problem:
 
 
 def problem(name: str, seq_len: int, dtype: torch.dtype, device: str) -> Problem:
-    """Normal inputs, fresh weights."""
+    """A problem with normal inputs and fresh weights."""
     torch.manual_seed(seq_len)
     with torch.device(device):
         sizes = (seq_len, BATCH, SIZE)
@@ -95,7 +95,7 @@ def problem(name: str, seq_len: int, dtype: torch.dtype, device: str) -> Problem
 
 
 def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[float]]:
-    """Of each contender: norms of the errors of its results over the norms of these."""
+    """The errors of each contender: the norm of each result's error over the norm of the result."""
     dtype = torch.float32 if kind == TF32 else getattr(torch, kind)
     case = problem(name, seq_len, dtype, device)
     truth = case.results(CELLS[name][LOOP], torch.float64)
@@ -115,17 +115,17 @@ def errors(name: str, seq_len: int, kind: str, device: str) -> dict[str, list[fl
 
 
 def run(run: Run) -> Report:
-    """Every cell, dtype and length."""
+    """Measures every cell, dtype and length."""
     return _run(run, "cpu", ON_CPU)
 
 
 def run_on_cuda(run: Run) -> Report:
-    """The same on a GPU, and float32 with products rounded to TF32."""
+    """Measures the same on a GPU, and float32 with products rounded to TF32 too."""
     return _run(run, "cuda", ON_CUDA)
 
 
 def _run(run: Run, device: str, kinds: Sequence[str]) -> Report:
-    """Shorter sequences first, in case that time runs out."""
+    """Measures shorter sequences first, since time may run out."""
     lengths = LENGTHS_QUICK if run.quick else LENGTHS
     rows = {
         (name, kind, seq_len): not_reached(run)
@@ -145,7 +145,7 @@ def _run(run: Run, device: str, kinds: Sequence[str]) -> Report:
             return measure_apart("bench.numerics", case, names, end=budget.end)
         return measure_here(measure, case, names)
 
-    # Loops keep a core busy and the GPU hardly, and no time is taken.
+    # Several at the same time: a loop needs a core and hardly the GPU, and no time is measured.
     with ThreadPoolExecutor(PROCESSES if device == "cuda" else 1) as pool:
         for place, of_place in zip(places, pool.map(found, places), strict=True):
             rows |= {(*place, int(seq_len)): row for seq_len, row in of_place.items()}
@@ -155,7 +155,7 @@ def _run(run: Run, device: str, kinds: Sequence[str]) -> Report:
 
 
 def measure(case: list[str], names: Sequence[str], notes: Notes) -> None:
-    """Rows of lengths of a cell and a dtype; see worker.py."""
+    """Measures the rows of a cell and dtype, one for each length; see worker.py."""
     name, kind, device = case
     for seq_len in names:
         with notes.on(seq_len):
@@ -197,7 +197,7 @@ def _report(rows: dict[tuple[str, str, int], Row], device: str) -> Report:
 
 
 def _other(name: str) -> str:
-    """What our errors are divided by."""
+    """The contender whose errors ours are divided by."""
     return TORCH if TORCH in CELLS[name] else LOOP
 
 

@@ -1,9 +1,9 @@
 """Time and memory of a training step over a PackedSequence: ``python -m bench.packed``.
 
-Rows of it are read where they lie. It is compared with the same module over a padded batch with
-lengths, unpacked before and packed after, and with torch.nn's over the packed one. The output's
-gradient is packed; lengths fall evenly from the whole sequence to nothing, so that half of a padded
-batch is padding.
+A packed call reads rows in place. It is compared with the same module over a padded batch with
+lengths, padded before and packed after the call, and with torch.nn's module over the packed
+sequence. The output's gradient is packed. Lengths fall evenly from the whole sequence to nothing,
+so that half of a padded batch is padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICK = Shape(16, 32, 32)
 CUDA = Shape(1024, 64, 512)
 ROUNDS, BUDGET_S = 20, 10.0
 PADDED_GRU, PADDED_LSTM = f"{OUR_GRU}, padded", f"{OUR_LSTM}, padded"
-# Peak memory over that of the padded batch, of whose rows half are there.
+# Limits of peak memory over the padded batch's, half of which is padding.
 MEMORY_LIMITS = {(OUR_GRU, PADDED_GRU): 0.5, (OUR_LSTM, PADDED_LSTM): 0.5}
 
 
@@ -40,7 +40,7 @@ class Padded(nn.Module):
         self.rnn = rnn
 
     def forward(self, input: PackedSequence) -> tuple[PackedSequence, Any]:
-        """As the module's."""
+        """Pads the input, calls the module, and packs its output."""
         padded, lengths = pad_packed_sequence(input)
         output, last = self.rnn(padded, lengths=lengths)
         return pack_padded_sequence(output, lengths), last
@@ -58,17 +58,17 @@ BASES = {OUR_GRU: (PADDED_GRU, GRU), OUR_LSTM: (PADDED_LSTM, LSTM)}
 
 
 def run(run: Run) -> Report:
-    """The smaller shape of the benchmark."""
+    """Measures the smaller shape of the benchmark."""
     return _run(run, Case(QUICK if run.quick else SMALL, "float32"), "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
-    """In bfloat16."""
+    """Measures on a GPU, in bfloat16."""
     return _run(run, Case(CUDA_QUICK if run.quick else CUDA, "bfloat16"), "cuda")
 
 
 def packed_input(shape: Shape, device: str, dtype: torch.dtype) -> PackedSequence:
-    """Rows whose lengths fall evenly, of which the input needs a gradient."""
+    """A PackedSequence whose lengths fall evenly, and whose data need a gradient."""
     torch.manual_seed(0)
     lengths = torch.linspace(shape.seq_len, 1, shape.batch).round().long()
     size = (shape.seq_len, shape.batch, shape.hidden_size)
@@ -89,7 +89,7 @@ def _run(run: Run, case: Case, device: str) -> Report:
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case; see worker.py."""
+    """Measures the rows of a case; see worker.py."""
     case, device = opened(numbers), numbers["device"]
     input = packed_input(case.shape, device, case.dtype)
     gradient = torch.randn_like(input.data)
@@ -99,7 +99,7 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
         with notes.on(name):
             module = MODULES[name](case.shape.hidden_size).to(device, case.dtype)
             train = _training_call(module, input, gradient)
-            train()  # loads kernels, and allocates what libraries keep for good
+            train()  # loads kernels, and allocates the memory that libraries keep
             if device == "cuda":
                 rows[name] = {"peak_bytes": cuda_peak_bytes(train)}
             else:

@@ -35,13 +35,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
 GPU = "gpu-h100"
 
-# Ours, the one it replaces, and how the README calls both.
+# Our module, the one it replaces, and the README's names of both.
 PAIRS = (
     (OURS, LOOP, "`fusedrnn.StochasticGRU`", "a hand-written loop"),
     (OUR_GRU, GRU, "`fusedrnn.GRU`", "`nn.GRU`"),
     (OUR_LSTM, LSTM, "`fusedrnn.LSTM`", "`nn.LSTM`"),
 )
-# Ours, the one it is compared with on a GPU, and that one in a CUDA graph.
+# Our module, the one it is compared with on a GPU, and the latter in a CUDA graph.
 GPU_PAIRS = (
     (OUR_LSTM, LSTM, LSTM_GRAPHED),
     (OUR_GRU, GRU, GRU_GRAPHED),
@@ -129,7 +129,7 @@ def _gpu_source(results: Path) -> str:
 
 
 def _gpu_cases(results: Path) -> list[tuple[Shape, dict[str, Row]]]:
-    """Those in bfloat16 that were measured; for others there was no time."""
+    """The cases in bfloat16 that were measured; others may lack for want of time."""
     needed = [name for pair in GPU_PAIRS for name in pair]
     return [
         (Shape(**case["shape"]), case["contenders"])
@@ -165,7 +165,7 @@ def _load(results: Path, name: str) -> dict[str, Any]:
 
 
 def between(text: str, name: str) -> str:
-    """What a document has between its markers ``<!-- name -->`` and ``<!-- end of name -->``."""
+    """The text of a document between its markers ``<!-- name -->`` and ``<!-- end of name -->``."""
     return _split(text, name)[1]
 
 

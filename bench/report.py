@@ -1,4 +1,4 @@
-"""How results leave the benchmark: tables on the terminal, JSON and Markdown in a folder.
+"""Output of the benchmarks: tables on the terminal, JSON and Markdown in a folder.
 
 Longer than 350 lines, because terminal, JSON and Markdown show the same tables.
 """
@@ -30,7 +30,7 @@ try:
         TimeElapsedColumn,
     )
     from rich.text import Text
-except ImportError:  # tables are then written as Markdown, and there is no bar
+except ImportError:  # tables are then printed as Markdown, without a progress bar
     rich = None
 
 import fusedrnn
@@ -39,7 +39,7 @@ from .cases import CUDA_BUDGET_S, CUDA_KINDS, TF32, THREADS, Shape
 
 DTYPES = {name: dtype for name, dtype in CUDA_KINDS.items() if name != TF32}
 
-# bench/results holds what the README shows; it is only written to when asked for by --out.
+# bench/results has the README's numbers; only --out writes there.
 RESULTS = Path("build/bench")
 
 
@@ -70,19 +70,19 @@ class Target:
 
 @dataclass
 class Report:
-    """All of one benchmark: ``numbers`` for machines, tables for people, and what went wrong."""
+    """The results of a benchmark: ``numbers`` for machines, tables for people, and failures."""
 
     name: str
     numbers: dict[str, Any]
     tables: list[Table]
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    left_out: Sequence[str] = ()  # what a short run has no time for
+    left_out: Sequence[str] = ()  # measurements for which a short run has no time
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a benchmark is given: its options, the bar to advance, and where results go."""
+    """The arguments of a benchmark: its options, its progress bar, and the folder of results."""
 
     quick: bool
     out: Path
@@ -92,30 +92,30 @@ class Run:
 
     @property
     def everything(self) -> bool:
-        """Whether to measure also what a short run has no time for, which only --all has."""
+        """Whether --all was given, and everything is to be measured."""
         return bool(getattr(self.options, "all", True))
 
     @property
     def budget_s(self) -> float:
-        """Seconds after which a benchmark begins nothing new: none but on a GPU."""
+        """Seconds after which a benchmark begins nothing new; unlimited on the CPU."""
         given = getattr(self.options, "budget_s", None)
         if given is not None:
             return float(given)
         return CUDA_BUDGET_S if self.options.device == "cuda" else math.inf
 
     def write(self, report: Report) -> None:
-        """Writes the JSON of a report, which may be one so far."""
+        """Writes the JSON of a report, which may be unfinished."""
         targets = [asdict(target) | {"passed": target.passed} for target in report.targets]
         content = {"environment": self.about, "targets": targets, "failures": report.failures}
         content |= report.numbers | {"tables": list(map(markdown_table, report.tables))}
         whole = self.out / f"{report.name}.json"
-        partial = whole.with_suffix(".partial")  # whoever stops us finds no half of a file
+        partial = whole.with_suffix(".partial")  # so that an interruption leaves no half of a file
         partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.replace(whole)
 
 
 class NoProgress:
-    """In the place of rich's bar where rich is not installed."""
+    """Replaces rich's progress bar if rich is not installed; does nothing."""
 
     def __enter__(self) -> NoProgress:
         return self
@@ -124,23 +124,23 @@ class NoProgress:
         pass
 
     def add_task(self, description: str, total: int) -> Any:
-        """Does nothing, as all here."""
+        """Does nothing."""
         return 0
 
     def advance(self, task: Any, steps: int = 1) -> None:
-        """Does nothing, as all here."""
+        """Does nothing."""
 
     def update(self, task: Any, *, completed: int) -> None:
-        """Does nothing, as all here."""
+        """Does nothing."""
 
 
 class Screen:
-    """The terminal: by way of rich, or plain where rich is not installed."""
+    """The terminal, through rich, or in plain text if rich is not installed."""
 
     def __init__(self) -> None:
         self.console = Console() if rich else None
         if self.console and not self.console.is_terminal:
-            self.console.width = 120  # a file has no width of its own, and 80 breaks the lines
+            self.console.width = 120  # for a file: the default of 80 would break lines
 
     def progress(self) -> Progress | NoProgress:
         """A bar for each benchmark."""
@@ -183,9 +183,9 @@ def main(
 ) -> None:
     """Runs benchmarks as a command and exits: with status 1 if a result is wrong.
 
-    A missed target is no wrong result: a busy machine misses them too. ``on_cuda`` are those to run
-    with ``--device cuda``, the default if there are no others, and ``cuda_options`` what they take.
-    ``afterwards`` is called when all results are written.
+    A missed target is not a wrong result, since a busy machine misses targets too. ``on_cuda`` are
+    the benchmarks for ``--device cuda``, the default if there are no others; ``cuda_options`` are
+    their options. ``afterwards`` is called when all results are written.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,12 +238,12 @@ def main(
 
 
 def set_up_torch(*, tf32: bool = False) -> None:
-    """As in every process that measures.
+    """Sets up torch, the same in every process that measures.
 
     ``tf32``: whether recurrent layers may round products of float32, nn.LSTM and ours alike.
     """
-    torch.set_num_threads(min(THREADS, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
-    torch.backends.cuda.matmul.allow_tf32 = False  # as by default, when torch allows cuDNN's
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))  # OMP_NUM_THREADS may be less
+    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default, also while cuDNN may use TF32
     torch.backends.cudnn.allow_tf32 = tf32
 
 
@@ -319,7 +319,7 @@ def _environment(arguments: list[str], device: str) -> dict[str, Any]:
 
 
 def machine(about: dict[str, Any]) -> str:
-    """Where something was measured, as text."""
+    """The machine of a measurement, as text."""
     if "gpu" in about:
         tf32 = f"TF32 {about['tf32']}"
         return f"{about['gpu']}, torch {about['torch']}, CUDA {about['cuda']}, {tf32}"
@@ -351,7 +351,7 @@ def _target_table(targets: list[Target]) -> Table:
 
 
 def _left_out(reports: list[Report]) -> str:
-    """What a short run has not measured, in a line; empty if there is nothing."""
+    """A line with everything that a short run has left out; empty if nothing was."""
     names = ", ".join(what for report in reports for what in report.left_out)
     return names and f"Left out, with their targets, and measured by python -m bench --all: {names}"
 

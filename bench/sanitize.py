@@ -9,7 +9,7 @@ import torch
 from fusedrnn import GRU, LSTM, StochasticGRU, set_chunk_replay, tuning
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# T, B, I, H, Z: odd widths, replayed chunks and a shorter one, and the least there can be.
+# T, B, I, H, Z: odd widths with replayed chunks and a shorter one; and the smallest sizes.
 SHAPES = ((17, 3, 5, 9, 3), (1, 1, 1, 1, 1))
 # Widths of whole packets, so that persistent kernels exchange through the gradient.
 IN_PLACE = (17, 3, 8, 16, 8)
@@ -18,7 +18,7 @@ NOISE = ("drawn", "given", "none")
 
 
 def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str) -> None:
-    """Forward and backward, with every gradient there is."""
+    """Runs forward and backward with all gradients."""
     seq_len, batch, input_size, hidden_size, latent_size = shape
     rnn = StochasticGRU(
         input_size, hidden_size, latent_size, recompute=recompute, chunk_size=CHUNK_SIZE
@@ -36,7 +36,7 @@ def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str
 
 
 def call_masked(cls: type[GRU | LSTM], dtype: torch.dtype, recompute: bool) -> None:
-    """Two layers and directions, finished and reset rows, and all that backward draws again."""
+    """Runs two layers and directions with lengths, resets, dropout and zoneout."""
     seq_len, batch, input_size, hidden_size, _ = SHAPES[0]
     rnn = cls(
         input_size,
@@ -56,7 +56,7 @@ def call_masked(cls: type[GRU | LSTM], dtype: torch.dtype, recompute: bool) -> N
 
 
 def main() -> None:
-    """All combinations."""
+    """Runs all combinations."""
     torch.manual_seed(0)
     set_chunk_replay(True)
     calls = list(itertools.product(SHAPES, DTYPES, (True, False), NOISE))

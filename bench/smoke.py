@@ -1,4 +1,4 @@
-"""Where a GPU first computes something else than it should: ``python -m bench.smoke``.
+"""Finds the first wrong number that a GPU computes: ``python -m bench.smoke``.
 
 One mma of each dtype, and hops between two blocks by each way of exchange, with their time; a few
 steps of a persistent kernel, of every cell, dtype, depth and way of exchange, forward and backward,
@@ -31,7 +31,7 @@ from .worker import Notes, Row, error_row, measure_apart
 SOURCE = ROOT / "bench" / "smoke.cu"
 PROGRAM = ROOT / "build" / "gpu-check-smoke"
 COMPILE_S = 60
-PROGRAM_PROBES = ("mma", "packets", "flags")  # one after the other, since hops are timed
+PROGRAM_PROBES = ("mma", "packets", "flags")  # one by one, since hops are timed
 CELLS = {
     "gru": Step("gru"),
     "lstm": Step("lstm"),
@@ -42,14 +42,14 @@ CELLS = {
 }
 STRIDES = "single steps in odd strides"
 PROCESSES = 4
-MOST_SAID = 5  # of what a probe finds wrong
+MOST_SAID = 5  # findings of a probe that are printed
 
-# Rows of a probe by what is tried.
+# The rows of a probe, by trial.
 Rows = dict[str, Row]
 
 
 def run_on_cuda(run: Run) -> Report:
-    """All probes, the smallest first."""
+    """Runs all probes, the smallest first."""
     probes: dict[str, Rows] = {name: {name: not_reached(run)} for name in PROGRAM_PROBES}
     for name in (*CELLS, STRIDES):
         probes[name] = dict.fromkeys(trials(name), not_reached(run))
@@ -77,7 +77,7 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def compile_program(to: Path, architecture: str | None = None) -> None:
-    """Makes the program of the first probes, for the GPU that is there.
+    """Compiles the program of the first probes for the GPU of this machine.
 
     Raises:
         OSError: There is no nvcc.
@@ -94,7 +94,7 @@ def compile_program(to: Path, architecture: str | None = None) -> None:
 
 
 def program_row(program: Path, name: str, end: float) -> Row:
-    """What the program says of one of its probes."""
+    """The row of a probe that the program runs."""
     ended = contain.run([str(program), name], lambda: end)
     said = ended.tail.strip().splitlines()
     row: Row = {"said": said, "wrong": [line for line in said if line.startswith("wrong: ")]}
@@ -106,7 +106,7 @@ def program_row(program: Path, name: str, end: float) -> Row:
 
 
 def trials(probe: str) -> dict[str, Callable[[], list[str]]]:
-    """What is tried of a probe, the least first, by name: each says what is wrong."""
+    """The trials of a probe by name, the smallest first; each returns what is wrong."""
     if probe == STRIDES:
         return {
             f"{step}, {layout}": partial(strided, step, layout)
@@ -124,9 +124,9 @@ def trials(probe: str) -> dict[str, Callable[[], list[str]]]:
 
 
 def measure(probe: str, names: Sequence[str], notes: Notes) -> None:
-    """Rows of what is tried of a probe; see worker.py."""
+    """Measures the rows of a probe, one for each trial; see worker.py."""
     set_up_torch()
-    # For float32 persistent kernels have products rounded to TF32 alone.
+    # float32 has persistent kernels only with products rounded to TF32.
     torch.backends.cudnn.rnn.fp32_precision = "ieee" if probe == STRIDES else "tf32"
     tried = trials(probe)
     for name in names:
@@ -135,7 +135,7 @@ def measure(probe: str, names: Sequence[str], notes: Notes) -> None:
 
 
 def report(probes: dict[str, Rows]) -> Report:
-    """What became of all probes."""
+    """The outcome of all probes."""
     lines, failures = [], []
     for name, rows in probes.items():
         reasons = [f"{what}: {reason}" for what, row in rows.items() if (reason := why_none(row))]

@@ -56,18 +56,18 @@ Calls = dict[str, Callable[[], object]]
 RECOMPUTE = "recomputing GEMMs"
 FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
-# At most, of what is measured side by side on a GPU; a slow loop gets LEAST_ROUNDS.
+# The most rounds and seconds for contenders side by side on a GPU; a slow loop gets LEAST_ROUNDS.
 CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S, CUDA_BACKWARD_S = 20, 2.5, 1.0, 1.0
 LEFT_OUT = ("time of the compiled loop and of recompute=False",)
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 
 def run(run: Run) -> Report:
-    """Training step and forward pass at two shapes, and a backward pass through denormals."""
+    """Measures training step and forward at two shapes, and backward through denormals."""
     names = ON_CPU if run.everything else ON_CPU_SHORT
     shapes = {LARGE: 4, SMALL: 15} if run.everything else {LARGE: 3, SMALL: 9}
     if run.quick:
-        shapes = {QUICK: 3}  # and the rounds of each
+        shapes = {QUICK: 3}  # shapes, each with its rounds
     contenders = [name for name in names if not (run.quick and name == COMPILED)]
     denormal_rounds = 3 if run.quick else 9
     calls_in_round = len(contenders) + 2 + len(FORWARD_ONLY)
@@ -127,7 +127,7 @@ def run(run: Run) -> Report:
         r = slowdown[OURS]
         what = f"backward time, {OURS}, denormals / ordinary"
         targets.append(Target(what, str(shape), r.median, DENORMAL_LIMIT, r.spread))
-    run.progress.update(task, completed=total)  # a budget may have ended it with rounds to go
+    run.progress.update(task, completed=total)  # also if its time ended it early
     content = {
         "shapes": results,
         "denormals": {
@@ -143,7 +143,7 @@ def run(run: Run) -> Report:
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Training step and forward pass over shapes and dtypes."""
+    """Measures training step and forward pass over shapes and dtypes."""
     return sweep(run, "bench.speed", ON_CUDA_TOGETHER, _report_on_cuda)
 
 
@@ -169,7 +169,7 @@ def _forward_calls(shape: Shape) -> Calls:
 
 
 def _warm_up(step: TrainingStep, call: Callable[[], object]) -> None:
-    """On a few steps: a whole sequence would cost as much as a round."""
+    """Warms up on a few steps, because a whole sequence would cost as much as a round."""
     whole = step.input, step.grad_output
     step.input, step.grad_output = (tensor[:16] for tensor in whole)
     call()
@@ -179,14 +179,14 @@ def _warm_up(step: TrainingStep, call: Callable[[], object]) -> None:
 class Gemms:
     """The op's matrix products and nothing else, back to back, into memory allocated before.
 
-    Those over several steps go over the rows of a chunk, as in the op. Chunks must be whole here.
+    Products over several steps cover the rows of a chunk, as in the op. Chunks must be whole here.
     """
 
     def __init__(self, shape: Shape) -> None:
         width = shape.hidden_size
         sizes = {"cell": "stochastic_gru", "input_size": width, "hidden_size": width}
         steps = plan(sizes, (shape.seq_len, shape.batch, width), device="cpu").chunk_steps
-        rows = steps * shape.batch  # of the op's products over several steps at once
+        rows = steps * shape.batch  # in the op's products over several steps
         chunks, rest = divmod(shape.seq_len, steps)
         if rest:
             raise ValueError(f"{shape} has no whole number of chunks of {steps} steps")
@@ -238,10 +238,10 @@ def _backward_calls(shape: Shape) -> Calls:
 
 
 def _saturate(step: TrainingStep) -> None:
-    """The update gate keeps the state, and the gradient comes from the last state alone.
+    """Sets biases such that the update gate nearly keeps the state; only h_n has a gradient.
 
-    From there the gradients get smaller by a constant factor with each step, and so small that
-    first their products with weights and then they themselves are denormal.
+    Gradients shrink by a constant factor with each step, until first their products with weights
+    and then they themselves are denormal.
     """
     biases = dict(step.module.named_parameters(remove_duplicate=False))
     name = next(name for name in biases if name.endswith("bias_ih_l0"))
@@ -272,16 +272,16 @@ def _table(title: str, group: Group, shape: Shape, times_ms: dict[str, list[floa
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Rows of a case on a GPU; see worker.py."""
+    """Measures the rows of a case on a GPU; see worker.py."""
     case = opened(numbers)
     steps: dict[str, TrainingStep] = {}
     for name in names:
         with notes.on(name):
             step = training_step(name, case.shape, "cuda", case.dtype)
-            for _ in range(2):  # the first compiles or captures, the second is as all that follow
+            for _ in range(2):  # the first compiles or captures; the second is like all later ones
                 step.train()
                 step.infer()
-            torch.cuda.synchronize()  # so that its faults are not taken for those of the next one
+            torch.cuda.synchronize()  # so that its faults are not blamed on the next contender
             steps[name] = step
 
     def times_ms(calls: Calls, budget_s: float) -> dict[str, list[float]]:
@@ -328,9 +328,9 @@ def _report_on_cuda(results: Results) -> Report:
 
 
 def compared(rows: dict[str, Row], a: str, b: str, times: str) -> Ratio | None:
-    """Times of one contender over those of another, None if either has none.
+    """The ratio of two contenders' times, None if one of them was not measured.
 
-    Those of one process are compared round by round, and torch's LSTM and GRU are there in either.
+    Contenders of one process are compared round by round; torch's modules run in either process.
     """
     beside = BESIDE.get(b, b)
     other = next(
@@ -349,7 +349,7 @@ def _are_together(row: Row, other: Row) -> bool:
 
 
 def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
-    """Of what was measured."""
+    """The targets of contenders that were measured."""
     targets = []
 
     def compare(what: str, limits: dict[tuple[str, str], float], times: str) -> None:

@@ -1,7 +1,7 @@
-"""One call of a layer in two ways, number by number: where the first one that is wrong stands.
+"""Computes a call of a layer in two ways, compares all numbers, and finds the first wrong one.
 
 A persistent kernel is compared with single steps, and single steps over tensors in odd strides with
-the CPU in float64. Pre-activations are looked at too, since they tell which gate was wrong first.
+the CPU in float64. Pre-activations are compared too, to show which gate was wrong first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BATCH, INPUT = 11, 5  # two tiles of rows
 # Sizes that give each depth of a persistent kernel: blocks of columns that a warp multiplies.
 SIZES = {1: 40, 2: 300, 4: 600}
 SIZES_FLOAT32 = {1: 40, 2: 150, 4: 300}
-# How far numbers may be from what is expected, in roundings of the largest one of their kind. Both
-# sides of the first round at the same places; the others are compared with float64.
+# Tolerances, in roundings of the largest number of a kind. Persistent kernels and single steps
+# round at the same places; tensors in odd strides are compared with float64.
 OF_PERSISTENT, OF_STRIDED = 4, 8
 TF32_ROUNDING = 2.0**-10
 
@@ -33,7 +33,7 @@ GRU, LSTM, SAMPLE = ("r", "u", "n of x", "n of h"), ("i", "f", "g", "o"), ("loc"
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers of one kind.
+    """The numbers of one kind that a call computes.
 
     Attributes:
         axes: What each index counts; "t", "row", "gate" and "unit" where there are such.
@@ -56,7 +56,7 @@ class Step:
     seq_len: int = 1
     size: int = SIZES[1]
     by_flags: bool = False
-    noise: str = "seed"  # of a stochastic GRU: or "eps", or "none"
+    noise: str = "seed"  # only for a stochastic GRU; also "eps" or "none"
     device: str = "cuda"
 
     def __str__(self) -> str:
@@ -67,11 +67,11 @@ class Step:
 
     @property
     def is_lstm(self) -> bool:
-        """Whether it has a state beside h."""
+        """Whether the cell has a cell state."""
         return self.cell.endswith("lstm")
 
     def tensors(self) -> dict[str, Any]:
-        """Arguments, the same for the same sizes."""
+        """Random arguments, the same for the same sizes."""
         generator = torch.Generator().manual_seed(17)
         size, output = self.size, self.output_size
 
@@ -125,7 +125,7 @@ class Step:
 
 
 class _Watch:
-    """The operators, and what the last forward saved for backward."""
+    """The operators, with a record of what the last forward saved for backward."""
 
     def __init__(self, operators: Any) -> None:
         self.operators = operators
@@ -141,7 +141,7 @@ class _Watch:
 
 
 def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> dict[str, Values]:
-    """All that a call computes, forward and backward, in the order of its work."""
+    """Everything that a call computes, forward and backward, in the order of its work."""
     given = tensors or step.tensors()
     weights = given["weights"]
     watch = _Watch(_library.operators)
@@ -186,7 +186,7 @@ def run(step: Step, backend: str, tensors: Mapping[str, Any] | None = None) -> d
 def named(
     step: Step, outputs: Sequence[Tensor], gradients: Mapping[str, Tensor]
 ) -> dict[str, Values]:
-    """Results and gradients with what their indices count."""
+    """Results and gradients with the meaning of their indices."""
     axes = ("t", "row", "unit")
     found = {"output": Values(outputs[0], axes)}
     for name, state in zip(("h_n", "c_n"), outputs[1:], strict=False):
@@ -210,7 +210,7 @@ def named(
 def differences(
     ours: Mapping[str, Values], expected: Mapping[str, Values], tolerance: float
 ) -> list[str]:
-    """What is wrong, in the order of the work: a sentence for each kind of numbers.
+    """Wrong numbers in the order of the work, a sentence for each kind.
 
     ``tolerance`` is relative to the largest number of a kind.
     """
@@ -238,9 +238,9 @@ def differences(
 
 
 def persistent(step: Step) -> list[str]:
-    """What a persistent kernel computes otherwise than single steps do."""
+    """Differences between a persistent kernel and single steps."""
     ours, expected = (run(step, backend) for backend in ("persistent", "stepwise"))
-    # For float32 there is a kernel through TF32 alone.
+    # float32 has a persistent kernel only through TF32.
     rounding = TF32_ROUNDING if step.dtype is torch.float32 else torch.finfo(step.dtype).eps
     return differences(ours, expected, OF_PERSISTENT * rounding)
 
@@ -249,7 +249,7 @@ LAYOUTS = ("contiguous", "transposed", "wider rows", "every second column", "off
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides, as a leaf."""
+    """A copy of a tensor with other strides, as a leaf."""
     values = tensor.detach()
     *rows, columns = values.shape
     if layout == "transposed":
@@ -264,7 +264,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def strided(step: Step, layout: str) -> list[str]:
-    """What single steps over tensors in some strides compute otherwise than the CPU in float64."""
+    """Differences between single steps over tensors in odd strides and the CPU in float64."""
     tensors = step.tensors()
     odd = tensors | {
         "input": laid_out(tensors["input"], layout),
@@ -277,7 +277,7 @@ def strided(step: Step, layout: str) -> list[str]:
 
 
 def _exact(value: Any) -> Any:
-    """The same numbers in float64 on the CPU, as leaves."""
+    """Copies of tensors in float64 on the CPU, as leaves."""
     if isinstance(value, dict):
         return {name: _exact(tensor) for name, tensor in value.items()}
     if isinstance(value, list):

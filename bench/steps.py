@@ -1,4 +1,4 @@
-"""What a contender does: the loops that people write, and training steps of any module."""
+"""Contenders: loops as people write them, and training steps of any module."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Shape:
         return self.output_bytes_in(torch.float32)
 
     def output_bytes_in(self, dtype: torch.dtype) -> int:
-        """Size of the output."""
+        """Size of the output in a dtype."""
         return dtype.itemsize * self.seq_len * self.batch * self.hidden_size
 
 
 class Loop(nn.Module):
-    """The cell as one writes it by hand, with the parameters of a StochasticGRU."""
+    """The loop that people write by hand, with the parameters of a StochasticGRU."""
 
     def __init__(self, rnn: fusedrnn.StochasticGRU) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Loop(nn.Module):
     def forward(
         self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Without eps every step draws its own noise, as such a loop does."""
+        """Runs the loop; without eps every step draws its own noise, as such loops do."""
         return reference.stochastic_gru(input, list(self.rnn.parameters()), hx, eps=eps)
 
 
@@ -60,21 +60,21 @@ compiled_step: Step = torch.compile(eager_step, dynamic=False, fullgraph=True)
 
 
 class CompiledLoop(nn.Module):
-    """The loop over a step that went through torch.compile."""
+    """The loop over a step that torch.compile has compiled."""
 
     def __init__(self, rnn: fusedrnn.StochasticGRU) -> None:
         super().__init__()
         self.rnn = rnn
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """From a state of zeros."""
+        """Runs the loop from a state of zeros."""
         _, batch, _ = input.shape
         weights = list(self.rnn.parameters())
         h = input.new_zeros(batch, self.rnn.hidden_size)
         output = []
         for t, x in enumerate(input):
             eps = torch.randn(batch, self.rnn.latent_size, dtype=x.dtype, device=x.device)
-            # The first state needs no gradient. That would be a second graph to compile.
+            # The first step is eager: its state needs no gradient, which would take another graph.
             step = compiled_step if t > 0 else eager_step
             h = step(x, h, *weights, eps=eps)
             output.append(h)
@@ -87,7 +87,7 @@ class CheckpointedLoop(Loop):
     def forward(
         self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the loop; eps is drawn."""
+        """Runs the loop; eps is drawn."""
         if hx is None:
             hx = input.new_zeros(1, input.shape[1], self.rnn.hidden_size)
         output = []
@@ -98,12 +98,12 @@ class CheckpointedLoop(Loop):
 
 
 class OffloadedLoop(Loop):
-    """The loop with all that it saves on the host: weights too, which the hooks cannot tell."""
+    """The loop with saved tensors on the host, weights too, which hooks cannot distinguish."""
 
     def forward(
         self, input: Tensor, hx: Tensor | None = None, *, eps: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the loop."""
+        """Runs the loop."""
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             return super().forward(input, hx, eps=eps)
 
@@ -111,8 +111,8 @@ class OffloadedLoop(Loop):
 class TrainingStep:
     """Forward and backward of one contender on random numbers, the same ones for all.
 
-    The input needs no gradient, the output's gradient is given, and those of the weights are
-    dropped after each step, as an optimizer's ``zero_grad`` does.
+    The input needs no gradient. The output's gradient is given. The gradients of the weights are
+    dropped after each step, as by an optimizer's ``zero_grad``.
     """
 
     def __init__(
@@ -130,28 +130,28 @@ class TrainingStep:
         self.weights = list(self.module.parameters())
 
     def forward(self) -> Tensor:
-        """The output, with its graph."""
+        """Runs forward; returns the output with its graph."""
         output: Tensor = self.module(self.input)[0]
         return output
 
     def backward(self, output: Tensor) -> None:
-        """Computes the gradients, and drops them."""
+        """Runs backward, and drops the gradients."""
         output.backward(self.grad_output)
         for weight in self.weights:
             weight.grad = None
 
     def train(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         self.backward(self.forward())
 
     def infer(self) -> None:
-        """Forward without a graph."""
+        """Runs forward without a graph."""
         with torch.no_grad():
             self.forward()
 
 
 class LastStateStep(TrainingStep):
-    """A step of a module whose output is its last state."""
+    """A training step of a module whose output is its last state."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -159,7 +159,7 @@ class LastStateStep(TrainingStep):
 
 
 class CellStep(TrainingStep):
-    """A cell that is called for one step after the other."""
+    """A training step of a cell that is called once per step."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -174,7 +174,7 @@ class CellStep(TrainingStep):
 
 
 class SwitchedStep(TrainingStep):
-    """A step with one of the library's switches turned on."""
+    """A training step with one of the package's settings turned on."""
 
     switch: str
 
@@ -202,25 +202,25 @@ def _switched_on(switch: str) -> Iterator[None]:
 
 
 class ReplayedStep(SwitchedStep):
-    """A step whose chunks are replayed, where the op would launch kernel by kernel."""
+    """A training step whose chunks are replayed as CUDA graphs."""
 
     switch = "replay_chunks"
 
 
 class FlaggedStep(SwitchedStep):
-    """A step whose persistent kernels exchange results by flags."""
+    """A training step whose persistent kernels exchange results by flags."""
 
     switch = "exchange_by_flags"
 
 
 class OverlappedStep(SwitchedStep):
-    """A step with a second stream for what the steps of a chunk do not wait for."""
+    """A training step with a second stream for work that the steps of a chunk do not wait for."""
 
     switch = "overlap_chunks"
 
 
 class GraphedStep(TrainingStep):
-    """A step that its user captures in a CUDA graph; noise, or its seed, is drawn inside."""
+    """A training step in a CUDA graph of the user; noise, or its seed, is drawn inside."""
 
     @functools.cached_property
     def _train(self) -> torch.cuda.CUDAGraph:
@@ -231,11 +231,11 @@ class GraphedStep(TrainingStep):
         return _captured(super().infer)
 
     def train(self) -> None:
-        """Captures the first time, and replays."""
+        """Captures a graph the first time, and replays it."""
         self._train.replay()
 
     def infer(self) -> None:
-        """Captures the first time, and replays."""
+        """Captures a graph the first time, and replays it."""
         self._infer.replay()
 
 
@@ -243,8 +243,8 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = _capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # a capture that fails does not come back from it by itself
-        call()  # what libraries do once on a stream must not end up in the graph
+    with torch.cuda.stream(stream):  # a failed capture would leave the current stream set
+        call()  # work that libraries do once per stream must not be captured
         with torch.cuda.graph(graph, stream=stream):
             call()
     return graph
@@ -252,5 +252,5 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace for every stream that it ever ran on."""
+    """The stream of all captures: cuBLAS keeps a workspace for each stream that it has used."""
     return torch.cuda.Stream()

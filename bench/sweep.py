@@ -1,4 +1,4 @@
-"""Contenders on a GPU, over shapes and dtypes: what matters most first, until time is over."""
+"""Measures contenders on a GPU over shapes and dtypes, important ones first, until time is up."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .cases import (
 from .report import Report, Run, set_up_torch
 from .worker import STALL_S, Row, measure_apart
 
-# A process that is at work when the budget is spent may go on for so long.
+# Seconds that a process may go on for after the budget is spent.
 OVERTIME_S = 20.0
-# To compile a step takes minutes.
+# Compiling a step takes minutes.
 LATER_STALL_S = 240.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Where contenders are compared.
+    """The shape and dtype at which contenders are compared.
 
     Attributes:
         shape: Its sizes.
@@ -47,16 +47,16 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all tensors."""
+        """The dtype of all tensors."""
         return CUDA_KINDS[self.kind]
 
     def numbers(self) -> dict[str, Any]:
-        """For JSON."""
+        """The case as JSON data."""
         return {"shape": vars(self.shape), "dtype": self.kind}
 
     @classmethod
     def of_numbers(cls, numbers: dict[str, Any]) -> Case:
-        """That of ``numbers()``."""
+        """The case from the result of ``numbers()``."""
         return cls(Shape(**numbers["shape"]), numbers["dtype"])
 
 
@@ -71,8 +71,8 @@ def sweep(
 ) -> Report:
     """Fills in a row for every contender in every case, and writes the report after each job.
 
-    A job is a group of contenders, which the module's ``measure`` has in one process, or one of
-    those that come later.
+    A job is a group of contenders that the module's ``measure`` has in one process, or a single one
+    of those that run later.
     """
     cases = _cases(run)
     missing = not_reached(run)
@@ -96,24 +96,24 @@ def sweep(
 
 
 class Budget:
-    """The time of a run, from now on."""
+    """The time budget of a run, which starts when it is created."""
 
     def __init__(self, run: Run) -> None:
         self.begin, self.budget_s = time.monotonic(), run.budget_s
 
     @property
     def seconds(self) -> float:
-        """That have gone by."""
+        """Seconds since the start."""
         return time.monotonic() - self.begin
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing new is to begin."""
+        """Whether the time is up, and nothing new may begin."""
         return self.seconds > self.budget_s
 
     @property
     def end(self) -> float:
-        """When all is to have ended, by ``time.monotonic()``."""
+        """The time of ``time.monotonic()`` at which everything must have ended."""
         return self.begin + self.budget_s + OVERTIME_S
 
 
@@ -137,16 +137,16 @@ def opened(numbers: dict[str, Any]) -> Case:
 
 
 def release() -> None:
-    """Gives back what a contender took, so that none finds less memory than the one before."""
-    torch.compiler.reset()  # it compiles one function for eight shapes only
+    """Frees a contender's memory, so that the next one finds as much."""
+    torch.compiler.reset()  # it compiles a function for at most eight shapes
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # gigabytes of pinned memory; has no public name
+        torch._C._host_emptyCache()  # frees gigabytes of pinned memory; there is no public name
 
 
 def not_reached(run: Run) -> Row:
-    """The row of what has not begun when the budget is spent."""
+    """The row of a contender that had not begun when the budget was spent."""
     return {"missing": f"not reached within {run.budget_s:.0f} s"}
 
 
@@ -161,7 +161,7 @@ def numbers(results: Results) -> dict[str, Any]:
 
 
 def failures(results: Results) -> list[str]:
-    """Errors of ours, and rows of ours that targets need. Errors of others stand in their rows."""
+    """Errors and missing rows of our modules. Errors of other contenders are in their rows only."""
     return [
         f"{name} failed at {case}: {row['error']}"
         if "error" in row

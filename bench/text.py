@@ -1,4 +1,4 @@
-"""The text to learn from: the source code of Python's own standard library, on every machine."""
+"""The training text: the source code of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Printable ASCII and line breaks; one more class is for everything else.
+# Printable ASCII and line breaks; one more class stands for all other characters.
 ALPHABET = b"\n" + bytes(range(32, 127))
 CLASSES = len(ALPHABET) + 1
 VALIDATION_SHARE = 0.05
@@ -18,9 +18,9 @@ VALIDATION_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Text:
-    """Classes of characters, int64 1-D, and the digest that tells one Python's text from another's.
+    """A text as classes of characters (int64, 1-D), and a digest that identifies it.
 
-    Validation is the end of the text: files that training has not seen.
+    The end of the text, files that training has not seen, is for validation.
     """
 
     train: Tensor
@@ -42,11 +42,11 @@ def standard_library() -> Text:
 
 
 def windows(text: Tensor, batch: int, window: int) -> Tensor:
-    """Cuts a text into ``batch`` streams, side by side, and those into windows.
+    """Cuts a text into ``batch`` parallel streams, and the streams into windows.
 
     Returns:
-        (windows, window + 1, batch): the first ``window`` rows are read and the last ``window``
-        ones are to be predicted; each window goes on where the one before ended.
+        (windows, window + 1, batch): the first ``window`` rows are input and the last ``window``
+        rows are targets; each window continues the one before.
     """
     stream = (len(text) - 1) // batch // window * window
     if stream == 0:

@@ -37,22 +37,22 @@ from .report import Report, Run, Table, Target, main, mib
 from .text import CLASSES, standard_library, windows
 
 CELLS = {"lstm": LSTM, "loop": LOOP, "ours": OURS}
-State = Any  # what the cell returns: a tensor, or nn.LSTM's pair of them
+State = Any  # the state of a cell: a tensor, or nn.LSTM's pair
 
-# The loop and ours sum the same numbers in another order. At first that shows in the last bit of
-# the loss alone. Training is chaotic, though: a last bit grows with every update, and after some
-# hundred updates two runs are on different paths to an equally good model, as they are when one
-# weight of the loop starts one bit off.
+# The loop and our module sum the same numbers in different orders. At first only the last bit of
+# the loss shows that. But training is chaotic: differences grow with every update, and after some
+# hundred updates two runs are on different paths to equally good models. The same happens to the
+# loop if one of its weights starts one bit off.
 EARLY_UPDATES = 50
 EARLY_TOLERANCE, VALIDATION_TOLERANCE = 1e-5, 1e-2
 
 DTYPES = ("float32", "bfloat16")
-AUTOCAST_LIMIT = 1.01  # of our loss at the end under autocast over that in float32
+AUTOCAST_LIMIT = 1.01  # limit of our final loss under autocast over the one in float32
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and for how long."""
+    """The settings of a training run."""
 
     cell: str | None = None
     steps: int = 240
@@ -87,7 +87,7 @@ HELP = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the fields of :class:`Job`; None stands for the default."""
+    """Adds an option for each field of :class:`Job`; None means the default."""
     parser.add_argument("--cell", choices=CELLS, help="train this cell only")
     parser.add_argument("--dtype", choices=DTYPES, help="of autocast; compared with float32")
     for name, what in HELP.items():
@@ -103,7 +103,7 @@ def _job(run: Run) -> Job:
 
 
 class Fused(nn.Module):
-    """A StochasticGRU whose forward pass can be told the seed of its noise."""
+    """A StochasticGRU whose forward pass takes the seed of its noise."""
 
     def __init__(self, rnn: fusedrnn.StochasticGRU) -> None:
         super().__init__()
@@ -112,12 +112,12 @@ class Fused(nn.Module):
     def forward(
         self, input: Tensor, hx: Tensor | None = None, *, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Without a seed, draws one."""
+        """Runs the module with a seed; draws one if there is none."""
         return fusedrnn.stochastic_gru(input, list(self.rnn.parameters()), hx, seed=seed)
 
 
 class StdlibModel(nn.Module):
-    """Embedding, cell, linear layer; under torch.autocast if that is to another dtype."""
+    """An embedding, a cell and a linear layer; under torch.autocast if it has another dtype."""
 
     def __init__(
         self, cell: str, hidden_size: int, seed: int, autocast: torch.dtype = torch.float32
@@ -136,9 +136,9 @@ class StdlibModel(nn.Module):
             self.rnn = Fused(rnn) if cell == "ours" else Loop(rnn)
 
     def noise(self, seed: int, window: int, batch: int) -> dict[str, Tensor]:
-        """The noise of a window as an argument: the same numbers for the plain loop and for ours.
+        """The noise of a window as an argument, the same numbers for the plain loop and our module.
 
-        Ours draws them itself, from the seed. The loop gets them ready, out of every clock.
+        Our module draws them from a seed. The loop gets a tensor, made before time is taken.
         """
         if self.cell_name == "lstm":
             return {}
@@ -151,7 +151,7 @@ class StdlibModel(nn.Module):
     def loss(
         self, text: Tensor, state: State, noise: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, State]:
-        """Mean loss in bits per character, and the state to go on from.
+        """Mean loss in bits per character, and the state after the window.
 
         Args:
             text: (window + 1, batch), classes of characters.
@@ -243,12 +243,12 @@ def longest_window(peak: Callable[[int], int], budget_bytes: int, step: int = 8)
 
 
 def run(run: Run) -> Report:
-    """Trains all cells, or one, and compares."""
+    """Trains all cells, or one of them, and compares."""
     return _run(run, "cpu")
 
 
 def run_on_cuda(run: Run) -> Report:
-    """The same on a GPU."""
+    """Trains on a GPU."""
     return _run(run, "cuda")
 
 
@@ -275,7 +275,7 @@ def _run(run: Run, device: str) -> Report:
         for name, training in list(trainings.items()):
             try:
                 training.step(k, train[k % len(train)])
-            except RuntimeError as error:  # torch has no LSTM of 16 bits for some processors
+            except RuntimeError as error:  # torch lacks an LSTM in 16 bits on some processors
                 if k > 0 or not name.startswith(f"{LSTM}, "):
                     raise
                 unable[name] = str(error).split(". ")[0]
@@ -342,7 +342,7 @@ def _result(training: Training, validation: Tensor) -> dict[str, Any]:
 
 
 def _agreement(loop: dict[str, Any], ours: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Losses of both, and their difference relative to the loss, with its bound."""
+    """The losses of the loop and of our module, their relative difference, and its bound."""
     early = zip(loop["train_bits"][:EARLY_UPDATES], ours["train_bits"], strict=False)
     worst = max(early, key=lambda pair: abs(pair[0] - pair[1]) / pair[0])
     validation = loop["validation_bits"], ours["validation_bits"]

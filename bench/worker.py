@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, so that what one of them breaks costs its row alone.
+"""Runs contenders in processes of their own, so that a fault costs only one contender's row.
 
 ``measure_apart`` starts ``python -m bench.worker MODULE CASE NAMES FILE``, which calls
 ``measure(case, names, notes)`` of the module. That says what it is about to do and what it has
@@ -24,20 +24,20 @@ from typing import Any
 from . import contain
 from .faults import names_fault
 
-# Numbers of a contender, or why there are none, under "error" or "missing".
+# The numbers of a contender; or the reason why there are none, under "error" or "missing".
 Row = dict[str, Any]
 
-START_S = 90.0  # for a process to import torch from a disk that has not read it before
-STALL_S = 30.0  # for what one contender does before it says something again
-SAID_BYTES = 4096  # of a process that failed
+START_S = 90.0  # for a process to import torch from a cold disk
+STALL_S = 30.0  # without a note from a contender
+SAID_BYTES = 4096  # of the output of a failed process
 
 
 class Lost(Exception):
-    """The GPU is lost to this process; why, is in a row."""
+    """The process has lost its GPU; the reason is in a row."""
 
 
 class Notes:
-    """What a process says of its contenders.
+    """Notes that a process writes about its contenders.
 
     Args:
         write: Gets each note.
@@ -48,20 +48,20 @@ class Notes:
         self.at: str | None = None
 
     def begin(self, name: str) -> None:
-        """This contender is what the process is about to work on."""
+        """Notes that the process begins to work on a contender."""
         self.at = name
         self._write({"begin": name})
 
     def row(self, name: str, row: Row) -> None:
-        """This is its row, if it has none yet."""
+        """Notes a contender's row, unless it has one already."""
         self._write({"name": name, "row": row})
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Works on a contender. An error is its row; what goes on is the rest of the process.
+        """Works on a contender. An error becomes its row, and the process goes on.
 
         Raises:
-            Lost: It cannot, as the error was one that costs the process its GPU.
+            Lost: The error has cost the process its GPU.
         """
         self.begin(name)
         try:
@@ -70,7 +70,7 @@ class Notes:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """The error is the row of what the process is at; see ``on``."""
+        """Notes an error as the row of the current contender; see ``on``."""
         if isinstance(error, Lost) or self.at is None:
             raise error
         self.row(self.at, error_row(error))
@@ -79,7 +79,7 @@ class Notes:
 
 
 def error_row(error: Exception) -> Row:
-    """The row of what raised an error."""
+    """The row of a contender that raised an error."""
     lines = str(error).strip().splitlines() or [""]
     return {"error": f"{type(error).__name__}: {lines[0]:.150}"}
 
@@ -87,7 +87,7 @@ def error_row(error: Exception) -> Row:
 def measure_here(
     measure: Callable[[Any, Sequence[str], Notes], object], case: Any, names: Sequence[str]
 ) -> dict[str, Row]:
-    """The same as ``measure_apart`` in this process, which has to survive it."""
+    """Does the same as ``measure_apart`` in this process, which must survive it."""
     rows: dict[str, Row] = {}
 
     def write(note: dict[str, Any]) -> None:
@@ -116,9 +116,9 @@ def measure_apart(
     end: float,
     stall_s: float = STALL_S,
 ) -> dict[str, Row]:
-    """Rows of the contenders; of those that are not reached until ``end`` there are none.
+    """The rows of all contenders that are reached before ``end``, each measured in a process apart.
 
-    ``end`` is by the clock of ``time.monotonic()``. Each row names the process that it is from.
+    ``end`` is a time of ``time.monotonic()``. Each row names its process.
     """
     rows: dict[str, Row] = {}
     while (left := [name for name in names if name not in rows]) and time.monotonic() < end:
@@ -163,7 +163,7 @@ def _by_one_process(
         said = [line.strip() for line in ended.tail.splitlines() if line.strip()]
         last = said[-1] if said and ended.status > 0 else ""
         why = {"error": f"{ended.how}: {last:.150}".strip(": ")}
-    # Whatever has not come as far as its first contender will not come further the next time.
+    # A process that has not reached its first contender would not reach it the next time either.
     of_the_rest = dict.fromkeys(names if at is None else [at], why)
     print(ended.tail[-SAID_BYTES:])
     print(f"{module}, {case}, {at or 'at the start'}: {ended.how}", flush=True)
@@ -171,8 +171,8 @@ def _by_one_process(
 
 
 def main() -> None:
-    """Measures what the arguments say, see above."""
-    faulthandler.enable()  # says where it was when it crashed
+    """Measures the contenders that the arguments name; see the top of this file."""
+    faulthandler.enable()  # prints where a crash happened
     module, case, names, path = sys.argv[1:]
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     notes = Notes(lambda note: os.write(file, (json.dumps(note) + "\n").encode()))
@@ -185,7 +185,7 @@ def main() -> None:
         with suppress(Exception):
             notes.fail(error)
     sys.stdout.flush()
-    os._exit(status)  # what has lost its GPU may hang when it gives that back
+    os._exit(status)  # without cleanup, which may hang if the GPU is lost
 
 
 if __name__ == "__main__":
