@@ -57,8 +57,8 @@ def run(
     """Runs a command in the root of the source tree.
 
     The command is stopped when ``time.monotonic()`` passes ``deadline()``, which is asked again
-    and again. ``take`` gets everything that it writes to stdout and stderr. The processes that it has
-    started end with it; their inherited environment identifies them.
+    and again. ``take`` gets everything that it writes to stdout and stderr. The processes that it
+    has started end with it; their inherited environment identifies them.
     """
     begin = time.monotonic()
     mark = f"FUSEDRNN_RUN_{uuid.uuid4().hex}"

@@ -19,12 +19,12 @@ from fusedrnn.cells import Sizes, layout
 
 MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
 CELLS = list(MODULES)
-# With a cell for the LSTM with a projection, as the operators count them.
+# The cells of the operators, for which a projected LSTM is a cell of its own.
 OPERATOR_CELLS = list(fusedrnn.cells.CELLS)
 
 
 def variants(proj_size: int) -> list[dict[str, Any]]:
-    """Every cell, with what it has of its own: a projection, or sources of noise."""
+    """Every cell, and every variant of it: with a projection, or with each source of noise."""
     return [
         {"cell": "gru"},
         {"cell": "lstm"},
@@ -45,16 +45,16 @@ class Case:
     input_size: int = 5
     hidden_size: int = 7
     latent_size: int = 6
-    proj_size: int = 0  # of the LSTM
+    proj_size: int = 0  # only for an LSTM
     num_layers: int = 1
     bias: bool = True
     bidirectional: bool = False
     lengths: bool = False
     reset: bool = False
-    noise: str = "seed"  # | "eps" | "none"; of the stochastic GRU
+    noise: str = "seed"  # or "eps" or "none"; only for a stochastic GRU
     recompute: bool = True
     chunk_size: int | None = None
-    gain: float = 1.0  # of weights, whose columns are taken for hidden_size
+    gain: float = 1.0  # a factor of the weights
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
@@ -67,12 +67,12 @@ class Case:
         return ",".join(changed)
 
     def same_for_torch(self) -> Case:
-        """Without what makes no difference to a loop."""
+        """The case without options that make no difference to a loop."""
         return replace(self, recompute=True, chunk_size=None)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What the reference takes besides tensors."""
+        """The arguments of the reference other than tensors."""
         sizes = {
             "num_layers": self.num_layers,
             "bias": self.bias,
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the functional form takes besides tensors."""
+        """The arguments of the functional form other than tensors."""
         return self.sizes | {"recompute": self.recompute, "chunk_size": self.chunk_size}
 
     def tensors(self, device: str = "cpu") -> Arguments:
@@ -152,18 +152,18 @@ class Arguments:
         return list(self.named().values())
 
     def with_differentiable(self, tensors: Any) -> Arguments:
-        """The same call with these in the place of ``differentiable()``."""
+        """The same call with other tensors in place of ``differentiable()``."""
         named = dict(zip(self.named(), tensors, strict=True))
         weights = [named.pop(f"weights[{i}]") for i in range(len(self.weights))]
         return replace(self, weights=weights, **named)
 
     def cotangents(self) -> list[Tensor]:
-        """One for each result."""
+        """A cotangent for each result."""
         every = (self.grad_output, self.grad_h_n, self.grad_c_n)
         return [t for t in every if t is not None]
 
     def to(self, dtype: torch.dtype) -> Arguments:
-        """The same values in another dtype, as fresh leaves that require gradients."""
+        """Copies in another dtype, as fresh leaves that require gradients."""
         leaves = [t.detach().to(dtype).requires_grad_() for t in self.differentiable()]
         return replace(
             self.with_differentiable(leaves),
@@ -173,7 +173,7 @@ class Arguments:
         )
 
     def on(self, device: str) -> Arguments:
-        """The same on a device, as fresh leaves."""
+        """Copies on a device, as fresh leaves."""
         moved = {
             name: value.detach().to(device).requires_grad_(value.requires_grad)
             for name, value in vars(self).items()
@@ -225,9 +225,9 @@ class TorchLibrary:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether cuDNN and we may round products of float32 on a GPU, for the rest of a test.
+    """Sets whether cuDNN and this package may round products of float32, for the rest of a test.
 
-    Of all its operations, or torch finds that its switches contradict each other.
+    Sets all of cuDNN's operations, since torch objects to switches that contradict each other.
     """
     precision = "tf32" if allowed else "ieee"
     torch.backends.cudnn.rnn.fp32_precision = torch.backends.cudnn.conv.fp32_precision = precision
@@ -235,13 +235,13 @@ def allow_tf32(allowed: bool) -> None:
 
 @functools.cache
 def truth(case: Case, device: str) -> dict[str, Tensor]:
-    """Outputs and gradients of the plain loop in float64, of arguments in ``case.dtype``."""
+    """Outputs and gradients of the plain loop in float64, for arguments in ``case.dtype``."""
     return case.tensors(device).to(torch.float64).results(reference, **case.sizes)
 
 
 @functools.cache
 def baseline(case: Case, device: str) -> dict[str, Tensor]:
-    """What torch's own kernel makes of a case in its dtype, or the loop where there is none."""
+    """Results of torch's own kernel for a case in its dtype, or of the loop if there is none."""
     has_kernel = case.cell != "stochastic_gru" and not case.lengths and not case.reset
     library = TorchLibrary if has_kernel else reference
     return case.tensors(device).to(case.dtype).results(library, **case.sizes)
@@ -258,7 +258,7 @@ def relative_errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dic
 
 
 MASKED: dict[str, Any] = {"bidirectional": True, "lengths": True, "reset": True}
-# Plain and masked.
+# Sizes for plain and masked cases.
 SHAPES = [
     Case(seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
     Case(seq_len=1, batch=5),
@@ -280,8 +280,7 @@ PROJECTED = [
     Case("lstm", seq_len=9, batch=130, hidden_size=33, proj_size=32),
     Case("lstm", seq_len=3, batch=600, hidden_size=3, proj_size=2),
 ]
-# With all options: enough chunks for all but the first and the last to be alike, and for these to
-# be replayed on a GPU.
+# The size for all options: enough chunks for a GPU to replay those between the first and the last.
 CHUNKED = Case(seq_len=21, chunk_size=4)
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -316,7 +315,7 @@ SHAPE_CASES += [
 CASES = SHAPE_CASES + [replace(CHUNKED, **options) for options in ALL_OPTIONS]
 CASES += [Case(cell=cell, seq_len=300, batch=1, hidden_size=4, latent_size=3) for cell in CELLS]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# float32 and float16 take the ways of float64 and bfloat16, so the options are not tried again.
+# float32 and float16 run the code of float64 and bfloat16, so options are not tried again.
 DTYPE_CASES = [replace(case, dtype=torch.bfloat16) for case in CASES]
 DTYPE_CASES += [
     replace(case, dtype=dtype) for case in SHAPE_CASES for dtype in (torch.float32, torch.float16)
@@ -331,7 +330,7 @@ def operator_arguments(
     mask_seed: Tensor | None = None,
     **call: Any,
 ) -> dict[str, Any]:
-    """What forward and backward take of a call of one layer, by name. ``call``: of LayerCall."""
+    """Arguments of a layer's operators by name. ``call``: fields of LayerCall."""
     cell = "projected_lstm" if case.proj_size else case.cell
     a = arguments
     tensors = LayerTensors(

@@ -1,4 +1,4 @@
-"""What several tests do with results: compare them, and count what they took."""
+"""Comparisons and counts that several tests share."""
 
 import torch
 from cases import Case, relative_errors, truth
@@ -34,7 +34,7 @@ def assert_same(these, those):
 
 
 def assert_no_worse(ours, theirs, exact, or_those=None):
-    """Errors of at most twice those of the other one, or of what is rounded away anyway."""
+    """Asserts errors of at most twice the other's, or of a few roundings."""
     exact = {name: exact[name] for name in ours}
     errors = [relative_errors(others, exact) for others in (theirs, or_those) if others]
     for name, error in relative_errors(ours, exact).items():
@@ -43,5 +43,5 @@ def assert_no_worse(ours, theirs, exact, or_those=None):
 
 
 def with_bits(tensor, *index):
-    """A number of the tensor becomes the NaN whose bits are all set."""
+    """Sets a number of the tensor to the NaN whose bits are all set."""
     tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16)[index] = -1

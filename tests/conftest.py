@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures, options and marks that all tests share."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from emulator import emulated_operators, use
 from fusedrnn import tuning
 
 pytest.register_assert_rewrite("checks", "tf32", "torch_pairs", "flat_weights")
-# Otherwise torch.testing, which some tests load, forbids all later ones to set flags of cuDNN.
+# Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.
 torch.backends.disable_global_flags = lambda: None
 
 
@@ -21,7 +21,7 @@ def _seeded():
 
 @pytest.fixture(autouse=True)
 def _float32_is_not_rounded():
-    """It may be by default: where a test is about TF32, it says so (cases.allow_tf32)."""
+    """Forbids TF32, torch's default; tests about TF32 allow it (cases.allow_tf32)."""
     allow_tf32(False)
     yield
     allow_tf32(True)
@@ -29,7 +29,7 @@ def _float32_is_not_rounded():
 
 @pytest.fixture(autouse=True)
 def _chunks_are_replayed(monkeypatch):
-    """Off by default, and more that can go wrong: tests go that way."""
+    """Turns on the replay of chunks, which is off by default, so that tests cover it."""
     monkeypatch.setattr(tuning.switches, "replay_chunks", True)
 
 
@@ -51,7 +51,7 @@ def threads():
 
 @pytest.fixture
 def emulator(monkeypatch):
-    """Computes by the emulation of the GPU backend; the operators, some of which control it."""
+    """Computes by the emulation of the GPU backend; some of its operators control it."""
     operators = emulated_operators()
     use(monkeypatch, operators)
     operators.control(False, "")
@@ -81,7 +81,7 @@ def is_emulated(item):
     return in_folder or "emulator" in item.fixturenames or device == "emulated"
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marks
 def pytest_collection_modifyitems(items):
     for item in items:
         if is_emulated(item):

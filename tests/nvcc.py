@@ -1,4 +1,4 @@
-"""Where nvcc is, and which tests need it."""
+"""The path of nvcc, and a mark for tests that need it."""
 
 import os
 import shutil

@@ -13,13 +13,13 @@ SHAPES = [
     replace(BASE, seq_len=7, chunk_size=3, **MASKED),
     replace(BASE, seq_len=4, bias=False, chunk_size=1, **MASKED),
     replace(BASE, dtype=torch.float16, chunk_size=4, **MASKED),
-    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # as many units as a block has
+    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # a block has 16 units
     replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
 ]
 CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
 LONG = replace(BASE, seq_len=11, batch=3, chunk_size=3)
 
-# Through TF32, where half as many columns take as many registers.
+# In float32 through TF32, half as many columns take the same registers.
 FLOAT = replace(BASE, dtype=torch.float32)
 FLOAT_SHAPES = [
     replace(FLOAT, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
@@ -30,9 +30,9 @@ FLOAT_SHAPES = [
     replace(FLOAT, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
 ]
 FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in FLOAT_SHAPES]
-FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # the limit
 
-# Widths that fill whole packets: in 16 bits blocks exchange through the gradients themselves.
+# Widths that fill whole packets: in 16 bits, blocks then exchange through the gradient arrays.
 IN_PLACE = [
     {
         **cell,

@@ -1,8 +1,8 @@
-"""Sizes at which persistent kernels are claimed to be fast, for tests of values there.
+"""Sizes at which persistent kernels are claimed to be fast; tests compare values there.
 
-On a GPU they are those of the claims, and ragged ones near these, over fewer steps. The emulation
-has small ones, whose warps hold as many blocks of weights, and whose groups have several tiles if
-theirs have.
+On a GPU they are the claimed sizes, and ragged sizes near these, over fewer steps. The emulation
+has small sizes whose warps hold as many blocks of weights, and whose groups have several tiles if
+the claimed ones do.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SpeedSize:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Of which the emulation has one."""
+        """The dtype, depth and number of tiles; the emulation tests one size of each kind."""
         return self.cell, self.case.dtype is FLOAT, self.depth, self.tiles > 1
 
     def small(self) -> SpeedSize:
-        """The same for the emulation: widths just above those of the depth before, two chunks."""
-        columns = 128 if self.case.dtype is FLOAT else 256  # of depth 1
+        """A smaller case of the same kind for the emulation, with two chunks."""
+        columns = 128 if self.case.dtype is FLOAT else 256  # the columns of depth 1
         width = {1: 40, 2: columns + 8, 4: 2 * columns + 8}[self.depth]
         width -= 3 if self.case.hidden_size % 8 else 0
         case = sized(self.case, 11 if self.tiles > 1 else 5, width)
@@ -57,12 +57,12 @@ class SpeedSize:
 
 
 def blocks_of(case: Case) -> int:
-    """Of a group, each with 16 units."""
+    """The number of blocks of a group; each block has 16 units."""
     return -(-case.hidden_size // BLOCK_UNITS)
 
 
 def sized(case: Case, batch: int, width: int) -> Case:
-    """Other sizes follow from the width; the ragged ones' are not the same for all projections."""
+    """A case whose other sizes follow from the width; ragged ones differ between projections."""
     return replace(
         case,
         batch=batch,
@@ -75,7 +75,7 @@ def sized(case: Case, batch: int, width: int) -> Case:
 
 @contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """For products of float32, as it is by default."""
+    """Allows TF32 for products of float32, as by default."""
     before = torch.backends.cudnn.rnn.fp32_precision
     torch.backends.cudnn.rnn.fp32_precision = "tf32"
     try:
@@ -85,7 +85,7 @@ def tf32_allowed() -> Iterator[None]:
 
 
 def planned(size: SpeedSize, gpu: str) -> tuple[fusedrnn.Plan, int, int]:
-    """A plan, and the depth and the tiles of its kernel."""
+    """A plan, and its kernel's depth and tiles."""
     case = size.case
     options = {"cell": case.cell, "hidden_size": case.hidden_size, "input_size": case.input_size}
     options |= {"chunk_size": case.chunk_size, "backend": "persistent"}
@@ -101,8 +101,8 @@ def planned(size: SpeedSize, gpu: str) -> tuple[fusedrnn.Plan, int, int]:
     return plan, plan.forward.weight_registers // (8 * gates), -(-tiles // groups)
 
 
-# dtype, batch, width, depth, tiles: the targets of docs/gpu-evidence.md and ragged sizes, of which
-# the emulation takes the first of each depth with one tile, and with several.
+# dtype, batch, width, depth, tiles: the targets of docs/gpu-evidence.md, and ragged sizes. The
+# emulation takes the first size of each kind.
 SIZES = [
     (BF16, 16, 256, 1, 1),
     (BF16, 64, 256, 1, 1),
@@ -121,7 +121,7 @@ SIZES = [
     (HALF, 61, 1001, 4, 4),
     (BF16, 32, 1024, 4, 2),
     (BF16, 128, 1024, 4, 8),
-    # as deep in float32, which takes twice the registers
+    # in float32 the same depth takes half the width
     (FLOAT, 16, 128, 1, 1),
     (FLOAT, 261, 125, 1, 2),
     (FLOAT, 13, 250, 2, 1),
@@ -132,7 +132,7 @@ SIZES = [
     (FLOAT, 64, 512, 4, 2),
     (FLOAT, 61, 500, 4, 2),
 ]
-LONG = Case(seq_len=21, chunk_size=5)  # enough chunks for those in the middle to be replayed
+LONG = Case(seq_len=21, chunk_size=5)  # enough chunks for some to be replayed
 SPEED_SIZES = [
     SpeedSize(i, sized(replace(LONG, dtype=dtype, **cell), batch, width), depth, tiles)
     for dtype, batch, width, depth, tiles in SIZES

@@ -11,15 +11,15 @@ from fusedrnn import reference
 
 
 def rounded(tensor):
-    """To TF32, 10 bits of fraction, and back to the dtype."""
+    """Rounds to TF32, 10 bits of fraction, and returns the dtype of the input."""
     bits = tensor.float().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).to(tensor.dtype)
 
 
 class RoundedLinear(torch.autograd.Function):
-    """A product with both sides rounded, as are those of the gradient and the weight.
+    """A product whose operands are rounded in forward and backward.
 
-    those_of_weight: also of the product that makes the weight's gradient.
+    those_of_weight: whether to round in the product for the weight's gradient too.
     """
 
     @staticmethod
@@ -38,9 +38,9 @@ class RoundedLinear(torch.autograd.Function):
 
 
 def rounded_truth(case, device="cpu", of_all=False):
-    """The loop in float64, where both sides of the recurrent products are rounded by hand.
+    """The loop in float64 with the operands of the recurrent products rounded by hand.
 
-    Forward and backward; of_all: those of the input's and of the weights' gradients too.
+    of_all: whether to round in the products for the gradients of input and weights too.
     """
     arguments = case.tensors(device).to(torch.float64)
     directions = 2 if case.bidirectional else 1
@@ -58,7 +58,7 @@ def rounded_truth(case, device="cpu", of_all=False):
 
 
 def assert_nearer(ours, by_hand, case, share=0.5):
-    """To the loop that rounds by hand than a share of what that is from the exact one."""
+    """Asserts that results are nearer to the rounding loop than a share of its own error."""
     exact = truth(case.same_for_torch(), "cpu")
     by_hand, exact = ({name: every[name] for name in ours} for every in (by_hand, exact))
     allowed = relative_errors(by_hand, exact)
@@ -68,7 +68,7 @@ def assert_nearer(ours, by_hand, case, share=0.5):
 
 
 def assert_forward_is_rounded(ours, case):
-    """Most numbers to float32; a sum's last bit may tip an operand's rounding, and so a row."""
+    """Asserts that most numbers equal the rounding loop's; a sum's last bit may change a row."""
     by_hand = rounded_truth(case)
     assert_nearer(ours, by_hand, case)
     for name, tensor in ours.items():
@@ -76,7 +76,7 @@ def assert_forward_is_rounded(ours, case):
 
 
 def assert_backward_is_rounded(ours, case):
-    """Some operand's rounding may be tipped by a sum's last bit, and all that is behind it."""
+    """Asserts the same for gradients; a sum's last bit may change an operand and what follows."""
     by_hand = rounded_truth(case)
     assert_nearer(ours, by_hand, case, share=0.75)
     assert_no_worse(ours, by_hand, truth(case.same_for_torch(), "cpu"))

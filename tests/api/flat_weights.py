@@ -1,10 +1,10 @@
-"""A module whose weights share one buffer, and whether they still do."""
+"""Checks of modules whose weights share one buffer."""
 
 import warnings
 
 import pytest
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to share memory
+import torch.multiprocessing  # registers how tensors are shared between processes
 from torch import nn
 
 from fusedrnn import reference
@@ -14,7 +14,7 @@ INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
 
 
 def assert_flat(rnn):
-    """The buffer holds every weight where the layout says, and is the weights' own memory."""
+    """Asserts that every weight is in the buffer, where the layout has it."""
     flat = rnn.flat_weight
     assert flat.dim() == 1 and not flat.requires_grad
     layout = rnn._layout()
@@ -34,7 +34,7 @@ def assert_not_flat(rnn, match):
 
 
 def assert_right(rnn, input=INPUT):
-    """Without a warning, output and gradients are what the reference makes of the weights."""
+    """Asserts that output and gradients are the reference's, without a warning."""
     weights = rnn._weights()
     eps = torch.randn(rnn.num_layers, *input.shape[:2], rnn.latent_size).to(input)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a user of torch.nn expects of the operator beyond its values.
+"""Behaviour that users of torch.nn expect, apart from values.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -60,7 +60,7 @@ def test_backward_through_one_result_alone(case, through):
     for library, options in ((fusedrnn, case.options), (reference, case.sizes)):
         result = arguments.call(library, **options)[through]
         cotangent = arguments.cotangents()[through]
-        # h_n of a layer has nothing to do with the weights of the next.
+        # h_n of a layer does not depend on the weights of the next one.
         grads.append(gradients([result], [cotangent], wanted, materialize_grads=True))
     for ours, loop in zip(*grads, strict=True):
         torch.testing.assert_close(ours, loop, rtol=1e-10, atol=1e-12)
@@ -88,7 +88,7 @@ def test_no_memory_for_gradients_that_nobody_needs(cell):
     arguments.weights[0].requires_grad_()
     output = call(case, arguments)[0]
     events = allocations(lambda: output.backward(arguments.grad_output))
-    assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be as large
+    assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be larger
 
 
 def test_second_derivatives_are_refused(case):
@@ -103,7 +103,7 @@ def test_second_derivatives_are_refused(case):
 
 
 def saved_storages(case, arguments, **options):
-    """The output, and what is saved for backward besides the arguments and the output."""
+    """Storages that are saved for backward, without those of the arguments and the output."""
     saved = {}
 
     def pack(tensor):
@@ -120,7 +120,7 @@ def saved_storages(case, arguments, **options):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_saves_its_arguments_and_the_output_and_little_else(cell, bidirectional):
-    """An LSTM also one c for each chunk; recompute=False the pre-activations."""
+    """An LSTM also saves one c for each chunk, and recompute=False the pre-activations."""
     case = replace(CASE, cell=cell, bidirectional=bidirectional)
     arguments = case.tensors().to(torch.float32)
     directions, state = 2 if bidirectional else 1, case.batch * case.hidden_size * 4
@@ -171,7 +171,7 @@ def test_number_of_allocations_does_not_depend_on_the_length(case, recompute, dt
 def drawn_eps(
     seed, seq_len, batch, latent_size, num_layers=1, bidirectional=False, chunk_size=None
 ):
-    """The noise that the kernels use, read back through layers built to show it: h' = tanh(z)."""
+    """The noise that the kernels use, read from layers that are built to show it: h' = tanh(z)."""
     size, directions = latent_size, 2 if bidirectional else 1
     parameters = layout("stochastic_gru", Sizes(*[size] * 4), num_layers, directions, True)
     weights = []
@@ -183,7 +183,7 @@ def drawn_eps(
             weights[-1][:size], weights[-1][size : 2 * size] = 50.0, -50.0  # r = 1, u = 0
     input = torch.zeros(seq_len, batch, size, dtype=torch.float64, device=seed.device)
     eps = []
-    for layers in range(1, num_layers + 1):  # a stack shows its last layer only
+    for layers in range(1, num_layers + 1):  # only the last layer of a stack shows its noise
         output, _ = fusedrnn.stochastic_gru(
             input,
             weights[: 6 * layers * directions],
@@ -232,7 +232,7 @@ def test_eps_is_standard_normal_and_independent():
         "calls": (first, other),
     }
     for name, (a, b) in pairs.items():
-        for f in (lambda x: x, lambda x: x**2 - 1):  # correlation, and that of the squares
+        for f in (lambda x: x, lambda x: x**2 - 1):  # correlations of numbers and of squares
             correlation = (f(a) * f(b)).mean() / f(first).square().mean()
             assert abs(correlation) < 5 * a.numel() ** -0.5, name
 
@@ -252,7 +252,7 @@ def test_sources_of_the_seed():
     assert torch.equal(third, rnn(input)[0])
     torch.manual_seed(1)
     rnn(input, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(first, rnn(input)[0])  # a generator of one's own leaves torch's alone
+    assert torch.equal(first, rnn(input)[0])  # an own generator leaves torch's alone
     assert torch.equal(first, rnn(input, generator=torch.Generator().manual_seed(1))[0])
 
 
@@ -276,7 +276,7 @@ def test_strides_do_not_matter(device, case, dtype):
     expected = dense.results(fusedrnn, **case.options)
 
     def strided(tensor):
-        """The same values with gaps, and with the last two dimensions swapped in memory."""
+        """Copies with gaps, and with the last two dimensions swapped in memory."""
         dims = tensor.dim()
         if tensor.is_floating_point():
             gaps = torch.full([2 * n for n in tensor.shape], torch.nan).to(tensor)
@@ -320,7 +320,7 @@ def test_the_floating_point_mode_is_left_as_it_was(flush):
     arguments = Case(seq_len=4, batch=64, hidden_size=300, latent_size=300).tensors()
     arguments = arguments.to(torch.float32)
     denormal = torch.full((200_000,), 1e-40)  # large enough for all threads
-    torch.set_flush_denormal(flush)  # this thread's
+    torch.set_flush_denormal(flush)  # sets this thread's mode
     try:
         arguments.results(fusedrnn)
         assert (denormal[:8] * 1.0 == 0).all() == flush
@@ -344,7 +344,7 @@ for threads in (1, 2, 1, 2):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_small_stack(dtype):
-    # Of a thread of Python's, and of torch's pool; as many units as make all kinds of products.
+    # A thread of Python, and threads of torch's pool; sizes that use all kinds of products.
     code = f"""
         import threading, torch, fusedrnn
         def train():
@@ -387,7 +387,7 @@ def test_opcheck(case):
 
 
 def test_checkpoint_computes_the_same_again(cell):
-    """Also the noise."""
+    """The second run draws the same noise."""
     rnn = MODULES[cell](5, 7, num_layers=2, bidirectional=True)
     input = torch.randn(4, 3, 5, requires_grad=True)
     options = {"lengths": torch.tensor([4, 2, 3]), "reset": torch.rand(4, 3) < 0.3}

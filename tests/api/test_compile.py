@@ -1,4 +1,4 @@
-"""Modules under torch.compile, whose tracing of Python differs from torch to torch."""
+"""Modules under torch.compile, whose tracing differs between versions of torch."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_compile_fullgraph(cell, recompute):
 
 
 def test_a_compiled_module_follows_the_switch_of_tf32():
-    """Not on the CPU, where it means nothing."""
+    """On the CPU, where it has no effect, the switch is no guard of the graph."""
     for device, graphs in (("meta", 2), ("cpu", 1)):
         counter = CompileCounterWithBackend("aot_eager")
         rnn = torch.compile(fusedrnn.GRU(3, 5, device=device), fullgraph=True, backend=counter)

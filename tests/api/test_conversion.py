@@ -28,7 +28,7 @@ INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
 
 
 def the_reason(report):
-    """Why the only module was kept."""
+    """The reason why the only module was kept."""
     assert report.replaced == []
     (kept,) = report.kept
     return kept.reason
@@ -116,7 +116,7 @@ def test_the_result_can_be_copied_and_moved():
         torch.testing.assert_close(moved(INPUT.double())[0].float(), expected[0])
 
 
-# The very Parameters
+# Parameters are the same objects
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_models_are_changed_in_place(wrap):
     torch.testing.assert_close(model(INPUT), expected)
     assert not any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
 
-    assert convert(model) == (model, fusedrnn.ConversionReport())  # nothing is left to do
+    assert convert(model) == (model, fusedrnn.ConversionReport())  # nothing is left
     assert len(to_torch(model)[1].replaced) == 3
     torch.testing.assert_close(model(INPUT), expected)
 
@@ -302,7 +302,7 @@ def test_hooks_are_carried_over_with_their_handles():
     assert calls == []
 
 
-# What is kept
+# Modules that are kept
 
 
 class OwnLSTM(nn.LSTM):
@@ -450,7 +450,7 @@ def test_only_modules_are_taken():
 
 
 class FastaiWeightDropout(nn.Module):
-    """As fastai.text.models.awdlstm has it: the weight is the wrapper's, under another name."""
+    """fastai's wrapper (fastai.text.models.awdlstm), which holds the weight under another name."""
 
     def __init__(self, module, weight_p):
         super().__init__()
@@ -462,7 +462,7 @@ class FastaiWeightDropout(nn.Module):
 
 
 class NlpWeightDropLSTM(nn.LSTM):
-    """As torchnlp.nn has it: the weight is the module's own, under another name."""
+    """PyTorch-NLP's module (torchnlp.nn), which holds the weight under another name."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -483,7 +483,7 @@ def test_weight_drop_is_kept_and_its_option_is_named():
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
 @pytest.mark.parametrize(("bias", "expected"), [(1, True), (0, False), ("tanh", True)])
 def test_the_bias_of_a_cell_is_taken_for_its_truth(cell, bias, expected):
-    """torch.nn takes it so."""
+    """torch.nn's cells accept any value of bias too."""
     old = cell(3, 4, bias)
     x = torch.randn(2, 3)
     before = old(x)

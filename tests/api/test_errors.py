@@ -17,7 +17,7 @@ def one(tensors, index, value):
 
 
 def bad_calls():
-    """(what is wrong, changed arguments, changed options, error, what its message says)."""
+    """Tuples: what is wrong, changed arguments, changed options, error, a part of its message."""
     good = replace(CASE, noise="eps").tensors()
     x, hx, eps, weights = good.input, good.hx, good.eps, good.weights
 
@@ -101,7 +101,7 @@ def bad_calls():
     yield "weight None", arguments(weights=one(weights, 4, None)), {}, TypeError, "weights[4]"
     for wrong in (-0.1, 1.5, "a"):
         yield f"dropout {wrong}", good, {"dropout": wrong}, ValueError, "probability in [0, 1]"
-    # Lengths and resets, of 3 rows of 4 steps.
+    # Lengths and resets for 3 rows of 4 steps.
     for wrong, error, message in (
         ([1, 2], RuntimeError, "lengths must have shape (3,), got (2,)"),
         (torch.ones(3, 1).long(), RuntimeError, "lengths must have shape (3,), got (3, 1)"),
@@ -177,7 +177,7 @@ def test_flags_are_bools(cell, value):
             replace(arguments, sample=value).call(fusedrnn)
 
 
-# What no equation is for, and torch makes all the same.
+# Tensors that no equation is defined for, but that torch can make.
 STRANGE = {
     "sparse": lambda t: t.to_sparse(),
     "sparse_csr": lambda t: t.flatten(1).to_sparse_csr(),
@@ -233,7 +233,7 @@ def test_input_on_another_device_is_told_what_to_do():
 
 
 def test_what_is_drawn_is_drawn_after_all_checks():
-    """Also of what only an operator knows: of its last layer, and of the backend."""
+    """This includes checks that depend on the plan: of the last layer, and of the backend."""
     x = torch.randn(4, 3, 5)
     draws = {"num_layers": 2, "dropout": 0.5, "zoneout": 0.5, "weight_dropout": 0.5}
     first = fusedrnn.StochasticGRU(5, 7)
@@ -245,7 +245,7 @@ def test_what_is_drawn_is_drawn_after_all_checks():
             with pytest.raises(RuntimeError, match=r"workspace_bytes must be|is not possible here"):
                 rnn(x)
             assert torch.equal(state, torch.get_rng_state())
-    # Enough for the first layer, whose input is narrow, and not for the second.
+    # Enough for the first layer, whose input is narrow, but not for the second.
     rnn = fusedrnn.GRU(1, 64, num_layers=2, bidirectional=True, dropout=0.5)
     with pytest.raises(RuntimeError, match="workspace_bytes must be") as caught:
         rnn.workspace_bytes = 1
@@ -255,7 +255,7 @@ def test_what_is_drawn_is_drawn_after_all_checks():
     with pytest.raises(RuntimeError, match="workspace_bytes must be"):
         rnn(x[..., :1])
     assert torch.equal(state, torch.get_rng_state())
-    first(x)  # and it still can be drawn
+    first(x)  # which can still draw
     assert not torch.equal(state, torch.get_rng_state())
 
 

@@ -1,4 +1,4 @@
-"""The modules as users meet them: what torch.nn.GRU does, and what its latent adds.
+"""StochasticGRU and its cell as users see them: everything of torch.nn.GRU, and the latent.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -120,7 +120,7 @@ def test_options_that_torch_does_not_have_are_keywords():
 
 @pytest.mark.parametrize("name", ["GRU", "LSTM", "StochasticGRU", "gru", "lstm", "stochastic_gru"])
 def test_help_has_every_option(name):
-    """With type, default and meaning, although the code has one definition for all functions."""
+    """help() shows each option's type, default and meaning, from one definition for all."""
     function = getattr(fusedrnn, name)
     parameters = inspect.signature(function).parameters
     for option in options.NAMES:
@@ -167,7 +167,7 @@ def test_names_and_shapes_of_the_parameters(bias):
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
 def test_initialised_with_the_draws_of_torch(dtype):
-    """One uniform_ per parameter in order of registration, as torch.nn.GRU does it."""
+    """It calls uniform_ once per parameter, in order of registration, as torch.nn.GRU does."""
     torch.manual_seed(7)
     rnn = StochasticGRU(5, 16, 3, num_layers=2, dtype=dtype)
     torch.manual_seed(7)

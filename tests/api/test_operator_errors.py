@@ -1,4 +1,4 @@
-"""The operators check what they are called with, whoever calls them."""
+"""The operators check their arguments themselves, since they can be called directly."""
 
 from dataclasses import replace
 
@@ -30,13 +30,13 @@ CASE = Case(seq_len=4, batch=3, input_size=5, hidden_size=7, latent_size=6)
 
 
 def packed(batch_sizes):
-    """Of input with 5 features, as the operator takes it."""
+    """A packed input with 5 features, in the operator's form."""
     rows = torch.zeros(int(sum(batch_sizes)), 5)
     return {"input": rows, "batch_sizes": torch.tensor(batch_sizes), "lengths": None, "reset": None}
 
 
 def raw_forward(case, **changes):
-    """The operator itself, past the checks of the functional form."""
+    """Calls the operator itself, without the checks of the functional form."""
     arguments = operator_arguments(case, case.tensors(), chunk_size=2) | changes
     return torch.ops.fusedrnn.forward(**arguments), arguments
 
@@ -153,7 +153,7 @@ def test_the_operator_itself_reads_nothing_that_is_not_there(cell):
 
 
 def calls_of(tensors, path=()):
-    """Each tensor among arguments, with where it is."""
+    """Each tensor among the arguments, with its place."""
     for at, value in tensors.items() if isinstance(tensors, dict) else enumerate(tensors):
         if isinstance(value, torch.Tensor):
             yield (*path, at), value

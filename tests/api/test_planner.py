@@ -1,4 +1,4 @@
-"""What will run where, from sizes and the facts of GPUs that are not here.
+"""Plans from sizes and the properties of GPUs that are not in this machine.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -78,9 +78,9 @@ def test_the_others_are_stepwise_and_say_why(case, reason):
 
 @pytest.fixture(params=["cudnn.rnn", "cudnn", "backends"])
 def tf32(request):
-    """Allowed by one of the switches that torch has for recurrent layers."""
+    """Sets whether TF32 is allowed, by one of torch's switches for recurrent layers."""
     backends = torch.backends
-    backends.cudnn.rnn.fp32_precision = "none"  # as the more general ones
+    backends.cudnn.rnn.fp32_precision = "none"  # "none" follows the more general switches
     of = {"cudnn.rnn": backends.cudnn.rnn, "cudnn": backends.cudnn, "backends": backends}
     of[request.param].fp32_precision = "tf32"
     yield
@@ -90,7 +90,7 @@ def tf32(request):
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
-    """With half as many columns in as many registers."""
+    """In float32, half as many columns take the same registers."""
     made, half = (plan(cell, 64, 256, gpu, dtype=dtype) for dtype in (torch.float32, BF16))
     assert (
         made.forward.backend == made.backward.backend == "persistent" and made.reason == half.reason
@@ -112,7 +112,7 @@ def test_float32_is_persistent_where_torch_allows_tf32(cell, gpu, tf32):
     ids=["default", "older switch"],
 )
 def test_torch_allows_tf32_by_default(switch, backend):
-    """In a process of its own, since torch's older and newer switches do not go together."""
+    """A process of its own checks that: torch's older and newer switches exclude each other."""
     program = f"""
 import fusedrnn, torch
 {switch}
@@ -131,7 +131,7 @@ def test_products_of_matrices_have_a_switch_of_their_own():
 
 
 def test_the_model():
-    """As in docs/gpu.md: an exchange, and 256 columns of 8 rows each."""
+    """By docs/gpu.md a step takes an exchange, and time for each 256 columns of 8 rows."""
     assert plan("gru", 64, 512).forward.modelled_step_us == pytest.approx(0.6 + 0.1 * 2 * 2)
     assert plan("stochastic_gru", 16, 256).forward.modelled_step_us == pytest.approx(2 * 0.7)
     assert plan("lstm", 64, 2048).forward.modelled_step_us == 4
@@ -140,7 +140,7 @@ def test_the_model():
 
 @pytest.mark.parametrize(
     ("cell", "rate", "dtype", "rows", "recomputed"),
-    [  # the rates of an H100, and rows of weights in units of the width
+    [  # an H100's rates, and rows of weights in units of the width
         ("gru", 989.4, BF16, 6, 6),
         ("lstm", 989.4, torch.float16, 8, 8),
         ("stochastic_gru", 66.9, torch.float32, 8, 8),
@@ -148,7 +148,7 @@ def test_the_model():
     ],
 )
 def test_the_model_of_both_passes(cell, rate, dtype, rows, recomputed):
-    """Steps; GEMMs over all rows of a chunk; and what each chunk costs besides."""
+    """A pass takes its steps, GEMMs over all rows of a chunk, and a fixed cost of each chunk."""
     seq_len, batch, size, chunks = 1024, 64, 512, 32
     made = plan(cell, batch, size, dtype=dtype, chunk_size=seq_len // chunks)
     stages = 2 if cell == "stochastic_gru" else 1
@@ -160,17 +160,17 @@ def test_the_model_of_both_passes(cell, rate, dtype, rows, recomputed):
         backward_us = 0.6 + 0.1 * gates * depth * tiles + (0.45 * tiles if is_lstm else 0)
     else:
         forward_us = backward_us = 4 * stages
-    side = 4 if is_lstm else 3  # what the input is multiplied with, in units of the width
+    side = 4 if is_lstm else 3  # rows of the input's weight, in units of the width
 
     def chunks_us(products, gemms, launches=0, kernels=0):
-        """products: of (rows of a chunk, H) and (H, H)."""
+        """Microseconds of all chunks. products: of (rows of a chunk, H) and (H, H)."""
         arithmetic = 2 * products * seq_len * batch * size**2 / (1e6 * rate)
         return arithmetic + chunks * (4 * gemms + 3 * launches + 10 * kernels)
 
     forward = seq_len * forward_us + chunks_us(side, 1, 0, is_persistent)
     assert made.forward.modelled_us == pytest.approx(forward)
-    # The gradients of all weights and of the input. What a GRU's input makes is in two parts, whose
-    # gradient is rounded afterwards in 16 bits. Gradients of biases take two kernels.
+    # GEMMs for the gradients of all weights and of the input. A GRU's input gates are in two parts,
+    # and their sum is rounded afterwards in 16 bits. Gradients of biases take two kernels.
     parts = 1 if is_lstm else 2
     launches = 2 + (stages - 1) + is_persistent + (parts == 2 and is_persistent)
     leaves = chunks_us(rows + side, 2 * parts + stages, launches, is_persistent)
@@ -181,12 +181,12 @@ def test_the_model_of_both_passes(cell, rate, dtype, rows, recomputed):
 
 
 def test_the_model_of_the_host():
-    """A chunk of one short step takes as long as the CPU does to enqueue it, 2 us for each."""
+    """A chunk of one short step takes the CPU's time to enqueue its work, 2 us an item."""
     made = plan("gru", 1, 64, chunk_size=1)
     gemms, launches = 8, 4
     assert made.forward.modelled_us == pytest.approx(
         1024 * (4 + 10 + 0.7), rel=1e-4
-    )  # the GPU is slower
+    )  # here the GPU is slower
     device_us = 4 * gemms + 3 * launches + 10
     assert made.backward.modelled_us == pytest.approx(1024 * device_us, rel=0.1)
     stepwise = plan("gru", 1, 64, chunk_size=1024, backend="stepwise")
@@ -194,7 +194,7 @@ def test_the_model_of_the_host():
 
 
 def test_the_model_of_other_gpus():
-    """Those of a known one's name or compute capability have its rates, by multiprocessor."""
+    """GPUs with a known name or compute capability have known rates per multiprocessor."""
     sizes = dict(input_size=512, hidden_size=512, latent_size=0, output_size=512, bias=True)
     call = dict(cell="gru", noise=False, seq_len=1024, batch=64, dtype="float32", chunk_size=32)
     rest = dict(workspace_bytes=0, backend="stepwise", tuning=_helpers.TUNING["tf32"])
@@ -208,7 +208,7 @@ def test_the_model_of_other_gpus():
     assert us("NVIDIA GeForce RTX 4090", *known["RTX 4090"][1:]) == us(*known["RTX 4090"])
     assert us("NVIDIA L4", 89, 58, 99 << 10, 0, 0) > us(*known["L40S"])
     assert us("another", 89, 142, 99 << 10, 0, 0) == us(*known["L40S"])
-    assert us("another", 75, 72, 64 << 10, 0, 0) == 0  # not known
+    assert us("another", 75, 72, 64 << 10, 0, 0) == 0  # unknown
     assert plan("gru", 64, 512, "cpu").backward.modelled_us == 0
 
 
@@ -229,7 +229,7 @@ def test_chunks_of_the_cpu_have_256_rows():
 
 @pytest.mark.parametrize(
     ("cell", "dtype", "steps"),
-    [  # what both passes cost besides a chunk's steps / 3% of a step; rows in multiples of 128
+    [  # the fixed cost of a chunk in both passes / 3% of a step; rows in multiples of 128
         ("gru", torch.float64, 176),  # (4 + 8 * 4 + 2 * 3) / (0.03 * 8), and up to 8 steps
         ("lstm", torch.float64, 112),  # (4 + 3 + 5 * 4 + 3 * 3) / (0.03 * (4 + 7))
         ("stochastic_gru", torch.float64, 112),  # (4 + 10 * 4 + 3 * 3) / (0.03 * 16)
@@ -243,7 +243,7 @@ def test_a_chunk_costs_little_besides_its_steps(cell, dtype, steps):
 
 
 def limit_of(made):
-    """Of memory in training."""
+    """The limit of memory in training."""
     half = made.memory.nn_lstm_training_bytes / 2
     return max(half / 2, min(half, 256 << 20))
 
@@ -269,11 +269,11 @@ def test_chunks_on_a_gpu_are_as_long_as_memory_allows(cell, dtype):
         if seq_len <= least:
             assert steps == seq_len
             continue
-        # With more steps there are fewer states to save.
+        # More steps mean fewer states to save.
         is_least = made.backward.workspace_bytes <= made.memory.saved_bytes
         assert made.memory.training_bytes <= limit_of(made) or is_least
         if "memory" in why:
-            longer = -(-seq_len // max(1, -(-seq_len // steps) - 1))  # with one chunk less
+            longer = -(-seq_len // max(1, -(-seq_len // steps) - 1))  # one chunk less
             rounded = math.lcm(batch, 128) // batch + longer
             more = plan(cell, batch, size, **options, chunk_size=max(longer, rounded))
             assert more.memory.training_bytes > limit_of(made)
@@ -300,7 +300,7 @@ def test_why_chunks_are_as_long_as_they_are(gpu):
 
 def test_plans_depend_on_the_gpu():
     assert plan("gru", 128, 1024, "H100").forward.backend == "persistent"
-    assert plan("gru", 128, 1024, "A100").forward.backend == "stepwise"  # fewer multiprocessors
+    assert plan("gru", 128, 1024, "A100").forward.backend == "stepwise"  # too few of them
 
 
 @pytest.mark.parametrize("gpu", ["H100", "cpu"])
@@ -315,7 +315,7 @@ def test_workspace_does_not_grow_with_the_sequence(cell, gpu):
 
 
 def test_the_workspace_is_what_is_allocated():
-    """By torch, in calls on the CPU."""
+    """Counts torch's allocations in calls on the CPU."""
     rnn = fusedrnn.LSTM(5, 7, 2, bidirectional=True, proj_size=6, chunk_size=4)
     made = fusedrnn.plan(rnn, (30, 3, 5), device="cpu")
     output, _ = rnn(torch.randn(30, 3, 5))
@@ -363,24 +363,24 @@ def test_a_plan_is_printed_with_its_reason():
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "stepwise"])
 def test_bytes_of_a_row(cell, dtype, backend):
-    """Pre-activations, their gradients if apart, z or c, and a little for sums of biases'."""
+    """A row takes pre-activations, gradients if they are apart, z or c, and parts of bias sums."""
     pytest.importorskip("rich")
     from bench.model import row_bytes
 
-    # Of loc and logvar one factor is left, but there are two gradients.
+    # loc and logvar leave one factor, but have two gradients.
     numbers, gradients = {"stochastic_gru": (5, 6), "gru": (4, 4), "lstm": (4, 4)}[cell]
     if dtype == torch.float32:
-        counted = 4 * gradients  # in the numbers' memory, with room for all of them
+        counted = 4 * gradients  # gradients overwrite the numbers, and all of them fit
     else:
         counted = 4 * numbers + 2 * gradients * (backend == "auto")
-    counted += {"stochastic_gru": dtype.itemsize, "gru": 0, "lstm": 4}[cell]  # c is a float
+    counted += {"stochastic_gru": dtype.itemsize, "gru": 0, "lstm": 4}[cell]  # c is in float32
     assert counted <= row_bytes(cell, dtype, backend) <= counted + 0.5
 
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_what_training_holds(cell, dtype):
-    """Counted once more, for H = I = Z."""
+    """Counts the bytes of training independently, for H = I = Z."""
     seq_len, batch, size = 1024, 64, 256
     made = plan(cell, batch, size, dtype=dtype, seq_len=seq_len)
     weights = {"gru": 6, "lstm": 8, "stochastic_gru": 8}[cell] * size * (size + 1)

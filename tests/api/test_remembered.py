@@ -1,6 +1,6 @@
-"""Checks are remembered by all that they looked at: after a right call a wrong one is still seen.
+"""Remembered checks: a wrong call is still noticed after right calls that are like it.
 
-Each wrong call is made twice, with nothing remembered and after right ones, and must end in the
+Each wrong call is made twice, with nothing remembered and after right calls, and must raise the
 same error.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
@@ -32,7 +32,7 @@ def _forgetful():
 
 
 class Call:
-    """What a functional form, or a cell, is called with."""
+    """The arguments of a functional form or a cell."""
 
     def __init__(self, cell: str, **options: Any) -> None:
         self.cell = cell
@@ -70,7 +70,7 @@ def error_of(run) -> tuple[type, str] | None:
 
 
 def assert_seen(right: Call, wrong: Call) -> None:
-    """The error of a wrong call is the same after right ones."""
+    """Asserts that a wrong call's error is the same after right calls."""
     call._remembered.clear()
     expected = error_of(wrong.run)
     assert expected is not None, "the call is not wrong"
@@ -81,7 +81,7 @@ def assert_seen(right: Call, wrong: Call) -> None:
     assert error_of(wrong.run) == expected
 
 
-# Of another type but equal where there is such a value, then of another value.
+# Values of another type that are equal, where there are any, and then other values.
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "num_layers": [2.0, 1, 3, True, "2"],
     "bias": [1, False, 1.0],
@@ -192,7 +192,7 @@ def test_wrong_containers_after_right_ones(cell):
         wrong = copy.copy(right)
         wrong.weights = weights
         assert_seen(right, wrong)
-    # A tensor whose rows would pass for the weights.
+    # A tensor whose rows could be taken for the weights.
     one = Call("gru", num_layers=1, bias=False)
     one.weights, one.hx = [torch.randn(3 * H, H) for _ in range(2)], torch.randn(1, B, H)
     one.input = torch.randn(T, B, H)
@@ -256,7 +256,7 @@ def test_nothing_is_drawn_for_a_wrong_call():
 
 
 def test_workspace_bytes_are_looked_at_in_every_call():
-    """Strides of weights, which decide too, are no part of what is remembered."""
+    """The plan depends on strides of weights, which are not part of what is remembered."""
     right = Call("gru", workspace_bytes=2**20)
     right.run()
     few = copy.copy(right)
@@ -277,7 +277,7 @@ def test_packed_sequences_are_looked_at_in_every_call():
         wrong.input = PackedSequence(right.input.data, torch.tensor(batch_sizes))
         if error_of(wrong.run) is not None:
             assert_seen(right, wrong)
-    # As many rows, of another batch: its states are others.
+    # The same number of rows, but another batch, so states have another shape.
     right.hx = torch.randn(L, 3, H)
     wrong = copy.copy(right)
     wrong.input = packed(4, 3, 3, 1)

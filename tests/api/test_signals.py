@@ -11,13 +11,13 @@ import fusedrnn
 
 
 def test_an_interruption_that_is_swallowed_is_raised_in_the_end():
-    """And not in some later call."""
+    """The exception is raised by that call, not by a later one."""
     seen = []
 
     def handler(number, frame):
         raise KeyError("of the handler")
 
-    x = torch.randn(20_000, 32, 64)  # far more than half a second
+    x = torch.randn(20_000, 32, 64)  # takes far more than half a second
     rnn = fusedrnn.GRU(64, 256)
     flat = list(rnn.parameters())
     before = signal.signal(signal.SIGALRM, handler)
@@ -94,7 +94,7 @@ print("nothing lost")
 
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_signals_end_a_long_call(what):
-    """With time to spare: this is no measurement."""
+    """The limit is generous, since this is not a measurement."""
     run = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, what], capture_output=True, text=True, timeout=500
     )

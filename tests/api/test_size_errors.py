@@ -1,4 +1,4 @@
-"""Sizes without end, and calls and plans near the end of int64."""
+"""Errors of huge sizes, and of calls and plans near the end of int64."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_sizes_without_end(make):
         options = {"num_layers": 10**9} if error is ValueError and sizes[0] == 5 else {}
         with pytest.raises(error, match=f"^fusedrnn: {re.escape(message)}"):
             make(*sizes, device="meta", **options)
-    # No layer is too large, but all of them are.
+    # Each layer is possible, but not all of them together.
     with pytest.raises(RuntimeError, match=r"^fusedrnn: no [0-9,]{26} weights of .*: too many"):
         make(5, 8 * 10**8, num_layers=5, bidirectional=True, device="meta")
 

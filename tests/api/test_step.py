@@ -1,4 +1,4 @@
-"""A cell's step without gradients, which has an operator of its own, is the step with gradients."""
+"""A cell's step without gradients, which is an operator of its own, gives the same as with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flat(states: Any) -> list[Tensor]:
 
 
 def both_ways(cell: torch.nn.Module, *args: Any, **kwargs: Any) -> list[list[Tensor]]:
-    """By the operator of a step, and by the one of a sequence."""
+    """Results of the operator for a step, and of the operator for a sequence."""
     results, called = [], []
     step = _ops.step
 
@@ -137,7 +137,7 @@ def test_whatever_needs_a_gradient_gets_it(name, needs):
 @pytest.mark.parametrize("batch", [(2,), ()])
 @pytest.mark.parametrize("name", CELLS)
 def test_a_state_can_be_detached_in_place(name, batch):
-    """As truncated backpropagation does."""
+    """Truncated backpropagation does so."""
     cell = getattr(fusedrnn, name)(3, 4)
     x, states, noise = arguments(name, batch, (3, 4))
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_a_state_can_be_detached_in_place(name, batch):
 
 
 def test_a_compiled_cell_takes_other_batches():
-    """After the second one it is not compiled again."""
+    """After the second batch size, the cell is not compiled again."""
     for name in CELLS:
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         torch._dynamo.reset()
@@ -172,7 +172,7 @@ def test_no_tangent_is_lost():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_opcheck(name):
-    """Among others, that fake tensors have the shapes of real ones."""
+    """opcheck also compares the shapes of fake tensors with real ones."""
     cell = getattr(fusedrnn, name)(3, 4)
     kind = {"GRUCell": "gru", "LSTMCell": "lstm"}.get(name, "stochastic_gru")
     weights = [weight.detach() for weight in cell.parameters()]
@@ -234,7 +234,7 @@ def test_wrong_calls_of_the_operator():
 
 
 def test_a_cell_is_no_sequence():
-    """What a cell is called with is checked as that of a cell, also before it is a step."""
+    """A cell's arguments are checked as a cell's, although it runs as a sequence of one step."""
     call._remembered.clear()
     cell = fusedrnn.GRUCell(3, 4)
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""GRU, LSTM and their cells beside torch.nn's, in every corner that torch's documentation names.
+"""GRU, LSTM and their cells compared with torch.nn's, in every case that torch documents.
 
-Where we differ on purpose: where torch's code runs into an error without looking for it, ours has
-the type that the same mistake has elsewhere (test_errors_that_differ_from_torchs).
+They differ on purpose where torch has no check and its code fails by chance: the error then has the
+type that the same mistake has elsewhere (test_errors_that_differ_from_torchs).
 """
 
 import pytest

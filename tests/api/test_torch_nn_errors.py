@@ -56,7 +56,7 @@ def assert_same_error_of_options(name, wrong):
 
 
 def test_flags_that_are_no_bools_raise_as_in_torch(name):
-    """There from the call on, ours from the constructor on."""
+    """torch raises the error in the call, this package in the constructor."""
     for library in (fusedrnn, nn):
         with pytest.raises(TypeError):
             getattr(library, name)(5, 4, bidirectional=1)(torch.ones(3, 2, 5))
@@ -148,7 +148,7 @@ def test_lstm_cells_take_no_single_tensor():
 
 
 def test_errors_that_differ_from_torchs(name):
-    """torch's are what its code runs into: AttributeError, IndexError, or none."""
+    """torch has no check there, and raises AttributeError, IndexError, or nothing."""
     rnn, h = getattr(fusedrnn, name)(5, 4), torch.zeros(1, 2, 4)
     for x in (None, [1.0]):
         with pytest.raises(TypeError, match="input must be a tensor"):
@@ -158,7 +158,7 @@ def test_errors_that_differ_from_torchs(name):
         with pytest.raises(TypeError, match="hx must be a"):
             rnn(X, hx)
     cell = getattr(fusedrnn, f"{name}Cell")(5, 4)
-    with pytest.raises(ValueError, match="as input is"):  # of the module torch's is one too
+    with pytest.raises(ValueError, match="as input is"):  # as torch's module
         cell(X[0].double())
     with pytest.raises(RuntimeError, match="dtype must be one of"):
         getattr(fusedrnn, f"{name}Cell")(5, 4, dtype=torch.complex64)

@@ -30,9 +30,9 @@ def parameters_of(function):
 
 
 def test_signature(name):
-    """As documented; what torch does not have comes after, by name only."""
+    """Signatures are torch's; options that torch lacks follow, by name only."""
     expected = parameters_of(nn.RNNBase.__init__)
-    if name == "GRU":  # which refuses it
+    if name == "GRU":  # nn.GRU refuses it
         expected = [p for p in expected if p[0] != "proj_size"]
     actual = parameters_of(getattr(fusedrnn, name))
     assert actual[: len(expected)] == expected
@@ -49,9 +49,9 @@ def test_signature_of_forward(name):
 
 @pytest.mark.parametrize("options", EVERY_OPTIONS, ids=str)
 def test_new_modules(name, options):
-    """Names, order, shapes and values of the parameters; all_weights; repr; attributes."""
+    """Compares names, order, shapes and values of parameters, all_weights, repr and attributes."""
     ours, theirs = pair(name, 5, 4, **options)
-    after = torch.rand(1)  # torch's generator has gone as far
+    after = torch.rand(1)  # the state of torch's generator
     torch.manual_seed(1)
     getattr(nn, name)(5, 4, **(F64 | options))
     assert torch.equal(torch.rand(1), after)
@@ -101,7 +101,7 @@ def test_dropout_of_one_layer_warns(name):
     for library in (fusedrnn, nn):
         with pytest.warns(UserWarning, match="dropout") as record:
             getattr(library, name)(5, 4, dropout=0.5)
-        assert library is nn or record[0].filename == __file__  # where the caller is
+        assert library is nn or record[0].filename == __file__  # a warning names the caller's file
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             getattr(library, name)(5, 4, num_layers=2, dropout=0.5)
@@ -218,7 +218,7 @@ def test_public_names_are_those_of_torch():
 
 
 def torchs_wrong_calls():
-    """Constructions and calls that torch's own tests expect to fail."""
+    """Constructor calls and calls that torch's own tests expect to fail."""
     common_modules = pytest.importorskip("torch.testing._internal.common_modules")
     for info in common_modules.module_db:
         if info.module_error_inputs_func is None or info.module_cls.__module__ != nn.GRU.__module__:

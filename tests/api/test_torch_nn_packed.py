@@ -1,4 +1,4 @@
-"""Packed sequences and the helpers for them, as torch.nn takes them."""
+"""Packed sequences and torch's helpers for them, compared with torch.nn."""
 
 import numpy
 import pytest
@@ -40,7 +40,7 @@ def to_pack(name, options, lengths):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("options", EVERY_OPTIONS[:3], ids=str)
 def test_packed_sequences(name, options, batch_first, lengths):
-    """Output, its order, hx and h_n permuted as in torch; the same as the padded batch."""
+    """Output, order, hx and h_n are torch's, and the values are the padded batch's."""
     options = options | {"batch_first": batch_first}
     ours, theirs, x, hx, lengths = to_pack(name, options, lengths)
     is_sorted = lengths == sorted(lengths, reverse=True)

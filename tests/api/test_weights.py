@@ -1,10 +1,10 @@
-"""Named parameters and one flat buffer at once, through whatever torch does to modules."""
+"""Parameters are named and in one flat buffer, whatever torch does to modules."""
 
 import copy
 
 import pytest
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to share memory
+import torch.multiprocessing  # registers how tensors are shared between processes
 from flat_weights import (
     INPUT,
     SIZES,

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to share memory
+import torch.multiprocessing  # registers how tensors are shared between processes
 from flat_weights import SIZES, assert_flat, assert_right, assert_same_values, values
 from torch import nn
 
@@ -101,7 +101,7 @@ def test_load_state_dict_copies_into_the_buffer(rnn):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_load_state_dict_by_assignment(rnn, separate, device):
-    """Also from a checkpoint whose tensors have a memory of their own each."""
+    """The tensors of the checkpoint may each have their own memory."""
     state_dict = values(rnn) if separate else loaded(rnn.state_dict())
     other = fusedrnn.StochasticGRU(**SIZES, device=device)
     other.load_state_dict(state_dict, assign=True)

@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # teaches ForkingPickler to share memory
+import torch.multiprocessing  # registers how tensors are shared between processes
 from flat_weights import (
     INPUT,
     SIZES,
@@ -32,7 +32,7 @@ def rnn():
 
 
 def test_replica_as_in_data_parallel(rnn):
-    """DataParallel's copies hold plain tensors, that are not leaves, as attributes."""
+    """DataParallel's replicas hold plain tensors that are not leaves, as attributes."""
     replica = rnn._replicate_for_data_parallel()
     for name, p in rnn.named_parameters():
         setattr(replica, name, p * 1)
@@ -48,7 +48,7 @@ def test_shared_memory(rnn):
     rnn.share_memory()
     assert all(p.is_shared() for p in rnn.parameters())
     assert_flat(rnn)
-    # As another process would get it.
+    # Pickled as for another process.
     buffer = io.BytesIO()
     ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(rnn)
     other = pickle.loads(buffer.getvalue())

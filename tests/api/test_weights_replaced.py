@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing  # teaches ForkingPickler to share memory
+import torch.multiprocessing  # registers how tensors are shared between processes
 from flat_weights import INPUT, SIZES, assert_flat, assert_not_flat, assert_right
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -138,7 +138,7 @@ def test_parametrized_weight(rnn):
     assert_not_flat(rnn, "weight_hz_l0 is not a plain nn.Parameter")
     rnn.flatten_parameters()
     rnn.double()
-    assert Doubled.calls == 0  # a parametrization may have state: nothing but forward may run it
+    assert Doubled.calls == 0  # a parametrization may have state, so only forward may run it
     copied = copy.deepcopy(rnn)
     assert_right(copied, INPUT.double())
     parametrize.remove_parametrizations(rnn, "weight_hz_l0")
@@ -162,7 +162,7 @@ def test_reparametrized_weight(rnn, change):
     assert_not_flat(rnn, "weight_zh_l0 is not a plain nn.Parameter")
     optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
     for _ in range(2):
-        rnn(INPUT)  # pruned weights are made by a hook of the forward pass
+        rnn(INPUT)  # a hook of forward computes pruned weights
         assert_right(rnn)
         before = rnn.weight_zh_l0.detach().clone()
         rnn(INPUT)[0].sum().backward()

@@ -1,4 +1,4 @@
-"""workspace_bytes: what a call takes never exceeds it, and comes as near as whole steps allow.
+"""workspace_bytes: a call never takes more, and as much as whole steps allow.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -35,7 +35,7 @@ def gpu_of(device, multiprocessors=0):
 
 
 def tuning_of(case):
-    """Overlap and TF32 as they are now."""
+    """The current settings of overlap and TF32."""
     bits = _helpers.TUNING
     overlap, tf32 = tuning.switches.overlap_chunks, tuning.allows_tf32(case.dtype)
     return bits["overlap"] * overlap + bits["tf32"] * tf32
@@ -64,12 +64,12 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
 
 
 def swapped(tensor, *dims):
-    """The same values with two dimensions swapped in memory."""
+    """A copy with two dimensions swapped in memory."""
     return tensor.transpose(*dims).contiguous().transpose(*dims)
 
 
 def with_gaps(tensor):
-    """The same values at every second place."""
+    """A copy with gaps between all numbers."""
     return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
@@ -80,7 +80,7 @@ class Call:
         self.case, self.dropout, a = case, dropout, case.tensors()
         self.arguments = a
         self.batch_sizes = None
-        if packed:  # rows that end one after the other
+        if packed:  # rows end at different steps
             lengths = torch.arange(case.batch).neg().add(case.seq_len).clamp(min=1)
             steps = torch.arange(case.seq_len)
             self.batch_sizes = (lengths > steps.unsqueeze(1)).sum(1)
@@ -89,7 +89,7 @@ class Call:
         if strided:
             a.input, a.grad_output = swapped(a.input, 0, 1), swapped(a.grad_output, 0, 1)
             a.eps = None if a.eps is None else swapped(a.eps, 1, 2)
-            # Matrices are still operands, but for one of one direction.
+            # All matrices are operands except one of one direction.
             a.weights = [swapped(w, 0, -1) if w.dim() == 2 else with_gaps(w) for w in a.weights]
             a.weights[0] = with_gaps(a.weights[0])
 
@@ -98,7 +98,7 @@ class Call:
         return [w.stride() for w in self.arguments.weights]
 
     def run(self, workspace_bytes):
-        """Sizes of the workspaces of forward, and of backward."""
+        """Runs the call; returns the sizes of the workspaces of forward and of backward."""
         a, ops, dtype = self.arguments, _library.operators, self.case.dtype
         overlap = tuning.switches.overlap_chunks
         raw = operator_arguments(
@@ -119,18 +119,18 @@ class Call:
         raw |= {"grad_output": a.grad_output, "grad_h_n": a.grad_h_n, "grad_c_n": a.grad_c_n}
         raw |= {"output": output, "chunk_cell_states": None if a.cx is None else cell_states}
         sizes = allocations(lambda: results.append(ops.backward(**raw, needs=needs)))
-        summed = [results[1][-1].float()] if dtype.itemsize == 2 else []  # weights' gradients
+        summed = [results[1][-1].float()] if dtype.itemsize == 2 else []  # before rounding
         return in_forward, others(sizes, [*results[1], *summed])
 
     def least(self):
-        """Bytes, by the error."""
+        """The least bytes that one step takes, read from the error."""
         with pytest.raises(RuntimeError, match="fusedrnn: workspace_bytes must be at") as caught:
             self.run(1)
         return int(re.search(r"at least (\d+) for .*, got 1$", str(caught.value))[1])
 
 
 def others(sizes, results):
-    """What was allocated besides the results."""
+    """The allocations that are not results."""
     left = Counter(sizes)
     left.subtract(t.nbytes for t in results if t.nbytes)
     assert min(left.values()) >= 0
@@ -138,7 +138,7 @@ def others(sizes, results):
 
 
 def check(call, gpu, part):
-    """Of a limit between that of one step, which an error says, and that of the whole sequence."""
+    """Checks a limit between one step, whose bytes an error says, and the whole sequence."""
     case, least = call.case, call.least()
     assert made(case, gpu, workspace_bytes=least, strides=call.strides)["chunk_steps"] >= 1
     with pytest.raises(RuntimeError, match=f"must be at least {least} for .*, got {least - 1}"):
@@ -152,7 +152,7 @@ def check(call, gpu, part):
         plan = made(case, gpu, workspace_bytes=limit, strides=call.strides)
         assert plan["memory"]["most_workspace_bytes"] <= limit
         chunks = -(-case.seq_len // plan["chunk_steps"])
-        if chunks > 1:  # with one chunk less, chunks would be too long
+        if chunks > 1:  # chunks would be too long if there were one less
             ways = {plan["forward"]["backend"], plan["backward"]["backend"]}
             backend = "stepwise" if ways == {"stepwise"} else "auto"
             steps = -(-case.seq_len // (chunks - 1))
@@ -217,7 +217,7 @@ def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, kind, 
 @pytest.mark.parametrize("case", EVERY, ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_of_persistent_kernels_too(emulator, monkeypatch, overlap, case, dtype):
-    """Which exchange more the more steps there are, and for two streams need twice the room."""
+    """Their exchange grows with the steps, and two streams need twice the room."""
     monkeypatch.setattr(tuning.switches, "overlap_chunks", overlap)
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
     allow_tf32(True)
@@ -234,10 +234,10 @@ def test_of_persistent_kernels_too(emulator, monkeypatch, overlap, case, dtype):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("case", [LSTM, PROJECTED], ids=str)
 def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before):
-    """Whatever has changed since: whether TF32 is allowed, how blocks exchange, strides."""
+    """This holds even if TF32, the way of exchange or strides change between the passes."""
     case = replace(case, seq_len=6, batch=9, input_size=40, hidden_size=40, **MASKED)
     arguments = case.tensors().to(torch.float32)
-    with torch.no_grad():  # no operand, until a hook copies it
+    with torch.no_grad():  # not an operand until a hook copies it
         arguments.weights[0] = arguments.weights[0].repeat(1, 2)[:, ::2].requires_grad_()
     strides = [w.stride() for w in arguments.weights]
 
@@ -262,10 +262,10 @@ def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before)
         expected = made(case, gpu, workspace_bytes=limit, strides=strides)
         tell(not before)
         others += made(case, gpu, workspace_bytes=limit)["chunk_steps"] != expected["chunk_steps"]
-        # One of the two may round to TF32 backward; with states of other steps it would be far off.
+        # One of them may round to TF32 in backward; states of other steps would give large errors.
         for one, other in zip(train(True, limit), train(False, limit), strict=True):
             assert (one - other).norm() < 2**-10 * other.norm()
-    assert others > 0  # by itself backward would have had them
+    assert others > 0  # what backward alone would have planned
 
 
 def test_a_persistent_kernel_is_not_lost_to_more_steps_than_it_can_count():
@@ -295,7 +295,7 @@ def test_single_steps_where_a_persistent_kernel_has_no_room():
 
 
 def test_both_passes_are_what_is_planned_where_there_is_no_room(emulator):
-    """Also backward, which has the number of chunks from forward."""
+    """Backward follows the plan too; it has the number of chunks from forward."""
     case = replace(LSTM, dtype=torch.bfloat16, seq_len=3, batch=64, input_size=256, hidden_size=64)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
     emulator.control(False, "", multiprocessors=MULTIPROCESSORS, schedule=1)
@@ -312,7 +312,7 @@ def test_both_passes_are_what_is_planned_where_there_is_no_room(emulator):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_backward_has_chunks_of_forward_s_length(emulator, dtype):
-    """Sizes for which there are no chunks of one length that are just one more."""
+    """For these sizes, no equal chunks are exactly one more."""
     rnn = fusedrnn.LSTM(1, 8, dtype=dtype)
     input = torch.randn(49, 160, 1, dtype=dtype, requires_grad=True)
     found = []
@@ -377,7 +377,7 @@ def test_the_plan_of_a_module_counts_it(cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_compile_fullgraph(cell):
-    """The number of states that an LSTM saves follows from it."""
+    """The number of states that an LSTM saves depends on workspace_bytes."""
     rnn = MODULES[cell](5, 7, num_layers=2, bidirectional=True, workspace_bytes=20_000)
     assert fusedrnn.plan(rnn, (40, 3, 5), device="cpu").chunk_steps < 40
     compiled = torch.compile(rnn, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""A module of torch.nn and ours with the same weights, and what compares them."""
+"""Pairs of a torch.nn module and ours with the same weights, and comparisons of them."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ NAMES = ["GRU", "LSTM"]
 
 
 def pair(name, *sizes, **options):
-    """Ours and torch's, with the same weights, in float64."""
+    """Our module and torch's with the same weights, in float64."""
     options = F64 | options
     torch.manual_seed(1)
     ours = getattr(fusedrnn, name)(*sizes, **options)
@@ -19,7 +19,7 @@ def pair(name, *sizes, **options):
 
 
 def state(name, *shape, dtype=torch.float64):
-    """What the module ``name`` takes as hx."""
+    """A random hx for the module ``name``."""
     h, c = torch.randn(2, *shape, dtype=dtype)
     return (h, c) if name.startswith("LSTM") else h
 
@@ -40,7 +40,7 @@ def loss_of(result):
 
 
 def assert_same_gradients(ours, theirs, *args, **kwargs):
-    """Values, and gradients of weights and of floating arguments."""
+    """Asserts equal values, and equal gradients of weights and floating-point arguments."""
     wanted = [t for t in leaves(args) if t.is_floating_point()]
     grads = []
     for module in (ours, theirs):

@@ -32,7 +32,7 @@ OURS, LSTM, LOOP = "fusedrnn", "nn.LSTM", "plain loop"
 
 def run_bench(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *options]
-    # Threads that wait for each other are slow beside other tests.
+    # Threads that wait for each other are slow while other tests run.
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
@@ -43,14 +43,14 @@ def load(results: Path, name: str) -> dict[str, Any]:
 
 
 class OnCpu:
-    """The benchmarks for a GPU with steps on the CPU, as far as that goes."""
+    """Runs the benchmarks for a GPU with steps on the CPU, as far as possible."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
         later = (cases.CHECKPOINTED, cases.OFFLOADED)
         monkeypatch.setattr(sweep, "ON_CUDA_LATER", later)
         monkeypatch.setattr(sweep, "measure_apart", self.measure_apart)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        # Threads that wait for each other are slow beside other tests.
+        # Threads that wait for each other are slow while other tests run.
         monkeypatch.setattr(sweep, "set_up_torch", lambda tf32: None)
         monkeypatch.setattr(steps, "_captured", lambda call: argparse.Namespace(replay=call))
         for benchmark in (memory, speed):
@@ -64,7 +64,7 @@ class OnCpu:
         self.measured: list[tuple[str, tuple[str, ...]]] = []
 
     def measure_apart(self, module: str, case: Any, names: Any, **_: float) -> dict[str, Any]:
-        """Not apart, for what is replaced here is replaced in this process alone."""
+        """Measures in this process, because replacements by tests exist only here."""
         self.measured.append((module, tuple(names)))
         return worker.measure_here(importlib.import_module(module).measure, case, names)
 

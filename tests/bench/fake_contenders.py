@@ -1,4 +1,4 @@
-"""Contenders that do what a fault on a GPU may make of a process: ``bench.worker`` runs them."""
+"""Contenders that behave like processes after a fault of a GPU; ``bench.worker`` runs them."""
 
 import ctypes
 import os
@@ -21,12 +21,12 @@ def hang() -> None:
 
 
 def hang_in_c() -> None:
-    """With the lock of Python's interpreter held."""
+    """Hangs while holding the lock of Python's interpreter."""
     ctypes.PyDLL(None).sleep(1000)
 
 
 def leave_a_child() -> None:
-    """It holds the pipe of its parent, and is in a session of its own."""
+    """Starts a child in a session of its own that holds the parent's pipe."""
     code = "import time; time.sleep(1000)"
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     print(f"child {child.pid}", flush=True)
@@ -63,7 +63,7 @@ BAD = {
 
 
 def measure(case: Any, names: Sequence[str], notes: Any) -> None:
-    """As the benchmarks do: first all are prepared, then all are measured, then the rows come."""
+    """Works as the benchmarks do: prepares all contenders, measures all, then writes the rows."""
     measured = []
     for name in names:
         with notes.on(name):

@@ -1,4 +1,4 @@
-"""The benchmark runs, its files have their structure, and what does not depend on time holds.
+"""The benchmarks run, write their files, and give the results that do not depend on time.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -279,7 +279,7 @@ def test_train_in_bfloat16(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     text = load(tmp_path, "train_text_bfloat16")
     cells = {name: result["train_bits"] for name, result in text["cells"].items()}
-    unable = list(text["unable"])  # where torch has no LSTM of 16 bits for the processor
+    unable = list(text["unable"])  # if torch lacks an LSTM in 16 bits for this processor
     assert unable in ([], [f"{LSTM}, bfloat16"])
     assert {*cells, *unable} == {LSTM, f"{LSTM}, bfloat16", OURS, f"{OURS}, bfloat16"}
     for name in (OURS,) if unable else (LSTM, OURS):
@@ -407,7 +407,7 @@ def test_packed(tmp_path: Path) -> None:
         assert rows[ours]["peak_bytes"] < rows[padded]["peak_bytes"]
     rows_there = len(packed.packed_input(packed.QUICK, "cpu", torch.float32).data)
     assert f"over {rows_there} packed rows" in run.stdout
-    # Half of them, and half a row more for each sequence.
+    # Half of the rows, and half a row more for each sequence.
     assert rows_there == 17 * 32 // 2
 
 

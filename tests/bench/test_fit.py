@@ -1,4 +1,4 @@
-"""The fit of costs finds the constants that times were made from."""
+"""The fit of costs finds the constants from which times were made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = "H100"
 MODEL = _helpers.MODEL_US
 FORWARD, BACKWARD = fit.Costs(20.0, 9.0, 1.5), fit.Costs(40.0, 100.0, 4.0)
 ENQUEUEING = fit.Costs(30.0, 26.0, 0.0)
-# As if each configuration had this time for a step of forward.
+# Made-up microseconds of a step of forward, by configuration.
 STEP_US = {fit.STEPWISE: 7.0, fit.ONE_TILE: 0.9, fit.SEVERAL_TILES: 1.7}
 STEP_US |= {fit.SAVED: 0.9, fit.HAS_STATE: 0.9}
 
@@ -44,7 +44,7 @@ def rows_of(step_us: dict[fit.Configuration, float]) -> dict[fit.Configuration, 
 
 
 def products_us(configuration: fit.Configuration) -> float:
-    """For each step of forward, of the GEMMs over chunks: they take the longer the more steps."""
+    """Time of GEMMs over chunks per step of forward; it grows with the steps."""
     step_us = fit.plan(configuration, fit.PLACES["T=1024 K=64"], GPU).forward.modelled_step_us
     return fit.modelled(configuration, GPU)[fit.FORWARD].step - step_us
 
@@ -81,7 +81,7 @@ def test_the_model_has_the_constants_that_stand_beside() -> None:
 
 @pytest.mark.parametrize("configuration", fit.CONFIGURATIONS, ids=str)
 def test_a_chunk_has_all_that_the_plan_says(configuration: fit.Configuration) -> None:
-    """GEMMs, the kernel and other launches are all that the CPU enqueues besides single steps."""
+    """The CPU enqueues only GEMMs, the kernel and other launches, apart from single steps."""
     for which in (fit.FORWARD, fit.BACKWARD):
         of_chunk = fit.counts(configuration, which)
         in_steps = 1 if configuration.is_persistent else 2 * fit.CHUNKS[0]
@@ -91,7 +91,7 @@ def test_a_chunk_has_all_that_the_plan_says(configuration: fit.Configuration) ->
 
 
 def test_the_cpu_keeps_a_gpu_s_queue_short() -> None:
-    """That of CUDA has room for 1,024 launches; the CPU waits where it is full."""
+    """CUDA's queue has room for 1,024 launches; the CPU waits if it is full."""
     most_chunks = max(fit.LENGTHS) // min(fit.CHUNKS)
     for configuration in fit.CONFIGURATIONS:
         if fit.ENQUEUEING in configuration.measured:
@@ -165,7 +165,7 @@ def test_what_was_not_measured_is_a_failure_and_no_number() -> None:
 def test_rows_are_of_the_configuration_that_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also where a process has measured some of its rows and broken."""
+    """This holds even if a process breaks after some of its rows."""
     of_all = rows_of(STEP_US)
 
     def measure_apart(module: str, job: int, names: list[str], **_: float) -> dict[str, Row]:
@@ -185,7 +185,7 @@ def test_rows_are_of_the_configuration_that_was_measured(
 
 
 def test_what_is_measured_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, which has single steps alone; their queue would be too long on a GPU."""
+    """The CPU stands in for a GPU; it has only single steps, whose queue a GPU could not hold."""
 
     class Step(cases.TrainingStep):
         def __init__(self, make: Any, shape: cases.Shape, device: str, dtype: torch.dtype) -> None:
@@ -211,6 +211,6 @@ def test_what_is_measured_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modelled(of: Any, configuration: fit.Configuration, device: str) -> Any:
-    """Of a GPU that need not be there."""
+    """The modelled costs of a GPU that need not be in this machine."""
     assert device == "cuda"
     return of(configuration, GPU)

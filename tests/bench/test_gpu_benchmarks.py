@@ -1,4 +1,4 @@
-"""What the benchmarks do on a GPU, with the same steps on the CPU in its place.
+"""The benchmarks for a GPU, with the same steps on the CPU in its place.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -87,7 +87,7 @@ def test_gpu_benchmark_goes_on_after_a_failure(on_cpu: OnCpu) -> None:
         shown = {row[0]: row[1] for row in result.tables[0].rows}
         assert shown[LOOP] == "RuntimeError: out of memory"
         assert not any(LOOP in target.what.split(" / ") for target in result.targets)
-        # What others cannot do is a result; what we cannot do is wrong.
+        # A failure of another contender is a result; a failure of ours is wrong.
         where = f"{cases.CUDA_QUICK}, float32"
         assert result.failures == [f"{cases.SAVED} failed at {where}: RuntimeError: broken"]
 
@@ -120,7 +120,7 @@ def test_gpu_benchmark_writes_as_it_goes(on_cpu: OnCpu, monkeypatch: pytest.Monk
 
 
 def test_groups_of_contenders_are_measured_apart(on_cpu: OnCpu) -> None:
-    """Those that no kernel of ours can break come first."""
+    """Groups that no kernel of ours can break come first."""
     speed.run_on_cuda(on_cpu.run())
     names = [names for _, names in on_cpu.measured]
     assert names == [*cases.ON_CUDA_TOGETHER, *((name,) for name in sweep.ON_CUDA_LATER)]
@@ -147,7 +147,7 @@ def test_memory_is_to_be_a_half_of_nn_lstm_s_or_a_quarter_of_much() -> None:
 
 @pytest.fixture
 def torch_set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves torch with its defaults, whatever a test has set up."""
+    """Restores torch's defaults after a test."""
     monkeypatch.setattr(report, "THREADS", torch.get_num_threads())
     yield
     report.set_up_torch(tf32=True)
@@ -164,7 +164,7 @@ def test_tf32_is_on_in_its_own_rows_alone() -> None:
 
 @pytest.mark.usefixtures("torch_set_up")
 def test_the_model_predicts_memory_within_the_targets() -> None:
-    """But where the least chunk takes more: the weights are large for the sequence."""
+    """Except where the weights are large for the sequence, and the least chunk takes more."""
     reasons: list[str] = []
     tables = {kind: model.chunk_table(kind, reasons) for kind in model.KINDS}
     for kind, table in tables.items():
@@ -362,7 +362,7 @@ def test_markdown_stands_for_rich_where_that_is_missing(
 
 
 def test_kernels_of_a_step_and_what_is_left_of_it() -> None:
-    """The time in which no kernel runs, and a row that there is not."""
+    """The table has the time in which no kernel runs, and a row that was not measured."""
     case = sweep.Case(cases.CUDA_QUICK, "bfloat16")
     of_step = [{"kernel": f"void fusedrnn::k{i}<a>", "count": 1, "us": 100.0} for i in range(8)]
     rows = {name: {"train_ms": [1.0], "kernels": of_step} for name in kernels.NAMES}

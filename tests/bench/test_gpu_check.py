@@ -1,4 +1,4 @@
-"""The check for a GPU survives what a fault may do: crashes, hangs, floods, and a lost GPU."""
+"""The check for a GPU survives crashes, hangs, floods of output, and a lost GPU."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_check_ends_whatever_its_parts_do(
 
 
 def test_stages_run_their_parts_at_the_same_time(run_check: Any, tmp_path: Path) -> None:
-    """Each waits for the other."""
+    """Two parts wait for each other."""
     code = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\n"
     code += "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
     files = [str(tmp_path / name) for name in "ab"]
@@ -256,7 +256,7 @@ def pytest_of(tmp_path: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "bench.pytest_faults", "--tb=short"]
     command += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
     command += [*options, str(tmp_path / "test_it.py")]
-    # The plugin must not take this process for one of pytest-xdist's.
+    # pytest must not mistake this process for a worker of pytest-xdist.
     env = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     return run.stdout

@@ -1,4 +1,4 @@
-"""The check for a GPU: which parts it runs, how they end, and what it says of them."""
+"""The parts of the check for a GPU, how they end, and the report about them."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_tree_without_a_repository_takes_its_commit_from_the_environment(
     "said, passed",
     [
         ("4 passed, 1 skipped, 3 deselected, 2 warnings in 0.52s", True),
-        ("1 failed, 3 passed in 75.00s (0:01:15)", True),  # its exit status says the rest
+        ("1 failed, 3 passed in 75.00s (0:01:15)", True),  # the exit status says that it failed
         ("2 skipped in 0.01s", False),
         ("1 error in 0.10s", False),
     ],
@@ -219,7 +219,7 @@ def test_gpu_check_reads_the_results_of_tests(said: str, passed: bool) -> None:
 
 
 def test_gpu_check_reads_the_results(tmp_path: Path) -> None:
-    """A target that is missed is a result; what failed, or was not measured, is none."""
+    """A missed target is a result; a failure, or a missing measurement, is not."""
     file = tmp_path / "speed.json"
     assert parts.results(file) == (False, "")
     targets = [{"passed": True}, {"passed": False}]

@@ -1,4 +1,4 @@
-"""What the check for a GPU asks first, on the emulation: a wrong number is found and named."""
+"""The first probes of the check for a GPU, on the emulation, find and name a wrong number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Planted:
-    """Operators whose first call of one of them gives a wrong number."""
+    """Operators of which one gives a wrong number in its first call."""
 
     def __init__(self, operators: Any, operator: str, result: int, index: int) -> None:
         self.operators, self.wrong = operators, (result, index)
@@ -100,7 +100,7 @@ def test_a_wrong_number_is_named(
     index: int,
     said: str,
 ) -> None:
-    """First of all that is wrong because of it."""
+    """It is named before the numbers that are wrong because of it."""
     monkeypatch.setattr(_library, "operators", Planted(emulated, operator, result, index))
     first, *_ = step_probe.persistent(Step(seq_len=3, device="cpu"))
     assert re.match(said.replace(".*", "numbers are wrong, the first at"), first), first
@@ -133,7 +133,7 @@ def test_layouts_are_different_strides_of_the_same_numbers() -> None:
 
 def test_a_probe_has_a_row_for_each_call(monkeypatch: pytest.MonkeyPatch, emulated: Any) -> None:
     monkeypatch.setitem(smoke.CELLS, "gru", Step("gru", device="cpu"))
-    monkeypatch.setattr(smoke, "set_up_torch", lambda: None)  # it is for a process of its own
+    monkeypatch.setattr(smoke, "set_up_torch", lambda: None)  # for a process of its own
     names = list(smoke.trials("gru"))
     assert len(names) == 3 * 3 * 3 * 2
     rows = worker.measure_here(smoke.measure, "gru", names[:2])

@@ -7,7 +7,7 @@ from emulator.persistent import FLAGS, PACKETS
 
 from fusedrnn import tuning
 
-FORWARD, BACKWARD, PRESETS = 2, 3, 6  # places in what the emulation counts
+FORWARD, BACKWARD, PRESETS = 2, 3, 6  # indices of the emulation's counts
 
 
 class PersistentCalls:
@@ -17,7 +17,7 @@ class PersistentCalls:
     threads), seeded_bug, backward_bug, and spin_limit.
 
     Attributes:
-        presets: Of memory, in the latest call.
+        presets: The number of presets of memory in the latest call.
     """
 
     def __init__(self, monkeypatch, kernel):
@@ -25,7 +25,7 @@ class PersistentCalls:
         self.presets = 0
 
     def __call__(self, function, *arguments, is_on=True, exchange=PACKETS, tf32=True, **options):
-        """What the function returns. is_on: whether there are persistent kernels."""
+        """Calls the function and returns its result. is_on: whether to use persistent kernels."""
         allow_tf32(tf32)
         has_bug = not {"seeded_bug", "backward_bug"}.isdisjoint(options)
         operators = seeded_operators() if has_bug else emulated_operators()
@@ -46,11 +46,11 @@ class PersistentCalls:
 
 @pytest.fixture
 def persistent(monkeypatch):
-    """Calls by the persistent kernels of forward."""
+    """Calls functions with the persistent kernels of forward."""
     return PersistentCalls(monkeypatch, FORWARD)
 
 
 @pytest.fixture
 def chain(monkeypatch):
-    """Calls by the persistent kernels of backward."""
+    """Calls functions with the persistent kernels of backward."""
     return PersistentCalls(monkeypatch, BACKWARD)

@@ -1,4 +1,4 @@
-"""What the emulation can prove about the GPU backend beyond values: see emulator/emulator.cpp."""
+"""Properties of the GPU backend that the emulation can prove, apart from values."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_replayed_chunks_give_the_same_bits(emulator, monkeypatch, options, dtyp
     case = replace(LONG, dtype=dtype, **options)
     arguments = case.tensors().to(dtype)
     replayed = results(arguments, case)
-    # Steps with fewer and fewer rows are not alike.
+    # Steps whose rows become fewer are not alike.
     assert (emulator.counts()[1] > 0) == (not case.lengths)
     monkeypatch.setattr(tuning.switches, "replay_chunks", False)
     emulator.control(False, "")
@@ -62,7 +62,7 @@ def test_replayed_chunks_read_copies_of_expanded_tensors(emulator, monkeypatch, 
     ("seq_len", "in_forward", "in_backward"),
     [
         (12, 0, 0),  # three chunks are too few
-        (13, 2, 1),  # the first is run as it is, and so is the first whole one of backward
+        (13, 2, 1),  # the first chunk runs unrecorded, as does the first full one of backward
         (16, 3, 2),
         (40, 9, 8),
         (41, 9, 8),
@@ -80,7 +80,7 @@ def test_all_chunks_but_the_outermost_are_replayed(emulator, seq_len, in_forward
 @pytest.mark.parametrize("latent_size", [1, 3, 8])
 @pytest.mark.parametrize("seq_len", range(13, 21))
 def test_nothing_new_happens_while_recording(emulator, seq_len, latent_size, hidden_size):
-    """The emulation refuses to choose an algorithm then, and addresses are part of the choice."""
+    """The emulation refuses to choose an algorithm while recording; choices depend on addresses."""
     case = Case(
         "stochastic_gru",
         seq_len,
@@ -202,7 +202,7 @@ def with_gaps(tensor):
 
 
 def shifted(tensor):
-    """Not at an address from which a thread could load several numbers at once."""
+    """A copy at an address from which a thread cannot load several numbers at once."""
     memory = tensor.new_full([tensor.numel() + 1], torch.nan)
     memory[1:] = tensor.flatten()
     return memory[1:].view_as(tensor)
@@ -235,7 +235,7 @@ def test_expanded_weights_give_the_same_bits(emulator):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("what", ["eps", "grad_output", "weights"])
 def test_addresses_do_not_matter(emulator, what, dtype):
-    """Each of these alone makes kernels load number by number."""
+    """Each of these arguments alone makes kernels load number by number."""
     case = replace(LONG, noise="eps", latent_size=8, dtype=dtype)
     arguments = case.tensors()
     value = getattr(arguments, what)
@@ -280,7 +280,7 @@ def test_a_kernel_that_cannot_be_launched(emulator, dtype, kernel, where):
 
 
 def test_a_failure_while_recording(emulator):
-    """Such a kernel fails in the first chunk already, so take one that only others have."""
+    """Most kernels would fail in the first chunk already, so this one runs only in later chunks."""
     arguments = LONG.tensors().to(torch.float32)
     emulator.control(False, "set_replay_offset")
     with pytest.raises(RuntimeError, match="set_replay_offset"):

@@ -1,6 +1,6 @@
-"""How threads of a persistent kernel wait for packets, and what they take for one, on the CPU.
+"""How threads of a persistent kernel wait for packets, and recognise them, on the CPU.
 
-That they compute with the right ones, test_persistent.py and test_persistent_backward.py show.
+test_persistent.py and test_persistent_backward.py show that they compute with the right packets.
 """
 
 import subprocess
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import pytest
 from emulator.persistent import FOLDER, compiled
 
-ENOUGH = 1 << 20  # looks, more than any of these waits takes
+ENOUGH = 1 << 20  # reads, more than any wait here takes
 NEVER = -1
-LOOKS_ALONE = 64  # of a thread, before it asks whether another one has given up
+LOOKS_ALONE = 64  # reads before a thread checks whether another one has given up
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Of one lane: its looks at what was missing, and what it has loaded for them."""
+    """One lane's reads of missing packets, and the number of packets that they loaded."""
 
     looks: int
     packets: int
@@ -25,7 +25,7 @@ class Wait:
 
 
 def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
-    """What the lanes of a warp do until packets have come; times are looks of the sender."""
+    """How the lanes of a warp wait until packets arrive; times are counted in reads."""
     command = [compiled("exchange", source=FOLDER / "exchange.cpp"), spin_limit, given_up_at]
     done = subprocess.run(
         [*map(str, command), *map(str, sent_at)], capture_output=True, text=True, timeout=60
@@ -40,8 +40,8 @@ def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
     [
         ((200,), 0),
         ((200, 200), 0),
-        ((200, 200, 200, 200), 2),  # the one waited for, then the three others in one look
-        ((50, 100, 150, 200), 2 + 1),  # each time all others, then again one
+        ((200, 200, 200, 200), 2),  # the first one, then the three others in one read
+        ((50, 100, 150, 200), 2 + 1),  # each arrival is followed by a read of all others
         ((200, 150, 100, 50), 2),
         ((50, 200, 50, 200), 2),
         ((1, 1, 1, 200), 2),
@@ -49,7 +49,7 @@ def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
     ids=str,
 )
 def test_one_packet_is_asked_for_while_none_comes(sent_at, beside):
-    """``beside``: packets that are loaded in the same look as another one."""
+    """``beside``: packets that are loaded in the same read as another one."""
     for wait in waits(sent_at):
         assert wait.is_complete
         assert wait.looks >= max(sent_at) - 1
@@ -65,7 +65,7 @@ def test_others_are_asked_rarely_whether_they_have_given_up(packets):
 
 @pytest.mark.parametrize("packets", [1, 2, 4])
 def test_a_thread_gives_up(packets):
-    """By itself at its limit, and soon after another one has."""
+    """A thread gives up at its own limit, and soon after another one has given up."""
     for wait in waits([NEVER] * packets, spin_limit=1000):
         assert not wait.is_complete
         assert 1000 <= wait.looks < 1000 + LOOKS_ALONE

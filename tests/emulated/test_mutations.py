@@ -1,4 +1,4 @@
-"""Every seeded bug still has its place in the kernels."""
+"""Every seeded bug's text still occurs once in the kernels."""
 
 import pytest
 from emulator.seeded_bugs import MUTATIONS, Mutation, mutated_headers

@@ -1,7 +1,7 @@
-"""Two streams, where the persistent kernels leave multiprocessors free, in any order they allow.
+"""A second stream during persistent kernels, in any order of work that the streams allow.
 
-The emulation keeps what a call gives to each of them, and carries it out when the call joins them:
-one stream as far ahead of the other as the waits between them allow, or both at random.
+The emulation collects the work of both streams and runs it when the call joins them: one stream as
+far ahead of the other as the waits between them allow, or both in random order.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ ORDERS = [FIRST_AHEAD, SECOND_AHEAD, 2, 3]
 
 @pytest.fixture
 def overlapped(monkeypatch):
-    """A call's results with a second stream, or without; options are those of the emulation."""
+    """A call's results with or without a second stream; options are the emulation's."""
     operators = emulated_operators()
 
     def call(function, *arguments, overlap=True, multiprocessors=132, **options):
@@ -64,7 +64,7 @@ def test_order_of_streams_makes_no_difference(overlapped, case):
 
 
 def test_copies_and_dropout(overlapped):
-    """What torch copies is in the order of its stream too, and so is what is drawn twice."""
+    """Copies by torch, and masks that are drawn twice, are in the order of their stream."""
     torch.manual_seed(3)
     module = fusedrnn.GRU(
         5, 12, 2, batch_first=True, bidirectional=True, dropout=0.5, chunk_size=2
@@ -88,7 +88,7 @@ def test_copies_and_dropout(overlapped):
 
 @pytest.mark.parametrize("stream", [FIRST_AHEAD, SECOND_AHEAD])
 def test_a_missing_wait_is_noticed(overlapped, deterministic, stream):
-    """In the order that lets this stream run ahead; fresh memory is NaN."""
+    """It is noticed in the order that lets this stream run ahead, because fresh memory is NaN."""
     deterministic(True)
     expected = overlapped(results, BASE, overlap=False)
     found = overlapped(results, BASE, streams_order=stream, missing_wait=stream)
@@ -107,8 +107,8 @@ def test_floats_through_tf32_have_a_kernel_in_both_passes(overlapped, order):
 @pytest.mark.parametrize(
     ("multiprocessors", "options"),
     [
-        (1, {}),  # the kernel takes it
-        (132, {"chunk_size": 9}),  # there is one chunk
+        (1, {}),  # the kernel takes all of them
+        (132, {"chunk_size": 9}),  # a single chunk needs none
         (132, {"backend": "stepwise"}),
     ],
 )

@@ -1,6 +1,6 @@
-"""The persistent kernels of forward, thread by thread on the CPU, under the package as it is.
+"""The persistent kernels of forward, thread by thread on the CPU, called by the package.
 
-What that cannot show, see emulator/fibers.h, a GPU has to.
+emulator/fibers.h says what only a GPU can show.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from tf32 import assert_forward_is_rounded
 import fusedrnn
 from fusedrnn import _helpers
 
-# Small, and with all that a row can do: two groups, of two tiles each.
+# Small cases with lengths and resets: two groups of two tiles each.
 MASKED_CASES = [
     replace(base, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED)
     for base in (BASE, FLOAT)
@@ -34,7 +34,7 @@ def results(case, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_single_steps(persistent, case):
-    """Both against the loop in float64; and both protocols give the same bits."""
+    """Errors are against the loop in float64; and both protocols give the same bits."""
     packets = persistent(results, case, exchange=PACKETS, schedule=1)
     assert_no_worse(packets, results(case), truth(case.same_for_torch(), "cpu"))
     assert_same(persistent(results, case, exchange=FLAGS, schedule=2), packets)
@@ -42,7 +42,7 @@ def test_error_is_at_most_twice_that_of_single_steps(persistent, case):
 
 @pytest.mark.parametrize("case", FLOAT_CASES, ids=str)
 def test_floats_are_rounded_to_tf32_and_nothing_else_is(persistent, case):
-    """Close to the loop that rounds by hand, next to how far that is from the exact one."""
+    """Results are near the loop that rounds by hand, compared with that loop's own error."""
     packets = persistent(results, case, exchange=PACKETS, schedule=1)
     assert_forward_is_rounded(packets, case)
     assert_same(persistent(results, case, exchange=FLAGS, schedule=2), packets)
@@ -87,7 +87,7 @@ def test_floats_are_stepwise_where_torch_does_not_allow_tf32(persistent):
 
 @pytest.mark.parametrize("case", MASKED_CASES, ids=str)
 def test_order_of_threads_and_place_of_rows_make_no_difference(persistent, case):
-    """Whichever thread goes first, and however many tiles a group has, down to all in one."""
+    """The order of threads varies, and so does the number of tiles in a group."""
     expected = persistent(results, case, exchange=FLAGS)
     for exchange in (PACKETS, FLAGS):
         for schedule, multiprocessors in [(2, 6), (3, 3)]:
@@ -117,7 +117,7 @@ def test_zoneout(persistent, cell, training):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_gradients(persistent, cell, recompute):
-    """What forward leaves for backward: its output, states before chunks, pre-activations."""
+    """Forward leaves the right output, cell states and pre-activations for backward."""
     case = replace(BASE, seq_len=7, chunk_size=3, recompute=recompute, **cell, **MASKED)
     arguments = case.tensors().to(case.dtype)
 
@@ -151,7 +151,7 @@ def test_weights_may_have_any_strides(persistent, cell, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nan_and_infinity_go_through(persistent, cell, dtype, exchange):
-    """As in single steps, and nobody waits for ever."""
+    """Results are those of single steps, and no thread waits for ever."""
     case = replace(BASE, dtype=dtype, lengths=True, **cell)
     arguments = case.tensors()
     arguments.input[2, 1] = torch.nan
@@ -178,7 +178,7 @@ def test_nan_and_infinity_go_through(persistent, cell, dtype, exchange):
 def test_memory_is_preset_once_in_forward_and_for_each_chunk_in_backward(
     persistent, cell, dtype, mask
 ):
-    """By packets each kernel presets what the next one sends through."""
+    """With packets, each kernel of forward presets the memory of the next one."""
     case = replace(LONG, dtype=dtype, **cell, **mask)
 
     def presets(**options):

@@ -1,6 +1,6 @@
-"""The persistent kernels of the backward_data, thread by thread on the CPU, under the driver.
+"""The persistent kernels of backward_data, thread by thread on the CPU, called by the driver.
 
-What that cannot show, see emulator/fibers.h, a GPU has to.
+emulator/fibers.h says what only a GPU can show.
 """
 
 from dataclasses import replace
@@ -23,28 +23,28 @@ SHAPES = [
     replace(BASE, seq_len=7, chunk_size=3, recompute=False, **MASKED),
     replace(BASE, seq_len=4, bias=False, chunk_size=1, **MASKED),
     replace(BASE, dtype=torch.float16, chunk_size=4, **MASKED),
-    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # as many units as a block has
+    replace(BASE, hidden_size=16, latent_size=33, batch=8),  # a block has 16 units
     replace(BASE, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
     replace(BASE, seq_len=17, batch=3, chunk_size=4),  # chunks that are replayed, and a short one
     replace(BASE, seq_len=17, batch=3, chunk_size=4, bidirectional=True, recompute=False),
 ]
 CASES = [replace(shape, **cell) for cell in CELLS for shape in SHAPES]
 CASES += [replace(shape, **cell) for cell in IN_PLACE for shape in (SHAPES[2], SHAPES[9])]
-CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # and no more
+CASES.append(replace(BASE, cell="gru", seq_len=2, batch=2, hidden_size=1024))  # the limit
 
-# Through TF32. What forward has rounded is kept, since the products of the emulation that would
-# recompute it do not round.
+# float32 through TF32. Pre-activations are saved, since the emulation's products would recompute
+# them without rounding.
 FLOAT_LONG = replace(FLOAT, seq_len=17, batch=3, chunk_size=4, bidirectional=True)
 FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in (*FLOAT_SHAPES, FLOAT_LONG)]
 FLOAT_CASES += [
     replace(shape, **cell) for cell in IN_PLACE for shape in (FLOAT_SHAPES[2], FLOAT_LONG)
 ]
-FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # and no more
+FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # the limit
 FLOAT_CASES = [replace(case, recompute=False) for case in FLOAT_CASES]
-# How far gradients through TF32 may be from others; those of the loop that rounds by hand are less.
+# Tolerance of gradients through TF32; the errors of the loop that rounds by hand are smaller.
 THROUGH_TF32 = 2**-10
 
-# Small, and with all that a row can do: two groups, of two tiles each.
+# Small cases with lengths and resets: two groups of two tiles each.
 MASKED_CASES = [
     replace(base, seq_len=5, batch=27, chunk_size=3, **cell, **MASKED)
     for base in (BASE, FLOAT)
@@ -60,7 +60,7 @@ def results(case, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_single_steps(chain, case):
-    """Both against the loop in float64; and both protocols give the same bits."""
+    """Errors are against the loop in float64; and both protocols give the same bits."""
     packets = chain(results, case, exchange=PACKETS, schedule=1)
     steps = chain(results, case, is_on=False)
     assert_no_worse(packets, steps, truth(case.same_for_torch(), "cpu"))
@@ -69,7 +69,7 @@ def test_error_is_at_most_twice_that_of_single_steps(chain, case):
 
 @pytest.mark.parametrize("case", FLOAT_CASES, ids=str)
 def test_floats_are_rounded_to_tf32_and_nothing_else_is(chain, case):
-    """Close to the loop that rounds by hand, next to how far that is from the exact one."""
+    """Results are near the loop that rounds by hand, compared with that loop's own error."""
     packets = chain(results, case, exchange=PACKETS, schedule=1)
     assert_backward_is_rounded(packets, case)
     assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
@@ -84,9 +84,9 @@ def test_floats_are_stepwise_where_torch_does_not_allow_tf32(chain):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SMALL_SIZES, ids=str)
 def test_speed_sizes(chain, size):
-    """Both passes, as in test_error_is_at_most_twice_that_of_single_steps().
+    """Compares both passes as test_error_is_at_most_twice_that_of_single_steps() does.
 
-    Of floats errors are at most twice those of the loop that rounds by hand.
+    In float32, errors are at most twice those of the loop that rounds by hand.
     """
     case, options = size.case, {"multiprocessors": size.multiprocessors}
     packets = chain(results, case, schedule=1, **options)
@@ -98,7 +98,7 @@ def test_speed_sizes(chain, size):
 
 @pytest.mark.parametrize("case", MASKED_CASES, ids=str)
 def test_order_of_threads_and_place_of_rows_make_no_difference(chain, case):
-    """Whichever thread goes first, and however many tiles a group has, down to all in one."""
+    """The order of threads varies, and so does the number of tiles in a group."""
     expected = chain(results, case, exchange=FLAGS)
     for exchange, schedule, multiprocessors in [(PACKETS, 2, 6), (FLAGS, 2, 3), (PACKETS, 3, 3)]:
         options = {"schedule": schedule, "multiprocessors": multiprocessors}
@@ -137,7 +137,7 @@ def assert_close(gradient, expected, name):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @pytest.mark.parametrize("wanted", ["input", "weights", "none of h"])
 def test_some_gradients_only(chain, cell, base, wanted):
-    """Also from some cotangents only: those of the output, or those of the last state."""
+    """Also with some cotangents only: the output's, or the last states'."""
     case = replace(base, chunk_size=3, **cell)
     exact = chain(results, case, is_on=False)
 
@@ -196,7 +196,7 @@ def test_weights_may_lie_in_columns(chain, cell, base):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cell", CELLS + IN_PLACE, ids=str)
 def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
-    """As in single steps, and nobody waits for ever."""
+    """Results are those of single steps, and no thread waits for ever."""
     case = replace(BASE, dtype=dtype, lengths=True, **cell)
 
     def run(spoil):
@@ -228,13 +228,13 @@ def test_nan_and_infinity_go_through(chain, cell, dtype, exchange):
         (torch.bfloat16, 64, 0),
         (torch.bfloat16, 63, 8),
         (torch.bfloat16, 65, 9),
-        (torch.float32, 64, 16),  # never in place: there pre-activations stand until then
+        (torch.float32, 64, 16),  # never in place, because the array holds pre-activations
         (torch.float32, 61, 16),
     ],
     ids=str,
 )
 def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_size, packets):
-    """Beside the 16 bytes that every exchange takes; arrays of a workspace begin at 256 bytes."""
+    """Every exchange takes 16 bytes more, and arrays of a workspace start at multiples of 256."""
     batch, chunk_size = 16, 32
     sizes = {"cell": cell, "input_size": 64, "hidden_size": hidden_size, "chunk_size": chunk_size}
     with tf32_allowed():
@@ -249,10 +249,10 @@ def test_only_what_is_not_sent_in_place_takes_memory(cell, gates, dtype, hidden_
 
     expected = aligned(16 + 16 * packets * gates * batch * chunk_size)
     if dtype is torch.bfloat16:
-        # Gradients are apart from the floats that they are of. Single steps leave them where floats
-        # of later steps have been, and take memory for those of one step. A GRU has two arrays.
+        # Persistent kernels have separate arrays for gradients. Single steps put gradients in place
+        # of later steps' numbers, with extra memory for one step. A GRU has two such arrays.
         for blocks in (1, 3) if cell == "gru" else (4,):
-            step = 2 * batch * blocks * hidden_size  # bytes of gradients
+            step = 2 * batch * blocks * hidden_size  # bytes of a step's gradients
             apart = aligned(2 * step * chunk_size) + aligned(step * chunk_size)
             ahead = aligned(2 * step + (chunk_size - 1) * step) + step * chunk_size
             reversed_ = aligned(step) + 2 * step * chunk_size

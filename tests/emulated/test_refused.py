@@ -1,6 +1,6 @@
-"""What a GPU does not run: `auto` goes another way, says so, and leaves no error behind.
+"""Kernels that a GPU refuses: `auto` takes single steps, says so, and leaves no error behind.
 
-Here the emulation of the GPU backend refuses; on a GPU that has no room, its driver does.
+The emulation of the GPU backend refuses here; on a GPU without room, the driver does.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -44,7 +44,7 @@ COUNTS = (
 
 @pytest.fixture
 def call(monkeypatch):
-    """A call's results by an emulated GPU, whose options are given, and what it has counted."""
+    """A call's results by an emulated GPU with the given options, and its counts."""
     operators = emulated_operators()
 
     def call(function, *arguments, multiprocessors=132, failing_kernel="", **options):
@@ -81,7 +81,7 @@ def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(call, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(call, case):
-    """Asked before, whatever number it gives; and there is no half of a group of blocks."""
+    """The driver is asked before; a part of the blocks is not enough."""
     expected = call(results, case, multiprocessors=0)
     grid = 4  # two tiles of rows, and two blocks for 17 units
     for blocks_at_once in (0, grid - 1):
@@ -111,7 +111,7 @@ def test_no_error_is_left_for_the_next_kernel_to_tell(call, kernel):
 
 @pytest.mark.parametrize("refused", [FORWARD, BACKWARD])
 def test_workspace_bytes_hold_after_a_refusal(call, refused):
-    """Of all that is allocated, the workspace is the largest here."""
+    """The workspace is the largest allocation here."""
     case = replace(BASE, cell="lstm", chunk_size=None, seq_len=12)
     exact = truth(case.same_for_torch(), "cpu")
     expected = call(results, case, multiprocessors=0)
@@ -122,7 +122,7 @@ def test_workspace_bytes_hold_after_a_refusal(call, refused):
             found.append(results(case, workspace_bytes=limit, chunk_size=None))
 
         def run_again(run=run):
-            run()  # is refused
+            run()  # the kernel is refused
             return allocations(run)
 
         most = max(call(run_again, refused_kernel=refused))
@@ -132,7 +132,7 @@ def test_workspace_bytes_hold_after_a_refusal(call, refused):
 
 
 def test_what_is_refused_is_said_where_room_lacks(call):
-    """Single steps backward may take more than the persistent kernel, for which it was enough."""
+    """Single steps may take more in backward than the persistent kernel that the limit allowed."""
     case = Case("stochastic_gru", 2, 128, 16, 100, 512, dtype=torch.bfloat16)
     options = {"workspace_bytes": 3_689_216, "chunk_size": None}
     with pytest.raises(RuntimeError, match=r"at least .* got 3689216\. .* has refused"):
@@ -170,7 +170,7 @@ def ways(made):
 
 
 def planned(answers, cell="gru", output_size=64, **options):
-    """By a driver that gives these answers for forward and backward."""
+    """A plan with a driver that gives these answers for forward and backward."""
     asked = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)
@@ -209,7 +209,7 @@ def test_a_plan_says_what_the_driver_objects_to():
 
 @pytest.mark.parametrize("backend", ["auto", "persistent"])
 def test_shorter_chunks_leave_forward_as_it_is(backend):
-    """Where single steps backward, instead of what was refused, take more room."""
+    """Chunks get shorter if single steps take more in backward than the refused kernel."""
     sizes = {"input_size": 512, "hidden_size": 256, "output_size": 256}
     options = {"cell": "gru", "noise": False, "seq_len": 2000, "batch": 128, "chunk_size": 0}
     options |= {"backend": backend, "workspace_bytes": 9_779_712, **sizes}
@@ -223,7 +223,7 @@ def test_shorter_chunks_leave_forward_as_it_is(backend):
 
 @pytest.mark.parametrize("backend", ["auto", "persistent"])
 def test_a_refused_backward_leaves_forward_and_chunks_as_they_are(backend):
-    """Single steps instead of it take less room, where a chunk has several."""
+    """Single steps take less than the refused kernel in chunks of several steps."""
     sizes = {"input_size": 1, "hidden_size": 16, "output_size": 8, "seq_len": 2000, "batch": 128}
     options = {"cell": "projected_lstm", "chunk_size": 0, "backend": backend, **sizes}
     options["workspace_bytes"] = 2_399_795
@@ -237,7 +237,7 @@ def test_a_refused_backward_leaves_forward_and_chunks_as_they_are(backend):
 
 
 def test_chunks_are_as_long_whatever_the_driver_says():
-    """A graph compiled before has their number in its shapes."""
+    """A graph that was compiled before has the number of chunks in its shapes."""
     for cell in ("gru", "lstm", "stochastic_gru"):
         both = [planned(a, cell, chunk_size=0, seq_len=999)[0] for a in ((132, 132), (-1, -1))]
         assert both[0]["forward"]["backend"] != both[1]["forward"]["backend"]
@@ -258,7 +258,7 @@ def test_every_cell_has_kernels_or_a_reason(tmp_path):
 
 @pytest.fixture
 def free():
-    """Sets what is left free, for one test."""
+    """Sets the multiprocessors that are left free, for one test."""
     yield fusedrnn.set_free_multiprocessors
     fusedrnn.set_free_multiprocessors(None)
 
@@ -353,7 +353,7 @@ for ours, theirs in zip(got, expected):  # whichever way it went
 
 @pytest.mark.cuda
 def test_a_grid_that_is_refused_by_a_gpu():
-    """In a part of its multiprocessors, of which a count of all says nothing."""
+    """In a part of the GPU's multiprocessors, which the driver's count does not know about."""
     pytest.importorskip("torch.cuda.green_contexts")
     command = [sys.executable, "-c", IN_A_PART_OF_THE_GPU]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

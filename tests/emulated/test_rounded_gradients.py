@@ -1,5 +1,5 @@
-"""In 16 bits, a GPU multiplies rounded gradients of pre-activations, the CPU unrounded ones.  These
-themselves are rounded nowhere.
+"""In 16 bits, a GPU multiplies rounded gradients of pre-activations, the CPU unrounded ones.  The
+pre-activations themselves are rounded nowhere.
 
 ``pytest -s`` prints the errors that docs/numerics.md shows.
 """
@@ -20,7 +20,7 @@ CELLS = [
 ]
 STOCHASTIC = {"cell": "stochastic_gru", "latent_size": 24}
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-SUMS = 1e-5  # of float32: errors of a sum over those of its terms
+SUMS = 1e-5  # relative error of a sum in float32
 
 
 def results(case, device="cpu"):
@@ -29,7 +29,7 @@ def results(case, device="cpu"):
 
 @pytest.fixture(params=["stepwise", "persistent", pytest.param("cuda", marks=pytest.mark.cuda)])
 def on_gpu(request, monkeypatch):
-    """Results of a case by the backend for GPUs: emulated, in either way, or as it is."""
+    """Results of a case by the GPU backend: emulated in one of two ways, or on a GPU."""
     if request.param == "cuda":
         yield lambda case: {name: t.cpu() for name, t in results(case, "cuda").items()}
         return
@@ -50,7 +50,7 @@ def on_gpu(request, monkeypatch):
 @each_dtype
 @pytest.mark.parametrize("cell", [*CELLS, STOCHASTIC], ids=str)
 def test_gradients_are_within_two_roundings(on_gpu, cell, dtype):
-    """And the CPU's, which are rounded once, within one."""
+    """The CPU's gradients, which are rounded once, are within one rounding."""
     case = Case(seq_len=20, batch=8, input_size=40, hidden_size=40, dtype=dtype, **cell)
     rounding, exact = 0.5 * torch.finfo(dtype).eps, truth(case, "cpu")
     gradients = {name: t for name, t in exact.items() if name.startswith("grad")}
@@ -64,8 +64,8 @@ def test_gradients_are_within_two_roundings(on_gpu, cell, dtype):
 @each_dtype
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_single_number_is_as_exact_as_the_terms_of_its_sum(on_gpu, cell, dtype):
-    """Of one number of input: gradients of all pre-activations, which are those of the bias, times
-    weights.  A step alone of these cells rounds nothing else on the way to it.
+    """The gradient of a single input number is the sum of the gradients of all pre-activations (the
+    bias's gradients) times weights.  A single step of these cells rounds nothing else.
     """
     rounding = 0.5 * torch.finfo(dtype).eps
     one = Case(seq_len=1, batch=1, input_size=1, dtype=dtype, **cell)
@@ -96,14 +96,14 @@ def test_a_single_number_is_as_exact_as_the_terms_of_its_sum(on_gpu, cell, dtype
 
 
 def scaled(problem, input=1.0, weight=1.0, bias=0.0):
-    """With the input and its weight scaled, and all gates shifted."""
+    """Arguments with the input and its weight scaled, and all gates shifted."""
     first = next(i for i, w in enumerate(problem.weights) if w.dim() == 1)
     weights = list(problem.weights)
     weights[0], weights[first] = weights[0] * weight, weights[first] + bias
     return replace(problem, input=problem.input * input, weights=weights)
 
 
-PROBLEMS = {  # steps, and how
+PROBLEMS = {  # steps, and arguments of scaled()
     "T = 16": (16, {}),
     "256": (256, {}),
     "input x 10": (64, {"input": 10}),
@@ -115,7 +115,7 @@ PROBLEMS = {  # steps, and how
 @each_dtype
 @pytest.mark.parametrize("name", ["gru", "lstm", "stochastic_gru"])
 def test_rounded_preactivations_would_cost_accuracy(monkeypatch, name, dtype):
-    """Sums of products that backward begins with: half the memory in 16 bits, but larger errors."""
+    """In 16 bits the sums that backward begins with would take half the memory; errors grow."""
     pytest.importorskip("rich")
     from bench import numerics
 
@@ -123,7 +123,7 @@ def test_rounded_preactivations_would_cost_accuracy(monkeypatch, name, dtype):
     use(monkeypatch, operators)
 
     def rounding(*arguments):
-        """Backward begins once there is an output."""
+        """Runs forward, and has backward round its sums of products."""
         operators.control(False, "")
         output = numerics.CELLS[name][numerics.OURS](*arguments)
         operators.control(False, "", rounds_sums=True)

@@ -1,4 +1,4 @@
-"""Persistent kernels alone, under the thread, the address and the undefined-behaviour sanitizer.
+"""Persistent kernels alone, under the thread, address and undefined-behaviour sanitizers.
 
 The thread sanitizer also has to notice bugs that are put into the kernels.
 """
@@ -12,19 +12,19 @@ from cases import OPERATOR_CELLS
 from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
 from emulator.seeded_bugs import seeded_sources
 
-pytestmark = pytest.mark.slow  # a dozen programs are compiled
+pytestmark = pytest.mark.slow  # compiles a dozen programs
 
 FORWARD, BACKWARD = "persistent", "persistent_backward"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a program computes: one chunk."""
+    """The chunk that a program computes."""
 
     program: str
     cell: str
     element: str = "BFloat16"  # type of the tensors
-    words: tuple[int, ...] = ()  # of backward: hidden size and direction of time
+    words: tuple[int, ...] = ()  # for backward: hidden size and direction of time
 
     def __str__(self) -> str:
         return "-".join(map(str, (self.program, self.cell, self.element, *self.words)))
@@ -62,10 +62,10 @@ def run(problem, kind, flags, exchange, schedule=1, bug=0):
 
 
 def watched(problem, exchange, schedule=1, bug=0):
-    """Under the thread sanitizer: every access has to be ordered with all others."""
+    """Runs a program under the thread sanitizer, which finds accesses that are not ordered."""
     kind = "seeded" if bug else "watched"
     status, printed = run(problem, kind, ["-fsanitize=thread"], exchange, schedule, bug)
-    if "FATAL: ThreadSanitizer" in printed:  # of some kernels' layout of memory it makes nothing
+    if "FATAL: ThreadSanitizer" in printed:  # it does not support the memory layout of some kernels
         pytest.skip(printed.partition("\n")[0])
     return status, printed
 
@@ -91,7 +91,7 @@ def test_no_access_is_out_of_bounds(problem, exchange):
     assert status == 0, printed
 
 
-# Number of the bug in emulator/seeded_bugs.py, cell, and the protocol that it spoils.
+# The bug's number in emulator/seeded_bugs.py, a cell, and the protocol that the bug breaks.
 BUGS = {
     "no barrier before sums are read": (1, "gru", PACKETS),
     "no barrier after flags are seen": (2, "gru", FLAGS),

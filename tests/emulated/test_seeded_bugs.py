@@ -1,4 +1,4 @@
-"""Bugs put into the persistent kernels under the package: values, or the wait, show them."""
+"""Bugs seeded in the persistent kernels are noticed by wrong values, or by a wait without end."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tf32 import assert_backward_is_rounded, assert_forward_is_rounded
 
 import fusedrnn
 
-pytestmark = pytest.mark.slow  # an emulator of its own is compiled
+pytestmark = pytest.mark.slow  # compiles an emulator of its own
 
 NOTHING_IS_SENT, NAN_IS_SENT, NAN_IS_ROUNDED_TO, NOT_ROUNDED, NOT_PRESET = 8, 11, 15, 16, 17
 GAVE_UP = "other blocks have not sent their results in time"
@@ -33,20 +33,20 @@ def trained(case):
 
 def test_other_roundings_are_noticed_in_forward(persistent):
     case = replace(FLOAT, cell="gru")
-    with pytest.raises(AssertionError, match="output"):  # the last bits are cut off
+    with pytest.raises(AssertionError, match="output"):  # the bug truncates instead of rounding
         assert_forward_is_rounded(persistent(forward, case, seeded_bug=NOT_ROUNDED), case)
 
 
 def test_other_roundings_are_noticed_in_backward(chain):
     case = replace(FLOAT, cell="gru", recompute=False)
     assert_backward_is_rounded(chain(trained, case), case)
-    with pytest.raises(AssertionError, match="grad"):  # the last bits are cut off
+    with pytest.raises(AssertionError, match="grad"):  # the bug truncates instead of rounding
         assert_backward_is_rounded(chain(trained, case, backward_bug=NOT_ROUNDED), case)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_what_the_next_kernel_needs_preset_is_missed(persistent, cell):
-    """The third chunk would take for its own what the first one has sent."""
+    """The third chunk would mistake the first one's packets for its own."""
     case = replace(LONG, **cell)
     expected = persistent(forward, case)
     with pytest.raises(AssertionError):
@@ -71,7 +71,7 @@ def test_backward_gives_up_on_what_never_comes(chain, exchange, base):
 @each_base
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_another_nan_would_hang_forward(persistent, cell, base):
-    """If rounding let the bits of a NaN through."""
+    """It would hang if rounding kept the bits of every NaN."""
     case = replace(base, cell=cell)
     arguments = case.tensors()
     arguments.input[2, 1] = torch.nan
@@ -88,7 +88,7 @@ def test_another_nan_would_hang_forward(persistent, cell, base):
 @pytest.mark.parametrize("hidden_size", [37, 40])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_another_nan_would_hang_backward(chain, cell, base, hidden_size):
-    """If rounding let the bits of a NaN through."""
+    """It would hang if rounding kept the bits of every NaN."""
 
     def run():
         arguments = replace(base, cell=cell, hidden_size=hidden_size).tensors().to(base.dtype)
@@ -99,7 +99,7 @@ def test_another_nan_would_hang_backward(chain, cell, base, hidden_size):
         chain(run, backward_bug=NAN_IS_SENT, spin_limit=50)
 
 
-@pytest.mark.parametrize("hidden_size", [37, 40])  # backward: by buffers, and by the gradients
+@pytest.mark.parametrize("hidden_size", [37, 40])  # by buffers, or by gradient arrays
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cell", ["gru", "stochastic_gru"])
 def test_packets_arrive_whichever_nan_rounding_gives(chain, cell, dtype, hidden_size):

@@ -19,7 +19,7 @@ ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / f"emulator-torch{torch.__version__}"
 SOURCE = FOLDER / "emulator.cpp"
 FLAGS = ["-g0", "-DTORCH_TARGET_VERSION=0x020b000000000000", "-ffp-contract=fast"]
-FLAGS += ["-fvisibility=hidden"]  # two such libraries in a process share nothing
+FLAGS += ["-fvisibility=hidden"]  # so that two such libraries in a process share nothing
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def emulated_operators() -> Any:
 
 @functools.cache
 def seeded_operators() -> Any:
-    """The same with bugs in the persistent kernels, of which ``control`` chooses one."""
+    """The same operators with bugs in the persistent kernels; ``control`` chooses one."""
     _load("fusedrnn_seeded", seeded_sources())
     return torch.ops.fusedrnn_seeded
 
@@ -49,9 +49,10 @@ def _load(name: str, folder: Path) -> None:
 
 
 def use(patch: Any, operators: Any) -> None:
-    """Has modules compute by the emulation, while a pytest.MonkeyPatch is in force.
+    """Has modules compute by the emulation, as long as a pytest.MonkeyPatch is in force.
 
-    What the emulated GPU refuses it says itself: plans for tensors on the CPU are the CPU's.
+    Plans are not checked beforehand, since those for tensors on the CPU are the CPU's; the emulated
+    GPU itself refuses calls.
     """
     patch.setattr(_library, "operators", operators)
     patch.setattr(tuning, "_matters", lambda input: True)
@@ -59,7 +60,7 @@ def use(patch: Any, operators: Any) -> None:
 
 
 def build_sanitized() -> Path:
-    """The same library, which aborts on accesses outside of a tensor or at a wrong address."""
+    """Builds the library with sanitizers: it aborts on accesses outside of a tensor."""
     library = BUILD / "sanitized.so"
     sources = [*(ROOT / "csrc").rglob("*.h"), SOURCE]
     if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):

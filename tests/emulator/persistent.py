@@ -13,7 +13,7 @@ PACKETS, FLAGS = 0, 1
 
 
 def compiled(name: str, *flags: str, source: Path = SOURCE) -> Path:
-    """What a source becomes, anew if it or a header has changed."""
+    """The program of a source, compiled again if the source or a header has changed."""
     folder = source.parent
     made = ROOT / "build" / "persistent" / name
     made.parent.mkdir(parents=True, exist_ok=True)

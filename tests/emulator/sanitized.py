@@ -1,4 +1,4 @@
-"""Calls of every kind by the library that is the argument: see ``build_sanitized``."""
+"""Makes calls of every kind by the library given as argument: see ``build_sanitized``."""
 
 import itertools
 import sys
@@ -10,7 +10,7 @@ from cases import ALL_OPTIONS, Case
 import fusedrnn
 from fusedrnn import _library, tuning
 
-DTYPES = [torch.float32, torch.bfloat16]  # the others go their ways
+DTYPES = [torch.float32, torch.bfloat16]  # other dtypes run their code
 # Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.
 SHAPES = [
     Case(seq_len=18, batch=2, input_size=4, hidden_size=8, latent_size=4, chunk_size=4),
@@ -20,14 +20,14 @@ SHAPES = [
 
 
 def shifted(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """At an address that is no multiple of 16."""
+    """A copy at an address that is not a multiple of 16."""
     if tensor is None:
         return None
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
 
 
 def call(case: Case) -> None:
-    """With tensors at addresses that suit a GPU, and at others."""
+    """Runs a case with tensors at aligned addresses, and at others."""
     aligned = case.tensors()
     names = ("input", "hx", "cx", "eps", "grad_output", "grad_h_n", "grad_c_n")
     moved = {name: shifted(getattr(aligned, name)) for name in names}
@@ -39,7 +39,7 @@ def call(case: Case) -> None:
 
 
 def main() -> None:
-    """All combinations; and some with a second stream, beside persistent kernels."""
+    """Runs all combinations, and some with a second stream during persistent kernels."""
     torch.ops.load_library(sys.argv[1])
     _library.operators = operators = torch.ops.fusedrnn_emulated
     tuning._matters = lambda input: True

@@ -1,7 +1,7 @@
 """Bugs put into a copy of the persistent kernels, to see that the tests notice each of them.
 
-The kernels themselves know nothing of this: a bug is a text of a header and what replaces it. One
-copy has all bugs, each behind a number that is known at run time, since a build takes long.
+The kernels themselves contain nothing of this: a bug replaces a text of a header. Since a build
+takes long, one copy has all bugs, and a number at run time turns one of them on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COPY = ROOT / "build" / "seeded-bugs"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text that occurs once in a header, and what replaces it, where BUG says that it is on."""
+    """A text that occurs once in a header, and its replacement; BUG says whether it is on."""
 
     number: int
     header: str  # below csrc/persistent
@@ -25,7 +25,7 @@ class Mutation:
     replacement: str
 
     def applied(self, original: str, mutated: str) -> str:
-        """The mutated header with this mutation too."""
+        """Adds this mutation to a header that may have others."""
         for header in (original, mutated):
             if (count := header.count(self.text)) != 1:
                 raise ValueError(
@@ -116,42 +116,42 @@ MUTATIONS = [
         "int asked_for = kCount;",
         "if (BUG) return;\n    int asked_for = kCount;",
     ),
-    # Packets may hold the NaN that marks what has not been sent.
+    # Packets may hold the NaN that marks memory as not sent.
     Mutation(
         11,
         "exchange.h",
         "  Packet packet;\n",
         "  if (BUG && bits == nan) bits = all_ones;\n  Packet packet;\n",
     ),
-    # No barrier after weights are turned.
+    # No barrier after weights are transposed.
     Mutation(
         12,
         "backward.h",
         "All stages(block);\n  sync_block();",
         "All stages(block);\n  if (!BUG) sync_block();",
     ),
-    # Weights are turned by lanes in step.
+    # Lanes transpose weights without a barrier in between.
     Mutation(
         13,
         "backward_product.h",
         "packet.word[j];\n      }\n    }\n    sync_warp();",
         "packet.word[j];\n      }\n    }\n    if (!BUG) sync_warp();",
     ),
-    # No bug: rounding gives that NaN, which packets then do not hold.
+    # Not a bug: rounding gives that NaN, and packets must still not hold it.
     Mutation(
         15,
         "exchange.h",
         "uint32_t bits = Of::bits(value);",
         "uint32_t bits = Of::bits(value);\n  if (BUG && bits == nan) bits = all_ones;",
     ),
-    # Numbers are cut off and not rounded to TF32.
+    # Numbers are truncated and not rounded to TF32.
     Mutation(
         16,
         "exchange.h",
         "return round_to_tf32(number);",
         "return BUG ? Traits<float>::bits(number) : round_to_tf32(number);",
     ),
-    # What the next kernel needs preset is not preset.
+    # The memory of the next kernel is not preset.
     Mutation(
         17,
         "forward.h",
@@ -162,7 +162,7 @@ MUTATIONS = [
 
 
 def mutated_headers() -> dict[str, str]:
-    """The text of each header that has bugs, with all of them."""
+    """The text of each mutated header, with all of its bugs."""
     folder = ROOT / "csrc" / "persistent"
     headers: dict[str, str] = {}
     for mutation in MUTATIONS:
@@ -174,14 +174,14 @@ def mutated_headers() -> dict[str, str]:
 
 
 def seeded_sources() -> Path:
-    """The folder of a copy of the emulation's sources, next to a copy of csrc with all bugs."""
+    """Copies the emulation's sources next to a copy of csrc with all bugs; returns the folder."""
     texts = {f"csrc/persistent/{name}": text for name, text in mutated_headers().items()}
     for path in [*(ROOT / "csrc").rglob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]:
-        text = path.read_text().replace("fusedrnn_emulated", "fusedrnn_seeded")  # the library
+        text = path.read_text().replace("fusedrnn_emulated", "fusedrnn_seeded")  # its name
         texts.setdefault(str(path.relative_to(ROOT)), text)
     for name, text in texts.items():
         path = COPY / name
-        if not path.exists() or path.read_text() != text:  # else what is built of it stays
+        if not path.exists() or path.read_text() != text:  # an unchanged file keeps its build
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}")  # another process may read it
             fresh.write_text(text)

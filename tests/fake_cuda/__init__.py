@@ -1,4 +1,4 @@
-"""Builds and loads the operators for GPUs over a fake of CUDA, by the compiler for C++ alone.
+"""Builds and loads the operators for GPUs over a fake of CUDA, with only a C++ compiler.
 
 ``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` are compiled as they are. ``include/`` stands in
 for the headers of CUDA, and the sources in this folder for a GPU, its runtime, cuBLASLt and torch.
@@ -30,7 +30,7 @@ FLAGS = [
 
 
 def _as_cpp(kernels: Path) -> Path:
-    """A source that is compiled for the CPU, whatever its name says."""
+    """A source that is compiled for the CPU, although its name may end in .cu."""
     source = BUILD / f"{kernels.stem}_cu.cpp"
     text = f'#include "{kernels}"\n'
     if not source.exists() or source.read_text() != text:
@@ -47,7 +47,7 @@ def fake_operators() -> Any:
         name="fusedrnn_fake_cuda",
         sources=[str(path) for path in [*sorted(FOLDER.glob("*.cpp")), *kernels]],
         extra_cflags=FLAGS,
-        # Where torch has CUDA too, its symbols are not to be mixed up with ours.
+        # If torch has CUDA too, its symbols must not be mixed up with these.
         extra_ldflags=["-Wl,-Bsymbolic", "-Wl,--no-undefined"],
         build_directory=str(BUILD),
         is_python_module=False,

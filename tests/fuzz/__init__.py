@@ -1,7 +1,7 @@
 """Random calls, right ones and wrong ones: ``python -m fuzz`` in the folder tests.
 
-Each case is made of one number, by which it can be run again alone. Cases run in processes of their
-own (worker.py), so that one that crashes or hangs is a finding like any other (batches.py).
+A case is made from one number, which can run it again alone. Cases run in processes of their own
+(worker.py), so that a crash or a hang is a finding like any other (batches.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Outcome:
-    """Of one case."""
+    """The outcome of a case."""
 
     what: str  # "right", "raised" or "accepted"
-    call: str  # in words
+    call: str  # the call in words
     findings: list[tuple[str, str]] = field(default_factory=list)
     """What is wrong: of what kind, and exactly."""

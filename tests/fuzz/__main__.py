@@ -1,6 +1,7 @@
 """Random calls: ``python -m fuzz valid`` and ``python -m fuzz bad`` in the folder tests.
 
-Exit status 1 if anything is wrong. What is printed with a finding runs its case again alone.
+Exits with status 1 if anything is wrong. Each finding is printed with a command that runs its case
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CASES_OF_A_SEED = 10**9
 
 
 def main() -> None:
-    """One program or both, plain and under sanitizers as asked for."""
+    """Runs one program or both, plain and under sanitizers."""
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("program", choices=[*PROGRAMS, "all"], help="all: plain and sanitized")
     parser.add_argument("--minutes", type=float, default=1.0, help="in all (1)")
@@ -48,7 +49,7 @@ def main() -> None:
         CONSOLE.print(f"{program}, {library}, {60 * options.minutes / len(runs):.0f} s")
         try:
             counts = show(program, is_sanitized, options.seed * CASES_OF_A_SEED, until)
-        except RuntimeError as error:  # no case was begun
+        except RuntimeError as error:  # no case has begun
             CONSOLE.print(escape(str(error)), soft_wrap=True)
             counts = Counter({"finding: not begun": 1})
         whats = [f"{counts[what]:,}" for what in ("cases", "right", "raised", "accepted", "died")]
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[str]:
-    """Runs cases, and prints those of the findings that are not like another one."""
+    """Runs cases, and prints findings, one of each kind."""
     counts: Counter[str] = Counter()
     seen = set()
     flag = " --sanitized" if is_sanitized else ""
@@ -80,7 +81,7 @@ def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[
 
 
 def alone(program: str, case: int, is_sanitized: bool) -> int:
-    """A case by itself, with all that the process has to say; 1 if anything is wrong."""
+    """Runs a single case and shows its process's output; returns 1 if anything is wrong."""
     (record,) = batches.run(program, case, 1, is_sanitized=is_sanitized, is_shown=True)
     CONSOLE.print(f"{record.outcome.what}: {escape(record.outcome.call)}", soft_wrap=True)
     for kind, text in record.outcome.findings:

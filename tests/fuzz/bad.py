@@ -1,7 +1,7 @@
-"""Wrong calls of everything that is public, and of the operators themselves.
+"""Wrong calls of all public functions, and of the operators themselves.
 
-A good call with one to three wrong values is refused with one clear sentence, or is taken and gives
-results of the right shape; it leaves all as it was, in finite time.
+A good call with one to three wrong values is refused with one clear sentence, or is accepted and
+gives results of the right shape. It changes nothing, and ends in finite time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .watch import Watch, faults_of, tensors_in
 from .wrong import wrong
 
 OF_ONE_SHAPE = ("hx", "eps", "weights", "lengths", "reset")  # if nothing else is changed
-SECONDS = 4.0  # of the process, in which a wrong call must be told to be one
+SECONDS = 4.0  # of processor time, within which a wrong call must be refused
 good_call = valid.good_call
-is_shown = False  # where errors come from
+is_shown = False  # whether to show where errors come from
 
 
 def kinds_of(value: Any) -> list[Any] | None:
-    """Shapes and dtypes of its tensors, unless one has none."""
+    """The shapes and dtypes of tensors, or None if one of them has none."""
     try:
         return [(tuple(t.shape), t.dtype) for t in tensors_in(value)]
     except RuntimeError:
@@ -36,13 +36,13 @@ def kinds_of(value: Any) -> list[Any] | None:
 
 
 def spoil(good: Good, rng: random.Random) -> tuple[list[str], bool]:
-    """Puts one to three wrong values in -> of what, and whether any of them must be refused."""
+    """Puts in one to three wrong values; returns their names, and whether one must be refused."""
     names, must_raise = [], False
     count = min(rng.choice([1, 1, 2, 3]), len(good.arguments))
     for name in rng.sample(list(good.arguments), count):
         value = good.arguments[name]
         before = kinds_of(value)
-        if isinstance(value, dict):  # what a module is made of
+        if isinstance(value, dict):  # the arguments of a constructor
             key = rng.choice(list(value))
             value[key], is_wrong = wrong(value[key], rng)
             name = f"{name}[{key!r}]"
@@ -52,20 +52,20 @@ def spoil(good: Good, rng: random.Random) -> tuple[list[str], bool]:
         if alone and (now := kinds_of(good.arguments[name])) is not None:
             is_wrong |= len(now) == len(before) and now != before
         if name == "bias" and good.name.endswith("Cell"):
-            is_wrong = False  # cells take anything for its truth, as torch.nn's do
+            is_wrong = False  # cells accept any value of bias, as torch.nn's do
         names.append(name)
         must_raise |= is_wrong and not good.is_raw
     return names, must_raise
 
 
 def prepare() -> None:
-    """What takes memory at its first use."""
+    """Uses everything once that takes memory at its first use."""
     for seed in range(20):
         operator(random.Random(seed))
 
 
 def words(value: Any) -> str:
-    """Of an argument, in short."""
+    """An argument in short words."""
     if isinstance(value, PackedSequence):
         return f"PackedSequence({', '.join(map(words, value))})"
     if isinstance(value, Tensor):
@@ -80,7 +80,7 @@ def words(value: Any) -> str:
 
 
 def run(seed: int, note: Callable[[str], None]) -> Outcome:
-    """One case."""
+    """Runs a case."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     good = rng.choice(KINDS)(rng)
@@ -99,7 +99,7 @@ def safely(function: Callable[[Any], str], value: Any) -> str:
 
 
 def tried(good: Good, outcome: Outcome, must_raise: bool = False) -> Outcome:
-    """The call, and what is to be said about it."""
+    """Makes the call, and returns what was wrong with it."""
     generators = [g for g in good.arguments.values() if isinstance(g, torch.Generator)]
     watch = Watch(good.arguments, generators)
     try:
@@ -123,17 +123,17 @@ def tried(good: Good, outcome: Outcome, must_raise: bool = False) -> Outcome:
 
 
 def is_misshapen(good: Good, results: Any) -> bool:
-    """Whether an output has not the shape and dtype that those of an input lead to."""
+    """Whether an output lacks the shape and dtype that follow from the input."""
     input, sequence = good.arguments.get("input"), good.arguments.get("return_sequence", True)
     if good.is_raw or not isinstance(input, Tensor) or not isinstance(results, tuple):
         return False
     if not good.name.islower() or sequence is not True or not isinstance(results[0], Tensor):
-        return False  # what a module would return depends on its options
+        return False  # a module's results depend on its options
     return results[0].shape[:-1] != input.shape[:-1] or results[0].dtype != input.dtype
 
 
 def use(results: Any) -> None:
-    """Looks at all numbers, and goes backward."""
+    """Reads all numbers, and runs backward."""
     found = [t for t in tensors_in(results) if t.is_floating_point() and not t.is_meta]
     for t in found:
         t.detach().sum().item()

@@ -1,4 +1,4 @@
-"""Cases in batches, each a process of its own, and what became of every case."""
+"""Runs cases in batches, each in a process of its own, and records every case's outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import Outcome, sanitized
 
 TESTS = Path(__file__).parents[1]
 BATCH = 200
-HANG_SECONDS = 240.0  # on a machine that is busy otherwise
+HANG_SECONDS = 240.0  # on a busy machine
 MOST_BYTES = 8 << 30
 SUMMARY = re.compile(
     r"^SUMMARY: .*|^Fatal Python error.*|.*runtime error: .*|^\w*Error: .*|.*rss limit exhausted.*",
@@ -30,7 +30,7 @@ TOO_LARGE = re.compile(r"SUMMARY: AddressSanitizer: (allocation-size-too-big|out
 
 @dataclass
 class Record:
-    """Of one case."""
+    """The record of a case."""
 
     program: str
     case: int
@@ -47,9 +47,9 @@ def run(
     hang_seconds: float = HANG_SECONDS,
     is_shown: bool = False,
 ) -> Iterator[Record]:
-    """Cases from ``first`` on: so many, or as many as there is time for.
+    """Runs ``count`` cases from ``first`` on, or as many as there is time for.
 
-    ``is_shown``: what the process prints is printed, and where an error comes from.
+    ``is_shown``: whether to print the process's output, and where errors come from.
     """
     end = None if count is None else first + count
     while (end is None or first < end) and (until is None or time.time() < until):
@@ -60,7 +60,7 @@ def run(
         words += ["--sanitized"] * is_sanitized + ["--shown"] * is_shown
         records, reached = _batch(program, first, words, is_sanitized)
         yield from records
-        if reached == first:  # the time was over, or the process did not even begin
+        if reached == first:  # time was up, or the process has not begun a case
             break
         first = reached
 
@@ -68,7 +68,7 @@ def run(
 def _batch(
     program: str, first: int, words: list[str], is_sanitized: bool
 ) -> tuple[list[Record], int]:
-    """Its records, and the first case that is still to do."""
+    """Runs a batch; returns its records, and the first case that is left."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     if is_sanitized:
         sanitized.build()
@@ -102,8 +102,8 @@ def _batch(
 
 
 def death(status: int, said: str, call: str) -> Outcome:
-    """Of a process in a call, by what it left."""
-    if TOO_LARGE.search(said):  # the sanitizer knows no std::bad_alloc
+    """How a process died in a call, from its output."""
+    if TOO_LARGE.search(said):  # the sanitizer ends the process instead of raising std::bad_alloc
         return Outcome("raised", call)
     if hang := HANG.search(said):
         return Outcome("died", call, [("hang", said[hang.start() :][:1500])])

@@ -1,4 +1,4 @@
-"""What is random in a right call but its tensors: cell, sizes, options, form."""
+"""Draws right calls without their tensors: cell, sizes, options, form."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hostile.oracle import Regularization
 import fusedrnn
 
 DTYPES = [torch.float64] * 3 + [torch.float32, torch.bfloat16, torch.float16]
-extra_bytes = 0  # of red zones, of which no plan knows
+extra_bytes = 0  # red zones, which no plan counts
 
 
 def size(rng: random.Random, most: int = 40) -> int:
-    """Mostly small."""
+    """A size, mostly small."""
     kind = rng.random()
     return rng.randint(1, 9) if kind < 0.5 else rng.randint(1, most)
 
 
 def large(rng: random.Random, usual: int) -> int:
-    """Now and then more than a vector, a chunk or a tile."""
+    """A size that now and then is larger than a vector, a chunk or a tile."""
     return rng.randint(100, 150) if rng.random() < 0.06 else usual
 
 
 @dataclass
 class Call:
-    """All that is random in a case but the memory of its tensors."""
+    """Everything random in a case, except how its tensors lie in memory."""
 
     case: Case
     form: str  # "functional", "module" or "cell"
@@ -39,7 +39,7 @@ class Call:
     batch_first: bool
     return_sequence: bool
     has_state: bool
-    is_sorted: bool  # what is packed
+    is_sorted: bool  # only for packed rows
     lengths_as: str  # a "tensor", "list" or "numpy"
     autocast: bool
     threads: int
@@ -47,7 +47,7 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That is computed in."""
+        """The dtype of the computation."""
         is_cast = self.autocast and self.case.dtype != torch.float64
         return torch.bfloat16 if is_cast else self.case.dtype
 
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def how(self) -> Regularization:
-        """As the oracle takes it, but for the seed."""
+        """The options in the oracle's form, without the seed."""
         zoneout = self.options.get("zoneout", 0.0)
         pair = zoneout if isinstance(zoneout, tuple) else (zoneout, zoneout)
         training = self.options.get("training", True)
@@ -65,7 +65,7 @@ class Call:
 
 
 def draw(rng: random.Random) -> Call:
-    """Any call."""
+    """Draws a call."""
     cell = rng.choice(CELLS)
     form = rng.choice(["functional"] * 3 + ["module"] * 3 + ["cell"])
     is_cell, is_lstm = form == "cell", cell == "lstm"
@@ -116,7 +116,7 @@ def draw(rng: random.Random) -> Call:
         options["training"] = rng.random() < 0.5
     if case.chunk_size is None and some(0.2):
         least = least_workspace(case, noise)
-        if form == "functional":  # whose weights may have to be copied
+        if form == "functional":  # its weights may have to be copied
             least += weights_bytes(case)
         options["workspace_bytes"] = int(least * rng.choice([1, 1, 1.5, 4])) + extra_bytes
     if some(0.1):
@@ -139,13 +139,13 @@ def draw(rng: random.Random) -> Call:
 
 
 def weights_bytes(case: Case) -> int:
-    """Of a layer in float64, at most."""
+    """The most bytes of a layer's weights, in float64."""
     weights = case.tensors().weights
     return 8 * sum(w.numel() + 64 for w in weights)
 
 
 def least_workspace(case: Case, noise: str) -> int:
-    """What a plan says that chunks of one step may take."""
+    """The most workspace for chunks of one step, by a plan."""
     sizes = {name: getattr(case, name) for name in ("cell", "input_size", "hidden_size", "bias")}
     sizes |= {name: getattr(case, name) for name in ("num_layers", "bidirectional")}
     if case.cell == "stochastic_gru":

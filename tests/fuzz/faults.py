@@ -1,4 +1,4 @@
-"""Calls that are wrong in each way that is looked for: a test sees that they are found."""
+"""Calls with each fault that the programs look for; a test checks that they are found."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draws(x: torch.Tensor) -> None:
 
 
 def writes(x: torch.Tensor) -> None:
-    x.data[0] = 1  # which no version tells
+    x.data[0] = 1  # which changes no version counter
     refuse()
 
 
@@ -67,13 +67,13 @@ def spoils(x: torch.Tensor) -> None:
 
 
 def overruns(x: torch.Tensor) -> None:
-    """One number behind an array of a workspace, within the tensor; of the sanitized library."""
+    """Writes one number beyond an array of a workspace, in the sanitized library."""
     memory = torch.zeros(1 << 12, dtype=torch.uint8)
     torch.ops.fusedrnn_overrun.write_behind(memory, 5)
 
 
 spoilt = False
-# What is wrong, and the kind of the finding.
+# Faults, and the kind of each finding.
 FAULTS: list[tuple[Callable[..., Any], str]] = [
     (lambda x: refuse(), ""),
     (lambda x: x.sum(), ""),
@@ -101,7 +101,7 @@ def good_call() -> bool:
 
 
 def run(case: int, note: Callable[[str], None]) -> Outcome:
-    """One fault, after which everything is as it was."""
+    """Makes a fault, and restores everything after it."""
     function = overruns if case == OVERRUN else FAULTS[case][0]
     good = Good("fault", function, {"x": torch.zeros(3)})
     try:

@@ -1,4 +1,4 @@
-"""Calls that work, to be spoilt: of everything that is public, and of the operators themselves."""
+"""Right calls of all public functions and of the operators, to be spoilt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trial import MODULES
 
 @dataclass
 class Good:
-    """A call that works, whose arguments are to be spoilt."""
+    """A right call whose arguments are to be spoilt."""
 
     name: str
     function: Callable[..., Any]
@@ -34,7 +34,7 @@ class Good:
 
 
 def options_of(rng: random.Random, cell: str) -> dict[str, Any]:
-    """What functional forms and constructors take besides sizes and tensors."""
+    """Options of functional forms and constructors."""
     options: dict[str, Any] = {
         "dropout": rng.choice([0.0, 0.3]),
         "zoneout": (0.1, 0.2) if cell == "lstm" and rng.random() < 0.3 else rng.choice([0.0, 0.2]),
@@ -49,7 +49,7 @@ def options_of(rng: random.Random, cell: str) -> dict[str, Any]:
 
 
 def a_case(rng: random.Random) -> Case:
-    """A small one."""
+    """A small case."""
     cell = rng.choice(CELLS)
     return Case(
         cell,
@@ -67,7 +67,7 @@ def a_case(rng: random.Random) -> Case:
 
 
 def tensors_of(case: Case, rng: random.Random, has_seed: bool) -> dict[str, Any]:
-    """What calls of modules and of functional forms take."""
+    """Tensors for calls of modules and functional forms."""
     a = case.tensors()
     for leaf in a.differentiable():
         leaf.requires_grad_(rng.random() < 0.7)
@@ -96,7 +96,7 @@ def functional(rng: random.Random) -> Good:
 
 
 def sizes_of(case: Case) -> dict[str, Any]:
-    """Of a constructor."""
+    """The sizes of a constructor."""
     names = ("input_size", "hidden_size", "num_layers", "bias", "bidirectional")
     sizes = {name: getattr(case, name) for name in names}
     if case.cell == "stochastic_gru":
@@ -162,7 +162,7 @@ def switch(rng: random.Random) -> Good:
 
 
 def operator(rng: random.Random) -> Good:
-    """What fusedrnn itself gives to its operators, so that no list of arguments stands here."""
+    """Calls with the arguments that fusedrnn itself gives to its operators."""
     case, calls = a_case(rng), []
     operators = _library.operators
 
@@ -189,7 +189,7 @@ def operator(rng: random.Random) -> Good:
 
 
 def detached(value: Any) -> Any:
-    """Tensors and lists of them without a history."""
+    """Tensors, and lists of them, detached from their graph."""
     if isinstance(value, Tensor):
         return value.detach()
     return [detached(one) for one in value] if isinstance(value, list) else value

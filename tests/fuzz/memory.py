@@ -1,4 +1,4 @@
-"""The same values, or nearly, in any memory that a user may hand over."""
+"""Copies of tensors in any layout of memory that a user may pass, with (nearly) the same values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def transposed(values: Tensor, rng: random.Random) -> Tensor:
-    """Dense, with the dimensions in another order."""
+    """A dense copy with its dimensions in another order."""
     order = rng.sample(range(values.dim()), values.dim())
     back = sorted(range(len(order)), key=order.__getitem__)
     return values.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 def with_gaps(values: Tensor, rng: random.Random) -> Tensor:
-    """Every second or third of a larger tensor, in some dimensions, which has NaN between them."""
+    """A copy in a larger tensor with gaps of NaN in some dimensions."""
     steps = [rng.choice([1, 1, 2, 3]) for _ in values.shape]
     if values.dtype == torch.bool:
         wide = torch.ones([n * s for n, s in zip(values.shape, steps, strict=True)]).bool()
@@ -30,7 +30,7 @@ def with_gaps(values: Tensor, rng: random.Random) -> Tensor:
 
 
 def shifted(values: Tensor, rng: random.Random) -> Tensor:
-    """Dense, at an address that is no multiple of 16."""
+    """A dense copy at an address that is not a multiple of 16."""
     offset = rng.randint(1, 3)
     memory = values.new_zeros(values.numel() + offset)
     memory[offset:] = values.flatten()
@@ -38,12 +38,12 @@ def shifted(values: Tensor, rng: random.Random) -> Tensor:
 
 
 def negated(values: Tensor, rng: random.Random) -> Tensor:
-    """Whose memory holds the numbers with the other sign."""
+    """A copy whose memory holds negated numbers (torch's negative bit)."""
     return values if values.dtype == torch.bool else torch._neg_view(-values)
 
 
 def expanded(values: Tensor, rng: random.Random) -> Tensor:
-    """With the first of some dimension in the place of all."""
+    """A copy that repeats the first slice of a dimension, with a stride of 0."""
     dim = rng.randrange(values.dim())
     return values.narrow(dim, 0, min(1, values.shape[dim])).expand(values.shape)
 
@@ -53,7 +53,7 @@ LAYOUTS: list[Layout] = [transposed, with_gaps, shifted, negated, expanded]
 
 
 def any_memory(values: Tensor, rng: random.Random) -> Tensor:
-    """Mostly as it is."""
+    """A copy in a random layout, mostly the plain one."""
     if values.dim() == 0 or rng.random() < 0.6:
         return values
     return rng.choice(LAYOUTS)(values, rng)

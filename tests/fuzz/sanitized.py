@@ -1,4 +1,4 @@
-"""The CPU library built for sanitizers, in the place of the one that fusedrnn loads."""
+"""Builds the CPU library for sanitizers, and loads it in place of the ordinary one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 LIBRARY = ROOT / "build" / f"fuzz-torch{torch.__version__}" / "sanitized.so"
 SOURCES = [ROOT / "csrc/ops/ops.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
-LIMITS = ("max_allocation_size_mb", "hard_rss_limit_mb")  # one is refused, the other one ends it
-RED_ZONES = 1 << 16  # bytes that those of a workspace may take in all
+LIMITS = ("max_allocation_size_mb", "hard_rss_limit_mb")  # refuses, and ends the process
+RED_ZONES = 1 << 16  # bytes of all red zones in a workspace, at most
 FLAGS = [
     *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-O1", "-g"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DFUSEDRNN_RED_ZONES"),
@@ -27,7 +27,7 @@ FLAGS = [
 
 
 def build() -> Path:
-    """The library, anew if a source has changed: all of fusedrnn's own, and one overrun."""
+    """Builds the library if a source has changed: fusedrnn's own code, and one overrun."""
     sources = [*SOURCES, FOLDER / "sanitized.cpp"]
     newest = max(s.stat().st_mtime for s in [*sources, *(ROOT / "csrc").rglob("*.h")])
     if LIBRARY.exists() and LIBRARY.stat().st_mtime > newest:
@@ -43,20 +43,20 @@ def build() -> Path:
 
 
 def runtime(name: str) -> str | None:
-    """Where the compiler has a library that it links to programs, or None."""
+    """The path of a library that the compiler links to programs, or None."""
     words = ["c++", f"-print-file-name={name}"]
     found = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     return found if Path(found).is_absolute() else None
 
 
 def is_possible() -> bool:
-    """Torch for CUDA does not pass the address sanitizer itself."""
+    """Whether torch passes the address sanitizer; torch for CUDA does not."""
     return torch.version.cuda is None and runtime("libasan.so") is not None
 
 
 def environment(most_bytes: int) -> dict[str, str]:
-    """Of a process that may load the library; it gets no more than so much memory."""
-    # The one of C++ as well: the sanitizer looks for its functions before torch loads it.
+    """The environment of a process that loads the library, with a limit of memory."""
+    # libstdc++ too, since the sanitizer looks for its functions before torch loads it.
     libraries = [runtime("libasan.so"), runtime("libstdc++.so")]
     options = ["detect_leaks=0", "allocator_may_return_null=1", "handle_abort=1"]
     options += [f"{limit}={most_bytes >> 20}" for limit in LIMITS]
@@ -69,7 +69,7 @@ def environment(most_bytes: int) -> dict[str, str]:
 
 def import_fusedrnn() -> None:
     """Imports fusedrnn so that its operators are those of the library, which has their names."""
-    load = ctypes.CDLL  # torch loads libraries of operators by it too
+    load = ctypes.CDLL  # torch loads libraries of operators by it
 
     def instead(path: str, *arguments: Any, **options: Any) -> ctypes.CDLL:
         is_core = path is not None and Path(path).name.startswith("_core.")

@@ -1,4 +1,4 @@
-"""Some of the random calls of tests/fuzz, and that it notices what it looks for."""
+"""Some random calls, and a check that the programs find every kind of fault."""
 
 import pytest
 

@@ -81,7 +81,7 @@ class Trial:
         self.generator = torch.Generator().manual_seed(rng.getrandbits(60))
 
     def ours(self) -> tuple[Tensor, ...]:
-        """By fusedrnn; its results, without what holds them."""
+        """Results of fusedrnn, as plain tensors."""
         call, case = self.call, self.call.case
         options = dict(call.options)
         tensors: dict[str, Any] = {}
@@ -119,14 +119,14 @@ class Trial:
         return [w for name, w in self.leaves.items() if name.startswith("weights")]
 
     def lengths_given(self) -> Any:
-        """In a form that means the same."""
+        """The lengths in the drawn form: tensor, list or array."""
         if self.lengths is None or self.call.rows == "packed":
             return None
         forms = {"list": self.lengths.tolist(), "numpy": list(np.array(self.lengths.numpy(), "i4"))}
         return forms.get(self.call.lengths_as, self.lengths)
 
     def module(self, options: dict[str, Any]) -> torch.nn.Module:
-        """With the weights, which are leaves of this trial from then on."""
+        """The module of the call; its weights become leaves of this trial."""
         case = self.call.case
         sizes = {name: getattr(case, name) for name in ("input_size", "hidden_size", "bias")}
         if case.cell == "stochastic_gru":
@@ -142,7 +142,7 @@ class Trial:
         return module
 
     def copies(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The leaves as the call sees them, in another dtype."""
+        """Copies in another dtype of the values that the call sees."""
         return {
             name: leaf.detach().to(self.call.dtype).to(dtype).requires_grad_(leaf.requires_grad)
             for name, leaf in self.leaves.items()
@@ -155,15 +155,15 @@ class Trial:
         order: torch.Generator | None = None,
         by_oracle: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Results in the form of ``ours``."""
+        """Results of the plain loop, in the form of ``ours``."""
         call, case, rows = self.call, self.call.case, self.call.rows
         x, dtype = leaves["input"], leaves["input"].dtype
         lengths, reset = self.lengths, self.reset
         states = [leaves.get(name) for name in ("hx", "cx", "eps")]
-        if call.form == "cell":  # a sequence of one step
+        if call.form == "cell":  # a cell runs a sequence of one step
             x, states = x[None], [None if s is None else s[None] for s in states]
             states[2] = None if states[2] is None else states[2][None]
-        if rows == "packed":  # in the order of what is packed, which is also that of noise
+        if rows == "packed":  # in the order of packed rows, which is the order of noise too
             x, lengths = pad_packed_sequence(PackedSequence(x, self.batch_sizes))
             if self.sorted is not None:
                 states = [

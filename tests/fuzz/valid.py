@@ -1,4 +1,4 @@
-"""Right calls of any kind: outputs and gradients are those of a plain loop in float64."""
+"""Compares outputs and gradients of right calls with a plain loop in float64."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .memory import any_memory
 from .trial import Trial
 from .watch import Watch
 
-EXACT = 1e-11  # relative error of float64, whose truth has errors too
-ORDERS = 3  # of summation, in which a loop of a shorter dtype is run besides the usual one
+EXACT = 1e-11  # relative error in float64, where the truth has errors too
+ORDERS = 3  # more orders of summation for the loop in shorter dtypes
 
 
 @contextlib.contextmanager
 def recorded_seeds() -> Iterator[dict[str, Tensor | None]]:
-    """What the operators are given while it lives."""
+    """Records the seeds that the operators get, as long as the context lasts."""
     operators, seeds = _library.operators, {}
 
     def recorded(name: str) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ def gradients(
 
 
 def run(seed: int, note: Callable[[str], None]) -> Outcome:
-    """One case."""
+    """Runs a case."""
     trial = Trial(seed)
     outcome = Outcome("right", str(trial.call))
     note(outcome.call)
@@ -75,7 +75,7 @@ def run(seed: int, note: Callable[[str], None]) -> Outcome:
 
 
 def judge(trial: Trial) -> list[tuple[str, str]]:
-    """What is wrong."""
+    """Returns what is wrong with a call's results."""
     call, leaves = trial.call, trial.leaves
     modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     with modes[call.mode]():
@@ -105,7 +105,7 @@ def judge(trial: Trial) -> list[tuple[str, str]]:
 
 
 def relative(error: Tensor, truth: Tensor) -> float:
-    """In norm."""
+    """The relative error by norms."""
     size = truth.norm()
     return float(error.norm() / size if size > 0 else error.norm())
 
@@ -117,7 +117,7 @@ def too_far(
     cotangents: list[Tensor | None],
     seeds: dict[str, Tensor | None],
 ) -> list[tuple[str, str]]:
-    """Results that are further off than docs/reliability.md allows."""
+    """Results whose errors are larger than docs/reliability.md allows."""
     errors = {name: relative(ours[name] - exact, exact) for name, exact in truth.items()}
     allowed = dict.fromkeys(truth, EXACT)
     dtype = trial.call.dtype
@@ -132,7 +132,7 @@ def too_far(
         }
         usual = (sum(error**2 for error in worst.values()) / len(worst)) ** 0.5
         few = ROUNDINGS[dtype] * torch.finfo(dtype).eps
-        # One result of few numbers is right by luck; all of a call are not.
+        # A result of few numbers may be right by luck; all results of a call are not.
         allowed = {name: TWICE * max(error, usual) + few for name, error in worst.items()}
     return [
         ("too far off", f"{name}: {errors[name]:.2g}, allowed {allowed[name]:.2g}")
@@ -142,7 +142,7 @@ def too_far(
 
 
 def good_call() -> list[bytes]:
-    """The bits of a call that is always the same."""
+    """The bits of a fixed call."""
     case = Case("lstm", bidirectional=True, lengths=True, dtype=torch.float32)
     results = case.tensors().to(torch.float32).results(fusedrnn, **case.options)
     return [bytes(tensor.detach().numpy()) for tensor in results.values()]

@@ -1,4 +1,4 @@
-"""What a call must leave as it was, and what its error may say."""
+"""Watches everything that a call must not change, and checks the text of its error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 LONGEST_MESSAGE = 600
-MOST_BYTES = 1 << 26  # of a tensor whose values are compared
-PATH = re.compile(r"csrc\b|(?:^|[\s\"'(=,])/\w+/[\w/.-]*\.\w+")  # and no address of a page
-# What torch itself says about arguments that do not fit an operator's schema or device.
+MOST_BYTES = 1 << 26  # the largest tensor whose values are compared
+PATH = re.compile(r"csrc\b|(?:^|[\s\"'(=,])/\w+/[\w/.-]*\.\w+")  # but not an address of a web page
+# torch's own messages about arguments that do not fit an operator's schema or device.
 OF_SCHEMA = re.compile(r"fusedrnn::\w+\(\) |Could not run 'fusedrnn::|Overflow when unpacking")
 
 
@@ -41,7 +41,7 @@ def contents(tensor: Tensor) -> bytes | None:
 
 
 def settings() -> dict[str, Any]:
-    """Of torch, for the whole process or thread."""
+    """Settings of torch for the process or the thread."""
     denormal = torch.tensor([1e-310], dtype=torch.float64)
     return {
         "number of threads": torch.get_num_threads(),
@@ -62,7 +62,7 @@ def version(tensor: Tensor) -> int:
 
 
 class Watch:
-    """Remembers what is, to say later what has changed."""
+    """Remembers the state of everything, to find changes later."""
 
     def __init__(self, arguments: Any, generators: Sequence[torch.Generator] = ()):
         self.tensors = [(t, contents(t), version(t)) for t in tensors_in(arguments)]
@@ -71,11 +71,11 @@ class Watch:
         self.begin = time.process_time()
 
     def seconds(self) -> float:
-        """Of this process: others may keep it waiting."""
+        """Processor time of this process, since others may keep it waiting."""
         return time.process_time() - self.begin
 
     def changes(self, may_draw: bool) -> list[str]:
-        """``may_draw``: whether generators may have gone on."""
+        """Lists the changes. ``may_draw``: whether generators may have drawn."""
         found = []
         for i, (tensor, bytes_before, version_before) in enumerate(self.tensors):
             if contents(tensor) != bytes_before:
@@ -93,7 +93,7 @@ class Watch:
 
 
 def faults_of(error: BaseException, is_raw: bool) -> list[tuple[str, str]]:
-    """What is wrong about an error; ``is_raw``: of an operator itself."""
+    """What is wrong with an error. ``is_raw``: whether an operator was called directly."""
     text, name = str(error), type(error).__name__
     shown = f"{name}: {text[:300]}"
     if not isinstance(error, ValueError | TypeError | RuntimeError):

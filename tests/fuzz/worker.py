@@ -1,4 +1,4 @@
-"""Runs cases one after another, and writes down each before it begins: the process may not survive.
+"""Runs cases one by one, and notes each before it begins, since it may end the process.
 
 ``python -m fuzz.worker PROGRAM FIRST COUNT``; batches.py starts it.
 """
@@ -22,7 +22,7 @@ from . import Outcome, sanitized
 
 
 def main() -> None:
-    """All of them, or until it is too late."""
+    """Runs all cases, or as many as there is time for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
     parser.add_argument("first", type=int)
@@ -40,7 +40,7 @@ def main() -> None:
     program = importlib.import_module(f"fuzz.{options.program}")
     program.is_shown = options.shown
     getattr(program, "prepare", lambda: None)()
-    if not options.sanitized:  # whose shadow of all memory counts as well
+    if not options.sanitized:  # the sanitizer's shadow memory would count
         limit_memory(options.most_bytes)
     before = program.good_call()
     with open(options.report, "a", buffering=1) as report:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run(program: object, case: int, note: Callable[[str], None]) -> Outcome:
-    """A case, whose own mistakes are findings too."""
+    """Runs a case; an error of the program itself is a finding too."""
     try:
         return program.run(case, note)  # type: ignore[attr-defined]
     except Exception:
@@ -68,7 +68,7 @@ def run(program: object, case: int, note: Callable[[str], None]) -> Outcome:
 
 
 def limit_memory(most_bytes: int) -> None:
-    """So much beyond what the process has by now: what is huge is refused rather than swapped."""
+    """Limits further memory, so that huge allocations are refused and not swapped."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + most_bytes, now + most_bytes))

@@ -1,6 +1,6 @@
-"""Wrong values in the place of right ones.
+"""Wrong values in place of right ones.
 
-``wrong(value, rng)`` -> another value, and whether nobody may take it for a right one.
+``wrong(value, rng)`` returns another value, and whether it can never be right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.uint8, torch.bool),
 ]
-# Of no use as any argument of a call.
+# Values that no argument of a call may have.
 NOTHINGS: list[Callable[[], Any]] = [
     lambda: "3",
     lambda: b"3",
@@ -38,7 +38,7 @@ NOTHINGS: list[Callable[[], Any]] = [
 
 
 class Strange(Tensor):
-    """A subclass of which nobody has heard."""
+    """A subclass of Tensor that no code knows."""
 
 
 def quantized(t: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def jagged(t: Tensor) -> Tensor:
     return torch.nested.nested_tensor(list(t), layout=torch.jagged)
 
 
-# Tensors that have no strides, or are not just numbers in memory.
+# Tensors that have no strides, or are more than numbers in memory.
 EXOTIC: list[Callable[[Tensor], Tensor]] = [
     lambda t: t.to_sparse(),
     lambda t: t.to_sparse_csr(),
@@ -61,12 +61,12 @@ EXOTIC: list[Callable[[Tensor], Tensor]] = [
     lambda t: t.to("meta"),
     lambda t: t.to(torch.complex64),
     lambda t: t.to(torch.complex64).conj(),
-    lambda t: t.to(torch.complex64).imag,  # of which the first is a number like any other
+    lambda t: t.to(torch.complex64).imag,  # imaginary parts are ordinary numbers
 ]
 
 
 def tensor(value: Tensor, rng: random.Random) -> tuple[Any, bool]:
-    """Another tensor, or what is none."""
+    """Another tensor, or something else."""
     t = value.detach()
     kind = rng.randrange(12)
     if kind == 0:
@@ -77,14 +77,14 @@ def tensor(value: Tensor, rng: random.Random) -> tuple[Any, bool]:
     if kind in (2, 3):
         try:
             return rng.choice(EXOTIC)(t), False
-        except (RuntimeError, IndexError):  # there is no such thing of this rank or type
+        except (RuntimeError, IndexError):  # not possible for this rank or type
             return t.to("meta"), False
     if kind == 4:
         return t.to(rng.choice(DTYPES)), False
-    if kind == 5:  # of another rank
+    if kind == 5:  # another rank
         ways = [t[None], t[..., None], t.flatten(), t.sum(), t[:0], t.new_empty(0), t[None, None]]
         return rng.choice(ways), False
-    if kind == 6 and t.dim():  # of another size
+    if kind == 6 and t.dim():  # another size
         dim = rng.randrange(t.dim())
         ways = [
             t.narrow(dim, 0, max(t.shape[dim] - 1, 0)),
@@ -95,14 +95,14 @@ def tensor(value: Tensor, rng: random.Random) -> tuple[Any, bool]:
             t.transpose(dim, -1).contiguous(),
         ]
         return rng.choice(ways), False
-    if kind == 7 and t.dim():  # of no memory to speak of
+    if kind == 7 and t.dim():  # huge, without memory
         dim = rng.randrange(t.dim())
         shape = list(t.shape)
         shape[dim] = rng.choice(HUGE)
         one = t.flatten()[:1] if t.numel() else t.new_zeros(1)
         try:
             return one.as_strided(shape, [0] * len(shape)), False
-        except RuntimeError:  # it would have too many elements
+        except RuntimeError:  # too many elements
             return t[None], False
     if kind == 8:
         return t.as_subclass(Strange), False
@@ -124,7 +124,7 @@ def integer(value: int, rng: random.Random) -> tuple[Any, bool]:
 
 
 def number(value: float, rng: random.Random) -> tuple[Any, bool]:
-    """No probability, or of another type."""
+    """A number that is no probability, or a value of another type."""
     some: list[Any] = [float("nan"), float("inf"), True, torch.tensor(0.5), (0.1, 0.2), (0.1,)]
     some += [(0.1, 0.2, 0.3), [0.1, 0.2], np.float32(0.5)]
     none = [-0.1, 1.1, 2**70, "0.5", None, 1j]
@@ -133,7 +133,7 @@ def number(value: float, rng: random.Random) -> tuple[Any, bool]:
 
 
 def flag(value: bool, rng: random.Random) -> tuple[Any, bool]:
-    """What Python would take for a flag, and this package must not."""
+    """A value that Python takes for true or false, but this package must refuse."""
     chosen = rng.choice(["False", 0, 1, None, torch.tensor(True), 1.0, [], "", np.bool_(True)])
     return chosen, True
 
@@ -166,7 +166,7 @@ def sequence(value: Any, rng: random.Random) -> tuple[Any, bool]:
 
 
 def packed(value: PackedSequence, rng: random.Random) -> tuple[Any, bool]:
-    """One made by hand, with parts that do not fit."""
+    """A PackedSequence made by hand, with parts that do not fit."""
     data, sizes, order, back = value
     rows, steps, batch = len(data), len(sizes), int(sizes[0])
     kind = rng.randrange(4)
@@ -197,12 +197,12 @@ def packed(value: PackedSequence, rng: random.Random) -> tuple[Any, bool]:
 
 
 def hand_made(*parts: Any) -> PackedSequence:
-    """Without the checks of its constructor, as pickles are."""
+    """A PackedSequence made without its constructor's checks, as by unpickling."""
     return tuple.__new__(PackedSequence, parts)
 
 
 def other(value: Any, rng: random.Random) -> tuple[Any, bool]:
-    """In the place of None, of a generator, of a dtype, of a module."""
+    """A wrong value in place of None, a generator, a dtype or a module."""
     some: list[Any] = [None, 3, "cuda", "cpu", "meta", True, [1, 2], (), object()]
     some += [torch.Generator(), torch.zeros(2, 3), torch.tensor([1]), torch.zeros(1).bool()]
     some += [torch.int8, torch.float16]
@@ -212,7 +212,7 @@ def other(value: Any, rng: random.Random) -> tuple[Any, bool]:
 
 
 def wrong(value: Any, rng: random.Random) -> tuple[Any, bool]:
-    """By the kind of a value."""
+    """A wrong value, chosen by the kind of the right one."""
     if rng.random() < 0.05:
         return other(value, rng)
     kinds: list[tuple[Any, Callable[[Any, random.Random], tuple[Any, bool]]]] = [

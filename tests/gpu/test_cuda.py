@@ -1,4 +1,4 @@
-"""What only a GPU can show.  Values are compared by the tests that take ``device``.
+"""Behaviour that only a GPU can show; tests that take ``device`` compare values there.
 
 Longer than 350 lines, because its tests are of one topic and share their fixtures.
 """
@@ -109,9 +109,9 @@ def test_sources_of_the_seed():
 
 
 def test_denormals_are_numbers():
-    """With u = 1 the state is carried as it is."""
+    """With u = 1 the state is carried unchanged."""
     weights = [torch.zeros(s, device="cuda") for s in ((12, 1), (12, 1), (2, 4), 12, 12, 2)]
-    weights[3][4:8] = 200.0  # bias of the update gate
+    weights[3][4:8] = 200.0  # the bias of the update gate
     hx = torch.full((1, 2, 4), 1e-40, device="cuda")
     output, _ = fusedrnn.stochastic_gru(torch.zeros(3, 2, 1, device="cuda"), weights, hx)
     assert torch.equal(output, hx.expand(3, 2, 4)) and output.all()
@@ -133,7 +133,7 @@ def test_same_bits_if_chunks_are_replayed_or_not(monkeypatch, options, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"recompute": False, "noise": "eps"}], ids=str)
 def test_same_bits_with_deterministic_algorithms(deterministic, options, dtype):
-    """Which also fill fresh memory with NaN."""
+    """Deterministic algorithms also fill fresh memory with NaN."""
     case = replace(CASE, dtype=dtype, **options)
     arguments = case.tensors("cuda").to(dtype)
     deterministic(False)
@@ -209,7 +209,7 @@ def test_work_is_enqueued_on_the_current_stream_and_not_waited_for():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        results(copied(arguments, scale=0.5), CASE)  # takes memory and leaves other values there
+        results(copied(arguments, scale=0.5), CASE)  # uses memory and leaves other values in it
         torch.cuda._sleep(1_000_000_000)  # half a second
         values = results(copied(arguments), CASE)
     assert not stream.query()
@@ -249,7 +249,7 @@ def test_number_of_allocations_does_not_depend_on_the_length(recompute, dtype):
 
 
 def captured(step):
-    """A graph of what ``step`` does, and its results, after the warm-up that torch asks for."""
+    """A CUDA graph of ``step`` and its results, captured after the warm-up that torch asks for."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -320,7 +320,7 @@ def test_a_cuda_graph_draws_a_new_sample_in_every_replay():
 
 @pytest.fixture
 def allow_memory():
-    """Lets torch reserve so many bytes more than it has by now."""
+    """Lets torch reserve at most so many more bytes than it has reserved."""
 
     def allow(more):
         gc.collect()
@@ -375,7 +375,7 @@ def test_out_of_memory_in_backward(allow_memory):
     ("hidden_size", "latent_size"), [(512, 8), (8, 768)], ids=["gates", "latents"]
 )
 def test_64_bit_indices(hidden_size, latent_size):
-    """A few rows of the batch alone give what they give among all, in one chunk."""
+    """A few rows of the batch give the same alone as among all rows, in one chunk."""
     seq_len, batch, dtype = 64, 22_000, torch.bfloat16
     assert seq_len * batch * max(3 * hidden_size, 2 * latent_size) > 2**31
     gc.collect()
@@ -403,7 +403,7 @@ def test_64_bit_indices(hidden_size, latent_size):
         return dict(zip(names, (output.detach(), *grads), strict=True))
 
     ours = train(input, eps, grad_output, chunk_size=seq_len)
-    # Elsewhere gradients are zero, so the weights have those of these rows.
+    # Gradients are zero elsewhere, so the weights' gradients come from these rows.
     elsewhere = torch.ones(batch, dtype=torch.bool, device="cuda").index_fill_(0, rows, False)
     assert not ours["input"][:, elsewhere].any()
     for name, batch_dim in (("output", 1), ("input", 1), ("eps", 2)):
@@ -460,7 +460,7 @@ def test_arguments_on_the_cpu_are_refused(what):
     with pytest.raises(RuntimeError, match=re.escape(f"fusedrnn: {name} must be on {where}")):
         replace(arguments, **{what: value}).call(fusedrnn)
     assert torch.equal(state, torch.cuda.get_rng_state())
-    torch.cuda.synchronize()  # raises an error if a kernel has read what it must not
+    torch.cuda.synchronize()  # raises an error if a kernel has read beyond memory
 
 
 def test_the_operator_itself_reads_no_memory_of_the_cpu():

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from nvcc import NVCC, SOURCES, each_architecture, needs_nvcc
 
-pytestmark = pytest.mark.slow  # all kernels are compiled for three GPUs
+pytestmark = pytest.mark.slow  # compiles all kernels for three GPUs
 
 
 @dataclass(frozen=True)
 class Function:
-    """What ptxas says of a kernel, or of a function that it calls."""
+    """The resources of a kernel, or of a function that it calls, as ptxas prints them."""
 
     name: str
     architecture: str
@@ -42,7 +42,7 @@ class Function:
 
 
 def functions(log: str) -> list[Function]:
-    """All functions in what ``nvcc -Xptxas -v`` says."""
+    """All functions in the output of ``nvcc -Xptxas -v``."""
     pattern = re.compile(
         r"Compiling entry function '\S+' for '(?P<architecture>\S+)'"
         r"|Function properties for (?P<name>\S+)\s+(?P<stack_frame>\d+) bytes stack frame, "
@@ -72,7 +72,7 @@ def global_accesses(ptx: str) -> dict[str, list[str]]:
 
 
 def in_loops(ptx: str) -> list[str]:
-    """The instructions of a kernel that it may execute more than once."""
+    """The instructions of a kernel that are in loops."""
     lines = re.sub(r"//[^\n]*", "", ptx).splitlines()
     at = {line.rstrip(":"): i for i, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
     repeated: set[int] = set()
@@ -95,7 +95,7 @@ def demangled(name: str) -> str:
 
 @functools.cache
 def compiled(architecture: str) -> tuple[str, str]:
-    """What ptxas says of all sources, and their PTX."""
+    """The functions of all sources, and their PTX."""
 
     def compile_one(source: Path) -> tuple[str, str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,7 @@ def test_aligned_kernels_access_memory_in_wide_words(architecture: str) -> None:
     grus = [m[1] for m in aligned if m[3] == "Gru"]
     assert len(grus) == 8, f"expected forward and backward in four dtypes, got {grus}"
     for match, used in aligned.items():
-        # Seed, shift, length and reset are one number each.
+        # Seed, replay offset, length and reset are single numbers.
         single = {i for i in used if ".v" not in i}
         assert single <= {"ld.global.u64", "ld.global.u8"}, match[1]
         if match[3] == "Gru":
@@ -155,10 +155,10 @@ def test_persistent_kernels_use_tensor_cores_and_few_fences(architecture: str) -
         shape, dtype = MMA[match[1].removeprefix("fusedrnn::")]
         assert text.count(f"mma.sync.aligned.{shape}.row.col.f32.{dtype}") == products, match[0]
         assert text.count("mma.sync") == products, match[0]
-        # Of what ends up with a fence there is what flags need, once in each stage.
+        # Only flags need a fence, once in each stage.
         assert not re.search(r"\b(membar|fence|atom|red)\b", text), match[0]
         assert len(re.findall(r"\bst\.release", text)) == len(stages), match[0]
-        # Packets: looked at, and again if they were not there.
+        # Packets are read, and read again if they have not arrived.
         assert text.count("ld.relaxed.gpu.global.v4") == 2 * depth * len(stages), match[0]
         assert text.count("st.relaxed.gpu.global.v4") == len(stages), match[0]
 
@@ -183,7 +183,7 @@ def test_persistent_backward_uses_tensor_cores_and_few_fences(architecture: str)
         assert text.count("st.relaxed.gpu.global.v4") == gates, match[0]
 
 
-PHILOX = [0xCD9E8D57, 0xD2511F53]  # has 32 bits times these, which ptxas sees in 64
+PHILOX = [0xCD9E8D57, 0xD2511F53]  # Philox multiplies 32 bits by these, to 64 bits
 
 
 @needs_nvcc

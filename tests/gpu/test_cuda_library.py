@@ -1,4 +1,4 @@
-"""The CUDA operators where torch has CUDA, with a GPU or without: they load, and are registered."""
+"""The CUDA operators load and are registered if torch has CUDA, with or without a GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Persistent kernels on a GPU: what their emulation (test_persistent.py) cannot show."""
+"""Persistent kernels on a GPU: behaviour that their emulation (test_persistent.py) cannot show."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def trained(case, backend="persistent"):
 
 
 def assert_values(monkeypatch, run, case):
-    """And the protocols, and runs of one, give the same bits.
+    """Asserts the bounds of errors, and that both protocols and repeated runs give the same bits.
 
-    Of float32 errors may also be those of the loop that rounds to TF32 by hand: of small products
-    cuBLASLt may choose not to round anything.
+    In float32, errors may also be those of the loop that rounds to TF32 by hand, because cuBLASLt
+    may round nothing in small products.
     """
     with tf32_allowed():
         packets = run(case)
@@ -58,17 +58,17 @@ def test_error_is_at_most_twice_that_of_single_steps(monkeypatch, case):
 
 @pytest.mark.parametrize("size", SPEED_SIZES, ids=str)
 def test_speed_sizes(monkeypatch, size):
-    """Outputs and all gradients, where kernels are claimed to be fast."""
+    """Outputs and all gradients are right at the sizes of the claims of speed."""
     assert_values(monkeypatch, trained, size.case)
 
 
-# Of every depth too, and small enough for the emulation.
+# Cases of every depth that are small enough for the emulation.
 DEEP = [size.case for size in SMALL_SIZES if size.tiles == 1 and size.case.dtype != torch.float32]
 
 
 @pytest.mark.parametrize("case", CASES + DEEP, ids=str)
 def test_the_emulation_is_the_kernel(monkeypatch, case):
-    """Up to the order in which tensor cores add, which nobody documents."""
+    """Numbers differ only by the order in which tensor cores add, which is not documented."""
     on_gpu = results(case)
     operators = emulated_operators()
     operators.control(False, "", 132, 1)
@@ -81,7 +81,7 @@ def test_the_emulation_is_the_kernel(monkeypatch, case):
 
 
 def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
-    """Products and sums that are exact, whatever their order."""
+    """With small integers, products and sums are exact in any order."""
     weights = [torch.randint(-2, 3, shape).bfloat16() for shape in [(192, 16), (192, 64)]]
     input = torch.randint(-1, 2, (5, 9, 16)).bfloat16()
     hx = torch.randint(-1, 2, (1, 9, 64)).bfloat16()
@@ -103,7 +103,7 @@ def test_training(monkeypatch, cell, dtype, recompute):
 
 
 def test_streams_and_threads_at_the_same_time():
-    """Kernels whose blocks wait for each other must not wait for room that others have."""
+    """Kernels whose blocks wait for each other must not wait for room that another one holds."""
     cases = [
         replace(BASE, seq_len=200, batch=batch, hidden_size=size, latent_size=size, cell=cell)
         for batch, size in [(16, 256), (70, 512)]
@@ -184,7 +184,7 @@ def test_a_second_stream_in_a_cuda_graph(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nan_and_infinity_do_not_hang(monkeypatch, cell, dtype, by_flags):
-    """Neither pass, and of backward also where nothing but the gradient has some."""
+    """Both passes end; backward also if only the gradient has NaN or infinity."""
     monkeypatch.setattr(tuning.switches, "exchange_by_flags", by_flags)
     case = replace(BASE, dtype=dtype, **cell)
 

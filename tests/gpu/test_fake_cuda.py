@@ -1,4 +1,4 @@
-"""What asks CUDA for work, over a fake of CUDA: launches, streams, graphs, GEMMs, errors.
+"""The code that calls CUDA, over a fake of CUDA: launches, streams, graphs, GEMMs, errors.
 
 ``tests/fake_cuda`` compiles ``csrc/ops/ops_cuda.cpp`` and all of ``csrc/cuda/`` as they are. It
 carries out what they ask for in any order that the streams allow, and notes what CUDA forbids. It
@@ -36,8 +36,8 @@ CASES += [
     for dtype in (torch.float32, torch.float16)
 ]
 CASES.append(replace(BASE, num_layers=2, **MASKED, dtype=torch.bfloat16))
-# How far from the loop in float64, beyond twice what the operators for the CPU are off by. Products
-# of 16 bits backward are of gradients that are rounded to these.
+# Errors against the loop in float64, in addition to twice those of the operators for the CPU. In
+# 16 bits, backward multiplies rounded gradients.
 ALLOWED = {
     torch.float64: 1e-13,
     torch.float32: 5e-7,
@@ -45,7 +45,7 @@ ALLOWED = {
     torch.float16: torch.finfo(torch.float16).eps,
 }
 TF32 = 2**-9
-# Of what may be done in any: as it was asked for, the other way round, at random.
+# Orders of work that is not ordered: as enqueued, reversed, random.
 ORDERS = [0, 1, 2]
 
 
@@ -55,9 +55,9 @@ def results(arguments, case, **options):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A case's results by the fake GPU, which must have found nothing wrong.
+    """A case's results by the fake GPU, which must not have found a fault.
 
-    ``options`` are those of the fake. ``layout`` changes the arguments once they are there.
+    ``options`` are the fake's. ``layout`` changes the arguments after they are made.
     """
     operators = fake_operators()
 
@@ -110,7 +110,7 @@ def test_values(gpu, case):
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_gradients_of_the_output_alone(gpu, monkeypatch, cell):
-    """Those of the last states are zero, where nothing has been before."""
+    """The gradients of the last states are zeros, in memory that was not preset."""
     case = replace(BASE, **cell)
 
     def gradients(library, arguments, **options):
@@ -138,7 +138,7 @@ def test_recorded_chunks_give_the_same_bits(gpu, cell):
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_values_through_tf32(gpu, cell):
-    """Persistent kernels in both passes: each has one for each chunk."""
+    """Both passes run a persistent kernel for each chunk."""
     case = replace(BASE, dtype=torch.float32, **cell)
     allow_tf32(True)
     ours = gpu(case)
@@ -167,7 +167,7 @@ def test_a_second_stream(gpu, cell, masked):
 
 @pytest.mark.parametrize("cell", [{"cell": "lstm"}, {"cell": "stochastic_gru"}], ids=str)
 def test_few_multiprocessors(gpu, cell):
-    """Several tiles for each block, and so much shared memory that it has to be asked for."""
+    """Blocks have several tiles, and so much shared memory that it needs permission."""
     case = replace(BASE, seq_len=2, batch=200, hidden_size=60, dtype=torch.bfloat16, **cell)
     assert_right(gpu(case, device=1), case)
     assert gpu.cooperative > 0
@@ -190,7 +190,7 @@ def with_wide_rows(tensor):
 
 
 def shifted(tensor):
-    """Where a GPU can load single numbers only."""
+    """A copy at an address from which a GPU can load only single numbers."""
     memory = tensor.new_full([tensor.numel() + 1], torch.nan)
     memory[1:] = tensor.flatten()
     return memory[1:].view_as(tensor)
@@ -214,7 +214,7 @@ def test_memory_of_any_layout(gpu, change, dtype):
 
     def layout(arguments):
         arguments = with_weights(arguments, change)
-        if change is transposed:  # for matrices
+        if change is transposed:  # only for matrices
             return arguments
         names = ("input", "eps", "grad_output")
         changed = {name: change(getattr(arguments, name).detach()) for name in names}
@@ -226,7 +226,7 @@ def test_memory_of_any_layout(gpu, change, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_call_that_is_recorded(gpu, monkeypatch, overlap, dtype):
-    """Forward reads the memory of its arguments as it is when the graph is launched."""
+    """Forward reads the contents of its arguments at the time when the graph is launched."""
     operators = gpu.operators
     case = replace(BASE, dtype=dtype)
     expected = gpu(case)
@@ -259,7 +259,7 @@ FAILED = "failed to launch: the operation cannot be performed in the present sta
 
 @pytest.mark.parametrize("replay", [False, True])
 def test_a_launch_that_fails(gpu, replay):
-    """Whichever it is, also while recording: it is told once, and the next call is as ever."""
+    """Any launch may fail, also while recording: it is reported once, and later calls work."""
     expected = gpu(SMALL, replay=replay)
     for number in range(gpu.launches):
         with pytest.raises(RuntimeError, match=FAILED):
@@ -280,14 +280,14 @@ def test_a_launch_that_fails_beside_a_second_stream(gpu):
 
 
 def test_a_gpu_that_others_use_too(gpu):
-    """A grid that waits for itself is refused where it cannot run at once, and single steps do it.
+    """A grid whose blocks wait for each other is refused if they cannot all run.
 
-    The driver counts multiprocessors that are there, not those that are free. What it refuses is
-    not tried again.
+    Single steps then replace it. The driver counts all multiprocessors, not the free ones. A
+    refused kernel is not tried again.
     """
     case = replace(BASE, cell="lstm", dtype=torch.float16)
     with pytest.raises(AssertionError, match="2 blocks at once on 1 multiprocessors"):
-        gpu(case, free_multiprocessors=1)  # which the fake notes
+        gpu(case, free_multiprocessors=1)  # the fake then refuses the grid
     for free in (1, -1):
         ours = gpu(case, free_multiprocessors=free, forgets=False)
         assert gpu.cooperative == 0
@@ -302,7 +302,7 @@ NO_ALGORITHM, NO_SEARCH, NO_PRODUCT, EXACT = 1, 2, 3, 4
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("obstacle", [NO_ALGORITHM, NO_SEARCH, NO_PRODUCT])
 def test_products_without_cublaslt(gpu, obstacle, dtype):
-    """Of sizes that no other test has: what was found for these is known."""
+    """The sizes are of no other test, since algorithms that were found are remembered."""
     case = replace(BASE, input_size=23, hidden_size=25 + obstacle, latent_size=13, dtype=dtype)
     assert_right(gpu(case, no_gemm=obstacle), case)
     assert gpu.gemms == gpu.replays == 0
@@ -310,8 +310,7 @@ def test_products_without_cublaslt(gpu, obstacle, dtype):
 
 
 def test_torch_rounds_no_product_that_may_not_be_rounded(gpu):
-    """Its matrix products have a switch of their own: it is given wider numbers, of which it rounds
-    none."""
+    """torch's matrix products have their own switch, so they get float64, which is not rounded."""
     case = replace(BASE, input_size=31, hidden_size=33, dtype=torch.float32)
     as_float = gpu(case, no_gemm=NO_ALGORITHM)
     as_double = gpu(case, no_gemm=NO_ALGORITHM, torch_tf32=True)
@@ -320,7 +319,7 @@ def test_torch_rounds_no_product_that_may_not_be_rounded(gpu):
 
 
 def test_long_sums_of_float32_are_made_in_parts(gpu):
-    """Gradients of weights over 600 rows, and one of the input over 144 columns."""
+    """This concerns gradients of weights over 600 rows, and of the input over 144 columns."""
     small = Case("gru", seq_len=10, batch=20, hidden_size=32, chunk_size=10, dtype=torch.float32)
     large = replace(small, batch=60, hidden_size=72)
     for case, more in ((small, 0), (large, 3 * 2 + 1)):
@@ -332,7 +331,7 @@ def test_long_sums_of_float32_are_made_in_parts(gpu):
 
 
 def test_one_algorithm_serves_about_as_many_rows(gpu):
-    """Chosen for the most of them, whichever come first; and if it does not serve, another one."""
+    """It is chosen for the most rows, whichever come first, and replaced if unsupported."""
     searches = {}
     for batch in range(65, 97):
         case = replace(BASE, seq_len=2, batch=batch, input_size=27, dtype=torch.float64)
@@ -340,14 +339,14 @@ def test_one_algorithm_serves_about_as_many_rows(gpu):
         expected = gpu(case, replay=False)
         searches[batch] = gpu.operators.searches() - before
         assert_same(gpu(case, replay=False, no_gemm=EXACT), expected)
-    # And for each alignment of what stands behind these rows.
+    # And once for each alignment of the memory after these rows.
     most = max(searches.values())
     assert [batch for batch, count in searches.items() if 2 * count > most] == [65, 73, 81, 89]
     assert sum(searches.values()) < 8 * most
 
 
 def test_an_algorithm_of_its_own_is_found_before_a_recording(gpu, monkeypatch):
-    """By the first call, where the one for about as many rows does not serve."""
+    """The first call finds it, if the algorithm for similar numbers of rows is unsupported."""
     case = replace(BASE, batch=33, input_size=29, dtype=torch.float64)
     gpu(case, no_gemm=EXACT, replay=False)
     arguments = case.tensors().to(case.dtype)
@@ -363,7 +362,7 @@ def test_an_algorithm_of_its_own_is_found_before_a_recording(gpu, monkeypatch):
 
 # --- faults that have to be noticed --------------------------------------------------------------
 
-# As csrc/ would be wrong if it did not say something: in the order of tests/fake_cuda/fake.h.
+# Faults that csrc/ would have if it left a call out, in the order of tests/fake_cuda/fake.h.
 FAULTS = {
     "a wait of the first stream": {"overlap": True},
     "a wait of the second stream": {"overlap": True},
@@ -391,7 +390,7 @@ def test_a_fault_is_noticed(gpu, fault):
         bug = {"bug": 1 + list(FAULTS).index(fault), "failing_launch": number, "order": order}
         try:
             ours = gpu(case, **options, **bug)
-        except (RuntimeError, AssertionError):  # it was refused, or the fake has noted something
+        except (RuntimeError, AssertionError):  # a refusal, or a finding of the fake
             break
         if any(not torch.equal(ours[name], expected[name]) for name in expected):
             break

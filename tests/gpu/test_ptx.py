@@ -1,4 +1,4 @@
-"""The inline PTX of ``csrc/persistent/device.h``: what nvcc makes of a function, carried out here.
+"""The inline PTX of ``csrc/persistent/device.h``, compiled by nvcc and interpreted here.
 
 A kernel calls each function once, in all lanes of a warp. Its PTX is run by the PTX manual's
 description of its few instructions, matrices spread over lanes included. Accesses to memory that
@@ -25,7 +25,7 @@ HEADER = Path(__file__).parents[2] / "csrc/persistent/device.h"
 LANES = 32
 LANE = np.arange(LANES)
 
-# By name: what is done in each lane i, from arrays `in` and `more` to `out`.
+# Kernels by name: the work of each lane i, from arrays `in` and `more` to `out`.
 KERNELS = {
     "load_relaxed_packet": "((Packet*)out)[i] = load_relaxed((const Packet*)in + i);",
     "store_relaxed_packet": "store_relaxed((Packet*)out + i, ((const Packet*)in)[i]);",
@@ -41,7 +41,7 @@ KERNELS = {
     "mma_bf16": "multiply<BFloat16>(in, more, out, i);",
     "mma_f16": "multiply<Half>(in, more, out, i);",
 }
-# What has to be there once, of the accesses that are written in PTX.
+# The memory accesses written in PTX; each must occur once.
 ACCESSES = {
     "load_relaxed_packet": "ld.relaxed.gpu.global.v4.u32",
     "store_relaxed_packet": "st.relaxed.gpu.global.v4.u32",
@@ -77,7 +77,7 @@ __device__ void multiply(const uint32_t* a, const uint32_t* b, uint32_t* out, in
 
 
 def ptx_of(header: str) -> dict[str, list[str]]:
-    """The instructions of each kernel, by a header that may be changed."""
+    """The instructions of each kernel, compiled with a header that may be changed."""
     text = header.replace('#include "../', f'#include "{HEADER.parents[1]}/')
     text = text.replace("#pragma once", "") + SOURCE
     text += "".join(f"KERNEL({name}, {does})\n" for name, does in KERNELS.items())
@@ -116,19 +116,19 @@ def of_16_bits(kind: str, words: np.ndarray) -> np.ndarray:
 
 
 def mma(kind: str, d: list, a: list, b: list) -> list:
-    """Of m16n8k16 and m16n8k8: which lane has which elements is in the manual's figures.
+    """Runs m16n8k16 and m16n8k8; the manual's figures show which lane has which elements.
 
     ``groupID`` is lane / 4, ``threadID_in_group`` is lane % 4.
     """
     group, thread = LANE // 4, LANE % 4
-    if kind == "tf32":  # of a: row groupID, 8 further on for a1 and a3; column + 4 for a2 and a3
+    if kind == "tf32":  # a: row groupID, + 8 for a1 and a3; column + 4 for a2 and a3
         left, right = np.zeros((16, 8)), np.zeros((8, 8))
         for i in range(4):
             row, column = group + (8 if i in (1, 3) else 0), thread + (4 if i >= 2 else 0)
             left[row, column] = numbers(a[i] & ~np.uint32(0x1FFF))
         for i in range(2):
             right[thread + 4 * i, group] = numbers(b[i] & ~np.uint32(0x1FFF))
-    else:  # of a: numbers 0 to 7, two in each register; rows + 8 for 2, 3, 6, 7; columns + 8 from 4
+    else:  # a: numbers 0 to 7, two in a register; rows + 8 for 2, 3, 6, 7; columns + 8 from 4
         left, right = np.zeros((16, 16)), np.zeros((16, 8))
         for i in range(8):
             row = group + (8 if i in (2, 3, 6, 7) else 0)
@@ -143,7 +143,7 @@ def mma(kind: str, d: list, a: list, b: list) -> list:
 
 
 class Warp:
-    """Carries out a kernel; a register is an array of what the lanes have there."""
+    """Interprets a kernel; a register is an array with a value for each lane."""
 
     def __init__(self, arrays: list[np.ndarray]):
         self.memory = np.concatenate(arrays).astype(np.uint32)
@@ -157,7 +157,7 @@ class Warp:
         return np.full(LANES, int(operand))
 
     def words(self, text: str) -> np.ndarray:
-        """Where ``[register+offset]`` lies, in the memory's words."""
+        """The index of ``[register+offset]`` in the memory's words."""
         register, _, offset = text.strip("[]").partition("+")
         return (self.registers[register] + int(offset or 0)) // 4
 
@@ -206,7 +206,7 @@ def shuffled_down(value, distance, clamp, mask):
 
 
 def nearest_tf32(value):
-    """Ties go away from zero; of a NaN nobody knows which it becomes."""
+    """Rounds to TF32, ties away from zero; which NaN a NaN becomes is not specified."""
     rounded = (value.astype(np.uint32) + np.uint32(0x1000)) & ~np.uint32(0x1FFF)
     return np.where(np.isnan(numbers(value)), 0xFFFFFFFF, rounded).astype(np.uint32)
 
@@ -225,7 +225,7 @@ OTHERS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def run(name: str, instructions: list[str], *inputs: np.ndarray) -> np.ndarray:
-    """What the kernel leaves in ``out``."""
+    """Runs a kernel; returns the contents of ``out``."""
     read, more = (*inputs, np.zeros(0, np.uint32))[:2]
     warp = Warp([read, more, np.zeros(4 * LANES, np.uint32)])
     warp.run(instructions)
@@ -240,9 +240,9 @@ def words(count: int) -> np.ndarray:
 
 
 def check_access(name: str, instructions: list[str]) -> None:
-    """As many words as a packet has, or one; and by this instruction between memory and registers.
+    """Asserts that one instruction moves a packet or a word between memory and registers.
 
-    Of the two accesses to global memory, the other one is the kernel's own.
+    The other one of the two accesses to global memory is the kernel's own.
     """
     width = 4 if "packet" in name else 1
     read = words(width * LANES)
@@ -267,9 +267,9 @@ def check_round(name: str, instructions: list[str]) -> None:
 
 
 def check_mma(name: str, instructions: list[str]) -> None:
-    """Of matrices of small whole numbers, which all types have and whose sums are exact.
+    """Checks products of small integers, which all types can hold and whose sums are exact.
 
-    They are spread over the lanes as device.h describes it.
+    Matrices are spread over the lanes as device.h describes.
     """
     random = np.random.default_rng(5)
     wide = name == "mma_float"

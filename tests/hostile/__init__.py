@@ -50,7 +50,7 @@ OPTIONS = {
     "lengths": Option({"lengths": True, "chunk_size": 2}),
     "reset": Option({"reset": True}),
     "two directions": Option({"bidirectional": True}),
-    "no bias": Option({"bias": False}),  # so that no gate is saturated by one
+    "no bias": Option({"bias": False}),  # no gate is saturated by a bias then
     "two layers": Option({"num_layers": 2}),
     "dropout": Option({"num_layers": 2}, {"dropout": 0.3}),
     "zoneout": Option({}, {"zoneout": (0.3, 0.6)}),
@@ -66,7 +66,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Hostile:
-    """A case by its names, which also say all that is random in it."""
+    """A case, named by its parts, which also determine its random numbers."""
 
     cell: str
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class Hostile:
         return Regularization(**how)
 
     def arguments(self, dtype: torch.dtype | None = None) -> Arguments:
-        """Numbers of the case's dtype, as leaves in another or the same."""
+        """Arguments with numbers of the case's dtype, as leaves in this or another dtype."""
         case = self.case
         arguments = case.tensors()
         with torch.no_grad():
@@ -101,12 +101,12 @@ class Hostile:
         return arguments.to(dtype or self.dtype)
 
     def ours(self, backend: str = "cpu") -> dict[str, Tensor]:
-        """By fusedrnn, on a backend of ``BACKENDS``."""
+        """Results of fusedrnn, on a backend of ``BACKENDS``."""
         case, how, last_only = self.case, self.how, OPTIONS[self.option].last_only
         zoneout = how.zoneout if case.cell == "lstm" else how.zoneout[0]
         device = "cuda" if backend == "cuda" else "cpu"
         arguments = self.arguments().on(device)
-        # Masks have a seed of their own, which is no argument.
+        # Masks have a seed of their own, which is not an argument.
         drawn = mock.Mock(return_value=torch.tensor([how.seed], device=device))
         with mock.patch.object(call, "_draw_seed", drawn), computing(backend):
             outputs = arguments.call(
@@ -120,14 +120,14 @@ class Hostile:
             return _gradients(arguments, outputs[1:] if last_only else outputs, last_only)
 
     def loop(self, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
-        """By the oracle, with its options."""
+        """Results of the oracle, with its options."""
         last_only = OPTIONS[self.option].last_only
         arguments = self.arguments(dtype)
         outputs = oracle.call(self.case, arguments, self.how, **options)
         return _gradients(arguments, outputs[1:] if last_only else outputs, last_only)
 
     def torchs(self) -> dict[str, Tensor] | None:
-        """By torch's own kernel, if it has one for this."""
+        """Results of torch's own kernel, if it has one for the case."""
         case, option = self.case, OPTIONS[self.option]
         if case.cell == "stochastic_gru" or option.how or case.lengths or case.reset:
             return None
@@ -144,18 +144,18 @@ BACKENDS: dict[str, dict[str, int]] = {
     "emulated, persistent kernels": {"multiprocessors": 132, "schedule": 1},
     "cuda": {},
 }
-# A part of the changes is enough where most of the code is that of another backend.
+# Backends that share most code with another one try only each so many-th change.
 EVERY = {"emulated, denormals flushed": 2, "emulated, persistent kernels": 3}
 
 
 def has_case(backend: str, dtype: torch.dtype) -> bool:
-    """Whether a backend differs from the others for a dtype: persistent kernels are for 16 bits."""
+    """Whether a backend has the dtype: persistent kernels are tried in 16 bits only."""
     return "persistent" not in backend or dtype.itemsize == 2
 
 
 @contextlib.contextmanager
 def computing(backend: str) -> Iterator[None]:
-    """While it lives, fusedrnn computes by the backend."""
+    """Has fusedrnn compute by a backend, as long as the context lasts."""
     if not backend.startswith("emulated"):
         yield
         return
@@ -172,11 +172,11 @@ def computing(backend: str) -> Iterator[None]:
 
 
 def cases(cell: str, dtype: torch.dtype, backend: str, is_exhaustive: bool) -> list[Hostile]:
-    """Every change with every option, or with one of them and on slow backends not every change."""
+    """All changes with all options, or each with one option; slow backends skip some changes."""
     found = []
     for i, change in enumerate(changes(CELLS[cell]["cell"])):
         if cell == "stochastic gru, drawn" and "logvar" in change:
-            continue  # the noise of float and of double differs by rounding, which a scale enlarges
+            continue  # noise in float32 and float64 differs by rounding, which a scale enlarges
         options = list(OPTIONS)
         if not is_exhaustive:
             options = [options[(i + len(cell) + dtype.itemsize) % len(options)]]

@@ -1,4 +1,4 @@
-"""The counts of hostile cases and the worst errors: ``python -m hostile`` in the folder tests."""
+"""Runs hostile cases, counts them and finds the worst errors: ``python -m hostile`` in tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .judge import Finding, judge
 
 @dataclass
 class Counts:
-    """Sums over cases; ``worst`` is the largest error over what it may be."""
+    """Sums over cases; ``worst`` is the largest ratio of an error to its bound."""
 
     cases: int = 0
     rows: int = 0
@@ -28,7 +28,7 @@ class Counts:
     wrong: int = 0
 
     def add(self, findings: list[Finding]) -> None:
-        """One case more."""
+        """Adds a case."""
         self.cases += 1
         self.rows += sum(finding.rows for finding in findings)
         self.unjudged += sum(finding.unjudged for finding in findings)
@@ -45,13 +45,13 @@ class Counts:
         )
 
     def texts(self) -> list[str]:
-        """In the order of the table."""
+        """The counts as text, in the order of the table."""
         counts = (self.cases, self.rows, self.unjudged)
         return [*(f"{n:,}" for n in counts), f"{self.worst:.2f}", str(self.wrong)]
 
 
 def main() -> None:
-    """Of each backend and dtype. Exit status 1 if anything is wrong."""
+    """Prints counts for each backend and dtype; exits with status 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m hostile", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every option with every change")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="(all but cuda)")
@@ -59,8 +59,8 @@ def main() -> None:
     options = parser.parse_args()
     backends = options.backend or [b for b in BACKENDS if b != "cuda"]
     dtypes = [d for d in DTYPES if not options.dtype or str(d)[6:] in options.dtype]
-    torch.set_num_threads(1)  # of small tensors, where threads would only wait for each other
-    # Backends innermost: they are measured by the same truth, which is kept for them.
+    torch.set_num_threads(1)  # tensors are small, so threads would only wait for each other
+    # Backends vary fastest, because they share a cached truth.
     places = [p for p in itertools.product(dtypes, CELLS, backends) if has_case(p[2], p[0])]
     counts: dict[tuple[str, str], Counts] = collections.defaultdict(Counts)
     for dtype, cell, backend in rich.progress.track(places, transient=True):

@@ -1,4 +1,4 @@
-"""What makes the arguments of a call hostile: scales, saturated gates, poison."""
+"""Changes that make the arguments of a call hostile: scales, saturated gates, poison."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cases import Arguments, Case
 from torch import Tensor
 
 GATES = {"gru": 3, "lstm": 4, "stochastic_gru": 3}
-Change = Callable[[Case, Arguments], None]  # of the arguments' tensors, in place
+Change = Callable[[Case, Arguments], None]  # changes the arguments' tensors in place
 ROW_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 300.0, 1e4, 1e6)
-# Where sigmoid and its derivatives leave the range of float32, and around it.
+# Biases at and around which sigmoid and its derivatives leave the range of float32.
 BIASES = (8.0, 16.7, 40.0, 86.9, 87.1, 87.3, 87.5, 88.4, 88.8, 89.1, 104.0, 1e4)
 STATES = (1e-30, 1e-3, 10.0, 1e3, 6e4, 1e10, 1e30, math.inf)  # inf: the largest number
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -20,7 +20,7 @@ HUGE = (6e4, -6e4, 1e30, -1e30)
 
 
 def put(tensor: Tensor, values: Tensor) -> None:
-    """As numbers of the tensor's dtype that are finite where they were."""
+    """Writes values as numbers of the tensor's dtype; finite ones stay finite."""
     limit = torch.finfo(tensor.dtype).max
     tensor.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
 
@@ -30,7 +30,7 @@ def scale(tensor: Tensor, factor: float | Tensor) -> None:
 
 
 def blocks(case: Case, a: Arguments, gate: int) -> Iterator[Tensor]:
-    """The first bias of a gate in every layer: 3 and 4 are loc and logvar of a stochastic GRU."""
+    """A gate's block of the first bias in every layer; 3 and 4 are loc and logvar."""
     if not case.bias:
         return
     gates, matrices = GATES[case.cell], 3 if case.cell == "stochastic_gru" else 2
@@ -55,14 +55,14 @@ def inputs(factor: float) -> Change:
 
 
 def weights(factor: float, which: Callable[[int], bool] = lambda place: True) -> Change:
-    """``which``: by the place of a matrix among those of a layer, the input's first."""
+    """Scales weights. ``which``: the place of a matrix in its layer; the input's is first."""
 
     def change(case: Case, a: Arguments) -> None:
         matrices = 3 if case.cell == "stochastic_gru" else 2
         per_row = (2 if case.bias else 1) * matrices + bool(case.proj_size)
         for i, w in enumerate(a.weights):
             if w.dim() == 2 and which(i % per_row):
-                # exp(logvar / 2) of a huge logvar is inf for everyone.
+                # exp(logvar / 2) of a huge logvar is inf in every implementation.
                 rows = case.latent_size if i % per_row == 2 and matrices == 3 else len(w)
                 scale(w[:rows], factor)
 
@@ -87,10 +87,10 @@ def gradients(factor: float) -> Change:
 
 
 def states(case: Case, a: Arguments) -> None:
-    """A row of the batch each, of either sign."""
+    """Sets each state in a row of the batch, with both signs."""
     for state in (a.hx, a.cx):
         if state is not None:
-            # A gradient may be as large as their square, and the truth is no more than float64.
+            # A gradient may be as large as the square, which the truth needs to hold in float64.
             largest = min(float(torch.finfo(state.dtype).max), 1e140)
             values = torch.tensor(STATES, dtype=torch.float64).clamp(max=largest)
             put(state, state.double().sign() * values[:, None])
@@ -110,7 +110,7 @@ def held(case: Case, a: Arguments) -> None:
 
 
 def poison(name: str, values: tuple[float, ...]) -> Change:
-    """One number of a few rows of the batch; the others have nothing to do with it."""
+    """Sets one number in a few rows of the batch; other rows do not depend on it."""
 
     def change(case: Case, a: Arguments) -> None:
         tensor = getattr(a, name)
@@ -134,8 +134,8 @@ def zero(case: Case, a: Arguments) -> None:
         tensor.zero_()
 
 
-# Those that make all rows and units alike. Which of them has the worst error is then luck, and with
-# large weights errors grow from step to step, so that they are judged together.
+# Changes that treat all rows and units alike. Which of them has the worst error is then luck, and
+# with large weights errors grow from step to step, so they are judged together.
 ALIKE: dict[str, Change] = {
     **{f"input x {s:g}": inputs(s) for s in (1e-6, 100.0, 255.0, 1e3, 1e6)},
     **{f"weights x {s:g}": weights(s) for s in (1e-2, 10.0, 1e2, 1e3)},
@@ -150,7 +150,7 @@ ALIKE: dict[str, Change] = {
 
 
 def changes(cell: str) -> dict[str, Change]:
-    """Those that a cell is tried with: "gru", "lstm" or "stochastic_gru"."""
+    """The changes for a cell: "gru", "lstm" or "stochastic_gru"."""
     found = ALIKE | {
         "input rows x 1e-6 .. 1e6": input_rows,
         "gradient rows x 1e-6 .. 1e6": gradient_rows,

@@ -1,6 +1,6 @@
-"""Errors of a hostile case against float64, beside those of torch and of the loop.
+"""Errors of a hostile case against float64, compared with torch's and the loop's.
 
-They are compared where they differ: for each row of the batch, each unit, and each row of a weight.
+Errors are compared in parts: for each row of the batch, each unit, and each row of a weight.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 from . import Hostile
 from .changes import ALIKE
 
-# Orders of summation that the loop is run in, besides the usual one; and before a verdict.
+# Orders of summation of the loop, in addition to the usual one; and before a verdict.
 ORDERS, MORE_ORDERS = 5, 60
 TWICE = 2.0
-# What is right but for a few roundings is right, in units of eps. (Of float64 the truth has some.)
+# Roundings that are always allowed, in units of eps. (In float64, the truth has some too.)
 ROUNDINGS = {torch.float64: 64, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
-CHAOS = 0.1  # relative error of a state
+CHAOS = 0.1  # relative error of a state that counts as lost
 
 
-@functools.lru_cache(maxsize=64)  # of which some serve several backends
+@functools.lru_cache(maxsize=64)  # several backends share a case's truth
 def truth_of(hostile: Hostile) -> dict[str, Tensor]:
     return hostile.loop(torch.float64, is_exact=True)
 
 
 @functools.lru_cache(maxsize=64)
 def others_of(hostile: Hostile, orders: int) -> list[dict[str, Tensor]]:
-    """What torch and the loop make of it in the case's dtype."""
+    """Results of torch and of the loop, in several orders of summation, in the case's dtype."""
     drawn = [torch.Generator().manual_seed(seed) for seed in range(orders)]
     loops = [hostile.loop(hostile.dtype, order=order) for order in (None, *drawn)]
-    if hostile.dtype == torch.float64:  # else all have the gates of the truth, with their roundings
+    if hostile.dtype == torch.float64:  # else all would share the truth's roundings
         loops += [hostile.loop(hostile.dtype, order=order, by_logarithm=True) for order in drawn]
     return [r for r in (hostile.torchs(), *loops) if r is not None]
 
@@ -46,10 +46,10 @@ class Finding:
     result: str
     row: str
     error: float  # relative, where the truth is not 0
-    excess: float  # the error over what it may be
-    wrong: str  # why, or empty
+    excess: float  # the error over its bound
+    wrong: str  # the reason, or empty
     rows: int
-    unjudged: int  # of these, since torch or the loop has lost its way there
+    unjudged: int  # of these rows, where torch or the loop is wrong itself
 
     @property
     def is_wrong(self) -> bool:
@@ -63,9 +63,9 @@ class Finding:
 
 
 def views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Rows that are judged each by itself."""
+    """Views of a result as rows that are judged one by one."""
     if "weights" in name:
-        # One number of a bias would be right by luck, or wrong.
+        # A single number of a bias may be right or wrong by luck.
         yield "row of the weight", tensor if tensor.dim() == 2 else tensor[None]
     else:
         yield "row of the batch", tensor.movedim(-2, 0).flatten(1)
@@ -73,9 +73,9 @@ def views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def judge(hostile: Hostile, ours: dict[str, Tensor]) -> list[Finding]:
-    """One finding for each result and view of it: the row that is furthest beyond what it may be.
+    """A finding for each result and view of it: the row whose error is furthest beyond its bound.
 
-    What an error is measured by has luck in it too, so that more is tried before a verdict.
+    The other implementations' errors vary by luck, so more orders are tried before a verdict.
     """
     for orders in (ORDERS, MORE_ORDERS):
         findings = _judge(hostile, ours, others_of(hostile, orders))
@@ -103,10 +103,10 @@ def _judge(
 
 
 def _chaotic_rows(truth: dict[str, Tensor], others: list[dict[str, Tensor]]) -> Tensor:
-    """Rows of the batch whose states another one has lost altogether, bool (B,).
+    """Rows of the batch whose states another implementation has lost, bool (B,).
 
-    Errors grow from step to step where weights are large, until a gate that was open is shut. The
-    gradient then is that of another function.
+    With large weights errors grow from step to step, until a gate that was open is shut. The
+    gradient then belongs to another function.
     """
     exact = truth["h_n"].movedim(-2, 0).flatten(1)
     chaotic = torch.zeros(len(exact), dtype=torch.bool)
@@ -126,13 +126,13 @@ def _judge_rows(
     unjudged: Tensor,
 ) -> Finding:
     kind = torch.finfo(hostile.dtype)
-    # Below the smallest normal number of the type that is computed in, a result may be 0.
+    # Below the smallest normal number of the type of the computation, a result may be 0.
     tiny = 1e-300 if hostile.dtype == torch.float64 else 1e-37
     is_number = truth.isfinite()
-    # A row in which another one overflows is one where everyone may, by the order of a sum.
+    # If another implementation overflows in a row, ours may too, by its order of a sum.
     overflows = (is_number & ~others.isfinite()).any(0).any(-1)
     lost = (is_number & ~ours.isfinite()).any(-1) & ~overflows
-    # A NaN must be seen, unless another one shows a number there, or zoneout keeps the state.
+    # A NaN must show, unless another implementation has a number, or zoneout keeps the state.
     hidden = (truth.isnan() & ours.isfinite() & ~others.isfinite().any(0)).any(-1)
     if "zoneout" in hostile.how_options:
         hidden = torch.zeros_like(hidden)
@@ -145,7 +145,7 @@ def _judge_rows(
     usual, theirs = size, torch.stack([error(results) for results in others]).amax(0)
     if hostile.change in ALIKE:
         theirs = theirs.amax().expand_as(theirs)
-    if hostile.change in ALIKE or "weight" in row:  # a sum over the batch, of which little is left
+    if hostile.change in ALIKE or "weight" in row:  # a sum over the batch whose terms cancel
         usual = size.clamp(min=float(size.square().mean().sqrt()))
     # The truth about float64 has errors of the same size.
     allowed = (2 * TWICE if hostile.dtype == torch.float64 else TWICE) * theirs

@@ -1,7 +1,7 @@
-"""The cells once more, step by step and with every option: what other tests measure errors against.
+"""The cells written once more, step by step with every option: the truth for tests of errors.
 
-Independent of the package but for its random words. A product may be summed up in another order, by
-which it is seen how much of an error is luck.
+Independent of the package except for its random words. Products may be summed in another order,
+which shows how much of an error is luck.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ZONEOUT_OF_H, ZONEOUT_OF_STATE, DROPOUT = 2 << 29, 3 << 29, 4 << 29  # streams o
 
 @dataclass(frozen=True)
 class Regularization:
-    """Options of a call that leave something out."""
+    """The options of a call that drop or keep numbers at random."""
 
     dropout: float = 0.0
     zoneout: tuple[float, float] = (0.0, 0.0)  # of h and c
@@ -28,7 +28,7 @@ class Regularization:
 
 
 def kept_at(p: float, layer: int, steps: int, batch: int, width: int, how: Regularization):
-    """What zoneout keeps, (T, B, width): 0 or 1, or in evaluation the probability."""
+    """The share that zoneout keeps, (T, B, width): 0 or 1, or in evaluation the probability."""
     if p == 0 or not how.training:
         return torch.full((steps, batch, width), p, dtype=torch.float64)
     return words_below(p, layer, steps, batch, width, how.seed).double()
@@ -106,13 +106,13 @@ def call(
 
 
 def mixed(kept: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """kept * old + (1 - kept) * new, where 0 and 1 take one of the two whatever the other is."""
+    """kept * old + (1 - kept) * new; if kept is 0 or 1, the other value has no effect, even NaN."""
     both = kept * old + (1 - kept) * new
     return torch.where(kept == 1, old, torch.where(kept == 0, new, both))
 
 
 class _Sigmoid(torch.autograd.Function):
-    """Torch's derivative y (1 - y) is 0 where y rounds to 1; the truth is not."""
+    """sigmoid with an exact derivative: torch's y (1 - y) is 0 where y rounds to 1."""
 
     @staticmethod
     def forward(ctx, x):
@@ -126,7 +126,7 @@ class _Sigmoid(torch.autograd.Function):
 
 
 class _Tanh(torch.autograd.Function):
-    """Likewise 1 - y^2."""
+    """tanh with an exact derivative, unlike torch's 1 - y^2."""
 
     @staticmethod
     def forward(ctx, x):
@@ -162,7 +162,7 @@ class Cell:
         self.weight_hr = weights[-1] if case.proj_size else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As torch's, perhaps in another order."""
+        """torch's linear, perhaps in another order of summation."""
         linear = torch.nn.functional.linear
         if self.order is None:
             return linear(x, weight, bias)
@@ -186,7 +186,7 @@ class Cell:
         source = h
         if self.kind == "stochastic_gru":
             weight, bias = self.weights[2], self.biases[2]
-            if eps is None:  # logvar is nobody's business then, even if it is NaN
+            if eps is None:  # logvar is not used then, even if it is NaN
                 half = len(weight) // 2
                 source = self.linear(h, weight[:half], None if bias is None else bias[:half])
             else:
@@ -196,5 +196,5 @@ class Cell:
         p_r, p_u, p_n = self.linear(source, self.weights[1], self.biases[1]).chunk(3, -1)
         u = sigmoid(x_u + p_u)
         n = tanh(x_n + sigmoid(x_r + p_r) * p_n)
-        # n + u (h - n) loses what is left of n where u is near 1.
+        # n + u (h - n) loses the remaining share of n where u is near 1.
         return [u * h + sigmoid(-x_u - p_u) * n if self.is_exact else n + u * (h - n)]

@@ -1,7 +1,7 @@
 """Every cell, dtype, backend and option on numbers of hostile scales: see the folder hostile.
 
-FUSEDRNN_EXHAUSTIVE=1 tries every option with every change; else a change meets one option, and some
-backends are left to every few changes.
+FUSEDRNN_EXHAUSTIVE=1 tries every option with every change. Otherwise a change meets one option, and
+some backends skip changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hostile import BACKENDS, CELLS, Hostile, cases, has_case
 from hostile.judge import judge
 
 EXHAUSTIVE = os.environ.get("FUSEDRNN_EXHAUSTIVE") == "1"
-# Cells and dtypes outermost: the backends are measured by the same truth, which is kept for them.
+# Backends vary fastest, because they share a cached truth.
 PLACES = [
     pytest.param(cell, dtype, backend, marks=[pytest.mark.cuda] if backend == "cuda" else [])
     for cell in CELLS
@@ -29,7 +29,7 @@ PLACES = [
 
 @pytest.fixture(autouse=True)
 def _one_thread(threads):
-    """Small tensors: threads would only wait for each other."""
+    """Uses one thread, because tensors are small and threads would only wait for each other."""
     threads(1)
 
 
@@ -56,7 +56,7 @@ def wrongs(case, results):
 @pytest.mark.parametrize("name", ["output", "grad_input", "grad_hx", "grad_weights[0]"])
 @pytest.mark.parametrize("factor", [0.0, 1.001])
 def test_one_wrong_row_is_noticed(name, factor):
-    """The smallest row of the batch, or one row of a weight."""
+    """The wrong row is the smallest of the batch, or one of a weight."""
     results = GRU.ours()
     assert not wrongs(GRU, results)
     results[name] = results[name].clone()

@@ -1,4 +1,4 @@
-"""The documents: numbers are what the benchmarks printed, examples run, links lead somewhere."""
+"""The documents: numbers are from the benchmarks' results, examples run, links are valid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tes
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|h|cpp|cu|md|json))`")
-TOPS = (".", "csrc", "fusedrnn")  # where the names of files begin
+TOPS = (".", "csrc", "fusedrnn")  # folders that paths in documents are relative to
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -70,7 +70,7 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
 
 
 def headings(document: Path) -> list[str]:
-    """As GitHub names them: lower case, hyphens for spaces, no punctuation."""
+    """Anchors of headings as GitHub makes them: lower case, hyphens for spaces, no punctuation."""
     text = FENCED.sub("", document.read_text())
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -99,7 +99,7 @@ WITH_EXAMPLES = [document for document in DOCUMENTS if "```python" in document.r
 
 @pytest.mark.parametrize("document", WITH_EXAMPLES, ids=lambda document: document.name)
 def test_examples_run(document: Path) -> None:
-    """Examples of a document run one after the other, each with the names of those before."""
+    """The examples of a document run in order; each sees the names of the ones before."""
     names: dict[str, Any] = {}
     for language, example in FENCED.findall(document.read_text()):
         if language != "python":

@@ -1,4 +1,4 @@
-"""The layers of the house, checked on every #include and import. See docs/design.md.
+"""The layers of the code (docs/design.md), checked on every #include and import.
 
 A new file fails here until it has its place in the table: its layer is part of its design.
 """
@@ -25,7 +25,7 @@ CPP_LAYERS = {
 TORCH_LAYER = 4  # the only one that sees torch
 HELPERS = "helpers.cpp"  # free of torch, and includes all layers below the binding
 CUDA_FREE = "persistent/"  # the emulation compiles it, so it includes nothing of cuda/
-# What brings the locales of libstdc++: see checked.h.
+# Headers that bring in the locales of libstdc++; checked.h says why they are forbidden.
 STREAMS = ["iomanip", "ios", "iostream", "istream", "fstream", "locale", "ostream", "regex"]
 STREAMS += ["sstream", "streambuf"]
 CELL_MATH = [

@@ -1,4 +1,4 @@
-"""The library is the one of this package, or an error says that it is missing."""
+"""The library that is loaded is this package's, or an error says that it is missing."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ def test_the_library_says_when_it_is_not_built(tmp_path):
 
 
 def test_a_leftover_library_is_not_loaded(tmp_path):
-    """Of another build: what is loaded has the very name that this one gives."""
+    """A library of another build has another name, so it is not loaded."""
     source = Path(fusedrnn.__file__).parent
     shutil.copytree(source, tmp_path / "fusedrnn", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("_core.so", "_core.0.so", "_core_old.abi3.so", "_cuda.0.so"):

@@ -1,4 +1,4 @@
-"""The map of the tests names every file of them."""
+"""The map of the tests names every test file."""
 
 import re
 from pathlib import Path

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not BACKEND.exists(), reason="needs the source t
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # restores what the import changes
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # so that the change by the import is undone
     monkeypatch.setattr(sys, "path", [str(BACKEND), *sys.path])
     import fusedrnn_build
 
@@ -37,7 +37,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def call_hook(hook: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Calls a hook as pip does: in a process of its own, from the root of the sources."""
+    """Calls a build hook as pip does: in its own process, from the root of the sources."""
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [environment.get("PYTHONPATH"), str(BACKEND)])
     )
@@ -51,7 +51,7 @@ def call_hook(hook: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def fake_toolkit(folder: Path, release: str, codes: str = "") -> Path:
-    """A CUDA toolkit as far as the backend looks at it."""
+    """A folder with the parts of a CUDA toolkit that the build backend looks at."""
     nvcc = folder / "bin/nvcc"
     header = folder / "include/cuda_runtime.h"
     for file in (nvcc, header):
@@ -146,7 +146,7 @@ def test_cuda_choice(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_p
         (None, True, "sm_80 sm_90", None),  # torch asks the GPUs
         (None, False, "sm_75 sm_80 sm_86 sm_89 sm_90 sm_90a", "8.0;8.6;8.9;9.0+PTX"),
         ("", False, "sm_80 sm_90 sm_100 sm_103 sm_120", "8.0;9.0;10.0;12.0+PTX"),
-        (None, False, "", "8.0;8.6;8.9;9.0;10.0;12.0+PTX"),  # nvcc does not say
+        (None, False, "", "8.0;8.6;8.9;9.0;10.0;12.0+PTX"),  # nvcc does not list GPUs
     ],
 )
 def test_cuda_architectures(
@@ -215,7 +215,7 @@ def test_sdist_holds_all_that_compiling_needs(tmp_path: Path) -> None:
     assert not [name for name in packed if name.endswith((".so", ".pyc"))]
 
 
-# What an error says: by the library's own function, and by a stream, as torch's headers do.
+# An error's text from the library's own function, and from a stream, as in torch's headers.
 BY_CHECKED_H = """
 #include "base/checked.h"
 static void throw_error(long n) { fusedrnn::fail(n, " steps of ", 0.5, ", ", size_t(7)); }
@@ -252,7 +252,7 @@ print(text.value.decode())
 def test_errors_have_their_numbers_where_libstdcxx_is_linked_in(
     backend: ModuleType, tmp_path: Path, how: str
 ) -> None:
-    """By streams nothing of it may be shared; by the sources' own messages it may."""
+    """Messages by streams need a libstdc++ that is not shared; the package's own do not."""
     source, library = tmp_path / "say.cpp", tmp_path / "say.so"
     source.write_text((BY_A_STREAM if how == "stream" else BY_CHECKED_H) + SAY)
     flags = ["-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
@@ -266,21 +266,21 @@ def test_errors_have_their_numbers_where_libstdcxx_is_linked_in(
 
 @pytest.mark.parametrize("name", ["_core", "_helpers", "_cuda"])
 def test_libraries_have_no_locales_of_their_own(name: str) -> None:
-    """That others see: see LINK_FLAGS."""
+    """Libraries export no locales that other libraries would see; see LINK_FLAGS."""
     files = list(Path(_library.__file__).parent.glob(f"{name}.*.so"))
     if not files:
         pytest.skip("not built")
     found = subprocess.run(
         ["nm", "-DC", *map(str, files)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    # By its id a facet is found. Of what is inline some functions may be there, as in any library.
+    # A facet is found by its id. Some inline functions may be there, as in any library.
     ids = [s for s in found if " U " not in s and re.search(r" std::.*::id$", s)]
     assert not ids and not [s for s in found if " T std::locale" in s]
-    if name == "_helpers":  # in the others, torch's headers have streams
+    if name == "_helpers":  # torch's headers in the others use streams
         assert not [s for s in found if "std::ostream" in s or "stringstream" in s]
 
 
-# Root may write everywhere; so this tells the backend what others are told.
+# Root may write everywhere, so the backend is told what other users would find.
 READ_ONLY = """
 import os
 may = os.access
@@ -290,7 +290,7 @@ import fusedrnn_build
 
 
 def test_a_read_only_tree_is_built_from_a_copy(tmp_path: Path) -> None:
-    """Of the sources alone; metadata takes the way of a whole wheel, without its minutes."""
+    """Only sources are copied. Making metadata takes the same way as a wheel, but not minutes."""
     tree, made = tmp_path / "tree", tmp_path / "made"
     made.mkdir()
     ignored = shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "__pycache__", "tests")
@@ -337,9 +337,9 @@ assert all(p.grad is not None and p.grad.isfinite().all() for p in rnn.parameter
 
 @pytest.mark.slow
 def test_wheel_works_in_another_environment(tmp_path: Path) -> None:
-    """Built offline by pip, installed in a venv that sees this one's packages, used elsewhere."""
+    """pip builds it offline; it is installed in a venv that sees this one's packages."""
     pytest.importorskip("pip")
-    on_cpu_torch = torch.version.cuda is None  # else it is told to build for the CPU
+    on_cpu_torch = torch.version.cuda is None  # otherwise the build is told to be for the CPU
     offline = os.environ | {"PIP_NO_INDEX": "1", "FUSEDRNN_CUDA": "auto" if on_cpu_torch else "0"}
     pip = [sys.executable, "-m", "pip"]
     venv = tmp_path / "venv"
@@ -361,11 +361,11 @@ def test_wheel_works_in_another_environment(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert {name.partition(".")[0] for name in packed} == {"fusedrnn/_core", "fusedrnn/_helpers"}
-    assert len(packed) == 2  # nothing of earlier builds, for other Pythons or CUDA
+    assert len(packed) == 2  # no library of earlier builds, for other Pythons or CUDA
 
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin/python"
-    # The paths alone: the hook of an editable install, in a .pth file there, stays asleep.
+    # Only the paths: the hook of an editable install, in a .pth file there, must not run.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     packages = [folder for folder in sys.path if folder.endswith("-packages")]
     Path(site, "packages.pth").write_text("\n".join(packages) + "\n")

@@ -1,7 +1,7 @@
-"""What a long life does to the operators: many steps, many threads, no memory, other processes.
+"""The operators under stress: many steps, many threads, no memory, other processes.
 
-Each experiment has a process of its own, so that it neither disturbs the others nor takes them with
-it, and gives one row of a table: what was done, what was measured, and what is wrong. The command
+Each experiment runs in a process of its own, so that a crash does not end the others, and gives a
+row of a table: what was done, what was measured, and what is wrong. The command
 is ``python -m stress`` in the folder tests.
 """
 
@@ -22,26 +22,26 @@ CELLS: dict[str, Case] = {
     "projected lstm": Case("lstm", proj_size=5, dtype=torch.float32),
     "stochastic gru": Case("stochastic_gru", dtype=torch.float32),
 }
-# Enough work for products and stages to be given to several threads.
+# Enough work for several threads in products and stages.
 LARGE: dict[str, Any] = {"seq_len": 6, "batch": 65, "input_size": 48, "hidden_size": 80}
 LARGE |= {"latent_size": 72, "bidirectional": True}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done."""
+    """How much work the experiments do."""
 
     short: bool = False
     seed: int = 0
 
     def choose(self, full: int, short: int) -> int:
-        """A number of repetitions."""
+        """The number of repetitions."""
         return short if self.short else full
 
 
 @dataclass
 class Row:
-    """Of the table: one experiment."""
+    """A row of the table: one experiment."""
 
     done: str
     measured: str = ""

@@ -1,4 +1,4 @@
-"""What a long life does to the operators: ``python -m stress`` in the folder tests."""
+"""Stresses the operators: ``python -m stress`` in the folder tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .experiments import EXPERIMENTS
 
 
 def main() -> None:
-    """One row for each experiment. Exit status 1 if anything is wrong."""
+    """Prints a row for each experiment; exits with status 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
     parser.add_argument("--short", action="store_true", help="less of everything: about a minute")
     parser.add_argument("--only", choices=EXPERIMENTS, action="append", metavar="NAME")

@@ -1,4 +1,4 @@
-"""Whether results are the same bits, or the same but for rounding."""
+"""Comparisons of results by bits, or up to rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cases import relative_errors
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of the norm, between other orders of summation.
+# Relative to the norm, between different orders of summation.
 ROUNDING = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -19,7 +19,7 @@ ROUNDING = {
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also of NaN, and of the sign of zero."""
+    """Whether two tensors have the same bits, also of NaN and of the sign of zero."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integers = _INTEGERS[a.itemsize]
@@ -28,23 +28,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def changed(results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of results that have other bits, or that only one of both has."""
+    """Names of results whose bits differ, or that are missing on one side."""
     different = results.keys() ^ expected.keys()
     both = results.keys() & expected.keys()
     return sorted(different | {n for n in both if not same_bits(results[n], expected[n])})
 
 
 def beyond_rounding(results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of results that are further from what is expected than rounding explains."""
+    """Names of results whose errors are larger than rounding explains."""
     errors = relative_errors(dict(results), {n: t.double() for n, t in expected.items()})
     return sorted(n for n, e in errors.items() if not e <= ROUNDING[expected[n].dtype])
 
 
 def copied(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values in memory of their own."""
+    """Copies of tensors in memory of their own."""
     return {name: tensor.detach().clone() for name, tensor in results.items()}
 
 
 def denormals_are_kept() -> bool:
-    """By this thread and by its pool, as torch does by default: the operators flush them."""
+    """Has this thread and its pool keep denormals, torch's default; the operators flush them."""
     return bool((torch.full((200_000,), 1e-40) * 1.0 != 0).all())

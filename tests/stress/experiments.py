@@ -11,15 +11,15 @@ from .isolation import Broken, isolated
 
 @dataclass(frozen=True)
 class Experiment:
-    """One row of the table."""
+    """Runs an experiment; returns its row of the table."""
 
     run: Callable[[Scale], Row]
     environment: Mapping[str, str]
-    # For what hangs; several times what it takes on two busy cores.
+    # A limit for hangs, several times what an experiment takes on two busy cores.
     seconds: float = 1_200
 
     def row(self, scale: Scale) -> Row:
-        """In a process of its own."""
+        """Runs an experiment in a process of its own."""
         try:
             row: Row = isolated(self.run, scale, seconds=self.seconds, environment=self.environment)
         except Broken as broken:

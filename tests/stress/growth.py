@@ -23,7 +23,7 @@ from .wrong_calls import failure_of, wrong_calls
 
 Step = Callable[[], Any]
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-WARM_UP = 1.0  # of all steps: allocators and caches settle, which takes random calls that long
+WARM_UP = 1.0  # share of all steps, after which allocators and caches have settled
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -38,17 +38,17 @@ class _Mallinfo2(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds."""
+    """The memory that a process holds."""
 
     resident: int  # bytes
-    allocated: int  # bytes that malloc gave out, or 0 where it cannot be asked
+    allocated: int  # bytes that malloc gave out, or 0 if it cannot be asked
     tensors: int
     objects: int  # blocks of Python's allocator
 
     @classmethod
     def now(cls) -> Memory:
-        """After everything has been freed that can be."""
-        call._remembered.clear()  # of which there is a bound: see test_remembered.py
+        """Measures after everything has been freed that can be."""
+        call._remembered.clear()  # their number is bounded: see test_remembered.py
         tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
         gc.collect()
         allocated = 0
@@ -74,16 +74,16 @@ class Memory:
         )
 
 
-# One object, or 16 bytes, kept by each of a thousand steps is more than that. What remains is noise
-# of the allocators, and the same after twenty times as many steps.
+# A leak of one object, or 16 bytes, in each of a thousand steps is more than these limits. Smaller
+# growth is noise of the allocators, and the same after twenty times as many steps.
 MOST = Memory(resident=2**20, allocated=2**15, tensors=0, objects=1_000)
 
 
 def growth(step: Step, steps: int) -> Row:
-    """What is left of ``steps`` steps after those of a warm-up."""
+    """The growth over ``steps`` steps after a warm-up."""
     for _ in range(round(WARM_UP * steps)):
         step()
-    Memory.now()  # may itself fill caches
+    Memory.now()  # the measurement itself may fill caches
     before = Memory.now()
     for _ in range(steps):
         step()
@@ -97,7 +97,7 @@ def growth(step: Step, steps: int) -> Row:
 
 
 def _trainings(seed: int) -> Iterator[Step]:
-    """Of every cell and dtype, plain and masked; each goes through lengths and chunks."""
+    """Training steps of every cell and dtype, plain and masked, with many lengths and chunks."""
     generator = torch.Generator().manual_seed(seed)
     for case, dtype, is_masked in itertools.product(CELLS.values(), DTYPES, (False, True)):
         case = replace(masked(case) if is_masked else case, dtype=dtype)
@@ -126,7 +126,7 @@ def _in_turn(steps: Iterator[Step]) -> Step:
 
 
 def training(scale: Scale) -> Row:
-    """Forward, backward and a step of the optimizer, with other lengths and chunks each time."""
+    """Runs forward, backward and an optimizer's step, with other lengths and chunks each time."""
     torch.manual_seed(scale.seed)
     steps = scale.choose(5_000, 300) * len(CELLS)
     row = growth(_in_turn(_trainings(scale.seed)), steps)
@@ -135,7 +135,7 @@ def training(scale: Scale) -> Row:
 
 
 def failing(scale: Scale) -> Row:
-    """Calls that raise, one kind after the other."""
+    """Makes calls that raise, one kind after the other."""
     named = [pair for case in CELLS.values() for pair in wrong_calls(case)]
     silent = [name for name, call in named if not failure_of(call)]
     calls = scale.choose(12_000, 1_500)

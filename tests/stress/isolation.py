@@ -1,4 +1,4 @@
-"""A function in a process of its own, whose end is waited for only so long."""
+"""Calls a function in a process of its own, with a limit of time."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def isolated(
     method: str = "spawn",
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """What the function returns. ``seconds`` is a limit for what hangs, and no measure of speed.
+    """Returns the function's result. ``seconds`` is a limit for hangs, not a measure of speed.
 
     Raises:
-        Broken: it did not return.
+        Broken: The function did not return.
     """
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(sender, function, arguments), daemon=False)
     with mock.patch.dict(os.environ, environment or {}):
         process.start()
-    sender.close()  # so that the end of the process is the end of the pipe
+    sender.close()  # so that the pipe ends with the process
     try:
         if not receiver.poll(seconds):
             raise Broken(f"hung: no answer after {seconds:g} s")

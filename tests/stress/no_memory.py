@@ -1,4 +1,4 @@
-"""Allocations that fail, one after the other: the limit of memory rises until a call works."""
+"""Fails allocations one after the other, by a limit of memory that rises until a call works."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import fusedrnn
 from . import CELLS, Row, Scale
 from .bits import changed, copied, denormals_are_kept
 
-# Arrays are mapped one by one, and fail at the limit. What is small comes from a heap that is never
-# given back, and has room: see make_room_for_small_things.
+# Arrays are mapped one by one, and fail at the limit. Small allocations come from a heap that has
+# room and is never given back: see make_room_for_small_things.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**16),
@@ -32,18 +32,18 @@ ENVIRONMENT = {
 MIB = 2**20
 SIZES: dict[str, Any] = {"seq_len": 40, "batch": 32, "input_size": 160, "hidden_size": 192}
 SIZES |= {"latent_size": 160}
-MOST = 512 * MIB  # that a call may need before the experiment is wrong itself
+MOST = 512 * MIB  # more would mean that the experiment is wrong
 
 
 def make_room_for_small_things() -> list[bytearray]:
-    """Gaps in the heap, none of which holds an array. To be kept as long as they are needed."""
+    """Makes gaps in the heap that are too small for an array; they last as long as the result."""
     blocks = [bytearray(size) for size in (1_000, 30_000) for _ in range(2_000)]
     return blocks[::2]
 
 
 @contextlib.contextmanager
 def limit(more: int) -> Iterator[None]:
-    """The process may have so many bytes more of addresses than it has now."""
+    """Limits the addresses of the process to so many more bytes than now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     present = pages * os.sysconf("SC_PAGE_SIZE")
@@ -55,7 +55,7 @@ def limit(more: int) -> Iterator[None]:
 
 
 def kind_of(error: BaseException) -> str:
-    """Whose error it is that memory ran out, or what is wrong with it."""
+    """Who raised an error of memory, or what is wrong with the error."""
     text = str(error)
     if isinstance(error, MemoryError):
         return "of Python"
@@ -68,13 +68,13 @@ def kind_of(error: BaseException) -> str:
 
 
 def named(name: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """By number."""
+    """A call of the list, by its number."""
     return {f"{name} {i}": t for i, t in enumerate(tensors)}
 
 
 @dataclass
 class Call:
-    """Forward, or backward, of one case; a seed is drawn where the cell needs one."""
+    """Forward or backward of a case; a seed is drawn if the cell needs one."""
 
     case: Case
     arguments: Arguments
@@ -89,13 +89,13 @@ class Call:
         return list(torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True))
 
     def whole(self) -> dict[str, Tensor]:
-        """All results, from the same seed each time."""
+        """All results, with the same seed each time."""
         torch.manual_seed(1)
         outputs = self.forward()
         return named("output", outputs) | named("gradient", self.backward(outputs))
 
     def prepare(self) -> Callable[[], Any]:
-        """What is to run out of memory."""
+        """Runs the pass that is to run out of memory."""
         torch.manual_seed(1)
         if not self.is_backward:
             return self.forward
@@ -103,13 +103,13 @@ class Call:
         return lambda: self.backward(outputs)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Whatever a failing call must leave as it is."""
+        """Everything that a failing call must not change."""
         cotangents = named("cotangent", self.arguments.cotangents())
         return copied(self.arguments.named() | cotangents)
 
 
 def failures(call: Call, step: int) -> Iterator[str]:
-    """The kind of each failure at limits ``step`` bytes apart; what is wrong begins with that."""
+    """Kinds of failures at limits ``step`` bytes apart; findings begin with a fixed word."""
     expected, tensors = copied(call.whole()), call.tensors()
     gradients = {name: t for name, t in expected.items() if name.startswith("gradient")}
     for more in range(0, MOST, step):
@@ -120,14 +120,14 @@ def failures(call: Call, step: int) -> Iterator[str]:
             try:
                 function()
             except BaseException as error:
-                # Nothing of it is kept: its traceback holds what the call had allocated.
+                # The error is dropped, because its traceback holds what the call had allocated.
                 kind = kind_of(error)
         if not kind:
             return
         yield kind
         if not torch.equal(state, torch.get_rng_state()):
             yield "generator advanced"
-        # The graph itself can be used again.
+        # The graph can be used again.
         if call.is_backward and (wrong := changed(named("gradient", function()), gradients)):
             yield f"wrong: the graph's gradients {wrong} are others after {more} bytes"
         del function
@@ -141,7 +141,7 @@ def failures(call: Call, step: int) -> Iterator[str]:
 
 
 def _cases(scale: Scale) -> Iterator[Case]:
-    """Of every cell two, or the one and the other by turns."""
+    """Two calls for every cell, or one of the two by turns."""
     for number, case in enumerate(CELLS.values()):
         sized = replace(case, **SIZES, proj_size=128 if case.proj_size else 0, noise="drawn")
         if not scale.short or number % 2 == 0:
@@ -152,7 +152,7 @@ def _cases(scale: Scale) -> Iterator[Case]:
 
 
 def no_memory(scale: Scale) -> Row:
-    """Every cell, forward and backward, at every limit."""
+    """Tries every cell, forward and backward, at every limit."""
     torch.set_num_threads(1)
     torch.manual_seed(scale.seed)
     kept = make_room_for_small_things()

@@ -1,4 +1,4 @@
-"""One row of the batch is NaN, inf or the largest number: all the others keep their bits."""
+"""Sets a row of the batch to NaN, inf or the largest number; all other rows keep their bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all, kept": {"lengths": True, "reset": True, "bidirectional": True, "recompute": False},
     "all, in chunks": {"lengths": True, "reset": True, "bidirectional": True, "chunk_size": 2},
 }
-# Batch is the last dimension but one of all of them.
+# The batch is the second last dimension of all of them.
 OF_ROWS = ("output", "h_n", "c_n", "grad_input", "grad_hx", "grad_cx", "grad_eps")
 Run = Callable[[Case, Arguments], dict[str, Tensor]]
 
@@ -38,7 +38,7 @@ def poisoned(arguments: Arguments, place: str, row: int, value: float | None) ->
 
 
 def reached(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], row: int) -> list[str]:
-    """Names of results of which another row than the poisoned one has other bits."""
+    """Names of results in which another row than the poisoned one has changed."""
     others = [r for r in range(expected["output"].shape[-2]) if r != row]
     return [
         name
@@ -49,7 +49,7 @@ def reached(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], row: 
 
 
 def wrong_rows(case: Case, rows: list[int], run: Run = results_of) -> Iterator[str | None]:
-    """For each poison in each place: nothing, or what it reached."""
+    """For each poison in each place, the results that it reached."""
     arguments = case.tensors().to(case.dtype)
     expected = copied(run(case, arguments))
     places = [p for p in PLACES if getattr(arguments, p) is not None]
@@ -61,7 +61,7 @@ def wrong_rows(case: Case, rows: list[int], run: Run = results_of) -> Iterator[s
 
 
 def _cases(scale: Scale) -> Iterator[tuple[Case, int]]:
-    """And their numbers of threads."""
+    """The cases, each with a number of threads."""
     for (at, case), dtype in itertools.product(enumerate(CELLS.values()), DTYPES):
         for number, changes in enumerate(OPTIONS.values()):
             if scale.short and (at + number + DTYPES.index(dtype)) % 2:
@@ -76,7 +76,7 @@ def _cases(scale: Scale) -> Iterator[tuple[Case, int]]:
 
 
 def poison(scale: Scale) -> Row:
-    """Every dtype, option, place and value; rows at both ends of the batch and inside."""
+    """Tries every dtype, option, place and value, in rows at both ends and inside of the batch."""
     total, wrong = 0, []
     for case, count in _cases(scale):
         torch.set_num_threads(count)

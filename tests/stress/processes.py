@@ -18,13 +18,13 @@ from .bits import changed, copied
 from .isolation import Broken, isolated
 
 Results = dict[str, dict[str, Tensor]]
-HANGS = 60.0  # seconds, which nothing here takes a tenth of
+HANGS = 60.0  # seconds, ten times what anything here takes
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass
 class Work:
-    """A module and a call of it: plain data, which goes to another process."""
+    """A module and a call of it, as plain data that can go to another process."""
 
     name: str
     rnn: nn.Module
@@ -49,12 +49,12 @@ def _every() -> Iterator[Work]:
 
 
 def results_of(every: list[Work], threads: int) -> Results:
-    """By name, as numbers that any process can read."""
+    """Results by name, as numbers that any process can read."""
     return {work.name: work.results(threads) for work in every}
 
 
 def _in_child(every: list[Work], threads: int) -> bytes:
-    # Pickled here: tensors sent by themselves would need this process to stay.
+    # Pickled here, because sending tensors would need this process to stay.
     return pickle.dumps(results_of(every, threads))
 
 
@@ -63,7 +63,7 @@ def _from_pickle(pickled: bytes, threads: int) -> bytes:
 
 
 def _from_shared(every: list[Work], threads: int) -> bytes:
-    """And then the weights are halved, which is exact."""
+    """Runs the call, and then halves the weights, which is exact."""
     answer = _in_child(every, threads)
     with torch.no_grad():
         for work in every:
@@ -79,7 +79,7 @@ def _product_of_torch(threads: int) -> None:
 
 
 def differences(results: Results, expected: Results) -> list[str]:
-    """Names of calls with other bits."""
+    """Names of calls whose bits differ."""
     return [f"other bits: {n}" for n in expected if changed(results.get(n, {}), expected[n])]
 
 
@@ -92,7 +92,7 @@ def _noting(wrong: list[str], what: str) -> Iterator[None]:
 
 
 def forked(scale: Scale) -> Row:
-    """Children have one thread, as the workers of a DataLoader; each may fork again."""
+    """Forks processes with one thread, as a DataLoader's workers; each may fork again."""
     torch.manual_seed(scale.seed)
     every = list(_every())
     expected = {threads: results_of(every, threads) for threads in (4, 1)}
@@ -103,7 +103,7 @@ def forked(scale: Scale) -> Row:
         with _noting(wrong, f"child {number}"):
             answer = pickle.loads(isolated(_in_child, every, 1, **limits))
             wrong += differences(answer, expected[1])
-    # With several threads, GNU's OpenMP waits in a child for threads that only its parent has.
+    # With several threads, GNU's OpenMP in a child waits for threads that only its parent has.
     try:
         isolated(_product_of_torch, 4, method="fork", seconds=3)
     except Broken as broken:
@@ -119,7 +119,7 @@ def forked(scale: Scale) -> Row:
 
 
 def spawned(scale: Scale) -> Row:
-    """Modules are pickled, or shared; what a child does to shared weights is seen here."""
+    """Spawns processes with pickled or shared modules; changes of shared weights are seen here."""
     torch.manual_seed(scale.seed)
     every = list(_every())
     expected = {threads: results_of(every, threads) for threads in (4, 1)}

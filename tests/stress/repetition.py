@@ -1,4 +1,4 @@
-"""The same call again and again, also after failures and threads: the same bits."""
+"""Repeats calls, also after failures and among threads, and compares bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _calls() -> Iterator[tuple[str, int, Results]]:
 
 
 def repetitions(what: str, call: Results, expected: dict[str, Tensor], times: int) -> list[str]:
-    """How often which results changed."""
+    """How often each result changed."""
     found = [changed(call(), expected) for _ in range(times)]
     names = sorted(set().union(*found))
     count = sum(bool(f) for f in found)
@@ -37,7 +37,7 @@ def repetitions(what: str, call: Results, expected: dict[str, Tensor], times: in
 
 
 def repetition(scale: Scale) -> Row:
-    """Between the repetitions, calls fail and other threads call the same operators."""
+    """Repeats calls; in between, calls fail and other threads call the same operators."""
     torch.manual_seed(scale.seed)
     every = list(_calls())
     expected = []

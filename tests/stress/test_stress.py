@@ -1,4 +1,4 @@
-"""The short form of every experiment of the folder stress, and that its judges notice things."""
+"""Short forms of all experiments of the folder stress, and checks that they notice faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def results():
 
 
 def flipped(tensor):
-    """The lowest bit of one number is another."""
+    """A copy in which the lowest bit of one number differs."""
     other = tensor.clone()
     other.view(torch.int32).view(-1)[3] ^= 1
     return other
@@ -111,7 +111,7 @@ def test_errors_that_do_not_say_that_memory_ran_out_are_noticed():
 
 
 def _failures_of_a_spoiled_call(spoil):
-    """Of a call that has its way where memory has run out."""
+    """The finding for a call that changes something although memory has run out."""
     kept = no_memory.make_room_for_small_things()
     case = replace(GRU, **no_memory.SIZES, noise="drawn")
     call = no_memory.Call(case, case.tensors().to(case.dtype), is_backward=False)

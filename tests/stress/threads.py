@@ -1,4 +1,4 @@
-"""Eight threads that share modules, while the number of torch's own threads changes."""
+"""Eight threads share modules, while the number of torch's own threads changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 
 def verdict(results: Mapping[str, Tensor], expected: list[dict[str, Tensor]]) -> str:
-    """Which results they are: of a number of threads, of a mixture of several, or none of these.
+    """Whether results are those of one number of threads, of a mixture of several, or wrong.
 
     The number may change within a call, and each product takes what it finds.
     """
@@ -54,20 +54,20 @@ class Shared:
         return shared
 
     def results(self, grad: bool) -> dict[str, Tensor]:
-        with torch.set_grad_enabled(grad):  # of this thread only
+        with torch.set_grad_enabled(grad):  # only for this thread
             return module_results(self.rnn, self.arguments)
 
 
 def _shared() -> Iterator[Shared]:
     for (name, case), dtype in itertools.product(CELLS.items(), (torch.float32, torch.bfloat16)):
-        # Small ones are called often and large ones use several threads. The noise is given: a
+        # Small cases are called often, large ones use several threads. The noise is given: a
         # module would draw another seed for every call.
         for sized in (masked(case), large(case)):
             yield Shared.of(f"{name}, {dtype}", replace(sized, dtype=dtype, noise="eps"))
 
 
 def together(everything: list[Shared], calls: int, seed: int) -> Counter[str]:
-    """Verdicts of all calls of all threads."""
+    """Runs all calls of all threads; returns their verdicts."""
     verdicts: Counter[str] = Counter()
     lock, stop = threading.Lock(), threading.Event()
 
@@ -106,7 +106,7 @@ def together(everything: list[Shared], calls: int, seed: int) -> Counter[str]:
 
 
 def threads(scale: Scale) -> Row:
-    """Inference and training by eight threads at once."""
+    """Runs inference and training in eight threads at once."""
     torch.manual_seed(scale.seed)
     everything = list(_shared())
     calls = scale.choose(2_000, 60)

@@ -1,4 +1,4 @@
-"""Calls that fail: in the checks, in the operators, in backward, and where memory ends."""
+"""Calls that fail: in checks, in the operators, in backward, and for lack of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], Any]
 
 
 def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
-    """By what is wrong with them. Each can be called again and again."""
+    """Failing calls by name; each can be repeated."""
     good = case.tensors().to(case.dtype)
 
     def call(options: dict[str, Any] | None = None, **changes: Any) -> Call:
@@ -38,7 +38,7 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
     yield "probability", call({"dropout": 1.5})
     yield "two sizes", call({"chunk_size": 1, "workspace_bytes": 2**20})
     yield "few bytes", call({"workspace_bytes": 1})  # raised by the operator
-    yield "backend", call({"backend": "persistent"})  # the same: there is none for the CPU
+    yield "backend", call({"backend": "persistent"})  # by the operator: not on the CPU
 
     def backward_twice() -> None:
         output = good.call(fusedrnn, **case.options)[0].sum()
@@ -51,7 +51,7 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
         torch.autograd.grad(grad.sum() + x.sum(), [x])
 
     def no_room() -> None:
-        """More than any machine can address, without arguments that take any memory."""
+        """A call for more memory than any machine can address; its arguments take none."""
         steps = x.detach()[:1, :1].expand(2**32 - 1, 1, -1)
         size, width = 2**20, case.input_size
         few = weights[0].new_zeros(1)
@@ -64,7 +64,7 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
 
 
 def failure_of(call: Call) -> str:
-    """The error's text, or nothing if the call went through."""
+    """The text of a call's error, or nothing if it did not fail."""
     try:
         call()
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:

@@ -29,21 +29,21 @@ def test_equals_the_loop_in_float64(device, case):
 
 @pytest.mark.parametrize("case", DTYPE_CASES, ids=str)
 def test_error_is_at_most_twice_that_of_torch(device, case):
-    """Against float64, on the very same inputs, which are numbers of the dtype."""
-    if case.seq_len == 1:  # of few rows it is a handful of numbers, where either is right by luck
+    """The errors are against float64 on the same inputs, which are numbers of the dtype."""
+    if case.seq_len == 1:  # a handful of numbers, where either may be right by luck
         case = replace(case, batch=500)
     results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
     exact, torchs = (of(case.same_for_torch(), device) for of in (truth, baseline))
-    # All results of a case together, for the same reason.
+    # All results of a case count together, for the same reason.
     ours, theirs = (rms(relative_errors(r, exact).values()) for r in (results, torchs))
     assert ours <= 2 * theirs, (ours, theirs)
 
 
-# What GEMMs may add up one after another: sums of products with few columns or few rows.
+# Products with few columns or few rows, whose terms GEMMs may add one after another.
 NARROW = [
     Case(seq_len=60, batch=100, input_size=1, hidden_size=9, latent_size=5),
     Case(seq_len=60, batch=100, input_size=11, hidden_size=4, latent_size=11),
-    # With a gain of 1 the 40 latents make it chaotic: rounding errors grow a hundred times or a
+    # With a gain of 1 the 40 latents make the case chaotic: rounding errors grow a hundred or a
     # hundred thousand times, by luck.
     Case(seq_len=60, batch=100, input_size=64, hidden_size=3, latent_size=40, gain=0.25),
     Case(seq_len=50, batch=128, input_size=5, hidden_size=64, latent_size=3),
@@ -60,7 +60,7 @@ NARROW_CASES += [
 
 @pytest.mark.parametrize("case", NARROW_CASES, ids=str)
 def test_long_sums_are_as_close_as_those_of_torch(device, case):
-    """Each result by itself, if it has enough numbers not to be right by luck."""
+    """Each result counts by itself, if it has enough numbers not to be right by luck."""
     case = replace(case, dtype=torch.float32)
     results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
     exact, torchs = (of(case, device) for of in (truth, baseline))
@@ -94,7 +94,7 @@ def test_gradcheck(device, case):
 
 @pytest.mark.parametrize("scale", ["sample=False", "zero scale"])
 def test_equals_torch_gru_when_the_latent_is_the_state(scale):
-    """Z = H, loc = h and scale = 0 make it torch.nn.GRU."""
+    """With Z = H, loc = h and scale = 0, the cell is torch.nn.GRU."""
     size, input_size = 6, 5
     theirs = torch.nn.GRU(input_size, size, num_layers=2, dtype=torch.float64)
     ours = fusedrnn.StochasticGRU(input_size, size, num_layers=2, dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_equals_torch_gru_when_the_latent_is_the_state(scale):
     *grads, grad_hz = torch.autograd.grad(output, wanted, cotangent)
     torch.testing.assert_close(grads, list(theirs_grad), rtol=1e-11, atol=1e-12)
     assert grad_hz[:size].abs().sum() > 0  # loc is still learnt,
-    assert grad_hz[size:].abs().sum() == 0  # and a scale of zero is flat
+    assert grad_hz[size:].abs().sum() == 0  # and a scale of zero has no gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,9 +134,9 @@ def test_long_memory_is_not_lost_in_rounding(device, cell, dtype):
     case = Case(cell, seq_len=600, batch=2, hidden_size=4, latent_size=4, noise="none", dtype=dtype)
     arguments = case.tensors(device)
     bias = arguments.weights[len(arguments.weights) // 2]
-    bias[4:8] += 7.0  # of the update or forget gate
+    bias[4:8] += 7.0  # opens the update or forget gate
     if cell == "lstm":
-        bias[0:4] -= 5.0  # of the input gate
+        bias[0:4] -= 5.0  # closes the input gate
     results = arguments.call(fusedrnn, **case.options)
     exact = arguments.to(torch.float64).call(reference)
     for ours, expected in zip(results, exact, strict=True):
@@ -144,7 +144,7 @@ def test_long_memory_is_not_lost_in_rounding(device, cell, dtype):
 
 
 def test_float16_keeps_its_denormals(device):
-    """With u = 1 the state is carried as it is, and so is its gradient; float's are flushed."""
+    """With u = 1 a state and its gradient are carried unchanged; float's denormals are flushed."""
     size = 1023
     denormals = torch.arange(1, size + 1, device=device).short().view(torch.float16)
     shapes = [(3 * size, 1), (3 * size, 1), (2, size), (3 * size,), (3 * size,), (2,)]
@@ -160,7 +160,7 @@ def test_float16_keeps_its_denormals(device):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_give_the_same_bits_for_any_number_of_threads(case, threads):
-    """Weights of 0 make all products exact, which else are torch's and may depend on threads."""
+    """Weights of 0 make products exact; others are torch's, and may depend on threads."""
     arguments = replace(case, dtype=torch.float32).tensors()
     for weight in arguments.weights:
         if weight.dim() == 2:
@@ -226,7 +226,7 @@ WITH_LENGTHS = [
 @pytest.mark.parametrize("options", WITH_LENGTHS, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_nothing_beyond_the_lengths_counts(device, cell, options, dtype):
-    """NaN there: in input, eps, resets and the output's gradient."""
+    """Input, eps, resets and the output's gradient are NaN beyond the lengths."""
     case = Case(cell, seq_len=21, batch=5, noise="eps", chunk_size=4, dtype=dtype)
     case = replace(case, **options)
     arguments = case.tensors(device).to(dtype)
@@ -252,7 +252,7 @@ def test_nothing_beyond_the_lengths_counts(device, cell, options, dtype):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_padded_row_is_the_sequence_by_itself(device, cell, bidirectional):
-    """A row cut to its length, without lengths, gives the same, also its noise of the seed."""
+    """A row that is cut to its length gives the same without lengths, with the same noise."""
     case = Case(cell, seq_len=11, batch=4, lengths=True, bidirectional=bidirectional, num_layers=2)
     arguments = case.tensors(device)
     output, *last = arguments.call(fusedrnn, **case.options)
@@ -279,7 +279,7 @@ def test_full_lengths_and_no_resets_change_nothing(device, cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_reset_cuts_the_sequence(device, cell):
-    """What stands before it has no influence behind it, and gets no gradient from there."""
+    """Steps before a reset do not influence later ones, and get no gradient from them."""
     case = Case(cell, seq_len=9, batch=2, noise="eps", chunk_size=4)
     arguments = case.tensors(device).to(torch.float64)
     arguments.reset = torch.zeros(9, 2, dtype=torch.bool, device=device)

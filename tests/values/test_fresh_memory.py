@@ -1,7 +1,7 @@
-"""What stood in fresh memory is in no gradient: weights' are written, and nothing presets them.
+"""No gradient depends on old contents of memory, although nothing presets weights' gradients.
 
-Fresh memory is NaN here. The operators themselves are called, since modules hand out only what was
-asked for.
+Fresh memory is NaN here. The operators are called directly, since modules return only gradients
+that were asked for.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from fusedrnn import _helpers, _library
 BASE = Case(seq_len=7, batch=3, input_size=2, chunk_size=3, dtype=torch.float32)
 EVERY = [
     *(replace(BASE, cell=cell) for cell in CELLS),
-    replace(BASE, cell="stochastic_gru", noise="none"),  # which reads half of a weight
+    replace(BASE, cell="stochastic_gru", noise="none"),  # reads only half of a weight
     replace(BASE, cell="lstm", proj_size=2),
 ]
 OPTIONS = [
@@ -29,17 +29,17 @@ OPTIONS = [
     {"lengths": True, "seq_len": 21},
     MASKED,
 ]
-SIZES = [1, 2, 3, 4, 5, 13]  # 13: for which products are torch's own
+SIZES = [1, 2, 3, 4, 5, 13]  # torch does the products for 13
 FIRST_AHEAD, SECOND_AHEAD = 0, 1
 TUNING = _helpers.TUNING["replay"] + _helpers.TUNING["overlap"]
 
 
 @pytest.fixture(params=["cpu", "emulated", FIRST_AHEAD, SECOND_AHEAD])
 def dtypes(request):
-    """Chooses where to compute: on the CPU, by a GPU's kernels for steps, by those for chunks.
+    """Chooses the backend: the CPU, a GPU's kernels for single steps, or its persistent kernels.
 
-    Beside the last a second stream makes the gradients of weights, as early or as late as it may.
-    Dtypes that go that way.
+    With the last, a second stream makes the gradients of weights as early or as late as it may.
+    Returns the dtypes that the backend has.
     """
     if request.param == "cpu":
         return [torch.float32, torch.bfloat16]
@@ -66,13 +66,13 @@ def all_weights(case):
 
 
 class Call:
-    """A call of the operators. lengths: others than those of the case."""
+    """A call of the operators. lengths: replace the case's lengths."""
 
     def __init__(self, case, lengths=None, packed=False):
         a = case.tensors()
         a.lengths = a.lengths if lengths is None else torch.tensor(lengths)
         batch_sizes = None
-        if packed:  # rows in the order of their lengths
+        if packed:  # rows in falling order of length
             taken = torch.arange(case.seq_len).unsqueeze(1) < a.lengths
             batch_sizes, a.lengths = taken.sum(1), None
             a.input, a.grad_output = a.input[taken], a.grad_output[taken]
@@ -93,7 +93,7 @@ class Call:
         }
 
     def gradients(self, weights):
-        """All gradients, of these weights (a bit for each): input, hx, cx, and of each weight."""
+        """Gradients of input, hx, cx, and of the weights whose bits are set in ``weights``."""
         needs = 1 + 2 + 4 * (self.arguments["cx"] is not None) + 16 * weights
         *others, flat = _library.operators.backward(**self.arguments, needs=needs)
         shapes = [w.numel() for w in self.arguments["weights"]]
@@ -101,7 +101,7 @@ class Call:
 
 
 def check(fresh, case, subsets, **options):
-    """That gradients are those without NaN in fresh memory, and zeros where they are not wanted."""
+    """Asserts that NaN in fresh memory reaches no gradient, and unwanted gradients are zeros."""
     fresh(False)
     call = Call(case, **options)
     expected_others, expected = call.gradients(all_weights(case))
@@ -137,7 +137,7 @@ def test_some_gradients(dtypes, fresh, case, bidirectional):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("lengths", [[7, 7, 2], [2, 1, 1]])  # up to the last chunk, the first alone
+@pytest.mark.parametrize("lengths", [[7, 7, 2], [2, 1, 1]])  # to the last chunk, to the first
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_short_rows(dtypes, fresh, case, lengths, packed):
     for bidirectional in (False, True):

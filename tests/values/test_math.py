@@ -47,7 +47,7 @@ def cpu_flags() -> set[str]:
 
 
 def constants() -> list[str]:
-    """All floating literals of the functions, where one may change its ways."""
+    """All floating-point literals of the functions, near which their behaviour may change."""
     literal = r"\b(?:0x[\da-f.]+p[+-]?\d+|\d+\.\d+(?:e[+-]?\d+)?)(?=f?\b)"
     sources = [(CSRC / name).read_text() for name in ("base/math.h", "base/scalar.h")]
     found = sorted({constant for source in sources for constant in re.findall(literal, source)})
@@ -111,7 +111,7 @@ def test_products(isa, tmp_path, check):
 @pytest.mark.timeout(3600 if EXHAUSTIVE else 600)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_over_floats(math_sweep, isa, function):
-    """Errors, with denormals kept and flushed; and the same bits of vectors and single floats."""
+    """Checks errors with denormals kept and flushed; vectors have the bits of single floats."""
     said = run(math_sweep, function, str(STRIDE), *constants())
     print(f"{isa}, {said}", end="")
 
@@ -169,7 +169,7 @@ def test_the_sweep_compiles_for_gpus(tmp_path, architecture):
 @has_fma
 @pytest.mark.cuda
 def test_over_all_floats_on_a_gpu(tmp_path):
-    """Errors, judged on the GPU; and the bits of a sample are those of the CPU."""
+    """The GPU judges errors; the bits of a sample are compared with the CPU's."""
     print(run(compiled_for_gpu(tmp_path / "math_sweep", "native"), "1"), end="")
 
 

@@ -1,4 +1,4 @@
-"""A PackedSequence is read where it lies, with the bits of a padded batch and its lengths."""
+"""A PackedSequence is read in place, and gives the bits of a padded batch with lengths."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def both(cell, options, lengths, dtype, reset=False, device="cpu"):
     def run(is_packed):
         leaves = [t.clone().requires_grad_() for t in (x, *states)]
         hx = leaves[1] if len(leaves) == 2 else tuple(leaves[1:])
-        torch.manual_seed(2)  # of noise and masks
+        torch.manual_seed(2)  # for noise and masks
         if is_packed:
             data = pack_padded_sequence(leaves[0], torch.tensor(lengths), enforce_sorted=False)
             output, last = rnn(data, hx, reset=is_reset)
@@ -96,7 +96,7 @@ def test_packed_rows_of_persistent_kernels(emulator, monkeypatch, cell, overlap)
 
 
 def test_nothing_is_saved_of_steps_that_are_not_there():
-    """One long row among short ones: padded, the batch would have ten times the rows."""
+    """There is one long row among short ones: padded, the batch would have ten times the rows."""
     lengths = torch.tensor([1000] + [10] * 99)
     rnn = fusedrnn.GRU(8, 16)
     data = pack_padded_sequence(torch.randn(1000, 100, 8), lengths)
@@ -112,7 +112,7 @@ def test_nothing_is_saved_of_steps_that_are_not_there():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = rnn(data)
     weights = sum(w.numel() for w in rnn.parameters())
-    # Input, output, initial states; batch sizes of 8 bytes.
+    # The bytes of input, output and initial states; batch sizes have 8 bytes each.
     assert sum(saved.values()) == 4 * (rows * (8 + 16) + 100 * 16 + weights) + 8 * 1000
     assert output.data.shape == (rows, 16)
 
@@ -144,7 +144,7 @@ def test_packed_rows_are_counted_in_the_limit_of_the_workspace():
 
 @pytest.mark.parametrize("what", ["batch_sizes", "reset", "weight", "input"])
 def test_changes_before_backward_are_noticed_without_the_output(what):
-    """Where steps run a second time; batch sizes are copied."""
+    """Steps run a second time in backward; batch sizes are copied, so they may change."""
     rnn = fusedrnn.GRU(4, 6, return_sequence=False)
     data = torch.randn(42, 4, requires_grad=True)
     changed = data.detach().clone().requires_grad_() * 1
@@ -231,7 +231,7 @@ WRONG = {
 
 
 def made_by_hand(data, sizes, order):
-    """Past torch's own checks."""
+    """A PackedSequence made without torch's own checks."""
     order = None if order is None else torch.as_tensor(order)
     return PackedSequence._make([data, torch.as_tensor(sizes), order, order])
 

@@ -1,4 +1,4 @@
-"""The oracle itself: against torch.nn.GRU, known answers of Philox and formulas written out."""
+"""The oracle itself, compared with torch.nn.GRU, known answers of Philox and explicit formulas."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_equals_gru_if_the_latent_is_the_state(num_layers, batch_first, sample):
 
 
 def torch_module(cell, *sizes, **options):
-    """torch's module, and our loop over its weights."""
+    """A module of torch, and our loop over its weights."""
     torch.manual_seed(0)
     module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](*sizes, **options, dtype=F64)
 

@@ -1,4 +1,4 @@
-"""Dropout, zoneout, dropped weights, and the last state alone: options that every cell has."""
+"""Options that every cell has: dropout, zoneout, dropped weights, and the last state alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random(*shape, device):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(device, kind, bidirectional, options, training):
-    """Also that backward draws what forward drew, in chunks, with lengths and resets."""
+    """It also shows that backward draws the same masks, in chunks, with lengths and resets."""
     is_lstm = kind.endswith("LSTM")
     options = options | (PAIR if is_lstm and "zoneout" in options else {})
     rnn = make(kind, device, 2, 3, bidirectional=bidirectional, chunk_size=2, **options)
@@ -75,7 +75,7 @@ def test_chunks_and_recompute_change_nothing(device, kind, recompute):
 
 
 def test_zoneout_of_gru_is_that_of_the_paper():
-    """In evaluation every step is the expectation; in training each unit is old or new."""
+    """In evaluation every state is the expectation; in training each unit is old or new."""
     rnn = make("GRU", "cpu", 3, 50, zoneout=0.3)
     input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, 50).double()
     plain = functional.gru(input, list(rnn.parameters()), h)[0]
@@ -87,7 +87,7 @@ def test_zoneout_of_gru_is_that_of_the_paper():
 
 
 def test_zoneout_of_lstm_is_that_of_the_paper():
-    """Of h and c with probabilities of their own; the new h comes from the whole new c."""
+    """h and c have their own probabilities; the new h comes from the new c before zoneout."""
     rnn = make("LSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
     input = torch.randn(1, 40, 3).double()
     h, c = torch.randn(2, 1, 40, 50).double()
@@ -103,7 +103,7 @@ def test_zoneout_of_lstm_is_that_of_the_paper():
 
 
 def test_zoneout_of_a_projection():
-    """Of the projected h, and of c."""
+    """Zoneout applies to the projected h, and to c."""
     rnn = make("ProjectedLSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
     input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, 49).double()
     c = torch.randn(1, 40, 50).double()
@@ -141,7 +141,7 @@ def test_dropout_between_layers(device, dtype):
     assert abs(dropped.double().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / dropped.numel())
     centred = dropped.double() - 0.25
     for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1])):
-        assert abs((a * b).mean()) < 4 * 0.25 * 0.75 / math.sqrt(a.numel())  # neighbours differ
+        assert abs((a * b).mean()) < 4 * 0.25 * 0.75 / math.sqrt(a.numel())  # no correlation
     expected = torch.tanh(0.1 * below[0].double() / 0.75) / 2
     torch.testing.assert_close(first[~dropped].double(), expected[~dropped], rtol=0.02, atol=1e-4)
 
@@ -167,7 +167,7 @@ def test_extreme_probabilities(device, p):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["GRU", "LSTM", "StochasticGRU"])
 def test_what_zoneout_keeps_does_not_look_at_what_is_new(device, kind, training):
-    """A NaN in the new value is left out with it, forward and backward."""
+    """Where a unit keeps its value, a NaN in the new value has no effect, forward and backward."""
     is_lstm = kind == "LSTM"
     rnn = make(kind, device, zoneout=(1.0, 1.0) if is_lstm else 1.0, chunk_size=2)
     rnn.train(training)
@@ -188,7 +188,7 @@ def test_what_zoneout_keeps_does_not_look_at_what_is_new(device, kind, training)
 @pytest.mark.parametrize("p", [0.3, 0.999, 1 - 1e-6, 1 - 1e-9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_expectation_of_zoneout_near_1(device, kind, p):
-    """Little is left of the new value, and a float of ``p`` would not say how much."""
+    """The share of the new value, 1 - p, is too small to be computed from p in float32."""
     rnn = make(kind, device, zoneout=p).eval()
     input = random(6, 2, 3, device=device)
     noise = {"eps": torch.randn(1, 6, 2, 5)} if kind == "StochasticGRU" else {}
@@ -206,7 +206,7 @@ def test_expectation_of_zoneout_near_1(device, kind, p):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_dropout(device, kind):
-    """As if the dropped elements were zero; input weights and biases are left alone."""
+    """Dropped elements count as zero; input weights and biases stay as they are."""
     rnn = make(kind, device, weight_dropout=0.5)
     recurrent = {"weight_hh_l0", "weight_hr_l0", "weight_zh_l0", "weight_hz_l0"}
     input = random(6, 2, 3, device=device)
@@ -304,6 +304,6 @@ def test_last_state_saves_the_square_root_of_the_sequence(kind):
         output, _ = rnn(input)
     states = 2 if kind == "LSTM" else 1
     parameters = sum(p.numel() for p in rnn.parameters())
-    assert sum(sizes) <= 32 * (states * 2 * 8 + parameters + 64)  # 32 parts; weights are no copies
+    assert sum(sizes) <= 32 * (states * 2 * 8 + parameters + 64)  # 32 parts; weights are not copied
     output.sum().backward()
     assert all(p.grad.isfinite().all() for p in rnn.parameters())
