@@ -1,5 +1,5 @@
-// One mma of each dtype, and hops between two blocks, by themselves: `smoke mma|packets|flags`
-// prints a line for each result. The exit status is 0 if all are right.
+// One mma of each dtype, and hops between two blocks, without anything else: `smoke
+// mma|packets|flags` prints a line for each result. The exit status is 0 if all are right.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -59,7 +59,7 @@ bool try_mma(const char* dtype) {
   return wrong == 0;
 }
 
-// The second time counts: the first one loads the kernel.
+// The second run is timed, because the first one loads the kernel.
 bool try_hops(const char* name, void (*kernel)(Exchange)) {
   uint32_t wrong = 0;
   float ms = 0;

@@ -1,5 +1,5 @@
-// What bench/smoke.cu asks of a GPU: whether the functions of csrc/persistent/device.h do what they
-// say. No other CUDA here, so that it runs on their emulation too (tests/emulator/smoke.cpp).
+// The probes of bench/smoke.cu, which check the functions of csrc/persistent/device.h on a GPU.
+// They use nothing else of CUDA, so they run on the emulation too (tests/emulator/smoke.cpp).
 #pragma once
 #include "../csrc/persistent/device.h"
 
@@ -7,7 +7,7 @@ namespace fusedrnn::smoke {
 
 using namespace cuda;
 
-constexpr int kRows = 16, kColumns = 8;  // of the product of one mma
+constexpr int kRows = 16, kColumns = 8;  // the shape of one mma's product
 
 template <class T>
 constexpr int kDepth = std::is_same_v<T, float> ? 8 : 16;
@@ -33,7 +33,7 @@ FUSEDRNN_DEVICE uint32_t operand(int first, int second) {
   }
 }
 
-// One warp: out[kRows][kColumns], by fragments that are placed as device.h says.
+// Run by one warp: computes out[kRows][kColumns] from fragments placed as device.h says.
 template <class T>
 FUSEDRNN_DEVICE void multiply(float* out) {
   const int lane = thread_index() % kWarpSize, g = lane / 4, q = lane % 4;
@@ -59,13 +59,14 @@ FUSEDRNN_DEVICE void multiply(float* out) {
   for (int i = 0; i < 4; ++i) out[(g + 8 * (i / 2)) * kColumns + 2 * q + i % 2] = d[i];
 }
 
-// What two blocks of a warp each send to and fro: a packet of each lane, and a count of them.
+// The memory through which two blocks of one warp send packets, one per lane, to each other and
+// count them.
 struct Exchange {
-  Packet* packets;   // [hops][kWarpSize], preset to all ones where there is a slot for each hop
-  uint32_t* counts;  // one of each block, preset to 0
-  uint32_t* wrong;   // a hop, from 1 on, that was not as sent; preset to 0
+  Packet* packets;   // [hops][kWarpSize], preset to all ones if each hop has a slot
+  uint32_t* counts;  // one for each block, preset to 0
+  uint32_t* wrong;   // the number, from 1 on, of a hop that arrived wrong; preset to 0
   int hops;
-  uint32_t spin_limit;  // looks at memory before a hop counts as wrong
+  uint32_t spin_limit;  // reads of memory before a hop counts as wrong
 };
 
 FUSEDRNN_DEVICE Packet packet_of(int hop) {
@@ -88,7 +89,7 @@ FUSEDRNN_DEVICE bool has_all(const Packet& p) {
   return true;
 }
 
-// Hop i is from block i % 2 to the other one, which sends hop i + 1 once it has that.
+// Hop i is from block i % 2 to the other block, which sends hop i + 1 once hop i has arrived.
 FUSEDRNN_DEVICE void hop_by_packets(const Exchange& args) {
   for (int i = 0; i < args.hops; ++i) {
     Packet* slot = args.packets + i * kWarpSize + thread_index();
@@ -106,7 +107,8 @@ FUSEDRNN_DEVICE void hop_by_packets(const Exchange& args) {
   }
 }
 
-// Two slots in turns: a block has read a hop before it sends the next one, in the other slot.
+// Two alternating slots are enough: a block has read a hop before it sends the next one in the
+// other slot.
 FUSEDRNN_DEVICE void hop_by_flags(const Exchange& args) {
   for (int i = 0; i < args.hops; ++i) {
     Packet* slot = args.packets + i % 2 * kWarpSize + thread_index();

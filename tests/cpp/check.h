@@ -1,5 +1,5 @@
-// What the programs of this folder share. The instruction set is chosen with -DCHECK_AVX512 or
-// -DCHECK_AVX2, so this comes before any other header.
+// Functions that the programs of this folder share. The instruction set is chosen with
+// -DCHECK_AVX512 or -DCHECK_AVX2, so this file comes before any other header.
 #pragma once
 #if defined(CHECK_AVX512)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")

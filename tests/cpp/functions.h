@@ -1,6 +1,6 @@
-// The functions of one float in csrc/base/math.h and csrc/base/scalar.h: of each the exact result,
-// and how far from it the function may be. Written once for the CPU and for CUDA; the sweeps over
-// all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
+// The functions of one float in csrc/base/math.h and csrc/base/scalar.h, each with its exact result
+// and its largest allowed error. Written once for the CPU and for CUDA; the sweeps over all floats,
+// math_sweep.cpp and math_sweep.cu, take the list from here.
 #pragma once
 
 #include <cfloat>
@@ -12,7 +12,7 @@ namespace fusedrnn::check {
 
 constexpr double kWrong = HUGE_VAL;  // an error that no bound allows
 
-// exp may give 0 where the result is below this, and so may what is made of it.
+// exp, and functions made of it, may give 0 for results below this.
 constexpr double kSmallest = 1.7e-38;
 
 FUSEDRNN_HD double power_of_two(int n) {
@@ -33,8 +33,8 @@ FUSEDRNN_HD bool same(float a, float b) {
   return Traits<float>::bits(a) == Traits<float>::bits(b) || (a != a && b != b);
 }
 
-// In ulp of the exact result, that of the smallest normal number at least. Only a NaN may give a
-// NaN, and 0 has the sign of the exact result too.
+// The error in ulp of the exact result (at least the ulp of the smallest normal number). Only a NaN
+// may give a NaN, and 0 has the sign of the exact result too.
 FUSEDRNN_HD double ulp_error(double exact, float y, double smallest = kSmallest) {
   const double size = exact < 0 ? -exact : exact;
   if (exact != exact || y != y) return exact != exact && y != y ? 0 : kWrong;
@@ -55,9 +55,9 @@ FUSEDRNN_HD double rounded(double x, int fraction, int least, int most) {
   return (y < 0 ? -y : y) < power_of_two(most) ? y : y * HUGE_VAL;
 }
 
-// With FUSEDRNN_CHECK_SEEDED_BUG the results of exp are wrong, to see that a sweep notices: 1, by
-// some ulp near the upper end; 2, near the lower end, only where denormals are flushed; 3, in the
-// last bit of a vector's.
+// FUSEDRNN_CHECK_SEEDED_BUG makes the results of exp wrong, to see that a sweep notices: 1, by some
+// ulp near the upper end; 2, near the lower end, only with denormals flushed; 3, in the last bit of
+// a vector's lane.
 #if !defined(FUSEDRNN_CHECK_SEEDED_BUG)
 #define FUSEDRNN_CHECK_SEEDED_BUG 0
 #endif
@@ -73,8 +73,8 @@ FUSEDRNN_HD F seeded(F x, F y) {
   return y;
 }
 
-// What a function has if it does not say otherwise. Same is a second way to the same bits, if there
-// is one, and kBound holds with fused multiply-add; without it, four thirds of it do.
+// The defaults of a function. Same is a second way to the same bits, if there is one; kBound holds
+// with fused multiply-add, and four thirds of it without.
 struct Function {
   using Same = void;
   static constexpr const char* kUnit = " ulp";
@@ -151,7 +151,7 @@ struct Derivative : Function {
     math::tanh(x, derivative);
     return derivative;
   }
-  // 1 / cosh(x)^2, with sizes that do not overflow.
+  // 1 / cosh(x)^2, computed without overflow.
   static FUSEDRNN_HD double exact(double x) {
     const double e = ::exp(x < 0 ? x : -x);
     const double root = 2 * e / (1 + e * e);
@@ -199,7 +199,7 @@ struct TurnPart : Function {
 struct Sqrt : Function {
   static constexpr const char* kName = "sqrt";
   static constexpr double kBound = 0;
-  // The root of a negative denormal is -0 where denormals are 0.
+  // The root of a negative denormal is -0 if denormals are flushed.
   static FUSEDRNN_HD bool covers(float x) { return !(x < 0 && x > -FLT_MIN); }
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
@@ -225,7 +225,7 @@ struct Clamp : Function {
   }
 };
 
-// The 16 bits of a T in the place of a float; also exact, and denormals count.
+// The 16 bits of a T instead of a float; also exact, denormals included.
 template <class T>
 struct Narrow : Function {
   static constexpr bool kIsHalf = std::is_same_v<T, Half>;
@@ -255,7 +255,7 @@ void for_each_function(Visit visit) {
   visit(Narrow<BFloat16>{}), visit(Narrow<Half>{});
 }
 
-// The errors that were found, and the largest of them with its x.
+// The number of errors, and the largest error with its x.
 struct Tally {
   unsigned long long failures = 0, worst = 0;  // the bits of a float of 0 or above, those of x
 

@@ -10,7 +10,7 @@ namespace {
 using namespace fusedrnn;
 using namespace fusedrnn::check;
 
-// Results that are exact beside those that math_sweep knows.
+// Exact results, in addition to those in math_sweep.
 template <class Function>
 void special(float x, float want) {
   float y[kLanes];
@@ -45,7 +45,7 @@ void check_special() {
   special<Exp>(88.72284f, kInf);
 }
 
-// The double versions are the C library's; this sees that the right ones are called.
+// The double versions are the C library's; this checks that the right ones are called.
 void check_double() {
   for (double x = -1; x <= 1; x += 1.0 / 64) {
     double s, c;
@@ -76,7 +76,8 @@ void check_select() {
   for (float z : zero) expect(same_bits(math::splat<VecF>(z)[kLanes - 1], z), "splat", z, 0);
 }
 
-// A partial access sees and writes what it should, and its results have the bits of a full one's.
+// A partial access reads and writes the right numbers, and its results have the bits of a full
+// one's.
 void check_tails() {
   std::vector<float> x(3 * kLanes), y(3 * kLanes), whole(3 * kLanes);
   for (int i = 0; i < 3 * kLanes; ++i) x[i] = std::sin(i) * 3;
@@ -95,7 +96,7 @@ void check_tails() {
       }
     }
   }
-  // The last n floats of a block of memory: reading or writing past it is seen by a sanitizer.
+  // The last n floats of a block of memory: a sanitizer reports accesses beyond it.
   for (int n = 1; n < kLanes; ++n) {
     std::vector<float> exact_size(n, 2);
     store(exact_size.data(), load(exact_size.data(), n) * 2.0f, n);
@@ -103,8 +104,8 @@ void check_tails() {
   }
 }
 
-// One number, and the same in a vector.  Out of line and of a volatile, so that no second call,
-// with denormals flushed, is taken for a repetition of the first.
+// One number, and the same in a vector.  Out of line and of a volatile, so that a second call with
+// denormals flushed is not optimised away as a repetition of the first.
 template <class T>
 __attribute__((noinline)) uint32_t widen_once(volatile uint16_t bits) {
   const T x{bits};
@@ -120,7 +121,7 @@ __attribute__((noinline)) uint32_t narrow_once(volatile float value) {
   return narrow<T>(x).bits;
 }
 
-// f(x), which must not depend on what is done with denormals.
+// f(x), which must not depend on the treatment of denormals.
 template <class X>
 uint32_t in_both_modes(uint32_t (*f)(X), X x) {
   const uint32_t want = f(x);
@@ -143,8 +144,8 @@ void print_narrowed(float x) {
               in_both_modes<float>(narrow_once<Half>, x));
 }
 
-// Prints what all 16 bits are as bfloat16 and as float16; then floats as both: random ones, and the
-// middle between each two neighbours with its own neighbours.
+// Prints all values of bfloat16 and of float16; then conversions of floats to both: random floats,
+// and the middle of each two neighbours with its own neighbours.
 void check_narrow() {
   expect(widen(0.1f) == 0.1f && narrow<float>(0.1f) == 0.1f, "float", 0.1f, 0);
   expect(widen(0.1) == 0.1 && narrow<double>(0.1) == 0.1, "double", 0.1, 0);
@@ -166,7 +167,7 @@ void check_narrow() {
   }
 }
 
-// Prints a few counters, keys and the words they give, for a comparison with other code.
+// Prints a few counters and keys with their words, for a comparison with other code.
 void check_philox() {
   const uint32_t inputs[][6] = {
       {0, 0, 0, 0, 0, 0},
@@ -214,8 +215,8 @@ void check_normals() {
         normal4(seed, t, b, first_block + z / 4, layer, single);
         normal4(seed, t, b, first_block + z / 4, layer, wide);
         worst_vector = std::fmax(worst_vector, std::fabs(row[z] - single[z % 4]));
-        // Where the uniform of the radius is near 1 its rounding to float, up to 3e-8, moves the
-        // radius by up to 3e-8 / radius.
+        // Where the radius's uniform number is near 1, rounding it to float, by up to 3e-8, moves
+        // the radius by up to 3e-8 / radius.
         const double radius = std::hypot(wide[z % 4], wide[z % 4 ^ 1]);
         worst = std::fmax(worst, std::fabs(row[z] - wide[z % 4]) * std::fmin(1, radius));
         if (z < 8) {
@@ -237,8 +238,8 @@ void check_normals() {
   expect(n0 == 0 && n1 == 0, "smallest normal", 0, n0);
 }
 
-// Moments of 4 million samples over all counters, and products of neighbours along every one of
-// them, within 5 standard deviations of what independent standard normals give.
+// Moments of 4 million samples over all counters, and products of neighbours along each of them,
+// are within 5 standard deviations of those of independent standard normals.
 void check_moments() {
   constexpr int kT = 16, kB = 64, kZ = 1024, kLayers = 4;
   constexpr double kCount = static_cast<double>(kT) * kB * kZ * kLayers;

@@ -57,15 +57,15 @@ class Sample {
   std::vector<Block> blocks_;
 };
 
-// Out of line and touching memory, so that no call moves to where the mode is another one, nor is
-// taken for a repetition of one there.
+// Out of line and touching memory, so that calls are neither moved to where the mode differs, nor
+// merged with a call in the other mode.
 template <class Function>
 __attribute__((noinline)) void of_vectors(const float* x, float* y, int n) {
   for (int i = 0; i < n; i += kLanes) store(y + i, Function::apply(load(x + i)));
   __asm__ volatile("" : : : "memory");
 }
 
-// Volatile, so that the compiler does not make vectors of this.
+// Volatile, so that the compiler does not vectorise the loop.
 template <class Function>
 __attribute__((noinline)) void of_floats(const volatile float* x, float* y, int n) {
   for (int i = 0; i < n; ++i) y[i] = Function::apply(static_cast<float>(x[i]));
@@ -141,7 +141,7 @@ void sweep(const Block& block, Counts& counts) {
   }
 }
 
-// In as many threads as there are cores.
+// Runs in as many threads as there are cores.
 template <class Function>
 Counts sweep(const std::vector<Block>& blocks) {
   const unsigned cores = std::thread::hardware_concurrency();

@@ -1,5 +1,5 @@
-// What is planned for each cell: a persistent kernel that there is, or none, for a reason.  What
-// matrix products may take.  And how long chunks are.
+// Plans for each cell: a persistent kernel that exists, or a reason for none; the workspace of
+// matrix products; and the length of chunks.
 #include <cstdio>
 #include <iterator>
 
@@ -35,7 +35,8 @@ static int64_t gemm_mib(int64_t rows, int64_t size) {
   return cuda::Memory<T>::gemm_workspace_bytes({rows, 0, 8 * size, 3 * size * size}) >> 20;
 }
 
-// To split the long sums of gradients of weights, in powers of two and little beside the chunk.
+// The workspace for splitting the long sums of weights' gradients: powers of two, and small next to
+// the chunk.
 static void check_gemm_workspace() {
   expect("no weights", cuda::Memory<float>::gemm_workspace_bytes({1 << 20, 0, 0, 0}) >> 20, 2);
   expect("256 rows", gemm_mib<BFloat16>(256, 256), 2);
@@ -50,7 +51,7 @@ static void check_gemm_workspace() {
   expect("the most", gemm_mib<double>(1, int64_t(1) << 24), 2);
 }
 
-// Bytes of backward over chunks of so many steps, where the gradient of one weight is not wanted.
+// Bytes of backward over chunks of `steps` steps if the gradient of one weight is not wanted.
 static int64_t backward_bytes(int64_t steps, int frozen) {
   using T = BFloat16;
   static T there{};
@@ -84,7 +85,7 @@ static void check_frozen_weights() {
   }
 }
 
-// Backward knows of forward's chunks how many they are.
+// Backward knows only the number of forward's chunks.
 static void check_chunks() {
   int64_t others = 0;
   for (int64_t seq_len = 1; seq_len <= 260; ++seq_len) {
@@ -119,7 +120,7 @@ static std::string text(const Plan& plan) {
   return all;
 }
 
-// What is remembered is what would be planned now, whatever has changed since.
+// Remembered plans are those that would be made now, whatever has changed since.
 static void check_remembered() {
   using Memory = cuda::Memory<BFloat16>;
   const auto like = [](const char* cell, const Gpu* gpu) {
@@ -193,7 +194,7 @@ static void check_remembered() {
   for (const Problem& problem : changed) check_one(problem);
   expect("plans, asked again", int64_t(known.size()), int64_t(all));
 
-  // With the name of its GPU gone meanwhile.
+  // A remembered plan whose caller has freed the GPU's name.
   {
     const std::string name = "H100";
     Gpu passing = gpu;
@@ -228,7 +229,7 @@ int main() {
     check(cell, true);
     check(without_noise(cell), true);
   }
-  // A row of the table for which nobody has compiled kernels.
+  // A row of the table without compiled kernels.
   Cell stochastic_lstm = *find_cell("stochastic_gru");
   stochastic_lstm.name = "stochastic_lstm";
   stochastic_lstm.stages[1].kind = StageKind::Lstm;

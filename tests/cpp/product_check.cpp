@@ -1,6 +1,6 @@
-// Products by dots and by panels (csrc/cpu/flat_product.h, panel_product.h) with all edges that
-// they can have: against sums in long double, with NaN all around what they may read, and numbers
-// all around what they may write.
+// Products by dots and by panels (csrc/cpu/flat_product.h, panel_product.h) at all kinds of edges:
+// compared with sums in long double, with NaN around everything that they may read, and known
+// numbers around everything that they may write.
 #include "check.h"
 // (the instruction set first)
 #include <algorithm>
@@ -28,7 +28,7 @@ void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A
   PanelProduct<A>::all(out.column_range(first, count), a, b.column_range(first, count), accumulate);
 }
 
-// A matrix with so much around it, of each row and of all.
+// A matrix with margins around each row and around the whole.
 template <class A>
 struct Surrounded {
   static constexpr int64_t kAround = 3;
@@ -60,7 +60,8 @@ struct Surrounded {
   Matrix<A> matrix() { return {&at(0, 0), rows, columns, row_stride, column_stride}; }
 };
 
-// A sum of parts is off by at most the terms of a part and the number of parts.
+// The error of a sum of parts is at most the terms of a part plus the number of parts, in
+// roundings.
 template <class A>
 double most_off(int64_t terms, double sizes) {
   const auto count = double(terms);
@@ -98,8 +99,7 @@ void check_product(Product<A> product, Surrounded<A>& a, Surrounded<A>& b, Surro
   expect(same, "what is around", double(a.columns), double(b.columns));
 }
 
-// Of these, which rows lie side by side in memory, if not columns; and how far apart those of a
-// lie at least.
+// Which of the matrices have contiguous rows rather than columns; and the least stride of a.
 struct Layout {
   bool of_a, of_b;
   int64_t stride_of_a = 0;
@@ -129,7 +129,7 @@ void check_edges(Product<A> product, Layout lies, std::initializer_list<int64_t>
   }
 }
 
-// Many equal terms: added up one after another, their roundings would be so too.
+// Many equal terms: if they were added one after another, their roundings would be equal too.
 template <class A>
 void check_many(Product<A> product, Layout lies) {
   Surrounded<A> a(2, 65'536, !lies.of_a, 0), b(65'536, 16, !lies.of_b, 0), out(2, 16, false, 0);

@@ -1,7 +1,7 @@
-// The GPU backend on the CPU: the unchanged operators, driver, planner and kernel bodies, where a
-// launch is a loop over threads, a stream runs or records at once, unless there are two, whose work
-// is done in an order that their waits allow, and a GEMM is three loops.
-// What it cannot show: cuBLAS, the order of threads within a launch (two are tried), CUDA itself.
+// The GPU backend on the CPU: the unchanged operators, driver, planner and kernel bodies.  A launch
+// is a loop over threads.  A stream runs or records at once; two streams are run later, in an order
+// that their waits allow.  A GEMM is three loops. The emulation cannot show cuBLAS, the order of
+// threads within a launch (two are tried), or CUDA itself.
 #include <cmath>
 #include <functional>
 #include <optional>
@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-// The number of the bug that is on, in a copy of the headers that has bugs: see seeded_bugs.py.
+// The number of the seeded bug that is on, in a copy of the headers with bugs: see seeded_bugs.py.
 namespace {
 int64_t seeded_bug = 0;
 }
@@ -24,10 +24,10 @@ int64_t seeded_bug = 0;
 struct CUstream_st {
   struct Item {
     std::function<void()> work;
-    size_t others;  // of the other stream, that are done before
+    size_t others;  // how many of the other stream's must be done before
   };
   std::vector<std::function<void()>>* recording = nullptr;
-  bool waits = false;  // all is run later
+  bool waits = false;  // whether to run everything later
   std::vector<Item> queue;
 
   void enqueue(std::function<void()> work) {
@@ -44,27 +44,28 @@ struct CUstream_st {
 namespace fusedrnn {
 namespace {
 
-bool backwards = false;      // in which order threads run
-std::string failing_kernel;  // refuses to be launched
+bool backwards = false;      // whether threads run in reverse order
+std::string failing_kernel;  // the kernel that fails to launch
 int64_t launches = 0, replays = 0, forward_kernels = 0,
-        backward_kernels = 0;  // the last two: persistent
+        backward_kernels = 0;  // of persistent kernels
 int64_t splits = 0;
-int64_t presets = 0;        // of memory, before persistent kernels
-int64_t streams_order = 0;  // 0, 1: that one runs ahead as far as it may; else a seed
-int64_t missing_wait = -1;  // of a stream that does not wait for the other one where they sync
-// Without multiprocessors a plan knows no persistent kernels, which take long here.
-int64_t blocks_at_once = 0;     // that the driver says it runs
-std::string refused_kernel;     // whatever it says
-bool error_is_pending = false;  // that torch's next kernel would tell of
+int64_t presets = 0;        // presets of memory before persistent kernels
+int64_t streams_order = 0;  // 0, 1: that stream runs ahead as far as possible; else a seed
+int64_t missing_wait = -1;  // a stream that leaves out its waits in sync()
+// Zero multiprocessors turn persistent kernels off, which are slow here.
+int64_t blocks_at_once = 0;     // the driver's answer
+std::string refused_kernel;     // refused whatever the driver answers
+bool error_is_pending = false;  // torch's next kernel would report it
 std::optional<cuda::BlockCounts> counts_of_blocks;
 int64_t most_blocks(const cuda::PersistentKernel* kernel) {
   return counts_of_blocks->most(*kernel, [](const auto&) { return blocks_at_once; });
 }
 Gpu gpu{"emulated", 90, 0, 227 << 10, {}, 0, most_blocks};
-int64_t schedule = 0;  // of threads in these
+int64_t schedule = 0;  // the order of threads in persistent kernels
 uint32_t spin_limit = 0;
 int64_t forward_bug = 0, backward_bug = 0;
-// To the type of their terms, of what stages begin with; a GPU never does.
+// Rounds sums of products to the type of their terms, where stages read them; a GPU never does
+// that.
 bool rounds_sums = false;
 
 struct EmulatedDevice {
@@ -97,7 +98,7 @@ struct EmulatedDevice {
         !known_.insert({layout(a), layout(b), layout(out), sizeof(C) == sizeof(T)}).second;
     FUSEDRNN_CHECK(is_known || stream()->recording == nullptr,
                    "a product whose algorithm would have to be chosen while recording");
-    // Of the rows of a chunk: one term after another, as badly as a GPU may.
+    // Sums over the rows of a chunk, one term after another: as inaccurate as a GPU may be.
     const bool sums_rows = a.row_stride == 1;
     const bool rounds = rounds_sums && b.row_stride == 1;  // a weight, transposed
     stream()->enqueue([=] {
@@ -120,7 +121,7 @@ struct EmulatedDevice {
           at = narrow<C>(Acc<C>(sum));
         }
       }
-      // It may leave anything there.
+      // A GEMM may leave anything in its workspace.
       for (int64_t at : {int64_t(0), workspace_bytes - 64}) {
         memset(static_cast<char*>(workspace) + at, 0xff, 64);
       }
@@ -187,7 +188,7 @@ struct EmulatedDevice {
   }
 
  private:
-  // All that the choice of an algorithm depends on.
+  // Everything that the choice of an algorithm depends on.
   using Layout = std::array<int64_t, 5>;
   template <class M>
   static Layout layout(const M& m) {
@@ -259,7 +260,7 @@ Launch launch(const char* kernel, const Body& body, int64_t count, Stream stream
   return {kernel, 0};
 }
 
-// kernel(stages, depth, args): what each thread does.
+// kernel(stages, depth, args): the work of each thread.
 template <class Args, class Kernel>
 Launch launch_persistent(const char* name, int64_t bug, const PersistentPlan& plan, Args args,
                          void* workspace, Stream stream, const Kernel& kernel) {

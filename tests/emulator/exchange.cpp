@@ -1,4 +1,4 @@
-// A warp that waits for packets, by itself: see main().
+// A single warp that waits for packets: see main().
 #include "../../csrc/persistent/exchange.h"
 
 #include <cstdint>
@@ -9,11 +9,11 @@ namespace {
 
 struct Call {
   uint32_t spin_limit;
-  int given_up_at;           // by another thread
-  std::vector<int> sent_at;  // of each packet
+  int given_up_at;           // when another thread gives up
+  std::vector<int> sent_at;  // when each packet is sent
 };
 
-// Times are counted in looks: each thread that pauses may look once before any does so again.
+// Time is counted in reads: each thread that pauses may read once before any thread reads again.
 template <int kCount>
 void run(const Call& call) {
   Packet packets[4 * kCount];
@@ -55,9 +55,9 @@ void run(const Call& call) {
 }  // namespace
 }  // namespace fusedrnn::cuda
 
-// spin_limit given_up_at sent_at...: of each lane, how often it has looked again, how many packets
-// it has loaded for that and how often it has looked whether another thread has given up, and
-// whether all packets have come.
+// Arguments: spin_limit given_up_at sent_at...  Prints for each lane how often it has read again,
+// how many packets these reads loaded, how often it has checked whether another thread has given
+// up, and whether all packets have arrived.
 int main(int count, char** arguments) {
   using namespace fusedrnn::cuda;
   Call call{uint32_t(atoi(arguments[1])), atoi(arguments[2]), {}};

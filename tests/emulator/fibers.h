@@ -1,12 +1,13 @@
-// A grid of GPU threads on one CPU thread: csrc/persistent/device.h for compilers other than nvcc.
+// A grid of GPU threads on one CPU thread: replaces csrc/persistent/device.h for compilers other
+// than nvcc.
 //
-// Each GPU thread is a fiber, which runs until it has to wait for others.  Who runs next is drawn
-// from a seed.  Compiled with -fsanitize=thread, each fiber is a thread to the sanitizer, and
-// memory is ordered by barriers, release and acquire alone: what lacks one is reported as a race,
-// whatever the order in which the fibers did run.
+// Each GPU thread is a fiber, which runs until it has to wait for others.  A seed determines which
+// fiber runs next.  Compiled with -fsanitize=thread, each fiber is a thread to the sanitizer, and
+// memory is ordered only by barriers, release and acquire: a missing one is reported as a race,
+// whatever the order in which the fibers ran.
 //
-// A grid that cannot go on is told from one that is slow, and shared memory begins as NaN.
-// What it cannot show: a wrong idea of the layout of mma, errors within PTX, time.
+// A grid that cannot go on is distinguished from a slow one, and shared memory starts as NaN. The
+// emulation cannot show a wrong idea of the layout of mma, errors within PTX, or time.
 //
 // Longer than 350 lines, because scheduler, barriers and memory order are one machine.
 #pragma once
@@ -33,7 +34,7 @@
 #else
 #define FUSEDRNN_JUMPS true
 #endif
-// The emulator's own memory is no business of the sanitizer's.
+// The sanitizer must not watch the emulator's own memory.
 #define FUSEDRNN_UNSEEN __attribute__((noinline, no_sanitize_thread))
 #define FUSEDRNN_DEVICE inline
 
@@ -49,7 +50,7 @@ struct Lane {
 struct Barrier {
   int arrived;
   unsigned generation;
-  char order[2];  // of memory, for the sanitizer, in turns
+  char order[2];  // orders memory for the sanitizer; the two alternate
 };
 struct Warp {
   Barrier barrier;
@@ -62,7 +63,7 @@ struct Block {
   unsigned char* shared;
   Warp* warps;
 };
-// What a thread has asked memory for by relaxed loads, and how often it has paused.
+// Counts of a thread's relaxed loads and pauses.
 struct Traffic {
   int packets, words, pauses;
 };
@@ -89,7 +90,7 @@ struct Grid {
   Context scheduler;
   void* scheduler_tsan;
   uint64_t random;
-  uint64_t events;  // of those that others may wait for
+  uint64_t events;  // events that others may wait for
   char end;         // orders the kernel before what the host does next
   char failure[200];
 };
@@ -115,7 +116,7 @@ FUSEDRNN_UNSEEN inline void leave() {
   FUSEDRNN_TSAN(__tsan_switch_to_fiber(grid.scheduler_tsan, __tsan_switch_to_fiber_no_sync);)
   switch_from(me.context, grid.scheduler);
 }
-// Until somebody else makes this fiber ready.
+// Waits until another fiber makes this one ready.
 FUSEDRNN_UNSEEN inline void wait_at(const char* where) {
   self().waits_at = where;
   leave();
@@ -126,8 +127,8 @@ FUSEDRNN_UNSEEN inline void poll() {
   wait_at("a poll");
 }
 
-// Counts an arrival of `threads`, of which this block's `first` is the first; the last makes the
-// others ready.
+// Counts an arrival of one of `threads` threads, the first of which is this block's `first`; the
+// last arrival makes the others ready.
 FUSEDRNN_UNSEEN inline bool is_last(int& arrived, int first, int threads) {
   if (++arrived < threads) return false;
   arrived = 0;
@@ -264,7 +265,7 @@ FUSEDRNN_UNSEEN inline void schedule() {
   uint64_t seen = 0;
   int idle = 0;
   while (left > 0 && grid.failure[0] == 0) {
-    if (grid.num_ready == 0) {  // all others wait; those who poll may look again
+    if (grid.num_ready == 0) {  // all others wait, so polling fibers may read again
       idle = grid.events == seen ? idle + 1 : 0;
       seen = grid.events;
       if (grid.num_polling == 0 || idle > 10000) return fail_to_go_on();

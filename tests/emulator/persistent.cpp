@@ -1,9 +1,9 @@
-// Persistent kernels by themselves, for the thread sanitizer: see main().
+// Persistent kernels of forward alone, for the thread sanitizer: see main().
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-// The number of the bug that is on, in a copy of the headers that has bugs: see seeded_bugs.py.
+// The number of the seeded bug that is on, in a copy of the headers with bugs: see seeded_bugs.py.
 namespace {
 int64_t seeded_bug = 0;
 }
@@ -45,7 +45,7 @@ struct Call {
 namespace fusedrnn::cuda {
 namespace {
 
-// Of arrays of the whole sequence and of the chunk alike, pointers are to the chunk's first step.
+// Pointers are to the chunk's first step, in arrays of the whole sequence and of the chunk.
 template <class T>
 std::string run(const Call& call) {
   Cell cell = *find_cell(call.cell);
@@ -134,8 +134,8 @@ std::vector<Element> random_tensor(int64_t count) {
 
 }  // namespace
 
-// cell exchange schedule bug: one chunk of several blocks and tiles; prints a number that depends
-// on every bit of its results.
+// Arguments: cell exchange schedule bug.  Runs one chunk of several blocks and tiles, and prints a
+// number that depends on every bit of its results.
 int main(int, char** arguments) {
   using namespace fusedrnn;
   Call call{};

@@ -1,10 +1,10 @@
-// Persistent kernels of the backward_data by themselves, for the thread sanitizer: see main().
+// Persistent kernels of backward_data alone, for the thread sanitizer: see main().
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-// The number of the bug that is on, in a copy of the headers that has bugs: see seeded_bugs.py.
+// The number of the seeded bug that is on, in a copy of the headers with bugs: see seeded_bugs.py.
 namespace {
 int64_t seeded_bug = 0;
 }
@@ -34,13 +34,13 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
                                {"", 90, int(options.multiprocessors), int64_t(100) << 10},
                                /*tf32=*/true);
   if (!plan.is_possible()) return plan.why_not;
-  // Gradients that are sent in place have one memory with the workspace, in front of it.
+  // Gradients that are sent in place are right before the workspace in memory.
   const int64_t rows = int64_t(args.steps) * args.batch;
   const auto numbers_of = [&](int s) {
     const int64_t columns = traits(plan.stages[s]).hidden_blocks * args.step[s].width;
     return plan.is_in_place(s) ? rows * columns : 0;
   };
-  T* own[kMostStages] = {};  // where they are wanted
+  T* own[kMostStages] = {};  // where gradients are wanted
   int64_t in_front = 0;
   for (int s = 0; s < plan.num_stages; ++s) in_front += numbers_of(s);
   std::vector<Packet> memory((in_front * sizeof(T) + plan.workspace_bytes()) / sizeof(Packet));
@@ -100,22 +100,24 @@ std::vector<Element> random_tensor(int64_t count) {
   for (auto& x : numbers) x = narrow<Element>(random_number());
   return numbers;
 }
-// What a gradient is of: as the driver has it, in the gradient's own memory if that is of floats.
+// The numbers that a gradient belongs to: as in the driver, in the gradient's memory if both are
+// floats.
 template <class Gradient>
 const float* of_gradient(const std::vector<Gradient>& gradient, const std::vector<float>& other) {
   if constexpr (std::is_same_v<Gradient, float>) return gradient.data();
   return other.data();
 }
 
-// One chunk of several blocks and tiles; prints a number that depends on every bit of its results.
-// direction: of time in memory.
+// Runs one chunk of several blocks and tiles; prints a number that depends on every bit of its
+// results. direction: of time in memory.
 int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOptions& options) {
   const bool is_mean = std::string(name) == "mean_gru";
   const Cell cell = is_mean ? without_noise(*find_cell("stochastic_gru")) : *find_cell(name);
   constexpr int64_t kSteps = 5, kBatch = 27, kRows = kSteps * kBatch;
-  const int64_t latent = hidden - 16;  // as many packets of units are full
+  const int64_t latent = hidden - 16;  // makes the same number of full packets
   const Sizes sizes{1, hidden, latent, is_projected(cell) ? latent : hidden};
-  const int64_t first_row = direction > 0 ? 0 : kRows - kBatch;  // of the chunk's first step
+  const int64_t first_row =
+      direction > 0 ? 0 : kRows - kBatch;  // the first row of the chunk's first step
   std::vector<int64_t> lengths(kBatch, kSteps);
   lengths[2] = 3;
   const std::unique_ptr<bool[]> reset(new bool[kRows]());
@@ -189,7 +191,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
 }  // namespace
 }  // namespace fusedrnn
 
-// cell hidden direction exchange schedule bug
+// Arguments: cell hidden direction exchange schedule bug.
 int main(int, char** arguments) {
   const auto number = [&](int i) { return int64_t(atoi(arguments[i])); };
   return fusedrnn::run(arguments[1], number(2), number(3),

@@ -1,5 +1,5 @@
-// The probes of bench/smoke.h on the emulation: prints what is wrong, and exits with 0 if nothing
-// is.
+// Runs the probes of bench/smoke.h on the emulation: prints what is wrong, and exits with 0 if
+// nothing is.
 #include "../../bench/smoke.h"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// cuBLASLt on the fake GPU: columns stand one after the other, and what its documents forbid is an
-// error.  Sums are in double, and the workspace is overwritten.
+// cuBLASLt on the fake GPU: matrices are stored by columns, and what the documentation forbids is
+// an error. Sums are in double, and the workspace is overwritten.
 #include <cublasLt.h>
 
 #include <cstring>
@@ -58,7 +58,7 @@ double rounded_to_tf32(double value) {
   float number = float(value);
   uint32_t bits;
   memcpy(&bits, &number, 4);
-  if (number - number == 0) bits = (bits + 0x1000) & ~0x1fffu;  // unless it is NaN or infinite
+  if (number - number == 0) bits = (bits + 0x1000) & ~0x1fffu;  // except NaN and infinity
   memcpy(&number, &bits, 4);
   return number;
 }
@@ -97,7 +97,7 @@ cublasStatus_t check(const FakeProduct& product, const FakeLayout& a, const Fake
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// From the first number to the last.
+// The bytes from the first number to the last.
 bool is_on_gpu(const void* memory, const FakeLayout& m) {
   const int64_t numbers = (m.columns - 1) * m.leading + m.rows;
   return fake::is_on_gpu(memory, size_t(numbers) * size_of(m.type));
@@ -112,7 +112,7 @@ struct Operands {
 };
 void multiply(const Operands& o) {
   const bool tf32 = o.product.compute == CUBLAS_COMPUTE_32F_FAST_TF32;
-  // op(m) in turns of its columns, or rows
+  // op(m), with its columns or rows in order.
   const auto load = [&](const void* at, const FakeLayout& m, bool by_rows) {
     std::vector<double> numbers(size_t(m.rows * m.columns));
     for (int64_t i = 0; i < m.rows; ++i) {
@@ -271,7 +271,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t prod
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   if (c == d && layout_c->leading != layout_d->leading) return refuse("in place, in two layouts");
 
-  // Without one the library chooses by itself, which it cannot while recording.
+  // Without an algorithm the library chooses one, which it cannot do while recording.
   if (algorithm == nullptr) return refuse("no algorithm");
   const bool *transposed = product->transposed, *known = algorithm->transposed;
   if (algorithm->compute != product->compute || algorithm->type != layout_a->type ||

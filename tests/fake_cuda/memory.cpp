@@ -1,7 +1,7 @@
-// Memory of the fake GPU, where torch allocates its tensors on the CPU meanwhile.
+// The memory of the fake GPU, from which torch allocates CPU tensors during a test.
 //
-// It begins as NaN.  What is freed may be used again by what comes later in torch's stream: it
-// becomes NaN there, and is given back when all work is done.
+// It starts as NaN.  Freed memory may be reused by later work in torch's stream: it becomes NaN in
+// the order of that stream, and is returned when all work is done.
 #undef TORCH_TARGET_VERSION  // an allocator is no part of torch's stable ABI
 #include <c10/core/CPUAllocator.h>
 
@@ -16,7 +16,7 @@
 namespace fake {
 namespace {
 
-std::mutex mutex;  // of both
+std::mutex mutex;  // guards both
 std::map<uintptr_t, size_t> allocated;
 std::vector<void*> freed;
 
@@ -27,7 +27,7 @@ void give_back(void* memory) {
 
 void release(void* memory) {
   const std::lock_guard lock(mutex);
-  if (is_capturing(torch_stream())) return;  // the graph's, for ever
+  if (is_capturing(torch_stream())) return;  // the graph keeps it for ever
   if (is_idle()) return give_back(memory);
   freed.push_back(memory);
   const size_t size_bytes = allocated.at(reinterpret_cast<uintptr_t>(memory));
@@ -57,7 +57,7 @@ struct GpuMemory final : c10::Allocator {
 
 void use_gpu_memory(bool wanted) {
   static GpuMemory memory;
-  constexpr uint8_t kPriority = 100;  // above the default, which may then be set again
+  constexpr uint8_t kPriority = 100;  // above the default, so that the default can be restored
   c10::SetCPUAllocator(wanted ? &memory : c10::GetDefaultCPUAllocator(), kPriority);
 }
 

@@ -1,4 +1,4 @@
-// The operators for GPUs, csrc/ops/ops_cuda.cpp as it is, as torch.ops.fusedrnn_fake for CPU
+// The operators for GPUs, the unchanged csrc/ops/ops_cuda.cpp, as torch.ops.fusedrnn_fake for CPU
 // tensors.
 #include "torch_names.h"
 // and then what registers operators, so that ops_cuda.cpp registers its own as others
@@ -33,7 +33,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> count() {
 int64_t last_error() { return cudaPeekAtLastError(); }
 int64_t count_searches() { return searches; }
 
-// As torch.cuda.graph does: torch's stream is one that records.
+// Like torch.cuda.graph: makes torch's stream one that records.
 struct Recording {
   cudaStream_t stream = nullptr;
   CUDAStreamGuardHandle guard = nullptr;

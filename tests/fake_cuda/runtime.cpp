@@ -1,11 +1,11 @@
 // Errors, devices, memory and launches of the fake GPU, as strict as CUDA is.
 //
-// Threads of a cooperative launch run on the fibers of tests/emulator, those of others one after
-// the other.  What g++ does not tell: a kernel's registers and launch bounds; a launch with another
-// number of threads gives wrong numbers instead.
+// The threads of a cooperative launch run on the fibers of tests/emulator, other threads one after
+// the other.  g++ does not tell a kernel's registers and launch bounds; a launch with another
+// number of threads gives wrong numbers instead of an error.
 #include <map>
 
-#include "../../csrc/persistent/device.h"  // and with it the fibers
+#include "../../csrc/persistent/device.h"  // brings in the fibers
 #include "fake.h"
 
 uint3 blockIdx, threadIdx;
@@ -15,14 +15,14 @@ namespace {
 
 constexpr size_t kSharedBytes = 48 << 10, kSharedOptin = 227 << 10;  // of a block
 constexpr int kMostThreads = 1024;
-// Registers are enough for one block of a kernel whose blocks wait for each other.
+// Registers suffice for one block of a kernel whose blocks wait for each other.
 constexpr int kBlocksAtOnce = 1;
 
 cudaError_t last_error = cudaSuccess, sticky = cudaSuccess;
 std::string notes;
 uint64_t random_state = 1;
-std::map<const void*, size_t> allowed_shared;  // dynamic, of a kernel that has asked for it
-int64_t launches = 0;                          // those that failed too
+std::map<const void*, size_t> allowed_shared;  // dynamic shared memory that a kernel has asked for
+int64_t launches = 0;                          // including failed ones
 
 size_t shared_limit(const void* kernel) {
   const auto at = allowed_shared.find(kernel);
@@ -99,7 +99,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                                            " bytes of shared memory, allowed are " +
                                            text(shared_limit(kernel)));
   }
-  // All kernels with shared memory wait for other blocks.
+  // A kernel with shared memory is one whose blocks wait for each other.
   if (config.dynamicSmemBytes > 0 && !at_once) {
     return fail(cudaErrorInvalidValue, "blocks that wait for each other need not run at once");
   }

@@ -1,8 +1,8 @@
 // Streams, events, captures and graphs of the fake GPU.
 //
-// Nothing is done when it is asked for.  Work waits for what came before it in its stream and for
-// the events that the stream waits for, and is done later, in any order that this allows: where a
-// wait is missing, it may well be in the wrong one.
+// No work is done when it is enqueued.  Work waits for earlier work in its stream and for the
+// events that the stream waits for, and is done later, in any order that this allows: if a wait is
+// missing, the order may well be wrong.
 #include <algorithm>
 #include <map>
 #include <memory>
@@ -26,22 +26,22 @@ struct Work {
 }  // namespace fake
 
 struct CUgraph_st {
-  fake::Works works;  // each after all that it waits for
+  fake::Works works;  // each after everything that it waits for
   bool is_recording = true;
 };
 struct CUgraphExec_st {
   fake::Works works;
 };
 struct CUevent_st {
-  fake::Works works;                  // that it stands for
-  std::shared_ptr<CUgraph_st> graph;  // that these are a part of
+  fake::Works works;                  // the work that the event marks
+  std::shared_ptr<CUgraph_st> graph;  // the graph that the work is a part of
 };
 struct CUstream_st {
-  bool is_blocking;  // it and the default stream wait for each other
-  fake::Works last;  // what its next work waits for
+  bool is_blocking;  // whether it and the default stream wait for each other
+  fake::Works last;  // the work that its next work waits for
   std::shared_ptr<CUgraph_st> recording;
   bool began_recording;
-  fake::Works last_before;  // it was recording
+  fake::Works last_before;  // the same before it began to record
 };
 
 namespace fake {
@@ -50,7 +50,7 @@ namespace {
 CUstream_st default_stream{.is_blocking = true};
 std::set<cudaStream_t> streams{&default_stream};
 std::set<cudaEvent_t> events;
-Works pending;  // as asked for
+Works pending;  // in the order of enqueueing
 std::map<cudaGraph_t, std::shared_ptr<CUgraph_st>> graphs;
 std::set<cudaGraphExec_t> executables;
 
@@ -111,7 +111,7 @@ void run_all() {
     for (size_t i = 0; i < pending.size(); ++i) {
       if (!pending[i]->is_done && may_run(*pending[i])) possible.push_back(i);
     }
-    if (possible.empty()) break;  // all is done
+    if (possible.empty()) break;  // everything is done
     size_t next = possible.front();
     if (options.order == 1) next = possible.back();
     if (options.order > 1) next = possible[random_below(possible.size())];
@@ -159,7 +159,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (streams.erase(stream) == 0) {
     return fail(cudaErrorInvalidResourceHandle, "no stream to destroy");
   }
-  delete stream;  // its work goes on
+  delete stream;  // its work is still done
   return cudaSuccess;
 }
 
@@ -261,7 +261,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph
   executables.insert(*executable);
   return cudaSuccess;
 }
-// A copy of each work, after the copies of those that it waits for, and all after the stream.
+// Copies each work; a copy waits for the copies of what the work waits for, and for the stream.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   const cudaStream_t stream = known(handle);
   if (executables.count(executable) == 0 || stream == nullptr) {

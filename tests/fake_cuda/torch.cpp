@@ -1,6 +1,6 @@
-// What torch does for the operators on a GPU, done for tensors on the CPU.
+// torch's functions for operators on a GPU, implemented for tensors on the CPU.
 //
-// What an operator has asked of the fake GPU is done when it returns.
+// The work of an operator on the fake GPU is done when the operator returns.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
@@ -18,8 +18,8 @@ AOTITorchError check_device(int32_t index) {
   note("torch was told of device " + std::to_string(index));
   return AOTI_TORCH_FAILURE;
 }
-// What torch does at once: after all that its stream has been given.  Nothing else is kept from
-// being late.
+// torch's own work is done at once, after everything in its stream.  All other work may still be
+// late.
 void before_torch() {
   if (!is_capturing(current_stream)) run_to_here(current_stream);
 }
@@ -43,7 +43,7 @@ AOTITorchError fake_torch_get_device_index(AtenTensorHandle /*tensor*/, int32_t*
   *index = options.device;
   return AOTI_TORCH_SUCCESS;
 }
-// One without memory may be anywhere.
+// A tensor without memory may be on any device.
 AOTITorchError fake_torch_get_device_type(AtenTensorHandle tensor, int32_t* type) {
   void* memory = nullptr;
   const AOTITorchError error = aoti_torch_get_data_ptr(tensor, &memory);
@@ -57,7 +57,7 @@ AOTITorchError fake_torch_create_device_guard(int32_t index, DeviceGuardHandle* 
   *guard = reinterpret_cast<DeviceGuardHandle>(&any);
   return check_device(index);
 }
-// An operator returns: its results may be looked at.
+// Called when an operator returns, because its results may then be read.
 AOTITorchError fake_torch_delete_device_guard(DeviceGuardHandle /*guard*/) {
   if (any_is_capturing()) return AOTI_TORCH_SUCCESS;
   run_all();
@@ -69,7 +69,7 @@ AOTITorchError fake_torch_get_current_cuda_stream(int32_t index, void** stream) 
   *stream = current_stream;
   return check_device(index);
 }
-// The guard is the stream before.
+// The guard holds the previous stream.
 AOTITorchError fake_torch_create_cuda_stream_guard(void* stream, int32_t index,
                                                    CUDAStreamGuardHandle* guard) {
   *guard = reinterpret_cast<CUDAStreamGuardHandle>(current_stream);

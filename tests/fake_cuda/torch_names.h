@@ -1,4 +1,4 @@
-// Before all of torch's headers: functions of torch that mean a GPU are those of torch.cpp.
+// Included before all of torch's headers: renames torch's functions for GPUs to those of torch.cpp.
 #pragma once
 #define aoti_torch_get_device_index fake_torch_get_device_index
 #define aoti_torch_get_device_type fake_torch_get_device_type

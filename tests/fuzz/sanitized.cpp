@@ -1,11 +1,11 @@
-// A write behind an array of a workspace, so that a test can see it caught.
+// A write beyond an array of a workspace, to check that it is caught.
 #include "../../csrc/base/arena.h"
 #include "../../csrc/base/checked.h"
 #include "../../csrc/ops/stable.h"
 
 namespace {
 
-// Writes the number `count` of an array of so many, between two others.
+// Writes element `count` of an array of `count` numbers that is between two other arrays.
 void write_behind(torch::stable::Tensor memory, int64_t count) {
   fusedrnn::Arena arena(memory.mutable_data_ptr());
   arena.take<double>(count);

@@ -1,4 +1,4 @@
-// What csrc/ uses of <cublasLt.h>, for a compiler without CUDA: see ../cublaslt.cpp.
+// The parts of <cublasLt.h> that csrc/ uses, for a compiler without CUDA: see ../cublaslt.cpp.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -64,13 +64,13 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t size_bytes);
 
-// What an algorithm was chosen for.
+// The product that an algorithm was chosen for.
 struct cublasLtMatmulAlgo_t {
-  int compute, type, result_type;  // 0: it is none
+  int compute, type, result_type;  // 0: not an algorithm
   bool transposed[2];
   uint32_t alignment_bytes[4];
   uint64_t workspace_bytes;
-  int64_t columns[3];  // of the matrices that it was found for
+  int64_t columns[3];  // columns of the matrices that it was found for
 };
 struct cublasLtMatmulHeuristicResult_t {
   cublasLtMatmulAlgo_t algo;

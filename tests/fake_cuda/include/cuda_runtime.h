@@ -1,7 +1,7 @@
-// What csrc/ uses of <cuda_runtime.h>, for a compiler without CUDA: see ../runtime.cpp.
+// The parts of <cuda_runtime.h> that csrc/ uses, for a compiler without CUDA: see ../runtime.cpp.
 //
-// A kernel is a function, and launching it keeps a copy of its arguments.  Names and numbers are
-// those of CUDA.
+// A kernel is a function, and a launch keeps a copy of its arguments.  Names and numbers are
+// CUDA's.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -106,7 +106,7 @@ struct cudaLaunchConfig_t {
 };
 
 namespace fake {
-// thread: what each thread of the kernel does.
+// thread: the work of each thread of the kernel.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                    std::function<void()> thread);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
