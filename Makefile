@@ -57,7 +57,7 @@ test-oldest:
 test-newest:
 	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
 
-# Not the emulation and the math, which use nothing of torch that differs between its versions.
+# Leaves out the emulation and the math, which use nothing of torch that differs between its versions.
 test-torch: OF_TORCH := api values gpu/test_cuda_library.py gpu/test_fake_cuda.py
 test-torch: OF_TORCH += project/test_packaging.py
 test-torch: $(VENV)/test.stamp
@@ -68,8 +68,8 @@ wheel: $(VENV)/test.stamp
 	rm -rf $(WHEELS)/$(notdir $(VENV))
 	$(PIP) wheel --no-deps --wheel-dir $(WHEELS)/$(notdir $(VENV)) .
 
-# Values and operators of what was built elsewhere, and what torch.compile makes of Python. From
-# another folder, because `import fusedrnn` must not find the source tree.
+# Values, operators and torch.compile with a wheel that was built elsewhere. Runs from another
+# folder, because `import fusedrnn` must not find the source tree.
 test-wheels: OF_WHEELS := values/test_any_sizes.py api/test_compile.py gpu/test_cuda_library.py
 test-wheels: $(VENV)/torch.txt
 	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
@@ -98,7 +98,7 @@ format: $(VENV)/lint.stamp
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-clean: # keeps what was downloaded
+clean: # keeps downloads
 	rm -rf .venv*/*.stamp build *.egg-info fusedrnn/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -108,11 +108,11 @@ $(VENV)/%.stamp: $(VENV)/torch.txt setup.py pyproject.toml $(wildcard build_back
 	$(PIP) install --editable '.[$*]'
 	@touch $@
 
-# Names whose the compiled libraries in the source tree are: another environment builds its own.
+# Records which environment built the libraries in the source tree: another one builds its own.
 build/built-for.txt: FORCE
 	@mkdir -p build; echo '$(VENV)' | cmp --quiet - $@ || echo '$(VENV)' > $@
 
-# Names the torch that is installed. torch comes first, because the package is compiled against it.
+# Records which torch is installed. torch comes first, because the package is compiled against it.
 $(VENV)/torch.txt: FORCE | $(BIN)/python
 	@echo '$(TORCH)' | cmp --quiet - $@ || \
 	    { $(PIP) install '$(TORCH)' 'setuptools>=77' ninja pybind11 && echo '$(TORCH)' > $@; }

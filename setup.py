@@ -1,4 +1,4 @@
-"""What is compiled and how; pyproject.toml says the rest, build_backend/ sees to the needs."""
+"""What is compiled and how. pyproject.toml has the metadata; build_backend/ checks the needs."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ shutil.rmtree(build_base / "lib", ignore_errors=True)
 class Build(BuildExtension):
     def finalize_options(self):
         super().finalize_options()
-        # An editable install would compile in a temporary folder, and so everything each time.
+        # An editable install would use a temporary folder, and so compile everything each time.
         self.build_temp = str(build_base / "objects")
 
     def run(self):

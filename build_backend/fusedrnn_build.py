@@ -139,12 +139,12 @@ def choose_cuda(choice: str, torch_cuda: str | None) -> tuple[Path | None, str |
     return None, f"fusedrnn: building for the CPU only, because {obstacle}"
 
 
-# Where no GPU is to be seen.
+# For machines without a GPU.
 DEFAULT_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 
 def default_architectures(toolkit: Path) -> str:
-    """Those that this nvcc knows; the last also as PTX, for newer GPUs to compile at first use."""
+    """The architectures that this nvcc knows; the last also as PTX, which newer GPUs compile."""
     known = ask_nvcc(toolkit, "--list-gpu-code").split()
     chosen = [a for a in DEFAULT_ARCHITECTURES if f"sm_{a.replace('.', '')}" in known]
     return ";".join(chosen or DEFAULT_ARCHITECTURES) + "+PTX"
@@ -180,7 +180,7 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 
 
 def is_writable() -> bool:
-    """Whether setuptools can write beside the sources, as it always does."""
+    """Whether setuptools can write next to the sources, as it always does."""
     folders = (".", "fusedrnn", "build", "fusedrnn.egg-info")
     return all(os.access(folder, os.W_OK) for folder in folders if os.path.exists(folder))
 
