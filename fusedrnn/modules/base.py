@@ -79,7 +79,11 @@ class RNNBase(FlatModule, _Attributes):
     def _options(self) -> Options:
         """The options as the attributes are now: users may change them, as in torch.nn."""
         attributes = self.__dict__
-        values = (self._cell, self.training, *[attributes[name] for name in _ATTRIBUTES])
+        try:  # what getattr would find, in less time
+            found = [attributes[name] for name in _ATTRIBUTES]
+        except KeyError:  # a subclass's property; or a module, as with rnn.dropout = nn.Dropout()
+            found = [getattr(self, name) for name in _ATTRIBUTES]
+        values = (self._cell, self.training, *found)
         if is_compiling() or isinstance(
             self.zoneout, tuple
         ):  # the lookup would not compare the types of its elements

@@ -130,6 +130,17 @@ def test_help_has_every_option(name):
     assert "options: See" not in function.__doc__
 
 
+def test_options_that_are_no_plain_attributes():
+    class Annealed(fusedrnn.GRU):
+        recompute = property(lambda self: False, lambda self, value: None)
+
+    rnn, x = Annealed(3, 4), torch.zeros(5, 2, 3)
+    assert rnn(x)[0].shape == (5, 2, 4) and "recompute=False" in repr(rnn)
+    rnn.dropout = nn.Dropout(0.5)
+    with pytest.raises(ValueError, match=r"^fusedrnn: dropout must be a probability .*got Dropout"):
+        rnn(x)
+
+
 def test_projections_are_of_an_lstm_alone():
     rnn = fusedrnn.GRU(3, 4)
     rnn.proj_size = 2
