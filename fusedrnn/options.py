@@ -258,6 +258,14 @@ def check_flag(name: str, value: bool) -> bool:
     return value
 
 
+def check_truth(name: str, value: object) -> bool:
+    """A value of any type that Python takes for true or false; an array of two numbers is not."""
+    try:
+        return bool(value)
+    except Exception as error:  # whatever the value's type raises
+        raise TypeError(f"fusedrnn: {name} must be a bool, got {kind_of(value)}") from error
+
+
 def check_probability(name: str, value: float) -> float:
     """A value of a wrong type gets a ValueError too, as in torch.nn."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:

@@ -22,6 +22,7 @@ from ..options import (
     check_dtype,
     check_positive,
     check_proj_size,
+    check_truth,
 )
 from ..weights import FlatModule
 
@@ -143,7 +144,7 @@ class RNNCellBase(FlatModule):
         self.hidden_size = check_positive("hidden_size", hidden_size)
         if CELLS[self._cell].has_latent:
             self.latent_size = _latent_size(latent_size, hidden_size)
-        self.bias = bool(bias)  # as in torch.nn, cells accept any value of bias, layers only a bool
+        self.bias = check_truth("bias", bias)  # as in torch.nn; layers accept only a bool
         check_device(device)
         self._make_weights(device, check_dtype(dtype))
         if not self.bias:  # as in torch.nn, where the names exist in any case

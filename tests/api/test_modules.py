@@ -130,6 +130,11 @@ def test_help_has_every_option(name):
     assert "options: See" not in function.__doc__
 
 
+def test_the_bias_of_a_cell_must_have_a_truth():
+    with pytest.raises(TypeError, match=r"^fusedrnn: bias must be a bool, got Tensor"):
+        StochasticGRUCell(3, 4, bias=torch.ones(2))
+
+
 def test_options_that_are_no_plain_attributes():
     class Annealed(fusedrnn.GRU):
         recompute = property(lambda self: False, lambda self, value: None)
