@@ -191,8 +191,8 @@ class Gemms {
     };
     cublasStatus_t status = compute();
     if (!GemmPlan::is_unsupported(status) || known->is_exact) return status;
-    // The algorithm for similar numbers of rows does not support this one, which gets its own from
-    // now on, if there is any.
+    // The algorithm for similar numbers of rows does not support these rows.  From now on they have
+    // an algorithm of their own, if there is any.
     known->is_exact = true;
     known->algorithm.reset();
     status =
@@ -271,7 +271,7 @@ class Gemms {
     return true;
   }
   void remember(const Key& key, const Algorithm& algorithm) {
-    constexpr size_t kMost = 4096;  // a limit, since callers may come with ever new strides
+    constexpr size_t kMost = 4096;  // a limit, because strides may differ in every call
     const std::lock_guard lock(shared_.mutex);
     if (shared_.algorithms.size() >= kMost) shared_.algorithms.clear();
     shared_.algorithms.insert_or_assign(key, algorithm);

@@ -2,8 +2,8 @@
 // compiler can compile them.  They are included by the one source that defines `launch`, which runs
 // a body for all i, on a GPU (launches.cu) or in a loop (tests/emulator).
 //
-// Longer than 350 lines, because each body is a few lines, and all share how lanes are loaded and
-// stored.
+// Longer than 350 lines, because each body is a few lines, and all bodies load and store lanes in
+// the same way.
 #pragma once
 #include <type_traits>
 

@@ -29,7 +29,8 @@ Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream);
 // The number of rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 
-// Sums in a fixed order.  partial: memory for one row of all sums for each kSumRows rows.
+// Sums in a fixed order.  partial: memory for partial sums, all_columns() numbers for each kSumRows
+// rows.
 template <class T>
 Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream);
 

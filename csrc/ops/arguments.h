@@ -1,8 +1,8 @@
 // The checked arguments of an operator.  Before anything is allocated, it is certain that all
 // memory that a kernel will read exists.
 //
-// Longer than 350 lines, because all checks are of one call, and later checks rely on the results
-// of earlier ones.
+// Longer than 350 lines, because all checks belong to one call, and later checks rely on the
+// results of earlier ones.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -24,7 +24,7 @@ struct Call {
   const Tensor& input;             // (T, B, I), or packed (N, I): the rows of each step in turn
   const Tensor& hx;                // (D, B, P)
   const MaybeTensor& cx;           // (D, B, H)
-  const Weights& weights;          // of each direction in turn
+  const Weights& weights;          // all of the first direction, then of the second
   const MaybeTensor& lengths;      // (B) on the CPU, for a padded batch
   const MaybeTensor& batch_sizes;  // (T) on the CPU, for a packed batch: the rows of each step
   const MaybeTensor& reset;        // (T, B)

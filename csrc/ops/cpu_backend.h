@@ -96,8 +96,7 @@ class CpuBackend : public cpu::Memory<Element> {
       }
       if (out.rows <= most.panels) return panels(out, a, b, accumulate);
     }
-    // A product of few rows whose terms lie next to each other in memory, which is not so in
-    // forward.
+    // A product of few rows and contiguous terms, unlike those of forward.
     if (has_few_rows && out.columns >= cpu::kTall && b.column_stride == 1) {
       return narrow(out.transposed(), b.transposed(), a.transposed(), accumulate);
     }

@@ -135,7 +135,7 @@ class GpuBackend : public cuda::Memory<Element> {
                 cuda::kernel_of<T>(plan, /*is_backward=*/true, device_.index()), chunk);
   }
 
-  // scratch: of each stream; the second is null if there is no second stream.
+  // scratch: the memory of each stream; the second is null if there is no second stream.
   void use_scratch(char* const (&scratch)[2], const ScratchNeeds& needs) {
     Arena first(scratch[0]), second(scratch[1]);
     scratch_ = Memory::carve(first, needs);

@@ -9,7 +9,7 @@ namespace {
 struct CpuPlatform {
   CpuPlatform(const Tensor& /*input*/, const Tuning&) {}
   static const Gpu* gpu() { return nullptr; }
-  void keep(const Tensor& /*host*/) const {}  // nothing is copied from it later
+  void keep(const Tensor& /*host*/) const {}  // the CPU reads host memory directly
 
   template <class T>
   CpuBackend<T> backend() const {

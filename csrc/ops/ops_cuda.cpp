@@ -29,7 +29,7 @@ class CudaPlatform {
   GpuBackend<T, CudaDevice> backend() {
     return GpuBackend<T, CudaDevice>(device_);
   }
-  int computing(int64_t) const { return 0; }  // nothing to be done
+  int computing(int64_t) const { return 0; }  // a GPU needs no mode for denormals
 
  private:
   CudaDevice device_;
