@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import fusedrnn
-from fusedrnn import reference
 
 from .drawing import draw
 from .memory import any_memory
@@ -24,6 +23,16 @@ MODULES = {
     "lstm": (fusedrnn.LSTM, fusedrnn.LSTMCell),
     "stochastic_gru": (fusedrnn.StochasticGRU, fusedrnn.StochasticGRUCell),
 }
+
+
+@dataclass
+class Drawn:
+    """What a call drew at random."""
+
+    seed: Tensor | None = None  # of noise
+    mask_seed: Tensor | None = None  # of dropout and zoneout
+    # bool, what weight_dropout keeps of each weight; None for weights that it leaves alone.
+    kept_weights: list[Tensor | None] = field(default_factory=list)
 
 
 class Trial:
@@ -151,11 +160,11 @@ class Trial:
     def loop(
         self,
         leaves: dict[str, Tensor],
-        seeds: dict[str, Tensor | None],
+        drawn: Drawn,
         order: torch.Generator | None = None,
-        by_oracle: bool = True,
+        is_exact: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Results of the plain loop, in the form of ``ours``."""
+        """Results of the plain loop, in the form of ``ours``; ``is_exact``: as the oracle's."""
         call, case, rows = self.call, self.call.case, self.call.rows
         x, dtype = leaves["input"], leaves["input"].dtype
         lengths, reset = self.lengths, self.reset
@@ -190,18 +199,21 @@ class Trial:
         if cx is None and case.cell == "lstm":
             cx = torch.zeros(*shape, case.hidden_size, dtype=dtype)
         weights = [w for name, w in leaves.items() if name.startswith("weights")]
+        if drawn.kept_weights:
+            keep = 1 - call.options["weight_dropout"]
+            weights = [
+                weight if kept is None else weight * (kept.double() / keep).to(dtype)
+                for weight, kept in zip(weights, drawn.kept_weights, strict=True)
+            ]
         nothing: Any = None
         a = Arguments(
-            *(case.cell, x, hx, cx, weights, eps, seeds["seed"], call.noise != "none"),
+            *(case.cell, x, hx, cx, weights, eps, drawn.seed, call.noise != "none"),
             *(lengths, reset, nothing, nothing, nothing),
         )
-        if by_oracle:
-            how = call.how
-            if seeds["mask_seed"] is not None:
-                how = replace(how, seed=int(seeds["mask_seed"]) % 2**64)
-            output, *last = oracle.call(case, a, how, order)
-        else:
-            output, *last = a.call(reference, **case.sizes)
+        how = call.how
+        if drawn.mask_seed is not None:
+            how = replace(how, seed=int(drawn.mask_seed) % 2**64)
+        output, *last = oracle.call(case, a, how, order, is_exact)
         return self.presented(output, last, lengths)
 
     def presented(

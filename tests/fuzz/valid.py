@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from torch import Tensor
 
 import fusedrnn
 from fusedrnn import _library
+from fusedrnn import call as fused_call
 
 from . import Outcome
 from .memory import any_memory
-from .trial import Trial
+from .trial import Drawn, Trial
 from .watch import Watch
 
 EXACT = 1e-11  # relative error in float64, where the truth has errors too
@@ -26,24 +28,34 @@ ORDERS, MORE_ORDERS = 4, 60  # orders of summation of the loop, the usual one fi
 
 
 @contextlib.contextmanager
-def recorded_seeds() -> Iterator[dict[str, Tensor | None]]:
-    """Records the seeds that the operators get, as long as the context lasts."""
-    operators, seeds = _library.operators, {}
+def recorded_draws() -> Iterator[Drawn]:
+    """Records what a call draws at random, as long as the context lasts."""
+    operators, drop, drawn = _library.operators, fused_call._drop_if_recurrent, Drawn()
 
     def recorded(name: str) -> Callable[..., Any]:
         operator = getattr(operators, name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            seeds.update({name: named.get(name) for name in ("seed", "mask_seed")})
+            drawn.seed, drawn.mask_seed = named.get("seed"), named.get("mask_seed")
             return operator(*arguments, **named)
 
         return call
 
+    def dropped(name: str, weight: Tensor, p: float) -> Tensor:
+        before, ones = torch.get_rng_state(), torch.ones_like(weight)
+        scales = drop(name, ones, p)
+        drawn.kept_weights.append(None if scales is ones else scales != 0)
+        torch.set_rng_state(before)
+        return drop(name, weight, p)
+
     instead = SimpleNamespace(
         forward=recorded("forward"), step=recorded("step"), backward=operators.backward
     )
-    with mock.patch.object(_library, "operators", instead):
-        yield seeds
+    with (
+        mock.patch.object(_library, "operators", instead),
+        mock.patch.object(fused_call, "_drop_if_recurrent", dropped),
+    ):
+        yield drawn
 
 
 def gradients(
@@ -80,7 +92,7 @@ def judge(trial: Trial) -> list[tuple[str, str]]:
     modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     with modes[call.mode]():
         watch = Watch([*leaves.values(), trial.lengths, trial.reset, trial.batch_sizes])
-        with recorded_seeds() as seeds, torch.autocast("cpu", enabled=call.autocast):
+        with recorded_draws() as drawn, torch.autocast("cpu", enabled=call.autocast):
             outputs = trial.ours()
         noise = torch.Generator().manual_seed(trial.seed)
         cotangents: list[Tensor | None] = []
@@ -93,21 +105,18 @@ def judge(trial: Trial) -> list[tuple[str, str]]:
         changed = watch.changes(may_draw=True) + before.changes(may_draw=True)
         found = [("changed state", change) for change in changed]
         copies = trial.copies(torch.float64)
-        is_plain = not any(name in call.options for name in ("dropout", "zoneout"))
-        truth = gradients(trial.loop(copies, seeds, by_oracle=not is_plain), copies, cotangents)
+        truth = gradients(trial.loop(copies, drawn, is_exact=True), copies, cotangents)
         if {k: v.shape for k, v in ours.items()} != {k: v.shape for k, v in truth.items()}:
             shapes = {k: (tuple(ours[k].shape), tuple(v.shape)) for k, v in truth.items()}
             return [*found, ("other shapes", str(shapes))]
-        if call.options.get("weight_dropout") and call.options.get("training", True):
-            wrong = [name for name, tensor in ours.items() if not tensor.isfinite().all()]
-            return [*found, *(("not finite", name) for name in wrong)]
-        return [*found, *too_far(trial, ours, truth, cotangents, seeds)]
+        return [*found, *too_far(trial, ours, truth, cotangents, drawn)]
 
 
 def relative(error: Tensor, truth: Tensor) -> float:
-    """The relative error by norms."""
+    """The relative error by norms; inf where there is a NaN."""
     size = truth.norm()
-    return float(error.norm() / size if size > 0 else error.norm())
+    found = float(error.norm() / size if size > 0 else error.norm())
+    return math.inf if math.isnan(found) else found
 
 
 def too_far(
@@ -115,12 +124,12 @@ def too_far(
     ours: dict[str, Tensor],
     truth: dict[str, Tensor],
     cotangents: list[Tensor | None],
-    seeds: dict[str, Tensor | None],
+    drawn: Drawn,
 ) -> list[tuple[str, str]]:
     """Results whose errors are larger than docs/reliability.md allows."""
     errors = {name: relative(ours[name] - exact, exact) for name, exact in truth.items()}
     allowed = dict.fromkeys(truth, EXACT)
-    dtype = trial.call.dtype
+    dtype, leaves = trial.call.dtype, trial.leaves
     if dtype != torch.float64:
         few = ROUNDINGS[dtype] * torch.finfo(dtype).eps
         worst = dict.fromkeys(truth, 0.0)
@@ -129,9 +138,12 @@ def too_far(
             for seed in orders:
                 order = torch.Generator().manual_seed(seed) if seed > 0 else None
                 copies = trial.copies(dtype)
-                other = gradients(trial.loop(copies, seeds, order), copies, cotangents)
+                other = gradients(trial.loop(copies, drawn, order), copies, cotangents)
                 for name, exact in truth.items():
-                    worst[name] = max(worst[name], relative(other[name] - exact, exact))
+                    # Under autocast a gradient is rounded to the leaf's dtype, where it may vanish.
+                    leaf = leaves.get(name.removeprefix("gradient of "))
+                    found = other[name] if leaf is None else other[name].to(leaf.dtype).double()
+                    worst[name] = max(worst[name], relative(found - exact, exact))
             usual = (sum(error**2 for error in worst.values()) / len(worst)) ** 0.5
             # A result of few numbers may be right by luck; all results of a call are not.
             allowed = {name: TWICE * max(error, usual) + few for name, error in worst.items()}
