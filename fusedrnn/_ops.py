@@ -217,6 +217,8 @@ def step(
 
 def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """A result in another shape that autograd takes for no view: ``detach_`` refuses views."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return tensor.reshape(shape)  # a trace would keep the numbers that it gives to torch.ops
     result: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return result
 

@@ -81,6 +81,8 @@ class Stack(NamedTuple):
         again. A layer that reads the layer below in both directions needs all of its output, so
         with two directions only the last layer is run in parts.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self.run(sequence, states)[1]  # a trace would keep this number of parts
         if self.directions == 1:
             return self._in_parts(slice(0, self.num_layers), sequence, states)
         last = []
@@ -97,7 +99,6 @@ class Stack(NamedTuple):
         """One layer: both its directions, or one of them. ``here`` counts layer_directions."""
         layer = here.start // self.directions
         reverse = here.stop - here.start < self.directions and here.start % 2 == 1
-        of_each = len(self.weights) // (self.num_layers * self.directions)
         h, c = states
         if self.mask.reset is not None:
             h = _reset_first(h, self.mask, reverse)
@@ -112,7 +113,7 @@ class Stack(NamedTuple):
                 input=sequence,
                 hx=h,
                 cx=c,
-                weights=self.weights[here.start * of_each : here.stop * of_each],
+                weights=self._weights_of(here),
                 eps=None if self.eps is None else self.eps[here],
                 seed=self.seed,
                 lengths=self.mask.lengths,
@@ -129,10 +130,11 @@ class Stack(NamedTuple):
         steps = max(LEAST_PART, math.isqrt(seq_len))
         begins = range(0, seq_len, steps)
         backwards = self.directions == 2 and here.start % 2 == 1
-        tensors = (sequence, *states, self.eps, *self.weights)
+        tensors = (sequence, *states, self.eps, *self._weights_of(here))
         is_differentiated = needs_grad(tensors)
         # A checkpoint does not notice changes between its two runs.
-        watched = [t for t in (*tensors, self.mask.reset) if t is not None and not t.is_inference()]
+        also = (self.seed, self.mask.reset)
+        watched = [t for t in (*tensors, *also) if t is not None and not t.is_inference()]
         versions = (
             [t._version for t in watched] if is_differentiated and not is_compiling() else None
         )
@@ -166,6 +168,10 @@ class Stack(NamedTuple):
         if self.directions == 2:
             return self._run_layer(here, sequence, states)[1]
         return self.run(sequence, states)[1]
+
+    def _weights_of(self, here: slice) -> Sequence[Tensor]:
+        of_each = len(self.weights) // (self.num_layers * self.directions)
+        return self.weights[here.start * of_each : here.stop * of_each]
 
     def _steps(self, sequence: Tensor) -> int:
         batch_sizes = self.mask.batch_sizes

@@ -142,6 +142,38 @@ def test_packed_rows_are_counted_in_the_limit_of_the_workspace():
     output.data.sum().backward()
 
 
+@pytest.mark.parametrize("return_sequence", [True, False])
+def test_a_change_of_the_seed_before_backward_is_noticed(return_sequence):
+    rnn = fusedrnn.StochasticGRU(4, 6)
+    weights, seed = list(rnn.parameters()), torch.tensor([5])
+    _, h_n = fusedrnn.stochastic_gru(
+        torch.randn(40, 3, 4), weights, seed=seed, return_sequence=return_sequence
+    )
+    seed += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h_n.sum().backward()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_weights_may_take_their_step_within_backward(num_layers, bidirectional):
+    """As soon as a weight's gradient is there, nothing of backward looks at the weight again."""
+    rnn = fusedrnn.GRU(4, 6, num_layers, bidirectional=bidirectional, return_sequence=False)
+    input = torch.randn(40, 3, 4)
+    expected = torch.autograd.grad(rnn(input)[1].sum(), list(rnn.parameters()))
+    found = {}
+
+    def step(weight):
+        found[weight] = weight.grad
+        with torch.no_grad():
+            weight.sub_(weight.grad)
+
+    for weight in rnn.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    rnn(input)[1].sum().backward()
+    torch.testing.assert_close([found[weight] for weight in rnn.parameters()], list(expected))
+
+
 @pytest.mark.parametrize("what", ["batch_sizes", "reset", "weight", "input"])
 def test_changes_before_backward_are_noticed_without_the_output(what):
     """Steps run a second time in backward; batch sizes are copied, so they may change."""
@@ -186,6 +218,16 @@ def test_a_traced_module_takes_other_batches():
     for lengths in ((9, 5, 2), (9, 4), (7, 7, 7, 1)):
         example = batch(*lengths)
         torch.testing.assert_close(traced(*example), last(*example))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_traced_module_of_last_states_takes_other_lengths(bidirectional):
+    rnn = fusedrnn.LSTM(4, 6, 2, bidirectional=bidirectional, return_sequence=False)
+    traced = torch.jit.trace(rnn, torch.randn(40, 3, 4), check_trace=False)
+    for shape in ((90, 5, 4), (3, 1, 4)):
+        input = torch.randn(shape)
+        torch.testing.assert_close(traced(input), rnn(input))
 
 
 def compiled(rnn):
