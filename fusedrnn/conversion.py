@@ -301,6 +301,8 @@ def _with_options_of(old: nn.Module, cls: type[nn.Module]) -> tuple[nn.Module, t
     accepted = _constructor_options(cls)
     for name, default in _constructor_options(type(old)).items():
         value = getattr(old, name, default)
+        if value == (default, default):  # zoneout of an LSTM's h and c
+            value = default
         if name in accepted:
             options[name] = value
         elif value != default and name in _COST_ONLY:

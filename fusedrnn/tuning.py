@@ -39,11 +39,11 @@ class _Setting:
     _name: str
 
     def __init__(self, value: Any) -> None:
-        self._before = getattr(switches, self._name)
+        self._value, self._before = value, getattr(switches, self._name)
         setattr(switches, self._name, value)
 
     def __enter__(self) -> None:
-        pass
+        setattr(switches, self._name, self._value)  # again, for a setting that was kept until now
 
     def __exit__(
         self,

@@ -443,6 +443,12 @@ def test_lost_options_are_reported():
     assert report.replaced[0].lost == ("workspace_bytes=1048576",)
 
 
+def test_a_pair_of_zeros_is_no_zoneout():
+    converted, report = to_torch(fusedrnn.LSTM(5, 7, zoneout=(0.0, 0.0)))
+    assert type(converted) is nn.LSTM and not report.replaced[0].lost
+    assert_kept(fusedrnn.LSTM(5, 7, zoneout=(0.0, 0.1)), "torch.nn.LSTM has no zoneout", to_torch)
+
+
 def test_only_modules_are_taken():
     for way, wrong in itertools.product((convert, to_torch), (nn.LSTM, [nn.LSTM(5, 7)], None)):
         with pytest.raises(TypeError, match=r"^fusedrnn: module must be a torch\.nn\.Module, got"):
