@@ -57,8 +57,6 @@ class Checked(NamedTuple):
     drops_weights: bool
     can_lack_plan: bool
     """Whether a plan of a layer can fail."""
-    is_one_layer: bool
-    """Whether there is one layer, whose output is wanted."""
 
 
 def count_weights(weights: Any, options: Options) -> list[Tensor]:
@@ -133,7 +131,6 @@ def check(
         draws_masks=options.training and (drops_out or max(zoneout, cell_zoneout) > 0),
         drops_weights=options.training and options.weight_dropout > 0,
         can_lack_plan=options.workspace_bytes is not None or options.backend == "persistent",
-        is_one_layer=options.num_layers == 1 and options.return_sequence,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .call import Noise, S, run
-from .options import LayerOptions, Options, check_names, check_proj_size, documented
+from .options import LayerOptions, Options, check_names, documented
 
 
 @documented
@@ -129,9 +129,8 @@ def lstm(
         As :func:`stochastic_gru`.
     """
     check_names("lstm", options)
-    cell = "projected_lstm" if check_proj_size(proj_size) else "lstm"
     h_0, c_0 = split_lstm_state(hx)
-    given = Options(cell=cell, proj_size=proj_size, training=training, **options)
+    given = Options(cell="lstm", proj_size=proj_size, training=training, **options)
     output, h_n, c_n = run(input, weights, h_0, c_0, given, lengths=lengths, reset=reset)
     assert c_n is not None
     return output, (h_n, c_n)

@@ -92,16 +92,10 @@ class LayerOptions(TorchOptions, FusedOptions, total=False):
     """All options of a layer, as a functional form takes them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a call of a layer follows from besides its tensors. An object that exists is right.
+@dataclass(eq=False, kw_only=True)
+class OptionValues:
+    """The options that a layer has as attributes, with their defaults."""
 
-    Raises:
-        TypeError: An option is of a wrong type.
-        ValueError: An option has a wrong value, or excludes another one.
-    """
-
-    cell: str
     num_layers: int = 1
     bias: bool = True
     batch_first: bool = False
@@ -115,6 +109,20 @@ class Options:
     workspace_bytes: int | None = None
     backend: str = "auto"
     proj_size: int = 0
+
+
+@dataclass(kw_only=True)
+class Options(OptionValues):
+    """All options of a call. The constructor checks them, and nothing changes them later.
+
+    An LSTM with a ``proj_size`` becomes the cell "projected_lstm".
+
+    Raises:
+        TypeError: An option is of a wrong type.
+        ValueError: An option has a wrong value, or excludes another one.
+    """
+
+    cell: str
     training: bool = True
 
     def __post_init__(self) -> None:
@@ -126,6 +134,7 @@ class Options:
         check_flag("recompute", self.recompute)
         check_num_layers(self.num_layers)
         check_proj_size(self.proj_size)
+        self.cell = cell_name(self.cell, self.proj_size)
         if self.proj_size and not self.facts.is_projected:
             raise ValueError(f"fusedrnn: proj_size must be 0 without an LSTM, got {self.proj_size}")
         check_probability("dropout", self.dropout)
@@ -138,7 +147,7 @@ class Options:
         """Computed once, because every call looks up what is remembered of its options."""
         known = self.__dict__
         if "_hash" not in known:
-            object.__setattr__(self, "_hash", hash(tuple(known.values())))
+            known["_hash"] = hash(tuple(known.values()))
         found: int = known["_hash"]
         return found
 
@@ -164,6 +173,11 @@ class Options:
     def zoneout_pair(self) -> tuple[float, float]:
         """Of h, and of the cell state."""
         return self.zoneout if isinstance(self.zoneout, tuple) else (self.zoneout, self.zoneout)
+
+
+def cell_name(cell: str, proj_size: int) -> str:
+    """The cell in the table of cells: that of an LSTM depends on whether h is projected."""
+    return "projected_lstm" if cell == "lstm" and proj_size else cell
 
 
 FIELDS = {field.name: field for field in fields(Options)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ..options import (
     FIELDS,
     NAMES,
     Options,
+    cell_name,
     check_device,
     check_dtype,
     check_positive,
@@ -27,12 +29,12 @@ from ..options import (
 from ..weights import FlatModule
 
 if TYPE_CHECKING:  # a layer has an attribute for each option
-
-    class _Attributes(Options): ...
+    from ..options import OptionValues as _Attributes
 else:
     _Attributes = object
 
 _ATTRIBUTES = ("proj_size", *NAMES)
+_attributes_of = operator.attrgetter(*_ATTRIBUTES)  # takes half the time of a loop
 
 
 class RNNBase(FlatModule, _Attributes):
@@ -79,11 +81,10 @@ class RNNBase(FlatModule, _Attributes):
 
     def _options(self) -> Options:
         """The options as the attributes are now: users may change them, as in torch.nn."""
-        attributes = self.__dict__
-        try:  # what getattr would find, in less time
-            found = [attributes[name] for name in _ATTRIBUTES]
-        except KeyError:  # a subclass's property; or a module, as with rnn.dropout = nn.Dropout()
-            found = [getattr(self, name) for name in _ATTRIBUTES]
+        if is_compiling():  # torch does not know operator.attrgetter
+            found = tuple(getattr(self, name) for name in _ATTRIBUTES)
+        else:
+            found = _attributes_of(self)
         values = (self._cell, self.training, *found)
         if is_compiling() or isinstance(
             self.zoneout, tuple
@@ -95,15 +96,18 @@ class RNNBase(FlatModule, _Attributes):
             return _options(*values)
 
     def _layout(self) -> Layout:
-        options = self._options()
-        return layout(
-            options.cell, self._sizes(), options.num_layers, options.directions, options.bias
-        )
+        # Not by _options, so that a module can be copied whose options do not go together now.
+        cell, directions = cell_name(self._cell, self.proj_size), 2 if self.bidirectional else 1
+        return layout(cell, self._sizes(), self.num_layers, directions, self.bias)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A module that was pickled by an older release lacks the options that are newer.
-        defaults = {name: FIELDS[name].default for name in _ATTRIBUTES}
-        super().__setstate__(defaults | state)
+        # A module that was pickled by an older release lacks the options that are newer. One that
+        # a subclass has made a property of its own is not in the state, and needs no default.
+        for name in _ATTRIBUTES:
+            kept = (state, state["_modules"], state["_parameters"], state["_buffers"])
+            if not hasattr(type(self), name) and not any(name in names for names in kept):
+                state = state | {name: FIELDS[name].default}
+        super().__setstate__(state)
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
@@ -119,6 +123,17 @@ class RNNBase(FlatModule, _Attributes):
     def extra_repr(self) -> str:
         """Sizes, and the options that differ from their defaults."""
         return _repr(self, *_ATTRIBUTES)
+
+
+def _layout_of_step(cell: str, sizes: Sizes, bias: bool) -> Layout:
+    parameters = layout(cell, sizes, 1, 1, bias)
+    return tuple((name.removesuffix("_l0"), offset, shape) for name, offset, shape in parameters)
+
+
+_BIASES = {
+    cell: [name for name, _, _ in _layout_of_step(cell, Sizes(), True) if name.startswith("bias_")]
+    for cell in CELLS
+}
 
 
 class RNNCellBase(FlatModule):
@@ -148,9 +163,8 @@ class RNNCellBase(FlatModule):
         check_device(device)
         self._make_weights(device, check_dtype(dtype))
         if not self.bias:  # as in torch.nn, where the names exist in any case
-            for name, _, _ in self._layout_of_step(bias=True):
-                if name.startswith("bias_"):
-                    self.register_parameter(name, None)
+            for name in _BIASES[self._cell]:
+                self.register_parameter(name, None)
         self.reset_parameters()
 
     def _sizes(self) -> Sizes:
@@ -158,22 +172,28 @@ class RNNCellBase(FlatModule):
         return Sizes(self.input_size, self.hidden_size, latent_size, self.hidden_size)
 
     def _layout(self) -> Layout:
-        return self._layout_of_step(self.bias)
-
-    def _layout_of_step(self, bias: bool) -> Layout:
-        parameters = layout(self._cell, self._sizes(), 1, 1, bias)
-        return tuple(
-            (name.removesuffix("_l0"), offset, shape) for name, offset, shape in parameters
-        )
+        return _layout_of_step(self._cell, self._sizes(), self.bias)
 
     def _run(
         self, input: Tensor, h: Tensor | None, c: Tensor | None = None, noise: Noise = NO_NOISE
     ) -> tuple[Tensor, Tensor | None]:
         """h and c after the step."""
         options = _options_of_cell if is_compiling() else _remembered_options_of_cell
-        return run_cell(
-            input, self._weights(), h, c, options(self._cell, self.bias), self._sizes(), noise
-        )
+        weights, bias = self._weights(), self.bias
+        if len(weights) != len(self._slots):
+            bias = len(weights) > len(CELLS[self._cell].weights)
+        return run_cell(input, weights, h, c, options(self._cell, bias), self._sizes(), noise)
+
+    def _weights(self) -> list[Tensor]:
+        """As in torch.nn, biases that are set after construction count, unless they are None."""
+        weights = super()._weights()
+        if self.bias and weights[-1] is not None:  # the usual case, in little time
+            return weights
+        matrices = len(CELLS[self._cell].weights)
+        biases = weights[matrices:] or [getattr(self, name) for name in _BIASES[self._cell]]
+        if any(bias is not None for bias in biases):  # one that is None alone is refused later
+            return [*weights[:matrices], *biases]
+        return weights[:matrices]
 
     def reset_parameters(self) -> None:
         """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
@@ -187,8 +207,7 @@ class RNNCellBase(FlatModule):
 def _options(cell: str, training: bool, *values: Any) -> Options:
     """``values``: of _ATTRIBUTES."""
     options = dict(zip(_ATTRIBUTES, values, strict=True))
-    name = "projected_lstm" if cell == "lstm" and options["proj_size"] else cell
-    return Options(cell=name, training=training, **options)
+    return Options(cell=cell, training=training, **options)
 
 
 def _options_of_cell(cell: str, bias: bool) -> Options:

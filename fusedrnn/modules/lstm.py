@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from ..call import S, run
 from ..functional import split_lstm_state
-from ..options import FusedOptions, Options, check_names, check_proj_size, documented
+from ..options import FusedOptions, Options, check_names, documented
 from .base import RNNBase, RNNCellBase
 
 
@@ -83,7 +83,7 @@ class LSTM(RNNBase):
     ) -> None:
         check_names("LSTM", options)
         given = Options(
-            cell="projected_lstm" if check_proj_size(proj_size) else "lstm",
+            cell="lstm",
             num_layers=num_layers,
             bias=bias,
             batch_first=batch_first,
