@@ -25,7 +25,7 @@ from .options import BACKENDS
 def _check_devices(
     input: Tensor, tensors: Iterable[Tensor | None], *on_host: Tensor | None
 ) -> None:
-    """A single tensor on meta leads here, where a call with real tensors must not get an answer."""
+    """Refuses tensors on different devices: torch runs a fake operator if any one is on meta."""
     for tensor in tensors:
         if tensor is not None and tensor.device != input.device:
             raise RuntimeError(
@@ -37,6 +37,12 @@ def _check_devices(
             raise RuntimeError(
                 f"fusedrnn: lengths and batch_sizes must be on the CPU, got {tensor.device}"
             )
+
+
+def _columns(cell: int, weights: list[Tensor]) -> dict[str, int]:
+    """The sizes that are numbers of columns of the first direction's weight matrices."""
+    names, matrices = CELLS[CELL_NAMES[cell]].weights, [w for w in weights if w.dim() == 2]
+    return {size: matrix.shape[1] for (_, size), matrix in zip(names, matrices, strict=False)}
 
 
 @torch.library.register_fake("fusedrnn::forward")
@@ -65,7 +71,7 @@ def _fake_forward(
     seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
     directions, batch, output_size = hx.shape
     hidden_size = output_size if cx is None else cx.shape[2]
-    latent_size = weights[1].shape[1] if CELLS[name].has_latent else 0
+    latent_size = _columns(cell, weights).get("latent", 0)
     noise = eps is not None or seed is not None
     columns = _helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
     chunks = 0 if cx is None else 1
@@ -114,11 +120,10 @@ def _fake_step(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_devices(input, [hx, cx, *weights, eps, seed])
-    facts = CELLS[CELL_NAMES[cell]]
-    sizes = {size: w.shape[1] for (_, size), w in zip(facts.weights, weights, strict=False)}
-    h = input.new_empty(*input.shape[:-1], sizes["hidden"])
+    h = input.new_empty(*input.shape[:-1], _columns(cell, weights)["hidden"])
     batch = input.shape[0] if input.dim() == 2 else 1
-    return h, torch.empty_like(h) if facts.has_cell_state else h.new_empty(0, batch, h.shape[-1])
+    has_cell_state = CELLS[CELL_NAMES[cell]].has_cell_state
+    return h, torch.empty_like(h) if has_cell_state else h.new_empty(0, batch, h.shape[-1])
 
 
 @torch.library.register_fake("fusedrnn::backward")

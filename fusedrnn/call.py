@@ -30,7 +30,7 @@ _AUTOCAST_DEVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Where eps comes from. Without a sample there is none."""
+    """Where eps comes from. With ``sample=False`` no noise is used."""
 
     eps: Tensor | None = None
     seed: Tensor | None = None
@@ -99,7 +99,7 @@ def _run(
     reset: Tensor | None = None,
     cell_sizes: Sizes | None = None,
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """A checked call, with everything in one dtype under autocast."""
+    """Checks a call, converts its tensors under autocast, and runs it."""
     dtype = _autocast_dtype(tensors.input)
     key = _key(tensors, options, packing, cell_sizes, dtype)
     try:
@@ -130,7 +130,7 @@ def _key(
     cell_sizes: Sizes | None,
     autocast: torch.dtype | None,
 ) -> Hashable:
-    """All that the checks look at, but for values of tensors; None if there is to be no memory."""
+    """All that the checks look at, but for values of tensors; None if it must not be remembered."""
     if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return None  # sizes may be those of any call
     steps = None if packing is None else (len(packing.batch_sizes), packing.batch())

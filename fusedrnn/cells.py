@@ -25,7 +25,7 @@ class CellFacts:
     is_projected: bool
     """Whether h has fewer features than the cell state."""
     weights: tuple[tuple[str, str], ...]
-    """Name of each weight matrix of a layer, and which of Sizes the number of its columns is."""
+    """Name of each weight matrix of a layer, and the field of Sizes that counts its columns."""
 
 
 class Sizes(NamedTuple):

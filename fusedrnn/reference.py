@@ -141,10 +141,10 @@ def gru_step(
 def _gates(input_gates: Tensor, hidden_gates: Tensor, h: Tensor) -> Tensor:
     """The state after a GRU's step, from the projections of its input and of its state."""
     x_r, x_u, x_n = input_gates.chunk(3, -1)
-    p_r, p_u, p_n = hidden_gates.chunk(3, -1)
-    r = torch.sigmoid(x_r + p_r)
-    u = torch.sigmoid(x_u + p_u)
-    n = torch.tanh(x_n + r * p_n)
+    g_r, g_u, g_n = hidden_gates.chunk(3, -1)
+    r = torch.sigmoid(x_r + g_r)
+    u = torch.sigmoid(x_u + g_u)
+    n = torch.tanh(x_n + r * g_n)
     return n + u * (h - n)
 
 

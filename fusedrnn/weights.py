@@ -3,9 +3,9 @@
 A module must offer ``weight_ih_l0`` and its like as ordinary parameters: checkpoints, weight decay
 per matrix, freezing, pruning and ``parametrize`` all go by name. What moves weights in bulk (a copy
 to the host, an all-reduce, a matrix product over neighbours) wants a single buffer. Here the names
-are views of the buffer, so both get what they want and nothing is ever copied for a call. The
-forward pass takes the named tensors, each with its own pointer; it is right, and equally fast, when
-they do not lie in one buffer.
+are views of the buffer: code that goes by name and code that moves memory in bulk are both served,
+and nothing is ever copied for a call. The forward pass takes the named tensors, each with its own
+pointer; it is right, and equally fast, when they do not lie in one buffer.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ struct Linear {
 
 // Gated recurrent unit (Cho et al. 2014) in torch.nn.GRU's form, the reset gate applied after the
 // projection:
-//   r = sigmoid(x_r + p_r),  u = sigmoid(x_u + p_u),  n = tanh(x_n + r p_n),  h' = n + u (h - n).
-// input_gates: x_r, x_u, x_n.  hidden_gates: p_r, p_u, p_n.  pre: x_r + p_r, x_u + p_u, x_n, p_n.
+//   r = sigmoid(x_r + g_r),  u = sigmoid(x_u + g_u),  n = tanh(x_n + r g_n),  h' = n + u (h - n).
+// input_gates: x_r, x_u, x_n.  hidden_gates: g_r, g_u, g_n.  pre: x_r + g_r, x_u + g_u, x_n, g_n.
 struct Gru {
   static constexpr StageKind kKind = StageKind::Gru;
   static constexpr int kInputGates = 3, kShared = 2, kHiddenGates = 3, kPre = 4;

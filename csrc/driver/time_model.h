@@ -7,7 +7,9 @@
 
 namespace fusedrnn {
 
-// Microseconds, not measured yet: part `fit` of `make gpu-check` prints what they are on a GPU.
+// Microseconds, estimated before a GPU was at hand.  Part `fit` of `make gpu-check` prints what
+// they are on a GPU; docs/gpu.md has what it printed, and why these numbers have not followed it
+// yet.
 //
 // A stage of a step in a persistent kernel takes an exchange between blocks, and some time for each
 // tile of a group's rows and each 256 columns of weights; in backward also for each gate, since the

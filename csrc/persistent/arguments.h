@@ -1,5 +1,5 @@
 // The arguments of a persistent forward kernel, which runs all steps of a chunk.  No CUDA header is
-// included here: see step.h.
+// included here, because the driver includes this file under any C++ compiler.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace fusedrnn::cuda {
 
-struct Packet;  // see exchange.h
+struct Packet;  // see device.h
 
 // How blocks hand on results; see exchange.h.
 enum class Exchange { Packets, Flags };

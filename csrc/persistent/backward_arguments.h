@@ -1,5 +1,5 @@
 // The arguments of a persistent kernel that runs the backward_data of a chunk.  No CUDA header is
-// included here: see step.h.
+// included here, because the driver includes this file under any C++ compiler.
 #pragma once
 #include "arguments.h"
 

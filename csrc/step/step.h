@@ -1,9 +1,9 @@
-// The arguments of a backend's kernels: one stage of a cell for a block of rows.
+// The arguments of a backend's kernels for single steps: one stage of a cell for a block of rows.
 //
-// These structs are the whole interface between the driver and the kernels: plain pointers and
-// sizes. The rows are the batch of one step, or all (t, b) of a chunk with t slowest; plane k of an
-// array with n blocks starts at column k * width of each row.  unit.h has what a kernel does with
-// them.
+// These structs are the whole interface between the driver and these kernels (the persistent ones
+// take those of persistent/arguments.h): plain pointers and sizes. The rows are the batch of one
+// step, or all (t, b) of a chunk with t slowest; plane k of an array with n blocks starts at column
+// k * width of each row.  unit.h has what a kernel does with them.
 //
 // T: storage type of the user's tensors.  O: type of GEMM operands (T on a GPU, Acc<T> on the CPU).
 // A = Acc<T>.

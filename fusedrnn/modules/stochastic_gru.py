@@ -49,13 +49,14 @@ class StochasticGRU(RNNBase):
             None.
 
     Attributes:
-        weight_ih_l{k}: (3 * hidden_size, input_size), for k > 0 (3 * hidden_size, hidden_size);
-            rows of r, u, n.
+        weight_ih_l{k}: (3 * hidden_size, input_size), for k > 0 (3 * hidden_size, D * hidden_size),
+            D being the number of directions; rows of r, u, n.
         weight_zh_l{k}: (3 * hidden_size, latent_size); rows of r, u, n.
         weight_hz_l{k}: (2 * latent_size, hidden_size); rows of loc, then of logvar.
         bias_ih_l{k}, bias_zh_l{k}: (3 * hidden_size,).
         bias_hz_l{k}: (2 * latent_size,).
-        flat_weight: All of them as one 1-D tensor that shares their memory.
+        weight_ih_l{k}_reverse and so on: The same for the other direction.
+        flat_weight: All weights as one 1-D tensor that shares their memory.
 
     All are drawn from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as in torch.nn.GRU. Save
     modules and state dicts with ``torch.save``, which writes the shared memory once; plain
@@ -118,24 +119,25 @@ class StochasticGRU(RNNBase):
         """Runs the cell over a sequence, with noise in train and in eval mode alike.
 
         Args:
-            input: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``, or
-                without a batch (seq_len, input_size).
-            hx: State before the first step, (num_layers, batch, hidden_size) or without a batch
-                (num_layers, hidden_size); zeros if None.
+            input: (seq_len, batch, input_size), (batch, seq_len, input_size) if ``batch_first``,
+                without a batch (seq_len, input_size), or a PackedSequence.
+            hx: State before the first step, (D * num_layers, batch, hidden_size) or without a batch
+                (D * num_layers, hidden_size); zeros if None.
             lengths, reset: As :meth:`GRU.forward`.
-            eps: Noise to use instead of drawn noise, (num_layers, seq_len, batch, latent_size)
-                whatever ``batch_first``, or (num_layers, seq_len, latent_size); differentiable.
+            eps: Noise to use instead of drawn noise, (D * num_layers, seq_len, batch, latent_size)
+                whatever ``batch_first``, or (D * num_layers, seq_len, latent_size); differentiable.
             generator: Where the seed of the drawn noise comes from; the default generator of the
                 input's device if None. Noise belongs to a place in the batch, in that of the sorted
                 rows if ``input`` is a PackedSequence.
             sample: False takes the mean of the latent; neither eps nor generator may be given then.
 
         Returns:
-            output: The state after every step of the last layer, (seq_len, batch, hidden_size),
-            (batch, seq_len, hidden_size) if ``batch_first``, or (seq_len, hidden_size).
+            output: The states after every step of the last layer, (seq_len, batch, D *
+            hidden_size), (batch, seq_len, D * hidden_size) if ``batch_first``, (seq_len, D *
+            hidden_size), or a PackedSequence if ``input`` is one. With ``return_sequence=False``
+            the last states of the last layer, (batch, D * hidden_size) or (D * hidden_size,).
 
-            h_n: The state after the last step of every layer, (num_layers, batch, hidden_size) or
-            (num_layers, hidden_size).
+            h_n: The state after the last step of every layer and direction, shaped as ``hx``.
 
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
@@ -203,12 +205,7 @@ class StochasticGRUCell(RNNCellBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            input_size,
-            hidden_size,
-            bias,
-            latent_size=hidden_size if latent_size is None else latent_size,
-            device=device,
-            dtype=dtype,
+            input_size, hidden_size, bias, latent_size=latent_size, device=device, dtype=dtype
         )
 
     def forward(

@@ -193,8 +193,8 @@ class Cell:
                 loc, logvar = self.linear(h, weight, bias).chunk(2, -1)
                 source = loc + eps * torch.exp(0.5 * logvar)
         x_r, x_u, x_n = side.chunk(3, -1)
-        p_r, p_u, p_n = self.linear(source, self.weights[1], self.biases[1]).chunk(3, -1)
-        u = sigmoid(x_u + p_u)
-        n = tanh(x_n + sigmoid(x_r + p_r) * p_n)
+        g_r, g_u, g_n = self.linear(source, self.weights[1], self.biases[1]).chunk(3, -1)
+        u = sigmoid(x_u + g_u)
+        n = tanh(x_n + sigmoid(x_r + g_r) * g_n)
         # n + u (h - n) loses the remaining share of n where u is near 1.
-        return [u * h + sigmoid(-x_u - p_u) * n if self.is_exact else n + u * (h - n)]
+        return [u * h + sigmoid(-x_u - g_u) * n if self.is_exact else n + u * (h - n)]

@@ -44,7 +44,7 @@ PYTHON_LAYERS = {
     5: ["arguments", "stack"],
     6: ["call"],
     7: ["functional"],
-    8: ["modules/*"],
+    8: ["modules", "modules/*"],
     9: ["conversion", "planner"],
     10: ["__init__"],
 }
@@ -205,6 +205,8 @@ def test_cpp_rules_catch(tmp_path: Path, name: str, code: str, expected: str | N
         ("call", "import fusedrnn.functional", "(layer 6) imports functional (layer 7)"),
         ("call", "from .functional import gru", "(layer 6) imports functional (layer 7)"),
         ("call", "from . import functional", "(layer 6) imports functional (layer 7)"),
+        ("call", "from .modules import GRU", "(layer 6) imports modules (layer 8)"),
+        ("call", "from .modules.gru import GRU", "(layer 6) imports modules (layer 8)"),
         ("functional", "torch.ops.fusedrnn.gru()", "uses torch.ops: only ['_library', '_ops'] do"),
         ("functional", "from fusedrnn import call", None),
         ("_library", "torch.ops.fusedrnn.gru()", None),
