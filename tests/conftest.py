@@ -12,6 +12,8 @@ from fusedrnn import tuning
 pytest.register_assert_rewrite("checks", "tf32", "torch_pairs", "flat_weights")
 # Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.
 torch.backends.disable_global_flags = lambda: None
+# Several threads add sums in another order: what torch's errors are would depend on the machine.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
