@@ -2,9 +2,10 @@
 
 from importlib.metadata import version as _version
 
+# First, so that an import says what is missing if nothing is built.
+from . import _library  # noqa: F401  # isort: skip
 from . import (
     _fakes,  # noqa: F401, so that tracers know the operators
-    _library,  # noqa: F401, so that an import says what is missing if nothing is built
     functional,
     reference,
 )

@@ -33,9 +33,10 @@ class CallTensors(NamedTuple):
     def flat(self) -> tuple[Tensor | None, ...]:
         return (self.input, self.hx, self.cx, self.eps, *self.weights)
 
-    def named(self) -> dict[str, Tensor | None]:
-        """By the names that messages have for them."""
-        weights = {f"weights[{i}]": w for i, w in enumerate(self.weights)}
+    def named(self, names: Sequence[str] = ()) -> dict[str, Tensor | None]:
+        """By the names that messages have for them. ``names``: of the weights, if known."""
+        names = names or [f"weights[{i}]" for i in range(len(self.weights))]
+        weights = dict(zip(names, self.weights, strict=True))
         return {"input": self.input, **weights, "hx": self.hx, "cx": self.cx, "eps": self.eps}
 
 
@@ -98,8 +99,8 @@ def check(
     Raises:
         TypeError, ValueError, RuntimeError: Something is wrong.
     """
-    checks.dtypes_and_devices(tensors.named())
     names = [name for name, _, _ in _layout(options, Sizes())]
+    checks.dtypes_and_devices(tensors.named(names))
     sizes = _check_weights(names, tensors.weights, options)
     is_step = cell_sizes is not None
     input_size = (cell_sizes or sizes).input

@@ -32,6 +32,9 @@ def types(tensors: Mapping[str, Any], optional: Sequence[str] = ()) -> None:
             raise TypeError(f"fusedrnn: {name} must be a dense tensor, got a {layout} one")
 
 
+_NO_WEIGHTS = ("input", "hx", "cx", "eps")
+
+
 def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
     """All must have the dtype and the device of ``tensors["input"]``."""
     input = tensors["input"]
@@ -42,24 +45,28 @@ def dtypes_and_devices(tensors: Mapping[str, Tensor | None]) -> None:
         )
     if input.is_cuda and _library.cuda_obstacle is not None:
         raise RuntimeError(f"fusedrnn: input is on {input.device}, but {_library.cuda_obstacle}")
+    weights = [t for name, t in tensors.items() if name not in _NO_WEIGHTS and t is not None]
+    share_dtype = len({weight.dtype for weight in weights}) == 1
+    share_device = len({weight.device for weight in weights}) == 1
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        is_weight, hint = name not in _NO_WEIGHTS, ""
         if tensor.dtype != input.dtype:
             error = RuntimeError if name in ("hx", "cx") else ValueError  # as in torch.nn
-            is_weight = name.startswith("weights")
-            hint = f"; or convert the input by .to({tensor.dtype})" if is_weight else ""
+            if is_weight and share_dtype:
+                hint = f"; or convert the input by .to({tensor.dtype})"
             raise error(
                 f"fusedrnn: {name} must be {input.dtype} as input is, got {tensor.dtype}{hint}"
             )
-        on_device(name, tensor, input)
+        if is_weight and share_device:
+            hint = f'; or move the input by .to("{tensor.device}")'
+        on_device(name, tensor, input, hint)
 
 
-def on_device(name: str, tensor: Tensor, input: Tensor) -> None:
-    """A tensor must be on the device of the input."""
+def on_device(name: str, tensor: Tensor, input: Tensor, hint: str = "") -> None:
+    """A tensor must be on the device of the input. ``hint``: the end of the message."""
     if tensor.device != input.device:
-        is_weight = name.startswith("weights")
-        hint = f'; or move the input by .to("{tensor.device}")' if is_weight else ""
         raise RuntimeError(
             f"fusedrnn: {name} must be on {input.device} as input is, got {tensor.device}{hint}"
         )

@@ -291,6 +291,11 @@ def _check_zoneout(value: float | tuple[float, float], has_cell_state: bool) -> 
     if isinstance(value, tuple) and not (len(value) == 2 and has_cell_state):
         expected = "a probability, or a pair of them" if has_cell_state else "one probability"
         raise ValueError(f"fusedrnn: zoneout must be {expected}, got {text_of(value)}")
+    if has_cell_state and not isinstance(value, int | float | tuple):
+        raise ValueError(
+            "fusedrnn: zoneout must be a probability in [0, 1], or a tuple of two, got "
+            f"{text_of(value)}"
+        )
     for p in value if isinstance(value, tuple) else (value,):
         check_probability("zoneout", p)
 

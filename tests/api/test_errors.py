@@ -89,14 +89,14 @@ def bad_calls():
         arguments(weights=one(weights, 4, weights[4].float())),
         {},
         ValueError,
-        "[4]",
+        "bias_zh_l0 must be torch.float64 as input is, got torch.float32",
     )
     yield (
         "weight meta",
         arguments(weights=one(weights, 4, weights[4].to("meta"))),
         {},
         RuntimeError,
-        "[4]",
+        "bias_zh_l0 must be on cpu as input is, got meta",
     )
     yield "weight None", arguments(weights=one(weights, 4, None)), {}, TypeError, "weights[4]"
     for wrong in (-0.1, 1.5, "a"):
@@ -213,6 +213,14 @@ def test_cells_speak_of_the_shapes_that_they_are_given():
         cell(x, (torch.zeros(4, 16), torch.zeros(1, 16)))
     with pytest.raises(RuntimeError, match=r"eps must have shape \(4, 3\), got \(4, 2\)"):
         fusedrnn.StochasticGRUCell(8, 16, 3)(x, eps=torch.zeros(4, 2))
+
+
+def test_dtypes_of_weights_that_differ_give_no_hint():
+    rnn = fusedrnn.GRU(5, 7, num_layers=2)
+    rnn.weight_hh_l1.data = rnn.weight_hh_l1.double()
+    message = r"weight_hh_l1 must be torch.float32 as input is, got torch.float64$"
+    with pytest.raises(ValueError, match=message):
+        rnn(torch.randn(4, 3, 5))
 
 
 def test_hints():

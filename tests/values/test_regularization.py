@@ -244,6 +244,11 @@ def test_pairs_that_mean_nothing_are_refused(kind, zoneout):
         getattr(fusedrnn, name)(torch.zeros(2, 1, 3), weights, zoneout=zoneout)
 
 
+def test_a_pair_is_a_tuple():
+    with pytest.raises(ValueError, match=r"zoneout must be .*, or a tuple of two, got list"):
+        fusedrnn.LSTM(3, 4, zoneout=[0.1, 0.2])
+
+
 # --- the last state alone ------------------------------------------------------------------------
 
 
