@@ -280,24 +280,21 @@ def check_truth(name: str, value: object) -> bool:
         raise TypeError(f"fusedrnn: {name} must be a bool, got {kind_of(value)}") from error
 
 
-def check_probability(name: str, value: float) -> float:
+def check_probability(name: str, value: float, or_else: str = "") -> float:
     """A value of a wrong type gets a ValueError too, as in torch.nn."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError(f"fusedrnn: {name} must be a probability in [0, 1], got {text_of(value)}")
+        raise ValueError(
+            f"fusedrnn: {name} must be a probability in [0, 1]{or_else}, got {text_of(value)}"
+        )
     return value
 
 
 def _check_zoneout(value: float | tuple[float, float], has_cell_state: bool) -> None:
-    if isinstance(value, tuple) and not (len(value) == 2 and has_cell_state):
-        expected = "a probability, or a pair of them" if has_cell_state else "one probability"
-        raise ValueError(f"fusedrnn: zoneout must be {expected}, got {text_of(value)}")
-    if has_cell_state and not isinstance(value, int | float | tuple):
-        raise ValueError(
-            "fusedrnn: zoneout must be a probability in [0, 1], or a tuple of two, got "
-            f"{text_of(value)}"
-        )
-    for p in value if isinstance(value, tuple) else (value,):
-        check_probability("zoneout", p)
+    values: tuple[Any, ...] = (value,)
+    if has_cell_state and isinstance(value, tuple) and len(value) == 2:
+        values = value
+    for p in values:
+        check_probability("zoneout", p, ", or a tuple of two" if has_cell_state else "")
 
 
 def _check_chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
