@@ -133,7 +133,10 @@ class Stack(NamedTuple):
         tensors = (sequence, *states, self.eps, *self._weights_of(here))
         is_differentiated = needs_grad(tensors)
         # A checkpoint does not notice changes between its two runs.
-        also = (self.seed, self.mask.reset)
+        # A write through flat_weight counts as a change of the first weight, and no step of an
+        # optimizer changes that one within backward if it is frozen.
+        first = None if self.weights[0].requires_grad else self.weights[0]
+        also = (self.seed, self.mask.reset, first)
         watched = [t for t in (*tensors, *also) if t is not None and not t.is_inference()]
         versions = (
             [t._version for t in watched] if is_differentiated and not is_compiling() else None

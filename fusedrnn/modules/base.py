@@ -104,7 +104,7 @@ class RNNBase(FlatModule, _Attributes):
         # A module that was pickled by an older release lacks the options that are newer. One that
         # a subclass has made a property of its own is not in the state, and needs no default.
         for name in _ATTRIBUTES:
-            kept = (state, state["_modules"], state["_parameters"], state["_buffers"])
+            kept = (state, *(state.get(of, ()) for of in ("_parameters", "_buffers", "_modules")))
             if not hasattr(type(self), name) and not any(name in names for names in kept):
                 state = state | {name: FIELDS[name].default}
         super().__setstate__(state)
@@ -187,10 +187,12 @@ class RNNCellBase(FlatModule):
     def _weights(self) -> list[Tensor]:
         """As in torch.nn, biases that are set after construction count, unless they are None."""
         weights = super()._weights()
-        if self.bias and weights[-1] is not None:  # the usual case, in little time
-            return weights
         matrices = len(CELLS[self._cell].weights)
-        biases = weights[matrices:] or [getattr(self, name) for name in _BIASES[self._cell]]
+        if len(weights) > matrices and weights[-1] is not None:  # the usual case, in little time
+            return weights
+        biases: list[Any] = weights[matrices:]
+        if not biases:
+            biases = [getattr(self, name, None) for name in _BIASES[self._cell]]
         if any(bias is not None for bias in biases):  # one that is None alone is refused later
             return [*weights[:matrices], *biases]
         return weights[:matrices]

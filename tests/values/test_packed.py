@@ -154,6 +154,17 @@ def test_a_change_of_the_seed_before_backward_is_noticed(return_sequence):
         h_n.sum().backward()
 
 
+def test_a_write_through_flat_weight_is_noticed_over_frozen_layers():
+    rnn = fusedrnn.GRU(4, 6, 2, bidirectional=True, return_sequence=False)
+    for name, weight in rnn.named_parameters():
+        weight.requires_grad_("_l1" in name)
+    _, h_n = rnn(torch.randn(40, 3, 4))
+    with torch.no_grad():
+        rnn.flat_weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h_n.sum().backward()
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_weights_may_take_their_step_within_backward(num_layers, bidirectional):
