@@ -45,6 +45,38 @@ def _joined(states: Sequence[States]) -> States:
     return States(torch.cat([s.h for s in states]), torch.cat(cells) if cells else None)
 
 
+class _Watch:
+    """Tensors that backward reads again, and their versions in forward."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._tensors = []
+        if not is_compiling():
+            self._tensors = [t for t in tensors if t is not None and not t.is_inference()]
+        self._versions = [t._version for t in self._tensors]
+        self._checked_in = -1
+
+    def check(self) -> None:
+        """Refuses to go on if a tensor has changed since."""
+        if self._versions != [t._version for t in self._tensors]:
+            raise RuntimeError(
+                "fusedrnn: one of the variables needed for gradient computation has been "
+                "modified by an inplace operation"
+            )
+
+    def check_once_in_a_backward(self) -> None:
+        """Checks when a backward pass begins: within it, an optimizer may change weights.
+
+        A write through ``flat_weight`` counts as a change of the first weight alone, so a part that
+        reads other weights has to look at all of them.
+        """
+        if is_compiling():
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._checked_in):
+            self.check()
+            self._checked_in = backward
+
+
 class Stack(NamedTuple):
     """Layers of a cell, one on top of the other, with everything they need but input and states.
 
@@ -83,8 +115,9 @@ class Stack(NamedTuple):
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self.run(sequence, states)[1]  # a trace would keep this number of parts
+        whole = _Watch(self.weights)
         if self.directions == 1:
-            return self._in_parts(slice(0, self.num_layers), sequence, states)
+            return self._in_parts(slice(0, self.num_layers), sequence, states, whole)
         last = []
         for layer in range(self.num_layers - 1):
             here = slice(2 * layer, 2 * layer + 2)
@@ -92,7 +125,7 @@ class Stack(NamedTuple):
             last.append(state)
         for row in (2 * self.num_layers - 2, 2 * self.num_layers - 1):
             here = slice(row, row + 1)
-            last.append(self._in_parts(here, sequence, states.of(here)))
+            last.append(self._in_parts(here, sequence, states.of(here), whole))
         return _joined(last)
 
     def _run_layer(self, here: slice, sequence: Tensor, states: States) -> tuple[Tensor, States]:
@@ -124,8 +157,12 @@ class Stack(NamedTuple):
         )
         return output, States(h_n, None if c is None else c_n)
 
-    def _in_parts(self, here: slice, sequence: Tensor, states: States) -> States:
-        """All layers in one direction, or one direction of the last layer."""
+    def _in_parts(self, here: slice, sequence: Tensor, states: States, whole: _Watch) -> States:
+        """All layers in one direction, or one direction of the last layer.
+
+        Args:
+            whole: Of all weights of the stack.
+        """
         seq_len = self._steps(sequence)
         steps = max(LEAST_PART, math.isqrt(seq_len))
         begins = range(0, seq_len, steps)
@@ -133,21 +170,12 @@ class Stack(NamedTuple):
         tensors = (sequence, *states, self.eps, *self._weights_of(here))
         is_differentiated = needs_grad(tensors)
         # A checkpoint does not notice changes between its two runs.
-        # A write through flat_weight counts as a change of the first weight, and no step of an
-        # optimizer changes that one within backward if it is frozen.
-        first = None if self.weights[0].requires_grad else self.weights[0]
-        also = (self.seed, self.mask.reset, first)
-        watched = [t for t in (*tensors, *also) if t is not None and not t.is_inference()]
-        versions = (
-            [t._version for t in watched] if is_differentiated and not is_compiling() else None
-        )
+        watch = _Watch((*tensors, self.seed, self.mask.reset)) if is_differentiated else None
 
         def last_states(part: Stack, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-            if versions is not None and versions != [t._version for t in watched]:
-                raise RuntimeError(
-                    "fusedrnn: one of the variables needed for gradient computation has been "
-                    "modified by an inplace operation"
-                )
+            if watch is not None:
+                watch.check()
+                whole.check_once_in_a_backward()
             return part._last_states(*arguments)
 
         for begin in reversed(begins) if backwards else begins:

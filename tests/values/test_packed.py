@@ -154,15 +154,19 @@ def test_a_change_of_the_seed_before_backward_is_noticed(return_sequence):
         h_n.sum().backward()
 
 
-def test_a_write_through_flat_weight_is_noticed_over_frozen_layers():
-    rnn = fusedrnn.GRU(4, 6, 2, bidirectional=True, return_sequence=False)
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize(("num_layers", "is_frozen"), [(1, False), (2, False), (2, True)])
+def test_a_write_through_flat_weight_is_noticed(num_layers, is_frozen, is_second):
+    rnn = fusedrnn.GRU(4, 6, num_layers, bidirectional=True, return_sequence=False)
     for name, weight in rnn.named_parameters():
-        weight.requires_grad_("_l1" in name)
+        weight.requires_grad_(not is_frozen or "_l1" in name)
     _, h_n = rnn(torch.randn(40, 3, 4))
+    if is_second:
+        h_n[-1].sum().backward(retain_graph=True)
     with torch.no_grad():
         rnn.flat_weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        h_n.sum().backward()
+        h_n[-1].sum().backward()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
