@@ -1,8 +1,8 @@
 """The options of layers: each one is documented, typed, checked, and given its default here.
 
-A new option is a key of one of the typed dicts, with its description, and a field of Options, with
-its default and its check. Modules and functional forms then take it, document it, keep it as an
-attribute and pass it on.
+A new option is a key of one of the typed dicts, with its description, and a field of OptionValues,
+with its default, that Options checks. Modules and functional forms then take it, document it, keep
+it as an attribute and pass it on.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +86,8 @@ class RNNBase(FlatModule, _Attributes):
         else:
             found = _attributes_of(self)
         values = (self._cell, self.training, *found)
-        if is_compiling() or isinstance(
-            self.zoneout, tuple
-        ):  # the lookup would not compare the types of its elements
+        # The lookup would not compare the types of a tuple's elements.
+        if is_compiling() or isinstance(self.zoneout, tuple):
             return _options(*values)
         try:
             return _remembered_options(*values)
@@ -103,8 +102,8 @@ class RNNBase(FlatModule, _Attributes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A module that was pickled by an older release lacks the options that are newer. One that
         # a subclass has made a property of its own is not in the state, and needs no default.
+        kept = (state, *(state.get(of, ()) for of in ("_parameters", "_buffers", "_modules")))
         for name in _ATTRIBUTES:
-            kept = (state, *(state.get(of, ()) for of in ("_parameters", "_buffers", "_modules")))
             if not hasattr(type(self), name) and not any(name in names for names in kept):
                 state = state | {name: FIELDS[name].default}
         super().__setstate__(state)
@@ -190,12 +189,10 @@ class RNNCellBase(FlatModule):
         matrices = len(CELLS[self._cell].weights)
         if len(weights) > matrices and weights[-1] is not None:  # the usual case, in little time
             return weights
-        biases: list[Any] = weights[matrices:]
-        if not biases:
-            biases = [getattr(self, name, None) for name in _BIASES[self._cell]]
-        if any(bias is not None for bias in biases):  # one that is None alone is refused later
-            return [*weights[:matrices], *biases]
-        return weights[:matrices]
+        biases = [getattr(self, name, None) for name in _BIASES[self._cell]]
+        if all(bias is None for bias in biases):
+            return weights[:matrices]
+        return cast(list[Tensor], [*weights[:matrices], *biases])  # a single None is refused later
 
     def reset_parameters(self) -> None:
         """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""

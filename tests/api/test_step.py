@@ -241,3 +241,14 @@ def test_a_cell_is_no_sequence():
         for wrong in (torch.randn(1, 2, 3), torch.randn(())):
             with pytest.raises(ValueError, match="1 or 2 dimensions"):
                 cell(wrong)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.parametrize("name", ["GRUCell", "LSTMCell"])
+def test_a_traced_cell_takes_other_batches(name):
+    cell = getattr(fusedrnn, name)(3, 4)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            traced = torch.jit.trace(cell, torch.randn(2, 3), check_trace=False)
+            x = torch.randn(5, 3)
+            torch.testing.assert_close(traced(x), cell(x))

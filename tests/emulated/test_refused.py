@@ -283,6 +283,14 @@ def test_multiprocessors_are_left_free(free):
     assert grid(64, 256) == 128
 
 
+def test_a_setting_holds_within_each_with(free):
+    setting = free(5)
+    for _ in range(2):
+        free(7)
+        with setting:
+            assert tuning.free_multiprocessors() == 5
+
+
 def test_where_others_have_joined_some_are_left_free(monkeypatch, free):
     group = {"is_initialized": lambda: True, "get_world_size": lambda: 2}
     for name, value in group.items():

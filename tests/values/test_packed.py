@@ -142,82 +142,6 @@ def test_packed_rows_are_counted_in_the_limit_of_the_workspace():
     output.data.sum().backward()
 
 
-@pytest.mark.parametrize("return_sequence", [True, False])
-def test_a_change_of_the_seed_before_backward_is_noticed(return_sequence):
-    rnn = fusedrnn.StochasticGRU(4, 6)
-    weights, seed = list(rnn.parameters()), torch.tensor([5])
-    _, h_n = fusedrnn.stochastic_gru(
-        torch.randn(40, 3, 4), weights, seed=seed, return_sequence=return_sequence
-    )
-    seed += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        h_n.sum().backward()
-
-
-@pytest.mark.parametrize("is_second", [False, True])
-@pytest.mark.parametrize(("num_layers", "is_frozen"), [(1, False), (2, False), (2, True)])
-def test_a_write_through_flat_weight_is_noticed(num_layers, is_frozen, is_second):
-    rnn = fusedrnn.GRU(4, 6, num_layers, bidirectional=True, return_sequence=False)
-    for name, weight in rnn.named_parameters():
-        weight.requires_grad_(not is_frozen or "_l1" in name)
-    _, h_n = rnn(torch.randn(40, 3, 4))
-    if is_second:
-        h_n[-1].sum().backward(retain_graph=True)
-    with torch.no_grad():
-        rnn.flat_weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        h_n[-1].sum().backward()
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_weights_may_take_their_step_within_backward(num_layers, bidirectional):
-    """As soon as a weight's gradient is there, nothing of backward looks at the weight again."""
-    rnn = fusedrnn.GRU(4, 6, num_layers, bidirectional=bidirectional, return_sequence=False)
-    input = torch.randn(40, 3, 4)
-    expected = torch.autograd.grad(rnn(input)[1].sum(), list(rnn.parameters()))
-    found = {}
-
-    def step(weight):
-        found[weight] = weight.grad
-        with torch.no_grad():
-            weight.sub_(weight.grad)
-
-    for weight in rnn.parameters():
-        weight.register_post_accumulate_grad_hook(step)
-    rnn(input)[1].sum().backward()
-    torch.testing.assert_close([found[weight] for weight in rnn.parameters()], list(expected))
-
-
-@pytest.mark.parametrize("what", ["batch_sizes", "reset", "weight", "input"])
-def test_changes_before_backward_are_noticed_without_the_output(what):
-    """Steps run a second time in backward; batch sizes are copied, so they may change."""
-    rnn = fusedrnn.GRU(4, 6, return_sequence=False)
-    data = torch.randn(42, 4, requires_grad=True)
-    changed = data.detach().clone().requires_grad_() * 1
-    sizes = torch.tensor([3, 1] + [1] * 38)
-    reset = torch.zeros(40, 3, dtype=torch.bool)
-    (expected,) = torch.autograd.grad(
-        rnn(PackedSequence(data, sizes.clone()), reset=reset.clone())[1].sum(), data
-    )
-    input = changed if what == "input" else data
-    _, h_n = rnn(PackedSequence(input, sizes), reset=reset)
-    with torch.no_grad():
-        if what == "batch_sizes":
-            sizes[:2] = 2
-        elif what == "reset":
-            reset[:] = True
-        elif what == "weight":
-            rnn.weight_hh_l0.mul_(2)
-        else:
-            input.mul_(2)
-    if what == "batch_sizes":
-        assert torch.equal(torch.autograd.grad(h_n.sum(), data)[0], expected)
-        return
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(h_n.sum(), input)
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
 def test_a_traced_module_takes_other_batches():
     rnn = fusedrnn.GRU(4, 6).requires_grad_(False)
@@ -233,16 +157,6 @@ def test_a_traced_module_takes_other_batches():
     for lengths in ((9, 5, 2), (9, 4), (7, 7, 7, 1)):
         example = batch(*lengths)
         torch.testing.assert_close(traced(*example), last(*example))
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_traced_module_of_last_states_takes_other_lengths(bidirectional):
-    rnn = fusedrnn.LSTM(4, 6, 2, bidirectional=bidirectional, return_sequence=False)
-    traced = torch.jit.trace(rnn, torch.randn(40, 3, 4), check_trace=False)
-    for shape in ((90, 5, 4), (3, 1, 4)):
-        input = torch.randn(shape)
-        torch.testing.assert_close(traced(input), rnn(input))
 
 
 def compiled(rnn):

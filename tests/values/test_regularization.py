@@ -1,4 +1,4 @@
-"""Options that every cell has: dropout, zoneout, dropped weights, and the last state alone."""
+"""Options that every cell has: dropout, zoneout, and dropped weights."""
 
 from __future__ import annotations
 
@@ -6,30 +6,14 @@ import math
 
 import pytest
 import torch
+from layers import KINDS, make, random, states_of
 
 import fusedrnn
 from fusedrnn import functional
 
-KINDS = ["GRU", "LSTM", "ProjectedLSTM", "StochasticGRU"]
 DROPPED = {"dropout": 0.4, "num_layers": 2}
 ZONED = {"zoneout": 0.3}
 PAIR = {"zoneout": (0.3, 0.6)}
-
-
-def make(kind, device, input_size=3, hidden_size=5, **options):
-    if kind == "ProjectedLSTM":
-        kind, options = "LSTM", options | {"proj_size": hidden_size - 1}
-    return getattr(fusedrnn, kind)(
-        input_size, hidden_size, dtype=torch.float64, device=device, **options
-    )
-
-
-def states_of(state):
-    return list(state) if isinstance(state, tuple) else [state]
-
-
-def random(*shape, device):
-    return torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -247,68 +231,3 @@ def test_pairs_that_mean_nothing_are_refused(kind, zoneout):
 def test_a_pair_is_a_tuple():
     with pytest.raises(ValueError, match=r"zoneout must be .*, or a tuple of two, got list"):
         fusedrnn.LSTM(3, 4, zoneout=[0.1, 0.2])
-
-
-# --- the last state alone ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_last_states_are_those_of_the_whole_sequence(
-    device, kind, bidirectional, num_layers, batch_first, masked
-):
-    options = {"bidirectional": bidirectional, "num_layers": num_layers, "zoneout": 0.2}
-    options |= {"batch_first": batch_first, "dropout": 0.3 if num_layers > 1 else 0.0}
-    whole = make(kind, device, **options)
-    last = make(kind, device, **options, return_sequence=False)
-    last.load_state_dict(whole.state_dict())
-    shape = (3, 40) if batch_first else (40, 3)
-    input = random(*shape, 3, device=device)
-    masks = {}
-    if masked:
-        masks["reset"] = torch.rand(shape, device=device) < 0.05
-        masks["lengths"] = torch.tensor([40, 2, 17])
-    results = []
-    for rnn in (whole, last):
-        torch.manual_seed(7)
-        output, state = rnn(input, **masks)
-        states = states_of(state)
-        if rnn is whole:
-            output = torch.cat(list(states[0][-2 if bidirectional else -1 :]), -1)
-        loss = output.square().sum() + sum(s.pow(3).sum() for s in states)
-        results.append([output, *states, *torch.autograd.grad(loss, [input, *rnn.parameters()])])
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
-
-
-def test_last_state_of_unbatched_and_packed_input():
-    rnn = fusedrnn.LSTM(3, 5, bidirectional=True, return_sequence=False)
-    output, (h_n, c_n) = rnn(torch.randn(30, 3))
-    assert output.shape == (10,) and h_n.shape == c_n.shape == (2, 5)
-    sequences = [torch.randn(n, 3) for n in (4, 30, 17)]
-    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
-    output, _ = rnn(packed)
-    expected = torch.stack([rnn(sequence)[0] for sequence in sequences])
-    torch.testing.assert_close(output, expected)
-
-
-@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
-def test_last_state_saves_the_square_root_of_the_sequence(kind):
-    rnn = getattr(fusedrnn, kind)(4, 8, return_sequence=False)
-    input = torch.randn(1024, 2, 4)
-    sizes = []
-
-    def note(tensor):
-        if tensor.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
-            sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output, _ = rnn(input)
-    states = 2 if kind == "LSTM" else 1
-    parameters = sum(p.numel() for p in rnn.parameters())
-    assert sum(sizes) <= 32 * (states * 2 * 8 + parameters + 64)  # 32 parts; weights are not copied
-    output.sum().backward()
-    assert all(p.grad.isfinite().all() for p in rnn.parameters())
