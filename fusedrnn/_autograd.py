@@ -1,8 +1,14 @@
-"""Layers and single steps as autograd, torch.func, tracers and torch.compile see them."""
+"""Layers as autograd, torch.func, tracers and torch.compile see them.
+
+The operators themselves are differentiable: their kernels for autograd and for torch.func are the
+functions of this module. So a call that a tracer has recorded, or that is made without a module,
+has the derivatives of a module's call.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -11,22 +17,25 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import _ops
-from ._ops import LayerCall, LayerTensors
+from . import _ops, _replay, _vmap
+from ._ops import Cotangents, ForwardResults, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
     """One layer over a sequence -> output, h_n, and c_n, which is (0, B, H) without cell state."""
-    is_differentiated = needs_grad(tensors.flat())
-    function = _function(is_differentiated)
-    if function is None:
-        output, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
+    flat = tensors.flat()
+    is_differentiated = needs_grad(flat)
+    # If nothing is differentiated there is no backward, and nothing is saved for it.
+    save_gates = is_differentiated and not call.recompute
+    if not is_alone():
+        results: Any = _ops.forward(call, tensors, save_gates=save_gates)
+    elif is_differentiated:
+        results = _apply_layer(call, save_gates, *flat)
     else:
-        # If nothing is differentiated there is no backward, and nothing is saved for it.
-        save_gates = is_differentiated and not call.recompute
-        output, h_n, c_n, _, _ = function(call, save_gates, *tensors.flat())
-    return output, h_n, c_n
+        with below_autograd():
+            results = _ops.forward(call, tensors, save_gates=False)
+    return cast(tuple[Tensor, Tensor, Tensor], tuple(results[:3]))
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -34,22 +43,18 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
-def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether an operator may be called without an autograd function around it."""
-    return not is_compiling() and _function(needs_grad(tensors)) is None
+def is_alone() -> bool:
+    """Whether nothing but autograd looks at a call: then it need not go through the dispatcher."""
+    return not (
+        is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or forward_ad._current_level >= 0
+    )
 
 
-def _function(is_differentiated: bool) -> Callable[..., tuple[Tensor, ...]] | None:
-    """The cheapest autograd function that serves here; None: the operator by itself."""
-    if is_compiling():
-        return _Layer.apply if is_differentiated else None
-    # torch.func works on a function with setup_context, an operator would lose a tangent, and a
-    # trace is to have the function as one node.
-    is_transformed = torch._C._are_functorch_transforms_active()
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if is_transformed or is_traced or forward_ad._current_level >= 0:
-        return _Layer.apply
-    return _EagerLayer.apply if is_differentiated else None
+# A guard: with it, a call of an operator passes by the kernels that this module registers.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Layer(torch.autograd.Function):
@@ -60,73 +65,136 @@ class _Layer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: LayerCall, save_gates: bool, *flat: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
+    def forward(call: LayerCall, save_gates: bool, *flat: Any) -> tuple[Tensor, ...]:
+        with below_autograd():
+            return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.call, save_gates, *flat = inputs
         output, _, _, saved_gates, chunk_cell_states = results
-        has_cell_state = CELLS[ctx.call.cell].has_cell_state
         ctx.mark_non_differentiable(saved_gates, chunk_cell_states)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
+        has_cell_state = CELLS[ctx.call.cell].has_cell_state
+        saved = Saved(
             output,
-            saved_gates if save_gates else None,
+            saved_gates if save_gates and saved_gates.numel() > 0 else None,
             chunk_cell_states if has_cell_state else None,
-            *flat,
         )
+        ctx.save_for_backward(*saved, *flat)
+        if not is_alone():
+            ctx.save_for_forward(*flat)
 
     @staticmethod
     def backward(ctx: Any, *grad_results: Tensor | None) -> tuple[Any, ...]:
         # Read once: torch.utils.checkpoint does not let saved tensors be read twice.
-        output, saved_gates, chunk_cell_states, *flat = ctx.saved_tensors
-        tensors = LayerTensors.of(flat)
-        grad_output, grad_h_n, grad_c_n, _, _ = grad_results
-        grads = (grad_output, grad_h_n, grad_c_n)
+        saved = Saved(*ctx.saved_tensors[:3])
+        tensors = LayerTensors.of(ctx.saved_tensors[3:])
+        grads = Cotangents(*grad_results[:3])
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        _, _, *flags = ctx.needs_input_grad
-        needed = LayerTensors.of(flags)
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            found = _ops.backward(
-                ctx.call,
-                tensors,
-                grads,
-                output=output,
-                saved_gates=saved_gates,
-                chunk_cell_states=chunk_cell_states,
-                needs=_ops.needs_of(needed),
-            )
-        if torch.is_grad_enabled():  # create_graph=True
-            sources = (*grads, tensors.input, tensors.hx, tensors.cx, tensors.eps)
-            given = [t for t in (*sources, *tensors.weights) if t is not None]
-            found = _ops.Gradients(*_FirstOrder.apply(*found, *given))
-        by_tensor = LayerTensors(
-            input=cast(Tensor, found.input if needed.input else None),
-            hx=cast(Tensor, found.hx if needed.hx else None),
-            cx=found.cx if needed.cx else None,
-            eps=found.eps if needed.eps else None,
-            weights=cast(Any, _parts(found.weights, tensors.weights, needed.weights)),
-        )
-        return (None, None, *by_tensor.flat())
-
-
-class _EagerLayer(torch.autograd.Function):
-    """_Layer without ``setup_context``, for which torch inspects a signature in each call."""
+        needed = LayerTensors.of(ctx.needs_input_grad[2:])
+        needs = _ops.needs_of(needed)
+        found = Gradients(*_gradient(ctx.call, needs, grads, saved, tensors))
+        return (None, None, *_by_tensor(found, tensors, needed).flat())
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, save_gates: bool, *flat: Tensor) -> tuple[Tensor, ...]:
-        output = _Layer.forward(call, save_gates, *flat)
-        _Layer.setup_context(ctx, (call, save_gates, *flat), output)
-        return output
+    def jvp(ctx: Any, _call: None, _save_gates: None, *directions: Tensor | None) -> Any:
+        tensors = LayerTensors.of(ctx.saved_tensors)
+        found = _replay.tangents(ctx.call, tensors, LayerTensors.of(directions))
+        return (*found, None, None)
 
-    backward = _Layer.backward
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _vmap.forward(_Layer.apply, info, in_dims, *inputs)
+
+
+class _LayerGradient(torch.autograd.Function):
+    """The gradients of a layer, which can be differentiated again.
+
+    That goes through the layer in plain torch, part by part: the derivative of
+    <grads, tangents of the results> is both what double backward asks for and what the gradients'
+    tangents consist of, because second derivatives are symmetric.
+    """
+
+    @staticmethod
+    def forward(call: LayerCall, needs: int, *flat: Any) -> tuple[Tensor, ...]:
+        with below_autograd():
+            return tuple(_ops.backward(call, needs, *_gradient_tensors(flat)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.needs, *flat = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*flat)
+        if not is_alone():
+            ctx.save_for_forward(*flat)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Any, ...]:
+        grads, _, tensors = _gradient_tensors(ctx.saved_tensors)
+        _warn_of_cost()
+        along = _directions(Gradients(*directions), tensors, ctx.needs)
+        tangents, gradients = _replay.second_order(ctx.call, tensors, grads, along)
+        of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
+        return (None, None, *of_grads, *[None] * len(Saved._fields), *gradients.flat())
+
+    @staticmethod
+    def jvp(ctx: Any, _call: None, _needs: None, *directions: Tensor | None) -> Any:
+        grads, saved, tensors = _gradient_tensors(ctx.saved_tensors)
+        grad_directions, _, along = _gradient_tensors(directions)
+        _warn_of_cost()
+        _, second = _replay.second_order(ctx.call, tensors, grads, along)
+        found = _flat_gradients(second, tensors, ctx.needs)
+        if any(g is not None for g in grad_directions):
+            first = _gradient(ctx.call, ctx.needs, grad_directions, saved, tensors)
+            found = Gradients(*[a + b for a, b in zip(found, first, strict=True)])
+        return tuple(found)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return _vmap.backward(_LayerGradient.apply, info, in_dims, *inputs)
+
+
+def _plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for where torch.func is not active, in half the time."""
+    apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return cast(Callable[..., Any], apply)
+
+
+_apply_layer = _plainly(_Layer)
+_apply_gradient = _plainly(_LayerGradient)
+
+
+def _gradient(
+    call: LayerCall, needs: int, grads: Cotangents, saved: Saved, tensors: LayerTensors
+) -> Any:
+    """The operator ``backward``, by the dispatcher only if it is to be differentiated itself."""
+    if torch.is_grad_enabled() or not is_alone():
+        return _ops.backward(call, needs, grads, saved, tensors)
+    with below_autograd():
+        return _ops.backward(call, needs, grads, saved, tensors)
+
+
+def _gradient_tensors(flat: Sequence[Any]) -> tuple[Cotangents, Saved, LayerTensors]:
+    """The tensors of the operator ``backward``, from one after the other."""
+    return Cotangents(*flat[:3]), Saved(*flat[3:6]), LayerTensors.of(flat[6:])
+
+
+def _by_tensor(found: Gradients, tensors: LayerTensors, needed: LayerTensors) -> LayerTensors:
+    """The gradient of each tensor that needs one."""
+    return LayerTensors(
+        input=cast(Tensor, found.input if needed.input else None),
+        hx=cast(Tensor, found.hx if needed.hx else None),
+        cx=found.cx if needed.cx else None,
+        eps=found.eps if needed.eps else None,
+        weights=cast(Any, _parts(found.weights, tensors.weights, needed.weights)),
+    )
 
 
 def _parts(flat: Tensor, weights: Sequence[Tensor], needed: Sequence[Any]) -> list[Tensor | None]:
     """The gradient of each weight that needs one, as a view of the flat buffer of gradients."""
-    if is_compiling():
+    if type(flat) is not Tensor or not is_alone():  # sizes may be those of a tracer
         shaped = flat.split([w.numel() for w in weights]) if any(needed) else weights
         return [
             part.view(w.shape) if need else None
@@ -143,19 +211,118 @@ def _parts(flat: Tensor, weights: Sequence[Tensor], needed: Sequence[Any]) -> li
     return parts
 
 
-class _FirstOrder(torch.autograd.Function):
-    """Gradients that depend on ``sources``: autograd must not take them for constants."""
+def _directions(found: Gradients, tensors: LayerTensors, needs: int) -> LayerTensors:
+    """Cotangents of the gradients, as directions of the tensors that these are the gradients of."""
+    needed = _ops.needed_of(needs, tensors)
+    weights = tensors.weights
+    parts: list[Tensor | None] = [None] * len(weights)
+    if found.weights is not None:
+        parts = _parts(found.weights.contiguous(), weights, needed.weights)
+    return LayerTensors(
+        input=cast(Tensor, found.input if needed.input else None),
+        hx=cast(Tensor, found.hx if needed.hx else None),
+        cx=found.cx if needed.cx else None,
+        eps=found.eps if needed.eps else None,
+        weights=cast(Any, parts),
+    )
 
-    @staticmethod
-    def forward(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, *sources: Tensor) -> Any:
-        return a.view_as(a), b.view_as(b), c.view_as(c), d.view_as(d), e.view_as(e)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(
-            "fusedrnn: second derivatives are not implemented; use fusedrnn.reference for them"
+def _flat_gradients(by_tensor: LayerTensors, tensors: LayerTensors, needs: int) -> Gradients:
+    """Gradients as the operator ``backward`` returns them: empty if they are not needed."""
+    needed = _ops.needed_of(needs, tensors)
+    none = tensors.input.new_zeros(0)
+    weights = [
+        (torch.zeros_like(weight) if grad is None or not need else grad).reshape(-1)
+        for grad, weight, need in zip(
+            by_tensor.weights, tensors.weights, needed.weights, strict=True
         )
+    ]
+
+    def of(name: str) -> Tensor:
+        grad, tensor = getattr(by_tensor, name), getattr(tensors, name)
+        if not getattr(needed, name):
+            return none
+        return torch.zeros_like(tensor) if grad is None else grad
+
+    return Gradients(
+        input=of("input"),
+        hx=of("hx"),
+        cx=of("cx"),
+        eps=of("eps"),
+        weights=torch.cat(weights) if any(needed.weights) else none,
+    )
+
+
+_has_warned = False
+
+
+def _warn_of_cost() -> None:
+    global _has_warned
+    if _has_warned or is_compiling():
+        return
+    _has_warned = True
+    warnings.warn(
+        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes about "
+        "as long as a loop written by hand; memory stays that of about sqrt(T) steps",
+        stacklevel=2,
+    )
+
+
+# The operators' kernels.
+
+
+def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    call, tensors, others = _ops.read(*arguments, **named)
+    return call, others.get("save_gates", False), *tensors.flat()
+
+
+def _read_backward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    call, tensors, others = _ops.read(*arguments[3:], **named)
+    saved = Saved(*[others.get(name) for name in Saved._fields])
+    return call, others["needs"], *arguments[:3], *saved, *tensors.flat()
+
+
+class _Kernels:
+    """The kernels of an operator for autograd and for torch.func."""
+
+    def __init__(
+        self,
+        operator: Any,
+        function: type[torch.autograd.Function],
+        read: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]],
+    ) -> None:
+        self._operator, self._function, self._read = operator, function, read
+        self._apply_plainly = _plainly(function)
+
+    def for_autograd(self, *arguments: Any, **named: Any) -> Any:
+        inputs = self._read(arguments, named)
+        if needs_grad(inputs[2:]) or forward_ad._current_level >= 0:
+            return self._apply_plainly(*inputs)
+        with below_autograd():
+            return self._operator(*arguments, **named)
+
+    def for_transforms(self, *arguments: Any, **named: Any) -> Any:
+        """Under torch.func, whose innermost transform may be functionalize."""
+        interpreter = _vmap.current_interpreter()
+        if _vmap.is_functionalize(interpreter):
+            return _vmap.functionalized(interpreter, self._operator, arguments, named)
+        return self._function.apply(*self._read(arguments, named))
+
+    def for_old_vmap(self, *arguments: Any, **named: Any) -> Any:
+        """Under the vmap of ``torch.autograd.grad(is_grads_batched=True)``."""
+        return _vmap.for_old_vmap(self._function, self._read(arguments, named))
+
+
+def _register(library: torch.library.Library) -> None:
+    for name, function, read in (
+        ("forward", _Layer, _read_forward),
+        ("backward", _LayerGradient, _read_backward),
+    ):
+        kernels = _Kernels(getattr(_ops.operators, name).default, function, read)
+        library.impl(name, kernels.for_autograd, "Autograd")
+        library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
+        library.impl(name, kernels.for_old_vmap, "Batched")
+
+
+_library = torch.library.Library("fusedrnn", "IMPL")
+_register(_library)

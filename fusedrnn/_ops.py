@@ -1,13 +1,13 @@
 """The operators of csrc/ops/ops.h as Python calls them.
 
-This module is the only user of the operators.
+Only this module calls them; _autograd.py makes them differentiable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch.compiler import is_compiling
 
 from . import _helpers as helpers
 from . import _library
-from .cells import CELLS
+from .cells import CELL_NAMES, CELLS
 
+operators = _library.operators
 _BACKENDS = helpers.BACKENDS
 
 
@@ -118,6 +119,21 @@ class LayerTensors(NamedTuple):
 _OTHERS = LayerTensors._fields[4:]
 
 
+def read(
+    cell: int, input: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor], **named: Any
+) -> tuple[LayerCall, LayerTensors, dict[str, Any]]:
+    """A layer's call from an operator's arguments -> call, tensors, and what only that one has."""
+    options = {name: named.pop(name) for name in _OPTIONS if name in named}
+    if "backend" in options:
+        options["backend"] = _BACKENDS[options["backend"]]
+    others = {name: named.pop(name) for name in _OTHERS if name in named}
+    call = LayerCall(cell=CELL_NAMES[cell], **options)
+    return call, LayerTensors(input, hx, weights, cx, **others), named
+
+
+_OPTIONS = [f.name for f in fields(LayerCall) if f.name not in ("cell", "recompute") and f.init]
+
+
 class ForwardResults(NamedTuple):
     """What forward returns."""
 
@@ -131,6 +147,22 @@ class ForwardResults(NamedTuple):
     """The pre-activations, if they were to be saved."""
     chunk_cell_states: Tensor
     """The cell state before each chunk, if there is one."""
+
+
+class Cotangents(NamedTuple):
+    """Gradients of what forward returns."""
+
+    output: Tensor | None
+    h_n: Tensor | None
+    c_n: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What backward reads of ForwardResults."""
+
+    output: Tensor
+    saved_gates: Tensor | None
+    chunk_cell_states: Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -155,36 +187,37 @@ def needs_of(flags: LayerTensors) -> int:
     return needs + sum(NEEDS_FIRST_WEIGHT << i for i, need in enumerate(flags.weights) if need)
 
 
+def needed_of(needs: int, tensors: LayerTensors) -> LayerTensors:
+    """The inverse of :func:`needs_of`: for each tensor whether its gradient is needed."""
+    weights = [bool(needs & NEEDS_FIRST_WEIGHT << i) for i in range(len(tensors.weights))]
+    flags: Any = [needs & bit != 0 for bit in (NEEDS_INPUT, NEEDS_HX, NEEDS_CX, NEEDS_EPS)]
+    return LayerTensors(flags[0], flags[1], cast(Any, weights), flags[2], flags[3])
+
+
 def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> ForwardResults:
     """A layer over a sequence."""
     others = call.others | tensors.others()
     if save_gates:
         others["save_gates"] = True
     input, hx, weights, cx = tensors[:4]
-    operator = _library.operators.forward
-    return ForwardResults(*_call(operator, call.index, input, hx, cx, weights, **others))
+    return ForwardResults(*_call(operators.forward, call.index, input, hx, cx, weights, **others))
 
 
 def backward(
-    call: LayerCall,
-    tensors: LayerTensors,
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    *,
-    output: Tensor,
-    saved_gates: Tensor | None,
-    chunk_cell_states: Tensor | None,
-    needs: int,
+    call: LayerCall, needs: int, grads: Cotangents, saved: Saved, tensors: LayerTensors
 ) -> Gradients:
-    """The gradients of a layer. ``grads``: of output, h_n and c_n."""
+    """The gradients of a layer. ``needs``: which, see :func:`needs_of`."""
     others = call.others | tensors.others()
+    output, saved_gates, chunk_cell_states = saved
     if saved_gates is not None:
         others["saved_gates"] = saved_gates
     if chunk_cell_states is not None:
         others["chunk_cell_states"] = chunk_cell_states
     input, hx, weights, cx = tensors[:4]
     arguments = (*grads, call.index, input, hx, cx, weights)
-    operator = _library.operators.backward
-    return Gradients(*_call(operator, *arguments, output=output, needs=needs, **others))
+    return Gradients(
+        *_call(operators.backward, *arguments, output=output, needs=needs, **others)
+    )
 
 
 def step(
@@ -202,7 +235,7 @@ def step(
     -> h, and c, which is empty if the cell has no cell state. States that are None are zero.
     """
     results: tuple[Tensor, Tensor] = _call(
-        _library.operators.step,
+        operators.step,
         CELLS[cell].index,
         input,
         hx,

@@ -179,8 +179,9 @@ def _run_checked(
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
 
-    if form.is_step and _autograd.is_plain(tensors.flat()):
-        h_n, c_n = _ops.step(call.cell, input, hx, cx, weights, eps, seed, tuned)
+    if form.is_step and _autograd.is_alone() and not _autograd.needs_grad(tensors.flat()):
+        with _autograd.below_autograd():
+            h_n, c_n = _ops.step(call.cell, input, hx, cx, weights, eps, seed, tuned)
         return None, h_n, c_n
     sequence = form.sequence(input, packing)
     h = input.new_zeros(checked.h_shape) if hx is None else form.state(hx, packing)

@@ -1,0 +1,173 @@
+"""Layers under the transforms of torch.func that need a rule: vmap, and functionalize.
+
+Where weights are shared, the dimension of vmap becomes a part of the batch: one call for all.
+Where each has weights of its own, or where random numbers are drawn (they depend on the place in
+the batch), a call is made for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+
+from ._ops import Cotangents, ForwardResults, Gradients, LayerTensors, NEEDS_FIRST_WEIGHT, Saved
+
+Apply = Callable[..., Any]
+Dims = Any  # what stands in the place of a tensor, and says which of its dimensions is vmap's
+
+_OLD_BATCHED = torch._C._dispatch_key_parse("Batched")
+_OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
+
+# Where the batch is among the dimensions of each tensor; the seeds have none.
+_BATCH = {"input": 1, "hx": 1, "cx": 1, "eps": 2, "reset": 1}
+_BATCH_OF_RESULTS = ForwardResults(1, 1, 1, None, 2)  # type: ignore[arg-type]
+
+
+def forward(
+    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: Any, save_gates: bool, *flat: Any
+) -> tuple[Any, Any]:
+    """The rule for a layer. ``apply``: that of its autograd function."""
+    tensors, dims = LayerTensors.of(flat), LayerTensors.of(in_dims[2:])
+    if not _can_fold(tensors, dims):
+        return _looped(apply, info, in_dims, call, False, *flat)
+    size = info.batch_size
+    found = ForwardResults(*apply(call, False, *_folded(tensors, dims, size).flat()))
+    return _unfolded(found, _BATCH_OF_RESULTS, size)
+
+
+def backward(
+    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: Any, needs: int, *flat: Any
+) -> tuple[Any, Any]:
+    """The rule for a layer's gradients, whose weights' gradients are one for each."""
+    grads, saved, tensors = Cotangents(*flat[:3]), Saved(*flat[3:6]), LayerTensors.of(flat[6:])
+    of_grads, of_saved, dims = in_dims[2:5], in_dims[5:8], LayerTensors.of(in_dims[8:])
+    # Saved gates do not tell rows apart, and would have to be taken apart: they are recomputed.
+    saved = saved._replace(saved_gates=None)
+    if needs >= NEEDS_FIRST_WEIGHT or not _can_fold(tensors, dims):
+        arguments = (*grads, *saved, *tensors.flat())
+        return _looped(apply, info, in_dims, call, needs, *arguments)
+    size = info.batch_size
+
+    def fold(tensor: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
+        return None if tensor is None else _fold(tensor, dim, batch, size)
+
+    folded = [fold(g, dim, 1) for g, dim in zip(grads, of_grads, strict=True)]
+    folded += [fold(saved.output, of_saved[0], 1), None]
+    folded += [fold(saved.chunk_cell_states, of_saved[2], 2)]
+    found = Gradients(*apply(call, needs, *folded, *_folded(tensors, dims, size).flat()))
+    batch = [_BATCH[n] if getattr(found, n).dim() > 1 else None for n in Gradients._fields[:4]]
+    return _unfolded(found, (*batch, None), size)
+
+
+def _can_fold(tensors: LayerTensors, dims: Dims) -> bool:
+    """Whether all can be rows of one batch."""
+    is_drawn = tensors.seed is not None or tensors.mask_seed is not None
+    has_own_weights = any(dim is not None for dim in dims.weights)
+    has_own_steps = dims.lengths is not None or tensors.batch_sizes is not None
+    return not (is_drawn or has_own_weights or has_own_steps)
+
+
+def _folded(tensors: LayerTensors, dims: Dims, size: int) -> LayerTensors:
+    found = {}
+    for name, batch in _BATCH.items():
+        tensor = getattr(tensors, name)
+        found[name] = None if tensor is None else _fold(tensor, getattr(dims, name), batch, size)
+    lengths = None if tensors.lengths is None else tensors.lengths.repeat(size)
+    return tensors._replace(**found, lengths=lengths)
+
+
+def _fold(tensor: Tensor, dim: int | None, batch: int, size: int) -> Tensor:
+    """A tensor whose dimension ``batch`` has the rows of all ``size`` batches, one by one."""
+    if dim is None:
+        tensor = tensor.unsqueeze(batch).expand(
+            *tensor.shape[:batch], size, *tensor.shape[batch:]
+        )
+    else:
+        tensor = tensor.movedim(dim, batch)
+    # Kernels take rows in any strides, but some tensors must be contiguous.
+    return tensor.flatten(batch, batch + 1).contiguous()
+
+
+def _unfolded(found: Sequence[Tensor], batch: Sequence[Any], size: int) -> tuple[Any, Any]:
+    """Results with a dimension for vmap of their own, and where it is."""
+    results, dims = [], []
+    for tensor, at in zip(found, batch, strict=True):
+        has_rows = at is not None and tensor.dim() > at
+        results.append(tensor.unflatten(at, (size, tensor.shape[at] // size)) if has_rows else tensor)
+        dims.append(at if has_rows else None)
+    return tuple(results), tuple(dims)
+
+
+def _looped(
+    apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any
+) -> tuple[Any, Any]:
+    """A call for each."""
+    calls = []
+    for i in range(info.batch_size):
+        picked = [
+            argument if dim is None else argument.select(dim, i).contiguous()
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        ]
+        calls.append(apply(*picked))
+    results = tuple(torch.stack(of_all) for of_all in zip(*calls, strict=True))
+    return results, (0,) * len(results)
+
+
+def current_interpreter() -> Any:
+    """Of the innermost transform of torch.func."""
+    return retrieve_current_functorch_interpreter()
+
+
+def is_functionalize(interpreter: Any) -> bool:
+    """Whether it belongs to ``torch.func.functionalize``."""
+    return bool(interpreter.key() == TransformType.Functionalize)
+
+
+def functionalized(
+    interpreter: Any, operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> Any:
+    """An operator, which changes nothing in place, on the tensors below functionalize."""
+    context = FunctorchFunctionalizeAPI(interpreter)
+    arguments, named = context.unwrap_tensors((arguments, named))  # type: ignore[assignment]
+    with context.redispatch_to_next():
+        results = operator(*arguments, **named)
+    return context.wrap_tensors(results)
+
+
+class _Info:
+    """What a rule is told of vmap."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+
+def for_old_vmap(function: type[torch.autograd.Function], inputs: tuple[Any, ...]) -> Any:
+    """A function under the vmap that torch has kept for ``is_grads_batched=True``.
+
+    Its tensors tell neither their level nor the number of batches; the level is that of the
+    innermost vmap, because torch removes levels from the inside.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    is_batched = [
+        isinstance(t, Tensor) and torch._C._dispatch_keys(t).has(_OLD_BATCHED)
+        for t in inputs
+    ]
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_OLD_VMAP)):
+        plain = [
+            torch._remove_batch_dim(t, level, 0, 0) if batched else t
+            for t, batched in zip(inputs, is_batched, strict=True)
+        ]
+        size = next(t.shape[0] for t, batched in zip(plain, is_batched, strict=True) if batched)
+        dims = tuple(0 if batched else None for batched in is_batched)
+        results, out_dims = function.vmap(_Info(size), dims, *plain)  # type: ignore[attr-defined]
+        return tuple(
+            t if dim is None else torch._add_batch_dim(t, dim, level)
+            for t, dim in zip(results, out_dims, strict=True)
+        )
