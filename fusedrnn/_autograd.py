@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import _ops, _replay, _vmap
+from . import _library, _ops, _replay, _vmap
 from ._ops import Cotangents, ForwardResults, Gradients, LayerCall, LayerTensors, Saved
-from .cells import CELLS
+from .cells import CELL_NAMES, CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +29,7 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
     # If nothing is differentiated there is no backward, and nothing is saved for it.
     save_gates = is_differentiated and not call.recompute
     if not is_alone():
+        tensors = tensors._replace(flat_version=_traceable(tensors.flat_version, tensors.input))
         results: Any = _ops.forward(call, tensors, save_gates=save_gates)
     elif is_differentiated:
         results = _apply_layer(call, save_gates, *flat)
@@ -51,6 +52,13 @@ def is_alone() -> bool:
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or forward_ad._current_level >= 0
     )
+
+
+def _traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
+    """``LayerTensors.flat_version`` for a graph, which would keep it as a constant if exported."""
+    if version is None or not is_compiling() or torch.compiler.is_exporting():
+        return None
+    return version if version.device == input.device else None
 
 
 # A guard: with it, a call of an operator passes by the kernels that this module registers.
@@ -88,8 +96,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_results: Tensor | None) -> tuple[Any, ...]:
         # Read once: torch.utils.checkpoint does not let saved tensors be read twice.
-        saved = Saved(*ctx.saved_tensors[:3])
-        tensors = LayerTensors.of(ctx.saved_tensors[3:])
+        output, saved_gates, chunk_cell_states, *flat = ctx.saved_tensors
+        saved = Saved(output, saved_gates, chunk_cell_states)
+        tensors = LayerTensors.of(flat)
         grads = Cotangents(*grad_results[:3])
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
@@ -271,6 +280,36 @@ def _warn_of_cost() -> None:
 # The operators' kernels.
 
 
+def _step_as_layer(
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    tuning: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The operator ``step``, by a layer with one step."""
+    name = _ops.name_at(CELL_NAMES, cell, "cell")
+    facts = CELLS[name]
+    batch = (None,) if input.dim() == 1 else ()
+    matrices = [w for w in weights if w.dim() == 2]
+    widths = {size: w.shape[1] for (_, size), w in zip(facts.weights, matrices, strict=False)}
+    zeros = input.new_zeros(1, *input[batch].shape[:-1], widths["hidden"])
+    h = zeros if hx is None else hx[None][batch]
+    c = None
+    if facts.has_cell_state:
+        c = zeros if cx is None else cx[None][batch]
+    noise = None if eps is None else eps[None, None][batch]
+    call = LayerCall(cell=name, tuning=tuning)
+    tensors = LayerTensors(input[None][batch], h, weights, c, noise, seed)
+    _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
+    shape = (*input.shape[:-1], widths["hidden"])
+    return h_n.reshape(shape), c_n.reshape(shape) if facts.has_cell_state else c_n
+
+
 def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
     call, tensors, others = _ops.read(*arguments, **named)
     return call, others.get("save_gates", False), *tensors.flat()
@@ -313,16 +352,27 @@ class _Kernels:
         return _vmap.for_old_vmap(self._function, self._read(arguments, named))
 
 
+def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
+    _, input, hx, cx, weights = arguments
+    if needs_grad((input, hx, cx, *weights, named.get("eps"))) or forward_ad._current_level >= 0:
+        return _step_as_layer(*arguments, **named)
+    with below_autograd():
+        return _library.operators.step(*arguments, **named)
+
+
 def _register(library: torch.library.Library) -> None:
     for name, function, read in (
         ("forward", _Layer, _read_forward),
         ("backward", _LayerGradient, _read_backward),
     ):
-        kernels = _Kernels(getattr(_ops.operators, name).default, function, read)
+        kernels = _Kernels(getattr(_library.operators, name).default, function, read)
         library.impl(name, kernels.for_autograd, "Autograd")
         library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
         library.impl(name, kernels.for_old_vmap, "Batched")
+    library.impl("step", _step_for_autograd, "Autograd")
+    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+        library.impl("step", _step_as_layer, key)
 
 
-_library = torch.library.Library("fusedrnn", "IMPL")
-_register(_library)
+_kernels = torch.library.Library("fusedrnn", "IMPL")
+_register(_kernels)

@@ -17,7 +17,6 @@ from . import _helpers as helpers
 from . import _library
 from .cells import CELL_NAMES, CELLS
 
-operators = _library.operators
 _BACKENDS = helpers.BACKENDS
 
 
@@ -96,6 +95,8 @@ class LayerTensors(NamedTuple):
     """(T, B) bool: whether the state is zeroed before the step."""
     mask_seed: Tensor | None = None
     """One int64 that dropout and zoneout are drawn from."""
+    flat_version: Tensor | None = None
+    """Saved, and not read: its version changes when the weights are written as a whole."""
 
     def flat(self) -> tuple[Any, ...]:
         """All of them, one after the other; the weights come last, because their number varies."""
@@ -111,12 +112,14 @@ class LayerTensors(NamedTuple):
 
     def others(self) -> dict[str, Tensor]:
         """The tensors that most calls do not have, by name, as far as they are there."""
-        _, _, _, _, *tensors = self
-        named = zip(_OTHERS, tensors, strict=True)
+        _, _, _, _, *tensors, version = self
+        named = [*zip(_OTHERS, tensors, strict=True)]
+        if is_compiling():  # else autograd saves it without the operator
+            named.append(("flat_version", version))
         return {name: tensor for name, tensor in named if tensor is not None}
 
 
-_OTHERS = LayerTensors._fields[4:]
+_OTHERS = LayerTensors._fields[4:-1]
 
 
 def read(
@@ -125,10 +128,17 @@ def read(
     """A layer's call from an operator's arguments -> call, tensors, and what only that one has."""
     options = {name: named.pop(name) for name in _OPTIONS if name in named}
     if "backend" in options:
-        options["backend"] = _BACKENDS[options["backend"]]
-    others = {name: named.pop(name) for name in _OTHERS if name in named}
-    call = LayerCall(cell=CELL_NAMES[cell], **options)
+        options["backend"] = name_at(_BACKENDS, options["backend"], "backend")
+    others = {name: named.pop(name) for name in LayerTensors._fields[4:] if name in named}
+    call = LayerCall(cell=name_at(CELL_NAMES, cell, "cell"), **options)
     return call, LayerTensors(input, hx, weights, cx, **others), named
+
+
+def name_at(names: Sequence[str], number: int, what: str) -> str:
+    """The name that an operator's argument has the number of."""
+    if not 0 <= number < len(names):
+        raise RuntimeError(f"fusedrnn: there is no {what} {number}")
+    return names[number]
 
 
 _OPTIONS = [f.name for f in fields(LayerCall) if f.name not in ("cell", "recompute") and f.init]
@@ -200,7 +210,7 @@ def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> Forw
     if save_gates:
         others["save_gates"] = True
     input, hx, weights, cx = tensors[:4]
-    return ForwardResults(*_call(operators.forward, call.index, input, hx, cx, weights, **others))
+    return ForwardResults(*_call(_library.operators.forward, call.index, input, hx, cx, weights, **others))
 
 
 def backward(
@@ -216,7 +226,7 @@ def backward(
     input, hx, weights, cx = tensors[:4]
     arguments = (*grads, call.index, input, hx, cx, weights)
     return Gradients(
-        *_call(operators.backward, *arguments, output=output, needs=needs, **others)
+        *_call(_library.operators.backward, *arguments, output=output, needs=needs, **others)
     )
 
 
@@ -235,7 +245,7 @@ def step(
     -> h, and c, which is empty if the cell has no cell state. States that are None are zero.
     """
     results: tuple[Tensor, Tensor] = _call(
-        operators.step,
+        _library.operators.step,
         CELLS[cell].index,
         input,
         hx,

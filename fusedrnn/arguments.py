@@ -29,6 +29,8 @@ class CallTensors(NamedTuple):
     cx: Tensor | None
     eps: Tensor | None
     weights: Sequence[Tensor]
+    flat_version: Tensor | None = None
+    """See LayerTensors."""
 
     def flat(self) -> tuple[Tensor | None, ...]:
         return (self.input, self.hx, self.cx, self.eps, *self.weights)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _autograd, _ops, _plans, arguments, checks, tuning
+from . import _autograd, _ops, _plans, _seeds, arguments, checks, tuning
 from .arguments import CallTensors, Checked
 from .batch import Mask
 from .cells import Sizes
@@ -58,13 +58,17 @@ def run(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    flat_version: Tensor | None = None,
 ) -> tuple[S, Tensor, Tensor | None]:
-    """Layers over a sequence -> output, h_n, and c_n if the cell has a cell state."""
+    """Layers over a sequence -> output, h_n, and c_n if the cell has a cell state.
+
+    ``flat_version``: of the module's flat buffer, if the weights are those of a module.
+    """
     data: Any = input
     packing = None
     if isinstance(input, PackedSequence):
         data, packing = input.data, checks.packing(input)
-    tensors = CallTensors(data, hx, cx, noise.eps, _as_list(weights, options))
+    tensors = CallTensors(data, hx, cx, noise.eps, _as_list(weights, options), flat_version)
     return _run(tensors, options, noise, packing, lengths=lengths, reset=reset)
 
 
@@ -76,9 +80,10 @@ def run_cell(
     options: Options,
     sizes: Sizes,
     noise: Noise = NO_NOISE,
+    flat_version: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One step, on tensors without a dimension for steps and layers -> h, and c if there is one."""
-    tensors = CallTensors(input, hx, cx, noise.eps, weights)
+    tensors = CallTensors(input, hx, cx, noise.eps, weights, flat_version)
     _, h, c = _run(tensors, options, noise, None, cell_sizes=sizes)
     return h, c
 
@@ -160,7 +165,7 @@ def _run_checked(
     reset: Tensor | None,
 ) -> tuple[Any, Tensor, Tensor | None]:
     """What depends on values is checked in every call; then one operator runs for each layer."""
-    input, hx, cx, eps, weights = tensors
+    input, hx, cx, eps, weights, flat_version = tensors
     form, call, seed, mask, mask_seed = checked.form, checked.call, noise.seed, Mask(), None
     if seed is not None:
         checks.seed(seed, input)
@@ -172,9 +177,9 @@ def _run_checked(
 
     # From here on nothing is refused, so random numbers may be drawn.
     if noise.sample and eps is None and seed is None:
-        seed = _draw_seed(noise.generator, input.device)
+        seed = _seeds.draw(noise.generator, input.device)
     if checked.draws_masks:
-        mask_seed = _draw_seed(None, input.device)
+        mask_seed = _seeds.draw(None, input.device)
     if checked.drops_weights:
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
@@ -199,6 +204,7 @@ def _run_checked(
         eps=eps,
         seed=seed,
         mask_seed=mask_seed,
+        flat_version=flat_version,
     )
     result: Any = None  # a cell's step returns h_n as its output
     if options.return_sequence:
@@ -262,7 +268,7 @@ def _converted(tensors: CallTensors, dtype: torch.dtype) -> CallTensors:
         is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if is_eligible else tensor
 
-    input, hx, cx, eps, weights = tensors
+    input, hx, cx, eps, weights, _ = tensors  # copies do not change with the flat buffer
     return CallTensors(
         convert(input), convert(hx), convert(cx), convert(eps), [convert(w) for w in weights]
     )
@@ -274,13 +280,3 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
-
-
-def _draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    # Drawn in Python, as a tensor: torch's generators, checkpointing, torch.compile and CUDA graphs
-    # then treat the seed as they treat torch.rand.
-    source = device if generator is None else generator.device
-    seed = torch.randint(
-        -(2**62), 2**62, (1,), dtype=torch.int64, device=source, generator=generator
-    )
-    return seed if source == device else seed.to(device, non_blocking=True)

@@ -157,13 +157,17 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             items = list(value)
             if any(isinstance(n, bool) for n in items):
                 raise TypeError
-            numbers = [operator.index(n) for n in items]
+            # A tracer has symbols here, which operator.index would make numbers of one call.
+            is_traced = torch.compiler.is_compiling()
+            numbers = items if is_traced else [operator.index(n) for n in items]
         except TypeError:  # here and not above: torch.compile of torch 2.11 knows no names of types
             kinds = " and ".join(sorted({kind_of(n) for n in items}))
             got = f", got one with {kinds}" if kinds else ""
             raise TypeError(f"fusedrnn: {wanted}{got}") from None
-        # What is too large for an int64 is too long as well.
-        kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
+        if is_traced:
+            kept = numbers
+        else:  # what is too large for an int64 is too long as well
+            kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
         host = torch.tensor(kept, dtype=torch.int64, device="cpu")
     shape("lengths", host, (batch,))
     if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them

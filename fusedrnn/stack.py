@@ -94,6 +94,7 @@ class Stack(NamedTuple):
     """(L * D, T, B, Z)."""
     seed: Tensor | None
     mask_seed: Tensor | None
+    flat_version: Tensor | None = None
 
     def run(self, sequence: Tensor, states: States) -> tuple[Tensor, States]:
         """sequence (T, B, I) -> output (T, B, D * P) of the last layer, last states of all."""
@@ -115,7 +116,7 @@ class Stack(NamedTuple):
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self.run(sequence, states)[1]  # a trace would keep this number of parts
-        whole = _Watch(self.weights)
+        whole = _Watch((*self.weights, self.flat_version))
         if self.directions == 1:
             return self._in_parts(slice(0, self.num_layers), sequence, states, whole)
         last = []
@@ -153,6 +154,7 @@ class Stack(NamedTuple):
                 batch_sizes=self.mask.batch_sizes,
                 reset=self.mask.reset,
                 mask_seed=self.mask_seed,
+                flat_version=self.flat_version,
             ),
         )
         return output, States(h_n, None if c is None else c_n)

@@ -50,6 +50,10 @@ class FlatModule(nn.Module):
     """
 
     _slots: tuple[Slot, ...]
+    _flat_version: Tensor
+    """Empty. Its version is that of the flat buffer: each write through ``flat_weight`` is one of
+    this tensor, as autograd counts them, so a layer that has saved it notices the write. Weights
+    have versions of their own."""
 
     def _layout(self) -> Layout:
         """Where every weight lies, in the order in which they are registered and passed on."""
@@ -67,6 +71,7 @@ class FlatModule(nn.Module):
             cls = type(error) if isinstance(error, RuntimeError) else RuntimeError
             reason = f"no {size:,} weights of {dtype} can be made: {error}"
             raise cls(f"fusedrnn: {reason}") from None
+        self._flat_version = _new_version(flat.device)
         for slot in self._slots:
             # .data, so that each has a version of its own: autograd takes an in-place change of one
             # view for a change of all that share its version.
@@ -123,7 +128,13 @@ class FlatModule(nn.Module):
             )
         first = self._plain_weights()[0]
         start = first.storage_offset() - self._slots[0].offset
-        return first.detach().as_strided((_size(self._slots),), (1,), start)
+        memory = first.detach().as_strided((_size(self._slots),), (1,), start)
+        if first.is_inference():  # it has no version
+            return memory
+        self._place_version()
+        flat = self._flat_version.detach()
+        flat.data = memory
+        return flat
 
     def flatten_parameters(self) -> None:
         """Brings the weights into one buffer again, so that ``flat_weight`` is available.
@@ -207,6 +218,12 @@ class FlatModule(nn.Module):
             return True
         return self._obstacle() is None and self._stray() is None
 
+    def _place_version(self) -> None:
+        """Has ``_flat_version`` on the device of the weights, as a graph of torch.compile needs."""
+        device = next((w.device for w in self._parameters.values() if w is not None), None)
+        if device not in (None, self._flat_version.device):
+            self._flat_version = _new_version(device)
+
     # The places where torch gives weights other memory. copy.deepcopy goes through __setstate__.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -214,10 +231,13 @@ class FlatModule(nn.Module):
         super()._apply(fn, recurse)
         if keep:
             self.flatten_parameters()
+        self._place_version()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._flat_version = _new_version(None)
+        self._place_version()
         # The pickled layout is that of the release which wrote it.
         self._slots = self._read_layout()
         self.flatten_parameters()
@@ -227,6 +247,12 @@ class FlatModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         if keep:
             self.flatten_parameters()
+        self._place_version()
+
+
+def _new_version(device: torch.device | None) -> Tensor:
+    with torch.inference_mode(False):  # tensors made in that mode have no version
+        return torch.empty(0, device=device)
 
 
 def _kind(weight: Tensor) -> str:

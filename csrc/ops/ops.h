@@ -10,9 +10,10 @@ ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTens
                                 Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
                                 MaybeTensor reset, MaybeTensor eps, MaybeTensor seed,
                                 double dropout, double zoneout, double cell_zoneout,
-                                MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
-                                bool reverse, int64_t chunk_size, int64_t workspace_bytes,
-                                int64_t backend, int64_t tuning, bool save_gates) {
+                                MaybeTensor mask_seed, MaybeTensor /*flat_version*/,
+                                int64_t noise_stream, int64_t first_step, bool reverse,
+                                int64_t chunk_size, int64_t workspace_bytes, int64_t backend,
+                                int64_t tuning, bool save_gates) {
   return forward<Platform>({.cell = cell,
                             .input = input,
                             .hx = hx,
@@ -118,9 +119,10 @@ BackwardResults backward_operator(
     MaybeTensor grad_output, MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input,
     Tensor hx, MaybeTensor cx, Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
     MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
-    double cell_zoneout, MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
-    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, int64_t tuning,
-    Tensor output, MaybeTensor saved_gates, MaybeTensor chunk_cell_states, int64_t needs) {
+    double cell_zoneout, MaybeTensor mask_seed, MaybeTensor /*flat_version*/, int64_t noise_stream,
+    int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend,
+    int64_t tuning, Tensor output, MaybeTensor saved_gates, MaybeTensor chunk_cell_states,
+    int64_t needs) {
   return backward<Platform>(
       {.output = grad_output, .h_n = grad_h_n, .c_n = grad_c_n},
       {.cell = cell,
@@ -149,11 +151,13 @@ BackwardResults backward_operator(
 
 // The operators' schemas.  Python passes arguments after `*` by name; before it are only the
 // tensors and what every call has.  No argument is a string: torch's stable ABI never frees a
-// string.
+// string.  flat_version is not read: a graph that saves it for backward notices that the weights
+// have been written as a whole.
 #define FUSEDRNN_CALL_SCHEMA                                                                   \
   "int cell, Tensor input, Tensor hx, Tensor? cx, Tensor[] weights, *, Tensor? lengths=None, " \
   "Tensor? batch_sizes=None, Tensor? reset=None, Tensor? eps=None, Tensor? seed=None, "        \
   "float dropout=0, float zoneout=0, float cell_zoneout=0, Tensor? mask_seed=None, "           \
+  "Tensor? flat_version=None, "                                                                \
   "int noise_stream=0, int first_step=0, bool reverse=False, int chunk_size=0, "               \
   "int workspace_bytes=0, int backend=0, int tuning=0, "
 

@@ -181,7 +181,16 @@ class RNNCellBase(FlatModule):
         weights, bias = self._weights(), self.bias
         if len(weights) != len(self._slots):
             bias = len(weights) > len(CELLS[self._cell].weights)
-        return run_cell(input, weights, h, c, options(self._cell, bias), self._sizes(), noise)
+        return run_cell(
+            input,
+            weights,
+            h,
+            c,
+            options(self._cell, bias),
+            self._sizes(),
+            noise,
+            flat_version=self._flat_version,
+        )
 
     def _weights(self) -> list[Tensor]:
         """As in torch.nn, biases that are set after construction count, unless they are None."""
