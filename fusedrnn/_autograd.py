@@ -1,13 +1,7 @@
-"""Layers as autograd, torch.func, tracers and torch.compile see them.
-
-The operators themselves are differentiable: their kernels for autograd and for torch.func are the
-functions of this module. So a call that a tracer has recorded, or that is made without a module,
-has the derivatives of a module's call.
-"""
+"""Layers as autograd and torch.func see them."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -17,9 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import _library, _ops, _replay, _vmap
-from ._ops import Cotangents, ForwardResults, Gradients, LayerCall, LayerTensors, Saved
-from .cells import CELL_NAMES, CELLS
+from . import _ops, _replay, _vmap
+from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
+from .cells import CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +59,7 @@ def _traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-class _Layer(torch.autograd.Function):
+class Layer(torch.autograd.Function):
     """A layer that saves its tensors and its output; what else it needs, backward recomputes.
 
     Two exceptions: of a cell with a cell state c it saves c before each chunk, and ``save_gates``
@@ -115,10 +109,10 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _vmap.forward(_Layer.apply, info, in_dims, *inputs)
+        return _vmap.forward(Layer.apply, info, in_dims, *inputs)
 
 
-class _LayerGradient(torch.autograd.Function):
+class LayerGradient(torch.autograd.Function):
     """The gradients of a layer, which can be differentiated again.
 
     That goes through the layer in plain torch, part by part: the derivative of
@@ -143,7 +137,7 @@ class _LayerGradient(torch.autograd.Function):
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Any, ...]:
         grads, _, tensors = _gradient_tensors(ctx.saved_tensors)
         _warn_of_cost()
-        along = _directions(Gradients(*directions), tensors, ctx.needs)
+        along = _directions(Gradients(*cast(Any, directions)), tensors, ctx.needs)
         tangents, gradients = _replay.second_order(ctx.call, tensors, grads, along)
         of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
         return (None, None, *of_grads, *[None] * len(Saved._fields), *gradients.flat())
@@ -162,17 +156,17 @@ class _LayerGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _vmap.backward(_LayerGradient.apply, info, in_dims, *inputs)
+        return _vmap.backward(LayerGradient.apply, info, in_dims, *inputs)
 
 
-def _plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for where torch.func is not active, in half the time."""
     apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return cast(Callable[..., Any], apply)
 
 
-_apply_layer = _plainly(_Layer)
-_apply_gradient = _plainly(_LayerGradient)
+_apply_layer = plainly(Layer)
+_apply_gradient = plainly(LayerGradient)
 
 
 def _gradient(
@@ -271,108 +265,7 @@ def _warn_of_cost() -> None:
         return
     _has_warned = True
     warnings.warn(
-        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes about "
-        "as long as a loop written by hand; memory stays that of about sqrt(T) steps",
+        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes about as "
+        "long and as much memory as a loop written by hand",
         stacklevel=2,
     )
-
-
-# The operators' kernels.
-
-
-def _step_as_layer(
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: Sequence[Tensor],
-    *,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    tuning: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """The operator ``step``, by a layer with one step."""
-    name = _ops.name_at(CELL_NAMES, cell, "cell")
-    facts = CELLS[name]
-    batch = (None,) if input.dim() == 1 else ()
-    matrices = [w for w in weights if w.dim() == 2]
-    widths = {size: w.shape[1] for (_, size), w in zip(facts.weights, matrices, strict=False)}
-    zeros = input.new_zeros(1, *input[batch].shape[:-1], widths["hidden"])
-    h = zeros if hx is None else hx[None][batch]
-    c = None
-    if facts.has_cell_state:
-        c = zeros if cx is None else cx[None][batch]
-    noise = None if eps is None else eps[None, None][batch]
-    call = LayerCall(cell=name, tuning=tuning)
-    tensors = LayerTensors(input[None][batch], h, weights, c, noise, seed)
-    _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
-    shape = (*input.shape[:-1], widths["hidden"])
-    return h_n.reshape(shape), c_n.reshape(shape) if facts.has_cell_state else c_n
-
-
-def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    call, tensors, others = _ops.read(*arguments, **named)
-    return call, others.get("save_gates", False), *tensors.flat()
-
-
-def _read_backward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    call, tensors, others = _ops.read(*arguments[3:], **named)
-    saved = Saved(*[others.get(name) for name in Saved._fields])
-    return call, others["needs"], *arguments[:3], *saved, *tensors.flat()
-
-
-class _Kernels:
-    """The kernels of an operator for autograd and for torch.func."""
-
-    def __init__(
-        self,
-        operator: Any,
-        function: type[torch.autograd.Function],
-        read: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]],
-    ) -> None:
-        self._operator, self._function, self._read = operator, function, read
-        self._apply_plainly = _plainly(function)
-
-    def for_autograd(self, *arguments: Any, **named: Any) -> Any:
-        inputs = self._read(arguments, named)
-        if needs_grad(inputs[2:]) or forward_ad._current_level >= 0:
-            return self._apply_plainly(*inputs)
-        with below_autograd():
-            return self._operator(*arguments, **named)
-
-    def for_transforms(self, *arguments: Any, **named: Any) -> Any:
-        """Under torch.func, whose innermost transform may be functionalize."""
-        interpreter = _vmap.current_interpreter()
-        if _vmap.is_functionalize(interpreter):
-            return _vmap.functionalized(interpreter, self._operator, arguments, named)
-        return self._function.apply(*self._read(arguments, named))
-
-    def for_old_vmap(self, *arguments: Any, **named: Any) -> Any:
-        """Under the vmap of ``torch.autograd.grad(is_grads_batched=True)``."""
-        return _vmap.for_old_vmap(self._function, self._read(arguments, named))
-
-
-def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
-    _, input, hx, cx, weights = arguments
-    if needs_grad((input, hx, cx, *weights, named.get("eps"))) or forward_ad._current_level >= 0:
-        return _step_as_layer(*arguments, **named)
-    with below_autograd():
-        return _library.operators.step(*arguments, **named)
-
-
-def _register(library: torch.library.Library) -> None:
-    for name, function, read in (
-        ("forward", _Layer, _read_forward),
-        ("backward", _LayerGradient, _read_backward),
-    ):
-        kernels = _Kernels(getattr(_library.operators, name).default, function, read)
-        library.impl(name, kernels.for_autograd, "Autograd")
-        library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
-        library.impl(name, kernels.for_old_vmap, "Batched")
-    library.impl("step", _step_for_autograd, "Autograd")
-    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
-        library.impl("step", _step_as_layer, key)
-
-
-_kernels = torch.library.Library("fusedrnn", "IMPL")
-_register(_kernels)

@@ -74,8 +74,11 @@ def _fake_forward(
     latent_size = _columns(cell, weights).get("latent", 0)
     noise = eps is not None or seed is not None
     columns = _helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
-    chunks = 0 if cx is None else 1
-    if cx is not None and seq_len != 1:  # one step needs no plan, and a plan needs plain numbers
+    chunks: Any = 1
+    if cx is not None and not (isinstance(seq_len, int) and isinstance(batch, int)):
+        # A plan needs plain numbers, which would make a graph one for this size alone.
+        chunks = torch.library.get_ctx().new_dynamic_size(min=1)
+    elif cx is not None and seq_len != 1:
         made = _plans.plan_layer(
             _plans.gpu_facts(input.device),
             cell=name,
@@ -102,7 +105,7 @@ def _fake_forward(
         c_n=input.new_empty(0 if cx is None else directions, batch, hidden_size),
         saved_gates=input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
         chunk_cell_states=input.new_empty(
-            directions * chunks * batch * hidden_size, dtype=accumulate_in
+            (0,) if cx is None else (directions, chunks, batch, hidden_size), dtype=accumulate_in
         ),
     )
 

@@ -210,7 +210,9 @@ def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> Forw
     if save_gates:
         others["save_gates"] = True
     input, hx, weights, cx = tensors[:4]
-    return ForwardResults(*_call(_library.operators.forward, call.index, input, hx, cx, weights, **others))
+    return ForwardResults(
+        *_call(_library.operators.forward, call.index, input, hx, cx, weights, **others)
+    )
 
 
 def backward(

@@ -17,11 +17,6 @@ def draw(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """
     if generator is None or not is_compiling():
         return _drawn(generator, device)
-    if torch.compiler.is_exporting():
-        raise RuntimeError(
-            "fusedrnn: an exported program cannot hold a generator; export with eps, or without "
-            "both, and the program draws from torch's own"
-        )
     # The number of a place in memory has the graph compiled anew for another generator.
     return _draw_from(_remembered(generator, id(generator)), device)
 

@@ -16,7 +16,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
-from ._ops import Cotangents, ForwardResults, Gradients, LayerTensors, NEEDS_FIRST_WEIGHT, Saved
+from ._ops import NEEDS_FIRST_WEIGHT, Cotangents, ForwardResults, Gradients, LayerTensors, Saved
 
 Apply = Callable[..., Any]
 Dims = Any  # what stands in the place of a tensor, and says which of its dimensions is vmap's
@@ -74,7 +74,7 @@ def _can_fold(tensors: LayerTensors, dims: Dims) -> bool:
 
 
 def _folded(tensors: LayerTensors, dims: Dims, size: int) -> LayerTensors:
-    found = {}
+    found: dict[str, Any] = {}
     for name, batch in _BATCH.items():
         tensor = getattr(tensors, name)
         found[name] = None if tensor is None else _fold(tensor, getattr(dims, name), batch, size)
@@ -85,9 +85,7 @@ def _folded(tensors: LayerTensors, dims: Dims, size: int) -> LayerTensors:
 def _fold(tensor: Tensor, dim: int | None, batch: int, size: int) -> Tensor:
     """A tensor whose dimension ``batch`` has the rows of all ``size`` batches, one by one."""
     if dim is None:
-        tensor = tensor.unsqueeze(batch).expand(
-            *tensor.shape[:batch], size, *tensor.shape[batch:]
-        )
+        tensor = tensor.unsqueeze(batch).expand(*tensor.shape[:batch], size, *tensor.shape[batch:])
     else:
         tensor = tensor.movedim(dim, batch)
     # Kernels take rows in any strides, but some tensors must be contiguous.
@@ -99,14 +97,14 @@ def _unfolded(found: Sequence[Tensor], batch: Sequence[Any], size: int) -> tuple
     results, dims = [], []
     for tensor, at in zip(found, batch, strict=True):
         has_rows = at is not None and tensor.dim() > at
-        results.append(tensor.unflatten(at, (size, tensor.shape[at] // size)) if has_rows else tensor)
+        results.append(
+            tensor.unflatten(at, (size, tensor.shape[at] // size)) if has_rows else tensor
+        )
         dims.append(at if has_rows else None)
     return tuple(results), tuple(dims)
 
 
-def _looped(
-    apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any
-) -> tuple[Any, Any]:
+def _looped(apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """A call for each."""
     calls = []
     for i in range(info.batch_size):
@@ -134,7 +132,8 @@ def functionalized(
 ) -> Any:
     """An operator, which changes nothing in place, on the tensors below functionalize."""
     context = FunctorchFunctionalizeAPI(interpreter)
-    arguments, named = context.unwrap_tensors((arguments, named))  # type: ignore[assignment]
+    unwrapped: Any = context.unwrap_tensors((arguments, named))  # type: ignore[arg-type]
+    arguments, named = unwrapped
     with context.redispatch_to_next():
         results = operator(*arguments, **named)
     return context.wrap_tensors(results)
@@ -156,8 +155,7 @@ def for_old_vmap(function: type[torch.autograd.Function], inputs: tuple[Any, ...
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     is_batched = [
-        isinstance(t, Tensor) and torch._C._dispatch_keys(t).has(_OLD_BATCHED)
-        for t in inputs
+        isinstance(t, Tensor) and torch._C._dispatch_keys(t).has(_OLD_BATCHED) for t in inputs
     ]
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_OLD_VMAP)):
         plain = [
@@ -166,7 +164,7 @@ def for_old_vmap(function: type[torch.autograd.Function], inputs: tuple[Any, ...
         ]
         size = next(t.shape[0] for t, batched in zip(plain, is_batched, strict=True) if batched)
         dims = tuple(0 if batched else None for batched in is_batched)
-        results, out_dims = function.vmap(_Info(size), dims, *plain)  # type: ignore[attr-defined]
+        results, out_dims = function.vmap(_Info(size), dims, *plain)
         return tuple(
             t if dim is None else torch._add_batch_dim(t, dim, level)
             for t, dim in zip(results, out_dims, strict=True)

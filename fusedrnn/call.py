@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _autograd, _ops, _plans, _seeds, arguments, checks, tuning
+from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
 from .arguments import CallTensors, Checked
 from .batch import Mask
 from .cells import Sizes
@@ -21,11 +21,6 @@ from .stack import Stack, States
 
 # A padded batch, a single sequence, or a PackedSequence: the output has the form of the input.
 S = TypeVar("S", Tensor, PackedSequence)
-
-_AUTOCAST_DEVICES = (
-    "cpu",
-    "cuda",
-)  # torch raises an error when asked about other devices, such as meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +100,7 @@ def _run(
     cell_sizes: Sizes | None = None,
 ) -> tuple[Any, Tensor, Tensor | None]:
     """Checks a call, converts its tensors under autocast, and runs it."""
-    dtype = _autocast_dtype(tensors.input)
+    dtype = _autocast.dtype_for(tensors.input)
     key = _key(tensors, options, packing, cell_sizes, dtype)
     try:
         checked = None if key is None else _remembered.get(key)
@@ -259,24 +254,7 @@ def _drop_if_recurrent(name: str, weight: Tensor, p: float) -> Tensor:
 
 
 def _converted(tensors: CallTensors, dtype: torch.dtype) -> CallTensors:
-    """All tensors in the dtype of autocast, as torch's own operators convert them."""
-
-    def convert(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        # torch's autocast leaves float64 alone; tensors of other kinds are refused later.
-        is_eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if is_eligible else tensor
-
-    input, hx, cx, eps, weights, _ = tensors  # copies do not change with the flat buffer
-    return CallTensors(
-        convert(input), convert(hx), convert(cx), convert(eps), [convert(w) for w in weights]
-    )
-
-
-def _autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """The dtype of autocast, where it is on for this input."""
-    device = input.device.type if isinstance(input, Tensor) else ""
-    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return None
+    """All tensors in the dtype of autocast."""
+    input, hx, cx, eps = [_autocast.converted(t, dtype) for t in tensors[:4]]
+    weights = _autocast.weights_in(dtype, tensors.weights)
+    return CallTensors(input, hx, cx, eps, weights)  # copies do not change with the flat buffer

@@ -212,6 +212,10 @@ class Arguments {
       int64_t steps) const {  // of one direction, in chunks of `steps` steps
     return has_cell_state() ? (seq_len() + steps - 1) / steps * cell_state_numel() : 0;
   }
+  std::vector<int64_t> chunk_cell_states_shape(int64_t steps) const {  // of all directions
+    if (!has_cell_state()) return {0};
+    return {directions(), (seq_len() + steps - 1) / steps, batch(), sizes_.hidden};
+  }
   // The weights of one direction.  Its gradients lie back to back, and the directions do too.
   const std::vector<Parameter>& layout() const { return layout_; }
   int64_t weights_numel() const { return layout_.back().offset + layout_.back().numel(); }

@@ -51,8 +51,8 @@ template <class Platform, class T>
 using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 
 // output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty; saved_gates: the pre-activations of
-// all steps, empty unless they are to be saved; chunk_cell_states: c before each chunk, or empty. P
-// is the number of features of h: H, unless the cell projects h.
+// all steps, empty unless they are to be saved; chunk_cell_states: c before each chunk, (D, chunks,
+// B, H) or empty. P is the number of features of h: H, unless the cell projects h.
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <class Platform>
@@ -81,7 +81,7 @@ ForwardResults forward(const Call& call, bool save_gates) {
         allocate(input, {args.has_cell_state() ? directions : 0, batch, hidden}, dtype, "c_n");
     Tensor saved_gates = allocate(input, {directions * gates_numel}, kScalarType<A>,
                                   "what recompute=False saves", args.has_lengths());
-    Tensor chunk_cell_states = allocate(input, {directions * chunk_cell_states_numel},
+    Tensor chunk_cell_states = allocate(input, args.chunk_cell_states_shape(plan.steps),
                                         kScalarType<A>, "the cell states before each chunk");
     for (int64_t d = 0; d < directions && batch > 0; ++d) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);

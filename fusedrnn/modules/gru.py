@@ -123,7 +123,14 @@ class GRU(RNNBase):
         """
         options = self._options()
         output, h_n, _ = run(
-            input, self._weights(), hx, None, options, lengths=lengths, reset=reset, flat_version=self._flat_version
+            input,
+            self._weights(),
+            hx,
+            None,
+            options,
+            lengths=lengths,
+            reset=reset,
+            flat_version=self._flat_version,
         )
         return output, h_n
 

@@ -120,7 +120,14 @@ class LSTM(RNNBase):
         h_0, c_0 = split_lstm_state(hx)
         options = self._options()
         output, h_n, c_n = run(
-            input, self._weights(), h_0, c_0, options, lengths=lengths, reset=reset, flat_version=self._flat_version
+            input,
+            self._weights(),
+            h_0,
+            c_0,
+            options,
+            lengths=lengths,
+            reset=reset,
+            flat_version=self._flat_version,
         )
         assert c_n is not None
         return output, (h_n, c_n)

@@ -145,7 +145,15 @@ class StochasticGRU(RNNBase):
         noise = Noise(eps=eps, generator=generator, sample=sample)
         options = self._options()
         output, h_n, _ = run(
-            input, self._weights(), hx, None, options, noise, lengths=lengths, reset=reset, flat_version=self._flat_version
+            input,
+            self._weights(),
+            hx,
+            None,
+            options,
+            noise,
+            lengths=lengths,
+            reset=reset,
+            flat_version=self._flat_version,
         )
         return output, h_n
 

@@ -1,0 +1,117 @@
+"""The operators' kernels for autograd and for torch.func.
+
+They make the operators themselves differentiable: a call that a tracer has recorded, or that is
+made without a module, has the derivatives of a module's call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _library, _ops, _vmap
+from ._autograd import Layer, LayerGradient, below_autograd, needs_grad, plainly
+from ._ops import LayerCall, LayerTensors, Saved
+from .cells import CELL_NAMES, CELLS
+
+
+def _step_as_layer(
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    tuning: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The operator ``step``, by a layer with one step."""
+    name = _ops.name_at(CELL_NAMES, cell, "cell")
+    facts = CELLS[name]
+    batch = (None,) if input.dim() == 1 else ()
+    matrices = [w for w in weights if w.dim() == 2]
+    widths = {size: w.shape[1] for (_, size), w in zip(facts.weights, matrices, strict=False)}
+    zeros = input.new_zeros(1, *input[batch].shape[:-1], widths["hidden"])
+    h = zeros if hx is None else hx[None][batch]
+    c = None
+    if facts.has_cell_state:
+        c = zeros if cx is None else cx[None][batch]
+    noise = None if eps is None else eps[None, None][batch]
+    call = LayerCall(cell=name, tuning=tuning)
+    tensors = LayerTensors(input[None][batch], h, weights, c, noise, seed)
+    _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
+    shape = (*input.shape[:-1], widths["hidden"])
+    return h_n.reshape(shape), c_n.reshape(shape) if facts.has_cell_state else c_n
+
+
+def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    call, tensors, others = _ops.read(*arguments, **named)
+    return call, others.get("save_gates", False), *tensors.flat()
+
+
+def _read_backward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    call, tensors, others = _ops.read(*arguments[3:], **named)
+    saved = Saved(*[cast(Any, others.get(name)) for name in Saved._fields])
+    return call, others["needs"], *arguments[:3], *saved, *tensors.flat()
+
+
+class _Kernels:
+    """The kernels of an operator for autograd and for torch.func."""
+
+    def __init__(
+        self,
+        operator: Any,
+        function: type[torch.autograd.Function],
+        read: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]],
+    ) -> None:
+        self._operator, self._function, self._read = operator, function, read
+        self._apply_plainly = plainly(function)
+
+    def for_autograd(self, *arguments: Any, **named: Any) -> Any:
+        inputs = self._read(arguments, named)
+        if needs_grad(inputs[2:]) or forward_ad._current_level >= 0:
+            return self._apply_plainly(*inputs)
+        with below_autograd():
+            return self._operator(*arguments, **named)
+
+    def for_transforms(self, *arguments: Any, **named: Any) -> Any:
+        """Under torch.func, whose innermost transform may be functionalize."""
+        interpreter = _vmap.current_interpreter()
+        if _vmap.is_functionalize(interpreter):
+            return _vmap.functionalized(interpreter, self._operator, arguments, named)
+        return self._function.apply(*self._read(arguments, named))
+
+    def for_old_vmap(self, *arguments: Any, **named: Any) -> Any:
+        """Under the vmap of ``torch.autograd.grad(is_grads_batched=True)``."""
+        return _vmap.for_old_vmap(self._function, self._read(arguments, named))
+
+
+def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
+    _, input, hx, cx, weights = arguments
+    if needs_grad((input, hx, cx, *weights, named.get("eps"))) or forward_ad._current_level >= 0:
+        return _step_as_layer(*arguments, **named)
+    with below_autograd():
+        return _library.operators.step(*arguments, **named)
+
+
+def _register(library: torch.library.Library) -> None:
+    for name, function, read in (
+        ("forward", Layer, _read_forward),
+        ("backward", LayerGradient, _read_backward),
+    ):
+        kernels = _Kernels(getattr(_library.operators, name).default, function, read)
+        library.impl(name, kernels.for_autograd, "Autograd")
+        library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
+        library.impl(name, kernels.for_old_vmap, "Batched")
+    library.impl("step", _step_for_autograd, "Autograd")
+    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+        library.impl("step", _step_as_layer, key)
+
+
+_library_of_kernels = torch.library.Library("fusedrnn", "IMPL")
+_register(_library_of_kernels)
