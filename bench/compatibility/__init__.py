@@ -1,0 +1,7 @@
+"""What works with which feature of PyTorch: ``python -m bench.compatibility``.
+
+Rows are checks, columns are modules. A check compares values and gradients with the plain loop in
+float64, so that a row says more than that nothing was raised. ``rows`` has the list of rows and
+runs one of them, ``trial`` what a check works on, ``document`` writes docs/compatibility.md, and
+each other module holds the checks of a group.
+"""

@@ -1,0 +1,84 @@
+"""Checks of what may change between forward and backward, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .rows import group
+from .subjects import Subject
+from .trial import Trial, expect, loss, must_raise, same
+
+row = group("autograd")
+
+
+def _changed(trial: Trial, change: Callable[[], object]) -> None:
+    x = trial.x.clone().requires_grad_()
+    result = loss(trial.call(x, *trial.states))
+    with torch.no_grad():
+        change()
+    must_raise(result.backward, "modified")
+
+
+@row("a weight changed before backward")
+def changed_weight(s: Subject) -> None:
+    """Writing a recurrent weight in place between forward and backward is an error."""
+    for layer in (0, 1):
+        trial = Trial(s, num_layers=2)
+        names = [f"weight_{kind}_l{layer}" for kind in ("hh", "zh", "hz")]
+        for name in set(names) & trial.weights.keys():
+            trial = Trial(s, num_layers=2)
+            _changed(trial, lambda w=trial.weights[name]: w.mul_(2))  # type: ignore[misc]
+
+
+@row("an optimizer step before backward")
+def stepped(s: Subject) -> None:
+    """An optimizer's step between forward and backward is an error."""
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        trial = Trial(s)
+        loss(trial.call(trial.x)).backward()
+        optimizer = make(trial.module.parameters(), lr=0.1)
+        _changed(trial, optimizer.step)
+
+
+def _flat_written(s: Subject, **options: Any) -> None:
+    for num_layers, first_is_frozen in ((1, False), (2, False), (2, True)):
+        s.needs("fusedrnn")
+        trial = Trial(s, num_layers=num_layers, **options)
+        for name, weight in trial.weights.items():
+            weight.requires_grad_(not (first_is_frozen and name.endswith("_l0")))
+        _changed(trial, lambda module=trial.module: module.flat_weight.mul_(2))  # type: ignore
+
+
+@row("flat_weight written before backward")
+def flat_written(s: Subject) -> None:
+    """Writing flat_weight before backward is an error: 1 and 2 layers, the first one frozen."""
+    _flat_written(s)
+
+
+@row("flat_weight written, last state alone")
+def flat_written_last(s: Subject) -> None:
+    """The same with return_sequence=False, where backward runs the layers again."""
+    _flat_written(s, return_sequence=False, seq_len=40)
+
+
+@row("input or output changed before backward")
+def changed_tensors(s: Subject) -> None:
+    """Writing input, a state or the output in place is an error or makes no difference."""
+    trial = Trial(s)
+    _, grads = trial.expected()
+    for i in range(2 + len(trial.states)):
+        x, *states = (t.clone() for t in (trial.x, *trial.states))
+        leaf = next(iter(trial.weights.values()))
+        outputs = trial.call(x, *states)
+        result = loss(tuple(o * 1 for o in outputs))
+        with torch.no_grad():
+            (x, *states, outputs[0])[i].mul_(2)
+        try:
+            (grad,) = torch.autograd.grad(result, leaf)
+        except RuntimeError as error:
+            expect("modified" in str(error), f"another error: {error}")
+        else:
+            same(grad, grads[next(iter(trial.weights))], what="gradient")
