@@ -186,7 +186,7 @@ def dynamic_inference(s: Subject) -> None:
 
 @row("windows")
 def windows(s: Subject) -> None:
-    """Truncated backpropagation in 4 windows, each compiled: one graph, gradients of all windows."""
+    """Truncated backpropagation in 4 windows by one compiled module, in at most 2 graphs."""
     trial = Trial(s, seq_len=8)
     eps = trial.given.pop("eps", None)
     counter = CompileCounterWithBackend("aot_eager")

@@ -61,7 +61,7 @@ def _opcheck(operator: Any, arguments: dict[str, Any]) -> None:
 
 @row("opcheck of forward")
 def opcheck_forward(s: Subject) -> None:
-    """All tests of torch.library.opcheck on fusedrnn::forward, with arguments that need gradients."""
+    """All tests of torch.library.opcheck on fusedrnn::forward; its arguments need gradients."""
     _opcheck(torch.ops.fusedrnn.forward, _arguments(Trial(s), requires_grad=True))
 
 
@@ -265,4 +265,3 @@ def flops(s: Subject) -> None:
     expect(within, f"{forward / products:.2f} times the products of forward")
     # Backward has twice the products of forward, and once more those that it recomputes.
     expect(5 / 3 < backward / products < 10 / 3, f"{backward / products:.2f} of backward")
-

@@ -37,7 +37,7 @@ def _prefix(s: Subject) -> str:
 
 
 def _add(name: str, sentence: str, bad: Callable[[Trial], Any]) -> None:
-    @row(f"refused: {name}", says=f"{sentence} is refused with an error that says why.")
+    @row(f"refused: {name}", says=f"{sentence} is a TypeError, a ValueError or a RuntimeError.")
     def refused(s: Subject) -> None:
         trial = Trial(s, noise="mean")
         argument = bad(trial)

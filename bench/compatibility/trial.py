@@ -46,7 +46,7 @@ def same(actual: Any, expected: Any, tolerance: float = 1e-9, what: str = "") ->
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if (a is None) != (b is None):
-            raise Wrong(f"{what} has no gradient".strip() if a is None else "an unwanted gradient")
+            raise Wrong("a gradient is missing" if a is None else "there is an unwanted gradient")
         if a is None:
             continue
         if a.shape != b.shape:

@@ -1,0 +1,76 @@
+"""Rows of docs/compatibility.md: what holds of fusedrnn, and that the document says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cases import allow_tf32
+
+sys.path.append(str(Path(__file__).parents[2]))  # last, so that fusedrnn is the installed one
+from bench.compatibility import document, rows
+from bench.compatibility.subjects import OURS, RIVALS, SUBJECTS
+
+ROWS = rows.all_rows()
+SAID = document.written(document.DOCUMENT.read_text())
+# Rows in which fusedrnn does not work, and need not: each with its reason. A row that works after
+# all has to leave the list.
+KNOWN: dict[str, str] = {
+    "export: jit.script": "modules take keyword-only arguments, which TorchScript refuses",
+}
+FINE = (rows.WORKS, rows.NOT_AVAILABLE)
+
+
+@pytest.fixture(autouse=True)
+def _float32_is_not_rounded() -> None:
+    """Leaves TF32 alone, in place of the fixture of all tests: export refuses what that sets."""
+    allow_tf32(True)
+
+
+def said_of(row: rows.Row) -> dict[str, str]:
+    return SAID.get((document.TITLES[row.group], row.name), {})
+
+
+def is_due(row: rows.Row, column: str, found: dict[str, rows.Outcome]) -> bool:
+    """Whether a column must work: results are right, whatever the rival or another cell can."""
+    rival = said_of(row)[RIVALS[column]]
+    another_works = any(outcome.kind == rows.WORKS for outcome in found.values())
+    is_bad = found[column].kind in (rows.WRONG, rows.SLOW)
+    return is_bad or another_works or rival in (rows.WORKS, rows.NOT_AVAILABLE)
+
+
+def keys() -> Iterator[object]:
+    for key, row in ROWS.items():
+        yield pytest.param(key, marks=pytest.mark.slow if row.slow else ())
+
+
+@pytest.mark.parametrize("key", keys())
+def test_row(key: str) -> None:
+    row = ROWS[key]
+    found = {column: rows.outcome(row, SUBJECTS[column]) for column in OURS}
+    bad = {
+        column: outcome
+        for column, outcome in found.items()
+        if outcome.kind not in (*FINE, rows.SKIPPED) and is_due(row, column, found)
+    }
+    if key in KNOWN:
+        assert bad, "this row works now: take it off the list of known differences"
+    else:
+        assert not bad
+    said = said_of(row)
+    now = {c: o.kind for c, o in found.items() if rows.SKIPPED not in (o.kind, said[c])}
+    before = {column: said[column] for column in now}
+    assert now == before, "run python -m bench.compatibility"
+
+
+def test_the_document_has_these_rows() -> None:
+    expected = [(document.TITLES[row.group], row.name, row.says) for row in ROWS.values()]
+    assert [(*key, said["says"]) for key, said in SAID.items()] == expected, (
+        "run python -m bench.compatibility"
+    )
+
+
+def test_known_differences_are_rows() -> None:
+    assert KNOWN.keys() <= ROWS.keys()
