@@ -53,10 +53,16 @@ def _is_kept(weight: Any) -> bool:
     return bool(is_parameter and weight.dtype == torch.float32 and weight.dim() in (1, 2))
 
 
+_aten = torch.ops.aten
+# In inference mode a product is not taken apart before it gets here.
+_PRODUCTS = (_aten.mm.default, _aten.mv.default, _aten.matmul.default)
+
+
 class _Operands(TorchDispatchMode):
     """Catches the operand of a product as autocast has converted it."""
 
     def of(self, weight: Tensor) -> Tensor:
+        self._place = 0 if weight.dim() == 2 else 1
         if weight.dim() == 2:
             torch.matmul(weight, weight.new_empty(weight.shape[1], 0))
         else:
@@ -66,8 +72,6 @@ class _Operands(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self._operand: Tensor = args[0]
-        elif func is torch.ops.aten.mv.default:
-            self._operand = args[1]
+        if func in _PRODUCTS:
+            self._operand: Tensor = args[self._place]
         return func(*args, **(kwargs or {}))

@@ -265,7 +265,7 @@ def _warn_of_cost() -> None:
         return
     _has_warned = True
     warnings.warn(
-        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes about as "
-        "long and as much memory as a loop written by hand",
+        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes "
+        "the time and memory of a loop written by hand",
         stacklevel=2,
     )

@@ -73,7 +73,7 @@ def tangents(call: LayerCall, tensors: LayerTensors, directions: LayerTensors) -
     # Forward mode does not nest in itself, but the gradient of a gradient, which is linear in the
     # cotangents, is the derivative forward.
     zeros = [torch.zeros_like(result) for result in layer(call, tensors)]
-    _, push = torch.func.vjp(pulled_back, *zeros)
+    push: Any = torch.func.vjp(pulled_back, *zeros)[1]
     return push(_given(directions, tensors))
 
 
@@ -91,7 +91,7 @@ def second_order(
     def gradients(cotangents: Sequence[Tensor], *primals: Tensor) -> Any:
         return torch.func.vjp(_of(call, tensors), *primals)[1](tuple(cotangents))
 
-    _, pull = torch.func.vjp(gradients, tuple(cotangents), *primals)
+    pull: Any = torch.func.vjp(gradients, tuple(cotangents), *primals)[1]
     of_results, *of_primals = pull(_given(directions, tensors))
     return of_results, _by_name(tensors, of_primals)
 

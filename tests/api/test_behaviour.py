@@ -91,14 +91,6 @@ def test_no_memory_for_gradients_that_nobody_needs(cell):
     assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be larger
 
 
-def test_second_derivatives_are_refused(case):
-    arguments = case.tensors().to(torch.float64)
-    output = call(case, arguments)[0]
-    (grad,) = gradients([output.sum()], None, [arguments.input], create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
-        (grad.sum() + arguments.input.sum()).backward()
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 
