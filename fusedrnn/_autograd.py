@@ -140,7 +140,8 @@ class LayerGradient(torch.autograd.Function):
         along = _directions(Gradients(*cast(Any, directions)), tensors, ctx.needs)
         tangents, gradients = _replay.second_order(ctx.call, tensors, grads, along)
         of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
-        return (None, None, *of_grads, *[None] * len(Saved._fields), *gradients.flat())
+        of_tensors: Any = LayerTensors(*gradients)  # type: ignore[arg-type]
+        return (None, None, *of_grads, *[None] * len(Saved._fields), *of_tensors.flat())
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _needs: None, *directions: Tensor | None) -> Any:
@@ -265,7 +266,7 @@ def _warn_of_cost() -> None:
         return
     _has_warned = True
     warnings.warn(
-        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes "
-        "the time and memory of a loop written by hand",
+        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes more time "
+        "than a loop written by hand, and memory for about the square root of the steps",
         stacklevel=2,
     )

@@ -2,6 +2,8 @@
 
 Derivatives of the operator beyond the first come from here. Their memory is bounded as the
 operator's is: a part of about the square root of T steps at a time has a graph.
+
+Longer than 350 lines, because the layer and its derivatives share each way to slice a call.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def layer(call: LayerCall, tensors: LayerTensors) -> Results:
         output, states = row.run(span, *row.leaves(tensors, span), row.initial(tensors))
         outputs.append(output)
         last.append(states)
-    return _joined(tensors, [torch.cat(outputs, -1)], last)
+    return _joined(tensors, outputs, last)
 
 
 def tangents(
@@ -54,15 +56,12 @@ def tangents(
     Returns:
         The tangents of output, h_n and c_n, in their shapes and in the dtype of ``tensors``.
     """
-    outputs: list[list[Tensor]] = [[] for _ in _spans(tensors)]
-    last = []
+    outputs, last = [], []
     for row in _rows_of(call, tensors):
-        states = row.initial_duals(tensors, directions)
-        for i, span in row.in_order(_spans(tensors)):
-            output, states = row.run(span, *row.dual_leaves(tensors, directions, span), states)
-            outputs[i].append(parts_of(output)[1])
-        last.append([s.tangent for s in states])
-    return _joined(tensors, [torch.cat(part, -1) for part in outputs], last)
+        output, states, _ = row.run_duals(tensors, directions)
+        outputs.append(output)
+        last.append(states)
+    return _joined(tensors, outputs, last)
 
 
 def second_order(
@@ -87,33 +86,31 @@ def second_order(
         eps that are not there.
     """
     spans = _spans(tensors)
-    outputs: list[list[Tensor]] = [[] for _ in spans]
-    grad_inputs: list[list[Tensor]] = [[] for _ in spans]
-    last, grad_states, grad_weights, grad_eps = [], [], [], []
+    grad_inputs: list[Tensor | None] = [None] * len(spans)
+    outputs, last = [], []
+    grad_states, grad_weights, grad_eps = [], [], []
     for row in _rows_of(call, tensors):
-        states = row.initial_duals(tensors, directions)
-        before = {}
-        for i, span in row.in_order(spans):
-            before[i] = states
-            output, states = row.run(span, *row.dual_leaves(tensors, directions, span), states)
-            outputs[i].append(parts_of(output)[1])
-        last.append([s.tangent for s in states])
+        output, d_states, before = row.run_duals(tensors, directions)
+        outputs.append(output)
+        last.append(d_states)
 
         # Of the values of states, then of their tangents; products with grads are of tangents.
-        cotangents = [torch.zeros_like(s.value) for s in states]
+        cotangents = [torch.zeros_like(s) for s in d_states]
         cotangents += [
-            torch.zeros_like(s.value) if grad is None else _wide(grad[row.index])
-            for s, grad in zip(states, grads[1:], strict=False)
+            torch.zeros_like(s) if grad is None else _wide(grad[row.index])
+            for s, grad in zip(d_states, grads[1:], strict=False)
         ]
         weights_of_row: list[Tensor] = []
         eps_of_parts: list[Tensor] = []
         for i, span in reversed(list(row.in_order(spans))):
-            d_output = torch.zeros_like(outputs[i][-1])
-            if grads[0] is not None:
-                d_output = _wide(row.columns(row.part(grads[0], span), d_output.shape[-1]))
-            found = row.pull(tensors, directions, span, before.pop(i), [d_output, *cotangents])
+            if grads[0] is None:
+                grad = torch.zeros_like(row.part(output, span))
+            else:
+                grad = _wide(row.columns(row.part(grads[0], span), output.shape[-1]))
+            found = row.pull(tensors, directions, span, before[i], [grad, *cotangents])
             grad_input, grad_of_eps, grad_of_weights, cotangents = found
-            grad_inputs[i] = [sum(grad_inputs[i], grad_input)]
+            so_far = grad_inputs[i]
+            grad_inputs[i] = grad_input if so_far is None else so_far + grad_input
             weights_of_row = (
                 grad_of_weights
                 if not weights_of_row
@@ -122,19 +119,19 @@ def second_order(
             eps_of_parts += [] if grad_of_eps is None else [grad_of_eps]
         if eps_of_parts:
             grad_eps.append(torch.cat(eps_of_parts if row.backwards else eps_of_parts[::-1]))
-        grad_states.append(cotangents[: len(states)])
+        grad_states.append(cotangents[: len(d_states)])
         grad_weights += weights_of_row
 
     dtype = tensors.input.dtype
     grad_hx, *grad_cx = (torch.stack(s).to(dtype) for s in zip(*grad_states, strict=True))
     gradients = Variables(
-        input=torch.cat([part for (part,) in grad_inputs]).to(dtype),
+        input=torch.cat([part for part in grad_inputs if part is not None]).to(dtype),
         hx=grad_hx,
         weights=[w.to(dtype) for w in grad_weights],
         cx=grad_cx[0] if grad_cx else None,
         eps=torch.stack(grad_eps).to(dtype) if grad_eps else None,
     )
-    return _joined(tensors, [torch.cat(part, -1) for part in outputs], last), gradients
+    return _joined(tensors, outputs, last), gradients
 
 
 Span = tuple[int, int]  # steps [begin, end)
@@ -158,10 +155,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _joined(tensors: LayerTensors, outputs: list[Tensor], last: list[Any]) -> Results:
-    """Results from the outputs of parts and the last states of directions."""
+    """Results from the outputs and the last states of directions."""
     h_n, *c_n = (torch.stack(s) for s in zip(*last, strict=True))
     empty = tensors.hx.new_empty(0, *tensors.hx.shape[1:])
-    results = torch.cat(outputs), h_n, c_n[0] if c_n else empty
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    results = whole, h_n, c_n[0] if c_n else empty
     output, h, c = (result.to(tensors.input.dtype) for result in results)
     return output, h, c
 
@@ -240,6 +238,19 @@ class _Row:
             None if eps is None else dual(eps, deps),
             [dual(w, dw) for w, dw in zip(weights, dweights, strict=True)],
         )
+
+    def run_duals(
+        self, tensors: LayerTensors, directions: Variables | LayerTensors
+    ) -> tuple[Tensor, list[Tensor], list[list[Dual]]]:
+        """-> tangents of output and last states; states before each part, first steps first."""
+        states, outputs, before = self.initial_duals(tensors, directions), [], []
+        for _, span in self.in_order(_spans(tensors)):
+            before.append(states)
+            output, states = self.run(span, *self.dual_leaves(tensors, directions, span), states)
+            outputs.append(parts_of(output)[1])
+        if self.backwards:
+            outputs, before = outputs[::-1], before[::-1]
+        return torch.cat(outputs), [s.tangent for s in states], before
 
     def pull(
         self,

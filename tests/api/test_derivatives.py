@@ -159,14 +159,36 @@ def test_a_gradient_within_a_compiled_function(cell, backend):
 
 
 @pytest.mark.parametrize(
-    "options", [{"zoneout": 0.1}, {"dropout": 0.5, "num_layers": 2}, {"return_sequence": False}]
+    "options",
+    [
+        {"zoneout": (0.1, 0.2)},
+        {"dropout": 0.5, "num_layers": 2},
+        {"return_sequence": False},
+        {"return_sequence": False, "num_layers": 2, "bidirectional": True},
+    ],
 )
-def test_what_has_no_second_derivatives_says_so(options):
-    rnn = fusedrnn.GRU(3, 4, dtype=torch.float64, **options)
-    x = torch.randn(40, 2, 3, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(rnn(x)[0].sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        first.sum().backward()
+def test_second_derivatives_of_every_option(options):
+    rnn = fusedrnn.LSTM(2, 3, dtype=torch.float64, **options)
+    x = torch.randn(20, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def call(x):
+        torch.manual_seed(5)  # the same masks each time
+        output, (h_n, c_n) = rnn(x)
+        return output, c_n
+
+    assert torch.autograd.gradgradcheck(call, x, fast_mode=True)
+
+
+def test_second_derivatives_of_packed_rows():
+    rnn = fusedrnn.GRU(2, 3, dtype=torch.float64)
+    x = torch.randn(6, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def call(x):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, [6, 4, 1])
+        output, h_n = rnn(packed)
+        return output.data, h_n
+
+    assert torch.autograd.gradgradcheck(call, x, fast_mode=True)
 
 
 def test_the_cost_of_second_derivatives_is_told_once(monkeypatch):

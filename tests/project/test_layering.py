@@ -36,8 +36,8 @@ CELL_MATH = [
 
 # A module imports modules of lower layers.
 PYTHON_LAYERS = {
-    0: ["_helpers", "reference"],
-    1: ["_library", "cells"],
+    0: ["_draws", "_duals", "_helpers"],
+    1: ["_library", "cells", "reference"],
     2: ["_plans", "options", "tuning", "weights"],
     3: ["_ops", "checks"],
     4: ["_fakes", "_replay", "_seeds", "_vmap", "batch"],
