@@ -149,7 +149,7 @@ class LayerGradient(torch.autograd.Function):
         grad_directions, _, along = _gradient_tensors(directions)
         _warn_of_cost()
         _, second = _replay.second_order(ctx.call, tensors, grads, along)
-        found = _flat_gradients(second, tensors, ctx.needs)
+        found = _flat_gradients(cast(Any, second), tensors, ctx.needs)
         if any(g is not None for g in grad_directions):
             first = _gradient(ctx.call, ctx.needs, grad_directions, saved, tensors)
             found = Gradients(*[a + b for a, b in zip(found, first, strict=True)])
@@ -266,7 +266,7 @@ def _warn_of_cost() -> None:
         return
     _has_warned = True
     warnings.warn(
-        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes more time "
-        "than a loop written by hand, and memory for about the square root of the steps",
+        "fusedrnn: second derivatives run the layer step by step in plain torch, which takes more "
+        "time than a loop written by hand, and memory for about the square root of the steps",
         stacklevel=2,
     )

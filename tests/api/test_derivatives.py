@@ -173,8 +173,8 @@ def test_second_derivatives_of_every_option(options):
 
     def call(x):
         torch.manual_seed(5)  # the same masks each time
-        output, (h_n, c_n) = rnn(x)
-        return output, c_n
+        output, states = rnn(x)
+        return output, *states
 
     assert torch.autograd.gradgradcheck(call, x, fast_mode=True)
 
