@@ -331,7 +331,7 @@ class _Row:
             old = states if anew is None else [s.masked_fill(anew[t], 0) for s in states]
             new = self._step(x[t], old, weights, None if eps is None else eps[t])
             new = [
-                _mixed(k[t] if isinstance(k, Tensor) else k, a, b)
+                reference.zoned(k[t] if isinstance(k, Tensor) else k, a, b)
                 for k, a, b in zip(kept, old, new, strict=True)
             ]
             outputs[t] = new[0]
@@ -414,12 +414,3 @@ class _Row:
         assert self.batch_sizes is not None
         exists = torch.arange(self.batch, device="cpu") < self.batch_sizes[begin:end, None]
         return exists.flatten().nonzero()[:, 0].to(self.device)
-
-
-def _mixed(kept: Tensor | float, old: Any, new: Any) -> Any:
-    """Zoneout: the old state where it is kept, or the average by a probability."""
-    if isinstance(kept, Tensor):
-        return torch.where(kept, old, new)
-    if kept in (0, 1):
-        return old if kept == 1 else new
-    return kept * old + (1 - kept) * new

@@ -11,12 +11,13 @@ to bottom.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._draws import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of
 from ._draws import philox4x32 as philox4x32
 from ._draws import philox_normal as philox_normal
 
@@ -146,6 +147,9 @@ def gru(
     bidirectional: bool = False,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    dropout: float = 0.0,
+    zoneout: float = 0.0,
+    mask_seed: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The twin of ``fusedrnn.gru``: a loop over layers, directions and steps.
 
@@ -158,6 +162,10 @@ def gru(
         lengths: (batch,), steps of each row; None for all of them.
         reset: bool (seq_len, batch), or (batch, seq_len) if ``batch_first``: where the state is
             zeroed before the step.
+        dropout: Probability with which an element of the input of layers after the first is zeroed.
+        zoneout: Probability with which a unit keeps its state through a step.
+        mask_seed: The seed that masks of dropout and zoneout are drawn from, as the kernels draw
+            them. None is evaluation: no dropout, and of zoneout the expectation.
 
     Returns:
         output: (seq_len, batch, D * hidden_size), or (batch, seq_len, D * hidden_size) if
@@ -177,7 +185,10 @@ def gru(
 
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
     per_row, widths = 4 if bias else 2, (weights[1].shape[1],)
-    output, (h_n,) = _loop(step, per_row, widths, sizes, input, weights, (hx,), lengths, reset)
+    masks = _Masks(dropout, (zoneout,), mask_seed)
+    output, (h_n,) = _loop(
+        step, per_row, widths, sizes, masks, input, weights, (hx,), lengths, reset
+    )
     return output, h_n
 
 
@@ -193,6 +204,9 @@ def lstm(
     proj_size: int = 0,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    dropout: float = 0.0,
+    zoneout: float | tuple[float, float] = 0.0,
+    mask_seed: Tensor | int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The twin of ``fusedrnn.lstm``: a loop over layers, directions and steps.
 
@@ -202,8 +216,9 @@ def lstm(
         hx: h (num_layers * D, batch, P) and c (num_layers * D, batch, hidden_size) before the first
             step; None for zeros.
         proj_size: P, the features of h, if it is projected, or 0: P is then hidden_size.
-        input, num_layers, bias, batch_first, bidirectional, lengths, reset: As for
-            :func:`gru`.
+        zoneout: As for :func:`gru`, or a pair, of h and of c.
+        input, num_layers, bias, batch_first, bidirectional, lengths, reset, dropout, mask_seed: As
+            for :func:`gru`.
 
     Returns:
         output: As :func:`gru`.
@@ -226,7 +241,11 @@ def lstm(
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
     states = (None, None) if hx is None else hx
     per_row = (4 if bias else 2) + (1 if proj_size else 0)
-    output, (h_n, c_n) = _loop(step, per_row, widths, sizes, input, weights, states, lengths, reset)
+    pair = zoneout if isinstance(zoneout, tuple) else (zoneout, zoneout)
+    masks = _Masks(dropout, pair, mask_seed)
+    output, (h_n, c_n) = _loop(
+        step, per_row, widths, sizes, masks, input, weights, states, lengths, reset
+    )
     return output, (h_n, c_n)
 
 
@@ -244,6 +263,9 @@ def stochastic_gru(
     eps: Tensor | None = None,
     seed: Tensor | int | None = None,
     sample: bool = True,
+    dropout: float = 0.0,
+    zoneout: float = 0.0,
+    mask_seed: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The twin of ``fusedrnn.stochastic_gru``: a loop over layers, directions and steps.
 
@@ -256,7 +278,8 @@ def stochastic_gru(
             draws from torch's generator, as a loop written by hand does.
         sample: False takes the mean of the latent, without noise; ``eps`` and ``seed`` are then not
             used.
-        input, hx, num_layers, bias, batch_first, bidirectional, lengths, reset: As for :func:`gru`.
+        input, hx, num_layers, bias, batch_first, bidirectional, lengths, reset, dropout, zoneout,
+            mask_seed: As for :func:`gru`.
 
     Returns:
         As :func:`gru`.
@@ -287,10 +310,17 @@ def stochastic_gru(
 
     sizes = _Sizes(num_layers, bias, batch_first, bidirectional)
     per_row, widths = 6 if bias else 3, (weights[2].shape[1],)
+    masks = _Masks(dropout, (zoneout,), mask_seed)
     output, (h_n,) = _loop(
-        step, per_row, widths, sizes, input, weights, (hx,), lengths, reset, noise
+        step, per_row, widths, sizes, masks, input, weights, (hx,), lengths, reset, noise
     )
     return output, h_n
+
+
+class _Masks(NamedTuple):
+    dropout: float
+    zoneout: tuple[float, ...]  # of each state
+    seed: Tensor | int | None
 
 
 class _Sizes(NamedTuple):
@@ -305,6 +335,7 @@ def _loop(
     per_row: int,
     widths: Sequence[int],
     sizes: _Sizes,
+    masks: _Masks,
     input: Tensor,
     weights: Sequence[Tensor],
     states: Sequence[Tensor | None],
@@ -339,6 +370,11 @@ def _loop(
 
     last = []
     for layer in range(num_layers):
+        if layer > 0 and masks.dropout > 0 and masks.seed is not None:
+            stream = layer * directions | DROPOUT
+            dropped = mask_of(masks.dropout, masks.seed, seq_len, batch, x.shape[-1], stream)
+            x = x * (1 / (1 - masks.dropout) if masks.dropout < 1 else 0.0)
+            x = x.masked_fill(dropped.to(x.device), 0)
         outputs = []
         for direction in range(directions):
             row = layer * directions + direction
@@ -346,13 +382,25 @@ def _loop(
             eps = noise(row)
             if eps is not None and active is not None:
                 eps = eps.masked_fill(~active, 0)
+            kept = [
+                p
+                if p == 0 or masks.seed is None
+                else mask_of(p, masks.seed, seq_len, batch, width, row | bits).to(x.device)
+                for p, width, bits in zip(
+                    masks.zoneout, widths, (ZONEOUT, CELL_ZONEOUT), strict=False
+                )
+            ]
             now: States = tuple(s[row] for s in initial)
             output = [now[0]] * seq_len
             for t in range(seq_len) if direction == 0 else reversed(range(seq_len)):
                 before = now
                 if reset is not None:
                     now = tuple(s.masked_fill(reset[t][:, None], 0) for s in now)
-                now = step(x[t], now, w, None if eps is None else eps[t])
+                new = step(x[t], now, w, None if eps is None else eps[t])
+                now = tuple(
+                    zoned(k[t] if isinstance(k, Tensor) else k, a, b)
+                    for k, a, b in zip(kept, now, new, strict=True)
+                )
                 output[t] = now[0]
                 if active is not None:
                     output[t] = now[0].masked_fill(~active[t], 0)
@@ -364,3 +412,12 @@ def _loop(
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
     last_states = tuple(torch.stack(s) for s in zip(*last, strict=True))
     return x.transpose(0, 1) if batch_first else x, last_states
+
+
+def zoned(kept: Tensor | float, old: Any, new: Any) -> Any:
+    """Zoneout: the old state where it is kept, or the average by a probability."""
+    if isinstance(kept, Tensor):
+        return torch.where(kept, old, new)
+    if kept in (0, 1):
+        return old if kept == 1 else new
+    return kept * old + (1 - kept) * new

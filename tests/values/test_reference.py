@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import fusedrnn
 from fusedrnn import reference
 
 F64 = torch.float64
@@ -304,3 +305,23 @@ def test_moments_of_the_normals():
 def test_normals_are_rounded_last(dtype):
     exact = reference.philox_normal(1, 3, 4, 5, dtype=F64)
     assert torch.equal(reference.philox_normal(1, 3, 4, 5, dtype=dtype), exact.to(dtype))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "stochastic_gru"])
+def test_masks_are_those_of_the_kernels(cell, training):
+    """A module draws its mask's seed after that of its noise, from torch's generator."""
+    module = {"gru": "GRU", "lstm": "LSTM", "stochastic_gru": "StochasticGRU"}[cell]
+    zoneout = (0.3, 0.6) if cell == "lstm" else 0.3
+    options = {"num_layers": 2, "bidirectional": True, "dropout": 0.4, "zoneout": zoneout}
+    rnn = getattr(fusedrnn, module)(3, 5, dtype=F64, **options).train(training)
+    x, lengths = torch.randn(6, 4, 3, dtype=F64), [6, 5, 2, 1]
+    noise = {"sample": False} if cell == "stochastic_gru" else {}
+    torch.manual_seed(9)
+    output, state = rnn(x, lengths=lengths, **noise)
+    torch.manual_seed(9)
+    seed = torch.randint(-(2**62), 2**62, (1,)) if training else None
+    found = getattr(reference, cell)(
+        x, list(rnn.parameters()), **options, **noise, lengths=lengths, mask_seed=seed
+    )
+    torch.testing.assert_close(found, (output, state))
