@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -254,6 +255,9 @@ def test_under_vmap_and_levels_of_forward_mode(cell):
     ]
     expected = [(a - b) / (2 * step) for a, b in zip(*ends, strict=True)]
     assert_close(tangents, expected, rtol=1e-5, atol=1e-6)
+    with forward_ad.dual_level():
+        found = run([forward_ad.make_dual(a, b) for a, b in zip(leaves, first, strict=True)], first)
+        assert_close([forward_ad.unpack_dual(t).tangent for t in found], tangents)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
