@@ -231,6 +231,8 @@ def allow_tf32(allowed: bool) -> None:
     """
     precision = "tf32" if allowed else "ieee"
     torch.backends.cudnn.rnn.fp32_precision = torch.backends.cudnn.conv.fp32_precision = precision
+    if allowed:  # sets what torch.export reads, and nothing else can be read then
+        torch.backends.cudnn.allow_tf32 = True
 
 
 @functools.cache

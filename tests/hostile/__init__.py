@@ -21,7 +21,7 @@ from emulator import emulated_operators, use
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn import call
+from fusedrnn import _seeds
 
 from . import oracle
 from .changes import changes
@@ -108,7 +108,7 @@ class Hostile:
         arguments = self.arguments().on(device)
         # Masks have a seed of their own, which is not an argument.
         drawn = mock.Mock(return_value=torch.tensor([how.seed], device=device))
-        with mock.patch.object(call, "_draw_seed", drawn), computing(backend):
+        with mock.patch.object(_seeds, "draw", drawn), computing(backend):
             outputs = arguments.call(
                 fusedrnn,
                 **case.options,

@@ -136,15 +136,13 @@ def grads_by_operator(call, tensors, found, cotangents):
     is_there = [getattr(tensors, name) is not None for name in ("input", "hx", "cx", "eps")]
     flags = dict(zip(("input", "hx", "cx", "eps"), is_there, strict=True))
     everything = _ops.needs_of(LayerTensors(**flags, weights=[True] * len(tensors.weights)))
-    gradients = _ops.backward(
-        call,
-        tensors,
-        (*cotangents, None)[:3],
+    saved = _ops.Saved(
         output=found.output,
         saved_gates=None,
         chunk_cell_states=found.chunk_cell_states if tensors.cx is not None else None,
-        needs=everything,
     )
+    grads = _ops.Cotangents(*(*cotangents, None)[:3])
+    gradients = _ops.backward(call, everything, grads, saved, tensors)
     weights = gradients.weights.split([w.numel() for w in tensors.weights])
     weights = [g.view_as(w) for g, w in zip(weights, tensors.weights, strict=True)]
     first = [getattr(gradients, n) for n in ("input", "hx", "cx", "eps")]
