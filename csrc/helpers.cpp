@@ -14,6 +14,7 @@
 
 #include "cpu/memory.h"
 #include "cuda/memory.h"
+#include "driver/parts.h"
 #include "driver/planner.h"
 #include "driver/tuning.h"
 
@@ -209,6 +210,9 @@ static py::dict facts_of(const fusedrnn::Cell& cell) {
 }
 
 PYBIND11_MODULE(_helpers, m) {
+  m.def(
+      "part_count", [](int64_t seq_len) { return fusedrnn::Parts{seq_len, false}.count(); },
+      py::arg("seq_len"), "The number of parts of a sequence whose last states alone are wanted.");
   m.def("plan", &plan, py::kw_only(), py::arg("cell"), py::arg("noise"), py::arg("input_size"),
         py::arg("hidden_size"), py::arg("latent_size"), py::arg("output_size"), py::arg("bias"),
         py::arg("seq_len"), py::arg("batch"), py::arg("dtype"), py::arg("chunk_size"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from . import _helpers, _plans
 from ._ops import (
@@ -17,6 +18,7 @@ from ._ops import (
     NEEDS_INPUT,
     ForwardResults,
     Gradients,
+    LastStates,
 )
 from .cells import CELL_NAMES, CELLS
 from .options import BACKENDS
@@ -43,6 +45,19 @@ def _columns(cell: int, weights: list[Tensor]) -> dict[str, int]:
     """The sizes that are numbers of columns of the first direction's weight matrices."""
     names, matrices = CELLS[CELL_NAMES[cell]].weights, [w for w in weights if w.dim() == 2]
     return {size: matrix.shape[1] for (_, size), matrix in zip(names, matrices, strict=False)}
+
+
+def _size_of_its_own(*sizes: int) -> int | None:
+    """A symbol for a size that follows from ``sizes`` where those are symbols, else None.
+
+    None also if the tracer takes no such symbols; to compute with ``sizes`` then fixes them.
+    """
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    try:
+        return torch.library.get_ctx().new_dynamic_size(min=1)  # type: ignore[return-value]
+    except DynamicOutputShapeException:
+        return None
 
 
 @torch.library.register_fake("fusedrnn::forward")
@@ -74,11 +89,9 @@ def _fake_forward(
     latent_size = _columns(cell, weights).get("latent", 0)
     noise = eps is not None or seed is not None
     columns = _helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
-    chunks: Any = 1
-    if cx is not None and not (isinstance(seq_len, int) and isinstance(batch, int)):
-        # A plan needs plain numbers, which would make a graph one for this size alone.
-        chunks = torch.library.get_ctx().new_dynamic_size(min=1)
-    elif cx is not None and seq_len != 1:
+    # A plan needs plain numbers, which would make a graph one for this size alone.
+    chunks = None if cx is None else _size_of_its_own(seq_len, batch)
+    if chunks is None and cx is not None and seq_len != 1:
         made = _plans.plan_layer(
             _plans.gpu_facts(input.device),
             cell=name,
@@ -105,8 +118,39 @@ def _fake_forward(
         c_n=input.new_empty(0 if cx is None else directions, batch, hidden_size),
         saved_gates=input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
         chunk_cell_states=input.new_empty(
-            (0,) if cx is None else (directions, chunks, batch, hidden_size), dtype=accumulate_in
+            (0,) if cx is None else (directions, chunks or 1, batch, hidden_size), dtype=accumulate_in
         ),
+    )
+
+
+@torch.library.register_fake("fusedrnn::last_states")
+def _fake_last_states(
+    cell: int,
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    lengths: Tensor | None = None,
+    batch_sizes: Tensor | None = None,
+    reset: Tensor | None = None,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    mask_seed: Tensor | None = None,
+    **_: Any,
+) -> LastStates:
+    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
+    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
+    parts = _size_of_its_own(seq_len)
+    if parts is None:
+        parts = _helpers.part_count(seq_len)
+    layers, batch, output_size = hx.shape
+    c_shape = (layers, batch, output_size if cx is None else cx.shape[2])
+    return LastStates(
+        h_n=input.new_empty(hx.shape),
+        c_n=input.new_empty(0 if cx is None else layers, *c_shape[1:]),
+        part_h=input.new_empty(parts, *hx.shape),
+        part_c=input.new_empty(0 if cx is None else parts, *c_shape),
     )
 
 
@@ -156,15 +200,46 @@ def _fake_backward(
     tensors += [mask_seed, grad_output, grad_h_n, grad_c_n]
     _check_devices(input, tensors, lengths, batch_sizes)
 
-    def like(tensor: Tensor | None, bit: int) -> Tensor:
-        is_needed = needs & bit and tensor is not None
-        return input.new_empty(tensor.shape if is_needed and tensor is not None else 0)
+    needed = [needs & bit for bit in (NEEDS_INPUT, NEEDS_HX, NEEDS_CX, NEEDS_EPS)]
+    return _gradients(input, (input, hx, cx, eps), needed, weights, needs >= NEEDS_FIRST_WEIGHT)
 
-    weights_size = sum(w.numel() for w in weights) if needs >= NEEDS_FIRST_WEIGHT else 0
-    return Gradients(
-        input=like(input, NEEDS_INPUT),
-        hx=like(hx, NEEDS_HX),
-        cx=like(cx, NEEDS_CX),
-        eps=like(eps, NEEDS_EPS),
-        weights=input.new_empty(weights_size),
-    )
+
+@torch.library.register_fake("fusedrnn::last_states_backward")
+def _fake_last_states_backward(
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    cell: int,
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    part_h: Tensor,
+    needs: list[bool],
+    lengths: Tensor | None = None,
+    batch_sizes: Tensor | None = None,
+    reset: Tensor | None = None,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    mask_seed: Tensor | None = None,
+    part_c: Tensor | None = None,
+    **_: Any,
+) -> Gradients:
+    tensors = [hx, cx, part_h, part_c, *weights, reset, eps, seed, mask_seed, grad_h_n, grad_c_n]
+    _check_devices(input, tensors, lengths, batch_sizes)
+    return _gradients(input, (input, hx, cx, eps), needs[:4], weights, any(needs[4:]))
+
+
+def _gradients(
+    input: Tensor,
+    tensors: Iterable[Tensor | None],
+    needed: Iterable[int],
+    weights: list[Tensor],
+    needs_weights: bool,
+) -> Gradients:
+    """Gradients of input, hx, cx and eps, as far as they are needed, and of the weights."""
+    shapes = [
+        t.shape if need and t is not None else (0,) for t, need in zip(tensors, needed, strict=True)
+    ]
+    flat = sum(w.numel() for w in weights) if needs_weights else 0
+    return Gradients(*(input.new_empty(shape) for shape in (*shapes, (flat,))))

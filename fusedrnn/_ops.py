@@ -156,7 +156,20 @@ class ForwardResults(NamedTuple):
     saved_gates: Tensor
     """The pre-activations, if they were to be saved."""
     chunk_cell_states: Tensor
-    """The cell state before each chunk, if there is one."""
+    """(chunks, D, B, H), the cell state before each chunk; (0, D, B, H) without one."""
+
+
+class LastStates(NamedTuple):
+    """What last_states returns, for L layers of one direction."""
+
+    h_n: Tensor
+    """(L, B, P)."""
+    c_n: Tensor
+    """(L, B, H), or (0, B, H) of a cell without cell state."""
+    part_h: Tensor
+    """(parts, L, B, P), the states before each part of the sequence, in the order of work."""
+    part_c: Tensor
+    """(parts, L, B, H), or (0, L, B, H)."""
 
 
 class Cotangents(NamedTuple):
@@ -176,7 +189,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward returns; a gradient that was not needed is empty."""
+    """What the backward operators return; a gradient that was not needed is empty."""
 
     input: Tensor
     hx: Tensor
@@ -229,6 +242,58 @@ def backward(
     arguments = (*grads, call.index, input, hx, cx, weights)
     return Gradients(
         *_call(_library.operators.backward, *arguments, output=output, needs=needs, **others)
+    )
+
+
+def last_states(
+    call: LayerCall, tensors: LayerTensors, *, inner_dropout: float = 0.0
+) -> LastStates:
+    """Layers of one direction on top of each other, part by part, without their outputs.
+
+    Args:
+        call: Of the first layer; each further layer takes the next ``noise_stream``. ``recompute``
+            has no effect.
+        tensors: With layers L in place of directions. ``weights`` are those of all layers.
+        inner_dropout: The dropout of the inputs of all layers but the first.
+    """
+    input, hx, weights, cx = tensors[:4]
+    others = call.others | tensors.others()
+    operator = _library.operators.last_states
+    arguments = (call.index, input, hx, cx, weights)
+    return LastStates(*_call(operator, *arguments, inner_dropout=inner_dropout, **others))
+
+
+def last_states_backward(
+    call: LayerCall,
+    tensors: LayerTensors,
+    grads: tuple[Tensor | None, Tensor | None],
+    *,
+    part_h: Tensor,
+    part_c: Tensor | None,
+    needs: LayerTensors,
+    inner_dropout: float = 0.0,
+) -> Gradients:
+    """The gradients of what last_states did.
+
+    Args:
+        grads: Of h_n and c_n.
+        part_c: None without a cell state.
+        needs: A bool per tensor, whether its gradient is needed.
+    """
+    input, hx, weights, cx = tensors[:4]
+    others = call.others | tensors.others()
+    if part_c is not None:
+        others["part_c"] = part_c
+    flags = (needs.input, needs.hx, needs.cx, needs.eps, *needs.weights)
+    return Gradients(
+        *_call(
+            _library.operators.last_states_backward,
+            *(*grads, call.index, input, hx, cx, weights),
+            part_h=part_h,
+            needs=[bool(flag) for flag in flags],
+            inner_dropout=inner_dropout,
+            **others,
+        )
     )
 
 

@@ -20,29 +20,37 @@ class BackwardPass : LayerPass<Backend> {
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
       Base::prepare, Base::input_rows, Base::unpack, Base::pack, Base::apply_dropout, Base::rows_of,
-      Base::output_sequence, Base::noise, Base::weight, Base::from_row, Base::output_from;
+      Base::output_sequence, Base::noise, Base::weight, Base::from_row, Base::output_from,
+      Base::apply_first_reset;
   using Base::kTensorIsOperand;
 
  public:
   using Base::Base;
 
   // saved_gates: the pre-activations that forward saved, or null to recompute them.  Gradients of
-  // weights are overwritten completely.
+  // weights are overwritten completely, or added to.
   void run(const Gradients<T>& gradients, const A* saved_gates, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
     prepare(buffers);
+    has_weight_gradients_ = gradients.adds_to_weights;
     start_gradient(buffers.dh, gradients.h_n, output());
     if (layer_.has_cell_state()) start_gradient(buffers.dc, gradients.c_n, hidden());
     backward_chunks(gradients, SavedGates<const A>(layer_, saved_gates), buffers);
-    clear_rest(gradients);
+    if (!gradients.adds_to_weights) clear_rest(gradients);
     if (shares_bias_gradient(gradients)) {
       const int64_t columns = layer_.shared_columns();
       backend_.copy(Matrix<A>::contiguous(gradients.bias[0], 1, columns),
                     Matrix<const A>::contiguous(shared_bias(gradients), 1, columns));
     }
-    if (gradients.hx != nullptr) copy_rows(gradients.hx, buffers.dh, output());
-    if (gradients.cx != nullptr) copy_rows(gradients.cx, buffers.dc, hidden());
+    if (gradients.hx != nullptr) {
+      apply_first_reset(buffers.dh, output());
+      copy_rows(gradients.hx, buffers.dh, output());
+    }
+    if (gradients.cx != nullptr) {
+      apply_first_reset(buffers.dc, hidden());
+      copy_rows(gradients.cx, buffers.dc, hidden());
+    }
   }
 
  private:
@@ -442,7 +450,7 @@ class BackwardPass : LayerPass<Backend> {
     return gradients.bias[layer_.projection(layer_.recurrent_stage())];
   }
 
-  bool has_weight_gradients_ = false;  // whether a chunk has written them
+  bool has_weight_gradients_ = false;  // whether a chunk, or an earlier call, has written them
 };
 
 }  // namespace fusedrnn

@@ -16,7 +16,7 @@ class ForwardPass : LayerPass<Backend> {
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
       Base::prepare, Base::input_rows, Base::pack, Base::rows_of, Base::output_sequence,
-      Base::noise, Base::weight, Base::output_from;
+      Base::noise, Base::weight, Base::output_from, Base::apply_first_reset;
   using Base::kTensorIsOperand;
 
  public:
@@ -30,9 +30,13 @@ class ForwardPass : LayerPass<Backend> {
     prepare(buffers);
     if (buffers.carry != nullptr) {
       copy_rows(buffers.carry, layer_.has_cell_state() ? layer_.cx : layer_.hx, hidden());
+      apply_first_reset(buffers.carry, hidden());
     }
     carry_ = buffers.carry;
-    if (buffers.h != nullptr) copy_rows(buffers.h, layer_.hx, output());
+    if (buffers.h != nullptr) {
+      copy_rows(buffers.h, layer_.hx, output());
+      apply_first_reset(buffers.h, output());
+    }
     forward_chunks(SavedGates<A>(layer_, saved_gates), buffers);
     if (buffers.h != nullptr) {
       copy_rows(h_n, buffers.h, output());

@@ -80,6 +80,8 @@ struct Gradients {
   // The input's gradient is a sum over directions: whether a part of it has been written already,
   // and whether this call completes it.
   bool adds_to_input, completes_input;
+  // Whether the weights' gradients have been written already, for another part of the sequence.
+  bool adds_to_weights;
   Acc<T>*weight[kMaxProjections], *bias[kMaxProjections];
 };
 

@@ -69,6 +69,13 @@ class LayerPass {
                   Matrix<const From>::contiguous(from, layer_.batch, columns));
   }
 
+  // Zeroes initial states, or their gradients, in rows whose first step is a reset.
+  template <class X>
+  void apply_first_reset(X* states, int64_t columns) {
+    if (layer_.mask.reset == nullptr) return;
+    backend_.clear(ClearStep<X>{columns, 0, layer_.mask, states, true}, layer_.batch);
+  }
+
   // Enqueues the steps of a chunk.  All chunks are alike except the first and a short last one; a
   // recording pays off from a few alike chunks on.
   template <class F>
@@ -115,7 +122,7 @@ class LayerPass {
     }
     unpack(copy, layer_.input, chunk);
     if (layer_.mask.lengths != nullptr) {
-      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy},
+      backend_.clear(ClearStep<O>{layer_.sizes.input, chunk.first_row, layer_.mask, copy, false},
                      chunk.rows());
     }
     if (layer_.dropout > 0) apply_dropout(copy, chunk);

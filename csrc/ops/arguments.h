@@ -65,8 +65,6 @@ class Arguments {
       check_device("reset", *call.reset);
       check_contiguous("reset", *call.reset);
     }
-    hx_ = dense(call.hx);
-    if (call.cx) cx_ = dense(*call.cx);
   }
 
   // The tensor itself, or a copy of it that is contiguous.
@@ -74,19 +72,29 @@ class Arguments {
     return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
   }
 
-  // Copies the lengths of rows to the device of the input, for kernels.
+  // Makes available to kernels what may lie elsewhere: states that are not contiguous, and the
+  // lengths of rows, on the device of the input.
   template <class Platform>
-  void place_lengths(Platform& platform) {
-    if (!has_lengths()) return;
-    lengths_ = is_packed() ? unpacked_lengths_.data() : data<int64_t>(*call_.lengths);
-    if (input().is_cpu()) return;
+  void place(Platform& platform) {
+    hx_ = dense(call_.hx);
+    if (call_.cx) cx_ = dense(*call_.cx);
+    if (has_lengths()) lengths_ = on_device(platform, lengths(), batch());
+  }
+  // Numbers on the device of the input.  They live as long as this object, and as `numbers`.
+  template <class Platform>
+  const int64_t* on_device(Platform& platform, const int64_t* numbers, int64_t count) {
+    if (input().is_cpu()) return numbers;
     const Tensor& like = is_packed() ? *call_.batch_sizes : *call_.lengths;
-    Tensor host = allocate(like, {batch()}, ScalarType::Long, "lengths");
-    std::copy_n(lengths_, batch(), static_cast<int64_t*>(host.mutable_data_ptr()));
+    Tensor host = allocate(like, {count}, ScalarType::Long, "lengths");
+    std::copy_n(numbers, count, static_cast<int64_t*>(host.mutable_data_ptr()));
     platform.keep(host);
-    device_lengths_ = allocate(input(), {batch()}, ScalarType::Long, "lengths");
+    device_lengths_ = allocate(input(), {count}, ScalarType::Long, "lengths");
     torch::stable::copy_(*device_lengths_, host, /*non_blocking=*/true);
-    lengths_ = data<int64_t>(*device_lengths_);
+    return data<int64_t>(*device_lengths_);
+  }
+  // The steps of each row of the batch, on the host; only if has_lengths().
+  const int64_t* lengths() const {
+    return is_packed() ? unpacked_lengths_.data() : data<int64_t>(*call_.lengths);
   }
 
   // Checks a sequence other than the input: (T, B, width), or packed (N, width).
@@ -127,7 +135,8 @@ class Arguments {
     return p;
   }
 
-  // One direction, in chunks of `steps` steps.  plan: the plan of the pass.
+  // One direction, in chunks of `steps` steps.  plan: the plan of the pass.  States and lengths are
+  // null before place().
   template <class T>
   Layer<T> layer(int64_t steps, const PassPlan& plan, int64_t direction) const {
     Layer<T> l{};
@@ -145,8 +154,8 @@ class Arguments {
       l.eps = {data<T>(e) + direction * e.stride(0), e.size(3), e.stride(1), e.stride(2),
                e.stride(3)};
     }
-    l.hx = data<T>(*hx_) + direction * h_numel();
-    if (call_.cx) l.cx = data<T>(*cx_) + direction * cell_state_numel();
+    if (hx_) l.hx = data<T>(*hx_) + direction * h_numel();
+    if (cx_) l.cx = data<T>(*cx_) + direction * cell_state_numel();
     l.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
     l.noise_stream = call_.noise_stream + direction;
     l.first_step = call_.first_step;
@@ -204,15 +213,17 @@ class Arguments {
   bool has_lengths() const { return is_packed() || call_.lengths.has_value(); }
   // Whether the sequence has padding: rows that belong to no step of their sequence.
   bool has_padding() const { return call_.lengths.has_value(); }
+  bool is_reversed() const { return call_.reverse; }  // a single direction
+  // The first row of each step, followed by the number of all rows; only if is_packed().
+  const std::vector<int64_t>& starts() const { return starts_; }
+  // The number of rows before step t in a tensor whose rows lie like the input's, if it is dense.
+  int64_t first_row(int64_t t) const { return is_packed() ? starts_[size_t(t)] : t * batch(); }
   bool has_eps() const { return call_.eps.has_value(); }
   int64_t saved_numel() const {  // of one direction
     return seq_len() * batch() * saved_columns(cell_, sizes_);
   }
-  int64_t chunk_cell_states_numel(
-      int64_t steps) const {  // of one direction, in chunks of `steps` steps
-    return has_cell_state() ? (seq_len() + steps - 1) / steps * cell_state_numel() : 0;
-  }
-  std::vector<int64_t> chunk_cell_states_shape(int64_t steps) const {  // of all directions
+  // The shape of the cell states before each chunk of `steps` steps.
+  std::vector<int64_t> chunk_cell_states_shape(int64_t steps) const {
     if (!has_cell_state()) return {0};
     return {directions(), (seq_len() + steps - 1) / steps, batch(), sizes_.hidden};
   }

@@ -111,8 +111,9 @@ class GpuBackend : public cuda::Memory<Element> {
   void gather(const GatherStep<T, T>& step, int64_t rows) {
     check(cuda::gather<T>(step, rows, device_.stream()), rows, step.width);
   }
-  void clear(const ClearStep<T>& step, int64_t rows) {
-    check(cuda::clear<T>(step, rows, device_.stream()), rows, step.width);
+  template <class X>
+  void clear(const ClearStep<X>& step, int64_t rows) {
+    check(cuda::clear(step, rows, device_.stream()), rows, step.width);
   }
   void dropout(const DropoutStep<T>& step, int64_t rows) {
     check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);

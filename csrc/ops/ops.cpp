@@ -23,16 +23,10 @@ struct CpuPlatform {
 }  // namespace
 }  // namespace fusedrnn
 
-STABLE_TORCH_LIBRARY(fusedrnn, m) {
-  m.def(fusedrnn::kForwardSchema);
-  m.def(fusedrnn::kStepSchema);
-  m.def(fusedrnn::kBackwardSchema);
-}
+STABLE_TORCH_LIBRARY(fusedrnn, m) { fusedrnn::define_operators(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::CpuPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::CpuPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CpuPlatform>));
+  fusedrnn::implement_operators<fusedrnn::CpuPlatform>(m);
 }
 
 // Called by Python through ctypes.

@@ -1,6 +1,6 @@
 // The operators: their schemas, and the functions behind them, for every device.
 #pragma once
-#include "passes.h"
+#include "last_states.h"
 
 namespace fusedrnn {
 
@@ -50,10 +50,7 @@ inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
     sizes.push_back(tensor.size(i));
     strides.push_back(tensor.stride(i));
   }
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      tensor.get(), int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
-  return Tensor(handle);
+  return view(tensor, sizes, strides);
 }
 
 // The operator `step`: one step with little overhead, without gradients.  input (B, I) or (I), hx
@@ -149,6 +146,73 @@ BackwardResults backward_operator(
       {.output = output, .gates = saved_gates, .chunk_cell_states = chunk_cell_states}, needs);
 }
 
+// The operator `last_states`.  Its arguments are the schema's, in the same order.
+template <class Platform>
+LastStates last_states_operator(int64_t cell, Tensor input, Tensor hx, MaybeTensor cx,
+                                Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+                                MaybeTensor reset, MaybeTensor eps, MaybeTensor seed,
+                                double dropout, double zoneout, double cell_zoneout,
+                                MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+                                bool reverse, int64_t chunk_size, int64_t workspace_bytes,
+                                int64_t backend, int64_t tuning, double inner_dropout) {
+  return last_states<Platform>({.cell = cell,
+                                .input = input,
+                                .hx = hx,
+                                .cx = cx,
+                                .weights = weights,
+                                .lengths = lengths,
+                                .batch_sizes = batch_sizes,
+                                .reset = reset,
+                                .eps = eps,
+                                .seed = seed,
+                                .dropout = dropout,
+                                .zoneout = zoneout,
+                                .cell_zoneout = cell_zoneout,
+                                .mask_seed = mask_seed,
+                                .noise_stream = noise_stream,
+                                .first_step = first_step,
+                                .reverse = reverse,
+                                .chunk_size = chunk_size,
+                                .workspace_bytes = workspace_bytes,
+                                .backend = backend,
+                                .tuning = tuning},
+                               inner_dropout);
+}
+
+// The operator `last_states_backward`.  Its arguments are the schema's, in the same order.
+template <class Platform>
+BackwardResults last_states_backward_operator(
+    MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input, Tensor hx,
+    MaybeTensor cx, Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
+    MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
+    double cell_zoneout, MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
+    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, int64_t tuning,
+    Tensor part_h, MaybeTensor part_c, std::vector<bool> needs, double inner_dropout) {
+  return last_states_backward<Platform>(grad_h_n, grad_c_n,
+                                        {.cell = cell,
+                                         .input = input,
+                                         .hx = hx,
+                                         .cx = cx,
+                                         .weights = weights,
+                                         .lengths = lengths,
+                                         .batch_sizes = batch_sizes,
+                                         .reset = reset,
+                                         .eps = eps,
+                                         .seed = seed,
+                                         .dropout = dropout,
+                                         .zoneout = zoneout,
+                                         .cell_zoneout = cell_zoneout,
+                                         .mask_seed = mask_seed,
+                                         .noise_stream = noise_stream,
+                                         .first_step = first_step,
+                                         .reverse = reverse,
+                                         .chunk_size = chunk_size,
+                                         .workspace_bytes = workspace_bytes,
+                                         .backend = backend,
+                                         .tuning = tuning},
+                                        inner_dropout, part_h, part_c, needs);
+}
+
 // The operators' schemas.  Python passes arguments after `*` by name; before it are only the
 // tensors and what every call has.  No argument is a string: torch's stable ABI never frees a
 // string.  flat_version is not read: a graph that saves it for backward notices that the weights
@@ -172,6 +236,34 @@ constexpr const char* kBackwardSchema =
     "backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " FUSEDRNN_CALL_SCHEMA
     "Tensor output, Tensor? saved_gates=None, Tensor? chunk_cell_states=None, int needs) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
+// Layers of one direction each: hx, cx and eps have one entry per layer, `weights` all layers one
+// after the other.  `needs` has an entry for input, hx, cx, eps and each weight; as bits of a
+// number they would be too many.
+constexpr const char* kLastStatesSchema =
+    "last_states(" FUSEDRNN_CALL_SCHEMA
+    "float inner_dropout=0) -> (Tensor h_n, Tensor c_n, Tensor part_h, Tensor part_c)";
+constexpr const char* kLastStatesBackwardSchema =
+    "last_states_backward(Tensor? grad_h_n, Tensor? grad_c_n, " FUSEDRNN_CALL_SCHEMA
+    "Tensor part_h, Tensor? part_c=None, bool[] needs, float inner_dropout=0) "
+    "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 #undef FUSEDRNN_CALL_SCHEMA
+
+// Every operator: its schema, and its function on a device.
+template <class Library>
+void define_operators(Library& m) {
+  m.def(kForwardSchema);
+  m.def(kStepSchema);
+  m.def(kBackwardSchema);
+  m.def(kLastStatesSchema);
+  m.def(kLastStatesBackwardSchema);
+}
+template <class Platform, class Library>
+void implement_operators(Library& m) {
+  m.impl("forward", TORCH_BOX(&forward_operator<Platform>));
+  m.impl("step", TORCH_BOX(&step_operator<Platform>));
+  m.impl("backward", TORCH_BOX(&backward_operator<Platform>));
+  m.impl("last_states", TORCH_BOX(&last_states_operator<Platform>));
+  m.impl("last_states_backward", TORCH_BOX(&last_states_backward_operator<Platform>));
+}
 
 }  // namespace fusedrnn

@@ -39,9 +39,7 @@ class CudaPlatform {
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::CudaPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::CudaPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::CudaPlatform>));
+  fusedrnn::implement_operators<fusedrnn::CudaPlatform>(m);
 }
 
 // Called by Python through ctypes.

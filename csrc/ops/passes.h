@@ -60,7 +60,7 @@ ForwardResults forward(const Call& call, bool save_gates) {
   const Tensor& input = call.input;
   Arguments args(call);
   Platform platform(input, args.tuning());
-  args.place_lengths(platform);
+  args.place(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
@@ -72,7 +72,6 @@ ForwardResults forward(const Call& call, bool save_gates) {
     FUSEDRNN_CHECK(args.backend() != "persistent" || plan.forward.is_persistent,
                    "backend='persistent' is not possible here: ", reason(asked, plan));
     const int64_t gates_numel = save_gates ? args.saved_numel() : 0;
-    const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
     // Nothing is written in finished rows, so outputs with padding start as zeros.
     Tensor output =
         allocate(input, args.shape(directions * width), dtype, "the output", args.has_padding());
@@ -87,8 +86,10 @@ ForwardResults forward(const Call& call, bool save_gates) {
       Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
       problem.output = pointer<T>(output) + d * width;
       problem.output_stride = directions * width;
-      if (args.has_cell_state())
-        problem.chunk_cell_states = pointer<A>(chunk_cell_states) + d * chunk_cell_states_numel;
+      if (args.has_cell_state()) {
+        problem.chunk_cell_states =
+            pointer<A>(chunk_cell_states) + d * problem.chunks() * args.cell_state_numel();
+      }
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
@@ -116,6 +117,26 @@ struct Saved {
   const MaybeTensor &gates, &chunk_cell_states;
 };
 
+// Has the gradients of a direction's weights written to `base`, as far as is_wanted(index).
+template <class T, class F>
+void want_weights(Gradients<T>& gradients, const std::vector<Parameter>& layout, Acc<T>* base,
+                  const F& is_wanted) {
+  for (size_t i = 0; i < layout.size(); ++i) {
+    if (!is_wanted(i)) continue;
+    const int p = layout[i].projection;
+    (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = base + layout[i].offset;
+  }
+}
+
+// Sums in Acc<T> as a tensor of T: the same one if the types are.
+template <class T>
+Tensor rounded(const Tensor& sums) {
+  if constexpr (std::is_same_v<T, Acc<T>>) return sums;
+  Tensor result = allocate(sums, {sums.numel()}, kScalarType<T>, "the gradients of the weights");
+  torch::stable::copy_(result, sums);
+  return result;
+}
+
 // Gradients of input, hx, cx, eps and of the weights in one flat buffer; empty where not needed.
 using BackwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -140,30 +161,29 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
                  "needs must have a bit for input, hx, cx, eps and each weight, got ", needs);
 
   Platform platform(input, args.tuning());
-  args.place_lengths(platform);
+  args.place(platform);
   return planned_anew(input, [&](auto element) {
     using T = decltype(element);
     using A = Acc<T>;
     Problem asked = args.problem(platform);
-    const int64_t cell_state_numel = directions * args.cell_state_numel();
-    if (saved.chunk_cell_states && cell_state_numel > 0) {
-      asked.chunks = saved.chunk_cell_states->numel() / cell_state_numel;
-    }
-    const Plan plan = plan_layer<BackendOf<Platform, T>>(asked);
-    const int64_t chunk_cell_states_numel = args.chunk_cell_states_numel(plan.steps);
-    const auto check_saved = [&](const char* name, const Tensor& t, int64_t numel) {
-      FUSEDRNN_CHECK(t.numel() == numel && t.scalar_type() == kScalarType<A> && t.is_contiguous() &&
-                         t.device() == input.device(),
+    const auto check_saved = [&](const char* name, const Tensor& t,
+                                 const std::vector<int64_t>& shape) {
+      FUSEDRNN_CHECK(has_shape(t, shape) && t.scalar_type() == kScalarType<A> &&
+                         t.is_contiguous() && t.device() == input.device(),
                      "", name, " must be what forward returned for these arguments");
     };
     FUSEDRNN_CHECK(
         saved.chunk_cell_states.has_value() == args.has_cell_state(),
         "chunk_cell_states must be given for a cell with a cell state, and for no other");
+    if (saved.chunk_cell_states && saved.chunk_cell_states->dim() == 4) {
+      asked.chunks = std::min(saved.chunk_cell_states->size(1), seq_len);
+    }
+    const Plan plan = plan_layer<BackendOf<Platform, T>>(asked);
     if (saved.chunk_cell_states) {
       check_saved("chunk_cell_states", *saved.chunk_cell_states,
-                  directions * chunk_cell_states_numel);
+                  args.chunk_cell_states_shape(plan.steps));
     }
-    if (saved.gates) check_saved("saved_gates", *saved.gates, directions * args.saved_numel());
+    if (saved.gates) check_saved("saved_gates", *saved.gates, {directions * args.saved_numel()});
 
     const auto gradient = [&](bool needed, const std::vector<int64_t>& shape, const char* what,
                               bool zeros = false) {
@@ -195,7 +215,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       problem.output_stride = directions * width;
       if (saved.chunk_cell_states) {
         problem.chunk_cell_states = const_cast<A*>(Arguments::data<A>(*saved.chunk_cell_states)) +
-                                    d * chunk_cell_states_numel;
+                                    d * problem.chunks() * args.cell_state_numel();
       }
       Gradients<T> gradients{};
       if (grad.output) {
@@ -212,13 +232,10 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       if (needs & kEps) {
         gradients.eps = pointer<T>(grad_eps) + d * seq_len * batch * args.sizes().latent;
       }
-      const std::vector<Parameter>& layout = args.layout();
-      for (size_t i = 0; i < layout.size(); ++i) {
-        if ((needs & (kFirstWeight << (size_t(d) * layout.size() + i))) == 0) continue;
-        A* at = pointer<A>(grad_weights) + d * args.weights_numel() + layout[i].offset;
-        const int p = layout[i].projection;
-        (layout[i].columns == 0 ? gradients.bias[p] : gradients.weight[p]) = at;
-      }
+      want_weights(gradients, args.layout(), pointer<A>(grad_weights) + d * args.weights_numel(),
+                   [&](size_t i) {
+                     return (needs & (kFirstWeight << (size_t(d) * args.layout().size() + i))) != 0;
+                   });
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
@@ -228,12 +245,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
           saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
           workspace.mutable_data_ptr());
     }
-    if constexpr (!std::is_same_v<T, A>) {
-      const Tensor wide = grad_weights;
-      grad_weights = allocate(input, {flat_size}, kScalarType<T>, "the gradients of the weights");
-      torch::stable::copy_(grad_weights, wide);
-    }
-    return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, grad_weights);
+    return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, rounded<T>(grad_weights));
   });
 }
 

@@ -1,5 +1,6 @@
 // Tensors in the operators: shapes as text, and allocation.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -17,6 +18,20 @@ inline std::string shape_text(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   std::string text = "(";
   for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + text_of(sizes[i]);
   return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+inline bool has_shape(const Tensor& tensor, const std::vector<int64_t>& shape) {
+  const auto sizes = tensor.sizes();
+  return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
+}
+
+// A view with other sizes and strides, from element `first` on.
+inline Tensor view(const Tensor& tensor, const std::vector<int64_t>& sizes,
+                   const std::vector<int64_t>& strides, int64_t first = 0) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), int64_t(sizes.size()), sizes.data(), strides.data(), first, &handle));
+  return Tensor(handle);
 }
 
 // The reason in an error from torch.  Its stable ABI gives it in the lines after the first, which

@@ -75,6 +75,11 @@ struct Mask {
     const Place before = at.after(-direction);
     return before.t >= seq_len || (direction < 0 && !is_active(before));
   }
+  // Whether row b of the batch takes a step, and its initial state is zeroed before the first one.
+  FUSEDRNN_HD bool is_reset_at_start(uint32_t b) const {
+    const int64_t steps = lengths == nullptr ? seq_len : lengths[b];
+    return reset != nullptr && steps > 0 && is_reset({direction > 0 ? 0 : uint32_t(steps - 1), b});
+  }
 };
 
 // The source of a row's eps: the user's tensor, or else Philox with the row's place as its counter.
@@ -202,12 +207,14 @@ struct DropoutStep {
 };
 
 // Zeroes x in finished rows: the user's data there may be NaN, and must not get into sums over all
-// rows.
+// rows.  Or x has the initial states of the batch, or their gradients, and is zeroed in rows whose
+// first step is a reset.
 template <class O>
 struct ClearStep {
   int64_t width, first_row;
   Mask mask;
   O* x;  // [rows, width]
+  bool is_initial_state;
 };
 
 // Sums over the rows of a chunk, each written or added to its destination.  One call sums all

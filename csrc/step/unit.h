@@ -332,9 +332,9 @@ FUSEDRNN_HD void dropout_unit(const DropoutStep<O>& step, int64_t row, int64_t c
 template <class O, class Unit>
 FUSEDRNN_HD void clear_unit(const ClearStep<O>& step, int64_t row, Place at, int64_t column,
                             const Unit& unit) {
-  if (!step.mask.is_active(at)) {
-    unit.store(step.x + row * step.width + column, typename Unit::Value{});
-  }
+  const bool is_zero =
+      step.is_initial_state ? step.mask.is_reset_at_start(at.b) : !step.mask.is_active(at);
+  if (is_zero) unit.store(step.x + row * step.width + column, typename Unit::Value{});
 }
 
 template <class T, class O, class Unit>
@@ -343,12 +343,9 @@ FUSEDRNN_HD void gather_unit(const GatherStep<T, O>& step, int64_t row, Place at
   using V = typename Unit::Value;
   const Mask& mask = step.mask;
   V h{};
-  if (mask.is_active(at)) {
-    if (mask.is_first(at)) {  // the caller has already applied resets to hx
-      h = unit.load(step.hx + at.b * step.width + column);
-    } else if (!mask.is_reset(at)) {
-      h = unit.load(step.before.at(row) + column);
-    }
+  if (mask.is_active(at) && !mask.is_reset(at)) {
+    h = unit.load(mask.is_first(at) ? step.hx + at.b * step.width + column
+                                    : step.before.at(row) + column);
   }
   unit.store(step.h + row * step.width + column, h);
 }

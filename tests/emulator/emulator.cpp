@@ -326,9 +326,7 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
 }  // namespace fusedrnn
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
-  m.def(fusedrnn::kForwardSchema);
-  m.def(fusedrnn::kStepSchema);
-  m.def(fusedrnn::kBackwardSchema);
+  fusedrnn::define_operators(m);
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int spin_limit=1000000, int streams_order=0, int "
@@ -338,9 +336,7 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
-  m.impl("forward", TORCH_BOX(&fusedrnn::forward_operator<fusedrnn::EmulatedPlatform>));
-  m.impl("step", TORCH_BOX(&fusedrnn::step_operator<fusedrnn::EmulatedPlatform>));
-  m.impl("backward", TORCH_BOX(&fusedrnn::backward_operator<fusedrnn::EmulatedPlatform>));
+  fusedrnn::implement_operators<fusedrnn::EmulatedPlatform>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CompositeExplicitAutograd, m) {

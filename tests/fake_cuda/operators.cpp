@@ -62,9 +62,7 @@ void replay() {
 }  // namespace fake
 
 STABLE_TORCH_LIBRARY(fusedrnn_fake, m) {
-  m.def(fusedrnn::kForwardSchema);
-  m.def(fusedrnn::kStepSchema);
-  m.def(fusedrnn::kBackwardSchema);
+  fusedrnn::define_operators(m);
   m.def(
       "control(int order=0, bool torch_tf32=False, int device=0, int free_multiprocessors=-1, int "
       "no_gemm=0, int failing_launch=-1, int bug=0, bool own_stream=False, bool "
