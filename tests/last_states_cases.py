@@ -1,0 +1,170 @@
+"""Calls of the operators for last states, and the same by one call of `forward` for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrnn import _ops
+from fusedrnn._ops import LayerCall, LayerTensors
+from fusedrnn.cells import CELLS, Sizes, layout
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Sizes and options of a stack of layers of one direction."""
+
+    cell: str = "gru"
+    seq_len: int = 40
+    batch: int = 3
+    num_layers: int = 2
+    input_size: int = 3
+    hidden_size: int = 5
+    mask: str = ""  # of "lengths", "packed" and "reset", those that it names
+    noise: str = "seed"  # or "eps" or "none"
+    dropout: float = 0.25
+    inner_dropout: float = 0.4
+    zoneout: float = 0.2
+    bias: bool = True
+    reverse: bool = False
+    chunk_size: int = 0
+    workspace_bytes: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def call(self, **changes: Any) -> LayerCall:
+        has_cell_state = CELLS[self.cell].has_cell_state
+        return LayerCall(
+            cell=self.cell,
+            noise_stream=1 if self.reverse else 3,
+            first_step=11,
+            reverse=self.reverse,
+            chunk_size=self.chunk_size,
+            workspace_bytes=self.workspace_bytes,
+            dropout=self.dropout,
+            zoneout=self.zoneout,
+            cell_zoneout=self.zoneout / 2 if has_cell_state else 0.0,
+            **changes,
+        )
+
+    def tensors(self, device: str = "cpu") -> LayerTensors:
+        """Random arguments, the same for the same sizes whatever the dtype."""
+        generator = torch.Generator().manual_seed(5)
+
+        def normal(*shape: int, scale: float = 0.7) -> Tensor:
+            values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+            return values.to(device, self.dtype)
+
+        facts = CELLS[self.cell]
+        layers, steps, batch, hidden = self.num_layers, self.seq_len, self.batch, self.hidden_size
+        output = hidden - 1 if facts.is_projected else hidden
+        sizes = Sizes(self.input_size, hidden, 4, output)
+        lengths = torch.randint(0, steps + 1, (batch,), generator=generator)
+        input, batch_sizes = normal(steps, batch, self.input_size), None
+        if "packed" in self.mask:
+            lengths[0] = steps
+            taken = torch.arange(steps).unsqueeze(1) < lengths.sort(descending=True)[0]
+            input, batch_sizes = input[taken.to(device)], taken.sum(1)
+        reset = torch.rand(steps, batch, generator=generator) < 0.2
+        weights = layout(self.cell, sizes, layers, 1, self.bias)
+        draws = facts.has_latent and self.noise == "seed"
+        return LayerTensors(
+            input=input,
+            hx=normal(layers, batch, output),
+            weights=[normal(*shape) for _, _, shape in weights],
+            cx=normal(layers, batch, hidden) if facts.has_cell_state else None,
+            eps=normal(layers, steps, batch, 4)
+            if facts.has_latent and self.noise == "eps"
+            else None,
+            seed=torch.tensor([-77], device=device) if draws else None,
+            lengths=lengths if "lengths" in self.mask else None,
+            batch_sizes=batch_sizes,
+            reset=reset.to(device) if "reset" in self.mask else None,
+            mask_seed=torch.tensor([9], device=device),
+        )
+
+    def grads(self, tensors: LayerTensors) -> tuple[Tensor, Tensor | None]:
+        """Cotangents of the last states."""
+        h, c = tensors.hx, tensors.cx
+        return torch.cos(1 + 3 * h.double()).to(h), None if c is None else torch.sin(c.double()).to(
+            c
+        )
+
+
+def all_needed(tensors: LayerTensors) -> LayerTensors:
+    flags: Any = tensors._replace(weights=[True] * len(tensors.weights))
+    return flags._replace(
+        input=True, hx=True, cx=tensors.cx is not None, eps=tensors.eps is not None
+    )
+
+
+def named(tensors: LayerTensors, h_n: Tensor, c_n: Tensor, found: Any) -> dict[str, Tensor]:
+    """Results by name, as far as the call has them."""
+    results = {"h_n": h_n, "grad_input": found.input, "grad_hx": found.hx}
+    if tensors.cx is not None:
+        results |= {"c_n": c_n, "grad_cx": found.cx}
+    if tensors.eps is not None:
+        results["grad_eps"] = found.eps
+    parts = found.weights.split([w.numel() for w in tensors.weights])
+    return results | {f"grad_weights[{i}]": part for i, part in enumerate(parts)}
+
+
+def in_parts(case: Stacked, tensors: LayerTensors, **call: Any) -> dict[str, Tensor]:
+    """By the operators for last states."""
+    layer_call, inner = case.call(**call), {"inner_dropout": case.inner_dropout}
+    h_n, c_n, part_h, part_c = _ops.last_states(layer_call, tensors, **inner)
+    found = _ops.last_states_backward(
+        layer_call,
+        tensors,
+        case.grads(tensors),
+        part_h=part_h,
+        part_c=None if tensors.cx is None else part_c,
+        needs=all_needed(tensors),
+        **inner,
+    )
+    return named(tensors, h_n, c_n, found)
+
+
+def layer_by_layer(case: Stacked, tensors: LayerTensors, **call: Any) -> dict[str, Tensor]:
+    """Each layer over the whole sequence, by `forward` and `backward`."""
+    count = len(tensors.weights) // case.num_layers
+    calls, layers, saved, sequence = [], [], [], tensors.input
+    for i in range(case.num_layers):
+        here = slice(i, i + 1)
+        calls.append(replace(case.call(**call), noise_stream=case.call().noise_stream + i))
+        if i > 0:
+            calls[i] = replace(calls[i], dropout=case.inner_dropout)
+        layers.append(
+            tensors._replace(
+                input=sequence,
+                hx=tensors.hx[here],
+                cx=None if tensors.cx is None else tensors.cx[here],
+                eps=None if tensors.eps is None else tensors.eps[here],
+                weights=tensors.weights[i * count : (i + 1) * count],
+            )
+        )
+        saved.append(_ops.forward(calls[i], layers[i], save_gates=False))
+        sequence = saved[i].output
+    grad_h_n, grad_c_n = case.grads(tensors)
+    found, grad_output = [], None
+    for i in reversed(range(case.num_layers)):
+        here = slice(i, i + 1)
+        gradients = _ops.backward(
+            calls[i],
+            layers[i],
+            (grad_output, grad_h_n[here], None if grad_c_n is None else grad_c_n[here]),
+            output=saved[i].output,
+            saved_gates=None,
+            chunk_cell_states=None if tensors.cx is None else saved[i].chunk_cell_states,
+            needs=_ops.needs_of(all_needed(layers[i])),
+        )
+        grad_output = gradients.input
+        found.insert(0, gradients)
+    joined = _ops.Gradients(
+        found[0].input,
+        *(torch.cat([getattr(g, name) for g in found]) for name in ("hx", "cx", "eps", "weights")),
+    )
+    c_n = torch.cat([results.c_n for results in saved])
+    return named(tensors, torch.cat([results.h_n for results in saved]), c_n, joined)
