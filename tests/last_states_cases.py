@@ -73,7 +73,7 @@ class Stacked:
         return LayerTensors(
             input=input,
             hx=normal(layers, batch, output),
-            weights=[normal(*shape) for _, _, shape in weights],
+            weights=[normal(*shape, scale=hidden**-0.5) for _, _, shape in weights],
             cx=normal(layers, batch, hidden) if facts.has_cell_state else None,
             eps=normal(layers, steps, batch, 4)
             if facts.has_latent and self.noise == "eps"

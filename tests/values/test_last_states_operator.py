@@ -52,7 +52,7 @@ def test_parts_are_as_the_whole_sequence(device, case):
 @pytest.mark.parametrize("mask", ["", "lengths reset", "packed"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_error_is_that_of_the_whole_sequence(device, cell, mask, dtype):
-    """Against float64. Half dtypes round the states between parts, hence the third factor."""
+    """Against float64. In half dtypes the states between parts are rounded too."""
     case = Stacked(cell=cell, mask=mask, hidden_size=24, batch=5, dtype=dtype)
     tensors = case.tensors(device)
     wide = [
@@ -62,7 +62,7 @@ def test_error_is_that_of_the_whole_sequence(device, cell, mask, dtype):
     found = relative_errors(in_parts(case, tensors), truth)
     whole = relative_errors(layer_by_layer(case, tensors), truth)
     for name in truth:
-        assert found[name] <= 3 * whole[name] + torch.finfo(dtype).eps, name
+        assert found[name] <= 2 * whole[name] + torch.finfo(dtype).eps, name
 
 
 @pytest.mark.parametrize("mask", ["", "lengths reset", "packed reset"])
@@ -255,7 +255,7 @@ def test_one_graph_serves_every_length():
         return [saved.output, saved.chunk_cell_states + 1, *results]
 
     compiled = torch.compile(states, backend=note, dynamic=True, fullgraph=True)
-    for seq_len, batch in ((40, 3), (700, 5), (33, 9)):
+    for seq_len, batch in ((40, 7), (700, 6), (33, 9)):  # no batch is like another size
         tensors = replace(case, seq_len=seq_len, batch=batch).tensors()
         found = compiled(tensors)
         for one, other in zip(found, states(tensors), strict=True):
