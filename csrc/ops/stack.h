@@ -80,7 +80,7 @@ class Stack {
   int64_t first_weight_number(int64_t index) const {
     if (index == 0) return 0;
     const int64_t above = size() > 1 ? layers_[1].args.weights_numel() : 0;
-    return bottom().weights_numel() + (index - 1) * above;
+    return plus(bottom().weights_numel(), times(index - 1, above));
   }
   int64_t size() const { return int64_t(layers_.size()); }
   const Arguments& operator[](int64_t index) const { return layers_[size_t(index)].args; }

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 from cases import ALL_OPTIONS, Case
+from last_states_cases import Stacked, in_parts
 
 import fusedrnn
-from fusedrnn import _library, tuning
+from fusedrnn import _helpers, _library, cells, tuning
 
 DTYPES = [torch.float32, torch.bfloat16]  # other dtypes run their code
 # Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.
@@ -48,6 +49,13 @@ def main() -> None:
         for options in ALL_OPTIONS:
             for dtype in DTYPES:
                 call(replace(shape, dtype=dtype, **options))
+    for mask in ("", "lengths reset", "packed reset"):
+        for cell in cells.CELLS:
+            for dtype in DTYPES:
+                case = Stacked(cell=cell, mask=mask, chunk_size=3, num_layers=3, dtype=dtype)
+                in_parts(case, case.tensors(), tuning=_helpers.TUNING["replay"])
+                case = replace(case, num_layers=1, reverse=True, noise="eps")
+                in_parts(case, case.tensors())
     launches, replays, *_ = operators.counts()
     tuning.switches.overlap_chunks = True
     for order in (0, 1):

@@ -173,7 +173,8 @@ def operator(rng: random.Random) -> Good:
 
         return call
 
-    instead = SimpleNamespace(**{name: recorded(name) for name in ("forward", "backward", "step")})
+    operated = ("forward", "backward", "step", "last_states", "last_states_backward")
+    instead = SimpleNamespace(**{name: recorded(name) for name in operated})
     with mock.patch.object(_library, "operators", instead):
         function, arguments = getattr(fusedrnn, case.cell), tensors_of(case, rng, has_seed=True)
         options = case.options | {"zoneout": rng.choice([0.0, 0.2]), "dropout": 0.3}

@@ -1,0 +1,92 @@
+"""The last states alone by persistent kernels, replayed chunks, and a second stream."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import relative_errors
+from emulator import emulated_operators, use
+from last_states_cases import Stacked, in_parts, layer_by_layer
+
+from fusedrnn import _helpers
+from fusedrnn._ops import LayerTensors
+from fusedrnn.cells import CELLS
+
+REPLAY, OVERLAP = _helpers.TUNING["replay"], _helpers.TUNING["overlap"]
+FORWARD, BACKWARD = "persistent_forward", "persistent_backward"
+BASE = Stacked(seq_len=40, hidden_size=12, chunk_size=3, dtype=torch.bfloat16)
+CASES = [
+    replace(BASE, cell=cell, mask=mask)
+    for cell in CELLS
+    for mask in ("", "lengths reset", "packed")
+]
+CASES += [replace(BASE, cell=cell, num_layers=1, reverse=True, mask="reset") for cell in CELLS]
+COUNTS = ("launches", "replays", "forward_kernels", "backward_kernels", "splits")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function's results by an emulated GPU with the given options, and its counts."""
+    operators = emulated_operators()
+    use(monkeypatch, operators)
+
+    def call(function, case, tuning=0, multiprocessors=132, **options):
+        operators.control(False, "", multiprocessors=multiprocessors, **options)
+        found = function(case, case.tensors(), tuning=tuning)
+        call.counts = dict(zip(COUNTS, operators.counts(), strict=False))
+        return found
+
+    yield call
+    operators.control(False, "")
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def truth_of(case):
+    wide = [
+        t.double() if t is not None and t.is_floating_point() else t for t in case.tensors().flat()
+    ]
+    return layer_by_layer(case, LayerTensors.of(wide))
+
+
+def assert_as_right(found, whole, truth):
+    ours, theirs = relative_errors(found, truth), relative_errors(whole, truth)
+    for name, error in ours.items():
+        assert error <= 2 * theirs[name] + torch.finfo(torch.bfloat16).eps, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_persistent_kernels(gpu, case):
+    truth = gpu(lambda case, tensors, tuning: truth_of(case), case)
+    found = gpu(in_parts, case)
+    assert gpu.counts["forward_kernels"] > 0 and gpu.counts["backward_kernels"] > 0
+    assert_as_right(found, gpu(layer_by_layer, case), truth)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_order_of_streams_makes_no_difference(gpu, case):
+    expected = gpu(in_parts, case)
+    assert gpu.counts["splits"] == 0
+    for order in (0, 1, 2):
+        assert_same(gpu(in_parts, case, tuning=OVERLAP, streams_order=order), expected)
+        assert gpu.counts["splits"] > 0
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_replayed_chunks_give_the_same_bits(gpu, cell):
+    case = replace(BASE, cell=cell, seq_len=300, batch=2, chunk_size=2, dtype=torch.float32)
+    expected = gpu(in_parts, case, multiprocessors=0)
+    assert gpu.counts["replays"] == 0
+    assert_same(gpu(in_parts, case, tuning=REPLAY, multiprocessors=0), expected)
+    assert gpu.counts["replays"] > 0
+
+
+@pytest.mark.parametrize("refused", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("cell", CELLS)
+def test_single_steps_make_up_for_a_kernel_that_is_refused(gpu, cell, refused):
+    case = replace(BASE, cell=cell, mask="lengths reset")
+    truth, whole = truth_of(case), gpu(layer_by_layer, case, multiprocessors=0)
+    assert_as_right(gpu(in_parts, case, refused_kernel=refused), whole, truth)
+    assert gpu.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1
