@@ -23,7 +23,7 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
     # If nothing is differentiated there is no backward, and nothing is saved for it.
     save_gates = is_differentiated and not call.recompute
     if not is_alone():
-        tensors = tensors._replace(flat_version=_traceable(tensors.flat_version, tensors.input))
+        tensors = tensors._replace(flat_version=traceable(tensors.flat_version, tensors.input))
         results: Any = _ops.forward(call, tensors, save_gates=save_gates)
     elif is_differentiated:
         results = _apply_layer(call, save_gates, *flat)
@@ -48,7 +48,7 @@ def is_alone() -> bool:
     )
 
 
-def _traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
+def traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
     """``LayerTensors.flat_version`` for a graph, which would keep it as a constant if exported."""
     if version is None or not is_compiling() or torch.compiler.is_exporting():
         return None
@@ -99,7 +99,7 @@ class Layer(torch.autograd.Function):
         needed = LayerTensors.of(ctx.needs_input_grad[2:])
         needs = _ops.needs_of(needed)
         found = Gradients(*_gradient(ctx.call, needs, grads, saved, tensors))
-        return (None, None, *_by_tensor(found, tensors, needed).flat())
+        return (None, None, *by_tensor(found, tensors, needed).flat())
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _save_gates: None, *directions: Tensor | None) -> Any:
@@ -185,7 +185,7 @@ def _gradient_tensors(flat: Sequence[Any]) -> tuple[Cotangents, Saved, LayerTens
     return Cotangents(*flat[:3]), Saved(*flat[3:6]), LayerTensors.of(flat[6:])
 
 
-def _by_tensor(found: Gradients, tensors: LayerTensors, needed: LayerTensors) -> LayerTensors:
+def by_tensor(found: Gradients, tensors: LayerTensors, needed: LayerTensors) -> LayerTensors:
     """The gradient of each tensor that needs one."""
     return LayerTensors(
         input=cast(Tensor, found.input if needed.input else None),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _library, _ops, _vmap
+from . import _last_states, _library, _ops, _vmap
 from ._autograd import Layer, LayerGradient, below_autograd, needs_grad, plainly
 from ._ops import LayerCall, LayerTensors, Saved
 from .cells import CELL_NAMES, CELLS
@@ -99,6 +99,43 @@ def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
         return _library.operators.step(*arguments, **named)
 
 
+_layers_for_last_states = plainly(_last_states.LayersForLastStates)
+
+
+def _last_states_by_layers(*arguments: Any, **named: Any) -> Any:
+    call, tensors, others = _ops.read(*arguments, **named)
+    return tuple(_last_states.layer_by_layer(call, others.get("inner_dropout", 0.0), tensors))
+
+
+def _last_states_for_autograd(*arguments: Any, **named: Any) -> Any:
+    if forward_ad._current_level >= 0:
+        return _last_states_by_layers(*arguments, **named)
+    call, tensors, others = _ops.read(*arguments, **named)
+    if needs_grad(tensors.flat()):
+        inner_dropout = others.get("inner_dropout", 0.0)
+        return _layers_for_last_states(call, inner_dropout, *tensors.flat())
+    with below_autograd():
+        return _library.operators.last_states(*arguments, **named)
+
+
+def _last_states_backward_by_layers(*arguments: Any, **named: Any) -> Any:
+    call, tensors, others = _ops.read(*arguments[2:], **named)
+    input, hx, cx, eps, *weights = others["needs"]
+    needed = LayerTensors(input, hx, weights, cx, eps)
+    inner_dropout, grads = others.get("inner_dropout", 0.0), arguments[:2]
+    return tuple(
+        _last_states.gradients_layer_by_layer(call, inner_dropout, needed, grads, tensors)
+    )
+
+
+def _last_states_backward_for_autograd(*arguments: Any, **named: Any) -> Any:
+    _, tensors, _ = _ops.read(*arguments[2:], **named)
+    if needs_grad((*arguments[:2], *tensors.flat())) or forward_ad._current_level >= 0:
+        return _last_states_backward_by_layers(*arguments, **named)
+    with below_autograd():
+        return _library.operators.last_states_backward(*arguments, **named)
+
+
 def _register(library: torch.library.Library) -> None:
     for name, function, read in (
         ("forward", Layer, _read_forward),
@@ -108,9 +145,18 @@ def _register(library: torch.library.Library) -> None:
         library.impl(name, kernels.for_autograd, "Autograd")
         library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
         library.impl(name, kernels.for_old_vmap, "Batched")
-    library.impl("step", _step_for_autograd, "Autograd")
-    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
-        library.impl("step", _step_as_layer, key)
+    for name, for_autograd, by_layers in (
+        ("step", _step_for_autograd, _step_as_layer),
+        ("last_states", _last_states_for_autograd, _last_states_by_layers),
+        (
+            "last_states_backward",
+            _last_states_backward_for_autograd,
+            _last_states_backward_by_layers,
+        ),
+    ):
+        library.impl(name, for_autograd, "Autograd")
+        for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+            library.impl(name, by_layers, key)
 
 
 _library_of_kernels = torch.library.Library("fusedrnn", "IMPL")

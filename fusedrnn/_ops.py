@@ -245,51 +245,49 @@ def backward(
     )
 
 
-def last_states(
-    call: LayerCall, tensors: LayerTensors, *, inner_dropout: float = 0.0
-) -> LastStates:
+def last_states(call: LayerCall, inner_dropout: float, tensors: LayerTensors) -> LastStates:
     """Layers of one direction on top of each other, part by part, without their outputs.
 
     Args:
         call: Of the first layer; each further layer takes the next ``noise_stream``. ``recompute``
             has no effect.
-        tensors: With layers L in place of directions. ``weights`` are those of all layers.
         inner_dropout: The dropout of the inputs of all layers but the first.
+        tensors: With layers L in place of directions. ``weights`` are those of all layers.
     """
-    input, hx, weights, cx = tensors[:4]
     others = call.others | tensors.others()
-    operator = _library.operators.last_states
+    input, hx, weights, cx = tensors[:4]
     arguments = (call.index, input, hx, cx, weights)
-    return LastStates(*_call(operator, *arguments, inner_dropout=inner_dropout, **others))
+    return LastStates(
+        *_call(_library.operators.last_states, *arguments, inner_dropout=inner_dropout, **others)
+    )
 
 
 def last_states_backward(
     call: LayerCall,
-    tensors: LayerTensors,
+    inner_dropout: float,
+    needed: LayerTensors,
     grads: tuple[Tensor | None, Tensor | None],
-    *,
-    part_h: Tensor,
-    part_c: Tensor | None,
-    needs: LayerTensors,
-    inner_dropout: float = 0.0,
+    parts: tuple[Tensor, Tensor],
+    tensors: LayerTensors,
 ) -> Gradients:
     """The gradients of what last_states did.
 
     Args:
+        needed: For each tensor whether its gradient is needed.
         grads: Of h_n and c_n.
-        part_c: None without a cell state.
-        needs: A bool per tensor, whether its gradient is needed.
+        parts: The states before each part.
     """
-    input, hx, weights, cx = tensors[:4]
     others = call.others | tensors.others()
-    if part_c is not None:
-        others["part_c"] = part_c
-    flags = (needs.input, needs.hx, needs.cx, needs.eps, *needs.weights)
+    input, hx, weights, cx = tensors[:4]
+    if cx is not None:
+        others["part_c"] = parts[1]
+    flags = (needed.input, needed.hx, needed.cx, needed.eps, *needed.weights)
+    arguments = (*grads, call.index, input, hx, cx, weights)
     return Gradients(
         *_call(
             _library.operators.last_states_backward,
-            *(*grads, call.index, input, hx, cx, weights),
-            part_h=part_h,
+            *arguments,
+            part_h=parts[0],
             needs=[bool(flag) for flag in flags],
             inner_dropout=inner_dropout,
             **others,

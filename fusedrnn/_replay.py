@@ -385,20 +385,11 @@ class _Row:
     def _anew(self, active: Tensor | None, begin: int, end: int) -> Tensor | None:
         """Where a step does not read the state before it: bool (steps, B, 1), or None.
 
-        A finished row is not computed with, or it could get 0 * inf as a gradient. The first step
-        of each row reads its initial state even where it is a reset: callers have applied that.
+        A finished row is not computed with, or it could get 0 * inf as a gradient.
         """
         if self.reset is None:
             return None if active is None else ~active
         is_reset = self.reset[begin:end, :, None]
-        steps = torch.arange(begin, end, device=self.device)[:, None, None]
-        if not self.backwards:
-            first = steps == 0
-        elif self.lengths is None:
-            first = steps == self.seq_len - 1
-        else:
-            first = steps == (self.lengths.to(self.device) - 1)[:, None]
-        is_reset = is_reset & ~first
         return is_reset if active is None else is_reset | ~active
 
     def _padding(self, begin: int, end: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedrnn import _ops
+from fusedrnn import _last_states, _ops
 from fusedrnn._ops import LayerCall, LayerTensors
 from fusedrnn.cells import CELLS, Sizes, layout
 
@@ -61,7 +61,7 @@ class Stacked:
         layers, steps, batch, hidden = self.num_layers, self.seq_len, self.batch, self.hidden_size
         output = hidden - 1 if facts.is_projected else hidden
         sizes = Sizes(self.input_size, hidden, 4, output)
-        lengths = torch.randint(0, steps + 1, (batch,), generator=generator)
+        lengths = torch.randint(1, steps + 1, (batch,), generator=generator)
         input, batch_sizes = normal(steps, batch, self.input_size), None
         if "packed" in self.mask:
             lengths[0] = steps
@@ -113,58 +113,15 @@ def named(tensors: LayerTensors, h_n: Tensor, c_n: Tensor, found: Any) -> dict[s
 
 def in_parts(case: Stacked, tensors: LayerTensors, **call: Any) -> dict[str, Tensor]:
     """By the operators for last states."""
-    layer_call, inner = case.call(**call), {"inner_dropout": case.inner_dropout}
-    h_n, c_n, part_h, part_c = _ops.last_states(layer_call, tensors, **inner)
-    found = _ops.last_states_backward(
-        layer_call,
-        tensors,
-        case.grads(tensors),
-        part_h=part_h,
-        part_c=None if tensors.cx is None else part_c,
-        needs=all_needed(tensors),
-        **inner,
-    )
+    layers, needed = (case.call(**call), case.inner_dropout), all_needed(tensors)
+    h_n, c_n, *parts = _ops.last_states(*layers, tensors)
+    found = _ops.last_states_backward(*layers, needed, case.grads(tensors), parts, tensors)
     return named(tensors, h_n, c_n, found)
 
 
 def layer_by_layer(case: Stacked, tensors: LayerTensors, **call: Any) -> dict[str, Tensor]:
     """Each layer over the whole sequence, by `forward` and `backward`."""
-    count = len(tensors.weights) // case.num_layers
-    calls, layers, saved, sequence = [], [], [], tensors.input
-    for i in range(case.num_layers):
-        here = slice(i, i + 1)
-        calls.append(replace(case.call(**call), noise_stream=case.call().noise_stream + i))
-        if i > 0:
-            calls[i] = replace(calls[i], dropout=case.inner_dropout)
-        layers.append(
-            tensors._replace(
-                input=sequence,
-                hx=tensors.hx[here],
-                cx=None if tensors.cx is None else tensors.cx[here],
-                eps=None if tensors.eps is None else tensors.eps[here],
-                weights=tensors.weights[i * count : (i + 1) * count],
-            )
-        )
-        saved.append(_ops.forward(calls[i], layers[i], save_gates=False))
-        sequence = saved[i].output
-    grad_h_n, grad_c_n = case.grads(tensors)
-    found, grad_output = [], None
-    for i in reversed(range(case.num_layers)):
-        here = slice(i, i + 1)
-        gradients = _ops.backward(
-            calls[i],
-            layers[i],
-            (grad_output, grad_h_n[here], None if grad_c_n is None else grad_c_n[here]),
-            output=saved[i].output,
-            saved_gates=None,
-            chunk_cell_states=None if tensors.cx is None else saved[i].chunk_cell_states,
-            needs=_ops.needs_of(all_needed(layers[i])),
-        )
-        grad_output = gradients.input
-        found.insert(0, gradients)
-    joined = _ops.Gradients(
-        found[0].input,
-        *(torch.cat([getattr(g, name) for g in found]) for name in ("hx", "cx", "eps", "weights")),
-    )
-    c_n = torch.cat([results.c_n for results in saved])
-    return named(tensors, torch.cat([results.h_n for results in saved]), c_n, joined)
+    layers, needed = (case.call(**call), case.inner_dropout), all_needed(tensors)
+    h_n, c_n, *_ = _last_states.layer_by_layer(*layers, tensors)
+    found = _last_states.gradients_layer_by_layer(*layers, needed, case.grads(tensors), tensors)
+    return named(tensors, h_n, c_n, found)

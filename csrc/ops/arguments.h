@@ -313,9 +313,9 @@ class Arguments {
   void read_lengths(const int64_t* lengths) {
     rows_at_.assign(size_t(seq_len()), 0);
     for (int64_t b = 0; b < batch(); ++b) {
-      FUSEDRNN_CHECK(lengths[b] >= 0 && lengths[b] <= seq_len(), "lengths must be in [0, ",
+      FUSEDRNN_CHECK(lengths[b] >= 1 && lengths[b] <= seq_len(), "lengths must be in [1, ",
                      seq_len(), "], got ", lengths[b]);
-      if (lengths[b] > 0) rows_at_[size_t(lengths[b] - 1)] = b + 1;
+      rows_at_[size_t(lengths[b] - 1)] = b + 1;
     }
     for (int64_t t = seq_len() - 2; t >= 0; --t) {
       rows_at_[size_t(t)] = std::max(rows_at_[size_t(t)], rows_at_[size_t(t + 1)]);

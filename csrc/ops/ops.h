@@ -152,9 +152,10 @@ LastStates last_states_operator(int64_t cell, Tensor input, Tensor hx, MaybeTens
                                 Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
                                 MaybeTensor reset, MaybeTensor eps, MaybeTensor seed,
                                 double dropout, double zoneout, double cell_zoneout,
-                                MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
-                                bool reverse, int64_t chunk_size, int64_t workspace_bytes,
-                                int64_t backend, int64_t tuning, double inner_dropout) {
+                                MaybeTensor mask_seed, MaybeTensor /*flat_version*/,
+                                int64_t noise_stream, int64_t first_step, bool reverse,
+                                int64_t chunk_size, int64_t workspace_bytes, int64_t backend,
+                                int64_t tuning, double inner_dropout) {
   return last_states<Platform>({.cell = cell,
                                 .input = input,
                                 .hx = hx,
@@ -185,9 +186,9 @@ BackwardResults last_states_backward_operator(
     MaybeTensor grad_h_n, MaybeTensor grad_c_n, int64_t cell, Tensor input, Tensor hx,
     MaybeTensor cx, Weights weights, MaybeTensor lengths, MaybeTensor batch_sizes,
     MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
-    double cell_zoneout, MaybeTensor mask_seed, int64_t noise_stream, int64_t first_step,
-    bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend, int64_t tuning,
-    Tensor part_h, MaybeTensor part_c, std::vector<bool> needs, double inner_dropout) {
+    double cell_zoneout, MaybeTensor mask_seed, MaybeTensor /*flat_version*/, int64_t noise_stream,
+    int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend,
+    int64_t tuning, Tensor part_h, MaybeTensor part_c, std::vector<bool> needs, double inner_dropout) {
   return last_states_backward<Platform>(grad_h_n, grad_c_n,
                                         {.cell = cell,
                                          .input = input,

@@ -45,7 +45,7 @@ def test_parts_are_as_the_whole_sequence(device, case):
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-11, msg=name)
     if case.cell == "gru":
-        assert len(_ops.last_states(case.call(), tensors).part_h) == PARTS[case.seq_len]
+        assert len(_ops.last_states(case.call(), 0.0, tensors).part_h) == PARTS[case.seq_len]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -83,20 +83,11 @@ def test_what_is_not_needed_is_left_out(device, cell):
     count = len(tensors.weights) // 3
     of_last = [False] * (2 * count + 1) + [True] + [False] * (count - 2)
     frozen = needs_all._replace(input=False, hx=False, cx=False, eps=False)
-    grads = case.grads(tensors)
-    inner = {"inner_dropout": case.inner_dropout}
-    _, _, part_h, part_c = _ops.last_states(case.call(), tensors, **inner)
+    layers, grads = (case.call(), case.inner_dropout), case.grads(tensors)
+    _, _, *parts = _ops.last_states(*layers, tensors)
 
     def gradients(needs):
-        return _ops.last_states_backward(
-            case.call(),
-            tensors,
-            grads,
-            part_h=part_h,
-            part_c=part_c if tensors.cx is not None else None,
-            needs=needs,
-            **inner,
-        )
+        return _ops.last_states_backward(*layers, needs, grads, parts, tensors)
 
     expected = gradients(needs_all)
     sizes = [w.numel() for w in tensors.weights]
@@ -218,18 +209,12 @@ def test_states_may_have_any_strides(device):
 def test_a_tracer_sees_the_shapes(cell):
     case = Stacked(cell, mask="packed")
     tensors = case.tensors()
-    call, needs = case.call(), all_needed(tensors)
+    layers, needed = (case.call(), 0.0), all_needed(tensors)
 
     def run(tensors):
-        results = _ops.last_states(call, tensors)
-        part_c = results.part_c if cell == "lstm" else None
-        grads = (results.h_n, None)
-        return [
-            *results,
-            *_ops.last_states_backward(
-                call, tensors, grads, part_h=results.part_h, part_c=part_c, needs=needs
-            ),
-        ]
+        h_n, c_n, *parts = _ops.last_states(*layers, tensors)
+        found = _ops.last_states_backward(*layers, needed, (h_n, None), parts, tensors)
+        return [h_n, c_n, *parts, *found]
 
     with torch._subclasses.FakeTensorMode() as mode:
         fake = run(
@@ -250,7 +235,7 @@ def test_one_graph_serves_every_length():
     def states(tensors):
         call = case.call()
         saved = _ops.forward(call, tensors, save_gates=False)
-        results = _ops.last_states(call, tensors)
+        results = _ops.last_states(call, 0.0, tensors)
         assert results.part_h.shape[1:] == tensors.hx.shape
         return [saved.output, saved.chunk_cell_states + 1, *results]
 
