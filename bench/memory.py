@@ -116,7 +116,7 @@ def _measure(name: str, shape: Shape) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "allocations": memory.allocations,
         "saved_bytes": sum(saved),
-        "largest_saved_bytes": saved[:4],
+        "largest_saved_bytes": [size for size in saved if size > 0][:4],
         "gradient_bytes": gradient_bytes,
         "workspace_bytes": memory.peak_bytes - gradient_bytes - max(sum(saved), output_bytes),
     }

@@ -45,11 +45,6 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
         torch.autograd.grad(output, [x])
         torch.autograd.grad(output, [x])
 
-    def second_derivatives() -> None:
-        output = good.call(fusedrnn, **case.options)[0].sum()
-        (grad,) = torch.autograd.grad(output, [x], create_graph=True)
-        torch.autograd.grad(grad.sum() + x.sum(), [x])
-
     def no_room() -> None:
         """A call for more memory than any machine can address; its arguments take none."""
         steps = x.detach()[:1, :1].expand(2**32 - 1, 1, -1)
@@ -59,7 +54,6 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Call]]:
         fusedrnn.gru(steps, [few.expand(shape) for shape in shapes])
 
     yield "backward twice", backward_twice
-    yield "second derivatives", second_derivatives
     yield "no room", no_room
 
 
