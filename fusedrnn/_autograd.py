@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import _ops, _replay, _vmap
+from . import _onnx, _ops, _replay, _vmap
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
     """One layer over a sequence -> output, h_n, and c_n, which is (0, B, H) without cell state."""
+    if _onnx.is_exporting():
+        return _onnx.run_layer(call, tensors)
     flat = tensors.flat()
     is_differentiated = needs_grad(flat)
     # If nothing is differentiated there is no backward, and nothing is saved for it.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _onnx
 from ._autograd import run_layer
 from ._last_states import run_last_states
 from ._ops import LayerCall, LayerTensors
@@ -77,6 +78,8 @@ class Stack(NamedTuple):
         A layer that reads the layer below in both directions needs all of its output, so with two
         directions only the last layer is run in parts.
         """
+        if _onnx.is_exporting():  # ONNX has no operator for several layers
+            return self.run(sequence, states)[1]
         if self.directions == 1:
             return self._run_in_parts(slice(0, self.num_layers), sequence, states)
         last = []
