@@ -237,6 +237,23 @@ def _init_uniform(module: nn.Module, hidden_size: int) -> None:
         nn.init.uniform_(weight, -bound, bound)
 
 
+def fx_node(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+    """A call of ``module`` within torch.fx.symbolic_trace, as one node: so it is with torch.nn's.
+
+    Raises:
+        TypeError: The module is not inside of another one.
+    """
+    tracer = arguments[0].tracer
+    if module is tracer.root:
+        raise TypeError(
+            f"fusedrnn: torch.fx takes {type(module).__name__} as one node of a larger module, "
+            "got it as the module to trace"
+        )
+    given = {name: value for name, value in named.items() if value is not None}
+    path = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", path, arguments, given)
+
+
 def _repr(module: RNNBase | RNNCellBase, *names: str) -> str:
     parts = [str(module.input_size), str(module.hidden_size)]
     defaults = {"latent_size": module.hidden_size} | {name: FIELDS[name].default for name in names}

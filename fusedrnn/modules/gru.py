@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.types import Device
 from typing_extensions import Unpack
 
 from ..call import S, run
 from ..options import FusedOptions, Options, check_names, documented
-from .base import RNNBase, RNNCellBase
+from .base import RNNBase, RNNCellBase, fx_node
 
 
 @documented
@@ -121,6 +122,8 @@ class GRU(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
+        if isinstance(input, Proxy):
+            return fx_node(self, input, hx, lengths=lengths, reset=reset)
         options = self._options()
         output, h_n, _ = run(
             input,
@@ -199,4 +202,6 @@ class GRUCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
+        if isinstance(input, Proxy):
+            return fx_node(self, input, hx)
         return self._run(input, hx)[0]

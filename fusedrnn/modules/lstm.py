@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.types import Device
 from typing_extensions import Unpack
 
 from ..call import S, run
 from ..functional import split_lstm_state
 from ..options import FusedOptions, Options, check_names, documented
-from .base import RNNBase, RNNCellBase
+from .base import RNNBase, RNNCellBase, fx_node
 
 
 @documented
@@ -118,6 +119,8 @@ class LSTM(RNNBase):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
         h_0, c_0 = split_lstm_state(hx)
+        if isinstance(input, Proxy):
+            return fx_node(self, input, hx, lengths=lengths, reset=reset)
         options = self._options()
         output, h_n, c_n = run(
             input,
@@ -192,6 +195,8 @@ class LSTMCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
+        if isinstance(input, Proxy):
+            return fx_node(self, input, hx)
         h, c = self._run(input, *split_lstm_state(hx))
         assert c is not None
         return h, c

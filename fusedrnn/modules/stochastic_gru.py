@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.types import Device
 from typing_extensions import Unpack
 
 from ..call import Noise, S, run
 from ..options import FusedOptions, Options, check_names, documented
-from .base import RNNBase, RNNCellBase
+from .base import RNNBase, RNNCellBase, fx_node
 
 
 @documented
@@ -142,6 +143,10 @@ class StochasticGRU(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
+        if isinstance(input, Proxy):
+            masks = {"lengths": lengths, "reset": reset}
+            noises = {"eps": eps, "generator": generator, "sample": sample}
+            return fx_node(self, input, hx, **masks, **noises)
         noise = Noise(eps=eps, generator=generator, sample=sample)
         options = self._options()
         output, h_n, _ = run(
@@ -242,5 +247,7 @@ class StochasticGRUCell(RNNCellBase):
             ValueError, RuntimeError: A tensor has not the number of dimensions that it must have.
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
+        if isinstance(input, Proxy):
+            return fx_node(self, input, hx, eps=eps, generator=generator, sample=sample)
         noise = Noise(eps=eps, generator=generator, sample=sample)
         return self._run(input, hx, noise=noise)[0]
