@@ -6,6 +6,7 @@ from importlib.metadata import version as _version
 from . import _library  # noqa: F401  # isort: skip
 from . import (
     _fakes,  # noqa: F401, so that tracers know the operators
+    _flops,  # noqa: F401, so that torch counts their products
     _kernels,  # noqa: F401, so that they can be differentiated
     functional,
     reference,

@@ -118,7 +118,8 @@ def _fake_forward(
         c_n=input.new_empty(0 if cx is None else directions, batch, hidden_size),
         saved_gates=input.new_empty(directions * seq_len * batch * columns, dtype=accumulate_in),
         chunk_cell_states=input.new_empty(
-            (0,) if cx is None else (directions, chunks or 1, batch, hidden_size), dtype=accumulate_in
+            (0,) if cx is None else (directions, chunks or 1, batch, hidden_size),
+            dtype=accumulate_in,
         ),
     )
 

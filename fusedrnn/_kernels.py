@@ -123,9 +123,7 @@ def _last_states_backward_by_layers(*arguments: Any, **named: Any) -> Any:
     input, hx, cx, eps, *weights = others["needs"]
     needed = LayerTensors(input, hx, weights, cx, eps)
     inner_dropout, grads = others.get("inner_dropout", 0.0), arguments[:2]
-    return tuple(
-        _last_states.gradients_layer_by_layer(call, inner_dropout, needed, grads, tensors)
-    )
+    return tuple(_last_states.gradients_layer_by_layer(call, inner_dropout, needed, grads, tensors))
 
 
 def _last_states_backward_for_autograd(*arguments: Any, **named: Any) -> Any:

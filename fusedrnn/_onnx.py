@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ._graphs import constant_in_graphs
 from ._ops import LayerCall, LayerTensors
 from .cells import CELLS
 
@@ -27,7 +28,7 @@ def is_exporting() -> bool:
     return is_traced and _is_in_onnx_export()
 
 
-@torch.compiler.assume_constant_result  # which torch.compile would take for False
+@constant_in_graphs  # which torch.compile would take for False
 def _is_in_onnx_export() -> bool:
     return torch.onnx.is_in_onnx_export()
 

@@ -6,7 +6,9 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
+
+from ._graphs import constant_in_graphs
 
 
 def draw(generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -33,7 +35,7 @@ def _drawn(generator: torch.Generator | None, device: torch.device) -> Tensor:
 _generators: weakref.WeakValueDictionary[int, torch.Generator] = weakref.WeakValueDictionary()
 
 
-@assume_constant_result  # runs when a graph is made
+@constant_in_graphs  # runs when a graph is made
 def _remembered(generator: torch.Generator, number: int) -> int:
     _generators[number] = generator
     return number

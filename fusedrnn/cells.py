@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from . import _helpers as helpers
+from ._graphs import constant_in_graphs
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ def layout(cell: str, sizes: Sizes, num_layers: int, directions: int, bias: bool
     return _constant_layout(cell, *sizes, num_layers, directions, bias)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def weights_per_direction(cell: str, bias: bool) -> int:
     """How many weights and biases a layer has in each direction."""
     return len(_layout(cell, Sizes(), 1, 1, bias))
 
 
-@torch.compiler.assume_constant_result  # of plain numbers: torch confuses calls with named tuples
+@constant_in_graphs  # of plain numbers: torch confuses calls with named tuples
 def _constant_layout(
     cell: str,
     input_size: int,

@@ -188,7 +188,8 @@ BackwardResults last_states_backward_operator(
     MaybeTensor reset, MaybeTensor eps, MaybeTensor seed, double dropout, double zoneout,
     double cell_zoneout, MaybeTensor mask_seed, MaybeTensor /*flat_version*/, int64_t noise_stream,
     int64_t first_step, bool reverse, int64_t chunk_size, int64_t workspace_bytes, int64_t backend,
-    int64_t tuning, Tensor part_h, MaybeTensor part_c, std::vector<bool> needs, double inner_dropout) {
+    int64_t tuning, Tensor part_h, MaybeTensor part_c, std::vector<bool> needs,
+    double inner_dropout) {
   return last_states_backward<Platform>(grad_h_n, grad_c_n,
                                         {.cell = cell,
                                          .input = input,

@@ -70,5 +70,5 @@ def test_states_and_lengths_are_arguments_of_the_node():
 
 
 def test_a_layer_is_not_traced_through():
-    with pytest.raises(TypeError, match="torch.fx takes GRU as one node of a larger module"):
+    with pytest.raises(TypeError, match=r"torch\.fx takes GRU as one node of a larger module"):
         fx.symbolic_trace(fusedrnn.GRU(4, 5))

@@ -19,11 +19,6 @@ SAID = document.written(document.DOCUMENT.read_text())
 # leave the list.
 KNOWN: dict[str, str] = {
     "func: functionalize": "torch has no rule for a gradient within functionalize",
-    "library: FLOP counter": "the operators have no formula yet",
-    "compile: wrong lengths": "the operator takes a length of zero, for parts of a sequence",
-    "compile: return_sequence=False, dynamic shapes": "its parts are counted in Python",
-    "export: return_sequence=False, dynamic steps": "its parts are counted in Python",
-    "export: fx.symbolic_trace": "layers are not leaves for torch.fx yet",
     "export: jit.script": "modules take keyword-only arguments, which TorchScript refuses",
 }
 FINE = (rows.WORKS, rows.NOT_AVAILABLE)

@@ -36,11 +36,11 @@ CELL_MATH = [
 
 # A module imports modules of lower layers.
 PYTHON_LAYERS = {
-    0: ["_draws", "_duals", "_helpers"],
+    0: ["_draws", "_duals", "_graphs", "_helpers"],
     1: ["_library", "cells", "reference"],
     2: ["_plans", "options", "tuning", "weights"],
     3: ["_ops", "checks"],
-    4: ["_fakes", "_onnx", "_replay", "_seeds", "_vmap", "batch"],
+    4: ["_fakes", "_flops", "_onnx", "_replay", "_seeds", "_vmap", "batch"],
     5: ["_autograd"],
     6: ["_autocast", "_last_states", "arguments"],
     7: ["_kernels", "stack"],

@@ -1,4 +1,4 @@
-"""The library that is loaded is this package's, or an error says that it is missing."""
+"""The library that is loaded is this package's, or an error says so; an import of it is small."""
 
 import shutil
 import subprocess
@@ -41,3 +41,11 @@ def test_a_leftover_library_is_not_loaded(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == str(tmp_path / "fusedrnn/__init__.py")
+
+
+def test_an_import_leaves_the_compiler_alone():
+    """torch's compiler takes most of a second to import, and many users never need it."""
+    code = "import sys, torch; before = set(sys.modules); import fusedrnn\n"
+    code += "print([n for n in set(sys.modules) - before if n.startswith('torch._dynamo')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
