@@ -69,9 +69,13 @@ class Layer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: LayerCall, save_gates: bool, *flat: Any) -> tuple[Tensor, ...]:
+    def operator(call: LayerCall, save_gates: bool, *flat: Any) -> tuple[Tensor, ...]:
+        return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
         with below_autograd():
-            return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
+            return Layer.operator(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
@@ -111,7 +115,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _vmap.forward(Layer.apply, info, in_dims, *inputs)
+        return _vmap.forward(Layer.operator, info, in_dims, *inputs)
 
 
 class LayerGradient(torch.autograd.Function):
@@ -123,9 +127,13 @@ class LayerGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: LayerCall, needs: int, *flat: Any) -> tuple[Tensor, ...]:
+    def operator(call: LayerCall, needs: int, *flat: Any) -> tuple[Tensor, ...]:
+        return tuple(_ops.backward(call, needs, *_gradient_tensors(flat)))
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
         with below_autograd():
-            return tuple(_ops.backward(call, needs, *_gradient_tensors(flat)))
+            return LayerGradient.operator(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
@@ -159,7 +167,7 @@ class LayerGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _vmap.backward(LayerGradient.apply, info, in_dims, *inputs)
+        return _vmap.backward(LayerGradient.operator, info, in_dims, *inputs)
 
 
 def plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:

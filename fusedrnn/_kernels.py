@@ -84,7 +84,10 @@ class _Kernels:
         interpreter = _vmap.current_interpreter()
         if _vmap.is_functionalize(interpreter):
             return _vmap.functionalized(interpreter, self._operator, arguments, named)
-        return self._function.apply(*self._read(arguments, named))
+        inputs = self._read(arguments, named)
+        if _vmap.has_functionalize() and not _vmap.is_vmap(interpreter):
+            return _vmap.applied_at_one_level(interpreter, self._function, inputs)
+        return self._function.apply(*inputs)
 
     def for_old_vmap(self, *arguments: Any, **named: Any) -> Any:
         """Under the vmap of ``torch.autograd.grad(is_grads_batched=True)``."""

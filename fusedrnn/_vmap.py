@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 from ._ops import NEEDS_FIRST_WEIGHT, Cotangents, ForwardResults, Gradients, LayerTensors, Saved
 
@@ -137,6 +140,40 @@ def functionalized(
     with context.redispatch_to_next():
         results = operator(*arguments, **named)
     return context.wrap_tensors(results)
+
+
+def is_vmap(interpreter: Any) -> bool:
+    return bool(interpreter.key() == TransformType.Vmap)
+
+
+def has_functionalize() -> bool:
+    """Whether any of the transforms is ``torch.func.functionalize``."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == TransformType.Functionalize for level in levels)
+
+
+def applied_at_one_level(interpreter: Any, function: Any, inputs: tuple[Any, ...]) -> Any:
+    """``function.apply`` at the innermost transform, grad or jvp, and its operator at the next one.
+
+    torch would pass the function itself on to the next one, and functionalize takes none.
+    """
+    level = interpreter.level()
+
+    def forward(*operands: Any) -> tuple[Tensor, ...]:
+        plain = [_unwrap_for_grad(t, level) if isinstance(t, Tensor) else t for t in operands]
+        # torch has turned gradients off for the whole of forward; the next transform may be grad.
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), interpreter.lower():
+            results = function.operator(*plain)
+        return tuple(_wrap_for_grad(result, level) for result in results)
+
+    of_function = {name: staticmethod(getattr(function, name)) for name in _OF_FUNCTIONS}
+    methods = {"forward": staticmethod(forward), **of_function}
+    at_level: Any = type(function.__name__, (_SingleLevelFunction,), methods)
+    with enable_single_level_autograd_function():
+        return at_level.apply(*inputs)
+
+
+_OF_FUNCTIONS = ("setup_context", "backward", "jvp")
 
 
 class _Info:

@@ -18,7 +18,6 @@ SAID = document.written(document.DOCUMENT.read_text())
 # Rows in which fusedrnn does not work, each with its reason. A row that works after all has to
 # leave the list.
 KNOWN: dict[str, str] = {
-    "func: functionalize": "torch has no rule for a gradient within functionalize",
     "export: jit.script": "modules take keyword-only arguments, which TorchScript refuses",
 }
 FINE = (rows.WORKS, rows.NOT_AVAILABLE)
