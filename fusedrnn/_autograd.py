@@ -147,7 +147,10 @@ class LayerGradient(torch.autograd.Function):
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Any, ...]:
         grads, _, tensors = _gradient_tensors(ctx.saved_tensors)
         _warn_of_cost()
-        along = _directions(Gradients(*cast(Any, directions)), tensors, ctx.needs)
+        found, needed = Gradients(*cast(Any, directions)), _ops.needed_of(ctx.needs, tensors)
+        if found.weights is not None:
+            found = found._replace(weights=found.weights.contiguous())
+        along = by_tensor(found, tensors, needed)
         tangents, gradients = _replay.second_order(ctx.call, tensors, grads, along)
         of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
         of_tensors: Any = LayerTensors(*gradients)  # type: ignore[arg-type]
@@ -177,7 +180,6 @@ def plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 _apply_layer = plainly(Layer)
-_apply_gradient = plainly(LayerGradient)
 
 
 def _gradient(
@@ -196,7 +198,7 @@ def _gradient_tensors(flat: Sequence[Any]) -> tuple[Cotangents, Saved, LayerTens
 
 
 def by_tensor(found: Gradients, tensors: LayerTensors, needed: LayerTensors) -> LayerTensors:
-    """The gradient of each tensor that needs one."""
+    """The gradient of each tensor that needs one, or what is given in the place of gradients."""
     return LayerTensors(
         input=cast(Tensor, found.input if needed.input else None),
         hx=cast(Tensor, found.hx if needed.hx else None),
@@ -206,8 +208,12 @@ def by_tensor(found: Gradients, tensors: LayerTensors, needed: LayerTensors) -> 
     )
 
 
-def _parts(flat: Tensor, weights: Sequence[Tensor], needed: Sequence[Any]) -> list[Tensor | None]:
+def _parts(
+    flat: Tensor | None, weights: Sequence[Tensor], needed: Sequence[Any]
+) -> list[Tensor | None]:
     """The gradient of each weight that needs one, as a view of the flat buffer of gradients."""
+    if flat is None:
+        return [None] * len(weights)
     if type(flat) is not Tensor or not is_alone():  # sizes may be those of a tracer
         shaped = flat.split([w.numel() for w in weights]) if any(needed) else weights
         return [
@@ -223,22 +229,6 @@ def _parts(flat: Tensor, weights: Sequence[Tensor], needed: Sequence[Any]) -> li
         parts.append(flat.as_strided(shape, strides, begin) if need else None)
         begin += weight.numel()
     return parts
-
-
-def _directions(found: Gradients, tensors: LayerTensors, needs: int) -> LayerTensors:
-    """Cotangents of the gradients, as directions of the tensors that these are the gradients of."""
-    needed = _ops.needed_of(needs, tensors)
-    weights = tensors.weights
-    parts: list[Tensor | None] = [None] * len(weights)
-    if found.weights is not None:
-        parts = _parts(found.weights.contiguous(), weights, needed.weights)
-    return LayerTensors(
-        input=cast(Tensor, found.input if needed.input else None),
-        hx=cast(Tensor, found.hx if needed.hx else None),
-        cx=found.cx if needed.cx else None,
-        eps=found.eps if needed.eps else None,
-        weights=cast(Any, parts),
-    )
 
 
 def _flat_gradients(by_tensor: LayerTensors, tensors: LayerTensors, needs: int) -> Gradients:

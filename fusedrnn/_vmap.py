@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, _unwrap_for_grad, _wrap_for_grad
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction

@@ -31,6 +31,14 @@ def _inputs(trial: Trial) -> Tensor:
     return torch.randn(COPIES, *trial.x.shape, dtype=trial.dtype)
 
 
+def _outputs(trial: Trial) -> list[Callable[[Tensor], Tensor]]:
+    """The output of the input, by the module and by the loop."""
+    return [
+        lambda x, f=f: f(trial.detached, x, *trial.states)[0]
+        for f in (trial.functional, trial.truth)
+    ]
+
+
 def _compare(
     trial: Trial,
     ours: Callable[..., Any],
@@ -67,10 +75,7 @@ def vmap_states(s: Subject) -> None:
 def vmap_dims(s: Subject) -> None:
     """vmap over another than the first dimension, in chunks, its result along another one too."""
     trial = Trial(s)
-    ours, truth = (
-        lambda x, f=f: f(trial.detached, x, *trial.states)[0]
-        for f in (trial.functional, trial.truth)
-    )
+    ours, truth = _outputs(trial)
     x = _inputs(trial)
     result = func.vmap(ours, in_dims=2, out_dims=1, chunk_size=2)(x.movedim(0, 2))
     same(result.movedim(1, 0), _stacked(truth, x))
@@ -80,10 +85,7 @@ def vmap_dims(s: Subject) -> None:
 def vmap_twice(s: Subject) -> None:
     """vmap of vmap."""
     trial = Trial(s)
-    ours, truth = (
-        lambda x, f=f: f(trial.detached, x, *trial.states)[0]
-        for f in (trial.functional, trial.truth)
-    )
+    ours, truth = _outputs(trial)
     x = torch.stack([_inputs(trial), _inputs(trial)])
     same(func.vmap(func.vmap(ours))(x), _stacked(lambda one: _stacked(truth, one), x))
 

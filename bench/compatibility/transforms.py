@@ -116,28 +116,28 @@ def linearize(s: Subject) -> None:
         same((output, push(tangent)), functional.jvp(truth, trial.x, tangent))
 
 
+def _jacobian(s: Subject, transform: Callable[..., Any], **options: Any) -> None:
+    trial = _small(s)
+    ours, truth = _outputs(trial)
+    same(transform(ours, **options)(trial.x), functional.jacobian(truth, trial.x))
+
+
 @row("jacrev")
 def jacrev(s: Subject) -> None:
     """func.jacrev of the output by the input."""
-    trial = _small(s)
-    ours, truth = _outputs(trial)
-    same(func.jacrev(ours)(trial.x), functional.jacobian(truth, trial.x))
+    _jacobian(s, func.jacrev)
 
 
 @row("jacrev, chunk_size=1")
 def jacrev_chunked(s: Subject) -> None:
     """The same one row at a time, without vmap."""
-    trial = _small(s)
-    ours, truth = _outputs(trial)
-    same(func.jacrev(ours, chunk_size=1)(trial.x), functional.jacobian(truth, trial.x))
+    _jacobian(s, func.jacrev, chunk_size=1)
 
 
 @row("jacfwd")
 def jacfwd(s: Subject) -> None:
     """func.jacfwd of the output by the input."""
-    trial = _small(s)
-    ours, truth = _outputs(trial)
-    same(func.jacfwd(ours)(trial.x), functional.jacobian(truth, trial.x))
+    _jacobian(s, func.jacfwd)
 
 
 @row("hessian")
