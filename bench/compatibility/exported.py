@@ -191,17 +191,27 @@ def last_state(s: Subject) -> None:
         same(tuple(module(x, *trial.states)), (expected[0][-1], *expected[1:]), what="output")
 
 
-@row("AOTInductor", slow=True)
-def aot_inductor(s: Subject) -> None:
-    """A package of AOTInductor, compiled, loaded and run with other values."""
+def _packaged(s: Subject, *, dynamic: bool) -> None:
     trial = _mean(s, seq_len=3, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         path = torch._inductor.aoti_compile_and_package(
-            _exported(trial), package_path=f"{folder}/model.pt2"
+            _exported(trial, dynamic=dynamic), package_path=f"{folder}/model.pt2"
         )
         module = torch._inductor.aoti_load_package(path)
         with torch.no_grad():
-            _check(trial, module, ((3, 3),))
+            _check(trial, module, ((3, 3), *(OTHER_SIZES if dynamic else ())))
+
+
+@row("AOTInductor", slow=True)
+def aot_inductor(s: Subject) -> None:
+    """A package of AOTInductor, compiled, loaded and run with other values."""
+    _packaged(s, dynamic=False)
+
+
+@row("AOTInductor, dynamic steps and batch", slow=True)
+def aot_inductor_dynamic(s: Subject) -> None:
+    """The same with dynamic sizes, run at other ones."""
+    _packaged(s, dynamic=True)
 
 
 def _needs_onnx(*names: str) -> None:
