@@ -1,12 +1,12 @@
 """Autocast: the dtype of a call, and its weights in that dtype.
 
-torch keeps the copy of a weight that its own operators have asked for until the outermost
-``autocast`` ends, so that a weight is converted once however often it is used. Only the operators
-that torch's autocast knows can ask, so a product without columns is made to do so.
+As with torch's own operators, a weight is converted once however often it is used, until the
+outermost ``autocast`` ends.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,40 +38,58 @@ def converted(tensor: Any, dtype: torch.dtype) -> Any:
 
 def weights_in(dtype: torch.dtype, weights: Sequence[Any]) -> list[Any]:
     """Weights, each converted once as long as autocast is on."""
-    if not is_alone() or not torch.is_autocast_cache_enabled():
+    keeps = is_alone() and torch.is_autocast_cache_enabled()
+    if not (weights and keeps) or torch.is_inference_mode_enabled():  # where torch keeps nothing
         return [converted(weight, dtype) for weight in weights]
-    with _Operands() as operands:
-        return [
-            operands.of(weight) if _is_kept(weight) else converted(weight, dtype)
-            for weight in weights
-        ]
+    copies, has_graph = _copies_on(weights[0].device), torch.is_grad_enabled()
+    return [
+        _kept(weight, dtype, copies, (id(weight), dtype, has_graph))
+        if weight.requires_grad and weight.is_leaf
+        else converted(weight, dtype)
+        for weight in weights
+    ]
 
 
-def _is_kept(weight: Any) -> bool:
-    """Whether torch keeps the copy, and whether it can be asked for by a product."""
-    is_parameter = weight.requires_grad and weight.is_leaf and not weight._is_view()
-    return bool(is_parameter and weight.dtype == torch.float32 and weight.dim() in (1, 2))
+def _kept(weight: Tensor, dtype: torch.dtype, copies: dict[Any, Any], key: Any) -> Tensor:
+    version, copy, _ = copies.get(key, (None, None, None))
+    if copy is None or version != weight._version:
+        copy = converted(weight, dtype)
+        copies[key] = weight._version, copy, weight  # whose id is its own as long as it is here
+    return copy
 
 
-_aten = torch.ops.aten
-# In inference mode a product is not taken apart before it gets here.
-_PRODUCTS = (_aten.mm.default, _aten.mv.default, _aten.matmul.default)
+_witnesses: dict[torch.device, tuple[Tensor, weakref.ref[Tensor]]] = {}
 
 
-class _Operands(TorchDispatchMode):
+def _copies_on(device: torch.device) -> dict[Any, Any]:
+    """What lives until the outermost autocast ends.
+
+    Nothing tells when that is, but then torch drops the copies of weights that it keeps itself. So
+    it is given a weight of ours to copy, and this is an attribute of the copy.
+    """
+    weight, copy = _witnesses.get(device, (None, None))
+    known: Any = None if copy is None else copy()
+    if known is None:
+        if weight is None:
+            with torch.inference_mode(False):
+                weight = torch.zeros(1, 1, device=device, requires_grad=True)
+        with _Operand() as operand:
+            torch.matmul(weight, weight.new_empty(1, 0))
+        known = operand.found
+        known.copies = {}
+        _witnesses[device] = weight, weakref.ref(known)
+    copies: dict[Any, Any] = known.copies
+    return copies
+
+
+class _Operand(TorchDispatchMode):
     """Catches the operand of a product as autocast has converted it."""
 
-    def of(self, weight: Tensor) -> Tensor:
-        self._place = 0 if weight.dim() == 2 else 1
-        if weight.dim() == 2:
-            torch.matmul(weight, weight.new_empty(weight.shape[1], 0))
-        else:
-            torch.matmul(weight.new_empty(0, weight.shape[0]), weight)
-        return self._operand
+    found: Any
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _PRODUCTS:
-            self._operand: Tensor = args[self._place]
+        if func is torch.ops.aten.mm.default:
+            self.found = args[0]
         return func(*args, **(kwargs or {}))

@@ -266,19 +266,33 @@ def test_a_generator_compiles():
 
 @pytest.mark.parametrize("make", [fusedrnn.GRU, fusedrnn.LSTMCell])
 def test_autocast_converts_weights_once(make):
+    rnn, x = make(3, 4), torch.randn(5, 3)
+    places = {weight.data_ptr() for weight in rnn.parameters()}
+
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         casts = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            is_weight = func is torch.ops.aten._to_copy.default and args[0].requires_grad
-            self.casts += is_weight
+            is_cast = func is torch.ops.aten._to_copy.default
+            self.casts += is_cast and args[0].data_ptr() in places
             return func(*args, **(kwargs or {}))
 
-    rnn, x = make(3, 4), torch.randn(5, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Count() as count:
-        for _ in range(5):
-            output = rnn(x)[0]
-    assert count.casts == 4
+    def casts_of(*modes, calls=5):
+        with torch.autocast("cpu", dtype=torch.bfloat16), Count() as count:
+            for mode in modes:
+                with mode:
+                    outputs = [rnn(x)[0] for _ in range(calls)]
+        return count.casts, outputs[0]
+
+    casts, output = casts_of(torch.enable_grad())
+    assert casts == 4
+    assert casts_of(torch.no_grad())[0] == 4
+    # Copies without a graph must not serve where gradients are wanted.
+    casts, output = casts_of(torch.no_grad(), torch.enable_grad())
+    assert casts == 8
+    for weight in rnn.parameters():
+        weight.data.mul_(2)  # which autograd does not notice; the graph of `output` has copies
+    assert not torch.equal(casts_of(torch.enable_grad())[1], output)
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()
     assert {p.grad.dtype for p in rnn.parameters()} == {torch.float32}
