@@ -73,8 +73,9 @@ def _copies_on(device: torch.device) -> dict[Any, Any]:
         if weight is None:
             with torch.inference_mode(False):
                 weight = torch.zeros(1, 1, device=device, requires_grad=True)
-        with _Operand() as operand:
-            torch.matmul(weight, weight.new_empty(1, 0))
+        nothing = weight.new_empty(1, 0)
+        with torch.no_grad(), _Operand() as operand:
+            torch.mm(weight, nothing)
         known = operand.found
         known.copies = {}
         _witnesses[device] = weight, weakref.ref(known)
@@ -86,6 +87,10 @@ class _Operand(TorchDispatchMode):
     """Catches the operand of a product as autocast has converted it."""
 
     found: Any
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call would import the compiler, which takes most of a second
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

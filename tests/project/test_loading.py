@@ -43,9 +43,11 @@ def test_a_leftover_library_is_not_loaded(tmp_path):
     assert run.stdout.strip() == str(tmp_path / "fusedrnn/__init__.py")
 
 
-def test_an_import_leaves_the_compiler_alone():
+def test_imports_and_calls_leave_the_compiler_alone():
     """torch's compiler takes most of a second to import, and many users never need it."""
     code = "import sys, torch; before = set(sys.modules); import fusedrnn\n"
+    code += "rnn = fusedrnn.GRU(2, 3)\n"
+    code += "with torch.autocast('cpu'): rnn(torch.randn(4, 1, 2))[0].sum().backward()\n"
     code += "print([n for n in set(sys.modules) - before if n.startswith('torch._dynamo')])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
