@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -109,8 +110,9 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _save_gates: None, *directions: Tensor | None) -> Any:
-        tensors = LayerTensors.of(ctx.saved_tensors)
-        found = _replay.tangents(ctx.call, tensors, LayerTensors.of(directions))
+        with _for_outer_tangents():
+            tensors = LayerTensors.of(_primals(ctx.saved_tensors))
+            found = _replay.tangents(ctx.call, tensors, LayerTensors.of(directions))
         return (*found, None, None)
 
     @staticmethod
@@ -145,32 +147,57 @@ class LayerGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *directions: Tensor | None) -> tuple[Any, ...]:
-        grads, _, tensors = _gradient_tensors(ctx.saved_tensors)
         _warn_of_cost()
-        found, needed = Gradients(*cast(Any, directions)), _ops.needed_of(ctx.needs, tensors)
-        if found.weights is not None:
-            found = found._replace(weights=found.weights.contiguous())
-        along = by_tensor(found, tensors, needed)
-        tangents, gradients = _replay.second_order(ctx.call, tensors, grads, along)
-        of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
-        of_tensors: Any = LayerTensors(*gradients)  # type: ignore[arg-type]
-        return (None, None, *of_grads, *[None] * len(Saved._fields), *of_tensors.flat())
+        second = functools.partial(_second_order, ctx.call, ctx.needs)
+        inputs = (*directions, *ctx.saved_tensors)
+        if _vmap.is_under_old_vmap(inputs):
+            rule = functools.partial(_vmap.looped, second)
+            return (None, None, *_vmap.for_old_vmap(rule, inputs))
+        return (None, None, *second(*inputs))
 
     @staticmethod
     def jvp(ctx: Any, _call: None, _needs: None, *directions: Tensor | None) -> Any:
-        grads, saved, tensors = _gradient_tensors(ctx.saved_tensors)
         grad_directions, _, along = _gradient_tensors(directions)
         _warn_of_cost()
-        _, second = _replay.second_order(ctx.call, tensors, grads, along)
-        found = _flat_gradients(cast(Any, second), tensors, ctx.needs)
-        if any(g is not None for g in grad_directions):
-            first = _gradient(ctx.call, ctx.needs, grad_directions, saved, tensors)
-            found = Gradients(*[a + b for a, b in zip(found, first, strict=True)])
+        with _for_outer_tangents():
+            grads, saved, tensors = _gradient_tensors(_primals(ctx.saved_tensors))
+            _, second = _replay.second_order(ctx.call, tensors, grads, along)
+            found = _flat_gradients(cast(Any, second), tensors, ctx.needs)
+            if any(g is not None for g in grad_directions):
+                first = _gradient(ctx.call, ctx.needs, grad_directions, saved, tensors)
+                found = Gradients(*[a + b for a, b in zip(found, first, strict=True)])
         return tuple(found)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         return _vmap.backward(LayerGradient.operator, info, in_dims, *inputs)
+
+
+def _second_order(call: LayerCall, needs: int, *inputs: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of a layer's gradients with respect to the tensors of the operator ``backward``.
+
+    Args:
+        inputs: Cotangents of what that returns, and its tensors.
+    """
+    found, flat = Gradients(*inputs[:5]), inputs[5:]
+    grads, _, tensors = _gradient_tensors(flat)
+    if found.weights is not None:
+        found = found._replace(weights=found.weights.contiguous())
+    along = by_tensor(found, tensors, _ops.needed_of(needs, tensors))
+    tangents, gradients = _replay.second_order(call, tensors, grads, along)
+    of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
+    of_tensors: Any = LayerTensors(*gradients)  # type: ignore[arg-type]
+    return (*of_grads, *[None] * len(Saved._fields), *of_tensors.flat())
+
+
+def _for_outer_tangents() -> Any:
+    """A context for ``jvp``, where torch turns off tangents: those of outer levels are wanted."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def _primals(saved: Sequence[Any]) -> list[Any]:
+    """Saved tensors without their tangents of the level that ``jvp`` is called for."""
+    return [None if t is None else forward_ad.unpack_dual(t).primal for t in saved]
 
 
 def plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -222,11 +249,15 @@ def _parts(
         ]
     parts: list[Tensor | None] = []
     begin = int(flat.storage_offset())
+    is_final = not (flat.requires_grad or _vmap.is_under_old_vmap((flat,)))
     for need, weight in zip(needed, weights, strict=True):
         shape = weight.shape
         strides = (shape[1], 1) if len(shape) == 2 else (1,)
         # One view instead of two, by split and view, takes half the time.
-        parts.append(flat.as_strided(shape, strides, begin) if need else None)
+        part = flat.as_strided(shape, strides, begin) if need else None
+        # By .data each has a version of its own, so that one may be changed in place while a graph
+        # has saved another.
+        parts.append(part.data if part is not None and is_final else part)
         begin += weight.numel()
     return parts
 

@@ -36,6 +36,8 @@ def _step_as_layer(
     batch = (None,) if input.dim() == 1 else ()
     matrices = [w for w in weights if w.dim() == 2]
     widths = {size: w.shape[1] for (_, size), w in zip(facts.weights, matrices, strict=False)}
+    if "hidden" not in widths:
+        raise RuntimeError(f"fusedrnn: weights must be those of a {name}, got {len(weights)}")
     zeros = input.new_zeros(1, *input[batch].shape[:-1], widths["hidden"])
     h = zeros if hx is None else hx[None][batch]
     c = None
@@ -91,7 +93,7 @@ class _Kernels:
 
     def for_old_vmap(self, *arguments: Any, **named: Any) -> Any:
         """Under the vmap of ``torch.autograd.grad(is_grads_batched=True)``."""
-        return _vmap.for_old_vmap(self._function, self._read(arguments, named))
+        return _vmap.for_old_vmap(self._function.vmap, self._read(arguments, named))
 
 
 def _step_for_autograd(*arguments: Any, **named: Any) -> Any:

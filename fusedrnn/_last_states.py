@@ -140,6 +140,8 @@ class _Run(NamedTuple):
 
 def _run(call: LayerCall, inner_dropout: float, tensors: LayerTensors) -> Iterator[_Run]:
     count, sequence = tensors.hx.shape[0], tensors.input
+    if count == 0:
+        raise RuntimeError(f"fusedrnn: hx must have a layer or more, got {tuple(tensors.hx.shape)}")
     of_each = len(tensors.weights) // count
     for i in range(count):
         here, dropout = slice(i, i + 1), call.dropout if i == 0 else inner_dropout

@@ -7,6 +7,7 @@ the batch), a call is made for each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,21 @@ from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from ._ops import NEEDS_FIRST_WEIGHT, Cotangents, ForwardResults, Gradients, LayerTensors, Saved
+from . import _ops
+from ._ops import (
+    NEEDS_FIRST_WEIGHT,
+    Cotangents,
+    ForwardResults,
+    Gradients,
+    LayerCall,
+    LayerTensors,
+    Saved,
+)
 
 Apply = Callable[..., Any]
 Dims = Any  # what stands in the place of a tensor, and says which of its dimensions is vmap's
 
+_dispatch_keys = torch._C._dispatch_keys
 _OLD_BATCHED = torch._C._dispatch_key_parse("Batched")
 _OLD_VMAP = torch._C._dispatch_key_parse("VmapMode")
 
@@ -33,29 +44,31 @@ _BATCH_OF_RESULTS = ForwardResults(1, 1, 1, None, 2)  # type: ignore[arg-type]
 
 
 def forward(
-    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: Any, save_gates: bool, *flat: Any
+    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: LayerCall, save_gates: bool, *flat: Any
 ) -> tuple[Any, Any]:
     """The rule for a layer. ``apply``: that of its autograd function."""
     tensors, dims = LayerTensors.of(flat), LayerTensors.of(in_dims[2:])
-    if not _can_fold(tensors, dims):
-        return _looped(apply, info, in_dims, call, False, *flat)
+    if not _can_fold(call, tensors, dims, info.batch_size):
+        return looped(apply, info, in_dims, call, False, *flat)
     size = info.batch_size
     found = ForwardResults(*apply(call, False, *_folded(tensors, dims, size).flat()))
     return _unfolded(found, _BATCH_OF_RESULTS, size)
 
 
 def backward(
-    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: Any, needs: int, *flat: Any
+    apply: Apply, info: Any, in_dims: tuple[Any, ...], call: LayerCall, needs: int, *flat: Any
 ) -> tuple[Any, Any]:
     """The rule for a layer's gradients, whose weights' gradients are one for each."""
     grads, saved, tensors = Cotangents(*flat[:3]), Saved(*flat[3:6]), LayerTensors.of(flat[6:])
     of_grads, of_saved, dims = in_dims[2:5], in_dims[5:8], LayerTensors.of(in_dims[8:])
     # Saved gates do not tell rows apart, and would have to be taken apart: they are recomputed.
-    saved = saved._replace(saved_gates=None)
-    if needs >= NEEDS_FIRST_WEIGHT or not _can_fold(tensors, dims):
-        arguments = (*grads, *saved, *tensors.flat())
-        return _looped(apply, info, in_dims, call, needs, *arguments)
+    saved, run = saved._replace(saved_gates=None), apply
+    if saved.chunk_cell_states is not None:
+        run = functools.partial(_backward_of_other_batch, apply)
     size = info.batch_size
+    if needs >= NEEDS_FIRST_WEIGHT or not _can_fold(call, tensors, dims, size):
+        arguments = (*grads, *saved, *tensors.flat())
+        return looped(run, info, in_dims, call, needs, *arguments)
 
     def fold(tensor: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
         return None if tensor is None else _fold(tensor, dim, batch, size)
@@ -63,17 +76,29 @@ def backward(
     folded = [fold(g, dim, 1) for g, dim in zip(grads, of_grads, strict=True)]
     folded += [fold(saved.output, of_saved[0], 1), None]
     folded += [fold(saved.chunk_cell_states, of_saved[2], 2)]
-    found = Gradients(*apply(call, needs, *folded, *_folded(tensors, dims, size).flat()))
+    found = Gradients(*run(call, needs, *folded, *_folded(tensors, dims, size).flat()))
     batch = [_BATCH[n] if getattr(found, n).dim() > 1 else None for n in Gradients._fields[:4]]
     return _unfolded(found, (*batch, None), size)
 
 
-def _can_fold(tensors: LayerTensors, dims: Dims) -> bool:
+def _backward_of_other_batch(apply: Apply, call: LayerCall, needs: int, *flat: Any) -> Any:
+    """``apply``, with the cell states before the chunks of this batch.
+
+    How long chunks are follows from the batch, and forward may have run with another one: that of
+    all calls, or that of a single one.
+    """
+    tensors = LayerTensors.of(flat[6:])
+    results = _ops.forward(call, tensors, save_gates=False)
+    saved = Saved(results.output, None, results.chunk_cell_states)
+    return apply(call, needs, *flat[:3], *saved, *flat[6:])
+
+
+def _can_fold(call: LayerCall, tensors: LayerTensors, dims: Dims, size: int) -> bool:
     """Whether all can be rows of one batch."""
     is_drawn = tensors.seed is not None or tensors.mask_seed is not None
     has_own_weights = any(dim is not None for dim in dims.weights)
-    has_own_steps = dims.lengths is not None or tensors.batch_sizes is not None
-    return not (is_drawn or has_own_weights or has_own_steps)
+    is_packed, is_limited = tensors.batch_sizes is not None, call.workspace_bytes > 0
+    return size > 0 and not (is_drawn or has_own_weights or is_packed or is_limited)
 
 
 def _folded(tensors: LayerTensors, dims: Dims, size: int) -> LayerTensors:
@@ -81,7 +106,11 @@ def _folded(tensors: LayerTensors, dims: Dims, size: int) -> LayerTensors:
     for name, batch in _BATCH.items():
         tensor = getattr(tensors, name)
         found[name] = None if tensor is None else _fold(tensor, getattr(dims, name), batch, size)
-    lengths = None if tensors.lengths is None else tensors.lengths.repeat(size)
+    lengths = tensors.lengths
+    if lengths is not None and dims.lengths is None:
+        lengths = lengths.repeat(size)
+    elif lengths is not None:
+        lengths = lengths.movedim(dims.lengths, 0).flatten()
     return tensors._replace(**found, lengths=lengths)
 
 
@@ -107,8 +136,14 @@ def _unfolded(found: Sequence[Tensor], batch: Sequence[Any], size: int) -> tuple
     return tuple(results), tuple(dims)
 
 
-def _looped(apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """A call for each."""
+def looped(apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """The rule that makes a call for each. Results may be None."""
+    if info.batch_size == 0:  # one call tells the shapes
+        picked = [
+            argument if dim is None else argument.new_ones(argument.movedim(dim, 0).shape[1:])
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        ]
+        return _with_dims([r if r is None else r[None][:0] for r in apply(*picked)])
     calls = []
     for i in range(info.batch_size):
         picked = [
@@ -116,8 +151,12 @@ def _looped(apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any) 
             for argument, dim in zip(arguments, in_dims, strict=True)
         ]
         calls.append(apply(*picked))
-    results = tuple(torch.stack(of_all) for of_all in zip(*calls, strict=True))
-    return results, (0,) * len(results)
+    every = zip(*calls, strict=True)
+    return _with_dims([None if each[0] is None else torch.stack(each) for each in every])
+
+
+def _with_dims(results: Sequence[Tensor | None]) -> tuple[Any, Any]:
+    return tuple(results), tuple(None if result is None else 0 for result in results)
 
 
 def current_interpreter() -> Any:
@@ -183,17 +222,20 @@ class _Info:
         self.batch_size = batch_size
 
 
-def for_old_vmap(function: type[torch.autograd.Function], inputs: tuple[Any, ...]) -> Any:
-    """A function under the vmap that torch has kept for ``is_grads_batched=True``.
+def is_under_old_vmap(tensors: Sequence[Any]) -> bool:
+    """Whether any of these is batched by the vmap of ``is_grads_batched=True``."""
+    return any(isinstance(t, Tensor) and _dispatch_keys(t).has(_OLD_BATCHED) for t in tensors)
+
+
+def for_old_vmap(rule: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """A rule for vmap, under the vmap that torch has kept for ``is_grads_batched=True``.
 
     Its tensors tell neither their level nor the number of batches; the level is that of the
     innermost vmap, because torch removes levels from the inside.
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    is_batched = [
-        isinstance(t, Tensor) and torch._C._dispatch_keys(t).has(_OLD_BATCHED) for t in inputs
-    ]
+    is_batched = [is_under_old_vmap([t]) for t in inputs]
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_OLD_VMAP)):
         plain = [
             torch._remove_batch_dim(t, level, 0, 0) if batched else t
@@ -201,7 +243,7 @@ def for_old_vmap(function: type[torch.autograd.Function], inputs: tuple[Any, ...
         ]
         size = next(t.shape[0] for t, batched in zip(plain, is_batched, strict=True) if batched)
         dims = tuple(0 if batched else None for batched in is_batched)
-        results, out_dims = function.vmap(_Info(size), dims, *plain)
+        results, out_dims = rule(_Info(size), dims, *plain)
         return tuple(
             t if dim is None else torch._add_batch_dim(t, dim, level)
             for t, dim in zip(results, out_dims, strict=True)

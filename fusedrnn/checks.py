@@ -170,7 +170,8 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
         host = torch.tensor(kept, dtype=torch.int64, device="cpu")
     shape("lengths", host, (batch,))
-    if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
+    has_values = not (torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(host))
+    if has_values:  # else the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
         if least < 1 or most > seq_len:
             wrong = least if least < 1 else most

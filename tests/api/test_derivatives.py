@@ -197,7 +197,7 @@ def test_the_cost_of_second_derivatives_is_told_once(monkeypatch):
     with pytest.warns(UserWarning, match="second derivatives") as seen:
         for _ in range(2):
             hessian(pair.ours)(*pair.tensors)
-    assert len(seen) == 1
+    assert sum("fusedrnn" in str(warning.message) for warning in seen) == 1
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
