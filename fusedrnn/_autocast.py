@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._autograd import is_alone
+from ._graphs import is_alone
 
 _DEVICES = ("cpu", "cuda")  # torch raises an error when asked about other devices, such as meta
 

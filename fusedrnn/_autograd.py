@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import _onnx, _ops, _replay, _vmap
+from ._graphs import is_alone
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
 
@@ -41,19 +42,9 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
-def is_alone() -> bool:
-    """Whether nothing but autograd looks at a call: then it need not go through the dispatcher."""
-    return not (
-        is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or forward_ad._current_level >= 0
-    )
-
-
 def traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
     """``LayerTensors.flat_version`` for a graph, which would keep it as a constant if exported."""
-    if version is None or not is_compiling() or torch.compiler.is_exporting():
+    if version is None or (is_compiling() and torch.compiler.is_exporting()):
         return None
     return version if version.device == input.device else None
 
@@ -74,9 +65,10 @@ class Layer(torch.autograd.Function):
         return tuple(_ops.forward(call, LayerTensors.of(flat), save_gates=save_gates))
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+    def forward(call: LayerCall, save_gates: bool, *flat: Any) -> tuple[Tensor, ...]:
+        tensors = LayerTensors.of(flat, has_version=False)  # autograd itself saves it
         with below_autograd():
-            return Layer.operator(*inputs)
+            return tuple(_ops.forward(call, tensors, save_gates=save_gates))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
@@ -99,13 +91,19 @@ class Layer(torch.autograd.Function):
         # Read once: torch.utils.checkpoint does not let saved tensors be read twice.
         output, saved_gates, chunk_cell_states, *flat = ctx.saved_tensors
         saved = Saved(output, saved_gates, chunk_cell_states)
-        tensors = LayerTensors.of(flat)
+        is_last = not torch.is_grad_enabled() and is_alone()  # nothing is saved for a backward
+        tensors = LayerTensors.of(flat, has_version=not is_last)
         grads = Cotangents(*grad_results[:3])
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         needed = LayerTensors.of(ctx.needs_input_grad[2:])
         needs = _ops.needs_of(needed)
-        found = Gradients(*_gradient(ctx.call, needs, grads, saved, tensors))
+        arguments = (ctx.call, needs, grads, saved, tensors)
+        if is_last:
+            with below_autograd():
+                found = _ops.backward(*arguments)
+        else:
+            found = _ops.backward(*arguments)
         return (None, None, *by_tensor(found, tensors, needed).flat())
 
     @staticmethod
@@ -164,7 +162,7 @@ class LayerGradient(torch.autograd.Function):
             _, second = _replay.second_order(ctx.call, tensors, grads, along)
             found = _flat_gradients(cast(Any, second), tensors, ctx.needs)
             if any(g is not None for g in grad_directions):
-                first = _gradient(ctx.call, ctx.needs, grad_directions, saved, tensors)
+                first = _ops.backward(ctx.call, ctx.needs, grad_directions, saved, tensors)
                 found = Gradients(*[a + b for a, b in zip(found, first, strict=True)])
         return tuple(found)
 
@@ -207,16 +205,6 @@ def plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 _apply_layer = plainly(Layer)
-
-
-def _gradient(
-    call: LayerCall, needs: int, grads: Cotangents, saved: Saved, tensors: LayerTensors
-) -> Any:
-    """The operator ``backward``, by the dispatcher only if it is to be differentiated itself."""
-    if torch.is_grad_enabled() or not is_alone():
-        return _ops.backward(call, needs, grads, saved, tensors)
-    with below_autograd():
-        return _ops.backward(call, needs, grads, saved, tensors)
 
 
 def _gradient_tensors(flat: Sequence[Any]) -> tuple[Cotangents, Saved, LayerTensors]:

@@ -17,6 +17,7 @@ from . import _last_states, _library, _ops, _vmap
 from ._autograd import Layer, LayerGradient, below_autograd, needs_grad, plainly
 from ._ops import LayerCall, LayerTensors, Saved
 from .cells import CELL_NAMES, CELLS
+from .weights import version_of
 
 
 def _step_as_layer(
@@ -51,8 +52,16 @@ def _step_as_layer(
     return h_n.reshape(shape), c_n.reshape(shape) if facts.has_cell_state else c_n
 
 
-def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+def _read(*arguments: Any, **named: Any) -> tuple[LayerCall, LayerTensors, dict[str, Any]]:
+    """A call that a graph has recorded may lack the version of the weights' buffer."""
     call, tensors, others = _ops.read(*arguments, **named)
+    if tensors.flat_version is None and len(tensors.weights) > 0:
+        tensors = tensors._replace(flat_version=version_of(tensors.weights[0]))
+    return call, tensors, others
+
+
+def _read_forward(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    call, tensors, others = _read(*arguments, **named)
     return call, others.get("save_gates", False), *tensors.flat()
 
 
@@ -115,7 +124,7 @@ def _last_states_by_layers(*arguments: Any, **named: Any) -> Any:
 def _last_states_for_autograd(*arguments: Any, **named: Any) -> Any:
     if forward_ad._current_level >= 0:
         return _last_states_by_layers(*arguments, **named)
-    call, tensors, others = _ops.read(*arguments, **named)
+    call, tensors, others = _read(*arguments, **named)
     if needs_grad(tensors.flat()):
         inner_dropout = others.get("inner_dropout", 0.0)
         return _layers_for_last_states(call, inner_dropout, *tensors.flat())

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._autograd import below_autograd, by_tensor, is_alone, needs_grad, plainly, traceable
+from ._autograd import below_autograd, by_tensor, needs_grad, plainly, traceable
+from ._graphs import is_alone
 from ._ops import (
     Cotangents,
     ForwardResults,

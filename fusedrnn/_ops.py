@@ -104,22 +104,19 @@ class LayerTensors(NamedTuple):
         return (input, hx, *others, *weights)
 
     @classmethod
-    def of(cls, flat: Sequence[Any]) -> LayerTensors:
-        """From what :meth:`flat` gives."""
+    def of(cls, flat: Sequence[Any], *, has_version: bool = True) -> LayerTensors:
+        """From what :meth:`flat` gives. ``has_version``: False leaves flat_version out."""
         first_weight = len(LayerTensors._fields) - 1
-        input, hx, *others = flat[:first_weight]
+        input, hx, *others = flat[: first_weight if has_version else first_weight - 1]
         return cls(input, hx, flat[first_weight:], *others)
 
     def others(self) -> dict[str, Tensor]:
         """The tensors that most calls do not have, by name, as far as they are there."""
-        _, _, _, _, *tensors, version = self
-        named = [*zip(_OTHERS, tensors, strict=True)]
-        if is_compiling():  # else autograd saves it without the operator
-            named.append(("flat_version", version))
+        named = zip(_OTHERS, self[4:], strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
 
 
-_OTHERS = LayerTensors._fields[4:-1]
+_OTHERS = LayerTensors._fields[4:]
 
 
 def read(

@@ -13,11 +13,13 @@ from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
+from ._graphs import is_alone
 from .arguments import CallTensors, Checked
 from .batch import Mask
 from .cells import Sizes
 from .options import Options
 from .stack import Stack, States
+from .weights import version_of
 
 # A padded batch, a single sequence, or a PackedSequence: the output has the form of the input.
 S = TypeVar("S", Tensor, PackedSequence)
@@ -57,7 +59,7 @@ def run(
 ) -> tuple[S, Tensor, Tensor | None]:
     """Layers over a sequence -> output, h_n, and c_n if the cell has a cell state.
 
-    ``flat_version``: of the module's flat buffer, if the weights are those of a module.
+    ``flat_version``: of a module's flat buffer; a call without one asks for that of the weights.
     """
     data: Any = input
     packing = None
@@ -166,6 +168,8 @@ def _run_checked(
         checks.seed(seed, input)
     if lengths is not None or reset is not None or packing is not None:
         mask = form.mask(lengths, reset, input, packing)
+    if flat_version is None and torch.is_grad_enabled() and not is_compiling():
+        flat_version = version_of(weights[0])
     tuned = tuning.number_for(input)
     if checked.can_lack_plan and not is_compiling():
         _check_plans(checked, options, noise.sample, input, weights, tuned)
@@ -179,7 +183,7 @@ def _run_checked(
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
 
-    if form.is_step and _autograd.is_alone() and not _autograd.needs_grad(tensors.flat()):
+    if form.is_step and is_alone() and not _autograd.needs_grad(tensors.flat()):
         with _autograd.below_autograd():
             h_n, c_n = _ops.step(call.cell, input, hx, cx, weights, eps, seed, tuned)
         return None, h_n, c_n
@@ -257,4 +261,6 @@ def _converted(tensors: CallTensors, dtype: torch.dtype) -> CallTensors:
     """All tensors in the dtype of autocast."""
     input, hx, cx, eps = [_autocast.converted(t, dtype) for t in tensors[:4]]
     weights = _autocast.weights_in(dtype, tensors.weights)
-    return CallTensors(input, hx, cx, eps, weights)  # copies do not change with the flat buffer
+    # Copies do not change with the flat buffer.
+    is_buffer = len(weights) > 0 and weights[0] is tensors.weights[0]
+    return CallTensors(input, hx, cx, eps, weights, tensors.flat_version if is_buffer else None)

@@ -11,6 +11,7 @@ pointer; it is right, and equally fast, when they do not lie in one buffer.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -54,6 +55,8 @@ class FlatModule(nn.Module):
     """Empty. Its version is that of the flat buffer: each write through ``flat_weight`` is one of
     this tensor, as autograd counts them, so a layer that has saved it notices the write. Weights
     have versions of their own."""
+    _first_id: int
+    """Of the first weight when it was last looked up, which takes microseconds."""
 
     def _layout(self) -> Layout:
         """Where every weight lies, in the order in which they are registered and passed on."""
@@ -71,11 +74,12 @@ class FlatModule(nn.Module):
             cls = type(error) if isinstance(error, RuntimeError) else RuntimeError
             reason = f"no {size:,} weights of {dtype} can be made: {error}"
             raise cls(f"fusedrnn: {reason}") from None
-        self._flat_version = _new_version(flat.device)
         for slot in self._slots:
             # .data, so that each has a version of its own: autograd takes an in-place change of one
             # view for a change of all that share its version.
             self.register_parameter(slot.name, nn.Parameter(slot.view(flat).data))
+        self._flat_version = _new_version(flat.device)
+        self._place_version()
 
     def _read_layout(self) -> tuple[Slot, ...]:
         # The class whose weights can be read from _parameters, because none of its attributes hides
@@ -100,6 +104,12 @@ class FlatModule(nn.Module):
             except KeyError:
                 pass  # a name leads to something other than a parameter
         return [getattr(self, slot.name) for slot in self._slots]
+
+    def _version_of(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """The version of the buffer that the first weight is a part of, for a call."""
+        if is_compiling() or id(weights[0]) == self._first_id:
+            return self._flat_version
+        return version_of(weights[0])  # a functional call's, or another module's
 
     @property
     def flat_weight(self) -> Tensor:
@@ -219,10 +229,23 @@ class FlatModule(nn.Module):
         return self._obstacle() is None and self._stray() is None
 
     def _place_version(self) -> None:
-        """Has ``_flat_version`` on the device of the weights, as a graph of torch.compile needs."""
-        device = next((w.device for w in self._parameters.values() if w is not None), None)
-        if device not in (None, self._flat_version.device):
-            self._flat_version = _new_version(device)
+        """Has ``_flat_version`` be that of the weights' memory, and on their device.
+
+        A graph of torch.compile needs it there.
+        """
+        first = next((w for w in self._parameters.values() if w is not None), None)
+        if first is None:
+            return
+        known, address = version_of(first), _address(first)
+        if known is not None:
+            self._flat_version = known
+        elif first.device == self._flat_version.device:
+            self._flat_version = self._flat_version.detach()  # another tensor with the same version
+        else:
+            self._flat_version = _new_version(first.device)
+        if address != 0:
+            _versions[address] = self._flat_version
+        self._first_id = id(first)
 
     # The places where torch gives weights other memory. copy.deepcopy goes through __setstate__.
 
@@ -248,6 +271,24 @@ class FlatModule(nn.Module):
         if keep:
             self.flatten_parameters()
         self._place_version()
+
+
+# By the address of a buffer its version, as long as a module has it. Weights may belong to several
+# modules, and be passed to a functional form.
+_versions: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def version_of(weight: Tensor) -> Tensor | None:
+    """``FlatModule._flat_version`` of a weight's module; None of other tensors."""
+    version = _versions.get(_address(weight))  # there is none for an address of 0
+    return None if version is None or version.device != weight.device else version
+
+
+def _address(weight: Tensor) -> int:
+    """Of the memory that a weight is a part of; 0 where it has none of the usual kind."""
+    if type(weight) is not nn.Parameter or weight.device.type not in _DEVICES:
+        return 0
+    return weight.untyped_storage().data_ptr()
 
 
 def _new_version(device: torch.device | None) -> Tensor:

@@ -189,7 +189,7 @@ class RNNCellBase(FlatModule):
             options(self._cell, bias),
             self._sizes(),
             noise,
-            flat_version=self._flat_version,
+            flat_version=self._version_of(weights),
         )
 
     def _weights(self) -> list[Tensor]:

@@ -124,16 +124,16 @@ class GRU(RNNBase):
         """
         if isinstance(input, Proxy):
             return fx_node(self, input, hx, lengths=lengths, reset=reset)
-        options = self._options()
+        options, weights = self._options(), self._weights()
         output, h_n, _ = run(
             input,
-            self._weights(),
+            weights,
             hx,
             None,
             options,
             lengths=lengths,
             reset=reset,
-            flat_version=self._flat_version,
+            flat_version=self._version_of(weights),
         )
         return output, h_n
 

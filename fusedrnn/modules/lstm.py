@@ -121,16 +121,16 @@ class LSTM(RNNBase):
         h_0, c_0 = split_lstm_state(hx)
         if isinstance(input, Proxy):
             return fx_node(self, input, hx, lengths=lengths, reset=reset)
-        options = self._options()
+        options, weights = self._options(), self._weights()
         output, h_n, c_n = run(
             input,
-            self._weights(),
+            weights,
             h_0,
             c_0,
             options,
             lengths=lengths,
             reset=reset,
-            flat_version=self._flat_version,
+            flat_version=self._version_of(weights),
         )
         assert c_n is not None
         return output, (h_n, c_n)

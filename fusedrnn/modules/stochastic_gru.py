@@ -148,17 +148,17 @@ class StochasticGRU(RNNBase):
             noises = {"eps": eps, "generator": generator, "sample": sample}
             return fx_node(self, input, hx, **masks, **noises)
         noise = Noise(eps=eps, generator=generator, sample=sample)
-        options = self._options()
+        options, weights = self._options(), self._weights()
         output, h_n, _ = run(
             input,
-            self._weights(),
+            weights,
             hx,
             None,
             options,
             noise,
             lengths=lengths,
             reset=reset,
-            flat_version=self._flat_version,
+            flat_version=self._version_of(weights),
         )
         return output, h_n
 
