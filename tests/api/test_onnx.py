@@ -30,6 +30,13 @@ def _float32_is_not_rounded():
     allow_tf32(True)
 
 
+@pytest.fixture(autouse=True)
+def _autocast_keeps_copies():
+    """torch leaves its cache turned off if an export to TorchScript fails."""
+    yield
+    torch.set_autocast_cache_enabled(True)
+
+
 class Model(nn.Module):
     """Runs ``rnn`` on tensors of the names that are given once for all calls."""
 
