@@ -49,7 +49,9 @@ def recorded_draws() -> Iterator[Drawn]:
         return drop(name, weight, p)
 
     instead = SimpleNamespace(
-        forward=recorded("forward"), step=recorded("step"), backward=operators.backward
+        **{name: recorded(name) for name in ("forward", "step", "last_states")},
+        backward=operators.backward,
+        last_states_backward=operators.last_states_backward,
     )
     with (
         mock.patch.object(_library, "operators", instead),
