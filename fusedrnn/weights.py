@@ -56,7 +56,9 @@ class FlatModule(nn.Module):
     this tensor, as autograd counts them, so a layer that has saved it notices the write. Weights
     have versions of their own."""
     _first_id: int
-    """Of the first weight when it was last looked up, which takes microseconds."""
+    """Of the first weight when it was last looked up, which takes microseconds; or 0."""
+    _first_address: int
+    """Of its numbers."""
 
     def _layout(self) -> Layout:
         """Where every weight lies, in the order in which they are registered and passed on."""
@@ -107,9 +109,13 @@ class FlatModule(nn.Module):
 
     def _version_of(self, weights: Sequence[Tensor]) -> Tensor | None:
         """The version of the buffer that the first weight is a part of, for a call."""
-        if is_compiling() or id(weights[0]) == self._first_id:
+        if is_compiling():
             return self._flat_version
-        return version_of(weights[0])  # a functional call's, or another module's
+        first = weights[0]
+        is_known = id(first) == self._first_id and type(first) is nn.Parameter
+        if is_known and first.data_ptr() == self._first_address:  # .data may have changed that
+            return self._flat_version
+        return version_of(first)  # a functional call's, or another module's
 
     @property
     def flat_weight(self) -> Tensor:
@@ -171,6 +177,7 @@ class FlatModule(nn.Module):
                 view = slot.view(flat)
                 view.copy_(weight)
                 weight.data = view
+        self._place_version()
 
     def _plain_weights(self) -> list[nn.Parameter]:
         """The parameters in layout order. Requires that ``_obstacle`` is None."""
@@ -243,9 +250,10 @@ class FlatModule(nn.Module):
             self._flat_version = self._flat_version.detach()  # another tensor with the same version
         else:
             self._flat_version = _new_version(first.device)
+        self._first_id = self._first_address = 0
         if address != 0:
             _versions[address] = self._flat_version
-        self._first_id = id(first)
+            self._first_id, self._first_address = id(first), first.data_ptr()
 
     # The places where torch gives weights other memory. copy.deepcopy goes through __setstate__.
 
@@ -260,10 +268,10 @@ class FlatModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._flat_version = _new_version(None)
-        self._place_version()
         # The pickled layout is that of the release which wrote it.
         self._slots = self._read_layout()
         self.flatten_parameters()
+        self._place_version()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         keep = self._to_be_kept_flat()
@@ -286,7 +294,9 @@ def version_of(weight: Tensor) -> Tensor | None:
 
 def _address(weight: Tensor) -> int:
     """Of the memory that a weight is a part of; 0 where it has none of the usual kind."""
-    if type(weight) is not nn.Parameter or weight.device.type not in _DEVICES:
+    if type(weight) not in (nn.Parameter, Tensor) or weight.device.type not in _DEVICES:
+        return 0
+    if torch._C._functorch.is_functorch_wrapped_tensor(weight):
         return 0
     return weight.untyped_storage().data_ptr()
 

@@ -36,6 +36,8 @@ class Arena {
     size_ = aligned(plus(end, is_together_ ? 0 : kRedZone));
     if (base_ == nullptr) return nullptr;
 #ifdef FUSEDRNN_RED_ZONES
+    // The same memory may have been divided in another way before.
+    ASAN_UNPOISON_MEMORY_REGION(base_ + begin, end - begin);
     if (!is_together_) ASAN_POISON_MEMORY_REGION(base_ + end, size_ - end);
 #endif
     return reinterpret_cast<T*>(base_ + begin);

@@ -61,8 +61,22 @@ def by_another_module(rnn, x):
     return through_another_module(rnn, x)[1](x), rnn
 
 
+def with_swapped_memory(rnn, x):
+    """As for an evaluation by an average of weights."""
+    other = copy.deepcopy(rnn)
+    for a, b in zip(rnn.parameters(), other.parameters(), strict=True):
+        a.data, b.data = b.data, a.data
+    return rnn(x), rnn
+
+
+def with_detached_weights(rnn, x):
+    weights = {name: weight.detach() for name, weight in rnn.named_parameters()}
+    return torch.func.functional_call(rnn, weights, (x.requires_grad_(),)), rnn
+
+
 CALLS = [plainly, under_autocast, under_vmap, at_a_dual_level, traced, exported, by_function]
 CALLS += [through_a_copy, through_another_module, by_another_module]
+CALLS += [with_swapped_memory, with_detached_weights]
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
