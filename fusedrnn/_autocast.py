@@ -38,8 +38,7 @@ def converted(tensor: Any, dtype: torch.dtype) -> Any:
 
 def weights_in(dtype: torch.dtype, weights: Sequence[Any]) -> list[Any]:
     """Weights, each converted once as long as autocast is on."""
-    keeps = is_alone() and torch.is_autocast_cache_enabled()
-    if not (weights and keeps) or torch.is_inference_mode_enabled():  # where torch keeps nothing
+    if not (weights and _can_keep()):
         return [converted(weight, dtype) for weight in weights]
     copies, has_graph = _copies_on(weights[0].device), torch.is_grad_enabled()
     return [
@@ -48,6 +47,17 @@ def weights_in(dtype: torch.dtype, weights: Sequence[Any]) -> list[Any]:
         else converted(weight, dtype)
         for weight in weights
     ]
+
+
+def _can_keep() -> bool:
+    """Whether torch keeps copies, and they are tensors with numbers."""
+    if not (is_alone() and torch.is_autocast_cache_enabled()) or torch.is_inference_mode_enabled():
+        return False
+    return all(torch._C._get_dispatch_mode(mode) is None for mode in _TRACERS)
+
+
+_modes = torch._C._TorchDispatchModeKey
+_TRACERS = (_modes.FAKE, _modes.PROXY, _modes.FUNCTIONAL)
 
 
 def _kept(weight: Tensor, dtype: torch.dtype, copies: dict[Any, Any], key: Any) -> Tensor:
@@ -71,12 +81,13 @@ def _copies_on(device: torch.device) -> dict[Any, Any]:
     known: Any = None if copy is None else copy()
     if known is None:
         if weight is None:
-            with torch.inference_mode(False):
-                weight = torch.zeros(1, 1, device=device, requires_grad=True)
+            weight = torch.zeros(1, 1, dtype=torch.float32, device=device, requires_grad=True)
         nothing = weight.new_empty(1, 0)
         with torch.no_grad(), _Operand() as operand:
             torch.mm(weight, nothing)
         known = operand.found
+        if known is weight:  # autocast's dtype is that of the weight
+            return {}
         known.copies = {}
         _witnesses[device] = weight, weakref.ref(known)
     copies: dict[Any, Any] = known.copies

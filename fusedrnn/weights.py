@@ -177,7 +177,7 @@ class FlatModule(nn.Module):
                 view = slot.view(flat)
                 view.copy_(weight)
                 weight.data = view
-        self._place_version()
+        self._place_version(is_moved=True)
 
     def _plain_weights(self) -> list[nn.Parameter]:
         """The parameters in layout order. Requires that ``_obstacle`` is None."""
@@ -235,10 +235,11 @@ class FlatModule(nn.Module):
             return True
         return self._obstacle() is None and self._stray() is None
 
-    def _place_version(self) -> None:
+    def _place_version(self, *, is_moved: bool = False) -> None:
         """Has ``_flat_version`` be that of the weights' memory, and on their device.
 
-        A graph of torch.compile needs it there.
+        A graph of torch.compile needs it there. ``is_moved``: a call before that may have saved the
+        former version, and is to notice what is written to the new memory.
         """
         first = next((w for w in self._parameters.values() if w is not None), None)
         if first is None:
@@ -246,7 +247,7 @@ class FlatModule(nn.Module):
         known, address = version_of(first), _address(first)
         if known is not None:
             self._flat_version = known
-        elif first.device == self._flat_version.device:
+        elif is_moved and first.device == self._flat_version.device:
             self._flat_version = self._flat_version.detach()  # another tensor with the same version
         else:
             self._flat_version = _new_version(first.device)

@@ -213,6 +213,33 @@ def test_a_write_through_flat_weight_is_noticed(cell, layers, frozen, backend):
         total.backward()
 
 
+def test_autocast_forgets_its_copies_whatever_the_default_dtype():
+    rnn, x = fusedrnn.GRU(3, 4), torch.randn(5, 2, 3)
+    fusedrnn._autocast._witnesses.clear()
+
+    def output():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return rnn(x)[0]
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        first = output()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    rnn.flat_weight.mul_(2)
+    assert not torch.equal(output(), first)
+
+
+def test_autocast_of_fake_tensors_keeps_nothing():
+    rnn, x = fusedrnn.GRU(3, 4), torch.randn(5, 2, 3)
+    fusedrnn._autocast._witnesses.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = rnn(mode.from_tensor(x))[0]
+        assert isinstance(fake, torch._subclasses.FakeTensor)
+        assert type(rnn(x)[0]) is torch.Tensor
+
+
 def test_an_exported_program_can_be_trained(cell):
     pair = Pair(cell)
     rnn = getattr(fusedrnn, MODULES[cell])(3, 3, dtype=torch.float64)
