@@ -20,13 +20,13 @@ from .cells import CELLS
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
     """One layer over a sequence -> output, h_n, and c_n, which is (0, B, H) without cell state."""
-    if _onnx.is_exporting():
-        return _onnx.run_layer(call, tensors)
     flat = tensors.flat()
     is_differentiated = needs_grad(flat)
     # If nothing is differentiated there is no backward, and nothing is saved for it.
     save_gates = is_differentiated and not call.recompute
     if not is_alone():
+        if _onnx.is_exporting():
+            return _onnx.run_layer(call, tensors)
         tensors = tensors._replace(flat_version=traceable(tensors.flat_version, tensors.input))
         results: Any = _ops.forward(call, tensors, save_gates=save_gates)
     elif is_differentiated:

@@ -108,7 +108,9 @@ class FlatModule(nn.Module):
         return [getattr(self, slot.name) for slot in self._slots]
 
     def _version_of(self, weights: Sequence[Tensor]) -> Tensor | None:
-        """The version of the buffer that the first weight is a part of, for a call."""
+        """The version of the buffer that the first weight is a part of, for a call with a graph."""
+        if not torch.is_grad_enabled():
+            return None
         if is_compiling():
             return self._flat_version
         first = weights[0]
