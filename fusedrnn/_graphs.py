@@ -27,6 +27,6 @@ def is_alone() -> bool:
     return not (
         is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or torch._C._is_tracing()
         or forward_ad._current_level >= 0
     )

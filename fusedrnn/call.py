@@ -133,7 +133,7 @@ def _key(
     autocast: torch.dtype | None,
 ) -> Hashable:
     """All that the checks look at, but for values of tensors; None if it must not be remembered."""
-    if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if is_compiling() or torch._C._is_tracing():  # torch.jit's function takes longer
         return None  # sizes may be those of any call
     steps = None if packing is None else (len(packing.batch_sizes), packing.batch())
     try:
