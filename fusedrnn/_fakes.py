@@ -231,6 +231,20 @@ def _fake_last_states_backward(
     return _gradients(input, (input, hx, cx, eps), needs[:4], weights, any(needs[4:]))
 
 
+@torch.library.register_fake("fusedrnn::draw")
+def _fake_draw(
+    seed: Tensor,
+    first_step: int,
+    steps: int,
+    batch: int,
+    width: int,
+    stream: int,
+    distribution: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return seed.new_empty(steps, batch, width, dtype=dtype)
+
+
 def _gradients(
     input: Tensor,
     tensors: Iterable[Tensor | None],

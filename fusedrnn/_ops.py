@@ -1,6 +1,9 @@
 """The operators of csrc/ops/ops.h as Python calls them.
 
 Only this module calls them; _autograd.py makes them differentiable.
+
+Longer than 350 lines, because each operator has its function here, with the types of its arguments
+and results.
 """
 
 from __future__ import annotations
@@ -318,6 +321,37 @@ def step(
         tuning=tuning,
     )
     return results
+
+
+# The distributions of draw, as in csrc/step/step.h.
+NORMAL, UNIFORM = 0, 1
+
+
+def draw(
+    seed: Tensor,
+    steps: int,
+    batch: int,
+    width: int,
+    *,
+    stream: int,
+    distribution: int = NORMAL,
+    dtype: torch.dtype = torch.float32,
+    first_step: int = 0,
+) -> Tensor:
+    """Random numbers, (steps, batch, width), each a function of the seed and of its place.
+
+    Args:
+        seed: One int64; the result is on its device.
+        stream: The last word of the Philox counter, in [0, 2**32). Normals are those that
+            :func:`._draws.philox_normal` has for the layer of this number.
+        distribution: NORMAL, or UNIFORM for numbers strictly between 0 and 1, each from a word w of
+            the same counters: (floor(w / 2**8) + 1/2) / 2**24, or (w + 1/2) / 2**32 in float64.
+            What would be rounded to 0 or 1 is the nearest number of ``dtype`` in between.
+        first_step: t of the first step, if these steps are a part of a longer sequence.
+    """
+    sizes = (first_step, steps, batch, width)
+    drawn: Tensor = _call(_library.operators.draw, seed, *sizes, stream, distribution, dtype)
+    return drawn
 
 
 def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-// Counter-based standard normals for latent samples.
+// Counter-based random numbers: standard normals for latent samples, and uniform numbers.
 //
 // A sample is a pure function of (seed, t, b, z, layer): the time step, batch row, latent unit and
 // layer that it belongs to. No generator has a state, so the numbers do not depend on how the work
@@ -14,6 +14,7 @@
 
 #include "hd.h"
 #include "math.h"
+#include "scalar.h"
 
 namespace fusedrnn {
 
@@ -90,17 +91,56 @@ FUSEDRNN_HD void box_muller(typename Traits<F>::Word w0, typename Traits<F>::Wor
   }
 }
 
-// The four standard normals of latent units 4 block .. 4 block + 3 at time t, in batch row b of a
-// layer. For a vector F each lane has its own block, and lane i of normal[j] is latent unit 4
-// block[i] + j. seed holds the bits of the signed 64-bit seed.
+// Four standard normals from the four words of a counter.
+struct Normal {
+  template <class F>
+  static FUSEDRNN_HD void of(const typename Traits<F>::Word (&w)[4], F (&x)[4]) {
+    box_muller(w[0], w[1], x[0], x[1]);
+    box_muller(w[2], w[3], x[2], x[3]);
+  }
+};
+
+// Four uniform numbers strictly between 0 and 1, one from each word of a counter, for a tensor of
+// T: (w + 1/2) / 2^32 in double, which is exact, else (floor(w / 2^8) + 1/2) / 2^24 in float. What
+// would be rounded to 0 or to 1, in float or then in T, is the nearest number of T in between.
+template <class T>
+struct Uniform {
+  static constexpr float kLeast = std::is_same_v<T, Half> ? 0x1p-24f : 0x1p-25f;
+  static constexpr float kMost = std::is_same_v<T, Half>       ? 1 - 0x1p-11f
+                                 : std::is_same_v<T, BFloat16> ? 1 - 0x1p-8f
+                                                               : 1 - 0x1p-24f;
+  template <class F>
+  static FUSEDRNN_HD void of(const typename Traits<F>::Word (&w)[4], F (&x)[4]) {
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (std::is_same_v<F, double>) {
+        x[j] = static_cast<double>(w[j]) * 0x1p-32 + 0x1p-33;
+      } else {
+        using Float = Traits<F>;
+        const F u = Float::from_int((typename Float::Int)(w[j] >> 8)) * 0x1p-24f + 0x1p-25f;
+        x[j] = math::min(math::max(u, kLeast), kMost);
+      }
+    }
+  }
+};
+
+// The four numbers of columns 4 block .. 4 block + 3 at time t, in batch row b of a stream (the
+// layer, for the noise of latent units). For a vector F each lane has its own block, and lane i of
+// x[j] is column 4 block[i] + j. seed holds the bits of the signed 64-bit seed. Distribution:
+// Normal or Uniform.
+template <class Distribution, class F>
+FUSEDRNN_HD void draw4(uint64_t seed, uint32_t t, uint32_t b, typename Traits<F>::Word block,
+                       uint32_t stream, F (&x)[4]) {
+  using Word = typename Traits<F>::Word;
+  Word w[4] = {t + Word{}, b + Word{}, block, stream + Word{}};
+  philox4x32(w, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  Distribution::of(w, x);
+}
+
+// The same of standard normals, the noise of latent units.
 template <class F>
 FUSEDRNN_HD void normal4(uint64_t seed, uint32_t t, uint32_t b, typename Traits<F>::Word block,
                          uint32_t layer, F (&normal)[4]) {
-  using Word = typename Traits<F>::Word;
-  Word w[4] = {t + Word{}, b + Word{}, block, layer + Word{}};
-  philox4x32(w, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-  box_muller(w[0], w[1], normal[0], normal[1]);
-  box_muller(w[2], w[3], normal[2], normal[3]);
+  draw4<Normal>(seed, t, b, block, layer, normal);
 }
 
 }  // namespace fusedrnn

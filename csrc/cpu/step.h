@@ -34,6 +34,7 @@ struct Kernels {
   void (*gather)(const GatherStep<T, Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*clear)(const ClearStep<Acc<T>>&, int64_t first_row, int64_t last_row);
   void (*dropout)(const DropoutStep<Acc<T>>&, int64_t first_row, int64_t last_row);
+  void (*draw)(const DrawStep<T>&, int64_t first_row, int64_t last_row);
   // sum[c] (+)= sum over rows of m[r][c], for the columns [first, last).
   void (*column_sum)(const Matrix<const Acc<T>>& m, int64_t first, int64_t last, Acc<T>* sum,
                      bool accumulate);

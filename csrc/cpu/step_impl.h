@@ -18,9 +18,10 @@ struct VectorUnit {
   int64_t n;
   const float* normals;  // eps of these elements, if it is drawn
 
+  template <class Distribution>
   FUSEDRNN_HD static void draw(uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
-                               uint32_t layer, float* out) {
-    fusedrnn::normals(out, 4 * kLanes, seed, t, b, block, layer);
+                               uint32_t stream, float* out) {
+    fusedrnn::draws<Distribution>(out, 4 * kLanes, seed, t, b, block, stream);
   }
 
   FUSEDRNN_HD VecF load(const float* p) const { return fusedrnn::load(p, n); }
@@ -75,11 +76,12 @@ struct DoubleUnit {
   int64_t n;
   const double* normals;
 
+  template <class Distribution>
   FUSEDRNN_HD static void draw(uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
-                               uint32_t layer, double* out) {
-    double normal[4];
-    normal4(seed, t, b, block, layer, normal);
-    for (int j = 0; j < 4; ++j) out[j] = normal[j];
+                               uint32_t stream, double* out) {
+    double four[4];
+    draw4<Distribution>(seed, t, b, block, stream, four);
+    for (int j = 0; j < 4; ++j) out[j] = four[j];
   }
 
   FUSEDRNN_HD double load(const double* p) const { return *p; }
@@ -122,8 +124,9 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
     const Place at = Place::of_row(step.first_row + row, step.mask.batch);
     for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
       if (noise != nullptr) {
-        Unit::draw(uint64_t(*noise->seed), uint32_t(noise->first_step) + at.t, at.b,
-                   uint32_t(begin / 4), uint32_t(noise->noise_stream), normals);
+        Unit::template draw<Normal>(uint64_t(*noise->seed), uint32_t(noise->first_step) + at.t,
+                                    at.b, uint32_t(begin / 4), uint32_t(noise->noise_stream),
+                                    normals);
       }
       const int64_t end = least(step.width, begin + kDrawn);
       for (int64_t column = begin; column < end; column += Unit::kWidth) {
@@ -180,6 +183,29 @@ void dropout(const DropoutStep<A>& step, int64_t first, int64_t last) {
   }
 }
 
+template <class T>
+void draw(const DrawStep<T>& step, int64_t first, int64_t last) {
+  using Unit = typename UnitFor<T>::type;
+  constexpr int64_t kDrawn = 4 * Unit::kWidth;  // Philox gives four numbers per lane
+  dispatch_distribution<T>(
+      step.distribution, [&](auto distribution) __attribute__((always_inline)) {
+        using D = decltype(distribution);
+        Acc<T> drawn[kDrawn];
+        for (int64_t row = first; row < last; ++row) {
+          const Place at = Place::of_row(row, step.batch);
+          for (int64_t begin = 0; begin < step.width; begin += kDrawn) {
+            Unit::template draw<D>(uint64_t(*step.seed), step.time(at), at.b, uint32_t(begin / 4),
+                                   uint32_t(step.stream), drawn);
+            const int64_t end = least(step.width, begin + kDrawn);
+            for (int64_t column = begin; column < end; column += Unit::kWidth) {
+              const Unit unit{least(Unit::kWidth, end - column), drawn + (column - begin)};
+              unit.store(step.out + row * step.width + column, unit.load(unit.normals));
+            }
+          }
+        }
+      });
+}
+
 // Sums 16 rows, then 16 of those sums, then the total: rounding errors grow as in a tree.
 template <class A>
 void column_sum(const Matrix<const A>& m, int64_t first, int64_t last, A* sum, bool accumulate) {
@@ -211,6 +237,7 @@ Kernels<T> kernels() {
           &gather<T>,
           &clear<T>,
           &dropout<Acc<T>>,
+          &draw<T>,
           &column_sum<Acc<T>>,
           &NarrowProduct<Acc<T>>::rows,
           &FlatProduct<Acc<T>>::columns,

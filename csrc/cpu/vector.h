@@ -161,18 +161,19 @@ FUSEDRNN_HD V interleave(V a, V b, std::integer_sequence<int, I...>) {
       (I / 4 * 4 + 2 * kHalf + (kPiece == 1 ? I % 4 / 2 : I % 2) + I / kPiece % 2 * kCount)...);
 }
 
-// Writes the standard normals of latent units 4 block .. 4 block + n - 1 of one row; see normal4.
-FUSEDRNN_HD void normals(float* out, int64_t n, uint64_t seed, uint32_t t, uint32_t b,
-                         uint32_t block, uint32_t layer) {
-  // normal4 puts latent unit 4 block[i] + j in lane i of vector j. A transpose within each group of
-  // four lanes puts the units of a block next to each other: the units of group g's i-th lane go to
-  // group g of vector i. With blocks numbered as below, that is the order of the latent units.
+// Writes the numbers of columns 4 block .. 4 block + n - 1 of one row; see draw4.
+template <class Distribution>
+FUSEDRNN_HD void draws(float* out, int64_t n, uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
+                       uint32_t stream) {
+  // draw4 puts column 4 block[i] + j in lane i of vector j. A transpose within each group of four
+  // lanes puts the columns of a block next to each other: the columns of group g's i-th lane go to
+  // group g of vector i. With blocks numbered as below, that is the order of the columns.
   VecU offset;
   for (int i = 0; i < kLanes; ++i) offset[i] = kLanes / 4 * (i % 4) + i / 4;
   constexpr std::make_integer_sequence<int, kLanes> kAll;
   for (; n > 0; n -= 4 * kLanes, out += 4 * kLanes, block += kLanes) {
     VecF unit[4];
-    normal4<VecF>(seed, t, b, block + offset, layer, unit);
+    draw4<Distribution, VecF>(seed, t, b, block + offset, stream, unit);
     const VecF lo01 = interleave<1, 0>(unit[0], unit[1], kAll);
     const VecF hi01 = interleave<1, 1>(unit[0], unit[1], kAll);
     const VecF lo23 = interleave<1, 0>(unit[2], unit[3], kAll);
@@ -181,6 +182,12 @@ FUSEDRNN_HD void normals(float* out, int64_t n, uint64_t seed, uint32_t t, uint3
                          interleave<2, 0>(hi01, hi23, kAll), interleave<2, 1>(hi01, hi23, kAll)};
     for (int i = 0; i < 4 && i * kLanes < n; ++i) store(out + i * kLanes, row[i], n - i * kLanes);
   }
+}
+
+// The same of standard normals, the noise of latent units.
+FUSEDRNN_HD void normals(float* out, int64_t n, uint64_t seed, uint32_t t, uint32_t b,
+                         uint32_t block, uint32_t layer) {
+  draws<Normal>(out, n, seed, t, b, block, layer);
 }
 
 }  // namespace FUSEDRNN_ISA

@@ -230,6 +230,22 @@ struct DropoutBody {
   }
 };
 
+template <class Distribution, class T, bool kAligned>
+struct DrawBody {
+  DrawStep<T> step;
+  FUSEDRNN_HD void operator()(int64_t i) const {
+    with_unit<Acc<T>, kAligned>(i, step.width, *this);
+  }
+  template <class U>
+  FUSEDRNN_HD void operator()(int64_t row, int64_t column, const U& unit) const {
+    const Place at = Place::of_row(row, step.batch);
+    Pack<Acc<T>> drawn;
+    draw4<Distribution>(uint64_t(*step.seed), step.time(at), at.b, uint32_t(column / kLanes),
+                        uint32_t(step.stream), drawn.lane);
+    unit.store(step.out + row * step.width + column, drawn);
+  }
+};
+
 // A matrix of `sums` and a column of it, from the column's number among all matrices.
 struct SummedColumn {
   int matrix;
@@ -310,6 +326,11 @@ bool all_aligned(const ClearStep<T>& s) {
   return all_aligned(s.width, s.x);
 }
 
+template <class T>
+bool all_aligned(const DrawStep<T>& s) {
+  return all_aligned(s.width, s.out);
+}
+
 inline const char* name_of(StageKind kind, bool is_forward) {
   switch (kind) {
     case StageKind::Sample: return is_forward ? "sample_forward" : "sample_backward";
@@ -366,6 +387,17 @@ Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream) {
 }
 
 template <class T>
+Launch draw(const DrawStep<T>& step, int64_t rows, Stream stream) {
+  Launch launched{};
+  dispatch_distribution<T>(step.distribution, [&](auto distribution) {
+    using D = decltype(distribution);
+    launched =
+        launch_units<DrawBody<D, T, true>, DrawBody<D, T, false>>("draw", step, rows, stream);
+  });
+  return launched;
+}
+
+template <class T>
 Launch column_sums(const ColumnSums<T>& sums, Acc<T>* partial, Stream stream) {
   const int64_t slabs = (sums.rows + kSumRows - 1) / kSumRows, columns = sums.all_columns();
   const Launch first = launch("column_sums_partial", PartialSumBody<T>{sums, columns, partial},
@@ -384,24 +416,28 @@ template Launch backward<float>(StageKind, const Backward<float>&, int64_t, Stre
 template Launch gather<float>(const GatherStep<float, float>&, int64_t, Stream);
 template Launch clear<float>(const ClearStep<float>&, int64_t, Stream);
 template Launch dropout<float>(const DropoutStep<float>&, int64_t, Stream);
+template Launch draw<float>(const DrawStep<float>&, int64_t, Stream);
 template Launch column_sums<float>(const ColumnSums<float>&, Acc<float>*, Stream);
 template Launch forward<double>(StageKind, const Forward<double>&, int64_t, Stream);
 template Launch backward<double>(StageKind, const Backward<double>&, int64_t, Stream);
 template Launch gather<double>(const GatherStep<double, double>&, int64_t, Stream);
 template Launch clear<double>(const ClearStep<double>&, int64_t, Stream);
 template Launch dropout<double>(const DropoutStep<double>&, int64_t, Stream);
+template Launch draw<double>(const DrawStep<double>&, int64_t, Stream);
 template Launch column_sums<double>(const ColumnSums<double>&, Acc<double>*, Stream);
 template Launch forward<BFloat16>(StageKind, const Forward<BFloat16>&, int64_t, Stream);
 template Launch backward<BFloat16>(StageKind, const Backward<BFloat16>&, int64_t, Stream);
 template Launch gather<BFloat16>(const GatherStep<BFloat16, BFloat16>&, int64_t, Stream);
 template Launch clear<BFloat16>(const ClearStep<BFloat16>&, int64_t, Stream);
 template Launch dropout<BFloat16>(const DropoutStep<BFloat16>&, int64_t, Stream);
+template Launch draw<BFloat16>(const DrawStep<BFloat16>&, int64_t, Stream);
 template Launch column_sums<BFloat16>(const ColumnSums<BFloat16>&, Acc<BFloat16>*, Stream);
 template Launch forward<Half>(StageKind, const Forward<Half>&, int64_t, Stream);
 template Launch backward<Half>(StageKind, const Backward<Half>&, int64_t, Stream);
 template Launch gather<Half>(const GatherStep<Half, Half>&, int64_t, Stream);
 template Launch clear<Half>(const ClearStep<Half>&, int64_t, Stream);
 template Launch dropout<Half>(const DropoutStep<Half>&, int64_t, Stream);
+template Launch draw<Half>(const DrawStep<Half>&, int64_t, Stream);
 template Launch column_sums<Half>(const ColumnSums<Half>&, Acc<Half>*, Stream);
 
 }  // namespace cuda

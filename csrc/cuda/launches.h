@@ -26,6 +26,9 @@ Launch clear(const ClearStep<T>& step, int64_t rows, Stream stream);
 template <class T>
 Launch dropout(const DropoutStep<T>& step, int64_t rows, Stream stream);
 
+template <class T>
+Launch draw(const DrawStep<T>& step, int64_t rows, Stream stream);
+
 // The number of rows that one thread sums.
 constexpr int64_t kSumRows = 64;
 

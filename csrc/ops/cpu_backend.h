@@ -155,6 +155,11 @@ class CpuBackend : public cpu::Memory<Element> {
              [&](int64_t first, int64_t last) { kernels_.dropout(step, first, last); });
   }
 
+  void draw(const DrawStep<T>& step, int64_t rows) const {
+    parallel(rows, step.width,
+             [&](int64_t first, int64_t last) { kernels_.draw(step, first, last); });
+  }
+
   void column_sums(const ColumnSums<A>& sums) const {
     for (int i = 0; i < sums.count; ++i) {
       const Matrix<const A> m{sums.data[i], sums.rows, sums.columns[i], sums.row_stride[i], 1};

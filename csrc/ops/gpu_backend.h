@@ -118,6 +118,9 @@ class GpuBackend : public cuda::Memory<Element> {
   void dropout(const DropoutStep<T>& step, int64_t rows) {
     check(cuda::dropout<T>(step, rows, device_.stream()), rows, step.width);
   }
+  void draw(const DrawStep<T>& step, int64_t rows) {
+    check(cuda::draw<T>(step, rows, device_.stream()), rows, step.width);
+  }
   void column_sums(const ColumnSums<T>& sums) {
     check(cuda::column_sums<T>(sums, scratch_.partial_sums, device_.stream()), sums.rows,
           sums.all_columns());

@@ -1,5 +1,6 @@
 // The operators: their schemas, and the functions behind them, for every device.
 #pragma once
+#include "draw.h"
 #include "last_states.h"
 
 namespace fusedrnn {
@@ -249,6 +250,11 @@ constexpr const char* kLastStatesBackwardSchema =
     "Tensor part_h, Tensor? part_c=None, bool[] needs, float inner_dropout=0) "
     "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor grad_eps, Tensor grad_weights)";
 #undef FUSEDRNN_CALL_SCHEMA
+// Standard normals (distribution 0), as a layer draws eps, or uniform numbers strictly between 0
+// and 1 (distribution 1).
+constexpr const char* kDrawSchema =
+    "draw(Tensor seed, int first_step, int steps, int batch, int width, int stream, "
+    "int distribution, ScalarType dtype) -> Tensor";
 
 // Every operator: its schema, and its function on a device.
 template <class Library>
@@ -258,6 +264,7 @@ void define_operators(Library& m) {
   m.def(kBackwardSchema);
   m.def(kLastStatesSchema);
   m.def(kLastStatesBackwardSchema);
+  m.def(kDrawSchema);
 }
 template <class Platform, class Library>
 void implement_operators(Library& m) {
@@ -266,6 +273,7 @@ void implement_operators(Library& m) {
   m.impl("backward", TORCH_BOX(&backward_operator<Platform>));
   m.impl("last_states", TORCH_BOX(&last_states_operator<Platform>));
   m.impl("last_states_backward", TORCH_BOX(&last_states_backward_operator<Platform>));
+  m.impl("draw", TORCH_BOX(&draw_operator<Platform>));
 }
 
 }  // namespace fusedrnn

@@ -23,17 +23,22 @@ T* pointer(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
+// name: of the argument that has the dtype or is it.
 template <class F>
-auto dispatch_dtype(const Tensor& input, const F& f) {
-  switch (input.scalar_type()) {
+auto dispatch_dtype(const char* name, ScalarType dtype, const F& f) {
+  switch (dtype) {
     case ScalarType::Float: return f(float{});
     case ScalarType::Double: return f(double{});
     case ScalarType::BFloat16: return f(BFloat16{});
     case ScalarType::Half: return f(Half{});
     default:
-      fail("input must be float32, float64, bfloat16 or float16, got ",
-           torch::headeronly::toString(input.scalar_type()));
+      fail(name, " must be float32, float64, bfloat16 or float16, got ",
+           torch::headeronly::toString(dtype));
   }
+}
+template <class F>
+auto dispatch_dtype(const Tensor& input, const F& f) {
+  return dispatch_dtype("input", input.scalar_type(), f);
 }
 
 // dispatch_dtype(), repeated once if the GPU has refused to launch a kernel: the refusal is

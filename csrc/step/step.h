@@ -98,6 +98,29 @@ struct Noise {
   }
 };
 
+enum class Distribution { Normal, Uniform };
+
+// Calls f with the object that makes numbers of a distribution, for a tensor of T, from words.
+template <class T, class F>
+void dispatch_distribution(Distribution distribution, const F& f) {
+  switch (distribution) {
+    case Distribution::Normal: return f(Normal{});
+    case Distribution::Uniform: return f(Uniform<T>{});
+  }
+}
+
+// Random numbers by themselves: those of Noise, or uniform ones from the same words.
+template <class T>
+struct DrawStep {
+  int64_t width, batch;
+  const int64_t* seed;
+  int64_t stream, first_step;  // as in Noise
+  Distribution distribution;
+  T* out;  // [rows, width]
+
+  FUSEDRNN_HD uint32_t time(Place at) const { return uint32_t(first_step) + at.t; }
+};
+
 // Bits of the Philox counter's last word that keep these draws apart from a layer's noise.
 constexpr uint32_t kDropoutStream = 4u << 29, kZoneoutStream = 2u << 29,
                    kCellStateStream = 3u << 29;

@@ -18,7 +18,7 @@ from fake_cuda import fake_operators
 from speed_sizes import CELLS
 
 import fusedrnn
-from fusedrnn import reference, tuning
+from fusedrnn import _ops, reference, tuning
 
 # Enough chunks for some to be replayed, and a short one; units of two blocks.
 BASE = Case(seq_len=7, batch=3, hidden_size=19, latent_size=17, chunk_size=2)
@@ -106,6 +106,23 @@ def test_values(gpu, case):
     is_persistent = case.dtype in (torch.bfloat16, torch.float16)
     assert (gpu.cooperative > 0) == is_persistent
     assert (gpu.replays > 0) == (not is_persistent and not case.lengths)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
+@pytest.mark.parametrize("width", [10, 12])
+def test_random_numbers_by_themselves(gpu, width, dtype):
+    """One kernel draws them, and reads the seed on the GPU."""
+    gpu.operators.control(own_stream=True)
+    seed = torch.tensor([5])
+    for distribution in (_ops.NORMAL, _ops.UNIFORM):
+        arguments = (seed, 7, 5, 3, width, 2, distribution, dtype)
+        drawn = gpu.operators.draw(*arguments)
+        expected = torch.ops.fusedrnn.draw(*arguments)
+        allowed = 2 * ALLOWED[dtype]
+        torch.testing.assert_close(drawn, expected, rtol=allowed, atol=allowed)
+    assert gpu.operators.counts()[0] == 2  # launches
+    assert gpu.operators.counts()[4] == 0  # waits
+    assert gpu.operators.take_notes() == "" and gpu.operators.last_error() == 0
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
