@@ -15,6 +15,7 @@ from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 from .planner import PassPlan, Plan, PlanMemory, plan
+from .recurrent import Explanation, Recurrent, scan
 from .tuning import set_chunk_replay, set_free_multiprocessors
 
 __version__ = _version("fusedrnn")
@@ -22,11 +23,13 @@ __all__ = [
     "GRU",
     "LSTM",
     "ConversionReport",
+    "Explanation",
     "GRUCell",
     "LSTMCell",
     "PassPlan",
     "Plan",
     "PlanMemory",
+    "Recurrent",
     "StochasticGRU",
     "StochasticGRUCell",
     "convert",
@@ -35,6 +38,7 @@ __all__ = [
     "lstm",
     "plan",
     "reference",
+    "scan",
     "set_chunk_replay",
     "set_free_multiprocessors",
     "stochastic_gru",

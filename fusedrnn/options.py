@@ -140,7 +140,7 @@ class Options(OptionValues):
         check_probability("dropout", self.dropout)
         check_probability("weight_dropout", self.weight_dropout)
         _check_zoneout(self.zoneout, self.facts.has_cell_state)
-        _check_chunks(self.chunk_size, self.workspace_bytes)
+        check_chunks(self.chunk_size, self.workspace_bytes)
         _check_backend(self.backend)
 
     def __hash__(self) -> int:
@@ -297,7 +297,7 @@ def _check_zoneout(value: float | tuple[float, float], has_cell_state: bool) -> 
         check_probability("zoneout", p, ", or a tuple of two" if has_cell_state else "")
 
 
-def _check_chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
+def check_chunks(chunk_size: int | None, workspace_bytes: int | None) -> None:
     for name, value in (("chunk_size", chunk_size), ("workspace_bytes", workspace_bytes)):
         if value is not None:
             if not _is_int(value):

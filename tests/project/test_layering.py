@@ -47,7 +47,7 @@ PYTHON_LAYERS = {
     8: ["call"],
     9: ["functional"],
     10: ["modules", "modules/*"],
-    11: ["conversion", "planner"],
+    11: ["conversion", "planner", "recurrent", "recurrent/*"],
     12: ["__init__"],
 }
 TORCH_OPS_USERS = ["_library", "_ops", "_autocast"]  # the only users of torch.ops

@@ -1,0 +1,147 @@
+"""A sequence as one function of autograd."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._graphs import is_alone
+from .backward import Backward, Gradients, gradients_of
+from .forward import Result, forward, like_rows
+from .runs import Run
+from .trees import Leaves
+from .values import Layout, Values
+
+
+def run_sequence(
+    run: Run, inputs: Leaves, state: Leaves, constants: Leaves, is_parallel: bool
+) -> tuple[Leaves, Leaves]:
+    """All steps, from a state on.
+
+    Args:
+        is_parallel: Whether backward is to be in parallel.
+
+    Returns:
+        Outputs, (seq_len, ...) each, or the last ones alone if the run says so; and the last state.
+    """
+    weights = run.weights.trained()
+    if not is_alone():
+        _warn("torch.func, forward-mode derivatives and tracing")
+        run.draws = True
+        with run.watched():
+            return plain_loop(run, Values(inputs, state, constants, weights, {}), {})
+    for_backward = torch.is_grad_enabled()
+    result = forward(run, inputs, state, constants, for_backward, is_parallel)
+    values = Values(inputs, state, constants, weights, run.closed_over)
+    tensors = values.leaves()
+    if not (for_backward and any(tensor.requires_grad for tensor in tensors)):
+        return result.outputs, result.state
+    made = _Sequence.apply(_Call(run, values.layout(), result), *tensors)
+    return made[: len(result.outputs)], made[len(result.outputs) :]
+
+
+def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Leaves, Leaves]:
+    """The steps under autograd as it is, which keeps the intermediates of all of them."""
+
+    def take_steps() -> tuple[Leaves, Leaves]:
+        state, outputs = values.state, {}
+        for chunk in run.chunks():
+            run.enter(chunk)
+            for time, x in zip(chunk.times, chunk.steps(values.inputs), strict=True):
+                state, outputs[time] = run.take(time, state, x, values.constants)
+        times = [outputs[time] for time in range(run.seq_len)]
+        if run.returns_sequence:
+            return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True)), state
+        if run.last is None:
+            return outputs[run.time(run.seq_len - 1)], state
+        last = times[0]
+        for y, flags in zip(times[1:], run.last[1:], strict=True):
+            both = zip(y, last, strict=True)
+            last = tuple(torch.where(like_rows(flags, new), new, old) for new, old in both)
+        return last, state
+
+    return run.weights.call_with(buffers, take_steps)
+
+
+@dataclass
+class _Call:
+    """What the function gets besides tensors that autograd is to see."""
+
+    run: Run
+    layout: Layout
+    result: Result
+
+
+class _Sequence(torch.autograd.Function):
+    """Marks results that there are already: forward had to run to know what the steps read."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = call.result
+        made = (*result.outputs, *result.state)
+        states = tuple(
+            result.outputs[leaf] if isinstance(leaf, int) else leaf for leaf in result.states
+        )
+        starts = () if states else tuple(leaf for start in result.starts for leaf in start)
+        ctx.run, ctx.layout = call.run, call.layout
+        ctx.counts = (len(tensors), len(states), len(result.outputs))
+        ctx.save_for_backward(*tensors, *states, *starts)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t in made if not t.is_floating_point() and not t.is_complex())
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_tensors, of_states, of_outputs = ctx.counts
+        saved = ctx.saved_tensors
+        tensors, rest = saved[:of_tensors], saved[of_tensors:]
+        needs = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            _warn("Derivatives of gradients")
+            return None, *_with_graph(ctx.run, ctx.layout, tensors, needs, gradients)
+        values = ctx.layout.values([tensor.detach() for tensor in tensors])
+        size = max(len(values.state), 1)
+        found = Backward(
+            ctx.run,
+            values,
+            starts=[rest[i : i + size] for i in range(of_states, len(rest), size)],
+            states=rest[:of_states],
+            needs=needs,
+            output_gradients=list(gradients[:of_outputs]),
+            state_gradients=list(gradients[of_outputs:]),
+        ).gradients()
+        return None, *found
+
+
+def _with_graph(
+    run: Run,
+    layout: Layout,
+    tensors: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> Gradients:
+    """Gradients that have gradients: by the plain loop."""
+    # Aliases, so that hooks of the tensors themselves see only what comes out of here.
+    aliases = [
+        tensor.view_as(tensor) if need else tensor
+        for tensor, need in zip(tensors, needs, strict=True)
+    ]
+    values = layout.values(aliases)
+    with run.again(0, whole=True) as buffers, run.watched(values.closed_over):
+        outputs, state = plain_loop(run, values, values.weights | buffers)
+    needed = [alias if need else alias.detach() for alias, need in zip(aliases, needs, strict=True)]
+    return gradients_of([*outputs, *state], gradients, needed, create_graph=True)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"fusedrnn: {what} take a plain loop over the steps, which keeps the intermediates of all "
+        "of them",
+        stacklevel=4,
+    )

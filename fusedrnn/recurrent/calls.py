@@ -1,0 +1,134 @@
+"""One layer and direction of a call, from its step to its results: mode, chunk and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._graphs import is_alone
+from ..options import check_chunks, check_flag, text_of
+from .autograd import run_sequence
+from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
+from .compiled import CompiledStep, compile_step, warn
+from .probe import obstacle_to_parallel
+from .runs import Run
+from .trees import Leaves
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user says of how sequences run."""
+
+    mode: str
+    chunk_size: int | None
+    workspace_bytes: int | None
+    torch_compile: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
+            names = ", ".join(map(repr, MODES))
+            raise ValueError(f"fusedrnn: mode must be one of {names}, got {text_of(self.mode)}")
+        check_chunks(self.chunk_size, self.workspace_bytes)
+        check_flag("torch_compile", self.torch_compile)
+
+
+@dataclass
+class Known:
+    """What earlier calls with the same kinds of tensors have found out."""
+
+    obstacle: str | None = None
+    """To parallel mode; "" for none; None if nobody has looked."""
+    step_bytes: int | None = None
+
+
+class Memory:
+    """What calls of one cell have found out; copies of a module start without."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Known] = {}
+        self._compiled: dict[Any, CompiledStep | str] = {}
+
+    def __reduce__(self) -> Any:
+        return Memory, ()
+
+    def compiled(
+        self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
+    ) -> CompiledStep | str:
+        """The compiled step of a run, or why there is none."""
+        key = (run.signature, *_kinds(run))
+        found = self._compiled.get(key)
+        if found is None:
+            found = compile_step(run, inputs, state, constants)
+            if isinstance(found, str):
+                warn(found)
+            self._compiled[key] = found
+        return found
+
+    def of(self, run: Run, *tensors: Leaves) -> Known:
+        kinds = tuple((leaf.shape[-3:], leaf.dtype) for leaves in tensors for leaf in leaves)
+        key = (run.signature, kinds, *_kinds(run), run.seq_len > 1)
+        return self._known.setdefault(key, Known())
+
+
+def _kinds(run: Run) -> tuple[Any, ...]:
+    """What may make a step another one besides its signature."""
+    training = tuple(module.training for module in run.weights.modules())
+    return run.device, run.autocast, training
+
+
+def take(
+    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """Outputs and last state.
+
+    Raises:
+        ValueError: The mode is "parallel", but the step is not row-wise.
+        RuntimeError: Even one step does not fit into ``workspace_bytes``.
+    """
+    given = (inputs, state, constants)
+    known = memory.of(run, *given)
+    run.chunk_size, _ = choose_chunk(run, settings, known, *given)
+    is_parallel = False
+    if torch.is_grad_enabled():
+        is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
+    if settings.torch_compile and is_alone():
+        compiled = memory.compiled(run, *given)
+        if not isinstance(compiled, str):
+            run.compiled, run.values = compiled, run.weights.trained()
+            run.user_step.output = compiled.output
+    return run_sequence(run, *given, is_parallel)
+
+
+def choose_chunk(
+    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
+) -> tuple[int, str]:
+    """Steps of a chunk, and why."""
+    if settings.workspace_bytes is not None and known.step_bytes is None:
+        known.step_bytes = measure_step(run, inputs, state, constants).bytes
+    return chunk_steps(
+        run.seq_len, settings.chunk_size, settings.workspace_bytes, known.step_bytes or 0
+    )
+
+
+def choose_mode(
+    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
+) -> tuple[str, str]:
+    """The mode of backward, and why."""
+    if settings.mode == REPLAY:
+        return REPLAY, "mode says so"
+    if settings.mode == AUTO and run.device.type == "cpu":
+        return REPLAY, "on a CPU it takes less time"
+    if known.obstacle is None:
+        known.obstacle = obstacle_to_parallel(run, inputs, state, constants)
+    if settings.mode == PARALLEL:
+        if known.obstacle:
+            raise ValueError(
+                f'fusedrnn: mode="parallel" needs a step that treats each row of the batch by '
+                f"itself, but {known.obstacle}"
+            )
+        return PARALLEL, "mode says so, and the step treats each row of the batch by itself"
+    if known.obstacle:
+        return REPLAY, known.obstacle
+    return PARALLEL, "the step treats each row of the batch by itself"

@@ -1,0 +1,118 @@
+"""Which mode and chunk a call takes, and what it says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .runs import Run, as_leaf
+from .trees import Leaves
+
+AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """How a call would run; print it."""
+
+    mode: str
+    """"parallel": backward takes the vector-Jacobian product of each step to its state, and then
+    all steps of a chunk at once, as rows of a larger batch, for the gradients of the rest.
+    "replay": backward takes the steps of a chunk again under autograd."""
+    reason: str
+    """Why it is that mode."""
+    is_compiled: bool
+    """Whether steps run by torch.compile."""
+    compile_reason: str
+    """Why they do not, though they should."""
+    chunk_steps: int
+    """Steps of a chunk."""
+    chunk_reason: str
+    step_bytes: int
+    """What autograd keeps of one step of one layer and direction, measured."""
+    kept_bytes_per_step: int
+    """What is kept from forward to backward besides arguments, on average over the steps, in all
+    layers and directions; the output itself counts where it is returned."""
+    workspace_bytes: int
+    """Temporary memory of backward, about: what autograd keeps of a chunk."""
+    faster: tuple[str, ...]
+    """What would make it faster."""
+
+    def __str__(self) -> str:
+        compiled = "yes" if self.is_compiled else f"no, {self.compile_reason}"
+        lines = [
+            f"mode {self.mode}: {self.reason}",
+            f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
+            f"torch.compile: {compiled}",
+            f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
+            f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",
+            f"  {'workspace of backward':36} {self.workspace_bytes:>16,} bytes",
+        ]
+        return "\n".join([*lines, *(f"faster: {advice}" for advice in self.faster)])
+
+
+def chunk_steps(
+    seq_len: int, chunk_size: int | None, workspace_bytes: int | None, step_bytes: int
+) -> tuple[int, str]:
+    """Steps of a chunk, and why.
+
+    Raises:
+        RuntimeError: ``workspace_bytes`` is less than one step takes.
+    """
+    if chunk_size is not None:
+        return min(chunk_size, seq_len), "chunk_size says so"
+    if workspace_bytes is None:
+        least = math.isqrt(seq_len - 1) + 1
+        return least, f"the root of {seq_len:,}: as many states are kept as a chunk has steps"
+    if workspace_bytes < step_bytes:
+        raise RuntimeError(
+            f"fusedrnn: workspace_bytes must be at least {step_bytes:,}, which autograd keeps of "
+            f"one step, got {workspace_bytes:,}"
+        )
+    fit = min(seq_len, workspace_bytes // max(step_bytes, 1))
+    return fit, f"so many of {step_bytes:,} bytes fit into workspace_bytes"
+
+
+class Measured(NamedTuple):
+    """What a step takes."""
+
+    bytes: int
+    """What autograd keeps of it; weights and arguments do not count."""
+    own_state_bytes: int
+    """Leaves of its state that are not outputs as well."""
+
+
+def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Measured:
+    """Takes the first step once. Buffers and torch's generators are afterwards as before."""
+    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
+    weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
+    start = tuple(as_leaf(leaf) for leaf in state)
+    x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
+    given = [*weights.values(), *run.weights.buffers(), *start, *x, *constants]
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def take() -> tuple[Leaves, Leaves]:
+        run.enter(run.chunks()[0])
+        with run.watched():
+            return run.take(run.time(0), start, x, constants)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.enable_grad(), hooks:
+        new, y = run.aside(take, weights)
+    for leaf in (*new, *y):
+        keep(leaf)
+    outputs = {id(leaf) for leaf in y}
+    own = sum(leaf.nbytes for leaf in new if id(leaf) not in outputs)
+    return Measured(sum(kept.values()), own)

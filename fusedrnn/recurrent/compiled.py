@@ -1,0 +1,114 @@
+"""Steps by torch.compile."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import is_close
+from .noise import Draw, Noise, Tape
+from .reads import ClosedOver, Watch
+from .runs import FlatStep, Run
+from .trees import Leaves
+
+_numbers = itertools.count()
+
+
+class CompiledStep:
+    """A step, compiled once for any seq_len and batch.
+
+    Weights and random numbers are arguments, so that its graphs hold no tensor.
+    """
+
+    def __init__(self, run: Run, draws: Sequence[Draw]) -> None:
+        step, weights = run.step, run.weights
+
+        def take(
+            values: dict[str, Tensor],
+            numbers: list[Tensor],
+            state: Leaves,
+            x: Leaves,
+            constants: Leaves,
+        ) -> tuple[Leaves, Leaves]:
+            with Watch(Tape(numbers)):
+                made: tuple[Leaves, Leaves] = weights.call_with(
+                    values, lambda: step(state, x, constants)
+                )
+            return made
+
+        # The compiler counts how often it has compiled a code object, which all cells would share.
+        take.__code__ = take.__code__.replace(co_name=f"take_{next(_numbers)}")
+        _let_modes_see_draws()
+        self._take = torch.compile(take, dynamic=True, fullgraph=True)
+        self._draws = draws
+        self.output = run.user_step.output
+        """The structure of the step's output."""
+
+    def bound_to(self, noise: Noise, values: dict[str, Tensor]) -> FlatStep:
+        """The step, with numbers of this noise and these values of the weights, by name."""
+
+        def step(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+            numbers = [noise.draw(draw) for draw in self._draws]
+            made: tuple[Leaves, Leaves] = self._take(values, numbers, state, x, constants)
+            return made
+
+        return step
+
+
+@torch.no_grad()
+def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> CompiledStep | str:
+    """The step by torch.compile, or why not; it must give what the step gives without.
+
+    Buffers and torch's generators are afterwards as before.
+    """
+    run = run.for_trial(1)
+    given = (state, tuple(leaf.detach()[run.time(0)] for leaf in inputs), constants)
+    weights = [*run.weights.parameters(), *run.weights.buffers()]
+    found = ClosedOver([*weights, *(leaf for leaves in given for leaf in leaves)])
+
+    def take() -> tuple[Any, str]:
+        before = run.weights.buffer_versions(), run.random_states()
+        run.enter(run.chunks()[0])
+        with run.watched(closed_over=found):
+            results = run.take(run.time(0), *given)
+        if run.weights.buffer_versions() != before[0]:
+            return results, "it changes a buffer"
+        if not all(torch.equal(a, b) for a, b in zip(before[1], run.random_states(), strict=True)):
+            return results, "it draws random numbers in a way that no graph can"
+        return results, ""
+
+    expected, obstacle = run.aside(take)
+    if found.with_gradient:
+        obstacle = "it reads tensors of its own that need a gradient"
+    if obstacle:
+        return obstacle
+    compiled = CompiledStep(run, run.noise.draws)
+    step = compiled.bound_to(run.noise, run.weights.trained())
+    try:
+        with run.watched():
+            run.noise.step(run.time(0))
+            got = step(*given)
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        return f"torch.compile raises {type(error).__name__}: {first_line}"
+    pairs = zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True)
+    if not all(bool(is_close(a, b)) for a, b in pairs):
+        return "compiled, it gives other numbers"
+    return compiled
+
+
+def warn(reason: str) -> None:
+    warnings.warn(f"fusedrnn: the step runs without torch.compile, because {reason}", stacklevel=2)
+
+
+def _let_modes_see_draws() -> None:
+    """The compiler asks modes about all functions but some; see torch.overrides."""
+    from torch._dynamo.variables import torch as functions  # late: it takes most of a second
+
+    known: set[Any] = getattr(functions, "get_overridable_functions", set)()
+    known.update({torch.randn_like, torch.rand_like, torch.normal})

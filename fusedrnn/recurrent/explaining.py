@@ -1,0 +1,98 @@
+"""What a call would do, found out by a few steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import modules
+from .autograd import run_sequence
+from .calls import choose_chunk, choose_mode
+from .choices import PARALLEL, Explanation, measure_step
+from .layers import LayersCall, OneCell, joined
+from .trees import Leaves
+
+_STEPS = 3
+
+_BETTER = {
+    nn.RNNCell: "torch.nn.RNN",
+    nn.GRUCell: "fusedrnn.GRU",
+    nn.LSTMCell: "fusedrnn.LSTM",
+    modules.GRUCell: "fusedrnn.GRU",
+    modules.LSTMCell: "fusedrnn.LSTM",
+    modules.StochasticGRUCell: "fusedrnn.StochasticGRU",
+}
+
+
+def explanation(call: LayersCall) -> Explanation:
+    """Of all cells of a call: sums, or the largest number where one cell runs at a time."""
+    sequence = call.sequence
+    leaves, structure, names = sequence.leaves, sequence.structure, sequence.names
+    parts: list[Explanation] = []
+    for layer in range(len(call.cells) // call.directions):
+        outputs = []
+        for i in range(layer * call.directions, (layer + 1) * call.directions):
+            one = call.cell(i, leaves, structure, names)
+            parts.append(_of_cell(call, one, call.cells[i]))
+            outputs.append(_first_outputs(one))
+        leaves, structure = joined(outputs), one.step.output_structure()
+        names = structure.names(f"output of layer {layer}")
+    first = parts[0]
+
+    def different(name: str) -> str:
+        return "; ".join(dict.fromkeys(getattr(part, name) for part in parts))
+
+    return Explanation(
+        mode=different("mode"),
+        reason=different("reason"),
+        is_compiled=any(part.is_compiled for part in parts),
+        compile_reason=different("compile_reason"),
+        chunk_steps=min(part.chunk_steps for part in parts),
+        chunk_reason=first.chunk_reason,
+        step_bytes=max(part.step_bytes for part in parts),
+        kept_bytes_per_step=sum(part.kept_bytes_per_step for part in parts),
+        workspace_bytes=max(part.workspace_bytes for part in parts),
+        faster=tuple(dict.fromkeys(advice for part in parts for advice in part.faster)),
+    )
+
+
+def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
+    run, settings = one.run, call.settings
+    known = one.memory.of(run, *one.given)
+    steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
+    mode, reason = choose_mode(run, settings, known, *one.given)
+    measured = measure_step(run, *one.given)
+    state_bytes = sum(leaf.nbytes for leaf in one.state)
+    kept = measured.own_state_bytes if mode == PARALLEL else -(-state_bytes // steps)
+    faster = []
+    if type(cell) in _BETTER:
+        name = f"{type(cell).__module__.split('.')[0]}.{type(cell).__name__}"
+        faster.append(
+            f"use {_BETTER[type(cell)]}: this cell is {name.replace('torch.', 'torch.nn.')}"
+        )
+    elif not settings.torch_compile:
+        faster.append("torch_compile=True compiles the step")
+    compiled = one.memory.compiled(run, *one.given) if settings.torch_compile else "not asked to"
+    return Explanation(
+        mode=mode,
+        reason=reason,
+        is_compiled=not isinstance(compiled, str),
+        compile_reason=compiled if isinstance(compiled, str) else "",
+        chunk_steps=steps,
+        chunk_reason=chunk_reason,
+        step_bytes=measured.bytes,
+        kept_bytes_per_step=kept,
+        workspace_bytes=measured.bytes * steps,
+        faster=tuple(faster),
+    )
+
+
+@torch.no_grad()
+def _first_outputs(one: OneCell) -> Leaves:
+    """Outputs of the first steps repeated: only their kinds matter."""
+    steps = min(_STEPS, one.run.seq_len)
+    run = one.run.for_trial(steps)
+    inputs = tuple(leaf[:steps] for leaf in one.inputs)
+    outputs, _ = run.aside(lambda: run_sequence(run, inputs, one.state, one.constants, False))
+    more = -(-one.run.seq_len // steps)
+    return tuple(torch.cat([leaf] * more)[: one.run.seq_len] for leaf in outputs)

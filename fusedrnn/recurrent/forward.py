@@ -1,0 +1,164 @@
+"""Forward of a sequence without a graph: a loop that keeps the state before each chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reads import ClosedOver
+from .runs import Chunk, Run
+from .trees import Leaves
+
+
+class Result(NamedTuple):
+    outputs: Leaves
+    """(seq_len, ...) each; without the first dimension if only the last ones are wanted."""
+    state: Leaves
+    starts: list[Leaves]
+    """The state before each chunk, and after the last one."""
+    states: Sequence[Tensor | int]
+    """For the parallel mode, each leaf of the state after the step at each time, or the number of
+    the output that it is; empty for replay."""
+
+
+@torch.no_grad()
+def forward(
+    run: Run,
+    inputs: Leaves,
+    state: Leaves,
+    constants: Leaves,
+    for_backward: bool,
+    keeps_states: bool,
+) -> Result:
+    """Takes all steps, and notes in ``run`` what they read, draw and change.
+
+    Args:
+        for_backward: Whether backward may follow.
+        keeps_states: Whether to keep the state after every step, for the parallel mode.
+
+    Raises:
+        RuntimeError: Backward may follow, but could not take the steps again.
+    """
+    inputs, state, constants = (
+        tuple(leaf.detach() for leaf in leaves) for leaves in (inputs, state, constants)
+    )
+    versions = run.weights.buffer_versions()
+    buffers = run.weights.copies(versions if for_backward else ())
+    weights = [*run.weights.parameters(), *run.weights.buffers()]
+    outputs, states = _Outputs(run), _States(run, keeps_states)
+    starts = []
+    for chunk in run.chunks():
+        if for_backward:
+            starts.append(state)
+            run.befores.append(run.before())
+        run.enter(chunk)
+        steps = list(zip(chunk.times, chunk.steps(inputs), strict=True))
+        for looks, part in _parts(chunk, run.seq_len):
+            found = (
+                ClosedOver([*weights, *inputs, *state, *constants])
+                if looks and run.compiled is None
+                else None
+            )
+            with run.watched(closed_over=found):
+                for time, x in steps[part]:
+                    if found is not None:
+                        found.add_known((state, x))
+                    state, y = run.take(time, state, x, constants)
+                    outputs.add(time, y)
+                    states.add(time, state, y, outputs.leaves)
+            if found is not None:
+                run.closed_over |= found.with_gradient
+                run.other_tensors += found.others.values()
+            if looks and chunk.start + part.start == 0:  # the first step
+                run.draws = bool(run.noise.draws)
+                after = run.weights.buffer_versions()
+                run.changed_buffers = [n for n in after if after[n] != versions.get(n)]
+                changed_buffers = {n: buffers[n] for n in run.changed_buffers if for_backward}
+                buffers.clear()
+                if for_backward:
+                    run.befores[0].buffers = changed_buffers
+                versions = {n: v for n, v in after.items() if n not in run.changed_buffers}
+    if for_backward:
+        starts.append(state)
+        run.befores.append(run.before())
+    after = run.weights.buffer_versions()
+    late = [name for name, version in versions.items() if after.get(name) != version]
+    if late and for_backward:
+        raise RuntimeError(
+            f"fusedrnn: the step changes the buffer {late[0].removeprefix('used.0.')} after the "
+            "first step, but not in it, so backward cannot take the steps again as they were"
+        )
+    return Result(
+        tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts, states.leaves
+    )
+
+
+def _parts(chunk: Chunk, seq_len: int) -> Iterator[tuple[bool, slice]]:
+    """The first and the last step of a sequence, at which to look closely, and the others."""
+    first, last = 0, chunk.stop - chunk.start
+    if chunk.start == 0:
+        yield True, slice(0, 1)
+        first = 1
+    is_end = chunk.stop == seq_len and last > first
+    yield False, slice(first, last - is_end)
+    if is_end:
+        yield True, slice(last - 1, last)
+
+
+class _Outputs:
+    """Outputs of all steps in one tensor for each leaf, or of the last ones."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.leaves: list[Tensor] = []
+
+    def add(self, time: int, y: Leaves) -> None:
+        run = self._run
+        if run.returns_sequence:
+            if not self.leaves:
+                self.leaves = [leaf.new_empty((run.seq_len, *leaf.shape)) for leaf in y]
+            for sequence, leaf in zip(self.leaves, y, strict=True):
+                sequence[time] = leaf
+        elif run.last is None:
+            if time == run.time(run.seq_len - 1):
+                self.leaves = [leaf.clone() for leaf in y]
+        elif not self.leaves:
+            self.leaves = [leaf.clone() for leaf in y]
+        else:
+            is_last = run.last[time]
+            self.leaves = [
+                torch.where(like_rows(is_last, leaf), leaf, old)
+                for leaf, old in zip(y, self.leaves, strict=True)
+            ]
+
+
+class _States:
+    """Each leaf of the state after all steps, unless an output has the same values."""
+
+    def __init__(self, run: Run, keeps: bool) -> None:
+        self._run, self._keeps = run, keeps
+        self.leaves: list[Tensor | int] = []
+
+    def add(self, time: int, state: Leaves, y: Leaves, outputs: Sequence[Tensor]) -> None:
+        if not self._keeps:
+            return
+        if not self.leaves:
+            places = {id(leaf): i for i, leaf in enumerate(y) if self._run.returns_sequence}
+            self.leaves = [places.get(id(leaf), -1) for leaf in state]
+            for i, leaf in enumerate(state):
+                if self.leaves[i] == -1:
+                    self.leaves[i] = leaf.new_empty((self._run.seq_len, *leaf.shape))
+        for i, (kept, leaf) in enumerate(zip(self.leaves, state, strict=True)):
+            if isinstance(kept, int):
+                if y[kept] is leaf:
+                    continue
+                kept = self.leaves[i] = outputs[kept].clone()  # so far they were the same
+            kept[time] = leaf
+
+
+def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:
+    """Flags of rows, (batch,), in a shape that goes with a leaf of (batch, ...)."""
+    return flags.reshape(-1, *(1,) * (leaf.dim() - 1))

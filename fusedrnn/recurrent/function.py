@@ -1,0 +1,144 @@
+"""The functional form: any step over a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..options import check_flag, kind_of
+from .calls import Memory, Settings, take
+from .noise import Noise, Seed
+from .reads import Weights
+from .runs import Names, Run
+from .steps import Step
+from .trees import flatten
+
+
+def scan(
+    step: Callable[..., tuple[Any, Any]],
+    state: Any,
+    inputs: Any,
+    params: Any = None,
+    *,
+    reverse: bool = False,
+    mode: str = "auto",
+    chunk_size: int | None = None,
+    workspace_bytes: int | None = None,
+    torch_compile: bool = False,
+    return_sequence: bool = True,
+    generator: torch.Generator | None = None,
+) -> tuple[Any, Any]:
+    """Carries a state through a sequence by a step of your own, in the memory of a few steps.
+
+    Forward runs without a graph and keeps the state now and then; backward takes the steps again,
+    chunk by chunk. Gradients are those of the plain loop. The interface is that of jax.lax.scan.
+
+    Args:
+        step: ``step(state, x)`` that returns ``(state, y)``, or ``step(state, x, params)`` if
+            ``params`` is given: a function, a method or a torch.nn.Module. It must return new
+            tensors, a state like the one that it gets, and outputs of one shape at all steps. It
+            may draw random numbers and read tensors that it closes over, which get gradients, too;
+            those that reach no function of torch itself, but only a torch.autograd.Function, must
+            be in ``params``.
+        state: Before the first step: a tensor, or tuples, lists and dicts of tensors.
+        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each.
+        params: Tensors, nested likewise, that every step gets.
+        reverse: Whether to go from the last step to the first. Outputs stay in their places.
+        mode, chunk_size, workspace_bytes, torch_compile, return_sequence: As those of
+            :class:`Recurrent`.
+        generator: As in the call of a Recurrent.
+
+    Returns:
+        state: After the last step.
+
+        ys: The outputs, stacked to (seq_len, ...) each; with ``return_sequence=False`` the output
+        of the last step.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: An argument is wrong, or the step breaks a rule above;
+            the message names the tensor and the step. What the step itself raises is passed on.
+
+    Example::
+
+        >>> def step(h, x):
+        ...     h = torch.tanh(x + h @ weight)
+        ...     return h, h.sum(-1)
+        >>> weight = torch.randn(8, 8, requires_grad=True)
+        >>> h, sums = fusedrnn.scan(step, torch.zeros(4, 8), torch.randn(100, 4, 8))
+        >>> sums.shape
+        torch.Size([100, 4])
+    """
+    if not callable(step):
+        raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
+    settings = Settings(mode, chunk_size, workspace_bytes, torch_compile)
+    check_flag("reverse", reverse)
+    check_flag("return_sequence", return_sequence)
+    state_leaves, state_structure = flatten(state, "state")
+    leaves, structure = flatten(inputs, "inputs")
+    constants, constants_structure = flatten(params, "params")
+    if not state_leaves or not leaves:
+        empty = "inputs" if state_leaves else "state"
+        raise ValueError(f"fusedrnn: {empty} must have at least one tensor, got none")
+    names = Names(state_structure.names("state"), structure.names("inputs"))
+    seq_len = _seq_len(leaves, names)
+    has_params = params is not None
+
+    def call(old: Any, x: Any, given: Any) -> tuple[Any, Any]:
+        result = step(old, x, given) if has_params else step(old, x)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise ValueError(
+                f"fusedrnn: the step must return (state, y), got {kind_of(result)}"
+                + (f" of length {len(result)}" if isinstance(result, tuple | list) else "")
+            )
+        return result[0], result[1]
+
+    rows = state_leaves[0].shape[0] if state_leaves[0].dim() else 1
+    flat = Step(call, state_structure, structure, constants_structure, has_rows=False)
+    run = Run(
+        flat,
+        flat,
+        (str(state_structure), str(structure), str(constants_structure), reverse),
+        Weights(_modules_of(step)),
+        Noise(Seed(generator), 0),
+        names,
+        seq_len=seq_len,
+        rows=rows,
+        device=state_leaves[0].device,
+        backwards=reverse,
+        returns_sequence=return_sequence,
+    )
+    outputs, last = take(run, settings, _memory_of(step), leaves, state_leaves, constants)
+    return state_structure.tree(last), flat.output_structure().tree(outputs)
+
+
+def _seq_len(leaves: tuple[torch.Tensor, ...], names: Names) -> int:
+    for name, leaf in zip(names.input, leaves, strict=True):
+        if not leaf.dim() or leaf.shape[0] != leaves[0].shape[:1].numel() or not leaf.shape[0]:
+            raise ValueError(
+                f"fusedrnn: {name} must have the steps as its first dimension, as many as "
+                f"{names.input[0]}, at least one; got shape {tuple(leaf.shape)}"
+            )
+    return leaves[0].shape[0]
+
+
+def _modules_of(step: Callable[..., Any]) -> list[nn.Module]:
+    """The module that a step is, or is a method of."""
+    owner = step if isinstance(step, nn.Module) else getattr(step, "__self__", None)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _memory_of(step: Callable[..., Any]) -> Memory:
+    """What earlier calls with this step have found out; kept by the function or the module."""
+    owner = getattr(step, "__self__", step)
+    name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
+    try:
+        found = vars(owner).setdefault(name, Memory())
+    except TypeError:  # a type that has no attributes
+        return Memory()
+    return found
+
+
+scan._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,0 +1,241 @@
+"""All layers and directions of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..modules.base import RNNCellBase
+from ..options import kind_of
+from .calls import Memory, Settings, take
+from .noise import Noise, Seed
+from .reads import Weights
+from .runs import Names, Run
+from .sequences import Sequences
+from .steps import Resets, Step, call_of_cell, with_masks
+from .trees import Leaves, Structure, flatten
+
+
+class OneCell(NamedTuple):
+    """One layer and direction of a call."""
+
+    run: Run
+    memory: Memory
+    inputs: Leaves
+    state: Leaves
+    constants: Leaves
+    structure: Structure
+    """Of the state."""
+    step: Step
+
+    @property
+    def given(self) -> tuple[Leaves, Leaves, Leaves]:
+        return self.inputs, self.state, self.constants
+
+
+@dataclass
+class LayersCall:
+    """One call of a Recurrent."""
+
+    cells: Sequence[nn.Module]
+    is_list: bool
+    """Whether states are tuples with one for each cell."""
+    directions: int
+    returns_sequence: bool
+    settings: Settings
+    memories: Sequence[Memory]
+    sequence: Sequences
+    state: Any
+    reset: Tensor | None
+    """(seq_len, batch)."""
+    reset_to: Any
+    seed: Seed
+
+    def __post_init__(self) -> None:
+        for name, value in (("state", self.state), ("reset_to", self.reset_to)):
+            is_wrong = not isinstance(value, tuple | list) or len(value) != len(self.cells)
+            if self.is_list and value is not None and is_wrong:
+                got = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+                raise ValueError(
+                    f"fusedrnn: {name} must be a tuple of the states of {len(self.cells)} cells, "
+                    f"got {kind_of(value)}{got}"
+                )
+
+    def results(self) -> tuple[Any, Any]:
+        """Output and state, in the user's form."""
+        sequence = self.sequence
+        leaves, structure, names = sequence.leaves, sequence.structure, sequence.names
+        states: list[Any] = []
+        layers = len(self.cells) // self.directions
+        for layer in range(layers):
+            outputs: list[Leaves] = []
+            for i in range(layer * self.directions, (layer + 1) * self.directions):
+                one = self.cell(i, leaves, structure, names)
+                output, state = take(one.run, self.settings, one.memory, *one.given)
+                outputs.append(output)
+                states.append(one.structure.tree(sequence.result_state(state)))
+            leaves, structure = joined(outputs), one.step.output_structure()
+            names = structure.names(f"output of layer {layer}")
+        output_leaves = sequence.output(leaves, self.returns_sequence)
+        return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
+
+    def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
+        """Cell number i, whose input has these leaves."""
+        cell, sequence = self.cells[i], self.sequence
+        place = f"[{i}]" if self.is_list else ""
+        state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
+        active, inputs = sequence.active(), list(leaves)
+        step = Step(call_of_cell(cell, state_structure), state_structure, structure, has_rows=True)
+        resets, values = self._resets(i, state, state_structure, f"reset_to{place}")
+        constants = values if resets is not None and not resets.is_sequence else ()
+        names = list(names)
+        if active is not None:
+            inputs.append(active)
+            names.append("lengths")
+        if resets is not None:
+            assert self.reset is not None
+            inputs += [self.reset, *(values if resets.is_sequence else ())]
+            names += ["reset"] + ["reset_to"] * (len(inputs) - len(names) - 1)
+        flat = (
+            step
+            if active is None and resets is None
+            else with_masks(step, len(leaves), active is not None, resets)
+        )
+        backwards = self.directions == 2 and i % 2 == 1
+        is_last_layer = i >= len(self.cells) - self.directions
+        run = Run(
+            flat,
+            step,
+            (str(state_structure), str(structure), active is not None, str(resets)),
+            Weights([cell]),
+            Noise(self.seed, i),
+            Names(state_names, names),
+            seq_len=sequence.seq_len,
+            rows=sequence.batch,
+            device=leaves[0].device,
+            backwards=backwards,
+            returns_sequence=self.returns_sequence or not is_last_layer,
+            last=sequence.last(backwards),
+        )
+        return OneCell(
+            run, self.memories[i], tuple(inputs), state, constants, state_structure, step
+        )
+
+    def _state(self, i: int, input: Tensor, name: str) -> tuple[Leaves, Structure, list[str]]:
+        """The state before the first step of a cell: leaves, structure and names."""
+        given = self.state[i] if self.is_list and self.state is not None else self.state
+        rows = self.sequence.batch
+        if given is None:
+            given, is_users = initial_state(self.cells[i], input, rows), False
+        else:
+            is_users = True
+        leaves, structure = flatten(given, name)
+        names = structure.names(name)
+        if is_users:
+            leaves = self.sequence.state(leaves)
+        if not leaves:
+            raise ValueError(f"fusedrnn: {name} must have at least one tensor, got none")
+        for leaf_name, leaf in zip(names, leaves, strict=True):
+            if not leaf.dim() or leaf.shape[0] != rows:
+                raise RuntimeError(
+                    f"fusedrnn: {leaf_name} must have the {rows} rows of the batch as its first "
+                    f"dimension, got shape {tuple(leaf.shape)}"
+                )
+            if leaf.device != input.device:
+                raise RuntimeError(
+                    f"fusedrnn: {leaf_name} must be on {input.device} as input is, "
+                    f"got {leaf.device}"
+                )
+        return leaves, structure, names
+
+    def _resets(
+        self, i: int, state: Leaves, structure: Structure, name: str
+    ) -> tuple[Resets | None, Leaves]:
+        """What becomes of a state at resets, and the tensors that it takes values from."""
+        value = self.reset_to[i] if self.is_list and self.reset_to is not None else self.reset_to
+        if self.reset is None:
+            return None, ()
+        if value is None:
+            return Resets(range(len(state)), has_values=False, is_sequence=False), ()
+        places: Sequence[int] = range(len(state))
+        if isinstance(value, dict):
+            places, structure = _places_of_keys(value, structure, name)
+        leaves, given = flatten(value, name)
+        if given != structure:
+            raise ValueError(f"fusedrnn: {name} must be like the state, {structure}, got {given}")
+        sequence, kinds, made = self.sequence, set(), []
+        for leaf_name, leaf, place in zip(structure.names(name), leaves, places, strict=True):
+            old = state[place]
+            is_sequence = leaf.dim() == old.dim() + sequence.is_batched
+            leaf = sequence.states(leaf) if is_sequence else sequence.state((leaf,))[0]
+            steps = (sequence.seq_len,) if is_sequence else ()
+            allowed = [(*steps, *old.shape), (1, *old.shape[1:])][: 1 if is_sequence else 2]
+            if tuple(leaf.shape) not in allowed:
+                raise RuntimeError(
+                    f"fusedrnn: {leaf_name} must be a state, {tuple(old.shape)} or one row of it, "
+                    f"or a sequence of states, {(sequence.seq_len, *old.shape)}, here with steps "
+                    f"first; got {tuple(leaf.shape)}"
+                )
+            for what, wanted, got in (
+                ("be", old.dtype, leaf.dtype),
+                ("be on", old.device, leaf.device),
+            ):
+                if wanted != got:
+                    raise RuntimeError(
+                        f"fusedrnn: {leaf_name} must {what} {wanted} as the state is, got {got}"
+                    )
+            kinds.add(is_sequence)
+            made.append(leaf)
+        if len(kinds) > 1:
+            raise ValueError(
+                f"fusedrnn: all tensors of {name} must be states, or all sequences of states"
+            )
+        return Resets(places, has_values=True, is_sequence=kinds.pop()), tuple(made)
+
+
+def _places_of_keys(
+    value: dict[Any, Any], structure: Structure, name: str
+) -> tuple[Sequence[int], Structure]:
+    """Which leaves of a dict of states these keys have, and the structure of that part."""
+    whole = structure.tree(range(sum(structure.has_tensor)))
+    unknown = [key for key in value if not isinstance(whole, dict) or key not in whole]
+    if unknown:
+        raise ValueError(
+            f"fusedrnn: {name} must have keys of the state, {structure}, got {unknown[0]!r}"
+        )
+    part = {key: whole[key] for key in value}
+    leaves, spec = pytree.tree_flatten(part)
+    return [leaf for leaf in leaves if leaf is not None], Structure(
+        spec, tuple(leaf is not None for leaf in leaves)
+    )
+
+
+def initial_state(cell: nn.Module, input: Tensor, rows: int) -> Any:
+    """Zeros for cells of torch and of this package, else what the cell says.
+
+    Raises:
+        ValueError: It says nothing.
+    """
+    own = getattr(cell, "initial_state", None)
+    if callable(own):
+        return own(rows)
+    if isinstance(cell, nn.RNNCellBase | RNNCellBase):
+        zeros = input.new_zeros((rows, cell.hidden_size))
+        has_two = isinstance(cell, nn.LSTMCell) or getattr(cell, "_cell", "") == "lstm"
+        return (zeros, torch.zeros_like(zeros)) if has_two else zeros
+    raise ValueError(
+        f"fusedrnn: state must be given for {type(cell).__name__}, unless it has a method "
+        "initial_state(batch) that returns one"
+    )
+
+
+def joined(directions: Sequence[Leaves]) -> Leaves:
+    """Outputs of both directions, in the last dimension."""
+    if len(directions) == 1:
+        return directions[0]
+    return tuple(torch.cat(leaves, -1) for leaves in zip(*directions, strict=True))

@@ -1,0 +1,209 @@
+"""Any cell as a recurrent layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..options import check_flag, kind_of
+from .calls import Memory, Settings
+from .choices import Explanation
+from .explaining import explanation
+from .layers import LayersCall
+from .noise import Seed
+from .sequences import Sequences
+
+
+class Recurrent(nn.Module):
+    """Runs a cell of your own over a sequence, and trains it in the memory of a few steps.
+
+    A Python loop over a cell keeps for backward what autograd saves of every step. This module
+    keeps the state now and then; backward takes the steps again, chunk by chunk. Gradients are
+    those of the loop. ``Recurrent(torch.nn.LSTMCell(12, 32))`` computes what torch.nn.LSTM does.
+
+    Args:
+        cell: A torch.nn.Module with ``cell(input, state)`` that returns the state, as the cells of
+            torch.nn, or ``(output, state)``. The output of a cell that returns its state alone is
+            the state's first leaf. Input, state and output are tensors with the batch as their
+            first dimension, or tuples, lists and dicts of such. For several layers and directions a
+            list of cells, in the order of torch.nn's weights: layers first, and in each layer the
+            forward and the reverse cell. Each layer's output is the next one's input.
+        bidirectional: Whether each layer has two cells, the second of which takes the steps from
+            the last to the first. Their outputs are concatenated in the last dimension.
+        batch_first: Whether inputs and outputs are (batch, seq_len, ...); states are not affected.
+        mode: How backward works. "replay" takes the steps of a chunk again under autograd, and
+            suits any step. "parallel" takes the vector-Jacobian product of each step to its state,
+            and then all steps of a chunk at once, as rows of a larger batch, for the gradients of
+            weights and inputs; the cell must treat each row by itself. "auto" takes what is
+            faster; :meth:`explain` says why.
+        chunk_size: Steps of a chunk. None for the root of their number, or what fits into
+            ``workspace_bytes``.
+        workspace_bytes: Limit on what autograd may keep of a chunk, in bytes; what it keeps of a
+            step is measured once. Excludes ``chunk_size``.
+        torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile,
+            once for sequences and batches of any size. Takes a minute or so.
+        return_sequence: False to return the last output alone.
+
+    The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
+
+    A cell may draw random numbers: torch.randn and its kin, torch.distributions and dropout. These
+    then come from one seed, as a function of step, row and draw, and are never kept; other random
+    functions work in replay. A cell must not change its input or state in place, and must give the
+    same result when it is called again; buffers that it changes, such as those of batch norm, are
+    looked after. Gradients of gradients, torch.func and forward-mode derivatives take a plain loop,
+    with a warning.
+
+    Attributes:
+        cell: The cell, or a torch.nn.ModuleList of them.
+
+    Raises:
+        TypeError: ``cell`` is no module and no list of modules, or another argument has a wrong
+            type.
+        ValueError: An argument has a wrong value, or ``bidirectional`` has no pair of cells per
+            layer.
+
+    Example::
+
+        >>> rnn = fusedrnn.Recurrent(torch.nn.GRUCell(12, 32))
+        >>> output, h = rnn(torch.randn(50, 4, 12))
+        >>> output.shape, h.shape
+        (torch.Size([50, 4, 32]), torch.Size([4, 32]))
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module | Sequence[nn.Module],
+        bidirectional: bool = False,
+        batch_first: bool = False,
+        *,
+        mode: str = "auto",
+        chunk_size: int | None = None,
+        workspace_bytes: int | None = None,
+        torch_compile: bool = False,
+        return_sequence: bool = True,
+    ) -> None:
+        super().__init__()
+        is_list = isinstance(cell, list | tuple | nn.ModuleList)
+        cells: list[Any] = list(cell) if is_list else [cell]  # type: ignore[arg-type]
+        for one in cells:
+            if not isinstance(one, nn.Module):
+                raise TypeError(
+                    f"fusedrnn: cell must be a torch.nn.Module or a list of them, "
+                    f"got {kind_of(one)}; a function goes to fusedrnn.scan"
+                )
+        self.bidirectional = check_flag("bidirectional", bidirectional)
+        self.batch_first = check_flag("batch_first", batch_first)
+        self.return_sequence = check_flag("return_sequence", return_sequence)
+        if not cells or (bidirectional and len(cells) % 2):
+            wanted = "two cells per layer" if bidirectional else "at least one cell"
+            raise ValueError(f"fusedrnn: cell must have {wanted}, got {len(cells)}")
+        self.mode, self.torch_compile = mode, torch_compile
+        self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
+        self._settings()
+        self.cell = nn.ModuleList(cells) if is_list else cell
+        self._memories = [Memory() for _ in cells]
+
+    def _settings(self) -> Settings:
+        return Settings(self.mode, self.chunk_size, self.workspace_bytes, self.torch_compile)
+
+    @property
+    def _cells(self) -> list[nn.Module]:
+        return list(self.cell) if isinstance(self.cell, nn.ModuleList) else [self.cell]  # type: ignore[list-item]
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults."""
+        defaults = {
+            "bidirectional": False,
+            "batch_first": False,
+            "mode": "auto",
+            "chunk_size": None,
+            "workspace_bytes": None,
+            "torch_compile": False,
+            "return_sequence": True,
+        }
+        values = {name: getattr(self, name) for name in defaults}
+        return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
+
+    def forward(
+        self,
+        input: Any,
+        state: Any = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        reset: Tensor | None = None,
+        reset_to: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Any, Any]:
+        """Runs the cell over a sequence.
+
+        Args:
+            input: What the cell takes at a step, with the steps as a further first dimension:
+                (seq_len, batch, ...) each, or (batch, seq_len, ...) if ``batch_first``; without a
+                batch one tensor (seq_len, features) of floating point; or PackedSequences.
+            state: The cell's state before the first step, (batch, ...) each; for several cells a
+                tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
+                else what its method ``initial_state(batch)`` returns.
+            lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints.
+                Outputs behind a sequence's end are zero, its state is that after its last step, and
+                what ``input`` holds there is not looked at.
+            reset: Where the state is set to zero, or to ``reset_to``, before a step: bool of
+                (seq_len, batch), or as ``batch_first`` has it.
+            reset_to: What a row's state becomes there: a state with the rows of the batch or with
+                one, which gets a gradient; or a sequence of states, (seq_len, batch, ...) each or
+                as ``batch_first`` has it. Of a state that is a dict it may have some keys: then
+                only those leaves are set. None for zeros.
+            generator: Where the seed of random numbers comes from; torch's own if None.
+
+        Returns:
+            output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if
+            that is one. With ``return_sequence=False`` the output of each sequence's last step.
+
+            state: After the last step, as ``state``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
+                the message names the tensor and the step. What a cell itself raises is passed on.
+        """
+        return self._call(input, state, lengths, reset, reset_to, generator).results()
+
+    def explain(self, input: Any, state: Any = None, lengths: Any = None) -> Explanation:
+        """How a call would run, without running it; print the result.
+
+        A step or two of each cell run once, to measure what autograd keeps of them.
+        """
+        return explanation(self._call(input, state, lengths, None, None, None))
+
+    def _call(
+        self,
+        input: Any,
+        state: Any,
+        lengths: Any,
+        reset: Any,
+        reset_to: Any,
+        generator: torch.Generator | None,
+    ) -> LayersCall:
+        sequence = Sequences.of(input, self.batch_first, lengths)
+        if reset is None and reset_to is not None:
+            raise ValueError("fusedrnn: reset_to must be given together with reset")
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(
+                f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
+            )
+        return LayersCall(
+            cells=self._cells,
+            is_list=isinstance(self.cell, nn.ModuleList),
+            directions=2 if self.bidirectional else 1,
+            returns_sequence=self.return_sequence,
+            settings=self._settings(),
+            memories=self._memories,
+            sequence=sequence,
+            state=state,
+            reset=None if reset is None else sequence.flags(reset),
+            reset_to=reset_to,
+            seed=Seed(generator),
+        )
+
+
+Recurrent.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

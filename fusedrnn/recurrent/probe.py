@@ -1,0 +1,74 @@
+"""Tries whether a step treats the rows of a batch one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .backward import is_close
+from .reads import ClosedOver
+from .runs import Run
+from .trees import Leaves
+
+_STEPS = 3
+
+
+@torch.no_grad()
+def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
+    """Why steps cannot be taken at once, as rows of a larger batch; "" if nothing was found.
+
+    Takes the first steps one by one and then at once. Buffers and torch's generators are afterwards
+    as before.
+    """
+    named = [*zip(run.names.state, state, strict=True)]
+    named += [(name, x[0]) for name, x in zip(run.names.input, inputs, strict=True) if x.dim()]
+    for name, leaf in named:
+        if not leaf.dim() or leaf.shape[0] != run.rows:
+            return f"{name} has no row for each row of the batch"
+    steps = min(_STEPS, run.seq_len)
+    if steps == 1 or run.rows == 0:
+        return "there is nothing to take at once"
+    run = dataclasses.replace(run.for_trial(steps), backwards=False, compiled=None)
+    inputs = tuple(leaf.detach()[:steps] for leaf in inputs)
+    try:
+        return run.aside(lambda: _difference(run, inputs, state, constants))
+    except Exception as error:
+        return f"steps taken at once raise {type(error).__name__}: {error}"
+
+
+def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
+    """Between steps taken one by one and taken at once."""
+    state = tuple(leaf.detach() for leaf in state)
+    constants = tuple(leaf.detach() for leaf in constants)
+    weights = [*run.weights.parameters(), *run.weights.buffers()]
+    found = ClosedOver([*weights, *inputs, *state, *constants])
+    versions, random_states = run.weights.buffer_versions(), run.random_states()
+    chunk = run.chunks()[0]
+    run.enter(chunk)
+    states, outputs = [state], []
+    with run.watched(closed_over=found):
+        for time, x in zip(chunk.times, chunk.steps(inputs), strict=True):
+            found.add_known((state, x))
+            state, y = run.take(time, state, x, constants)
+            states.append(state)
+            outputs.append(y)
+    if run.weights.buffer_versions() != versions:
+        return "the step changes a buffer"
+    now = run.random_states()
+    drawn_from_torch = not all(torch.equal(a, b) for a, b in zip(random_states, now, strict=True))
+    if drawn_from_torch or not run.noise.draws_by_rows:
+        return "the step draws random numbers that are not for one row each"
+    for leaf in [*found.with_gradient.values(), *found.others.values()]:
+        if run.rows in leaf.shape:  # an index into it could be out of range
+            return "the step reads a tensor of its own that may have rows of the batch"
+    run.noise.all_steps()
+    with run.watched(closed_over=found):
+        before = tuple(torch.cat(leaves) for leaves in zip(*states[:-1], strict=True))
+        state, y = run.step(before, tuple(leaf.flatten(0, 1) for leaf in inputs), constants)
+    names = [*run.names.state, *(f"output leaf {i}" for i in range(len(y)))]
+    one_by_one = [*zip(*states[1:], strict=True), *zip(*outputs, strict=True)]
+    for name, new, old in zip(names, [*state, *y], one_by_one, strict=True):
+        if new.shape[:1] != (run.rows * run.seq_len,) or not is_close(new, torch.cat(old)):
+            return f"{name} of steps taken at once differs, so their rows are not independent"
+    return ""

@@ -1,0 +1,286 @@
+"""One layer and direction of one call: its step, taken over all steps in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .noise import Noise
+from .reads import ClosedOver, Watch, Weights
+from .trees import Leaves
+
+if TYPE_CHECKING:
+    from .compiled import CompiledStep
+    from .steps import Step
+
+T = TypeVar("T")
+
+FlatStep = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
+"""State, input and constants of a step to its new state and its output. Constants are what all
+steps of a sequence get."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What errors call the leaves."""
+
+    state: Sequence[str]
+    input: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some steps in a row, counted in the order in which they are taken."""
+
+    start: int
+    stop: int
+    times: range
+    """The place in the sequence of each step."""
+
+    @property
+    def part(self) -> slice:
+        """Of the sequence, in which time always rises."""
+        return slice(min(self.times), max(self.times) + 1)
+
+    def steps(self, sequences: Leaves) -> list[Leaves]:
+        """The leaves of each step, in the order of the steps."""
+        parts = [sequence[self.part].unbind(0) for sequence in sequences]
+        first = self.part.start
+        return [tuple(part[time - first] for part in parts) for time in self.times]
+
+
+@dataclass
+class Before:
+    """What was so before a chunk besides the state, and must be so again when it is replayed."""
+
+    buffers: dict[str, Tensor]
+    random: tuple[Tensor, ...]
+    """States of torch's generators."""
+
+
+@dataclass
+class Run:
+    """The steps of one layer and direction, and what forward finds out that backward needs."""
+
+    step: FlatStep
+    user_step: Step
+    """What ``step`` has inside."""
+    signature: Any
+    """All that makes the step another one besides its tensors."""
+    weights: Weights
+    noise: Noise
+    names: Names
+    seq_len: int
+    rows: int
+    """Of the batch: the first dimension of the first leaf of the state."""
+    device: torch.device
+    chunk_size: int = 1
+    backwards: bool = False
+    """Whether the steps are taken from the last to the first."""
+    returns_sequence: bool = True
+    last: Tensor | None = None
+    """Without the sequence: where a row takes its last step, (seq_len, batch); None: all at once
+    take the last of all."""
+
+    closed_over: dict[int, Tensor] = field(default_factory=dict)
+    """Tensors with gradient that the step reads besides weights and what it gets, by id."""
+    other_tensors: list[Tensor] = field(default_factory=list)
+    """Tensors without gradient that it reads so."""
+    changed_buffers: list[str] = field(default_factory=list)
+    befores: list[Before] = field(default_factory=list)
+    draws: bool = False
+    """Whether the step draws from ``noise``."""
+    compiled: CompiledStep | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Of the weights, by name, for the compiled step."""
+    autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+
+    def __post_init__(self) -> None:
+        kind = self.device.type
+        self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    # Steps and chunks
+
+    def time(self, i: int) -> int:
+        """The place in the sequence of the step that is taken after i others."""
+        return self.seq_len - 1 - i if self.backwards else i
+
+    def chunks(self) -> list[Chunk]:
+        found = []
+        for start in range(0, self.seq_len, self.chunk_size):
+            stop = min(start + self.chunk_size, self.seq_len)
+            way = -1 if self.backwards else 1
+            times = range(self.time(start), self.time(stop - 1) + way, way)
+            found.append(Chunk(start, stop, times))
+        return found
+
+    def enter(self, chunk: Chunk) -> None:
+        self.noise.chunk(chunk.part.start, len(chunk.times), self.rows)
+
+    def take(self, time: int, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        """One step, whose errors name it."""
+        self.noise.step(time)
+        versions = _versions((*state, *x))
+        try:
+            new, y = self.bare_step(state, x, constants)
+        except Exception as error:
+            add_note(error, f"fusedrnn: in the step at time {time}")
+            raise
+        now = _versions((*state, *x))
+        if now != versions:
+            place = [a == b for a, b in zip(now, versions, strict=True)].index(False)
+            raise RuntimeError(
+                f"fusedrnn: the step changes {[*self.names.state, *self.names.input][place]} in "
+                f"place, at time {time}; it must make new tensors, for backward takes it again"
+            )
+        return new, y
+
+    def bare_step(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        """One step, or all steps of a chunk at once, after the noise was told so."""
+        step = (
+            self.step if self.compiled is None else self.compiled.bound_to(self.noise, self.values)
+        )
+        return step(state, x, constants)
+
+    def call_with(self, values: dict[str, Tensor], function: Callable[[], T]) -> T:
+        """``function()``, whose steps have these values of weights and buffers."""
+        if self.compiled is None:
+            return self.weights.call_with(values, function)
+        old, self.values = self.values, values
+        try:
+            return function()
+        finally:
+            self.values = old
+
+    # What surrounds a step
+
+    @contextmanager
+    def watched(
+        self, replacements: dict[int, Tensor] | None = None, closed_over: ClosedOver | None = None
+    ) -> Iterator[None]:
+        """Within: steps draw their noise here, and read ``replacements``."""
+        with ExitStack() as stack:
+            is_on, dtype = self.autocast
+            if is_on or torch.is_autocast_enabled(self.device.type):
+                stack.enter_context(
+                    torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=True)
+                )
+            if closed_over is not None:
+                stack.enter_context(Watch(self.noise, replacements, closed_over))
+            elif self.compiled is None and (self.draws or replacements):
+                noise = self.noise if self.draws else None
+                stack.enter_context(Watch(noise, replacements))
+            yield
+
+    def before(self) -> Before:
+        return Before(self.weights.copies(self.changed_buffers), self.random_states())
+
+    @contextmanager
+    def again(self, index: int, whole: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Within, torch's generators are as before this chunk; gives the buffers of that time.
+
+        Args:
+            whole: Whether all chunks after it follow within.
+        """
+        before = self.befores[index]
+        after = self.befores[-1 if whole else index + 1].random
+        copies = {name: buffer.clone() for name, buffer in before.buffers.items()}
+        if all(torch.equal(a, b) for a, b in zip(before.random, after, strict=True)):
+            yield copies
+            return
+        now = self.random_states()
+        self.set_random_states(before.random)
+        try:
+            yield copies
+        finally:
+            self.set_random_states(now)
+
+    def for_trial(self, steps: int) -> Run:
+        """The same step for the first steps, with noise of its own."""
+        return dataclasses.replace(
+            self,
+            noise=Noise.for_trial(),
+            seq_len=steps,
+            chunk_size=steps,
+            returns_sequence=True,
+            last=None,
+            closed_over={},
+            other_tensors=[],
+            changed_buffers=[],
+            befores=[],
+        )
+
+    def aside(self, function: Callable[[], T], weights: dict[str, Tensor] | None = None) -> T:
+        """``function()``, after which buffers and torch's generators are as before."""
+        random_states = self.random_states()
+        try:
+            buffers = self.weights.copies(self.weights.buffer_versions())
+            return self.call_with((weights or {}) | buffers, function)
+        finally:
+            self.set_random_states(random_states)
+
+    def random_states(self) -> tuple[Tensor, ...]:
+        if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return ()
+            return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+        return (torch.get_rng_state(),)
+
+    def set_random_states(self, states: tuple[Tensor, ...]) -> None:
+        if states:
+            torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self.device)
+
+
+def add_note(error: Exception, note: str) -> None:
+    """A line below the error's message, for which Python 3.10 has no place of its own."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)
+
+
+def _versions(leaves: Leaves) -> list[int]:
+    """What rises when a tensor is written."""
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
+
+
+def differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:
+    """The same values for another graph."""
+    return tensor.detach().requires_grad_(needs_gradient and differentiable(tensor))
+
+
+def check_nothing_missed(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """A step may read tensors with gradient by other ways than functions of torch.
+
+    Raises:
+        RuntimeError: The graph of ``results`` has other leaves than these.
+    """
+    known = {id(leaf) for leaf in leaves}
+    open_nodes: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
+    seen = set(open_nodes)
+    while open_nodes:
+        for node, _ in open_nodes.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            open_nodes.append(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known:
+                raise RuntimeError(
+                    "fusedrnn: backward of the step reaches a tensor of shape "
+                    f"{tuple(variable.shape)} that is neither among its arguments nor a parameter "
+                    "of its module and that forward has not seen; pass it in the input, the state "
+                    "or params="
+                )

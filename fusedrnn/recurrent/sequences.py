@@ -1,0 +1,176 @@
+"""The forms in which users give sequences: padded, packed, batch first, without a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils import _pytree as pytree
+
+from .. import checks
+from ..options import kind_of
+from .trees import Leaves, Structure, flatten
+
+
+class Sequences(NamedTuple):
+    """The input of a call in one form, and what must be done to give results in the user's."""
+
+    leaves: Leaves
+    """(seq_len, batch, ...) each."""
+    structure: Structure
+    names: list[str]
+    lengths: Tensor | None
+    """int64 on the CPU."""
+    batch_first: bool
+    is_batched: bool
+    packed: PackedSequence | None
+
+    @property
+    def seq_len(self) -> int:
+        return self.leaves[0].shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.leaves[0].shape[1]
+
+    @classmethod
+    def of(cls, input: Any, batch_first: bool, lengths: Tensor | Sequence[int] | None) -> Sequences:
+        """The input of a call.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: It is no sequence, or the lengths do not fit it.
+        """
+        packed = None
+        if any(map(_is_packed, pytree.tree_leaves(input, is_leaf=_is_packed))):
+            if lengths is not None:
+                raise ValueError(
+                    "fusedrnn: lengths must not be given for a PackedSequence, which has them"
+                )
+            input, lengths, packed = _padded(input)
+        leaves, structure = flatten(input, "input")
+        names = structure.names("input")
+        if not leaves:
+            raise ValueError("fusedrnn: input must have at least one tensor, got none")
+        is_batched = not (
+            len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].is_floating_point()
+        )
+        batch_first = batch_first and is_batched and packed is None
+        first = leaves[0].shape[:2] if is_batched else (leaves[0].shape[0], 1)
+        for name, leaf in zip(names, leaves, strict=True):
+            if leaf.dim() < 2:
+                raise ValueError(
+                    f"fusedrnn: {name} must have steps and batch as its first two dimensions, "
+                    f"got shape {tuple(leaf.shape)}"
+                )
+            if is_batched and leaf.shape[:2] != first:
+                raise RuntimeError(
+                    f"fusedrnn: {name} must have the first dimensions of {names[0]}, "
+                    f"{tuple(first)}, got shape {tuple(leaf.shape)}"
+                )
+            if leaf.device != leaves[0].device:
+                raise RuntimeError(
+                    f"fusedrnn: {name} must be on {leaves[0].device} as {names[0]} is, "
+                    f"got {leaf.device}"
+                )
+        if not is_batched:
+            leaves = (leaves[0].unsqueeze(1),)
+        if batch_first:
+            leaves = tuple(leaf.transpose(0, 1) for leaf in leaves)
+        seq_len, batch = leaves[0].shape[:2]
+        checks.rows(seq_len, batch, first)
+        if lengths is not None:
+            if not is_batched:
+                raise ValueError(
+                    "fusedrnn: lengths are for a batch of sequences, got input without batch"
+                )
+            lengths = checks.lengths(lengths, seq_len, batch)
+        return cls(leaves, structure, names, lengths, batch_first, is_batched, packed)
+
+    def active(self) -> Tensor | None:
+        """Which rows take which steps, (seq_len, batch)."""
+        if self.lengths is None:
+            return None
+        device = self.leaves[0].device
+        return torch.arange(self.seq_len, device=device)[:, None] < self.lengths.to(device)
+
+    def last(self, backwards: bool) -> Tensor | None:
+        """Where each row takes its last step, (seq_len, batch); None if all end together."""
+        if self.lengths is None or backwards:  # in reverse, all end at the sequence's start
+            return None
+        device = self.leaves[0].device
+        return torch.arange(self.seq_len, device=device)[:, None] == self.lengths.to(device) - 1
+
+    def flags(self, reset: Tensor) -> Tensor:
+        """Resets, (seq_len, batch).
+
+        Raises:
+            TypeError, ValueError, RuntimeError: They do not fit the input.
+        """
+        steps = (self.seq_len, self.batch) if self.is_batched else (self.seq_len,)
+        checks.reset(reset, steps[::-1] if self.batch_first else steps, self.leaves[0])
+        if not self.is_batched:
+            return reset.unsqueeze(1)
+        return reset.t() if self.batch_first else reset
+
+    def state(self, leaves: Leaves) -> Leaves:
+        """A user's state, with a batch."""
+        return leaves if self.is_batched else tuple(leaf.unsqueeze(0) for leaf in leaves)
+
+    def result_state(self, leaves: Leaves) -> Leaves:
+        return leaves if self.is_batched else tuple(leaf.squeeze(0) for leaf in leaves)
+
+    def states(self, leaf: Tensor) -> Tensor:
+        """A leaf of a user's sequence of states, (seq_len, batch, ...)."""
+        if not self.is_batched:
+            return leaf.unsqueeze(1)
+        return leaf.transpose(0, 1) if self.batch_first else leaf
+
+    def output(self, leaves: Leaves, has_steps: bool) -> tuple[Any, ...]:
+        """Outputs in the form of the user's input."""
+        if not self.is_batched:
+            return tuple(leaf.squeeze(1 if has_steps else 0) for leaf in leaves)
+        if not has_steps:
+            return leaves
+        if self.packed is not None:
+            return tuple(self._pack(leaf) for leaf in leaves)
+        return tuple(leaf.transpose(0, 1) for leaf in leaves) if self.batch_first else leaves
+
+    def _pack(self, output: Tensor) -> PackedSequence:
+        packed, lengths = self.packed, self.lengths
+        assert packed is not None and lengths is not None
+        if packed.sorted_indices is None:
+            return pack_padded_sequence(output, lengths)
+        sorted_output = output.index_select(1, packed.sorted_indices)
+        sorted_lengths = lengths[packed.sorted_indices.cpu()]
+        data, sizes, _, _ = pack_padded_sequence(sorted_output, sorted_lengths)
+        return PackedSequence(data, sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence)
+
+
+def _padded(input: Any) -> tuple[Any, Tensor, PackedSequence]:
+    """An input of PackedSequences as padded tensors, their lengths, and one of them."""
+    leaves, spec = pytree.tree_flatten(input, is_leaf=_is_packed)
+    first = next(leaf for leaf in leaves if _is_packed(leaf))
+    padded, lengths = [], None
+    for leaf in leaves:
+        if not _is_packed(leaf):
+            raise TypeError(
+                "fusedrnn: either all tensors of an input must be PackedSequences or none, "
+                f"got {kind_of(leaf)} besides one"
+            )
+        tensor, own = pad_packed_sequence(leaf)
+        if lengths is not None and not torch.equal(own, lengths):
+            raise ValueError(
+                "fusedrnn: all PackedSequences of an input must have the same lengths, got "
+                f"{lengths.tolist()} and {own.tolist()}"
+            )
+        lengths = own
+        padded.append(tensor)
+    assert lengths is not None
+    return pytree.tree_unflatten(padded, spec), lengths, first

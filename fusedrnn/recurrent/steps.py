@@ -1,0 +1,178 @@
+"""A user's step as one from leaves to leaves, with lengths and resets around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from .forward import like_rows
+from .runs import FlatStep
+from .trees import NOTHING, Leaves, Structure, flatten
+
+Call = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""State, input and constants to the new state and the output, as trees."""
+
+
+class Step:
+    """A step from leaves to leaves that checks what the user's step returns."""
+
+    def __init__(
+        self,
+        call: Call,
+        state: Structure,
+        input: Structure,
+        constants: Structure = NOTHING,
+        *,
+        has_rows: bool,
+    ) -> None:
+        """``has_rows``: whether outputs must have the rows that the state has."""
+        self._call, self._has_rows = call, has_rows
+        self._state, self._input, self._constants = state, input, constants
+        self.output: Structure | None = None
+        """Known after the first step."""
+        self._kinds: list[tuple[Any, ...]] = []
+        self._rows = 0
+
+    def __call__(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        given = () if self._constants is NOTHING else constants
+        new, y = self._call(
+            self._state.tree(state), self._input.tree(x), self._constants.tree(given)
+        )
+        new_leaves, structure = flatten(new, "the step's new state")
+        if structure is not self._state and structure != self._state:
+            raise ValueError(
+                f"fusedrnn: the step must return a state like the one that it gets, "
+                f"{self._state}, got {structure}"
+            )
+        for i, (leaf, old) in enumerate(zip(new_leaves, state, strict=True)):
+            if leaf.shape != old.shape or leaf.dtype != old.dtype or leaf.device != old.device:
+                new_leaves = self._cast_or_refuse(new_leaves, i, old)
+        return new_leaves, self._output_leaves(y, state)
+
+    def output_structure(self) -> Structure:
+        """Of the outputs of steps that have run."""
+        assert self.output is not None
+        return self.output
+
+    def _cast_or_refuse(self, new: Leaves, i: int, old: Tensor) -> Leaves:
+        leaf, device = new[i], old.device.type
+        is_same = leaf.shape == old.shape and leaf.device == old.device
+        if is_same and torch.is_autocast_enabled(device) and leaf.is_floating_point():
+            return (*new[:i], leaf.to(old.dtype), *new[i + 1 :])
+        raise ValueError(
+            f"fusedrnn: the step must return {self._state.names('state')[i]} as it gets it, "
+            f"{_kind(old)}, got {_kind(leaf)}"
+        )
+
+    def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
+        leaves, structure = flatten(y, "the step's output")
+        if is_compiling():  # a trial without the compiler has checked them
+            return leaves
+        rows = state[0].shape[0] if state[0].dim() else 1
+        if self._has_rows:
+            for i, leaf in enumerate(leaves):
+                if not leaf.dim() or leaf.shape[0] != rows:
+                    raise ValueError(
+                        f"fusedrnn: {structure.names('output')[i]} must have the {rows} rows of "
+                        f"the batch as its first dimension, got shape {tuple(leaf.shape)}"
+                    )
+        kinds = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves]
+        if self.output is None:
+            self.output, self._kinds, self._rows = structure, kinds, rows
+        elif structure != self.output:
+            raise ValueError(
+                f"fusedrnn: the step must return outputs of one structure, first {self.output}, "
+                f"got {structure}"
+            )
+        elif rows == self._rows and kinds != self._kinds:
+            i = [a == b for a, b in zip(kinds, self._kinds, strict=True)].index(False)
+            raise ValueError(
+                f"fusedrnn: the step must return the same {structure.names('output')[i]} each "
+                f"time in shape, dtype and device, first {self._kinds[i]}, got {kinds[i]}"
+            )
+        return leaves
+
+
+def _kind(leaf: Tensor) -> str:
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)} on {leaf.device}"
+
+
+def call_of_cell(cell: nn.Module, state: Structure) -> Call:
+    """Calls a cell that returns its state, or an output and its state."""
+
+    def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
+        result = cell(x, old)
+        leaves, structure = flatten(result, "the cell's result")
+        if structure == state:
+            return result, leaves[0]
+        if isinstance(result, tuple | list) and len(result) == 2:
+            output, new = result
+            return new, output
+        raise ValueError(
+            f"fusedrnn: the cell must return its state, like {state}, or (output, state), "
+            f"got {structure}"
+        )
+
+    return call
+
+
+class Resets(NamedTuple):
+    """What a state becomes before steps at which a row starts anew."""
+
+    leaves: Sequence[int]
+    """Which leaves of the state are set."""
+    has_values: bool
+    """False if they are set to zero."""
+    is_sequence: bool
+    """Whether each step has values of its own, among its inputs; else they are constants."""
+
+
+def with_masks(step: FlatStep, inputs: int, has_lengths: bool, resets: Resets | None) -> FlatStep:
+    """A step with rows that end, and rows that start anew.
+
+    Its input has after the ``inputs`` leaves of the step: which rows take the step, (batch,), if
+    ``has_lengths``; with resets which rows start anew, (batch,), and the states that those take.
+    """
+
+    def masked(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        rest = iter(x[inputs:])
+        own, old = x[:inputs], state
+        active = next(rest) if has_lengths else None
+        if active is not None:  # behind the end anything may stand
+            own = tuple(leaf.masked_fill(~like_rows(active, leaf), 0) for leaf in own)
+        if resets is not None:
+            state = _reset(state, resets, next(rest), tuple(rest), constants)
+        new, y = step(state, own, constants)
+        if active is not None:
+            new = tuple(
+                torch.where(like_rows(active, a), a, b) for a, b in zip(new, old, strict=True)
+            )
+            y = tuple(leaf.masked_fill(~like_rows(active, leaf), 0) for leaf in y)
+        return new, y
+
+    return masked
+
+
+def _reset(
+    state: Leaves, resets: Resets, flags: Tensor, sequence: Leaves, constants: Leaves
+) -> Leaves:
+    made = list(state)
+    values = sequence if resets.is_sequence else constants
+    for number, i in enumerate(resets.leaves):
+        here = like_rows(flags, made[i])
+        if resets.has_values:
+            made[i] = torch.where(here, _for_rows(values[number], made[i].shape[0]), made[i])
+        else:
+            made[i] = made[i].masked_fill(here, 0)
+    return tuple(made)
+
+
+def _for_rows(value: Tensor, rows: int) -> Tensor:
+    """A state of one row, or of each row of the batch, for a batch with the rows of some steps."""
+    if value.shape[0] == rows:
+        return value
+    return value.repeat(rows // value.shape[0], *(1,) * (value.dim() - 1))

@@ -1,0 +1,64 @@
+"""Nested containers of tensors: the inputs, states and outputs of steps that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..options import kind_of
+
+Leaves = tuple[Tensor, ...]
+
+
+class Structure(NamedTuple):
+    """What is left of a tree when its tensors are taken out. A None in a tree stays a None."""
+
+    spec: pytree.TreeSpec
+    has_tensor: tuple[bool, ...]
+    """For each leaf: True for a tensor, False for None."""
+
+    def __str__(self) -> str:
+        leaves = ["tensor" if t else "None" for t in self.has_tensor]
+        return str(pytree.tree_unflatten(leaves, self.spec)).replace("'tensor'", "tensor")
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves in the places of its tensors."""
+        if self is TENSOR:
+            return leaves[0]
+        rest = iter(leaves)
+        return pytree.tree_unflatten(
+            [next(rest) if t else None for t in self.has_tensor], self.spec
+        )
+
+    def names(self, name: str) -> list[str]:
+        """How a user would write each leaf of a tree of this name."""
+        tree = pytree.tree_unflatten(list(self.has_tensor), self.spec)
+        paths = pytree.tree_flatten_with_path(tree)[0]
+        return [name + pytree.keystr(path) for path, is_tensor in paths if is_tensor]
+
+
+TENSOR = Structure(pytree.tree_flatten(0)[1], (True,))
+NOTHING = Structure(pytree.tree_flatten(())[1], ())
+
+
+def flatten(tree: Any, name: str) -> tuple[Leaves, Structure]:
+    """The tensors of a tree, and its structure. ``name``: what errors call the tree.
+
+    Raises:
+        TypeError: A leaf is neither a tensor nor None.
+    """
+    if isinstance(tree, Tensor):
+        return (tree,), TENSOR
+    leaves, spec = pytree.tree_flatten(tree)
+    has_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+    if not all(has_tensor):
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if not isinstance(leaf, Tensor | None):
+                raise TypeError(
+                    f"fusedrnn: {name}{pytree.keystr(path)} must be a tensor, got {kind_of(leaf)}; "
+                    "tensors may be in tuples, lists, dicts and named tuples"
+                )
+    return tuple(leaf for leaf in leaves if leaf is not None), Structure(spec, has_tensor)

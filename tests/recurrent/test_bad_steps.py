@@ -1,0 +1,247 @@
+"""What wrong cells and wrong calls get: an error that names the tensor and the step."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import Mixed, generator
+from torch import Tensor, nn
+
+import fusedrnn
+
+T, B, H = 6, 3, 4
+X = torch.randn(T, B, H)
+START = torch.zeros(B, H)
+
+
+class Cell(nn.Module):
+    """Any function as a cell, with a weight."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.eye(H))
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        return self.function(x, state, self.weight)
+
+
+def changes_state(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    return h.add_(x @ w)
+
+
+def changes_input(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
+    return x.add_(h @ w)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (changes_state, RuntimeError, "changes state in place, at time 0"),
+        (changes_input, RuntimeError, "changes input in place, at time 0"),
+        (lambda x, h, w: [h @ w], ValueError, r"must return its state, like tensor, or"),
+        (lambda x, h, w: (h, h, h), ValueError, r"got \(tensor, tensor, tensor\)"),
+        (lambda x, h, w: (x @ w)[:, :2], ValueError, r"return state as it gets it.*\(3, 2\)"),
+        (lambda x, h, w: (x @ w).double(), ValueError, "state as it gets it.*torch.float64"),
+        (lambda x, h, w: (x @ w).to("meta"), ValueError, "state as it gets it.*on meta"),
+        (lambda x, h, w: (h.sum(), x @ w), ValueError, r"output must have the 3 rows.*\(\)"),
+        (lambda x, h, w: ({"a": h[:1]}, x @ w), ValueError, r"output\['a'\] must have the 3"),
+        (lambda x, h, w: ((h, 2), x @ w), TypeError, r"result\[0\]\[1\] must be a tensor, got int"),
+        (lambda x, h, w: None, ValueError, "must return its state"),
+    ],
+)
+def test_results(function: Any, error: type[Exception], message: str) -> None:
+    x, start = X.clone(), START.clone()
+    with pytest.raises(error, match=message) as raised:
+        fusedrnn.Recurrent(Cell(function))(x, start)
+    assert "time 0" in notes_of(raised.value)
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def test_an_error_of_a_later_step() -> None:
+    """Its own error, with the step added."""
+
+    class Odd(Exception):
+        pass
+
+    def fails(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
+        if x[0, 0] > 5:
+            raise Odd("a word")
+        return x @ w
+
+    x = X.clone()
+    x[4, 0, 0] = 6
+    with pytest.raises(Odd, match="a word") as raised:
+        fusedrnn.Recurrent(Cell(fails))(x, START)
+    if sys.version_info >= (3, 11):
+        assert raised.value.__notes__ == ["fusedrnn: in the step at time 4"]
+    else:
+        assert "at time 4" in str(raised.value)
+
+
+def test_outputs_that_change() -> None:
+    def changes(x: Tensor, h: Tensor, w: Tensor) -> Any:
+        return (h[:, :2] if x[0, 0] > 5 else h), x @ w
+
+    x = X.clone()
+    x[3, 0, 0] = 6
+    with pytest.raises(ValueError, match=r"same output each.*got \(\(3, 2\)"):
+        fusedrnn.Recurrent(Cell(changes))(x, START)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, h, w: x @ w + h.mean(0), "differs, so their rows"),
+        (lambda x, h, w: (x.mean(0) + x, x @ w + h), "output leaf 0.*differs"),
+        (lambda x, h, w: x @ w + torch.arange(B)[:, None], "raise RuntimeError"),
+        (lambda x, h, w: x @ w + torch.rand(H), "random numbers that are not for one row"),
+        (lambda x, h, w: x @ w + torch.randint(5, (B, 1)), "random numbers that are not"),
+    ],
+)
+def test_rows_that_depend_on_each_other(function: Any, message: str) -> None:
+    """An error if the user wants parallel; replay is right."""
+    with pytest.raises(ValueError, match=message):
+        fusedrnn.Recurrent(Cell(function), mode="parallel")(X, START)
+    state = torch.get_rng_state()
+    fusedrnn.Recurrent(Cell(function), mode="replay")(X, START)[0].sum().backward()
+    assert state is not None
+
+
+def test_a_tensor_of_the_batch_is_an_obstacle() -> None:
+    """A larger batch could take an index of it out of range."""
+    memory = torch.randn(B, H, requires_grad=True)
+    cell = Cell(lambda x, h, w: x @ w + memory[torch.arange(x.shape[0])])
+    with pytest.raises(ValueError, match="a tensor of its own that may have rows"):
+        fusedrnn.Recurrent(cell, mode="parallel")(X, START)
+    fusedrnn.Recurrent(cell)(X, START)[0].sum().backward()
+    torch.testing.assert_close(memory.grad, torch.full((B, H), float(T)))
+
+
+def test_a_step_that_does_not_repeat() -> None:
+    counts = [0.0]
+
+    def counts_calls(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
+        counts[0] += 1
+        return x @ w + counts[0]
+
+    output, _ = fusedrnn.Recurrent(Cell(counts_calls), mode="replay")(X, START)
+    with pytest.raises(RuntimeError, match=r"taken again for backward.*another state"):
+        output.sum().backward()
+
+
+def test_a_closed_over_tensor_that_was_exchanged() -> None:
+    """The gradient of the tensor that forward read, or an error; never that of another one."""
+    held = [torch.randn(H, requires_grad=True)]
+    cell = Cell(lambda x, h, w: torch.tanh(x @ w + held[0]))
+    output, _ = fusedrnn.Recurrent(cell)(X, START)
+    held[0] = torch.randn(H, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fusedrnn: "):
+        output.sum().backward()
+
+
+def test_weights_that_changed_before_backward() -> None:
+    cell = nn.GRUCell(H, H)
+    output, _ = fusedrnn.Recurrent(cell)(X)
+    with torch.no_grad():
+        cell.weight_hh.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_generator_inside_of_a_step() -> None:
+    own = generator()
+    for function in (
+        lambda x, h, w: x @ w + torch.randn(x.shape, generator=own),
+        lambda x, h, w: x @ w + torch.randint(5, x.shape, generator=own),
+    ):
+        with pytest.raises(ValueError, match="must not draw from a generator of its own"):
+            fusedrnn.Recurrent(Cell(function))(X, START)
+
+
+GRU = fusedrnn.Recurrent(nn.GRUCell(H, H))
+BOTH = fusedrnn.Recurrent([nn.GRUCell(H, H), nn.GRUCell(H, H)], bidirectional=True)
+OTHER = fusedrnn.Recurrent(Cell(lambda x, h, w: x @ w))
+MIXED = fusedrnn.Recurrent(Mixed())
+FLAGS = torch.zeros(T, B, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: OTHER(X), ValueError, r"state must be given for Cell, unless.*initial_state"),
+        (lambda: GRU("text"), TypeError, "input must be a tensor, got str"),
+        (lambda: GRU({"a": X, "b": 3}), TypeError, r"input\['b'\] must be a tensor, got int"),
+        (lambda: GRU(()), ValueError, "input must have at least one tensor"),
+        (lambda: GRU(X[0, 0]), ValueError, r"input must have steps and batch.*\(4,\)"),
+        (lambda: GRU(X[:0]), RuntimeError, "at least one step"),
+        (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first dim"),
+        (lambda: GRU((X, X.to("meta"))), RuntimeError, r"input\[1\] must be on cpu"),
+        (lambda: GRU(X, START[:2]), RuntimeError, r"state must have the 3 rows.*\(2, 4\)"),
+        (lambda: GRU(X, START.to("meta")), RuntimeError, "state must be on cpu"),
+        (lambda: GRU(X, 3), TypeError, "state must be a tensor, got int"),
+        (lambda: GRU(X, ()), ValueError, "state must have at least one tensor"),
+        (lambda: BOTH(X, START), ValueError, "state must be a tuple of the states of 2 cells"),
+        (lambda: BOTH(X, (START,)), ValueError, "states of 2 cells, got tuple of 1"),
+        (lambda: BOTH(X, (START, START[:1])), RuntimeError, r"state\[1\] must have the 3 rows"),
+        (lambda: GRU(X, lengths=[1, 2]), RuntimeError, r"lengths must have shape \(3,\)"),
+        (lambda: GRU(X, lengths=[1, 2, 7]), ValueError, r"lengths must be in \[1, 6\], got 7"),
+        (lambda: GRU(X[:, 0], lengths=[3]), ValueError, "without batch"),
+        (lambda: GRU(X, reset=FLAGS[:2]), RuntimeError, r"reset must have shape \(6, 3\)"),
+        (lambda: GRU(X, reset=FLAGS.float()), ValueError, "reset must be torch.bool"),
+        (lambda: GRU(X, reset_to=START), ValueError, "reset_to must be given together"),
+        (lambda: GRU(X, reset=FLAGS, reset_to=START[:2]), RuntimeError, r"got \(2, 4\)"),
+        (lambda: GRU(X, reset=FLAGS, reset_to=(START,)), ValueError, "like the state"),
+        (lambda: GRU(X, reset=FLAGS, reset_to={"h": START}), ValueError, "got 'h'"),
+        (
+            lambda: GRU(X, reset=FLAGS, reset_to=START.double()),
+            RuntimeError,
+            "reset_to must be torch.float32 as the state is, got torch.float64",
+        ),
+        (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
+        (lambda: fusedrnn.Recurrent(3), TypeError, "cell must be a torch.nn.Module or a list"),
+        (lambda: fusedrnn.Recurrent([]), ValueError, "at least one cell, got 0"),
+        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), True), ValueError, "two cells per layer"),
+        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), 1), TypeError, "bidirectional must be a"),
+        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), mode="fast"), ValueError, "'replay', got"),
+        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), mode=None), ValueError, "mode must be"),
+        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), chunk_size=0), ValueError, "positive"),
+        (
+            lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), chunk_size=1, workspace_bytes=1),
+            ValueError,
+            "exclude each other",
+        ),
+        (
+            lambda: fusedrnn.Recurrent(nn.GRUCell(H, H), workspace_bytes=10)(X),
+            RuntimeError,
+            "workspace_bytes must be at least",
+        ),
+        (lambda: fusedrnn.scan(3, START, X), TypeError, "step must be callable, got int"),
+        (lambda: fusedrnn.scan(lambda h, x: h, START, X), ValueError, "got Tensor"),
+        (lambda: fusedrnn.scan(lambda h, x: (h,), START, X), ValueError, "tuple of length 1"),
+        (lambda: fusedrnn.scan(lambda h, x: (h, x), (), X), ValueError, "state must have at"),
+        (lambda: fusedrnn.scan(lambda h, x: (h, x), START, ()), ValueError, "inputs must have"),
+        (
+            lambda: fusedrnn.scan(lambda h, x: (h, h), START, (X, X[:2])),
+            ValueError,
+            r"inputs\[1\] must have the steps as its first dimension",
+        ),
+        (
+            lambda: fusedrnn.scan(lambda h, x: (h, h), START, X[:0]),
+            ValueError,
+            "at least one",
+        ),
+    ],
+)
+def test_calls(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert re.match("fusedrnn: ", str(raised.value))
