@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +22,22 @@ def constant_in_graphs(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def never_in_graphs(function: F) -> F:
+    """torch.compile leaves ``function`` and all that it calls as they are.
+
+    So says ``torch.compiler.disable``, too; but it imports the compiler.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo")
+        disabled = function if compiler is None else compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(F, call)
 
 
 def is_alone() -> bool:

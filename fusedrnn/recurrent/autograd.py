@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._graphs import is_alone
+from .._graphs import is_alone, never_in_graphs
 from .backward import Backward, Gradients, gradients_of
 from .forward import Result, forward, like_rows
 from .runs import Run
@@ -97,6 +97,7 @@ class _Sequence(torch.autograd.Function):
         return made
 
     @staticmethod
+    @never_in_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of_tensors, of_states, of_outputs = ctx.counts
         saved = ctx.saved_tensors

@@ -72,13 +72,16 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     found = ClosedOver([*weights, *(leaf for leaves in given for leaf in leaves)])
 
     def take() -> tuple[Any, str]:
-        before = run.weights.buffer_versions(), run.random_states()
+        versions, random_states = run.weights.buffer_versions(), run.random_states()
+        buffers = run.weights.copies(versions)
         run.enter(run.chunks()[0])
         with run.watched(closed_over=found):
             results = run.take(run.time(0), *given)
-        if run.weights.buffer_versions() != before[0]:
+        if run.weights.changed(versions, buffers):
             return results, "it changes a buffer"
-        if not all(torch.equal(a, b) for a, b in zip(before[1], run.random_states(), strict=True)):
+        if not all(
+            torch.equal(a, b) for a, b in zip(random_states, run.random_states(), strict=True)
+        ):
             return results, "it draws random numbers in a way that no graph can"
         return results, ""
 

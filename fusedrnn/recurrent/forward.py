@@ -74,8 +74,8 @@ def forward(
                 run.other_tensors += found.others.values()
             if looks and chunk.start + part.start == 0:  # the first step
                 run.draws = bool(run.noise.draws)
+                run.changed_buffers = run.weights.changed(versions, buffers)
                 after = run.weights.buffer_versions()
-                run.changed_buffers = [n for n in after if after[n] != versions.get(n)]
                 changed_buffers = {n: buffers[n] for n in run.changed_buffers if for_backward}
                 buffers.clear()
                 if for_backward:

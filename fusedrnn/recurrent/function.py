@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._graphs import never_in_graphs
 from ..options import check_flag, kind_of
 from .calls import Memory, Settings, take
 from .noise import Noise, Seed
@@ -17,6 +18,7 @@ from .steps import Step
 from .trees import flatten
 
 
+@never_in_graphs
 def scan(
     step: Callable[..., tuple[Any, Any]],
     state: Any,
@@ -139,6 +141,3 @@ def _memory_of(step: Callable[..., Any]) -> Memory:
     except TypeError:  # a type that has no attributes
         return Memory()
     return found
-
-
-scan._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graphs import never_in_graphs
 from ..options import check_flag, kind_of
 from .calls import Memory, Settings
 from .choices import Explanation
@@ -127,6 +128,7 @@ class Recurrent(nn.Module):
         values = {name: getattr(self, name) for name in defaults}
         return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
 
+    @never_in_graphs
     def forward(
         self,
         input: Any,
@@ -204,6 +206,3 @@ class Recurrent(nn.Module):
             reset_to=reset_to,
             seed=Seed(generator),
         )
-
-
-Recurrent.forward._torchdynamo_disable = True  # type: ignore[attr-defined]

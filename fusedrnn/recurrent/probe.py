@@ -44,6 +44,7 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
     weights = [*run.weights.parameters(), *run.weights.buffers()]
     found = ClosedOver([*weights, *inputs, *state, *constants])
     versions, random_states = run.weights.buffer_versions(), run.random_states()
+    buffers = run.weights.copies(versions)
     chunk = run.chunks()[0]
     run.enter(chunk)
     states, outputs = [state], []
@@ -53,7 +54,7 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
             state, y = run.take(time, state, x, constants)
             states.append(state)
             outputs.append(y)
-    if run.weights.buffer_versions() != versions:
+    if run.weights.changed(versions, buffers):
         return "the step changes a buffer"
     now = run.random_states()
     drawn_from_torch = not all(torch.equal(a, b) for a, b in zip(random_states, now, strict=True))

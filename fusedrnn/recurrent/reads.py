@@ -107,6 +107,19 @@ class Weights(nn.Module):
             for name, buffer in self.used.named_buffers("used")
         }
 
+    def changed(self, before: dict[str, tuple[int, int]], values: dict[str, Tensor]) -> list[str]:
+        """Buffers that were written or replaced since. ``values``: copies of that time.
+
+        Versions alone do not tell: batch norm writes its statistics without a new one.
+        """
+        now, buffers = self.buffer_versions(), dict(self.used.named_buffers("used"))
+        return [
+            name
+            for name, version in now.items()
+            if version != before.get(name)
+            or (name in values and not torch.equal(values[name], buffers[name]))
+        ]
+
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of these buffers now."""
         buffers = dict(self.used.named_buffers("used"))
