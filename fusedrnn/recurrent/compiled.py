@@ -44,7 +44,8 @@ class CompiledStep:
         # The compiler counts how often it has compiled a code object, which all cells would share.
         take.__code__ = take.__code__.replace(co_name=f"take_{next(_numbers)}")
         _let_modes_see_draws()
-        self._take = torch.compile(take, dynamic=True, fullgraph=True)
+        self._plain = take
+        self._take = torch.compile(take, dynamic=False, fullgraph=True)
         self._draws = draws
         self.output = run.user_step.output
         """The structure of the step's output."""
@@ -53,11 +54,38 @@ class CompiledStep:
         """The step, with numbers of this noise and these values of the weights, by name."""
 
         def step(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-            numbers = [noise.draw(draw) for draw in self._draws]
-            made: tuple[Leaves, Leaves] = self._take(values, numbers, state, x, constants)
+            numbers = [_in_one_form(noise.draw(draw)) for draw in self._draws]
+            state, x = tuple(map(_in_one_form, state)), tuple(map(_in_one_form, x))
+            made: tuple[Leaves, Leaves]
+            try:
+                made = self._take(values, numbers, state, x, constants)
+            except Exception as error:
+                if not _is_limit(error):
+                    raise
+                warn("torch.compile has compiled it anew too often (torch._dynamo.config)")
+                self._take = self._plain
+                made = self._take(values, numbers, state, x, constants)
             return made
 
         return step
+
+
+def _is_limit(error: BaseException | None) -> bool:
+    """Whether the compiler gives up, after values of the cell changed again and again."""
+    while error is not None:
+        if type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _in_one_form(tensor: Tensor) -> Tensor:
+    """No view, contiguous, and of any batch: else there would be a graph for each form."""
+    if tensor._is_view() or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.dim():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 @torch.no_grad()

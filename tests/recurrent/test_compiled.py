@@ -1,0 +1,170 @@
+"""``torch_compile=True``: same numbers, compiled once, and a reason where that cannot be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from loops import MODES, Mixed, Noisy, check_same, generator, leaves_with_gradient, plain_loop
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fusedrnn
+
+H = 4
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Compiles by a backend that takes less time than the usual one, and counts graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **named: compile(function, backend=counter, **named)
+    )
+    return counter
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [Noisy, Mixed])
+def test_values(make: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise, trees, lengths: results and gradients of the plain loop, for any T and B."""
+    counter = counted(monkeypatch)
+    cell = make()
+    rnn = fusedrnn.Recurrent(cell, mode=mode, torch_compile=True)
+    graphs = []
+    for seq_len, batch in ((7, 3), (12, 5), (9, 3), (20, 2)):
+        shape = (seq_len, batch)
+        x: Any = torch.randn(*shape, H, dtype=torch.float64, requires_grad=True)
+        start = torch.zeros(batch, H, dtype=torch.float64)
+        if make is Mixed:
+            scale = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+            x, start = {"x": x[..., :3].detach().requires_grad_(), "scale": scale}, None
+        expected_start = cell.initial_state(batch) if start is None else start
+        check_same(
+            lambda: rnn(x, start, generator=generator()),  # noqa: B023
+            lambda: plain_loop(cell, x, expected_start),  # noqa: B023
+            [*leaves_with_gradient(x), *cell.parameters()],
+        )
+        graphs.append(counter.frame_count)
+    assert rnn.explain(x, start).is_compiled
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[0], "compiled anew for another seq_len or batch"
+
+
+@pytest.mark.slow
+def test_values_by_the_usual_backend() -> None:
+    cell = Noisy()
+    rnn = fusedrnn.Recurrent(cell, torch_compile=True)
+    x = torch.randn(7, 3, H, dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(3, H, dtype=torch.float64)
+    check_same(
+        lambda: rnn(x, start, generator=generator()),
+        lambda: plain_loop(cell, x, start),
+        [x, *cell.parameters()],
+    )
+
+
+def test_lengths_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch)
+    rnn = fusedrnn.Recurrent(nn.LSTMCell(H, H), torch_compile=True)
+    eager = fusedrnn.Recurrent(rnn.cell)
+    x = torch.randn(6, 3, H)
+    reset = torch.rand(6, 3) < 0.3
+    for other in (rnn, copy.deepcopy(rnn)):
+        found = other(x, lengths=[6, 2, 4], reset=reset)
+        torch.testing.assert_close(found, eager(x, lengths=[6, 2, 4], reset=reset))
+
+
+def test_weights_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs hold no weights: those that an optimizer or a user sets count."""
+    counted(monkeypatch)
+    rnn = fusedrnn.Recurrent(nn.GRUCell(H, H), torch_compile=True)
+    x = torch.randn(6, 3, H)
+    rnn(x)
+    with torch.no_grad():
+        rnn.cell.weight_hh.mul_(2)
+    rnn.cell.bias_hh = nn.Parameter(torch.ones(3 * H))
+    torch.testing.assert_close(rnn(x), fusedrnn.Recurrent(rnn.cell)(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(H, H), 1.0
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(h) + x * self.factor)
+
+
+def test_attributes_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of the cell that changes is seen."""
+    counted(monkeypatch)
+    cell = Scaled()
+    rnn = fusedrnn.Recurrent(cell, torch_compile=True)
+    x, start = torch.randn(6, 3, H), torch.zeros(3, H)
+    rnn(x, start)
+    cell.factor = 0.5
+    torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))
+
+
+def test_attributes_that_change_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives up at some time; the numbers stay right."""
+    counted(monkeypatch)
+    cell = Scaled()
+    rnn = fusedrnn.Recurrent(cell, torch_compile=True)
+    x, start = torch.randn(6, 3, H), torch.zeros(3, H)
+    with pytest.warns(UserWarning, match="compiled it anew too often"):
+        for i in range(12):
+            cell.factor = 1.5**i
+            torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x, h: torch.tanh(x + h) * (2 if float(h.sum()) > 9 else 1), "torch.compile raises"),
+        (lambda x, h: torch.tanh(x + h * torch.randint(3, h.shape)), "draws random numbers in a"),
+        (lambda x, h: torch.tanh(x + h) @ CLOSED_OVER, "tensors of its own that need a gradient"),
+    ],
+)
+def test_what_cannot_be_compiled_runs_without(
+    function: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted(monkeypatch)
+
+    class Cell(nn.Module):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return function(x, h)  # type: ignore[no-any-return]
+
+    rnn = fusedrnn.Recurrent(Cell(), torch_compile=True)
+    x, start = torch.randn(5, 3, H, requires_grad=True), torch.zeros(3, H)
+    with pytest.warns(UserWarning, match=f"runs without torch.compile, because.*{reason}"):
+        output, _ = rnn(x, start)
+    output.sum().backward()
+    assert reason in rnn.explain(x, start).compile_reason
+
+
+CLOSED_OVER = torch.eye(H, requires_grad=True)
+
+
+def test_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = counted(monkeypatch)
+
+    def step(h: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h @ weight)
+        return h, h.sum(-1)
+
+    weight = torch.randn(H, H, dtype=torch.float64, requires_grad=True)
+    graphs = []
+    for seq_len, batch in ((6, 3), (9, 2)):
+        h = torch.randn(batch, H, dtype=torch.float64)
+        x = torch.randn(seq_len, batch, H, dtype=torch.float64, requires_grad=True)
+        check_same(
+            lambda: fusedrnn.scan(step, h, x, weight, torch_compile=True),  # noqa: B023
+            lambda: fusedrnn.scan(step, h, x, weight),  # noqa: B023
+            [x, weight],
+        )
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1] > 0

@@ -1,0 +1,128 @@
+"""The mode, the chunk and their reasons; memory that does not grow."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from loops import Mixed, Noisy
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import fusedrnn
+
+
+def test_what_is_printed() -> None:
+    rnn = fusedrnn.Recurrent(nn.GRUCell(8, 16))
+    found = rnn.explain(torch.randn(100, 4, 8))
+    assert str(found).splitlines() == [
+        "mode replay: on a CPU it takes less time",
+        "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
+        "torch.compile: no, not asked to",
+        f"  autograd keeps of one step           {found.step_bytes:>16,} bytes",
+        "  kept until backward, per step                      26 bytes",
+        f"  workspace of backward                {10 * found.step_bytes:>16,} bytes",
+        "faster: use fusedrnn.GRU: this cell is torch.nn.GRUCell",
+    ]
+    assert found.step_bytes >= 4 * 4 * 16 * 4  # r, u, n and what is added to n
+
+
+@pytest.mark.parametrize(
+    ("cell", "advice"),
+    [
+        (nn.RNNCell(3, 4), "use torch.nn.RNN: this cell is torch.nn.RNNCell"),
+        (nn.LSTMCell(3, 4), "use fusedrnn.LSTM: this cell is torch.nn.LSTMCell"),
+        (fusedrnn.GRUCell(3, 4), "use fusedrnn.GRU: this cell is fusedrnn.GRUCell"),
+        (
+            fusedrnn.StochasticGRUCell(3, 4),
+            "use fusedrnn.StochasticGRU: this cell is fusedrnn.StochasticGRUCell",
+        ),
+    ],
+)
+def test_what_would_be_faster(cell: nn.Module, advice: str) -> None:
+    assert fusedrnn.Recurrent(cell).explain(torch.randn(7, 2, 3)).faster == (advice,)
+
+
+def test_modes_and_their_reasons() -> None:
+    x = torch.randn(9, 3, 4, dtype=torch.float64)
+    h = torch.zeros(3, 4, dtype=torch.float64)
+    for mode, reason in (("replay", "mode says so"), ("parallel", "mode says so, and the step")):
+        found = fusedrnn.Recurrent(Noisy(), mode=mode).explain(x, h)
+        assert found.mode == mode
+        assert found.reason.startswith(reason)
+    parallel = fusedrnn.Recurrent(Noisy(), mode="parallel").explain(x, h)
+    assert parallel.kept_bytes_per_step == 3 * 4 * 8  # the state is no output
+    lstm = fusedrnn.Recurrent(nn.LSTMCell(4, 4), mode="parallel").explain(x.float())
+    assert lstm.kept_bytes_per_step == 3 * 4 * 4  # h is the output
+
+
+def test_layers() -> None:
+    """Numbers are of all cells."""
+    cells = [nn.GRUCell(4, 4), nn.GRUCell(4, 8)]
+    both = fusedrnn.Recurrent(cells).explain(torch.randn(16, 3, 4))
+    alone = fusedrnn.Recurrent(cells[1]).explain(torch.randn(16, 3, 4))
+    assert both.step_bytes == alone.step_bytes
+    assert both.kept_bytes_per_step == 3 * (4 + 8) * 4 * 4 // 16
+
+
+def test_it_leaves_no_trace() -> None:
+    """Buffers, torch's generator and gradients are as before."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return torch.tanh(self.norm(x) + h + torch.randint(3, h.shape) + torch.rand(h.shape))
+
+    rnn = fusedrnn.Recurrent(Cell())
+    x, h = torch.randn(9, 3, 4), torch.zeros(3, 4)
+    before = {name: value.clone() for name, value in rnn.state_dict().items()}
+    state = torch.get_rng_state()
+    rnn.explain(x, h)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(rnn.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cell", [Noisy(), Mixed()])
+def test_workspace_bytes(cell: Any) -> None:
+    x: Any = torch.randn(50, 3, 4, dtype=torch.float64)
+    h: Any = torch.zeros(3, 4, dtype=torch.float64)
+    if isinstance(cell, Mixed):
+        x, h = {"x": x[..., :3], "scale": x[..., 0]}, None
+    one = fusedrnn.Recurrent(cell).explain(x, h).step_bytes
+    for steps in (1, 7, 200):
+        rnn = fusedrnn.Recurrent(cell, workspace_bytes=steps * one + 5)
+        found = rnn.explain(x, h)
+        assert found.chunk_steps == min(steps, 50)
+        assert found.workspace_bytes <= steps * one + 5
+
+
+@pytest.mark.parametrize("mode", ["replay", "parallel"])
+def test_what_autograd_keeps_at_once(mode: str) -> None:
+    """Of a chunk, whatever the length of the sequence."""
+    most = []
+    for seq_len in (40, 160):
+        rnn = fusedrnn.Recurrent(nn.GRUCell(4, 16), mode=mode, chunk_size=8)
+        x = torch.randn(seq_len, 3, 4)
+        output, _ = rnn(x)
+        alive, peak = set(), 0
+
+        class Kept:
+            def __init__(self, tensor: Tensor) -> None:
+                nonlocal peak
+                self.tensor = tensor
+                alive.add(id(self))  # noqa: B023
+                peak = max(peak, len(alive))  # noqa: B023
+
+            def __del__(self) -> None:
+                alive.discard(id(self))  # noqa: B023
+
+        with saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            output.sum().backward()
+        gc.collect()
+        most.append(peak)
+    assert most[0] == most[1] > 0
