@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
 from ._graphs import is_alone
 from .arguments import CallTensors, Checked
-from .batch import Mask
+from .batch import BatchForm, Mask
 from .cells import Sizes
 from .options import Options
 from .stack import Stack, States
@@ -41,6 +41,18 @@ class Noise:
 NO_NOISE = Noise(sample=False)
 
 
+class Masks(NamedTuple):
+    """Which rows take which steps and where they start anew, as the user gives it."""
+
+    lengths: Tensor | Sequence[int] | None = None
+    reset: Tensor | None = None
+    reset_to: tuple[Tensor | None, Tensor | None] | None = None
+    """Of h, and of c if the cell has a cell state."""
+
+
+NO_MASKS = Masks()
+
+
 _remembered: dict[Hashable, Checked] = {}
 _MOST_REMEMBERED = 256
 
@@ -55,18 +67,22 @@ def run(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    reset_to: tuple[Tensor | None, Tensor | None] | None = None,
     flat_version: Tensor | None = None,
 ) -> tuple[S, Tensor, Tensor | None]:
     """Layers over a sequence -> output, h_n, and c_n if the cell has a cell state.
 
-    ``flat_version``: of a module's flat buffer; a call without one asks for that of the weights.
+    Args:
+        reset_to: Of h, and of c if the cell has a cell state.
+        flat_version: Of a module's flat buffer; a call without one asks for that of the weights.
     """
     data: Any = input
     packing = None
     if isinstance(input, PackedSequence):
         data, packing = input.data, checks.packing(input)
     tensors = CallTensors(data, hx, cx, noise.eps, _as_list(weights, options), flat_version)
-    return _run(tensors, options, noise, packing, lengths=lengths, reset=reset)
+    masks = Masks(lengths, reset, reset_to)
+    return _run(tensors, options, noise, packing, masks)
 
 
 def run_cell(
@@ -96,9 +112,7 @@ def _run(
     options: Options,
     noise: Noise,
     packing: checks.Packing | None,
-    *,
-    lengths: Tensor | Sequence[int] | None = None,
-    reset: Tensor | None = None,
+    masks: Masks = NO_MASKS,
     cell_sizes: Sizes | None = None,
 ) -> tuple[Any, Tensor, Tensor | None]:
     """Checks a call, converts its tensors under autocast, and runs it."""
@@ -120,9 +134,12 @@ def _run(
                 _remembered.clear()
             _remembered[key] = checked
     if dtype is None:
-        return _run_checked(checked, tensors, options, noise, packing, lengths, reset)
+        return _run_checked(checked, tensors, options, noise, packing, masks)
+    if masks.reset_to is not None:
+        to = [None if t is None else _autocast.converted(t, dtype) for t in masks.reset_to]
+        masks = masks._replace(reset_to=(to[0], to[1]))
     with torch.autocast(tensors.input.device.type, enabled=False):
-        return _run_checked(checked, tensors, options, noise, packing, lengths, reset)
+        return _run_checked(checked, tensors, options, noise, packing, masks)
 
 
 def _key(
@@ -158,16 +175,28 @@ def _run_checked(
     options: Options,
     noise: Noise,
     packing: checks.Packing | None,
-    lengths: Tensor | Sequence[int] | None,
-    reset: Tensor | None,
+    masks: Masks,
 ) -> tuple[Any, Tensor, Tensor | None]:
     """What depends on values is checked in every call; then one operator runs for each layer."""
     input, hx, cx, eps, weights, flat_version = tensors
     form, call, seed, mask, mask_seed = checked.form, checked.call, noise.seed, Mask(), None
+    lengths, reset, to = masks
+    reset_to = None
     if seed is not None:
         checks.seed(seed, input)
     if lengths is not None or reset is not None or packing is not None:
         mask = form.mask(lengths, reset, input, packing)
+    if to is not None:
+        if reset is None:
+            raise ValueError("fusedrnn: reset_to must be given together with reset")
+        h_to, c_to = to
+        assert h_to is not None
+        reset_to = States(
+            _checked_reset_to("reset_to", h_to, checked.h_shape, form, input, packing),
+            None
+            if c_to is None or checked.c_shape is None
+            else _checked_reset_to("reset_to[1]", c_to, checked.c_shape, form, input, packing),
+        )
     if flat_version is None and torch.is_grad_enabled() and not is_compiling():
         flat_version = version_of(weights[0])
     tuned = tuning.number_for(input)
@@ -204,6 +233,7 @@ def _run_checked(
         seed=seed,
         mask_seed=mask_seed,
         flat_version=flat_version,
+        reset_to=reset_to,
     )
     result: Any = None  # a cell's step returns h_n as its output
     if options.return_sequence:
@@ -216,6 +246,47 @@ def _run_checked(
         result = form.result_state(output, packing, dim=0)
     h_n = form.result_state(last.h, packing)
     return result, h_n, None if last.c is None else form.result_state(last.c, packing)
+
+
+def _checked_reset_to(
+    name: str,
+    to: Tensor,
+    shape: tuple[int, ...],
+    form: BatchForm,
+    input: Tensor,
+    packing: checks.Packing | None,
+) -> Tensor:
+    """What states become at resets, as layers take it.
+
+    Args:
+        shape: Of the states, (L * D, B, features).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: It is wrong.
+    """
+    checks.types({name: to})
+    if to.dtype != input.dtype:
+        raise ValueError(f"fusedrnn: {name} must be {input.dtype} as input is, got {to.dtype}")
+    checks.on_device(name, to, input)
+    rows, batch, features = shape
+    is_first = form.batch_first and form.is_batched
+    steps = (batch, form.seq_len) if is_first else (form.seq_len, batch)
+    if form.is_batched:
+        allowed = [shape, (rows, 1, features), (rows, *steps, features)]
+    else:
+        allowed = [(rows, features), (rows, form.seq_len, features)]
+    if tuple(to.shape) not in allowed:
+        texts = ", ".join(map(str, allowed[:-1]))
+        raise RuntimeError(
+            f"fusedrnn: {name} must have shape {texts} or, for each step, {allowed[-1]}, "
+            f"got {tuple(to.shape)}"
+        )
+    if not form.is_batched:
+        return to.unsqueeze(-2)
+    if to.dim() == 4:
+        to = to.transpose(1, 2) if is_first else to
+        return to if packing is None else packing.sort(to, 2)
+    return to if packing is None or to.shape[1] == 1 else packing.sort(to, 1)
 
 
 def _check_plans(

@@ -21,6 +21,7 @@ def stochastic_gru(
     training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    reset_to: Tensor | None = None,
     eps: Tensor | None = None,
     seed: Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -38,7 +39,7 @@ def stochastic_gru(
         hx: Initial states (num_layers * D, B, H), or (num_layers * D, H) without batch; zeros if
             None.
         training: Whether dropout, zoneout and weight_dropout draw anything.
-        lengths, reset: As in :meth:`fusedrnn.GRU.forward`.
+        lengths, reset, reset_to: As in :meth:`fusedrnn.GRU.forward`.
         eps: The noise, (num_layers * D, T, B, Z), or (num_layers * D, T, Z) without batch;
             differentiable.
         seed: One int64 on the device of ``input`` that eps is drawn from. The same seed gives the
@@ -63,7 +64,17 @@ def stochastic_gru(
     check_names("stochastic_gru", options)
     noise = Noise(eps=eps, seed=seed, generator=generator, sample=sample)
     given = Options(cell="stochastic_gru", training=training, **options)
-    output, h_n, _ = run(input, weights, hx, None, given, noise, lengths=lengths, reset=reset)
+    output, h_n, _ = run(
+        input,
+        weights,
+        hx,
+        None,
+        given,
+        noise,
+        lengths=lengths,
+        reset=reset,
+        reset_to=single(reset_to),
+    )
     return output, h_n
 
 
@@ -76,6 +87,7 @@ def gru(
     training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    reset_to: Tensor | None = None,
     **options: Unpack[LayerOptions],
 ) -> tuple[S, Tensor]:
     """Gated recurrent units over a sequence; :class:`fusedrnn.GRU` has the equations.
@@ -83,7 +95,7 @@ def gru(
     Args:
         weights: Of each layer, and of each direction in it: weight_ih (3H, I), weight_hh (3H, H),
             and with ``bias`` bias_ih (3H), bias_hh (3H). Layers after the first have I = D * H.
-        input, hx, training, lengths, reset: As in :func:`stochastic_gru`.
+        input, hx, training, lengths, reset, reset_to: As in :func:`stochastic_gru`.
         options: See :class:`fusedrnn.options.LayerOptions`.
 
     Returns, Raises:
@@ -91,7 +103,9 @@ def gru(
     """
     check_names("gru", options)
     given = Options(cell="gru", training=training, **options)
-    output, h_n, _ = run(input, weights, hx, None, given, lengths=lengths, reset=reset)
+    output, h_n, _ = run(
+        input, weights, hx, None, given, lengths=lengths, reset=reset, reset_to=single(reset_to)
+    )
     return output, h_n
 
 
@@ -105,6 +119,7 @@ def lstm(
     training: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
     reset: Tensor | None = None,
+    reset_to: tuple[Tensor, Tensor] | None = None,
     **options: Unpack[LayerOptions],
 ) -> tuple[S, tuple[Tensor, Tensor]]:
     """Long short-term memories over a sequence; :class:`fusedrnn.LSTM` has the equations.
@@ -117,6 +132,7 @@ def lstm(
             without their B if ``input`` has no batch; zeros if None.
         proj_size: Features of h if it is projected, or 0.
         input, training, lengths, reset: As in :func:`stochastic_gru`.
+        reset_to: As there, a pair for h and c.
         options: See :class:`fusedrnn.options.LayerOptions`.
 
     Returns:
@@ -131,12 +147,22 @@ def lstm(
     check_names("lstm", options)
     h_0, c_0 = split_lstm_state(hx)
     given = Options(cell="lstm", proj_size=proj_size, training=training, **options)
-    output, h_n, c_n = run(input, weights, h_0, c_0, given, lengths=lengths, reset=reset)
+    to = None if reset_to is None else split_lstm_state(reset_to, "reset_to", "(h, c)")
+    output, h_n, c_n = run(
+        input, weights, h_0, c_0, given, lengths=lengths, reset=reset, reset_to=to
+    )
     assert c_n is not None
     return output, (h_n, c_n)
 
 
-def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+def single(reset_to: Tensor | None) -> tuple[Tensor, None] | None:
+    """What the state of a cell without cell state becomes at resets, as calls take it."""
+    return None if reset_to is None else (reset_to, None)
+
+
+def split_lstm_state(
+    hx: tuple[Tensor, Tensor] | None, name: str = "hx", parts: str = "(h_0, c_0)"
+) -> tuple[Tensor | None, Tensor | None]:
     """(h_0, c_0), both None if there are no initial states.
 
     Raises:
@@ -148,6 +174,6 @@ def split_lstm_state(hx: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, T
         got = type(hx).__name__
         if isinstance(hx, tuple | list):
             got += f" of {', '.join(type(t).__name__ for t in hx[:9])}"
-        raise TypeError(f"fusedrnn: hx must be a pair of tensors (h_0, c_0), got {got}")
+        raise TypeError(f"fusedrnn: {name} must be a pair of tensors {parts}, got {got}")
     h_0, c_0 = hx
     return h_0, c_0

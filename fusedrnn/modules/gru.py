@@ -11,6 +11,7 @@ from torch.types import Device
 from typing_extensions import Unpack
 
 from ..call import S, run
+from ..functional import single
 from ..options import FusedOptions, Options, check_names, documented
 from .base import RNNBase, RNNCellBase, fx_node
 
@@ -96,6 +97,7 @@ class GRU(RNNBase):
         *,
         lengths: Tensor | Sequence[int] | None = None,
         reset: Tensor | None = None,
+        reset_to: Tensor | None = None,
     ) -> tuple[S, Tensor]:
         """Runs the cell over a sequence.
 
@@ -110,6 +112,14 @@ class GRU(RNNBase):
                 of the batch takes cost nothing: sort by falling length for most of that.
             reset: Where the state is zeroed before a step, bool of ``input``'s shape without its
                 features: in reinforcement learning, where an episode begins.
+            reset_to: What the state becomes there instead of zero: shaped as ``hx``, or with one
+                row for the whole batch, and with a gradient, such as a learned initial state; or a
+                state for each step, (D * num_layers, seq_len, batch, hidden_size), if
+                ``batch_first`` (D * num_layers, batch, seq_len, hidden_size), of which those at
+                resets are taken, such as the stored states of a replay buffer. The sequences are
+                cut at the resets and run as a packed batch of the pieces, which copies input and
+                output, and waits for ``reset`` if that is on a GPU; zoneout and drawn noise then
+                belong to a place in the pieces. torch.compile breaks its graph there.
 
         Returns:
             output: The states after every step of the last layer, (seq_len, batch, D *
@@ -123,7 +133,7 @@ class GRU(RNNBase):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.gru`.
         """
         if isinstance(input, Proxy):
-            return fx_node(self, input, hx, lengths=lengths, reset=reset)
+            return fx_node(self, input, hx, lengths=lengths, reset=reset, reset_to=reset_to)
         options, weights = self._options(), self._weights()
         output, h_n, _ = run(
             input,
@@ -133,6 +143,7 @@ class GRU(RNNBase):
             options,
             lengths=lengths,
             reset=reset,
+            reset_to=single(reset_to),
             flat_version=self._version_of(weights),
         )
         return output, h_n

@@ -102,11 +102,13 @@ class LSTM(RNNBase):
         *,
         lengths: Tensor | Sequence[int] | None = None,
         reset: Tensor | None = None,
+        reset_to: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[S, tuple[Tensor, Tensor]]:
         """Runs the cell over a sequence.
 
         Args:
-            input, lengths, reset: As :meth:`GRU.forward`; a reset zeroes h and c.
+            input, lengths, reset: As :meth:`GRU.forward`; a reset is of h and c.
+            reset_to: As there, a pair for h and c.
             hx: (h_0, c_0), (D * num_layers, batch, P) and (D * num_layers, batch, hidden_size),
                 both without their batch if ``input`` has none; zeros if None.
 
@@ -119,8 +121,9 @@ class LSTM(RNNBase):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
         h_0, c_0 = split_lstm_state(hx)
+        to = None if reset_to is None else split_lstm_state(reset_to, "reset_to", "(h, c)")
         if isinstance(input, Proxy):
-            return fx_node(self, input, hx, lengths=lengths, reset=reset)
+            return fx_node(self, input, hx, lengths=lengths, reset=reset, reset_to=reset_to)
         options, weights = self._options(), self._weights()
         output, h_n, c_n = run(
             input,
@@ -130,6 +133,7 @@ class LSTM(RNNBase):
             options,
             lengths=lengths,
             reset=reset,
+            reset_to=to,
             flat_version=self._version_of(weights),
         )
         assert c_n is not None

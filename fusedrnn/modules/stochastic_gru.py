@@ -11,6 +11,7 @@ from torch.types import Device
 from typing_extensions import Unpack
 
 from ..call import Noise, S, run
+from ..functional import single
 from ..options import FusedOptions, Options, check_names, documented
 from .base import RNNBase, RNNCellBase, fx_node
 
@@ -113,6 +114,7 @@ class StochasticGRU(RNNBase):
         *,
         lengths: Tensor | Sequence[int] | None = None,
         reset: Tensor | None = None,
+        reset_to: Tensor | None = None,
         eps: Tensor | None = None,
         generator: torch.Generator | None = None,
         sample: bool = True,
@@ -124,7 +126,7 @@ class StochasticGRU(RNNBase):
                 without a batch (seq_len, input_size), or a PackedSequence.
             hx: State before the first step, (D * num_layers, batch, hidden_size) or without a batch
                 (D * num_layers, hidden_size); zeros if None.
-            lengths, reset: As :meth:`GRU.forward`.
+            lengths, reset, reset_to: As :meth:`GRU.forward`.
             eps: Noise to use instead of drawn noise, (D * num_layers, seq_len, batch, latent_size)
                 whatever ``batch_first``, or (D * num_layers, seq_len, latent_size); differentiable.
             generator: Where the seed of the drawn noise comes from; the default generator of the
@@ -144,7 +146,7 @@ class StochasticGRU(RNNBase):
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.stochastic_gru`.
         """
         if isinstance(input, Proxy):
-            masks = {"lengths": lengths, "reset": reset}
+            masks = {"lengths": lengths, "reset": reset, "reset_to": reset_to}
             noises = {"eps": eps, "generator": generator, "sample": sample}
             return fx_node(self, input, hx, **masks, **noises)
         noise = Noise(eps=eps, generator=generator, sample=sample)
@@ -158,6 +160,7 @@ class StochasticGRU(RNNBase):
             noise,
             lengths=lengths,
             reset=reset,
+            reset_to=single(reset_to),
             flat_version=self._version_of(weights),
         )
         return output, h_n
