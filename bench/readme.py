@@ -1,9 +1,9 @@
 """Puts measured numbers into README.md and docs/gpu.md: ``python -m bench.readme``.
 
 Reads what benchmarks left in bench/results, writes bench/results/readme.md (the three rows and the
-sentence about a GPU in the README) and gpu-h100.md (the table in docs/gpu.md), and copies both
-between the markers of these documents. Measures nothing: `python -m bench --all --out
-bench/results` does, and then writes readme.md too.
+sentence about a GPU in the README), gpu-h100.md (the table in docs/gpu.md) and any_cell.md (that in
+docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
+`python -m bench --all --out bench/results` does, and then writes readme.md too.
 """
 
 from __future__ import annotations
@@ -176,9 +176,34 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
     return before + begin, shown, end + after
 
 
+def any_cell_table(results: Path) -> str:
+    """Peak memory and time of cells that users write, as multiples of the plain loop's."""
+    content = _load(results, "any_cell")
+    names = ("Recurrent", "Recurrent, parallel", "checkpoint per chunk")
+    rows = []
+    for cell, measured in content["cells"].items():
+        loop = measured["plain loop"]
+        row = [cell, f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms"]
+        for name in names:
+            other = measured[name]
+            ratios = "–"
+            if "ms" in other:
+                ratios = f"{other['peak_ratio']:.2f}, {other['time_ratio']['median']:.2f}"
+            row.append(ratios)
+        rows.append(row)
+    about, size = content["environment"], content["size"]
+    columns = ["peak memory, time", "plain loop", *names]
+    return (
+        f"{markdown_rows(Table('', columns, rows))}\n"
+        f"A training step at T={size['seq_len']} B={size['batch']}, width {size['width']}, "
+        f"float32, {machine(about)}, {about['date'][:10]}; multiples of the plain loop's.\n"
+    )
+
+
 DOCUMENTS: dict[str, tuple[Callable[[Path], str], Path]] = {
     "readme": (summary, ROOT / "README.md"),
     GPU: (gpu_table, ROOT / "docs/gpu.md"),
+    "any_cell": (any_cell_table, ROOT / "docs/any-cells.md"),
 }
 
 

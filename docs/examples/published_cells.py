@@ -385,21 +385,35 @@ class Case:
     input: Callable[[int], Any]
     """Features of each tensor of the input, nested as it is."""
 
-    def cell(self, width: int, batch: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def cell(
+        self,
+        width: int,
+        batch: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> nn.Module:
         """A new cell, whose memory of ``batch`` rows is set if it reads one."""
-        cell = self.make(width).to(dtype)
+        cell = self.make(width).to(device, dtype)
         if isinstance(cell, AttentionDecoderCell):
-            cell.attend(torch.randn(batch, 6, width, dtype=dtype, requires_grad=True))
+            memory = torch.randn(batch, 6, width, dtype=dtype, device=device)
+            cell.attend(memory.requires_grad_())
         return cell
 
     def inputs(
-        self, seq_len: int, batch: int, width: int, dtype: torch.dtype = torch.float32
+        self,
+        seq_len: int,
+        batch: int,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> Any:
         """Random numbers with gradient, (seq_len, batch, features) each."""
-        return pytree.tree_map(
-            lambda size: torch.randn(seq_len, batch, size, dtype=dtype, requires_grad=True),
-            self.input(width),
-        )
+
+        def drawn(features: int) -> Tensor:
+            sizes = (seq_len, batch, features)
+            return torch.randn(sizes, dtype=dtype, device=device, requires_grad=True)
+
+        return pytree.tree_map(drawn, self.input(width))
 
 
 def _width(width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,8 @@ def _with_graph(
         for tensor, need in zip(tensors, needs, strict=True)
     ]
     values = layout.values(aliases)
+    run = copy.copy(run)
+    run.compiled = None
     with run.again(0, whole=True) as buffers, run.watched(values.closed_over):
         outputs, state = plain_loop(run, values, values.weights | buffers)
     needed = [alias if need else alias.detach() for alias, need in zip(aliases, needs, strict=True)]

@@ -66,8 +66,11 @@ class Memory:
             self._compiled[key] = found
         return found
 
-    def of(self, run: Run, *tensors: Leaves) -> Known:
-        kinds = tuple((leaf.shape[-3:], leaf.dtype) for leaves in tensors for leaf in leaves)
+    def of(self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Known:
+        shapes = [*(leaf.shape[1:] for leaf in inputs)]  # for any seq_len
+        shapes += [leaf.shape for leaf in (*state, *constants)]
+        dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
+        kinds = (*shapes, *dtypes)
         key = (run.signature, kinds, *_kinds(run), run.seq_len > 1)
         return self._known.setdefault(key, Known())
 

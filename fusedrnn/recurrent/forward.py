@@ -73,7 +73,7 @@ def forward(
                 run.closed_over |= found.with_gradient
                 run.other_tensors += found.others.values()
             if looks and chunk.start + part.start == 0:  # the first step
-                run.draws = bool(run.noise.draws)
+                run.draws, run.is_known = bool(run.noise.draws), True
                 run.changed_buffers = run.weights.changed(versions, buffers)
                 after = run.weights.buffer_versions()
                 changed_buffers = {n: buffers[n] for n in run.changed_buffers if for_backward}

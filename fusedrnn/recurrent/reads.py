@@ -36,7 +36,8 @@ class Watch(TorchFunctionMode):
         if self._closed_over is not None:
             self._closed_over.look(function, args, kwargs)
         if self._replacements:
-            args, kwargs = pytree.tree_map_only(Tensor, self._replaced, (args, kwargs))
+            args = [self._replaced(value) for value in args]
+            kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
         draw = None if self._noise is None else DRAWS.get(function)
         if draw is None:
             result = function(*args, **kwargs)
@@ -48,9 +49,11 @@ class Watch(TorchFunctionMode):
             self._closed_over.add_known(result)
         return result
 
-    def _replaced(self, tensor: Tensor) -> Tensor:
+    def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
-        return self._replacements.get(id(tensor), tensor)
+        if type(value) in (list, tuple):  # functions of torch nest tensors no other way
+            return type(value)(self._replaced(one) for one in value)
+        return self._replacements.get(id(value), value) if isinstance(value, Tensor) else value
 
 
 _GENERATOR = (

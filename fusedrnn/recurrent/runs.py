@@ -96,6 +96,8 @@ class Run:
     befores: list[Before] = field(default_factory=list)
     draws: bool = False
     """Whether the step draws from ``noise``."""
+    is_known: bool = False
+    """Whether a first step has shown what it reads and draws."""
     compiled: CompiledStep | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
     """Of the weights, by name, for the compiled step."""
@@ -172,7 +174,9 @@ class Run:
                     torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=True)
                 )
             if closed_over is not None:
-                stack.enter_context(Watch(self.noise, replacements, closed_over))
+                # What the first step does not draw, others draw from torch's generators.
+                noise = self.noise if self.draws or not self.is_known else None
+                stack.enter_context(Watch(noise, replacements, closed_over))
             elif self.compiled is None and (self.draws or replacements):
                 noise = self.noise if self.draws else None
                 stack.enter_context(Watch(noise, replacements))
@@ -261,15 +265,11 @@ def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:
     return tensor.detach().requires_grad_(needs_gradient and differentiable(tensor))
 
 
-def check_nothing_missed(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """A step may read tensors with gradient by other ways than functions of torch.
-
-    Raises:
-        RuntimeError: The graph of ``results`` has other leaves than these.
-    """
+def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the graph of ``results`` that are not among ``leaves``."""
     known = {id(leaf) for leaf in leaves}
     open_nodes: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
-    seen = set(open_nodes)
+    seen, found = set(open_nodes), []
     while open_nodes:
         for node, _ in open_nodes.pop().next_functions:
             if node is None or node in seen:
@@ -278,9 +278,29 @@ def check_nothing_missed(results: Sequence[Tensor], leaves: Sequence[Tensor]) ->
             open_nodes.append(node)
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in known:
-                raise RuntimeError(
-                    "fusedrnn: backward of the step reaches a tensor of shape "
-                    f"{tuple(variable.shape)} that is neither among its arguments nor a parameter "
-                    "of its module and that forward has not seen; pass it in the input, the state "
-                    "or params="
-                )
+                found.append(variable)
+    return found
+
+
+def check_nothing_missed(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+) -> None:
+    """A step may read tensors with gradient by other ways than functions of torch.
+
+    Args:
+        again: Takes the step once more. Leaves that it makes itself are then others.
+
+    Raises:
+        RuntimeError: The graph of ``results`` has leaves from outside that are not ``leaves``.
+    """
+    found = foreign_leaves(results, leaves)
+    if not found:
+        return
+    twice = {id(leaf) for leaf in foreign_leaves(again(), leaves)}
+    for leaf in found:
+        if id(leaf) in twice:
+            raise RuntimeError(
+                f"fusedrnn: backward of the step reaches a tensor of shape {tuple(leaf.shape)} "
+                "that is neither among its arguments nor a parameter of its module and that "
+                "forward has not seen; pass it in the input, the state or params="
+            )

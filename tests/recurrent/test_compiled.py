@@ -89,6 +89,21 @@ def test_weights_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(rnn(x), fusedrnn.Recurrent(rnn.cell)(x))
 
 
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch)
+    cell = Noisy()
+    x = torch.randn(6, 3, H, dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(3, H, dtype=torch.float64)
+    leaves, found = [x, *cell.parameters()], []
+    for torch_compile in (False, True):
+        rnn = fusedrnn.Recurrent(cell, torch_compile=torch_compile)
+        output, _ = rnn(x, start, generator=generator())
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

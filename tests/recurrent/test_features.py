@@ -1,4 +1,7 @@
-"""PyTorch's features around Recurrent: as they work around a loop over the cell."""
+"""PyTorch's features around Recurrent: as they work around a loop over the cell.
+
+Longer than 350 lines, because it has a test or two for each of many features.
+"""
 
 from __future__ import annotations
 
@@ -325,3 +328,99 @@ def test_cells_of_this_package() -> None:
     found = torch.autograd.grad(loss_of(output), [x, *cell.parameters()])
     exact = torch.autograd.grad(loss_of(expected), [x, *layer.parameters()])
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_a_gradient_inside_of_the_step(mode: str, chunk_size: int | None) -> None:
+    """A leaf that the step makes itself is not taken for one from outside."""
+
+    class Descends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H, dtype=torch.float64)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            with torch.enable_grad():
+                z = h.detach().requires_grad_()
+                energy = torch.tanh(self.linear(z)).square().sum()
+                (slope,) = torch.autograd.grad(energy, z, create_graph=True)
+            return torch.tanh(x + h - 0.1 * slope)
+
+    cell, x = Descends(), sequence()
+    check_same(
+        lambda: fusedrnn.Recurrent(cell, mode=mode, chunk_size=chunk_size)(x, start()),
+        lambda: plain_loop(cell, x, start()),
+        [x, *cell.parameters()],
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_draws_that_some_steps_make(seed: int, chunk_size: int | None) -> None:
+    """Whether or not the first step draws; gradients against small differences."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(H, H, dtype=torch.float64)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            if x[0, 0] > 0:
+                h = h + torch.randn_like(h)
+            if x[0, 1] > 0:
+                h = h * torch.rand(h.shape, dtype=h.dtype)
+            return torch.tanh(self.linear(h) + x)
+
+    torch.manual_seed(seed)
+    cell, x = Sometimes(), torch.randn(T, B, H, dtype=torch.float64)
+    rnn = fusedrnn.Recurrent(cell, chunk_size=chunk_size)
+
+    def loss(h: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return loss_of(*rnn(x, h))
+
+    assert torch.autograd.gradcheck(loss, start().requires_grad_())
+
+
+def test_nested_recurrents() -> None:
+    """A sequence inside of a step, with noise of its own."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = gru()
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.gru(x + torch.randn_like(x), h)  # type: ignore[no-any-return]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gru = fusedrnn.Recurrent(Inner()), gru()
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            output, _ = self.inner(x.expand(3, -1, -1), h)
+            return self.gru(output[-1], h)  # type: ignore[no-any-return]
+
+    rnn = fusedrnn.Recurrent(Outer(), chunk_size=3)
+    x = sequence().detach()
+
+    def loss(h: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return loss_of(*rnn(x, h))
+
+    assert torch.autograd.gradcheck(loss, start().requires_grad_())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(1, 3), (5, 0), (1, 1)])
+def test_small_sizes(mode: str, sizes: tuple[int, int]) -> None:
+    cell = nn.LSTMCell(H, H, dtype=torch.float64)
+    x = torch.randn(*sizes, H, dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(sizes[1], H, dtype=torch.float64)
+    check_same(
+        lambda: fusedrnn.Recurrent(cell, mode=mode)(x),
+        lambda: plain_loop(cell, x, (zeros, zeros)),
+        [x, *cell.parameters()],
+    )
