@@ -142,4 +142,4 @@ def _let_modes_see_draws() -> None:
     from torch._dynamo.variables import torch as functions  # late: it takes most of a second
 
     known: set[Any] = getattr(functions, "get_overridable_functions", set)()
-    known.update({torch.randn_like, torch.rand_like, torch.normal})
+    known.update({torch.randn, torch.rand, torch.randn_like, torch.rand_like, torch.normal})

@@ -43,6 +43,9 @@ class Step:
             self._state.tree(state), self._input.tree(x), self._constants.tree(given)
         )
         new_leaves, structure = flatten(new, "the step's new state")
+        if is_compiling():  # a trial without the compiler has checked them
+            pairs = zip(new_leaves, state, strict=True)
+            return tuple(a.to(b.dtype) for a, b in pairs), flatten(y, "the step's output")[0]
         if structure is not self._state and structure != self._state:
             raise ValueError(
                 f"fusedrnn: the step must return a state like the one that it gets, "
@@ -70,8 +73,6 @@ class Step:
 
     def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
         leaves, structure = flatten(y, "the step's output")
-        if is_compiling():  # a trial without the compiler has checked them
-            return leaves
         rows = state[0].shape[0] if state[0].dim() else 1
         if self._has_rows:
             for i, leaf in enumerate(leaves):
@@ -104,10 +105,15 @@ def _kind(leaf: Tensor) -> str:
 def call_of_cell(cell: nn.Module, state: Structure) -> Call:
     """Calls a cell that returns its state, or an output and its state."""
 
+    returns_state: bool | None = None
+
     def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
+        nonlocal returns_state
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
-        if structure == state:
+        if not is_compiling():  # a trial without the compiler has told
+            returns_state = structure == state
+        if returns_state:
             return result, leaves[0]
         if isinstance(result, tuple | list) and len(result) == 2:
             output, new = result
