@@ -58,7 +58,8 @@ def loss_of(*trees: Any) -> Tensor:
 
 
 def leaves_with_gradient(*trees: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(trees) if leaf.requires_grad]
+    leaves = pytree.tree_leaves(trees)
+    return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
 def check_same(
@@ -66,13 +67,21 @@ def check_same(
     expected: Callable[[], tuple[Any, Any]],
     leaves: Sequence[Tensor],
     tolerance: float = 1e-10,
+    unused_is_zero: bool = False,
 ) -> None:
-    """Results and gradients of all ``leaves``."""
+    """Results and gradients of all ``leaves``.
+
+    Args:
+        unused_is_zero: Whether a leaf without gradient may have one of zeros.
+    """
     got, wanted = run(), expected()
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
     gradients = torch.autograd.grad(loss_of(*got), leaves, allow_unused=True, retain_graph=True)
     exact = torch.autograd.grad(loss_of(*wanted), leaves, allow_unused=True)
     for mine, theirs in zip(gradients, exact, strict=True):
+        if unused_is_zero:
+            given = next((g for g in (mine, theirs) if g is not None), torch.zeros(()))
+            mine, theirs = (torch.zeros_like(given) if g is None else g for g in (mine, theirs))
         assert (mine is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
