@@ -23,6 +23,7 @@ import fusedrnn
 from docs.examples.published_cells import CASES, Case
 
 from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
+from .plots import peaks_over_seq_len
 from .report import Report, Run, Table, Target, main, mib
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, compiled step"
@@ -282,25 +283,14 @@ def _growth_table(growth: list[dict[str, Any]], size: Size) -> Table:
 
 
 def _plot(run: Run, growth: list[dict[str, Any]], size: Size) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed: no plot is drawn")
-        return
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
-    for name in growth[0]["peak_bytes"]:
-        peaks = [row["peak_bytes"][name] / 2**20 for row in growth]
-        axes.plot([row["seq_len"] for row in growth], peaks, marker="o", label=name)
-    axes.set_xlabel("sequence length T")
-    axes.set_ylabel("peak memory of a training step, MiB")
-    axes.set_title(f"{PLOTTED}, B={size.batch} width={size.width}, float32")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(run.out / "any_cell_over_seq_len.png", dpi=150)
+    names = list(growth[0]["peak_bytes"])
+    peaks_over_seq_len(
+        run.out / "any_cell_over_seq_len.png",
+        f"{PLOTTED}, B={size.batch} width={size.width}, float32",
+        [row["seq_len"] for row in growth],
+        {name: [row["peak_bytes"][name] for row in growth] for name in names},
+        bold=OURS,
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from .cases import (
     why_not_compiled,
 )
 from .clock import cuda_peak_bytes, cuda_saved_bytes, measure_memory, saved_sizes_bytes
+from .plots import peaks_over_seq_len
 from .report import Report, Run, Table, Target, main, mib
 from .sweep import Case, Results, failures, numbers, opened, release, sweep, why_none
 from .worker import Notes, Row
@@ -179,26 +180,13 @@ def _fixed(over: list[dict[str, Any]]) -> str:
 
 
 def _plot(run: Run, over: list[dict[str, Any]], contenders: list[str]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed: no plot is drawn")
-        return
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
-    seq_lens = [r["shape"]["seq_len"] for r in over]
-    for name in contenders:
-        peaks = [r["contenders"][name]["peak_bytes"] / 2**20 for r in over]
-        axes.plot(seq_lens, peaks, marker="o", label=name, linewidth=3 if name == OURS else 1.5)
-    axes.set_xlabel("sequence length T")
-    axes.set_ylabel("peak memory of a training step, MiB")
-    axes.set_title(f"{_fixed(over)}, float32, CPU", fontsize="medium")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(run.out / "memory_over_seq_len.png", dpi=130)
+    peaks_over_seq_len(
+        run.out / "memory_over_seq_len.png",
+        f"{_fixed(over)}, float32, CPU",
+        [r["shape"]["seq_len"] for r in over],
+        {name: [r["contenders"][name]["peak_bytes"] for r in over] for name in contenders},
+        bold=OURS,
+    )
 
 
 def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None:

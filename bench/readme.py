@@ -179,7 +179,9 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
 def any_cell_table(results: Path) -> str:
     """Peak memory and time of cells that users write, as multiples of the plain loop's."""
     content = _load(results, "any_cell")
-    names = ("Recurrent", "Recurrent, parallel", "checkpoint per chunk")
+    names = ["Recurrent", "Recurrent, parallel", "checkpoint per chunk"]
+    compiled = ["Recurrent, compiled step", "loop, compiled step", "torch's scan"]
+    names += [name for name in compiled if all(name in c for c in content["cells"].values())]
     rows = []
     for cell, measured in content["cells"].items():
         loop = measured["plain loop"]

@@ -57,7 +57,8 @@ class Memory:
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
     ) -> CompiledStep | str:
         """The compiled step of a run, or why there is none."""
-        key = (run.signature, *_kinds(run))
+        dtypes = tuple(leaf.dtype for leaf in (*inputs, *state, *constants))
+        key = (run.signature, dtypes, *_kinds(run))
         found = self._compiled.get(key)
         if found is None:
             found = compile_step(run, inputs, state, constants)

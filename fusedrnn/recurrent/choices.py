@@ -36,8 +36,8 @@ class Explanation:
     step_bytes: int
     """What autograd keeps of one step of one layer and direction, measured."""
     kept_bytes_per_step: int
-    """What is kept from forward to backward besides arguments, on average over the steps, in all
-    layers and directions; the output itself counts where it is returned."""
+    """What is kept from forward to backward besides arguments and outputs, on average over the
+    steps, in all layers and directions."""
     workspace_bytes: int
     """Temporary memory of backward, about: what autograd keeps of a chunk."""
     faster: tuple[str, ...]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .backward import is_close
-from .noise import Draw, Noise, Tape
+from .noise import Draw, Tape
 from .reads import ClosedOver, Watch
-from .runs import FlatStep, Run
+from .runs import Run
 from .trees import Leaves
 
 _numbers = itertools.count()
@@ -35,7 +35,7 @@ class CompiledStep:
             x: Leaves,
             constants: Leaves,
         ) -> tuple[Leaves, Leaves]:
-            with Watch(Tape(numbers)):
+            with Watch(Tape(draws, numbers)):
                 made: tuple[Leaves, Leaves] = weights.call_with(
                     values, lambda: step(state, x, constants)
                 )
@@ -44,39 +44,45 @@ class CompiledStep:
         # The compiler counts how often it has compiled a code object, which all cells would share.
         take.__code__ = take.__code__.replace(co_name=f"take_{next(_numbers)}")
         _let_modes_see_draws()
-        self._plain = take
-        self._take = torch.compile(take, dynamic=False, fullgraph=True)
+        self._take: Any = torch.compile(take, dynamic=False, fullgraph=True)
         self._draws = draws
         self.output = run.user_step.output
         """The structure of the step's output."""
 
-    def bound_to(self, noise: Noise, values: dict[str, Tensor]) -> FlatStep:
-        """The step, with numbers of this noise and these values of the weights, by name."""
+    def take(self, run: Run, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        """The step, with the noise and the values of weights that a run has.
 
-        def step(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-            numbers = [_in_one_form(noise.draw(draw)) for draw in self._draws]
-            state, x = tuple(map(_in_one_form, state)), tuple(map(_in_one_form, x))
-            made: tuple[Leaves, Leaves]
+        The compiler looks again at a cell whose attributes have changed. What it cannot compile
+        then runs without it.
+        """
+        if self._take is not None:
             try:
-                made = self._take(values, numbers, state, x, constants)
+                made = self.graph(run, state, x, constants)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
-                if not _is_limit(error):
-                    raise
-                warn("torch.compile has compiled it anew too often (torch._dynamo.config)")
-                self._take = self._plain
-                made = self._take(values, numbers, state, x, constants)
-            return made
+                warn(reason_of(error))
+                self._take = None
+            else:
+                kinds = zip(made[0], state, strict=True)
+                if all(a.dtype == b.dtype and a.shape == b.shape for a, b in kinds):
+                    return made
+        run.noise.restart()
+        with Watch(run.noise):
+            return run.weights.call_with(run.values, lambda: run.step(state, x, constants))
 
-        return step
+    def graph(self, run: Run, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
+        """The step by its graphs alone."""
+        numbers = [_in_one_form(run.noise.draw(draw)) for draw in self._draws]
+        state, x = tuple(map(_in_one_form, state)), tuple(map(_in_one_form, x))
+        made: tuple[Leaves, Leaves] = self._take(run.values, numbers, state, x, constants)
+        return made
 
 
-def _is_limit(error: BaseException | None) -> bool:
-    """Whether the compiler gives up, after values of the cell changed again and again."""
-    while error is not None:
-        if type(error).__name__ in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def reason_of(error: Exception) -> str:
+    """Why there is no graph, in a line."""
+    first_line = str(error).strip().split("\n")[0]
+    return f"torch.compile raises {type(error).__name__}: {first_line}"
 
 
 def _in_one_form(tensor: Tensor) -> Tensor:
@@ -119,14 +125,13 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     if obstacle:
         return obstacle
     compiled = CompiledStep(run, run.noise.draws)
-    step = compiled.bound_to(run.noise, run.weights.trained())
+    run.values = run.weights.trained()
     try:
         with run.watched():
             run.noise.step(run.time(0))
-            got = step(*given)
+            got = compiled.graph(run, *given)
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0]
-        return f"torch.compile raises {type(error).__name__}: {first_line}"
+        return reason_of(error)
     pairs = zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True)
     if not all(bool(is_close(a, b)) for a, b in pairs):
         return "compiled, it gives other numbers"

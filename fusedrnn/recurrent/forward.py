@@ -71,7 +71,6 @@ def forward(
                     states.add(time, state, y, outputs.leaves)
             if found is not None:
                 run.closed_over |= found.with_gradient
-                run.other_tensors += found.others.values()
             if looks and chunk.start + part.start == 0:  # the first step
                 run.draws, run.is_known = bool(run.noise.draws), True
                 run.changed_buffers = run.weights.changed(versions, buffers)

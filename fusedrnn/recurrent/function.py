@@ -138,6 +138,6 @@ def _memory_of(step: Callable[..., Any]) -> Memory:
     name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
     try:
         found = vars(owner).setdefault(name, Memory())
-    except TypeError:  # a type that has no attributes
+    except (TypeError, AttributeError):  # it has no attributes of its own
         return Memory()
     return found

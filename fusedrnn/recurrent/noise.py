@@ -57,16 +57,20 @@ class Source:
 
 
 class Tape(Source):
-    """Numbers that are there already, in the order of the draws."""
+    """Numbers that are there already, in the order of the draws that they were made for."""
 
-    def __init__(self, numbers: Sequence[Tensor]) -> None:
-        self._numbers, self._next = numbers, 0
+    def __init__(self, draws: Sequence[Draw], numbers: Sequence[Tensor]) -> None:
+        self._draws, self._numbers, self._next = draws, numbers, 0
 
     def _draw(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        self._next += 1
-        return self._numbers[self._next - 1].reshape(shape)
+        number, self._next = self._next, self._next + 1
+        draw = self._draws[number]
+        rest = tuple(shape[1:] if draw.group else shape)
+        if (draw.distribution, draw.dtype, draw.shape) != (distribution, dtype, rest):
+            raise RuntimeError("fusedrnn: the step draws other random numbers than in its trial")
+        return self._numbers[number].reshape(shape)
 
 
 class Seed:
@@ -112,6 +116,10 @@ class Noise(Source):
     def all_steps(self) -> None:
         """All steps of the chunk come next, at once: a batch with the rows of each."""
         self._next, self._at_once = 0, True
+
+    def restart(self) -> None:
+        """The same step or steps come once more."""
+        self._next = 0
 
     def draw(self, draw: Draw) -> Tensor:
         """The numbers of the next draw, known from another step."""
@@ -168,7 +176,7 @@ class Noise(Source):
 Function = Callable[..., Tensor]
 
 
-def _made(kind: str, args: Any, kwargs: Any) -> tuple[Sequence[int], torch.dtype, Tensor]:
+def _made(args: Any, kwargs: Any) -> tuple[Sequence[int], torch.dtype, Tensor]:
     """Shape, dtype and a tensor on the device of what torch.randn and others would make."""
     like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
     wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
@@ -185,7 +193,7 @@ def _maker(kind: str) -> Function:
     """randn, randn_like, rand, rand_like."""
 
     def drawn(noise: Source, *args: Any, **kwargs: Any) -> Tensor:
-        shape, dtype, like = _made(kind, args, kwargs)
+        shape, dtype, like = _made(args, kwargs)
         numbers: Tensor = getattr(noise, kind)(like, shape, dtype)
         if kwargs.get("out") is not None:
             return kwargs["out"].copy_(numbers)

@@ -70,6 +70,12 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
     names = [*run.names.state, *(f"output leaf {i}" for i in range(len(y)))]
     one_by_one = [*zip(*states[1:], strict=True), *zip(*outputs, strict=True)]
     for name, new, old in zip(names, [*state, *y], one_by_one, strict=True):
-        if new.shape[:1] != (run.rows * run.seq_len,) or not is_close(new, torch.cat(old)):
-            return f"{name} of steps taken at once differs, so their rows are not independent"
+        if new.shape[:1] != (run.rows * run.seq_len,):
+            return f"{name} of steps taken at once has shape {tuple(new.shape)}"
+        for time, own in zip(chunk.times, new.split(run.rows), strict=True):
+            if not is_close(own, old[time]):
+                return (
+                    f"with steps taken at once, {name} differs at time {time}, so the rows are not "
+                    "independent"
+                )
     return ""

@@ -90,8 +90,6 @@ class Run:
 
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
-    other_tensors: list[Tensor] = field(default_factory=list)
-    """Tensors without gradient that it reads so."""
     changed_buffers: list[str] = field(default_factory=list)
     befores: list[Before] = field(default_factory=list)
     draws: bool = False
@@ -145,10 +143,9 @@ class Run:
 
     def bare_step(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         """One step, or all steps of a chunk at once, after the noise was told so."""
-        step = (
-            self.step if self.compiled is None else self.compiled.bound_to(self.noise, self.values)
-        )
-        return step(state, x, constants)
+        if self.compiled is None:
+            return self.step(state, x, constants)
+        return self.compiled.take(self, state, x, constants)
 
     def call_with(self, values: dict[str, Tensor], function: Callable[[], T]) -> T:
         """``function()``, whose steps have these values of weights and buffers."""
@@ -215,7 +212,6 @@ class Run:
             returns_sequence=True,
             last=None,
             closed_over={},
-            other_tensors=[],
             changed_buffers=[],
             befores=[],
         )

@@ -44,8 +44,10 @@ class Step:
         )
         new_leaves, structure = flatten(new, "the step's new state")
         if is_compiling():  # a trial without the compiler has checked them
-            pairs = zip(new_leaves, state, strict=True)
-            return tuple(a.to(b.dtype) for a, b in pairs), flatten(y, "the step's output")[0]
+            if torch.is_autocast_enabled(state[0].device.type):
+                pairs = zip(new_leaves, state, strict=True)
+                new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
+            return new_leaves, flatten(y, "the step's output")[0]
         if structure is not self._state and structure != self._state:
             raise ValueError(
                 f"fusedrnn: the step must return a state like the one that it gets, "

@@ -124,13 +124,45 @@ def test_attributes_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))
 
 
+class Switched(nn.Module):
+    """Draws or not, and from one distribution or the other."""
+
+    kind = "none"
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        if self.kind == "normal":
+            h = h + torch.randn_like(h)
+        if self.kind == "uniform":
+            h = h + torch.rand_like(h)
+        return torch.tanh(x + h)
+
+
+@pytest.mark.parametrize("kinds", [("none", "normal"), ("normal", "uniform"), ("normal", "none")])
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_draws_that_change(kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are of the distribution that the step asks for now."""
+    counted(monkeypatch)
+    cell = Switched()
+    rnn = fusedrnn.Recurrent(cell, torch_compile=True)
+    for kind, dtype in (
+        (kinds[0], torch.float32),
+        (kinds[1], torch.float32),
+        (kinds[1], torch.float64),
+    ):
+        cell.kind = kind
+        x, start = torch.randn(6, 3, H, dtype=dtype), torch.zeros(3, H, dtype=dtype)
+        found = rnn(x, start, generator=generator())
+        expected = fusedrnn.Recurrent(cell)(x, start, generator=generator())
+        torch.testing.assert_close(found, expected)
+
+
 def test_attributes_that_change_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gives up at some time; the numbers stay right."""
     counted(monkeypatch)
     cell = Scaled()
     rnn = fusedrnn.Recurrent(cell, torch_compile=True)
     x, start = torch.randn(6, 3, H), torch.zeros(3, H)
-    with pytest.warns(UserWarning, match="compiled it anew too often"):
+    with pytest.warns(UserWarning, match="without torch.compile, because torch.compile raises"):
         for i in range(12):
             cell.factor = 1.5**i
             torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))

@@ -39,7 +39,6 @@ def test_the_benchmark(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "any_cell.json").read_text())
     found = written["cells"]["LateResetGRU"]
-    assert found["Recurrent"]["peak_ratio"] < found["Recurrent, parallel"]["peak_ratio"] + 0.2 < 1
-    assert found["plain loop"]["peak_ratio"] == 1
+    assert found["Recurrent"]["peak_ratio"] < found["plain loop"]["peak_ratio"] == 1
     peaks = [row["peak_bytes"]["Recurrent"] for row in written["over_seq_len"]]
     assert len(peaks) == 2

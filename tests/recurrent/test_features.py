@@ -316,7 +316,7 @@ def test_nothing_warns() -> None:
 
 
 def test_cells_of_this_package() -> None:
-    """Noise of the first draw of layer 0 is that of StochasticGRU for the same seed."""
+    """A cell with weights in a flat buffer, inside."""
     layer, x = fusedrnn.GRU(H, H, dtype=torch.float64), sequence()
     cell = fusedrnn.GRUCell(H, H, dtype=torch.float64)
     with torch.no_grad():

@@ -168,6 +168,20 @@ def test_return_sequence() -> None:
     check_same(lambda: fusedrnn.scan(step, h, xs, return_sequence=False), expected, [h, xs, weight])
 
 
+def test_a_step_of_another_kind() -> None:
+    """Whatever can be called, also what has no attributes of its own."""
+
+    class Step:
+        def __call__(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return h + x, h * x
+
+    h, xs = float64(B, 4), float64(T, B, 4)
+    instance = Step()
+    for step in (instance, instance.__call__, torch.broadcast_tensors):
+        output = fusedrnn.scan(step, h, xs)[1]
+        torch.testing.assert_close(output, loop(step, h, xs)[1])
+
+
 def test_a_generator_decides_the_noise() -> None:
     def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return h, x + torch.randn_like(x)
