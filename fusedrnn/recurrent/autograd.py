@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .._graphs import is_alone, never_in_graphs
-from .backward import Backward, Gradients, gradients_of
+from .backward import Backward
 from .forward import Result, forward, like_rows
+from .gradients import Gradients, gradients_of
 from .runs import Run
 from .trees import Leaves
 from .values import Layout, Values
@@ -52,7 +53,7 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
         state, outputs = values.state, {}
         for chunk in run.chunks():
             run.enter(chunk)
-            for time, x in zip(chunk.times, chunk.steps(values.inputs), strict=True):
+            for time, x in zip(chunk.times, chunk.steps(chunk.of(values.inputs)), strict=True):
                 state, outputs[time] = run.take(time, state, x, values.constants)
         times = [outputs[time] for time in range(run.seq_len)]
         if run.returns_sequence:

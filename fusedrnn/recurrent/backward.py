@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .forward import like_rows
-from .runs import Chunk, Run, as_leaf, check_nothing_missed, differentiable
-from .trees import Leaves
+from .gradients import Gradients, are_close, at, dense, gradients_of
+from .graphs import CannotRecord
+from .runs import Chunk, Run, as_leaf, check_nothing_missed
+from .trees import Leaves, differentiable
 from .values import Values
 
-Gradients = list[Tensor | None]
+
+class Given(NamedTuple):
+    """What backward of a chunk gets besides what all chunks share."""
+
+    before: Leaves
+    """The state before the chunk; in parallel mode before each step, (steps, ...) each."""
+    after: Leaves
+    """The state after the chunk; in parallel mode after each step."""
+    inputs: Leaves
+    """(steps, ...) each, like the gradients of the outputs."""
+    state_gradients: Gradients
+    """Of the state after the chunk."""
+    output_gradients: Gradients
+
+
+class Found(NamedTuple):
+    """What backward of a chunk gives."""
+
+    state_gradients: Gradients
+    """Of the state before the chunk."""
+    inputs: Gradients
+    shared: Gradients
+    """Of constants, weights and closed-over tensors, from this chunk alone."""
+    same: Tensor
+    """For each leaf of the state whether the steps give it again."""
 
 
 @dataclass
@@ -50,15 +75,24 @@ class Backward:
         self.shared = [None] * len(shared)
         self._owns = [False] * len(shared)
         self._same: list[Tensor] = []
+        self._pass = self._pass_in_parallel if self.states else self._replay
+        self._name = "parallel" if self.states else "replay"
+        self._recorded = self.run.recorded(self._name, self._pass_whole)
 
     def gradients(self) -> Gradients:
         """Of ``values.leaves()``."""
-        step = self._replay if not self.states else self._pass_in_parallel
         chunks = self.run.chunks()
         for index in reversed(range(len(chunks))):
-            self.run.enter(chunks[index])
-            with self.run.again(index) as buffers:
-                step(index, chunks[index], buffers)
+            chunk = chunks[index]
+            self.run.enter(chunk)
+            given = self._given(index, chunk)
+            found = self._repeated(chunk, given)
+            if found is None:
+                with self.run.again(index) as buffers:
+                    found = self._pass(chunk, given, buffers)
+            self._keep(chunk, found)
+        if self.run.graphs is not None:
+            self.run.graphs.has_run(self._name)
         self._check_same()
         firsts = [
             gradient if need else None
@@ -68,27 +102,81 @@ class Backward:
         ]
         return [*self.input_gradients, *firsts, *self.shared]
 
-    def _replay(self, index: int, chunk: Chunk, buffers: dict[str, Tensor]) -> None:
+    def _given(self, index: int, chunk: Chunk) -> Given:
+        if self.states:
+            before, after = self._states_before(chunk), chunk.of(tuple(self.states))
+        else:
+            before, after = self.starts[index], self.starts[index + 1]
+        return Given(
+            before,
+            after,
+            chunk.of(self.values.inputs),
+            self.state_gradients,
+            self._output_gradients_of(chunk),
+        )
+
+    # By a graph
+
+    def _repeated(self, chunk: Chunk, given: Given) -> Found | None:
+        """The same by what was recorded of a chunk; None without."""
+        if self._recorded is None or not self.run.is_whole(chunk):
+            return None
+        state = [leaf[0] if self.states else leaf for leaf in given.after]
+        given = given._replace(  # each chunk must have the same gradients
+            state_gradients=dense(given.state_gradients, state),
+            output_gradients=[
+                whole.new_zeros(len(chunk.times), *whole.shape)
+                if whole is not None and part is None
+                else part
+                for whole, part in zip(self.output_gradients, given.output_gradients, strict=True)
+            ],
+        )
+        try:
+            found = self._recorded(chunk, given, self.run.noise.numbers())
+        except CannotRecord as error:
+            self.run.give_up_graphs(error)
+            self._recorded = None
+            self.run.enter(chunk)
+            return None
+        return Found(
+            [None if g is None else g.clone() for g in found.state_gradients],
+            found.inputs,  # copied to their place at once
+            [
+                gradient.clone() if gradient is not None and kept is None else gradient
+                for gradient, kept in zip(found.shared, self.shared, strict=True)
+            ],
+            found.same.clone(),
+        )
+
+    def _pass_whole(self, chunk: Chunk, given: Given, numbers: Sequence[Tensor]) -> Found:
+        """What is recorded. ``numbers``: what the steps draw."""
+        # A leaf stays with the stream that used it first, and this stream is another one.
+        self.shared_leaves = [as_leaf(leaf, leaf.requires_grad) for leaf in self.shared_leaves]
+        self.run.enter(chunk)
+        self.run.noise.give(numbers)
+        found = self._pass(chunk, given, {})
+        state = [leaf[0] if self.states else leaf for leaf in given.before]
+        return found._replace(state_gradients=dense(found.state_gradients, state))
+
+    # The two modes
+
+    def _replay(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """Takes the steps of a chunk again, with a graph of all of them."""
         run, values = self.run, self._with_shared(self.shared_leaves)
-        start, inputs = self._leaves(self.starts[index]), self._input_leaves(chunk)
+        start, inputs = self._leaves(given.before), self._input_leaves(given)
         outputs: list[Leaves] = []
         firsts: list[Tensor] = []
-        parts: list[Any] = []
-
-        def take(time: int, state: Leaves) -> tuple[Leaves, Leaves]:
-            x = tuple(part[time - chunk.part.start] for part in parts)
-            return run.take(time, state, x, values.constants)
+        steps: list[Leaves] = []
 
         def take_first() -> list[Tensor]:
-            state, y = take(chunk.times[0], start)
+            state, y = run.take(chunk.times[0], start, steps[0], values.constants)
             return [*state, *y]
 
         def take_steps() -> Leaves:
             state = start
             with run.watched(values.closed_over):
-                for time in chunk.times:
-                    state, y = take(time, state)
+                for time, x in zip(chunk.times, steps, strict=True):
+                    state, y = run.take(time, state, x, values.constants)
                     firsts[:] = firsts or [*state, *y]
                     outputs.append(y)
                 known = [*start, *inputs, *self.shared_leaves]
@@ -96,42 +184,46 @@ class Backward:
             return state
 
         with torch.enable_grad():
-            parts = [leaf.unbind(0) for leaf in inputs]
+            steps = chunk.steps(inputs)
             state = run.call_with(values.weights | buffers, take_steps)
-        self._compare(state, self.starts[index + 1])
-        roots, gradients = [*state], [*self.state_gradients]
+        roots, gradients = [*state], [*given.state_gradients]
         for time, y in zip(chunk.times, outputs, strict=True):
             roots += y
-            gradients += self._output_gradients_at(time)
+            gradients += at(given.output_gradients, time - chunk.part.start)
         leaves = [*start, *inputs, *self.shared_leaves]
         found = iter(gradients_of(roots, gradients, leaves))
-        self.state_gradients = [next(found) for _ in start]
-        self._keep(chunk, [next(found) for _ in inputs], [*found])
+        return Found(
+            [next(found) for _ in start],
+            [next(found) for _ in inputs],
+            [*found],
+            are_close(state, given.after),
+        )
 
-    def _pass_in_parallel(self, index: int, chunk: Chunk, buffers: dict[str, Tensor]) -> None:
+    def _pass_in_parallel(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """The gradient of each state, step by step; then those of the rest, of all steps at once.
 
         The rows of a batch being independent, the steps of a chunk are one step of a larger batch.
         """
-        run, part = self.run, chunk.part
+        run, before = self.run, given.before
         alone = self._with_shared([leaf.detach() for leaf in self.shared_leaves])
-        before = self._states_before(chunk)
-        steps = chunk.steps(self.values.inputs)
+        steps = chunk.steps(given.inputs)
         adjoints = [torch.zeros_like(leaf) if differentiable(leaf) else None for leaf in before]
+        state_gradients = given.state_gradients
 
         def pass_steps() -> None:
+            nonlocal state_gradients
             with run.watched(alone.closed_over):
                 for time, x in zip(reversed(chunk.times), reversed(steps), strict=True):
-                    place = time - part.start
-                    for adjoint, gradient in zip(adjoints, self.state_gradients, strict=True):
+                    place = time - chunk.part.start
+                    for adjoint, gradient in zip(adjoints, state_gradients, strict=True):
                         if adjoint is not None and gradient is not None:
                             adjoint[place] = gradient
                     start = self._leaves([leaf[place] for leaf in before])
                     state, y = run.take(time, start, x, alone.constants)
-                    given = [*self.state_gradients, *self._output_gradients_at(time)]
-                    self.state_gradients = gradients_of([*state, *y], given, start)
+                    gradients = [*state_gradients, *at(given.output_gradients, place)]
+                    state_gradients = gradients_of([*state, *y], gradients, start)
 
-        inputs = self._input_leaves(chunk)
+        inputs = self._input_leaves(given)
         values = self._with_shared(self.shared_leaves)
 
         def take_at_once() -> tuple[Leaves, Leaves]:
@@ -152,14 +244,19 @@ class Backward:
             run.call_with(alone.weights | buffers, pass_steps)
             leaves = [*inputs, *self.shared_leaves]
             if not any(leaf.requires_grad for leaf in leaves):
-                return
+                same = torch.ones(len(before), dtype=torch.bool, device=before[0].device)
+                none: Gradients = [None] * len(leaves)
+                return Found(state_gradients, none[: len(inputs)], none[len(inputs) :], same)
             state, y = run.call_with(values.weights | buffers, take_and_check)
-        kept = [leaf[part].flatten(0, 1) for leaf in self.states]
-        self._compare(state, kept)
-        given = [None if a is None else a.flatten(0, 1) for a in adjoints]
-        given += [None if g is None else g.flatten(0, 1) for g in self._output_gradients_of(chunk)]
-        found = gradients_of([*state, *y], given, leaves)
-        self._keep(chunk, found[: len(inputs)], found[len(inputs) :])
+        roots = [None if a is None else a.flatten(0, 1) for a in adjoints]
+        roots += [None if g is None else g.flatten(0, 1) for g in given.output_gradients]
+        found = gradients_of([*state, *y], roots, leaves)
+        return Found(
+            state_gradients,
+            found[: len(inputs)],
+            found[len(inputs) :],
+            are_close(state, [leaf.flatten(0, 1) for leaf in given.after]),
+        )
 
     # What both do
 
@@ -169,12 +266,9 @@ class Backward:
     def _leaves(self, state: Sequence[Tensor]) -> Leaves:
         return tuple(as_leaf(leaf) for leaf in state)
 
-    def _input_leaves(self, chunk: Chunk) -> Leaves:
-        needs = self.needs
-        return tuple(
-            as_leaf(leaf[chunk.part], need)
-            for leaf, need in zip(self.values.inputs, needs, strict=False)
-        )
+    def _input_leaves(self, given: Given) -> Leaves:
+        needed = zip(given.inputs, self.needs, strict=False)
+        return tuple(as_leaf(leaf, need) for leaf, need in needed)
 
     def _states_before(self, chunk: Chunk) -> Leaves:
         """The state before each step of a chunk, in the order of time."""
@@ -190,36 +284,31 @@ class Backward:
             parts.append(torch.cat(rest))
         return tuple(parts)
 
-    def _output_gradients_at(self, time: int) -> Gradients:
-        run = self.run
-        if run.returns_sequence:
-            return [None if g is None else g[time] for g in self.output_gradients]
-        if run.last is None:
-            is_last = time == run.time(run.seq_len - 1)
-            return [g if is_last else None for g in self.output_gradients]
-        flags = run.last[time]
-        return [
-            None if g is None else torch.where(like_rows(flags, g), g, torch.zeros_like(g))
-            for g in self.output_gradients
-        ]
-
     def _output_gradients_of(self, chunk: Chunk) -> Gradients:
-        """Of all steps of a chunk, in the order of time."""
-        if self.run.returns_sequence:
-            return [None if g is None else g[chunk.part] for g in self.output_gradients]
-        steps = [self._output_gradients_at(time) for time in sorted(chunk.times)]
-        return [
-            None
-            if whole is None
-            else torch.stack([torch.zeros_like(whole) if g is None else g for g in each])
-            for whole, each in zip(self.output_gradients, zip(*steps, strict=True), strict=True)
-        ]
+        """Of all steps of a chunk, in the order of time; None where no step has one."""
+        run, part = self.run, chunk.part
+        if run.returns_sequence:
+            return [None if g is None else g[part] for g in self.output_gradients]
+        made: Gradients = []
+        for g in self.output_gradients:
+            if g is None or (run.last is None and chunk.stop != run.seq_len):
+                made.append(None)
+            elif run.last is None:
+                whole = g.new_zeros(len(chunk.times), *g.shape)
+                whole[chunk.times[-1] - part.start] = g
+                made.append(whole)
+            else:
+                flags = run.last[part]
+                made.append(torch.where(flags.reshape(*flags.shape, *(1,) * (g.dim() - 1)), g, 0))
+        return made
 
-    def _keep(self, chunk: Chunk, inputs: Gradients, shared: Gradients) -> None:
-        for whole, part in zip(self.input_gradients, inputs, strict=True):
+    def _keep(self, chunk: Chunk, found: Found) -> None:
+        self.state_gradients = found.state_gradients
+        self._same.append(found.same)
+        for whole, part in zip(self.input_gradients, found.inputs, strict=True):
             if whole is not None:
                 whole[chunk.part] = 0 if part is None else part.view_as(whole[chunk.part])
-        for i, gradient in enumerate(shared):
+        for i, gradient in enumerate(found.shared):
             kept = self.shared[i]
             if kept is None or gradient is None:
                 self.shared[i] = gradient if kept is None else kept
@@ -227,10 +316,6 @@ class Backward:
                 kept += gradient
             else:  # autograd may have given the same tensor for two leaves
                 self.shared[i], self._owns[i] = kept + gradient, True
-
-    def _compare(self, state: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        same = [is_close(new, old) for new, old in zip(state, kept, strict=True)]
-        self._same.append(torch.stack(same))
 
     def _check_same(self) -> None:
         """Once for all chunks, since it waits for the device."""
@@ -245,41 +330,3 @@ class Backward:
                 "forward; steps must depend only on their arguments, weights and buffers and on "
                 "torch's random numbers, and these must not change before backward"
             )
-
-
-def gradients_of(
-    roots: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    leaves: Sequence[Tensor],
-    create_graph: bool = False,
-) -> Gradients:
-    """Of the leaves, None for those that need none or that no root depends on."""
-    pairs = [
-        (root, gradient)
-        for root, gradient in zip(roots, gradients, strict=True)
-        if root.requires_grad and gradient is not None
-    ]
-    needed = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not needed:
-        return [None] * len(leaves)
-    found = iter(
-        torch.autograd.grad(
-            [root for root, _ in pairs],
-            needed,
-            [gradient for _, gradient in pairs],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    )
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-
-def is_close(a: Tensor, b: Tensor) -> Tensor:
-    """Whether only rounding tells them apart, in which kernels with and without a graph differ."""
-    same = a == b
-    if differentiable(a):
-        a, b = a.detach(), b.detach()
-        scale = b.abs().nan_to_num(0.0, 0.0, 0.0).amax() if b.numel() else 0.0
-        tolerance = torch.finfo(a.dtype).eps ** 0.5
-        same = same | ((a - b).abs() <= tolerance * (scale + b.abs())) | (a.isnan() & b.isnan())
-    return same.all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
-from .probe import obstacle_to_parallel
+from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
+from .probe import obstacle_to_graphs, obstacle_to_parallel
 from .runs import Run
 from .trees import Leaves
 
@@ -25,6 +26,7 @@ class Settings:
     chunk_size: int | None
     workspace_bytes: int | None
     torch_compile: bool
+    cuda_graphs: bool
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
@@ -32,6 +34,7 @@ class Settings:
             raise ValueError(f"fusedrnn: mode must be one of {names}, got {text_of(self.mode)}")
         check_chunks(self.chunk_size, self.workspace_bytes)
         check_flag("torch_compile", self.torch_compile)
+        check_flag("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Known:
     obstacle: str | None = None
     """To parallel mode; "" for none; None if nobody has looked."""
     step_bytes: int | None = None
+    graphs: Graphs = field(default_factory=Graphs)
 
 
 class Memory:
@@ -102,6 +106,8 @@ def take(
         if not isinstance(compiled, str):
             run.compiled, run.values = compiled, run.weights.trained()
             run.user_step.output = compiled.output
+    if not obstacle_of_call(run, settings, known, *given):
+        run.graphs = known.graphs
     return run_sequence(run, *given, is_parallel)
 
 
@@ -136,3 +142,20 @@ def choose_mode(
     if known.obstacle:
         return REPLAY, known.obstacle
     return PARALLEL, "the step treats each row of the batch by itself"
+
+
+def obstacle_of_call(
+    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
+) -> str:
+    """Why a call does without CUDA graphs; "" for nothing. The run must have its chunk size."""
+    if not settings.cuda_graphs:
+        return "not asked to"
+    if run.device.type not in RECORDERS:
+        return f"the input is on {run.device}"
+    if run.seq_len // run.chunk_size < LEAST_CHUNKS:
+        return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
+    if not is_alone() or any(leaf.numel() == 0 for leaf in (*inputs, *state)):
+        return "there is nothing to record"
+    if known.graphs.obstacle is None:
+        known.graphs.obstacle = obstacle_to_graphs(run, inputs, state, constants)
+    return known.graphs.obstacle

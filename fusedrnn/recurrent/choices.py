@@ -30,6 +30,10 @@ class Explanation:
     """Whether steps run by torch.compile."""
     compile_reason: str
     """Why they do not, though they should."""
+    is_recorded: bool
+    """Whether whole chunks run as CUDA graphs, from the second call on."""
+    record_reason: str
+    """Why they do not."""
     chunk_steps: int
     """Steps of a chunk."""
     chunk_reason: str
@@ -45,10 +49,12 @@ class Explanation:
 
     def __str__(self) -> str:
         compiled = "yes" if self.is_compiled else f"no, {self.compile_reason}"
+        recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
             f"mode {self.mode}: {self.reason}",
             f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
             f"torch.compile: {compiled}",
+            f"CUDA graphs: {recorded}",
             f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",
             f"  {'workspace of backward':36} {self.workspace_bytes:>16,} bytes",

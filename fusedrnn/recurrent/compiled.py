@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward import is_close
+from .gradients import is_close
 from .noise import Draw, Tape
 from .reads import ClosedOver, Watch
 from .runs import Run
@@ -61,6 +61,8 @@ class CompiledStep:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                if run.noise.is_given:  # while a graph is recorded, which may be the reason
+                    raise
                 warn(reason_of(error))
                 self._take = None
             else:

@@ -7,8 +7,9 @@ from torch import nn
 
 from .. import modules
 from .autograd import run_sequence
-from .calls import choose_chunk, choose_mode
+from .calls import choose_chunk, choose_mode, obstacle_of_call
 from .choices import PARALLEL, Explanation, measure_step
+from .graphs import RECORDERS
 from .layers import LayersCall, OneCell, joined
 from .trees import Leaves
 
@@ -47,6 +48,8 @@ def explanation(call: LayersCall) -> Explanation:
         reason=different("reason"),
         is_compiled=any(part.is_compiled for part in parts),
         compile_reason=different("compile_reason"),
+        is_recorded=any(part.is_recorded for part in parts),
+        record_reason=different("record_reason"),
         chunk_steps=min(part.chunk_steps for part in parts),
         chunk_reason=first.chunk_reason,
         step_bytes=max(part.step_bytes for part in parts),
@@ -72,12 +75,18 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         )
     elif not settings.torch_compile:
         faster.append("torch_compile=True compiles the step")
+    if not settings.cuda_graphs and run.device.type in RECORDERS:
+        faster.append("cuda_graphs=True launches a chunk at once")
     compiled = one.memory.compiled(run, *one.given) if settings.torch_compile else "not asked to"
+    run.chunk_size = steps
+    obstacle = obstacle_of_call(run, settings, known, *one.given)
     return Explanation(
         mode=mode,
         reason=reason,
         is_compiled=not isinstance(compiled, str),
         compile_reason=compiled if isinstance(compiled, str) else "",
+        is_recorded=not obstacle,
+        record_reason=obstacle,
         chunk_steps=steps,
         chunk_reason=chunk_reason,
         step_bytes=measured.bytes,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .graphs import CannotRecord
 from .reads import ClosedOver
 from .runs import Chunk, Run
 from .trees import Leaves
@@ -50,12 +51,29 @@ def forward(
     weights = [*run.weights.parameters(), *run.weights.buffers()]
     outputs, states = _Outputs(run), _States(run, keeps_states)
     starts = []
+
+    def take_whole(chunk: Chunk, state: Leaves, parts: Leaves, numbers: Sequence[Tensor]) -> _Made:
+        return _take_whole(run, chunk, states, state, parts, constants, numbers)
+
+    recorded = run.recorded("forward", take_whole)
     for chunk in run.chunks():
         if for_backward:
             starts.append(state)
             run.befores.append(run.before())
         run.enter(chunk)
-        steps = list(zip(chunk.times, chunk.steps(inputs), strict=True))
+        if recorded is not None and chunk.start and run.is_whole(chunk):
+            try:
+                made = recorded(chunk, state, chunk.of(inputs), run.noise.numbers())
+            except CannotRecord as error:
+                run.give_up_graphs(error)
+                recorded = None
+                run.enter(chunk)
+            else:
+                state = tuple(leaf.clone() for leaf in made.state)
+                outputs.add_chunk(chunk, made.outputs)
+                states.add_chunk(chunk, made.states, outputs.leaves)
+                continue
+        steps = list(zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True))
         for looks, part in _parts(chunk, run.seq_len):
             found = (
                 ClosedOver([*weights, *inputs, *state, *constants])
@@ -80,6 +98,8 @@ def forward(
                 if for_backward:
                     run.befores[0].buffers = changed_buffers
                 versions = {n: v for n, v in after.items() if n not in run.changed_buffers}
+    if run.graphs is not None:
+        run.graphs.has_run("forward")
     if for_backward:
         starts.append(state)
         run.befores.append(run.before())
@@ -105,6 +125,46 @@ def _parts(chunk: Chunk, seq_len: int) -> Iterator[tuple[bool, slice]]:
     yield False, slice(first, last - is_end)
     if is_end:
         yield True, slice(last - 1, last)
+
+
+class _Made(NamedTuple):
+    """What the steps of a chunk make, (steps, ...) each in the order of time."""
+
+    outputs: Leaves
+    states: Sequence[Tensor | None]
+    """For the parallel mode; None where it is the output."""
+    state: Leaves
+    """After the last step."""
+
+
+def _take_whole(
+    run: Run,
+    chunk: Chunk,
+    states: _States,
+    state: Leaves,
+    parts: Leaves,
+    constants: Leaves,
+    numbers: Sequence[Tensor],
+) -> _Made:
+    """All steps of a chunk. ``parts``: of the inputs; ``numbers``: what the steps draw."""
+    run.enter(chunk)
+    run.noise.give(numbers)
+    outputs, after = [], []
+    with run.watched():
+        for time, x in zip(chunk.times, chunk.steps(parts), strict=True):
+            state, y = run.take(time, state, x, constants)
+            outputs.append(y)
+            after.append(state)
+    outputs, after = chunk.in_time(outputs), chunk.in_time(after)
+    own = zip(*map(states.own, after, outputs), strict=True)
+    return _Made(
+        tuple(map(torch.stack, zip(*outputs, strict=True))),
+        [
+            None if all(leaf is None for leaf in leaves) else torch.stack([s[i] for s in after])
+            for i, leaves in enumerate(own)
+        ],
+        state,
+    )
 
 
 class _Outputs:
@@ -133,6 +193,25 @@ class _Outputs:
                 for leaf, old in zip(y, self.leaves, strict=True)
             ]
 
+    def add_chunk(self, chunk: Chunk, y: Leaves) -> None:
+        """After at least one step. ``y``: (steps, ...) each."""
+        run = self._run
+        if run.returns_sequence:
+            for sequence, leaf in zip(self.leaves, y, strict=True):
+                sequence[chunk.part] = leaf
+        elif run.last is None:
+            if chunk.stop == run.seq_len:
+                place = chunk.times[-1] - chunk.part.start
+                self.leaves = [leaf[place].clone() for leaf in y]
+        else:
+            are_last = run.last[chunk.part]
+            is_here, step = are_last.any(0), are_last.int().argmax(0)
+            rows = torch.arange(len(step), device=step.device)
+            self.leaves = [
+                torch.where(like_rows(is_here, old), leaf[step, rows], old)
+                for leaf, old in zip(y, self.leaves, strict=True)
+            ]
+
 
 class _States:
     """Each leaf of the state after all steps, unless an output has the same values."""
@@ -150,12 +229,31 @@ class _States:
             for i, leaf in enumerate(state):
                 if self.leaves[i] == -1:
                     self.leaves[i] = leaf.new_empty((self._run.seq_len, *leaf.shape))
-        for i, (kept, leaf) in enumerate(zip(self.leaves, state, strict=True)):
+        self._keep(time, self.own(state, y), outputs)
+
+    def own(self, state: Leaves, y: Leaves) -> list[Tensor | None]:
+        """The leaves to keep of a state; None for those that are outputs as well."""
+        return [
+            None if isinstance(kept, int) and y[kept] is leaf else leaf
+            for kept, leaf in zip(self.leaves, state, strict=self._keeps)
+        ]
+
+    def add_chunk(
+        self, chunk: Chunk, states: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    ) -> None:
+        """After at least one step. ``states``: of :meth:`own`, (steps, ...) each."""
+        self._keep(chunk.part, states, outputs)
+
+    def _keep(
+        self, times: int | slice, own: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    ) -> None:
+        for i, leaf in enumerate(own):
+            kept = self.leaves[i]
+            if leaf is None:
+                continue
             if isinstance(kept, int):
-                if y[kept] is leaf:
-                    continue
                 kept = self.leaves[i] = outputs[kept].clone()  # so far they were the same
-            kept[time] = leaf
+            kept[times] = leaf
 
 
 def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def scan(
     chunk_size: int | None = None,
     workspace_bytes: int | None = None,
     torch_compile: bool = False,
+    cuda_graphs: bool = False,
     return_sequence: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Any, Any]:
@@ -49,7 +50,7 @@ def scan(
         inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each.
         params: Tensors, nested likewise, that every step gets.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
-        mode, chunk_size, workspace_bytes, torch_compile, return_sequence: As those of
+        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence: As those of
             :class:`Recurrent`.
         generator: As in the call of a Recurrent.
 
@@ -75,7 +76,7 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
-    settings = Settings(mode, chunk_size, workspace_bytes, torch_compile)
+    settings = Settings(mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs)
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
     state_leaves, state_structure = flatten(state, "state")

@@ -46,6 +46,12 @@ class Recurrent(nn.Module):
             step is measured once. Excludes ``chunk_size``.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile,
             once for sequences and batches of any size. Takes a minute or so.
+        cuda_graphs: Whether to record the work of a chunk as a CUDA graph, which launches that of
+            the others at once. Each call records anew, from the second one with inputs of the same
+            kind on. The step must not wait for values of tensors, as ``tensor.item()`` does and
+            torch.distributions does unless ``validate_args=False``, and must do the same in each
+            step; else it runs without graphs, and :meth:`explain` says why. Without effect on a
+            CPU.
         return_sequence: False to return the last output alone.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
@@ -84,6 +90,7 @@ class Recurrent(nn.Module):
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
         torch_compile: bool = False,
+        cuda_graphs: bool = False,
         return_sequence: bool = True,
     ) -> None:
         super().__init__()
@@ -101,14 +108,20 @@ class Recurrent(nn.Module):
         if not cells or (bidirectional and len(cells) % 2):
             wanted = "two cells per layer" if bidirectional else "at least one cell"
             raise ValueError(f"fusedrnn: cell must have {wanted}, got {len(cells)}")
-        self.mode, self.torch_compile = mode, torch_compile
+        self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
         self._memories = [Memory() for _ in cells]
 
     def _settings(self) -> Settings:
-        return Settings(self.mode, self.chunk_size, self.workspace_bytes, self.torch_compile)
+        return Settings(
+            self.mode,
+            self.chunk_size,
+            self.workspace_bytes,
+            self.torch_compile,
+            self.cuda_graphs,
+        )
 
     @property
     def _cells(self) -> list[nn.Module]:
@@ -123,6 +136,7 @@ class Recurrent(nn.Module):
             "chunk_size": None,
             "workspace_bytes": None,
             "torch_compile": False,
+            "cuda_graphs": False,
             "return_sequence": True,
         }
         values = {name: getattr(self, name) for name in defaults}

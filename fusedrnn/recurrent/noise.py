@@ -8,11 +8,10 @@ one step or for all steps of a chunk at once, and they do not depend on the size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops, _seeds
@@ -35,6 +34,17 @@ class Draw(NamedTuple):
     """Without the first dimension, if they belong to rows."""
     dtype: torch.dtype
     device: torch.device
+
+
+class _Key(NamedTuple):
+    """A draw of all steps of a chunk."""
+
+    number: int
+    distribution: int
+    device: torch.device
+    batch: int
+    width: int
+    dtype: torch.dtype
 
 
 class Source:
@@ -97,7 +107,9 @@ class Noise(Source):
         """Whether all that was drawn had a row, or some rows, for each row of the batch."""
         self._rows = self._first = self._steps = self._place = self._next = 0
         self._at_once = False
-        self._drawn: dict[Any, Tensor] = {}
+        self._drawn: dict[_Key, Tensor] = {}
+        self.is_given = False
+        """Whether the numbers come from :meth:`give`, as while a chunk is recorded."""
 
     @classmethod
     def for_trial(cls) -> Noise:
@@ -107,7 +119,7 @@ class Noise(Source):
     def chunk(self, first: int, steps: int, rows: int) -> None:
         """The steps from ``first`` on come next, for a batch of ``rows``."""
         self._first, self._steps, self._rows = first, steps, rows
-        self._drawn.clear()
+        self._drawn, self.is_given = {}, False
 
     def step(self, time: int) -> None:
         """One step of the chunk comes next."""
@@ -137,21 +149,48 @@ class Noise(Source):
             raise RuntimeError(f"fusedrnn: a step may draw {MOST_DRAWS} times, got more")
         if len(self.draws) == number:
             self.draws.append(self._description(distribution, device, shape, dtype))
-        batch, width = self._batch_and_width(shape)
-        key = (number, distribution, device, batch, width, dtype)
+        key = _Key(number, distribution, device, *self._batch_and_width(shape), dtype)
         if key not in self._drawn:
-            self._drawn[key] = _ops.draw(
-                self._seed.on(device),
-                self._steps,
-                batch,
-                width,
-                stream=self._layer + number * MOST_DRAWS,
-                distribution=distribution,
-                dtype=dtype,
-                first_step=self._first,
-            )
+            if self.is_given:
+                raise RuntimeError("fusedrnn: the step draws other numbers than in its first step")
+            self._drawn[key] = self._numbers(key)
         drawn = self._drawn[key] if self._at_once else self._drawn[key][self._place]
         return drawn.clone().reshape(shape)  # a step may change its numbers in place
+
+    def _numbers(self, key: _Key) -> Tensor:
+        """Of all steps of the chunk, (steps, batch, width)."""
+        return _ops.draw(
+            self._seed.on(key.device),
+            self._steps,
+            key.batch,
+            key.width,
+            stream=self._layer + key.number * MOST_DRAWS,
+            distribution=key.distribution,
+            dtype=key.dtype,
+            first_step=self._first,
+        )
+
+    def numbers(self) -> list[Tensor]:
+        """All that steps like the first one draw in the chunk, for :meth:`give`."""
+        return [self._numbers(key) for key in self._keys()]
+
+    def give(self, numbers: Sequence[Tensor]) -> None:
+        """The steps of the chunk draw these."""
+        self._drawn = dict(zip(self._keys(), numbers, strict=True))
+        self.is_given = True
+
+    def _keys(self) -> list[_Key]:
+        """Of the draws of the first step."""
+        keys = []
+        for number, draw in enumerate(self.draws):
+            rows = self._rows * draw.group
+            shape = (rows, *draw.shape) if draw.group else draw.shape
+            size = math.prod(shape)
+            batch = self._rows if draw.group else 1
+            keys.append(
+                _Key(number, draw.distribution, draw.device, batch, size // batch, draw.dtype)
+            )
+        return keys
 
     def _description(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
@@ -171,168 +210,3 @@ class Noise(Source):
             return rows, size // rows
         self.draws_by_rows = False
         return 1, size
-
-
-Function = Callable[..., Tensor]
-
-
-def _made(args: Any, kwargs: Any) -> tuple[Sequence[int], torch.dtype, Tensor]:
-    """Shape, dtype and a tensor on the device of what torch.randn and others would make."""
-    like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
-    wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
-    if like is not None:
-        empty = torch.empty_like(like, **wanted)
-    else:
-        size = kwargs.get("size", args)
-        size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        empty = torch.empty(tuple(size), **wanted)
-    return empty.shape, empty.dtype, empty
-
-
-def _maker(kind: str) -> Function:
-    """randn, randn_like, rand, rand_like."""
-
-    def drawn(noise: Source, *args: Any, **kwargs: Any) -> Tensor:
-        shape, dtype, like = _made(args, kwargs)
-        numbers: Tensor = getattr(noise, kind)(like, shape, dtype)
-        if kwargs.get("out") is not None:
-            return kwargs["out"].copy_(numbers)
-        return numbers.requires_grad_() if kwargs.get("requires_grad") else numbers
-
-    return drawn
-
-
-def _normal(
-    noise: Source,
-    mean: Any = 0.0,
-    std: Any = 1.0,
-    size: Sequence[int] | None = None,
-    *,
-    out: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    with torch.no_grad():
-        given = [value for value in (mean, std) if isinstance(value, Tensor)]
-        if given:
-            shape = torch.broadcast_shapes(*(value.shape for value in given))
-            like = given[0]
-        else:
-            wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
-            like = torch.empty(tuple(size or ()), **wanted)
-            shape = like.shape
-        numbers = noise.normal(like, shape, like.dtype) * std + mean
-        return numbers if out is None else out.copy_(numbers)
-
-
-def _in_place(numbers: Function) -> Function:
-    """Methods that fill a tensor."""
-
-    def drawn(noise: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.no_grad():
-            made = numbers(noise, self, *args, **kwargs)
-        return self.copy_(made)
-
-    return drawn
-
-
-def _float(like: Tensor) -> torch.dtype:
-    """In which to draw what fills tensors of any dtype."""
-    return like.dtype if like.is_floating_point() else torch.float32
-
-
-def _fill_normal(noise: Source, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    return noise.normal(like, like.shape, like.dtype) * std + mean
-
-
-def _fill_uniform(
-    noise: Source, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
-) -> Tensor:
-    low, high = named.get("from", low), named.get("to", high)
-    return noise.uniform(like, like.shape, like.dtype) * (high - low) + low
-
-
-def _fill_exponential(noise: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
-    return noise.exponential(like, like.shape, like.dtype) / lambd
-
-
-def _fill_bernoulli(noise: Source, like: Tensor, p: Any = 0.5) -> Tensor:
-    return noise.uniform(like, like.shape, _float(like)) < p
-
-
-def _bernoulli(noise: Source, input: Tensor, p: Any = None, *, out: Tensor | None = None) -> Tensor:
-    with torch.no_grad():
-        if p is None:
-            p = input
-        numbers = (noise.uniform(input, input.shape, _float(input)) < p).to(input.dtype)
-        return numbers if out is None else out.copy_(numbers)
-
-
-def _multinomial(
-    noise: Source,
-    input: Tensor,
-    num_samples: int,
-    replacement: bool = False,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """By a race of exponentials, whose winner is category i with a probability of input[i]."""
-    with torch.no_grad():
-        races = num_samples if replacement else 1
-        shape = (*input.shape[:-1], races, input.shape[-1])
-        arrivals = noise.exponential(input, shape, _float(input))
-        order = input.unsqueeze(-2) / arrivals
-        winners = order.argmax(-1)
-        numbers = winners if replacement else order.squeeze(-2).topk(num_samples).indices
-        return numbers if out is None else out.copy_(numbers)
-
-
-def _dropout(
-    noise: Source, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not training or p == 0:
-        return input
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    kept = noise.uniform(input, input.shape, _float(input)) >= p
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return input.mul_(kept * scale) if inplace else input * (kept * scale).to(input.dtype)
-
-
-def _gumbel_softmax(
-    noise: Source,
-    logits: Tensor,
-    tau: float = 1,
-    hard: bool = False,
-    eps: float = 1e-10,
-    dim: int = -1,
-) -> Tensor:
-    """``eps``: ignored, as in torch."""
-    gumbels = -noise.exponential(logits, logits.shape, logits.dtype).log()
-    soft = ((logits + gumbels) / tau).softmax(dim)
-    if not hard:
-        return soft
-    winner = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
-    return winner - soft.detach() + soft
-
-
-DRAWS: dict[Any, Function] = {
-    torch.randn: _maker("normal"),
-    torch.randn_like: _maker("normal"),
-    torch.rand: _maker("uniform"),
-    torch.rand_like: _maker("uniform"),
-    torch.normal: _normal,
-    torch.bernoulli: _bernoulli,
-    torch.multinomial: _multinomial,
-    torch.dropout: lambda noise, input, p, train: _dropout(noise, input, p, train),
-    torch.dropout_: lambda noise, input, p, train: _dropout(noise, input, p, train, True),
-    Tensor.bernoulli: _bernoulli,
-    Tensor.multinomial: _multinomial,
-    Tensor.normal_: _in_place(_fill_normal),
-    Tensor.uniform_: _in_place(_fill_uniform),
-    Tensor.exponential_: _in_place(_fill_exponential),
-    Tensor.bernoulli_: _in_place(_fill_bernoulli),
-    F.dropout: _dropout,
-    F.gumbel_softmax: _gumbel_softmax,
-}
-"""torch's functions whose numbers come from :class:`Noise`. Others, such as torch.randint and the
-dropout inside of torch.nn.MultiheadAttention, draw from torch's generators."""

@@ -1,4 +1,4 @@
-"""Tries whether a step treats the rows of a batch one by one."""
+"""Tries whether a step treats the rows of a batch one by one, and whether graphs can record it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from .backward import is_close
+from .gradients import is_close
+from .graphs import Unrecordable
 from .reads import ClosedOver
 from .runs import Run
 from .trees import Leaves
@@ -37,6 +38,32 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
         return f"steps taken at once raise {type(error).__name__}: {error}"
 
 
+@torch.no_grad()
+def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
+    """Why steps cannot be recorded; "" if nothing was found.
+
+    Takes the first step. Buffers and torch's generators are afterwards as before.
+    """
+    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
+    given = (state, tuple(leaf.detach()[run.time(0)] for leaf in inputs), constants)
+
+    def look() -> str:
+        versions, random_states = run.weights.buffer_versions(), run.random_states()
+        buffers = run.weights.copies(versions)
+        run.enter(run.chunks()[0])
+        watch = Unrecordable()
+        with run.watched(), watch:
+            run.take(run.time(0), *given)
+        if run.weights.changed(versions, buffers):
+            return "the step changes a buffer"
+        now = run.random_states()
+        if not all(torch.equal(a, b) for a, b in zip(random_states, now, strict=True)):
+            return "the step draws random numbers in a way that no graph can"
+        return watch.reason and f"the step {watch.reason}"
+
+    return run.aside(look)
+
+
 def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
     """Between steps taken one by one and taken at once."""
     state = tuple(leaf.detach() for leaf in state)
@@ -49,7 +76,7 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
     run.enter(chunk)
     states, outputs = [state], []
     with run.watched(closed_over=found):
-        for time, x in zip(chunk.times, chunk.steps(inputs), strict=True):
+        for time, x in zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True):
             found.add_known((state, x))
             state, y = run.take(time, state, x, constants)
             states.append(state)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .noise import DRAWS, Source
+from .draws import DRAWS
+from .noise import Source
 
 
 class Watch(TorchFunctionMode):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise
 from .reads import ClosedOver, Watch, Weights
-from .trees import Leaves
+from .trees import Leaves, differentiable
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
@@ -48,11 +49,19 @@ class Chunk:
         """Of the sequence, in which time always rises."""
         return slice(min(self.times), max(self.times) + 1)
 
-    def steps(self, sequences: Leaves) -> list[Leaves]:
-        """The leaves of each step, in the order of the steps."""
-        parts = [sequence[self.part].unbind(0) for sequence in sequences]
+    def of(self, sequences: Leaves) -> Leaves:
+        """This part of each."""
+        return tuple(sequence[self.part] for sequence in sequences)
+
+    def steps(self, parts: Leaves) -> list[Leaves]:
+        """The leaves of each step, in the order of the steps. ``parts``: as :meth:`of` gives."""
+        steps = [part.unbind(0) for part in parts]
         first = self.part.start
-        return [tuple(part[time - first] for part in parts) for time in self.times]
+        return [tuple(step[time - first] for step in steps) for time in self.times]
+
+    def in_time(self, steps: Sequence[T]) -> list[T]:
+        """What steps have made, in the order of time."""
+        return list(steps if self.times.step > 0 else reversed(steps))
 
 
 @dataclass
@@ -96,6 +105,8 @@ class Run:
     """Whether the step draws from ``noise``."""
     is_known: bool = False
     """Whether a first step has shown what it reads and draws."""
+    graphs: Graphs | None = None
+    """Where chunks are recorded and repeated; None: nowhere."""
     compiled: CompiledStep | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
     """Of the weights, by name, for the compiled step."""
@@ -122,6 +133,17 @@ class Run:
 
     def enter(self, chunk: Chunk) -> None:
         self.noise.chunk(chunk.part.start, len(chunk.times), self.rows)
+
+    def recorded(self, what: str, function: Callable[..., T]) -> Recorded[T] | None:
+        """A function of a whole chunk that is to be recorded; None if there is no graph."""
+        return None if self.graphs is None else self.graphs.recorded(what, function, self.device)
+
+    def give_up_graphs(self, error: CannotRecord) -> None:
+        assert self.graphs is not None
+        self.graphs.give_up(error)
+
+    def is_whole(self, chunk: Chunk) -> bool:
+        return len(chunk.times) == self.chunk_size
 
     def take(self, time: int, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         """One step, whose errors name it."""
@@ -214,6 +236,7 @@ class Run:
             closed_over={},
             changed_buffers=[],
             befores=[],
+            graphs=None,
         )
 
     def aside(self, function: Callable[[], T], weights: dict[str, Tensor] | None = None) -> T:
@@ -250,10 +273,6 @@ def add_note(error: Exception, note: str) -> None:
 def _versions(leaves: Leaves) -> list[int]:
     """What rises when a tensor is written."""
     return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
-
-
-def differentiable(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:

@@ -62,3 +62,7 @@ def flatten(tree: Any, name: str) -> tuple[Leaves, Structure]:
                     "tensors may be in tuples, lists, dicts and named tuples"
                 )
     return tuple(leaf for leaf in leaves if leaf is not None), Structure(spec, has_tensor)
+
+
+def differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()

@@ -21,6 +21,7 @@ def test_what_is_printed() -> None:
         "mode replay: on a CPU it takes less time",
         "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
         "torch.compile: no, not asked to",
+        "CUDA graphs: no, not asked to",
         f"  autograd keeps of one step           {found.step_bytes:>16,} bytes",
         "  kept until backward, per step                      26 bytes",
         f"  workspace of backward                {10 * found.step_bytes:>16,} bytes",

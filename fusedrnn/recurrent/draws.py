@@ -1,0 +1,178 @@
+"""torch's functions that draw random numbers, by the numbers of a :class:`Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .noise import Source
+
+Function = Callable[..., Tensor]
+
+
+def _made(args: Any, kwargs: Any) -> tuple[Sequence[int], torch.dtype, Tensor]:
+    """Shape, dtype and a tensor on the device of what torch.randn and others would make."""
+    like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+    wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+    if like is not None:
+        empty = torch.empty_like(like, **wanted)
+    else:
+        size = kwargs.get("size", args)
+        size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        empty = torch.empty(tuple(size), **wanted)
+    return empty.shape, empty.dtype, empty
+
+
+def _maker(kind: str) -> Function:
+    """randn, randn_like, rand, rand_like."""
+
+    def drawn(source: Source, *args: Any, **kwargs: Any) -> Tensor:
+        shape, dtype, like = _made(args, kwargs)
+        numbers: Tensor = getattr(source, kind)(like, shape, dtype)
+        if kwargs.get("out") is not None:
+            return kwargs["out"].copy_(numbers)
+        return numbers.requires_grad_() if kwargs.get("requires_grad") else numbers
+
+    return drawn
+
+
+def _normal(
+    source: Source,
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    with torch.no_grad():
+        given = [value for value in (mean, std) if isinstance(value, Tensor)]
+        if given:
+            shape = torch.broadcast_shapes(*(value.shape for value in given))
+            like = given[0]
+        else:
+            wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+            like = torch.empty(tuple(size or ()), **wanted)
+            shape = like.shape
+        numbers = source.normal(like, shape, like.dtype) * std + mean
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _in_place(numbers: Function) -> Function:
+    """Methods that fill a tensor."""
+
+    def drawn(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            made = numbers(source, self, *args, **kwargs)
+        return self.copy_(made)
+
+    return drawn
+
+
+def _float(like: Tensor) -> torch.dtype:
+    """In which to draw what fills tensors of any dtype."""
+    return like.dtype if like.is_floating_point() else torch.float32
+
+
+def _fill_normal(source: Source, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return source.normal(like, like.shape, like.dtype) * std + mean
+
+
+def _fill_uniform(
+    source: Source, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
+) -> Tensor:
+    low, high = named.get("from", low), named.get("to", high)
+    return source.uniform(like, like.shape, like.dtype) * (high - low) + low
+
+
+def _fill_exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
+    return source.exponential(like, like.shape, like.dtype) / lambd
+
+
+def _fill_bernoulli(source: Source, like: Tensor, p: Any = 0.5) -> Tensor:
+    return source.uniform(like, like.shape, _float(like)) < p
+
+
+def _bernoulli(
+    source: Source, input: Tensor, p: Any = None, *, out: Tensor | None = None
+) -> Tensor:
+    with torch.no_grad():
+        if p is None:
+            p = input
+        numbers = (source.uniform(input, input.shape, _float(input)) < p).to(input.dtype)
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _multinomial(
+    source: Source,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """By a race of exponentials, whose winner is category i with a probability of input[i]."""
+    with torch.no_grad():
+        races = num_samples if replacement else 1
+        shape = (*input.shape[:-1], races, input.shape[-1])
+        arrivals = source.exponential(input, shape, _float(input))
+        order = input.unsqueeze(-2) / arrivals
+        winners = order.argmax(-1)
+        numbers = winners if replacement else order.squeeze(-2).topk(num_samples).indices
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _dropout(
+    source: Source, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0:
+        return input
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    kept = source.uniform(input, input.shape, _float(input)) >= p
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return input.mul_(kept * scale) if inplace else input * (kept * scale).to(input.dtype)
+
+
+def _gumbel_softmax(
+    source: Source,
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    """``eps``: ignored, as in torch."""
+    gumbels = -source.exponential(logits, logits.shape, logits.dtype).log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    winner = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return winner - soft.detach() + soft
+
+
+DRAWS: dict[Any, Function] = {
+    torch.randn: _maker("normal"),
+    torch.randn_like: _maker("normal"),
+    torch.rand: _maker("uniform"),
+    torch.rand_like: _maker("uniform"),
+    torch.normal: _normal,
+    torch.bernoulli: _bernoulli,
+    torch.multinomial: _multinomial,
+    torch.dropout: lambda source, input, p, train: _dropout(source, input, p, train),
+    torch.dropout_: lambda source, input, p, train: _dropout(source, input, p, train, True),
+    Tensor.bernoulli: _bernoulli,
+    Tensor.multinomial: _multinomial,
+    Tensor.normal_: _in_place(_fill_normal),
+    Tensor.uniform_: _in_place(_fill_uniform),
+    Tensor.exponential_: _in_place(_fill_exponential),
+    Tensor.bernoulli_: _in_place(_fill_bernoulli),
+    F.dropout: _dropout,
+    F.gumbel_softmax: _gumbel_softmax,
+}
+"""torch's functions whose numbers come from a :class:`Source`. Others, such as torch.randint and
+the dropout inside of torch.nn.MultiheadAttention, draw from torch's generators."""
