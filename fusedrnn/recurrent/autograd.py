@@ -38,6 +38,8 @@ def run_sequence(
             return plain_loop(run, Values(inputs, state, constants, weights, {}), {})
     for_backward = torch.is_grad_enabled()
     result = forward(run, inputs, state, constants, for_backward, is_parallel)
+    if torch._C._len_torch_function_stack():  # the step of an outer call, which may replace them
+        run.closed_over = {n: leaf.view_as(leaf) for n, leaf in run.closed_over.items()}
     values = Values(inputs, state, constants, weights, run.closed_over)
     tensors = values.leaves()
     if not (for_backward and any(tensor.requires_grad for tensor in tensors)):
@@ -105,7 +107,7 @@ class _Sequence(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, rest = saved[:of_tensors], saved[of_tensors:]
         needs = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(map(_is_batched, gradients)):
             _warn("Derivatives of gradients")
             return None, *_with_graph(ctx.run, ctx.layout, tensors, needs, gradients)
         values = ctx.layout.values([tensor.detach() for tensor in tensors])
@@ -131,17 +133,26 @@ def _with_graph(
 ) -> Gradients:
     """Gradients that have gradients: by the plain loop."""
     # Aliases, so that hooks of the tensors themselves see only what comes out of here.
-    aliases = [
-        tensor.view_as(tensor) if need else tensor
-        for tensor, need in zip(tensors, needs, strict=True)
-    ]
+    with torch.enable_grad():
+        aliases = [
+            tensor.view_as(tensor) if need else tensor
+            for tensor, need in zip(tensors, needs, strict=True)
+        ]
     values = layout.values(aliases)
     run = copy.copy(run)
     run.compiled = None
-    with run.again(0, whole=True) as buffers, run.watched(values.closed_over):
-        outputs, state = plain_loop(run, values, values.weights | buffers)
+    weights = run.weights
+    with weights.locked(), weights.with_training_flags(run.training), torch.enable_grad():
+        moved = weights.moved(run.frozen)
+        with run.again(0, whole=True) as buffers, run.watched(values.closed_over):
+            outputs, state = plain_loop(run, values, values.weights | moved | buffers)
     needed = [alias if need else alias.detach() for alias, need in zip(aliases, needs, strict=True)]
-    return gradients_of([*outputs, *state], gradients, needed, create_graph=True)
+    return gradients_of([*outputs, *state], gradients, needed, create_graph=torch.is_grad_enabled())
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    """By torch.func.vmap, or by torch.autograd.grad with is_grads_batched=True."""
+    return gradient is not None and "Batched" in str(torch._C._dispatch_keys(gradient))
 
 
 def _warn(what: str) -> None:

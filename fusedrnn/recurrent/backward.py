@@ -9,9 +9,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, are_close, at, dense, gradients_of
+from .gradients import (
+    Gradients,
+    Steps,
+    are_close,
+    at,
+    dense,
+    gradients_of,
+    sums_are_close,
+    sums_of,
+)
 from .graphs import CannotRecord
-from .runs import Chunk, Run, as_leaf, check_nothing_missed
+from .reads import check_nothing_missed
+from .runs import Chunk, Run, as_leaf
 from .trees import Leaves, differentiable
 from .values import Values
 
@@ -28,6 +38,8 @@ class Given(NamedTuple):
     state_gradients: Gradients
     """Of the state after the chunk."""
     output_gradients: Gradients
+    sums: Tensor
+    """Of the outputs."""
 
 
 class Found(NamedTuple):
@@ -39,7 +51,7 @@ class Found(NamedTuple):
     shared: Gradients
     """Of constants, weights and closed-over tensors, from this chunk alone."""
     same: Tensor
-    """For each leaf of the state whether the steps give it again."""
+    """For each leaf of the state, and then for the outputs, whether the steps give it again."""
 
 
 @dataclass
@@ -81,16 +93,18 @@ class Backward:
 
     def gradients(self) -> Gradients:
         """Of ``values.leaves()``."""
-        chunks = self.run.chunks()
-        for index in reversed(range(len(chunks))):
-            chunk = chunks[index]
-            self.run.enter(chunk)
-            given = self._given(index, chunk)
-            found = self._repeated(chunk, given)
-            if found is None:
-                with self.run.again(index) as buffers:
-                    found = self._pass(chunk, given, buffers)
-            self._keep(chunk, found)
+        weights, chunks = self.run.weights, self.run.chunks()
+        with weights.locked(), weights.with_training_flags(self.run.training):
+            self._moved = weights.moved(self.run.frozen)
+            for index in reversed(range(len(chunks))):
+                chunk = chunks[index]
+                self.run.enter(chunk)
+                given = self._given(index, chunk)
+                found = self._repeated(chunk, given)
+                if found is None:
+                    with self.run.again(index) as buffers:
+                        found = self._pass(chunk, given, buffers)
+                self._keep(chunk, found)
         if self.run.graphs is not None:
             self.run.graphs.has_run(self._name)
         self._check_same()
@@ -113,6 +127,7 @@ class Backward:
             chunk.of(self.values.inputs),
             self.state_gradients,
             self._output_gradients_of(chunk),
+            self.run.sums[index],
         )
 
     # By a graph
@@ -122,7 +137,8 @@ class Backward:
         if self._recorded is None or not self.run.is_whole(chunk):
             return None
         state = [leaf[0] if self.states else leaf for leaf in given.after]
-        given = given._replace(  # each chunk must have the same gradients
+        given = given._replace(  # each chunk must have the same kinds of tensors
+            sums=given.sums if self.run.returns_sequence else given.sums.new_empty(0),
             state_gradients=dense(given.state_gradients, state),
             output_gradients=[
                 whole.new_zeros(len(chunk.times), *whole.shape)
@@ -164,40 +180,35 @@ class Backward:
         """Takes the steps of a chunk again, with a graph of all of them."""
         run, values = self.run, self._with_shared(self.shared_leaves)
         start, inputs = self._leaves(given.before), self._input_leaves(given)
-        outputs: list[Leaves] = []
-        firsts: list[Tensor] = []
-        steps: list[Leaves] = []
+        leaves = [*start, *inputs, *self.shared_leaves]
 
-        def take_first() -> list[Tensor]:
-            state, y = run.take(chunk.times[0], start, steps[0], values.constants)
-            return [*state, *y]
-
-        def take_steps() -> Leaves:
-            state = start
+        def take_steps() -> tuple[Leaves, list[Leaves]]:
+            state, outputs = start, []
             with run.watched(values.closed_over):
-                for time, x in zip(chunk.times, steps, strict=True):
+                for time, x in zip(chunk.times, chunk.steps(inputs), strict=True):
                     state, y = run.take(time, state, x, values.constants)
-                    firsts[:] = firsts or [*state, *y]
                     outputs.append(y)
-                known = [*start, *inputs, *self.shared_leaves]
-                check_nothing_missed(firsts, known, take_first)
-            return state
+            return state, outputs
+
+        def take_again() -> list[Tensor]:
+            state, outputs = take_steps()
+            return [*state, *sum(outputs, ())]
+
+        def take_and_check() -> tuple[Leaves, list[Leaves]]:
+            state, outputs = take_steps()
+            check_nothing_missed([*state, *sum(outputs, ())], leaves, take_again)
+            return state, outputs
 
         with torch.enable_grad():
-            steps = chunk.steps(inputs)
-            state = run.call_with(values.weights | buffers, take_steps)
+            state, outputs = run.call_with(values.weights | self._moved | buffers, take_and_check)
+        same = self._are_same(state, [*zip(*outputs, strict=True)], outputs[-1], given)
         roots, gradients = [*state], [*given.state_gradients]
         for time, y in zip(chunk.times, outputs, strict=True):
             roots += y
             gradients += at(given.output_gradients, time - chunk.part.start)
-        leaves = [*start, *inputs, *self.shared_leaves]
-        found = iter(gradients_of(roots, gradients, leaves))
-        return Found(
-            [next(found) for _ in start],
-            [next(found) for _ in inputs],
-            [*found],
-            are_close(state, given.after),
-        )
+        with run.watched_backward():
+            found = iter(gradients_of(roots, gradients, leaves))
+        return Found([next(found) for _ in start], [next(found) for _ in inputs], [*found], same)
 
     def _pass_in_parallel(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """The gradient of each state, step by step; then those of the rest, of all steps at once.
@@ -221,7 +232,8 @@ class Backward:
                     start = self._leaves([leaf[place] for leaf in before])
                     state, y = run.take(time, start, x, alone.constants)
                     gradients = [*state_gradients, *at(given.output_gradients, place)]
-                    state_gradients = gradients_of([*state, *y], gradients, start)
+                    with run.watched_backward():
+                        state_gradients = gradients_of([*state, *y], gradients, start)
 
         inputs = self._input_leaves(given)
         values = self._with_shared(self.shared_leaves)
@@ -241,24 +253,34 @@ class Backward:
             return state, y
 
         with torch.enable_grad():
-            run.call_with(alone.weights | buffers, pass_steps)
+            run.call_with(alone.weights | self._moved | buffers, pass_steps)
             leaves = [*inputs, *self.shared_leaves]
             if not any(leaf.requires_grad for leaf in leaves):
-                same = torch.ones(len(before), dtype=torch.bool, device=before[0].device)
+                same = torch.ones(len(before) + 1, dtype=torch.bool, device=before[0].device)
                 none: Gradients = [None] * len(leaves)
                 return Found(state_gradients, none[: len(inputs)], none[len(inputs) :], same)
-            state, y = run.call_with(values.weights | buffers, take_and_check)
+            state, y = run.call_with(values.weights | self._moved | buffers, take_and_check)
+        after = given._replace(after=tuple(leaf.flatten(0, 1) for leaf in given.after))
+        place = chunk.times[-1] - chunk.part.start
+        last = tuple(leaf.unflatten(0, (len(chunk.times), -1))[place] for leaf in y)
+        same = self._are_same(state, [[leaf] for leaf in y], last, after)
         roots = [None if a is None else a.flatten(0, 1) for a in adjoints]
         roots += [None if g is None else g.flatten(0, 1) for g in given.output_gradients]
-        found = gradients_of([*state, *y], roots, leaves)
-        return Found(
-            state_gradients,
-            found[: len(inputs)],
-            found[len(inputs) :],
-            are_close(state, [leaf.flatten(0, 1) for leaf in given.after]),
-        )
+        with run.watched_backward():
+            found = gradients_of([*state, *y], roots, leaves)
+        return Found(state_gradients, found[: len(inputs)], found[len(inputs) :], same)
 
     # What both do
+
+    def _are_same(
+        self, state: Leaves, outputs: Sequence[Steps], last: Leaves, given: Given
+    ) -> Tensor:
+        """As ``Found.same``. ``last``: the output of the step that was taken last."""
+        same = are_close(state, given.after)
+        if not given.sums.numel():
+            return torch.cat([same, same.new_ones(1)])
+        compared = outputs if self.run.returns_sequence else [[leaf] for leaf in last]
+        return torch.cat([same, sums_are_close(sums_of(compared), given.sums, compared)])
 
     def _with_shared(self, leaves: Sequence[Tensor]) -> Values:
         return self.values.layout().values([*self.values.inputs, *self.values.state, *leaves])
@@ -324,7 +346,7 @@ class Backward:
             return  # a CUDA graph cannot ask
         same = torch.stack(self._same).all(0).tolist()
         if not all(same):
-            name = self.run.names.state[same.index(False)]
+            name = [*self.run.names.state, "output"][same.index(False)]
             raise RuntimeError(
                 f"fusedrnn: taken again for backward, the steps give another {name} than in "
                 "forward; steps must depend only on their arguments, weights and buffers and on "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +52,17 @@ class Known:
 class Memory:
     """What calls of one cell have found out; copies of a module start without."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Any = None) -> None:
+        """``owner``: the cell or the function."""
+        self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
         self._compiled: dict[Any, CompiledStep | str] = {}
 
     def __reduce__(self) -> Any:
         return Memory, ()
+
+    def is_of(self, owner: Any) -> bool:
+        return self._owner is not None and self._owner() is owner
 
     def compiled(
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
@@ -95,6 +102,15 @@ def take(
         ValueError: The mode is "parallel", but the step is not row-wise.
         RuntimeError: Even one step does not fit into ``workspace_bytes``.
     """
+    given = (inputs, state, constants)
+    # Backward of another thread may have exchanged the weights.
+    with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
+        return _take(run, settings, memory, *given)
+
+
+def _take(
+    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
     given = (inputs, state, constants)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)

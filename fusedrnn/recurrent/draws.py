@@ -8,31 +8,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .noise import Source
 
 Function = Callable[..., Tensor]
 
 
-def _made(args: Any, kwargs: Any) -> tuple[Sequence[int], torch.dtype, Tensor]:
-    """Shape, dtype and a tensor on the device of what torch.randn and others would make."""
-    like = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
-    wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
-    if like is not None:
-        empty = torch.empty_like(like, **wanted)
-    else:
-        size = kwargs.get("size", args)
-        size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        empty = torch.empty(tuple(size), **wanted)
-    return empty.shape, empty.dtype, empty
+def _check(is_right: Any, message: str) -> None:
+    """As torch checks probabilities; on a GPU nobody waits for them, nor in a graph."""
+    if isinstance(is_right, Tensor):
+        if is_compiling() or is_right.device.type != "cpu":
+            return
+        is_right = is_right.all()
+    if not is_right:
+        raise RuntimeError(f"fusedrnn: {message}")
 
 
-def _maker(kind: str) -> Function:
-    """randn, randn_like, rand, rand_like."""
+def _maker(kind: str, is_like: bool = False) -> Function:
+    """randn and rand, or randn_like and rand_like."""
 
     def drawn(source: Source, *args: Any, **kwargs: Any) -> Tensor:
-        shape, dtype, like = _made(args, kwargs)
-        numbers: Tensor = getattr(source, kind)(like, shape, dtype)
+        wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+        if is_like:
+            empty = torch.empty_like(args[0] if args else kwargs["input"], **wanted)
+        else:
+            size = kwargs.get("size", args)
+            size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+            empty = torch.empty(tuple(size), **wanted)
+        numbers: Tensor = getattr(source, kind)(empty, empty.shape, empty.dtype)
         if kwargs.get("out") is not None:
             return kwargs["out"].copy_(numbers)
         return numbers.requires_grad_() if kwargs.get("requires_grad") else numbers
@@ -50,6 +54,7 @@ def _normal(
     **kwargs: Any,
 ) -> Tensor:
     with torch.no_grad():
+        _check(_at_least(std, 0), "normal expects std >= 0")
         given = [value for value in (mean, std) if isinstance(value, Tensor)]
         if given:
             shape = torch.broadcast_shapes(*(value.shape for value in given))
@@ -60,6 +65,11 @@ def _normal(
             shape = like.shape
         numbers = source.normal(like, shape, like.dtype) * std + mean
         return numbers if out is None else out.copy_(numbers)
+
+
+def _at_least(value: Any, least: float) -> Any:
+    """False for NaN."""
+    return True if isinstance(value, Tensor) and value.is_complex() else value >= least
 
 
 def _in_place(numbers: Function) -> Function:
@@ -79,6 +89,7 @@ def _float(like: Tensor) -> torch.dtype:
 
 
 def _fill_normal(source: Source, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    _check(_at_least(std, 0), f"normal_ expects std >= 0, got {std}")
     return source.normal(like, like.shape, like.dtype) * std + mean
 
 
@@ -86,15 +97,23 @@ def _fill_uniform(
     source: Source, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
 ) -> Tensor:
     low, high = named.get("from", low), named.get("to", high)
+    _check(low <= high, f"uniform_ expects from <= to, got {low} and {high}")
     return source.uniform(like, like.shape, like.dtype) * (high - low) + low
 
 
 def _fill_exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
+    _check(lambd > 0, f"exponential_ expects lambd > 0, got {lambd}")
     return source.exponential(like, like.shape, like.dtype) / lambd
 
 
 def _fill_bernoulli(source: Source, like: Tensor, p: Any = 0.5) -> Tensor:
+    _check_probability(p)
     return source.uniform(like, like.shape, _float(like)) < p
+
+
+def _check_probability(p: Any) -> None:
+    is_one = (p >= 0) & (p <= 1)
+    _check(is_one, "bernoulli expects probabilities from 0 to 1")
 
 
 def _bernoulli(
@@ -103,6 +122,7 @@ def _bernoulli(
     with torch.no_grad():
         if p is None:
             p = input
+        _check_probability(p)
         numbers = (source.uniform(input, input.shape, _float(input)) < p).to(input.dtype)
         return numbers if out is None else out.copy_(numbers)
 
@@ -117,6 +137,9 @@ def _multinomial(
 ) -> Tensor:
     """By a race of exponentials, whose winner is category i with a probability of input[i]."""
     with torch.no_grad():
+        is_right = (input >= 0) & (input < torch.inf)
+        _check(is_right, "multinomial expects probabilities that are finite and not negative")
+        _check(input.sum(-1) > 0, "multinomial expects probabilities whose sum is above 0")
         races = num_samples if replacement else 1
         shape = (*input.shape[:-1], races, input.shape[-1])
         arrivals = source.exponential(input, shape, _float(input))
@@ -134,8 +157,8 @@ def _dropout(
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     kept = source.uniform(input, input.shape, _float(input)) >= p
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return input.mul_(kept * scale) if inplace else input * (kept * scale).to(input.dtype)
+    mask = kept.to(input.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+    return input.mul_(mask) if inplace else input * mask
 
 
 def _gumbel_softmax(
@@ -157,9 +180,9 @@ def _gumbel_softmax(
 
 DRAWS: dict[Any, Function] = {
     torch.randn: _maker("normal"),
-    torch.randn_like: _maker("normal"),
+    torch.randn_like: _maker("normal", is_like=True),
     torch.rand: _maker("uniform"),
-    torch.rand_like: _maker("uniform"),
+    torch.rand_like: _maker("uniform", is_like=True),
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,
     torch.multinomial: _multinomial,

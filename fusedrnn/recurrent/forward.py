@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .first import take_first
+from .gradients import sums_of
 from .graphs import CannotRecord
 from .reads import ClosedOver
 from .runs import Chunk, Run
@@ -46,20 +48,21 @@ def forward(
     inputs, state, constants = (
         tuple(leaf.detach() for leaf in leaves) for leaves in (inputs, state, constants)
     )
-    versions = run.weights.buffer_versions()
-    buffers = run.weights.copies(versions if for_backward else ())
-    weights = [*run.weights.parameters(), *run.weights.buffers()]
     outputs, states = _Outputs(run), _States(run, keeps_states)
     starts = []
 
     def take_whole(chunk: Chunk, state: Leaves, parts: Leaves, numbers: Sequence[Tensor]) -> _Made:
         return _take_whole(run, chunk, states, state, parts, constants, numbers)
 
-    recorded = run.recorded("forward", take_whole)
-    for chunk in run.chunks():
+    def note_start() -> None:
         if for_backward:
-            starts.append(state)
+            starts.append(tuple(map(_without_rest, state)))
             run.befores.append(run.before())
+
+    recorded = run.recorded("forward", take_whole)
+    versions: dict[str, Any] = {}
+    for chunk in run.chunks():
+        note_start()
         run.enter(chunk)
         if recorded is not None and chunk.start and run.is_whole(chunk):
             try:
@@ -72,37 +75,29 @@ def forward(
                 state = tuple(leaf.clone() for leaf in made.state)
                 outputs.add_chunk(chunk, made.outputs)
                 states.add_chunk(chunk, made.states, outputs.leaves)
+                run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
                 continue
         steps = list(zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True))
-        for looks, part in _parts(chunk, run.seq_len):
-            found = (
-                ClosedOver([*weights, *inputs, *state, *constants])
-                if looks and run.compiled is None
-                else None
-            )
-            with run.watched(closed_over=found):
-                for time, x in steps[part]:
-                    if found is not None:
-                        found.add_known((state, x))
-                    state, y = run.take(time, state, x, constants)
-                    outputs.add(time, y)
-                    states.add(time, state, y, outputs.leaves)
-            if found is not None:
-                run.closed_over |= found.with_gradient
-            if looks and chunk.start + part.start == 0:  # the first step
-                run.draws, run.is_known = bool(run.noise.draws), True
-                run.changed_buffers = run.weights.changed(versions, buffers)
-                after = run.weights.buffer_versions()
-                changed_buffers = {n: buffers[n] for n in run.changed_buffers if for_backward}
-                buffers.clear()
-                if for_backward:
-                    run.befores[0].buffers = changed_buffers
-                versions = {n: v for n, v in after.items() if n not in run.changed_buffers}
+        if chunk.start == 0:
+            time, x = steps.pop(0)
+            state, y, versions = take_first(run, inputs, state, x, constants, for_backward)
+            outputs.add(time, y)
+            states.add(time, state, y, outputs.leaves)
+        looks = chunk.stop == run.seq_len and len(steps) > 0 and run.compiled is None
+        with run.watched():
+            for time, x in steps[: len(steps) - looks]:
+                state, y = run.take(time, state, x, constants)
+                outputs.add(time, y)
+                states.add(time, state, y, outputs.leaves)
+        if looks:
+            time, x = steps[-1]
+            state, y = _take_last(run, time, inputs, state, x, constants)
+            outputs.add(time, y)
+            states.add(time, state, y, outputs.leaves)
+        run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
     if run.graphs is not None:
         run.graphs.has_run("forward")
-    if for_backward:
-        starts.append(state)
-        run.befores.append(run.before())
+    note_start()
     after = run.weights.buffer_versions()
     late = [name for name, version in versions.items() if after.get(name) != version]
     if late and for_backward:
@@ -115,16 +110,23 @@ def forward(
     )
 
 
-def _parts(chunk: Chunk, seq_len: int) -> Iterator[tuple[bool, slice]]:
-    """The first and the last step of a sequence, at which to look closely, and the others."""
-    first, last = 0, chunk.stop - chunk.start
-    if chunk.start == 0:
-        yield True, slice(0, 1)
-        first = 1
-    is_end = chunk.stop == seq_len and last > first
-    yield False, slice(first, last - is_end)
-    if is_end:
-        yield True, slice(last - 1, last)
+_NO_SUMS = torch.empty(0, dtype=torch.float64)
+
+
+def _without_rest(leaf: Tensor) -> Tensor:
+    """The same without the rest of a larger tensor, which would be kept with it."""
+    return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+
+
+def _take_last(
+    run: Run, time: int, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """The last step, which may read what the first one has not."""
+    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
+    with run.watched(closed_over=found):
+        result = run.take(time, state, x, constants)
+    run.closed_over |= found.with_gradient
+    return result
 
 
 class _Made(NamedTuple):
@@ -192,6 +194,15 @@ class _Outputs:
                 torch.where(like_rows(is_last, leaf), leaf, old)
                 for leaf, old in zip(y, self.leaves, strict=True)
             ]
+
+    def sums(self, chunk: Chunk) -> Tensor:
+        """What tells whether steps give the same again, when they are all taken; maybe nothing."""
+        run = self._run
+        if run.returns_sequence:
+            return sums_of([[leaf[chunk.part]] for leaf in self.leaves])
+        if run.last is None and chunk.stop == run.seq_len:
+            return sums_of([[leaf] for leaf in self.leaves])
+        return _NO_SUMS
 
     def add_chunk(self, chunk: Chunk, y: Leaves) -> None:
         """After at least one step. ``y``: (steps, ...) each."""

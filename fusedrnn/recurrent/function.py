@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -127,18 +130,61 @@ def _seq_len(leaves: tuple[torch.Tensor, ...], names: Names) -> int:
     return leaves[0].shape[0]
 
 
-def _modules_of(step: Callable[..., Any]) -> list[nn.Module]:
-    """The module that a step is, or is a method of."""
-    owner = step if isinstance(step, nn.Module) else getattr(step, "__self__", None)
-    return [owner] if isinstance(owner, nn.Module) else []
+def _modules_of(step: Any) -> list[nn.Module]:
+    """The modules that a step is, is a method of, or reads as variables from around it."""
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[value] = None
+        elif isinstance(value, MethodType):
+            look(value.__self__)
+            look(value.__func__)
+        elif isinstance(value, partial):
+            look((value.func, value.args, value.keywords))
+        elif isinstance(value, FunctionType):
+            look((_variables_of(value), value.__defaults__, value.__kwdefaults__))
+        elif isinstance(value, dict):
+            look(tuple(value.values()))
+        elif isinstance(value, list | tuple):
+            for one in value:
+                look(one)
+
+    look(step)
+    return list(found)
+
+
+def _variables_of(function: FunctionType) -> list[Any]:
+    """What a function reads from the functions around it, and from its own Python module."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not yet assigned
+            values.append(cell.cell_contents)
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for name in names:
+        value = function.__globals__.get(name)
+        if not isinstance(value, FunctionType) or value.__module__ == function.__module__:
+            values.append(value)
+    return values
 
 
 def _memory_of(step: Callable[..., Any]) -> Memory:
     """What earlier calls with this step have found out; kept by the function or the module."""
     owner = getattr(step, "__self__", step)
+    function = getattr(step, "__func__", step)
     name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
     try:
-        found = vars(owner).setdefault(name, Memory())
+        found: Memory | None = vars(owner).get(name)
+        if found is None or not found.is_of(function):  # functools.wraps copies attributes
+            found = vars(owner)[name] = Memory(function)
+        return found
     except (TypeError, AttributeError):  # it has no attributes of its own
         return Memory()
-    return found

@@ -48,7 +48,7 @@ class LayersCall:
     directions: int
     returns_sequence: bool
     settings: Settings
-    memories: Sequence[Memory]
+    memories: list[Memory]
     sequence: Sequences
     state: Any
     reset: Tensor | None
@@ -87,6 +87,8 @@ class LayersCall:
     def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
         """Cell number i, whose input has these leaves."""
         cell, sequence = self.cells[i], self.sequence
+        if not self.memories[i].is_of(cell):
+            self.memories[i] = Memory(cell)
         place = f"[{i}]" if self.is_list else ""
         state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
         active, inputs = sequence.active(), list(leaves)
@@ -104,7 +106,7 @@ class LayersCall:
         flat = (
             step
             if active is None and resets is None
-            else with_masks(step, len(leaves), active is not None, resets)
+            else with_masks(step, len(leaves), sequence.longest(), sequence.batch, resets)
         )
         backwards = self.directions == 2 and i % 2 == 1
         is_last_layer = i >= len(self.cells) - self.directions
@@ -173,13 +175,13 @@ class LayersCall:
             old = state[place]
             is_sequence = leaf.dim() == old.dim() + sequence.is_batched
             leaf = sequence.states(leaf) if is_sequence else sequence.state((leaf,))[0]
-            steps = (sequence.seq_len,) if is_sequence else ()
+            steps = (sequence.padded_len,) if is_sequence else ()
             allowed = [(*steps, *old.shape), (1, *old.shape[1:])][: 1 if is_sequence else 2]
             if tuple(leaf.shape) not in allowed:
                 raise RuntimeError(
                     f"fusedrnn: {leaf_name} must be a state, {tuple(old.shape)} or one row of it, "
-                    f"or a sequence of states, {(sequence.seq_len, *old.shape)}, here with steps "
-                    f"first; got {tuple(leaf.shape)}"
+                    f"or a sequence of states, {(sequence.padded_len, *old.shape)}, here with "
+                    f"steps first; got {tuple(leaf.shape)}"
                 )
             for what, wanted, got in (
                 ("be", old.dtype, leaf.dtype),
@@ -190,7 +192,7 @@ class LayersCall:
                         f"fusedrnn: {leaf_name} must {what} {wanted} as the state is, got {got}"
                     )
             kinds.add(is_sequence)
-            made.append(leaf)
+            made.append(leaf[: sequence.seq_len] if is_sequence else leaf)
         if len(kinds) > 1:
             raise ValueError(
                 f"fusedrnn: all tensors of {name} must be states, or all sequences of states"

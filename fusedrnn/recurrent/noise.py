@@ -57,9 +57,15 @@ class Source:
 
     def uniform(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """From 0 to 1, both excluded. ``like``: any tensor on the device."""
+        if dtype.is_complex:
+            parts = self.uniform(like, (*shape, 2), dtype.to_real())
+            return torch.view_as_complex(parts)
         return self._draw(_ops.UNIFORM, like.device, shape, dtype)
 
     def normal(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if dtype.is_complex:  # of variance 1, half of it in each part
+            parts = self.normal(like, (*shape, 2), dtype.to_real()) * 0.5**0.5
+            return torch.view_as_complex(parts)
         return self._draw(_ops.NORMAL, like.device, shape, dtype)
 
     def exponential(self, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -83,6 +89,19 @@ class Tape(Source):
         return self._numbers[number].reshape(shape)
 
 
+class Refusal(Source):
+    """For backward, in which no step is being taken."""
+
+    def _draw(
+        self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        raise RuntimeError(
+            "fusedrnn: the step draws random numbers in backward, as torch.utils.checkpoint does "
+            "when it takes a part of a step again; they would not be those of forward, so draw "
+            "outside of what is checkpointed"
+        )
+
+
 class Seed:
     """The seed of all layers of a call, drawn when the first of their numbers is."""
 
@@ -90,17 +109,33 @@ class Seed:
         self._generator = generator
         self._drawn: Tensor | None = None
 
+    @property
+    def is_drawn(self) -> bool:
+        return self._drawn is not None
+
+    @property
+    def is_from_torch(self) -> bool:
+        """Whether it comes from one of the generators that torch.rand draws from."""
+        return self._generator is None or self._generator in (
+            torch.default_generator,
+            *torch.cuda.default_generators,
+        )
+
     def on(self, device: torch.device) -> Tensor:
         if self._drawn is None:
             self._drawn = _seeds.draw(self._generator, device)
         return self._drawn.to(device)
+
+    def draw_again(self) -> None:
+        assert self._drawn is not None
+        self._drawn = _seeds.draw(self._generator, self._drawn.device)
 
 
 class Noise(Source):
     """The numbers that the steps of one layer and direction draw."""
 
     def __init__(self, seed: Seed, layer: int) -> None:
-        self._seed, self._layer = seed, layer
+        self.seed, self._layer = seed, layer
         self.draws: list[Draw] = []
         """Of the first step."""
         self.draws_by_rows = True
@@ -133,6 +168,10 @@ class Noise(Source):
         """The same step or steps come once more."""
         self._next = 0
 
+    def forget(self) -> None:
+        """The first step comes once more, with another seed."""
+        self._next, self.draws, self._drawn = 0, [], {}
+
     def draw(self, draw: Draw) -> Tensor:
         """The numbers of the next draw, known from another step."""
         rows = self._rows * (self._steps if self._at_once else 1)
@@ -160,7 +199,7 @@ class Noise(Source):
     def _numbers(self, key: _Key) -> Tensor:
         """Of all steps of the chunk, (steps, batch, width)."""
         return _ops.draw(
-            self._seed.on(key.device),
+            self.seed.on(key.device),
             self._steps,
             key.batch,
             key.width,
@@ -195,7 +234,7 @@ class Noise(Source):
     def _description(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
     ) -> Draw:
-        if shape and shape[0] % self._rows == 0:
+        if shape and self._rows and shape[0] % self._rows == 0:
             return Draw(distribution, shape[0] // self._rows, tuple(shape[1:]), dtype, device)
         return Draw(distribution, 0, tuple(shape), dtype, device)
 
@@ -206,7 +245,7 @@ class Noise(Source):
             if not shape or shape[0] % (self._steps * rows):
                 raise NotRowWise(f"it draws numbers of shape {tuple(shape)}")
             return rows, size // (self._steps * rows)
-        if shape and shape[0] % rows == 0:
+        if shape and rows and shape[0] % rows == 0:
             return rows, size // rows
         self.draws_by_rows = False
         return 1, size

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from .gradients import is_close
+from .gradients import Gradients, gradients_of, is_close
 from .graphs import Unrecordable
 from .reads import ClosedOver
-from .runs import Run
-from .trees import Leaves
+from .runs import Run, as_leaf
+from .trees import Leaves, differentiable
 
 _STEPS = 3
 
@@ -68,19 +70,17 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
     """Between steps taken one by one and taken at once."""
     state = tuple(leaf.detach() for leaf in state)
     constants = tuple(leaf.detach() for leaf in constants)
-    weights = [*run.weights.parameters(), *run.weights.buffers()]
-    found = ClosedOver([*weights, *inputs, *state, *constants])
+    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *constants])
     versions, random_states = run.weights.buffer_versions(), run.random_states()
     buffers = run.weights.copies(versions)
     chunk = run.chunks()[0]
     run.enter(chunk)
-    states, outputs = [state], []
-    with run.watched(closed_over=found):
-        for time, x in zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True):
-            found.add_known((state, x))
-            state, y = run.take(time, state, x, constants)
-            states.append(state)
-            outputs.append(y)
+    states, one_by_one = [state], []
+    for time, x in zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True):
+        run.noise.step(time)
+        one_by_one.append(_take(run, found, state, x, constants, 1))
+        state = one_by_one[-1].state
+        states.append(state)
     if run.weights.changed(versions, buffers):
         return "the step changes a buffer"
     now = run.random_states()
@@ -91,18 +91,63 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
         if run.rows in leaf.shape:  # an index into it could be out of range
             return "the step reads a tensor of its own that may have rows of the batch"
     run.noise.all_steps()
-    with run.watched(closed_over=found):
-        before = tuple(torch.cat(leaves) for leaves in zip(*states[:-1], strict=True))
-        state, y = run.step(before, tuple(leaf.flatten(0, 1) for leaf in inputs), constants)
-    names = [*run.names.state, *(f"output leaf {i}" for i in range(len(y)))]
-    one_by_one = [*zip(*states[1:], strict=True), *zip(*outputs, strict=True)]
-    for name, new, old in zip(names, [*state, *y], one_by_one, strict=True):
+    before = tuple(torch.cat(leaves) for leaves in zip(*states[:-1], strict=True))
+    x = tuple(leaf.flatten(0, 1) for leaf in inputs)
+    at_once = _take(run, found, before, x, constants, run.seq_len)
+    names = [
+        *run.names.state,
+        *(f"output leaf {i}" for i in range(len(at_once.output))),
+        *(f"the gradient of {name}" for name in (*run.names.state, *run.names.input)),
+    ]
+    steps = zip(*(taken.all() for taken in one_by_one), strict=True)
+    for name, new, old in zip(names, at_once.all(), steps, strict=True):
+        if new is None or old[0] is None:
+            if new is not None or any(leaf is not None for leaf in old):
+                return f"with steps taken at once, {name} is another one"
+            continue
         if new.shape[:1] != (run.rows * run.seq_len,):
             return f"{name} of steps taken at once has shape {tuple(new.shape)}"
         for time, own in zip(chunk.times, new.split(run.rows), strict=True):
-            if not is_close(own, old[time]):
+            expected = old[time]
+            if expected is None or not is_close(own, expected):
                 return (
                     f"with steps taken at once, {name} differs at time {time}, so the rows are not "
                     "independent"
                 )
     return ""
+
+
+class _Taken(NamedTuple):
+    """A step, or some at once, and its vector-Jacobian product."""
+
+    state: Leaves
+    output: Leaves
+    gradients: Gradients
+    """Of the state before it and of its input."""
+
+    def all(self) -> list[Tensor | None]:
+        return [*self.state, *self.output, *self.gradients]
+
+
+def _take(
+    run: Run, found: ClosedOver, state: Leaves, x: Leaves, constants: Leaves, steps: int
+) -> _Taken:
+    """Takes as many steps at once; the run's noise knows which."""
+    before, input = (tuple(map(as_leaf, leaves)) for leaves in (state, x))
+    found.add_known([before, input])
+    with torch.enable_grad(), run.watched(closed_over=found):
+        new, y = run.step(before, input, constants)
+    results = [*new, *y]
+    vectors = [_vector(leaf, steps) for leaf in results]
+    gradients = gradients_of(results, vectors, [*before, *input])
+    return _Taken(
+        tuple(leaf.detach() for leaf in new), tuple(leaf.detach() for leaf in y), gradients
+    )
+
+
+def _vector(leaf: Tensor, steps: int) -> Tensor | None:
+    """Some gradient of a leaf, the same for each of the steps."""
+    if not differentiable(leaf) or not leaf.dim() or leaf.shape[0] % steps:
+        return None
+    numbers = torch.arange(1, leaf.numel() // steps + 1, device=leaf.device).cos()
+    return numbers.to(leaf.dtype).repeat(steps).view(leaf.shape)

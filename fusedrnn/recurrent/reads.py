@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,8 +38,9 @@ class Watch(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._closed_over is not None:
-            self._closed_over.look(function, args, kwargs)
+        is_getter = getattr(function, "__name__", "") == "__get__"
+        if self._closed_over is not None and not is_getter:
+            self._closed_over.look(args, kwargs)
         if self._replacements:
             args = [self._replaced(value) for value in args]
             kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
@@ -47,16 +52,19 @@ class Watch(TorchFunctionMode):
                 raise ValueError(_GENERATOR)
             result = draw(self._noise, *args, **kwargs)
         if self._closed_over is not None:
+            if is_getter and isinstance(result, Tensor) and function not in _WITHOUT_GRADIENT:
+                self._closed_over.look(args, kwargs)  # tensor.T; not tensor.shape
             self._closed_over.add_known(result)
         return result
 
     def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
-        if type(value) in (list, tuple):  # functions of torch nest tensors no other way
-            return type(value)(self._replaced(one) for one in value)
+        if isinstance(value, list | tuple):  # functions of torch nest tensors no other way
+            return (list if isinstance(value, list) else tuple)(map(self._replaced, value))
         return self._replacements.get(id(value), value) if isinstance(value, Tensor) else value
 
 
+_WITHOUT_GRADIENT = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad"))
 _GENERATOR = (
     "fusedrnn: a step must not draw from a generator of its own, whose numbers cannot be drawn "
     "again; draw without one, and pass generator= to the call of the whole sequence"
@@ -72,11 +80,9 @@ class ClosedOver:
         self.others: dict[int, Tensor] = {}
         """Those with dimensions but without gradient."""
 
-    def look(self, function: Any, args: Any, kwargs: Any) -> None:
+    def look(self, args: Any, kwargs: Any) -> None:
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise ValueError(_GENERATOR)
-        if getattr(function, "__name__", "") == "__get__":
-            return  # tensor.shape, tensor.device
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._known:
                 if leaf.requires_grad:
@@ -88,6 +94,16 @@ class ClosedOver:
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self.with_gradient:
                 self._known[id(leaf)] = leaf
+
+
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=False):
+        if module.training != flag:
+            module.training = flag
 
 
 class Weights(nn.Module):
@@ -129,8 +145,103 @@ class Weights(nn.Module):
         buffers = dict(self.used.named_buffers("used"))
         return {name: buffers[name].detach().clone() for name in names}
 
+    def tensors(self) -> list[Tensor]:
+        return [*self.used.parameters(), *self.used.buffers()]
+
+    def write(self, buffers: dict[str, Tensor]) -> None:
+        """Gives buffers these values."""
+        now = dict(self.used.named_buffers("used"))
+        for name, value in buffers.items():
+            now[name].copy_(value)
+
+    def detach_buffers(self) -> None:
+        """From the graph of a step."""
+        for buffer in self.used.buffers():
+            if buffer.grad_fn is not None:
+                buffer.detach_()
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters without gradient, and buffers, by name."""
+        named = dict(self.used.named_parameters("used"))
+        found = {name: p for name, p in named.items() if not p.requires_grad}
+        return found | dict(self.used.named_buffers("used"))
+
+    def moved(self, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those that are no longer in their places, as after torch.func.functional_call."""
+        now = self.frozen()
+        return {name: old.detach() for name, old in frozen.items() if now.get(name) is not old}
+
     def call_with(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """``function()`` while parameters and buffers of these names have other values."""
         if not values:
             return function()
-        return torch.func.functional_call(self, values, (function,))
+        with nullcontext() if is_compiling() else self.locked():
+            return torch.func.functional_call(self, values, (function,))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within, no other thread exchanges values of these modules."""
+        with ExitStack() as stack:
+            for module in self.used:
+                with _locks_lock:
+                    lock = _locks.setdefault(module, threading.RLock())
+                stack.enter_context(lock)
+            yield
+
+    def training_flags(self) -> list[bool]:
+        return [module.training for module in self.used.modules()]
+
+    @contextmanager
+    def with_training_flags(self, flags: Sequence[bool]) -> Iterator[None]:
+        """Within, modules are in training or not as at another time."""
+        modules = list(self.used.modules())
+        now = [module.training for module in modules]
+        try:
+            _set_training(modules, flags)
+            yield
+        finally:
+            _set_training(modules, now)
+
+
+def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the graph of ``results`` that are not among ``leaves``."""
+    known = {id(leaf) for leaf in leaves}
+    found = [r for r in results if r.grad_fn is None and r.requires_grad and id(r) not in known]
+    open_nodes: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
+    seen = set(open_nodes)
+    while open_nodes:
+        for node, _ in open_nodes.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            open_nodes.append(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in known:
+                found.append(variable)
+    return found
+
+
+def check_nothing_missed(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+) -> None:
+    """A step may read tensors with gradient that forward has not seen it read.
+
+    Args:
+        again: Takes the steps once more. Leaves that they make themselves are then others.
+
+    Raises:
+        RuntimeError: The graph of ``results`` has leaves from outside that are not ``leaves``.
+    """
+    found = foreign_leaves(results, leaves)
+    if not found:
+        return
+    twice = {id(leaf) for leaf in foreign_leaves(again(), leaves)}
+    for leaf in found:
+        if id(leaf) in twice:
+            raise RuntimeError(
+                "fusedrnn: backward of the steps reaches a tensor with gradient of shape "
+                f"{tuple(leaf.shape)} by a way that forward has not seen: not as an argument of "
+                "the step, nor as a parameter of its module. Pass it in the input, the state or "
+                "params=, and keep nothing that is computed from it between steps, as "
+                "torch.nn.utils.parametrize.cached does"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .graphs import CannotRecord, Graphs, Recorded
-from .noise import Noise
+from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
 from .trees import Leaves, differentiable
 
@@ -100,7 +100,13 @@ class Run:
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
     changed_buffers: list[str] = field(default_factory=list)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters without gradient and buffers that the steps had in forward."""
+    training: list[bool] = field(default_factory=list)
+    """Of all modules, in forward."""
     befores: list[Before] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+    """Of the outputs of each chunk, to which backward compares."""
     draws: bool = False
     """Whether the step draws from ``noise``."""
     is_known: bool = False
@@ -201,8 +207,17 @@ class Run:
                 stack.enter_context(Watch(noise, replacements))
             yield
 
+    @contextmanager
+    def watched_backward(self) -> Iterator[None]:
+        """Within, autograd passes steps backward, which must not draw."""
+        with Watch(Refusal()) if self.draws else nullcontext():
+            yield
+
     def before(self) -> Before:
-        return Before(self.weights.copies(self.changed_buffers), self.random_states())
+        states = self.random_states()
+        if self.befores and _are_equal(states, self.befores[-1].random):
+            states = self.befores[-1].random  # each takes 5 KB
+        return Before(self.weights.copies(self.changed_buffers), states)
 
     @contextmanager
     def again(self, index: int, whole: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -214,7 +229,7 @@ class Run:
         before = self.befores[index]
         after = self.befores[-1 if whole else index + 1].random
         copies = {name: buffer.clone() for name, buffer in before.buffers.items()}
-        if all(torch.equal(a, b) for a, b in zip(before.random, after, strict=True)):
+        if _are_equal(before.random, after):
             yield copies
             return
         now = self.random_states()
@@ -236,6 +251,7 @@ class Run:
             closed_over={},
             changed_buffers=[],
             befores=[],
+            sums=[],
             graphs=None,
         )
 
@@ -270,6 +286,10 @@ def add_note(error: Exception, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}",)
 
 
+def _are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(a is b or torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+
+
 def _versions(leaves: Leaves) -> list[int]:
     """What rises when a tensor is written."""
     return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
@@ -278,44 +298,3 @@ def _versions(leaves: Leaves) -> list[int]:
 def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:
     """The same values for another graph."""
     return tensor.detach().requires_grad_(needs_gradient and differentiable(tensor))
-
-
-def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of the graph of ``results`` that are not among ``leaves``."""
-    known = {id(leaf) for leaf in leaves}
-    open_nodes: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
-    seen, found = set(open_nodes), []
-    while open_nodes:
-        for node, _ in open_nodes.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            open_nodes.append(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in known:
-                found.append(variable)
-    return found
-
-
-def check_nothing_missed(
-    results: Sequence[Tensor], leaves: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
-) -> None:
-    """A step may read tensors with gradient by other ways than functions of torch.
-
-    Args:
-        again: Takes the step once more. Leaves that it makes itself are then others.
-
-    Raises:
-        RuntimeError: The graph of ``results`` has leaves from outside that are not ``leaves``.
-    """
-    found = foreign_leaves(results, leaves)
-    if not found:
-        return
-    twice = {id(leaf) for leaf in foreign_leaves(again(), leaves)}
-    for leaf in found:
-        if id(leaf) in twice:
-            raise RuntimeError(
-                f"fusedrnn: backward of the step reaches a tensor of shape {tuple(leaf.shape)} "
-                "that is neither among its arguments nor a parameter of its module and that "
-                "forward has not seen; pass it in the input, the state or params="
-            )

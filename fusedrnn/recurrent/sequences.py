@@ -19,9 +19,11 @@ class Sequences(NamedTuple):
     """The input of a call in one form, and what must be done to give results in the user's."""
 
     leaves: Leaves
-    """(seq_len, batch, ...) each."""
+    """(seq_len, batch, ...) each, as far as the longest sequence goes."""
     structure: Structure
     names: list[str]
+    padded_len: int
+    """Of the user's input."""
     lengths: Tensor | None
     """int64 on the CPU."""
     batch_first: bool
@@ -87,7 +89,9 @@ class Sequences(NamedTuple):
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
-        return cls(leaves, structure, names, lengths, batch_first, is_batched, packed)
+            if batch and lengths.max() < seq_len:
+                leaves = tuple(leaf[: int(lengths.max())] for leaf in leaves)
+        return cls(leaves, structure, names, seq_len, lengths, batch_first, is_batched, packed)
 
     def active(self) -> Tensor | None:
         """Which rows take which steps, (seq_len, batch)."""
@@ -95,6 +99,10 @@ class Sequences(NamedTuple):
             return None
         device = self.leaves[0].device
         return torch.arange(self.seq_len, device=device)[:, None] < self.lengths.to(device)
+
+    def longest(self) -> int | None:
+        """A row that takes all steps, if not all rows do."""
+        return None if self.lengths is None else int(self.lengths.argmax()) if self.batch else 0
 
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""
@@ -109,11 +117,11 @@ class Sequences(NamedTuple):
         Raises:
             TypeError, ValueError, RuntimeError: They do not fit the input.
         """
-        steps = (self.seq_len, self.batch) if self.is_batched else (self.seq_len,)
+        steps = (self.padded_len, self.batch) if self.is_batched else (self.padded_len,)
         checks.reset(reset, steps[::-1] if self.batch_first else steps, self.leaves[0])
         if not self.is_batched:
             return reset.unsqueeze(1)
-        return reset.t() if self.batch_first else reset
+        return (reset.t() if self.batch_first else reset)[: self.seq_len]
 
     def state(self, leaves: Leaves) -> Leaves:
         """A user's state, with a batch."""
@@ -136,6 +144,11 @@ class Sequences(NamedTuple):
             return leaves
         if self.packed is not None:
             return tuple(self._pack(leaf) for leaf in leaves)
+        missing = self.padded_len - self.seq_len
+        if missing:
+            leaves = tuple(
+                torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]) for leaf in leaves
+            )
         return tuple(leaf.transpose(0, 1) for leaf in leaves) if self.batch_first else leaves
 
     def _pack(self, output: Tensor) -> PackedSequence:

@@ -44,15 +44,20 @@ class Step:
         )
         new_leaves, structure = flatten(new, "the step's new state")
         if is_compiling():  # a trial without the compiler has checked them
+            if structure != self._state:
+                new_leaves = self._state.leaves(new) or new_leaves
             if torch.is_autocast_enabled(state[0].device.type):
                 pairs = zip(new_leaves, state, strict=True)
                 new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
             return new_leaves, flatten(y, "the step's output")[0]
         if structure is not self._state and structure != self._state:
-            raise ValueError(
-                f"fusedrnn: the step must return a state like the one that it gets, "
-                f"{self._state}, got {structure}"
-            )
+            in_order = self._state.leaves(new)
+            if in_order is None:
+                raise ValueError(
+                    f"fusedrnn: the step must return a state like the one that it gets, "
+                    f"{self._state}, got {structure}"
+                )
+            new_leaves = in_order
         for i, (leaf, old) in enumerate(zip(new_leaves, state, strict=True)):
             if leaf.shape != old.shape or leaf.dtype != old.dtype or leaf.device != old.device:
                 new_leaves = self._cast_or_refuse(new_leaves, i, old)
@@ -87,10 +92,13 @@ class Step:
         if self.output is None:
             self.output, self._kinds, self._rows = structure, kinds, rows
         elif structure != self.output:
-            raise ValueError(
-                f"fusedrnn: the step must return outputs of one structure, first {self.output}, "
-                f"got {structure}"
-            )
+            in_order = self.output.leaves(y)
+            if in_order is None:
+                raise ValueError(
+                    f"fusedrnn: the step must return outputs of one structure, first "
+                    f"{self.output}, got {structure}"
+                )
+            return in_order
         elif rows == self._rows and kinds != self._kinds:
             i = [a == b for a, b in zip(kinds, self._kinds, strict=True)].index(False)
             raise ValueError(
@@ -114,7 +122,9 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
         if not is_compiling():  # a trial without the compiler has told
-            returns_state = structure == state
+            in_order = leaves if structure == state else state.leaves(result)
+            returns_state = in_order is not None
+            leaves = in_order or leaves
         if returns_state:
             return result, leaves[0]
         if isinstance(result, tuple | list) and len(result) == 2:
@@ -139,19 +149,24 @@ class Resets(NamedTuple):
     """Whether each step has values of its own, among its inputs; else they are constants."""
 
 
-def with_masks(step: FlatStep, inputs: int, has_lengths: bool, resets: Resets | None) -> FlatStep:
+def with_masks(
+    step: FlatStep, inputs: int, longest: int | None, rows: int, resets: Resets | None
+) -> FlatStep:
     """A step with rows that end, and rows that start anew.
 
+    ``longest``: a row of the batch, which has ``rows``, that ends last; None without lengths.
+
     Its input has after the ``inputs`` leaves of the step: which rows take the step, (batch,), if
-    ``has_lengths``; with resets which rows start anew, (batch,), and the states that those take.
+    there are lengths; with resets which rows start anew, (batch,), and the states that those take.
     """
 
     def masked(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         rest = iter(x[inputs:])
         own, old = x[:inputs], state
-        active = next(rest) if has_lengths else None
-        if active is not None:  # behind the end anything may stand
-            own = tuple(leaf.masked_fill(~like_rows(active, leaf), 0) for leaf in own)
+        active = None
+        if longest is not None:  # behind the end of others anything may stand
+            active = next(rest)
+            own = tuple(_where_active(active, leaf, longest, rows) for leaf in own)
         if resets is not None:
             state = _reset(state, resets, next(rest), tuple(rest), constants)
         new, y = step(state, own, constants)
@@ -163,6 +178,16 @@ def with_masks(step: FlatStep, inputs: int, has_lengths: bool, resets: Resets | 
         return new, y
 
     return masked
+
+
+def _where_active(active: Tensor, leaf: Tensor, longest: int, rows: int) -> Tensor:
+    """The input, with that of the longest row for rows that have ended.
+
+    Zeros would do if no step had NaN there as a value or a derivative.
+    """
+    by_steps = leaf.unflatten(0, (-1, rows))  # there may be several steps at once
+    longest_rows = by_steps[:, longest : longest + 1].expand_as(by_steps).flatten(0, 1)
+    return torch.where(like_rows(active, leaf), leaf, longest_rows)
 
 
 def _reset(

@@ -33,6 +33,17 @@ class Structure(NamedTuple):
             [next(rest) if t else None for t in self.has_tensor], self.spec
         )
 
+    def leaves(self, tree: Any) -> Leaves | None:
+        """Those of a tree like this one, whose dicts may have another order; else None."""
+        try:
+            leaves = self.spec.flatten_up_to(tree)
+        except ValueError:
+            return None
+        kinds = zip(leaves, self.has_tensor, strict=True)
+        if not all(isinstance(leaf, Tensor) if t else leaf is None for leaf, t in kinds):
+            return None
+        return tuple(leaf for leaf in leaves if leaf is not None)
+
     def names(self, name: str) -> list[str]:
         """How a user would write each leaf of a tree of this name."""
         tree = pytree.tree_unflatten(list(self.has_tensor), self.spec)

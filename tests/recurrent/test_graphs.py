@@ -111,7 +111,7 @@ class Drawing(nn.Module):
         z = torch.distributions.Normal(loc, scale, validate_args=False).rsample()
         z = self.dropout(z) + torch.rand(z.shape, dtype=z.dtype)
         soft = nn.functional.gumbel_softmax(torch.stack([z, h], -1), tau=0.7)
-        late = torch.empty_like(z).exponential_(2.0) * torch.bernoulli(torch.sigmoid(h))
+        late = torch.empty_like(z).exponential_(2.0) * (torch.rand_like(h) < torch.sigmoid(h))
         return z, torch.tanh(soft[..., 1] + z * late.detach() + 0.5 * h)
 
 

@@ -101,7 +101,7 @@ def test_what_no_function_of_torch_sees_is_an_error() -> None:
 
     h, xs = float64(B, 4), float64(T, B, 4)
     output = fusedrnn.scan(step, h, xs)[1]
-    with pytest.raises(RuntimeError, match=r"shape \(4,\).*pass it in"):
+    with pytest.raises(RuntimeError, match=r"shape \(4,\).*Pass it in"):
         output.sum().backward()
 
     def step_with(h: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
