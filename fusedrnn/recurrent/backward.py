@@ -190,17 +190,11 @@ class Backward:
                     outputs.append(y)
             return state, outputs
 
-        def take_again() -> list[Tensor]:
-            state, outputs = take_steps()
-            return [*state, *sum(outputs, ())]
-
-        def take_and_check() -> tuple[Leaves, list[Leaves]]:
-            state, outputs = take_steps()
-            check_nothing_missed([*state, *sum(outputs, ())], leaves, take_again)
-            return state, outputs
-
         with torch.enable_grad():
-            state, outputs = run.call_with(values.weights | self._moved | buffers, take_and_check)
+            state, outputs = run.call_with(
+                values.weights | self._moved | buffers,
+                lambda: check_nothing_missed(take_steps, leaves),
+            )
         same = self._are_same(state, [*zip(*outputs, strict=True)], outputs[-1], given)
         roots, gradients = [*state], [*given.state_gradients]
         for time, y in zip(chunk.times, outputs, strict=True):
@@ -238,19 +232,15 @@ class Backward:
         inputs = self._input_leaves(given)
         values = self._with_shared(self.shared_leaves)
 
-        def take_at_once() -> tuple[Leaves, Leaves]:
+        def take_at_once() -> tuple[Leaves, list[Leaves]]:
             run.noise.all_steps()
             with run.watched(values.closed_over):
-                return run.bare_step(
+                state, y = run.bare_step(
                     tuple(leaf.flatten(0, 1) for leaf in before),
                     tuple(leaf.flatten(0, 1) for leaf in inputs),
                     values.constants,
                 )
-
-        def take_and_check() -> tuple[Leaves, Leaves]:
-            state, y = take_at_once()
-            check_nothing_missed([*state, *y], leaves, lambda: [*sum(take_at_once(), ())])
-            return state, y
+            return state, [y]
 
         with torch.enable_grad():
             run.call_with(alone.weights | self._moved | buffers, pass_steps)
@@ -259,7 +249,10 @@ class Backward:
                 same = torch.ones(len(before) + 1, dtype=torch.bool, device=before[0].device)
                 none: Gradients = [None] * len(leaves)
                 return Found(state_gradients, none[: len(inputs)], none[len(inputs) :], same)
-            state, y = run.call_with(values.weights | self._moved | buffers, take_and_check)
+            state, (y,) = run.call_with(
+                values.weights | self._moved | buffers,
+                lambda: check_nothing_missed(take_at_once, leaves),
+            )
         after = given._replace(after=tuple(leaf.flatten(0, 1) for leaf in given.after))
         place = chunk.times[-1] - chunk.part.start
         last = tuple(leaf.unflatten(0, (len(chunk.times), -1))[place] for leaf in y)

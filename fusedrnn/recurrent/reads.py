@@ -221,21 +221,22 @@ def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
     return found
 
 
-def check_nothing_missed(
-    results: Sequence[Tensor], leaves: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
-) -> None:
-    """A step may read tensors with gradient that forward has not seen it read.
+Taken = tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]
+"""State and outputs, each of which has the leaves of a step, or of some steps at once."""
 
-    Args:
-        again: Takes the steps once more. Leaves that they make themselves are then others.
+
+def check_nothing_missed(take: Callable[[], Taken], leaves: Sequence[Tensor]) -> Taken:
+    """What ``take()`` returns, whose graph must have no leaves from outside but ``leaves``.
+
+    A step may read tensors with gradient that forward has not seen it read. Leaves that it makes
+    itself are others when it is taken again.
 
     Raises:
-        RuntimeError: The graph of ``results`` has leaves from outside that are not ``leaves``.
+        RuntimeError: There is another leaf.
     """
-    found = foreign_leaves(results, leaves)
-    if not found:
-        return
-    twice = {id(leaf) for leaf in foreign_leaves(again(), leaves)}
+    taken = take()
+    found = foreign_leaves(_all(taken), leaves)
+    twice = {id(leaf) for leaf in foreign_leaves(_all(take()), leaves)} if found else ()
     for leaf in found:
         if id(leaf) in twice:
             raise RuntimeError(
@@ -245,3 +246,9 @@ def check_nothing_missed(
                 "params=, and keep nothing that is computed from it between steps, as "
                 "torch.nn.utils.parametrize.cached does"
             )
+    return taken
+
+
+def _all(taken: Taken) -> list[Tensor]:
+    state, outputs = taken
+    return [*state, *(leaf for output in outputs for leaf in output)]

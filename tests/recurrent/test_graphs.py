@@ -1,6 +1,8 @@
 """``cuda_graphs=True``: what is recorded of a chunk and repeated for others gives the same numbers.
 
 Without a GPU a recorder for the CPU stands in, which repeats each operator on the same memory.
+
+Longer than 350 lines, because its tests are of one topic and share that recorder.
 """
 
 from __future__ import annotations

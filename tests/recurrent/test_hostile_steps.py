@@ -1,4 +1,7 @@
-"""Steps that read, draw and keep things in ways that are easily missed: right, or an error."""
+"""Steps that read, draw and keep things in ways that are easily missed: right, or an error.
+
+Longer than 350 lines, because its tests are of one topic and share their helpers.
+"""
 
 from __future__ import annotations
 
