@@ -2,7 +2,7 @@
 
 Without a GPU a recorder for the CPU stands in, which repeats each operator on the same memory.
 
-Longer than 350 lines, because its tests are of one topic and share that recorder.
+Longer than 350 lines, because its tests are of one topic.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from loops import MODES, Mixed, check_same, generator, leaves_with_gradient, plain_loop
+from recorders import CalledAgain, Repeated
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedrnn
 from fusedrnn.recurrent import graphs
@@ -26,52 +25,6 @@ from fusedrnn.recurrent import graphs
 T = TypeVar("T")
 H = 4
 STATE = torch.zeros(3, H, dtype=torch.float64)
-
-
-class Repeated(TorchDispatchMode):
-    """As a CUDA graph: values are there after a replay only, and only in the same places."""
-
-    count = 0
-    """Of what was recorded since a test began."""
-    replays = 0
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._work: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
-        type(self).count += 1
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        fresh = [
-            (i, leaf.detach())
-            for i, leaf in enumerate(pytree.tree_leaves(made))
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given
-        ]
-        self._work.append((function, args, kwargs or {}, fresh))
-        return made
-
-    def record(self, function: Callable[[], T]) -> T:
-        with self:
-            made = function()
-        for *_, fresh in self._work:
-            for _, leaf in fresh:
-                leaf.fill_(torch.nan if leaf.is_floating_point() else 1)
-        return made
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        type(self).replays += 1
-        for function, args, kwargs, fresh in self._work:
-            made = pytree.tree_leaves(function(*args, **kwargs))
-            for i, leaf in fresh:
-                leaf.copy_(made[i])
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @pytest.fixture(autouse=True)
@@ -266,24 +219,6 @@ def test_autocast(recorder: type[Repeated]) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             check_same(lambda: rnn(x), lambda: expected(x), [x, *rnn.parameters()])  # noqa: B023
     assert recorder.count == 2
-
-
-class CalledAgain:
-    """Takes all again from Python, for the compiler does nothing below a TorchDispatchMode."""
-
-    count = 0
-
-    def __init__(self, device: torch.device) -> None:
-        type(self).count += 1
-
-    def record(self, function: Callable[[], T]) -> T:
-        self._function, self._made = function, function()
-        return self._made
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for old, new in zip(_tensors(self._made), _tensors(self._function()), strict=True):
-            old.copy_(new)
 
 
 def test_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:

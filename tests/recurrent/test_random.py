@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from loops import at, check_same, generator, leaves_with_gradient, stack
+from loops import at, check_same, generator, leaves_with_gradient, loss_of, stack
+from recorders import Repeated
 from test_published import published
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn.recurrent import graphs
 from fusedrnn.recurrent.noise import Noise, Seed
 from fusedrnn.recurrent.reads import Watch
 
@@ -51,6 +53,7 @@ class Call:
         self.named: dict[str, Any] = {"mode": draw.choice(modes)}
         if draw.random() < 0.6:
             self.named["chunk_size"] = draw.choice([1, 2, 3, 5, 50])
+        self.rnn = fusedrnn.Recurrent(self.cell, return_sequence=not self.only_last, **self.named)
 
     def _like_state(self, width: int, size: Any) -> Any:
         if hasattr(self.cell, "initial_state"):
@@ -64,9 +67,8 @@ class Call:
         )
 
     def run(self) -> tuple[Any, Any]:
-        rnn = fusedrnn.Recurrent(self.cell, return_sequence=not self.only_last, **self.named)
         masks = (self.lengths, self.reset, self.reset_to)
-        return rnn(self.input, self.state, *masks, generator())
+        return self.rnn(self.input, self.state, *masks, generator())
 
     def loop(self) -> tuple[Any, Any]:
         noise = Noise(Seed(generator()), 0)
@@ -120,4 +122,15 @@ def chosen(flags: Tensor, a: Any, b: Any) -> Any:
 @pytest.mark.parametrize("seed", range(150))
 def test_random_calls(seed: int) -> None:
     call = Call(seed)
+    check_same(call.run, call.loop, call.leaves(), unused_is_zero=True)
+
+
+@pytest.mark.parametrize("seed", range(150, 250))
+def test_random_calls_by_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call is the first one that records."""
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
+    call = Call(seed)
+    call.rnn.cuda_graphs = True
+    loss_of(*call.run()).backward(retain_graph=True)  # that of an attended memory
     check_same(call.run, call.loop, call.leaves(), unused_is_zero=True)
