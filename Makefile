@@ -82,7 +82,7 @@ test-wheels: $(VENV)/torch.txt
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
 
-# GROUP: first (build, probes, tests), speed or deep.
+# GROUP: first (build, probes, tests), speed, deep, or cells (those that users write).
 GROUP ?= first
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(OUT) --group $(GROUP)

@@ -4,52 +4,62 @@ A training step of each cell of docs/examples/published_cells.py, by a plain loo
 which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on a GPU also with
 CUDA graphs. With --compiled also with steps by torch.compile, and by torch's own ``scan``, which
 takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
+
+On a GPU each cell has a process of its own, and allocations are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
-import fusedrnn
 from docs.examples.published_cells import CASES, Case
 
-from .clock import cuda_peak_bytes, cuda_time_ms, interleaved_ms, measure_memory, ratio, time_ms
+from .any_cell_steps import (
+    CHECKPOINT,
+    COMPILED,
+    COMPILED_GRAPHS,
+    COMPILED_LOOP,
+    GRAPHS,
+    LOOP,
+    OURS,
+    PARALLEL,
+    SCAN,
+    Size,
+    Step,
+)
+from .clock import (
+    cuda_peak_bytes,
+    cuda_time_ms,
+    interleaved_ms,
+    measure_memory,
+    ratio,
+    ratio_of_medians,
+)
+from .faults import names_fault
 from .plots import peaks_over_seq_len
-from .report import Report, Run, Table, Target, main, mib
+from .report import Report, Run, Table, Target, main, mib, set_up_torch
+from .sweep import LATER_STALL_S, Budget, not_reached, release, why_none
+from .worker import Notes, Row, measure_apart
 
-LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, compiled step"
-OURS, PARALLEL, COMPILED = "Recurrent", "Recurrent, parallel", "Recurrent, compiled step"
-GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, compiled step, CUDA graphs"
-SCAN = "torch's scan"
+T = TypeVar("T")
+
 EAGER = (LOOP, CHECKPOINT, OURS, PARALLEL)
 WITH_COMPILER = (COMPILED_LOOP, COMPILED, SCAN)
+ON_CUDA = (*EAGER, GRAPHS)
+ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, COMPILED, COMPILED_GRAPHS, SCAN)
 
 PEAK_LIMIT = 0.25
 TIME_LIMITS = {OURS: 1.6, COMPILED: 1.1, GRAPHS: 0.3, COMPILED_GRAPHS: 0.3}
-ROUNDS, BUDGET_S = 5, 20.0
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of a training step."""
-
-    seq_len: int
-    batch: int
-    width: int
-
-    def __str__(self) -> str:
-        return f"T={self.seq_len} B={self.batch} width={self.width}"
-
+ROUNDS, BUDGET_S = 5, 20.0  # seconds for the times of a cell, or of a contender on a GPU
+CUDA_BUDGET_S = 1.0
+STALL_S = 60.0  # without a note from a contender, on a GPU
 
 SIZE, QUICK_SIZE = Size(256, 32, 256), Size(64, 4, 16)
 OVER_SEQ_LEN, QUICK_OVER_SEQ_LEN = (64, 128, 256, 512, 1024), (16, 64)
@@ -63,180 +73,162 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", action="store_true", help="what needs torch.compile, too")
 
 
-class Step:
-    """A training step of a cell by one of the contenders."""
-
-    def __init__(self, name: str, case: Case, size: Size, device: str) -> None:
-        torch.manual_seed(0)
-        self.cell = case.cell(size.width, size.batch, device=device)
-        inputs = case.inputs(size.seq_len, size.batch, size.width, device=device)
-        self.inputs = pytree.tree_map(lambda leaf: leaf.detach(), inputs)
-        self.state = start_of(self.cell, size, device)
-        self.structure = pytree.tree_structure(self.state)
-        self.chunk = round(size.seq_len**0.5)
-        self.forward = self._forwards()[name]
-        self.gradients: list[Tensor] | None = None
-
-    def _forwards(self) -> dict[str, Callable[[], Any]]:
-        def ours(**named: Any) -> Callable[[], Any]:
-            rnn = fusedrnn.Recurrent(self.cell, **named)
-            return lambda: rnn(self.inputs, self.state)[0]
-
-        compiled = torch.compile(self.cell)
-        return {
-            LOOP: lambda: self._loop(self.cell),
-            CHECKPOINT: self._checkpointed,
-            COMPILED_LOOP: lambda: self._loop(compiled),
-            OURS: ours(),
-            PARALLEL: ours(mode="parallel"),
-            COMPILED: ours(torch_compile=True),
-            GRAPHS: ours(cuda_graphs=True),
-            COMPILED_GRAPHS: ours(torch_compile=True, cuda_graphs=True),
-            SCAN: self._scan,
-        }
-
-    def train(self) -> None:
-        """Forward and backward, with the same gradient of every output in all calls."""
-        memory = getattr(self.cell, "memory", None)
-        if memory is not None:
-            self.cell.attend(memory)  # its graph is of one backward only
-        outputs = [leaf for leaf in pytree.tree_leaves(self.forward()) if leaf.requires_grad]
-        if self.gradients is None:
-            self.gradients = [torch.ones_like(leaf) for leaf in outputs]
-        torch.autograd.backward(outputs, self.gradients)
-        self.cell.zero_grad(set_to_none=True)
-
-    def _step(self, cell: Callable[..., Any], state: Any, time: int) -> tuple[Any, Any]:
-        x = pytree.tree_map(lambda leaf: leaf[time], self.inputs)
-        result = cell(x, state)
-        if pytree.tree_structure(result) == self.structure:
-            return result, pytree.tree_leaves(result)[0]
-        return result[1], result[0]
-
-    def _loop(self, cell: Callable[..., Any]) -> Any:
-        state, outputs = self.state, []
-        for time in range(self.seq_len):
-            state, y = self._step(cell, state, time)
-            outputs.append(y)
-        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
-
-    @property
-    def seq_len(self) -> int:
-        return int(pytree.tree_leaves(self.inputs)[0].shape[0])
-
-    def _checkpointed(self) -> Any:
-        def steps(state: Any, begin: int, end: int) -> tuple[Any, Any]:
-            outputs = []
-            for time in range(begin, end):
-                state, y = self._step(self.cell, state, time)
-                outputs.append(y)
-            return state, pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
-
-        state, parts = self.state, []
-        for begin in range(0, self.seq_len, self.chunk):
-            end = min(begin + self.chunk, self.seq_len)
-            state, part = checkpoint(steps, state, begin, end, use_reentrant=False)
-            parts.append(part)
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
-
-    def _scan(self) -> Any:
-        from torch._higher_order_ops.scan import scan
-
-        def combine(state: Any, x: Any) -> tuple[Any, Any]:
-            result = self.cell(x, state)
-            if pytree.tree_structure(result) == self.structure:
-                return result, pytree.tree_leaves(result)[0].clone()
-            return result[1], pytree.tree_map(torch.clone, result[0])
-
-        return scan(combine, self.state, self.inputs)[1]
-
-
-def start_of(cell: nn.Module, size: Size, device: str) -> Any:
-    """The state before the first step."""
-    if hasattr(cell, "initial_state"):
-        return cell.initial_state(size.batch)
-    zeros = torch.zeros(size.batch, size.width, device=device)
-    return (zeros, zeros.clone()) if isinstance(cell, nn.LSTMCell) else zeros
-
-
 def run(run: Run) -> Report:
     """Measures all cells, and the peak of one of them over the length of the sequence."""
-    return _run(run, "cpu")
-
-
-def run_on_cuda(run: Run) -> Report:
-    """The same on a GPU, where allocations are not counted."""
-    return _run(run, "cuda")
-
-
-def _run(run: Run, device: str) -> Report:
-    size = QUICK_SIZE if run.quick else SIZE
-    over = QUICK_OVER_SEQ_LEN if run.quick else OVER_SEQ_LEN
-    cases = [case for case in CASES if run.options.cell in (None, case.name)]
+    size, cases = _size(run), _cases(run)
     names = (*EAGER, *WITH_COMPILER) if run.options.compiled else EAGER
-    if device == "cuda":
-        names += (GRAPHS, COMPILED_GRAPHS) if run.options.compiled else (GRAPHS,)
+    over = QUICK_OVER_SEQ_LEN if run.quick else OVER_SEQ_LEN
     torch.distributions.Distribution.set_default_validate_args(False)
     task = run.progress.add_task("any_cell", total=len(cases) * len(names) + len(over))
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, Row]] = {}
     for case in cases:
-        results[case.name] = _measure(case, size, names, 2 if run.quick else ROUNDS, device)
+        results[case.name] = _measure(case, size, names, 2 if run.quick else ROUNDS)
         run.progress.advance(task, len(names))
     growth = []
     plotted = next(case for case in CASES if case.name == PLOTTED)
     for seq_len in over:
         here = Size(seq_len, size.batch, size.width)
         peaks = {
-            name: _peak(Step(name, plotted, here, device), device)["peak_bytes"]
+            name: _warm(Step(name, plotted, here, "cpu"), measure_memory).peak_bytes
             for name in (LOOP, CHECKPOINT, OURS)
         }
         growth.append({"seq_len": seq_len, "peak_bytes": peaks})
         run.progress.advance(task)
     _plot(run, growth, size)
-    content = {"size": asdict(size), "cells": results, "over_seq_len": growth}
-    tables = [_table(size, results, names), _unable(results), _growth_table(growth, size)]
+    left_out = () if run.options.compiled else ("what needs --compiled",)
+    return _report(size, names, results, growth, left_out)
+
+
+def run_on_cuda(run: Run) -> Report:
+    """Measures all cells on a GPU, until the time is up."""
+    size, cases = _size(run), _cases(run)
+    names = ON_CUDA + ON_CUDA_WITH_COMPILER * run.options.compiled
+    results: dict[str, dict[str, Row]] = {
+        c.name: dict.fromkeys(names, not_reached(run)) for c in cases
+    }
+    # What needs the compiler takes longest, and comes when all cells have the rest.
+    jobs = [(case, ON_CUDA, STALL_S) for case in cases]
+    if run.options.compiled:
+        jobs += [(case, ON_CUDA_WITH_COMPILER, LATER_STALL_S) for case in cases]
+    task = run.progress.add_task("any_cell", total=len(jobs))
+    budget = Budget(run)
+    for case, group, stall_s in jobs:
+        if budget.is_spent:
+            break
+        job = {"cell": case.name, "size": asdict(size)}
+        results[case.name] |= measure_apart(
+            "bench.any_cell", job, group, end=budget.end, stall_s=stall_s
+        )
+        run.write(_report(size, names, results))
+        run.progress.advance(task)
+    return _report(size, names, results)
+
+
+def measure(job: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
+    """Measures the rows of a cell on a GPU; see worker.py."""
+    case, size = next(case for case in CASES if case.name == job["cell"]), Size(**job["size"])
+    torch.distributions.Distribution.set_default_validate_args(False)
+    set_up_torch()
+    for name in names:
+        with notes.on(name):
+            row, step = _memory_of(name, case, size, "cuda")
+            if step is not None:
+                row["each_ms"] = interleaved_ms(
+                    {name: step.train}, rounds=ROUNDS, budget_s=CUDA_BUDGET_S, timer=cuda_time_ms
+                )[name]
+            notes.row(name, row)
+            del step
+            release()
+
+
+def _size(run: Run) -> Size:
+    return QUICK_SIZE if run.quick else SIZE
+
+
+def _cases(run: Run) -> list[Case]:
+    return [case for case in CASES if run.options.cell in (None, case.name)]
+
+
+def _measure(case: Case, size: Size, names: Sequence[str], rounds: int) -> dict[str, Row]:
+    """Peaks, allocations and times on the CPU, or why there are none."""
+    torch.compiler.reset()
+    rows: dict[str, Row] = {}
+    steps = {}
+    for name in names:
+        rows[name], step = _memory_of(name, case, size, "cpu")
+        if step is not None:
+            steps[name] = step.train
+    times = interleaved_ms(steps, rounds=rounds, budget_s=BUDGET_S)
+    for name, each in times.items():
+        rows[name]["each_ms"] = each
+    return rows
+
+
+def _memory_of(name: str, case: Case, size: Size, device: str) -> tuple[Row, Step | None]:
+    """The row of a contender without its times, and its step; or why there is none."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = Step(name, case, size, device)
+            if device == "cuda":
+                row = {"peak_bytes": _warm(step, cuda_peak_bytes)}
+            else:
+                row = asdict(_warm(step, measure_memory))
+    except Exception as error:  # whatever the compiler or the cell's row-wise check raises
+        if names_fault(str(error)):
+            raise
+        first_line = str(error).strip().split("\n")[0]
+        return {"unable": f"{type(error).__name__}: {first_line}"}, None
+    notes = [str(w.message) for w in caught if str(w.message).startswith("fusedrnn")]
+    return row | ({"note": notes[0]} if notes else {}), step
+
+
+def _warm(step: Step, measured: Callable[[Callable[[], object]], T]) -> T:
+    """What ``measured`` finds of the third call. The second one is the first to record graphs."""
+    step.train()
+    step.train()
+    return measured(step.train)
+
+
+def _report(
+    size: Size,
+    names: Sequence[str],
+    rows: dict[str, dict[str, Row]],
+    growth: Sequence[dict[str, Any]] = (),
+    left_out: Sequence[str] = (),
+) -> Report:
+    results = {cell: _with_ratios(of_cell) for cell, of_cell in rows.items()}
+    tables = [_table(size, results, names), _unable(results)]
+    content: dict[str, Any] = {"size": asdict(size), "cells": results}
+    if growth:
+        content["over_seq_len"] = growth
+        tables.append(_growth_table(growth, size))
     targets = [
         target for name, result in results.items() for target in _targets(name, result, size)
     ]
-    left_out = () if run.options.compiled else ("what needs --compiled",)
-    return Report("any_cell", content, [t for t in tables if t], targets, left_out=left_out)
+    failures = [
+        f"{name} failed at {cell}: {row['error']}"
+        for cell, result in results.items()
+        for name, row in result.items()
+        if name.startswith(OURS) and "error" in row
+    ]
+    shown = [table for table in tables if table]
+    return Report("any_cell", content, shown, targets, failures, left_out)
 
 
-def _peak(step: Step, device: str) -> dict[str, int]:
-    step.train()
-    if device == "cuda":
-        return {"peak_bytes": cuda_peak_bytes(step.train)}
-    return asdict(measure_memory(step.train))
-
-
-def _measure(
-    case: Case, size: Size, names: tuple[str, ...], rounds: int, device: str
-) -> dict[str, Any]:
-    """Peaks, allocations and times, or why there are none."""
-    torch.compiler.reset()
-    found: dict[str, Any] = {}
-    steps = {}
-    for name in names:
-        step = Step(name, case, size, device)
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                measured = _peak(step, device)
-        except Exception as error:  # whatever the compiler or the cell's row-wise check raises
-            first_line = str(error).strip().split("\n")[0]
-            found[name] = {"unable": f"{type(error).__name__}: {first_line}"}
+def _with_ratios(rows: dict[str, Row]) -> dict[str, Row]:
+    """Also multiples of the loop's memory and time; of medians, if each had its own process."""
+    loop, found = rows[LOOP], {}
+    for name, row in rows.items():
+        found[name] = row = {**row}
+        if "each_ms" not in row:
             continue
-        found[name] = dict(measured)
-        notes = [str(w.message) for w in caught if str(w.message).startswith("fusedrnn")]
-        if notes:
-            found[name]["note"] = notes[0]
-        steps[name] = step.train
-    timer = cuda_time_ms if device == "cuda" else time_ms
-    times = interleaved_ms(steps, rounds=rounds, budget_s=BUDGET_S, timer=timer)
-    for name, each in times.items():
-        found[name]["ms"] = median(each)
-        found[name]["time_ratio"] = asdict(ratio(each, times[LOOP]))
-        found[name]["peak_ratio"] = found[name]["peak_bytes"] / found[LOOP]["peak_bytes"]
+        each = row.pop("each_ms")
+        row["ms"] = median(each)
+        if "each_ms" in loop:
+            compared = ratio_of_medians if "process" in row else ratio
+            row["time_ratio"] = asdict(compared(each, loop["each_ms"]))
+            row["peak_ratio"] = row["peak_bytes"] / loop["peak_bytes"]
     return found
 
 
@@ -244,7 +236,7 @@ def _targets(cell: str, result: dict[str, Any], size: Size) -> list[Target]:
     found = []
     for name, limit in TIME_LIMITS.items():
         measured = result.get(name, {})
-        if "ms" not in measured:
+        if "time_ratio" not in measured:
             continue
         peak, time = measured["peak_ratio"], measured["time_ratio"]
         found.append(Target(f"{cell}, peak, {name} / {LOOP}", str(size), peak, PEAK_LIMIT))
@@ -254,16 +246,21 @@ def _targets(cell: str, result: dict[str, Any], size: Size) -> list[Target]:
     return found
 
 
-def _table(size: Size, results: dict[str, Any], names: tuple[str, ...]) -> Table:
+def _table(size: Size, results: dict[str, Any], names: Sequence[str]) -> Table:
     columns = ["", "loop MiB", "loop ms"]
     columns += [f"{name}: {what}" for name in names if name != LOOP for what in ("peak", "time")]
     rows = []
     for cell, result in results.items():
-        row = [cell, mib(result[LOOP]["peak_bytes"]), f"{result[LOOP]['ms']:.0f}"]
+        loop = result[LOOP]
+        row = (
+            [cell, mib(loop["peak_bytes"]), f"{loop['ms']:.0f}"]
+            if "ms" in loop
+            else [cell, "-", "-"]
+        )
         for name in names:
             if name != LOOP:
                 measured = result[name]
-                has_any = "ms" in measured
+                has_any = "time_ratio" in measured
                 row.append(f"{measured['peak_ratio']:.2f}" if has_any else "-")
                 row.append(f"{measured['time_ratio']['median']:.2f}" if has_any else "-")
         rows.append(row)
@@ -272,15 +269,15 @@ def _table(size: Size, results: dict[str, Any], names: tuple[str, ...]) -> Table
 
 def _unable(results: dict[str, Any]) -> Table | None:
     rows = [
-        [cell, name, measured.get("unable") or measured.get("note")]
+        [cell, name, reason]
         for cell, result in results.items()
         for name, measured in result.items()
-        if "unable" in measured or "note" in measured
+        if (reason := measured.get("unable") or measured.get("note") or why_none(measured))
     ]
     return Table("What did not run, or not compiled", ["cell", "", "why"], rows) if rows else None
 
 
-def _growth_table(growth: list[dict[str, Any]], size: Size) -> Table:
+def _growth_table(growth: Sequence[dict[str, Any]], size: Size) -> Table:
     names = list(growth[0]["peak_bytes"])
     rows = [
         [str(row["seq_len"]), *(mib(row["peak_bytes"][name]) for name in names)] for row in growth
@@ -289,7 +286,7 @@ def _growth_table(growth: list[dict[str, Any]], size: Size) -> Table:
     return Table(title, ["T", *names], rows)
 
 
-def _plot(run: Run, growth: list[dict[str, Any]], size: Size) -> None:
+def _plot(run: Run, growth: Sequence[dict[str, Any]], size: Size) -> None:
     names = list(growth[0]["peak_bytes"])
     peaks_over_seq_len(
         run.out / "any_cell_over_seq_len.png",
@@ -301,4 +298,4 @@ def _plot(run: Run, growth: list[dict[str, Any]], size: Size) -> None:
 
 
 if __name__ == "__main__":
-    main([run], __doc__, add_options, on_cuda=[run_on_cuda], cuda_options=())
+    main([run], __doc__, add_options, on_cuda=[run_on_cuda], cuda_options=("--budget-s",))

@@ -1,8 +1,9 @@
 """Everything that needs a GPU, without a network: ``python -m bench.gpu_check OUT --group first``.
 
-There are three groups of parts, each of which ends within nine minutes on 16 cores. ``first``
+There are four groups of parts, each of which ends within nine minutes on 16 cores. ``first``
 builds for the GPU that is there, and says whether the kernels compute what they should, and where
-they do not; ``speed`` measures; ``deep`` has the sanitizers and what else takes long.
+they do not; ``speed`` measures; ``deep`` has the sanitizers and what else takes long; ``cells``
+measures cells that users write.
 
 A part that fails does not stop the others. A value that is wrong, a crash, or a measurement of ours
 that is missing is a failure, and the exit status is 0 if there is none; a target that is missed is

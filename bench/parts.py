@@ -27,6 +27,7 @@ BENCHMARKS = {
     "kernels": "kernels.json",
     "numerics": "numerics.json",
     "train_text": "train_text_bfloat16.json",
+    "any_cell": "any_cell.json",
 }
 # A benchmark begins nothing new this much before its limit: what is at work is stopped before that.
 SLACK_S = 30
@@ -45,6 +46,7 @@ GROUPS: dict[str, tuple[Stage, ...]] = {
         SANITIZERS,
         ("numerics", "scales", "train_text", "math", "emulation"),
     ),
+    "cells": (("build",), ("any_cell",)),
 }
 
 
@@ -116,6 +118,7 @@ def parts(out: Path) -> dict[str, Part]:
         sweep("fit", 48),
         sweep("packed", 60),
         sweep("kernels", 90),
+        sweep("any_cell", 400),
         *map(sanitizer, SANITIZERS),
         sweep("numerics", 200),
         benchmark("train_text", 200, "--dtype", "bfloat16"),

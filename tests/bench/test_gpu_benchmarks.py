@@ -14,6 +14,7 @@ import torch
 from bench_runs import LOOP, LSTM, OURS, OnCpu, load, run_bench
 
 from bench import (
+    any_cell,
     calls,
     cases,
     chunks,
@@ -376,3 +377,35 @@ def test_kernels_of_a_step_and_what_is_left_of_it() -> None:
         ["", "2 other kernels", "2", "200", "0.20"],
         ["", "none", "0", "200", "0.20"],
     ]
+
+
+def test_cells_that_users_write_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on_cpu: OnCpu) -> None:
+    """Rows of all contenders, and why one of them has no numbers."""
+    step, failing = any_cell.Step, any_cell.GRAPHS
+
+    def on_a_cpu(name: str, case: Any, size: Any, device: str) -> Any:
+        assert device == "cuda"
+        if name == failing:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return step(name, case, size, "cpu")
+
+    monkeypatch.setattr(any_cell, "measure_apart", on_cpu.measure_apart)
+    monkeypatch.setattr(any_cell, "set_up_torch", lambda: None)
+    monkeypatch.setattr(any_cell, "Step", on_a_cpu)
+    monkeypatch.setattr(any_cell, "cuda_peak_bytes", lambda train: train() or 1000)
+    monkeypatch.setattr(any_cell, "cuda_time_ms", clock.time_ms)
+    run = on_cpu.run()
+    run.options.cell, run.options.compiled = "AttentionDecoder", False
+    result = any_cell.run_on_cuda(run)
+    rows = load(on_cpu.out, "any_cell")["cells"]["AttentionDecoder"]
+    assert list(rows) == [*any_cell.ON_CUDA]
+    assert rows[any_cell.OURS]["peak_ratio"] == 1
+    assert rows[any_cell.OURS]["time_ratio"]["median"] > 0
+    assert "row" in rows[any_cell.PARALLEL]["unable"]
+    assert rows[failing]["error"].startswith("RuntimeError: CUDA error")
+    assert [f for f in result.failures if failing in f] == result.failures != []
+    assert [target.what for target in result.targets if any_cell.OURS in target.what] != []
+    run = on_cpu.run(budget_s=-1)
+    run.options.cell, run.options.compiled = None, True
+    late = any_cell.run_on_cuda(run)
+    assert late.targets == late.failures == []

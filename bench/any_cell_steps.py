@@ -1,0 +1,128 @@
+"""A training step of a cell that a user has written, by each contender of any_cell.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import fusedrnn
+from docs.examples.published_cells import Case
+
+LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, compiled step"
+OURS, PARALLEL, COMPILED = "Recurrent", "Recurrent, parallel", "Recurrent, compiled step"
+GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, compiled step, CUDA graphs"
+SCAN = "torch's scan"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a training step."""
+
+    seq_len: int
+    batch: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"T={self.seq_len} B={self.batch} width={self.width}"
+
+
+class Step:
+    """A training step of a cell by one of the contenders."""
+
+    def __init__(self, name: str, case: Case, size: Size, device: str) -> None:
+        torch.manual_seed(0)
+        self.cell = case.cell(size.width, size.batch, device=device)
+        inputs = case.inputs(size.seq_len, size.batch, size.width, device=device)
+        self.inputs = pytree.tree_map(lambda leaf: leaf.detach(), inputs)
+        self.state = start_of(self.cell, size, device)
+        self.structure = pytree.tree_structure(self.state)
+        self.chunk = round(size.seq_len**0.5)
+        self.forward = self._forwards()[name]
+        self.gradients: list[Tensor] | None = None
+
+    def _forwards(self) -> dict[str, Callable[[], Any]]:
+        def ours(**named: Any) -> Callable[[], Any]:
+            rnn = fusedrnn.Recurrent(self.cell, **named)
+            return lambda: rnn(self.inputs, self.state)[0]
+
+        compiled = torch.compile(self.cell)
+        return {
+            LOOP: lambda: self._loop(self.cell),
+            CHECKPOINT: self._checkpointed,
+            COMPILED_LOOP: lambda: self._loop(compiled),
+            OURS: ours(),
+            PARALLEL: ours(mode="parallel"),
+            COMPILED: ours(torch_compile=True),
+            GRAPHS: ours(cuda_graphs=True),
+            COMPILED_GRAPHS: ours(torch_compile=True, cuda_graphs=True),
+            SCAN: self._scan,
+        }
+
+    def train(self) -> None:
+        """Forward and backward, with the same gradient of every output in all calls."""
+        memory = getattr(self.cell, "memory", None)
+        if memory is not None:
+            self.cell.attend(memory)  # its graph is of one backward only
+        outputs = [leaf for leaf in pytree.tree_leaves(self.forward()) if leaf.requires_grad]
+        if self.gradients is None:
+            self.gradients = [torch.ones_like(leaf) for leaf in outputs]
+        torch.autograd.backward(outputs, self.gradients)
+        self.cell.zero_grad(set_to_none=True)
+
+    def _step(self, cell: Callable[..., Any], state: Any, time: int) -> tuple[Any, Any]:
+        x = pytree.tree_map(lambda leaf: leaf[time], self.inputs)
+        result = cell(x, state)
+        if pytree.tree_structure(result) == self.structure:
+            return result, pytree.tree_leaves(result)[0]
+        return result[1], result[0]
+
+    def _loop(self, cell: Callable[..., Any]) -> Any:
+        state, outputs = self.state, []
+        for time in range(self.seq_len):
+            state, y = self._step(cell, state, time)
+            outputs.append(y)
+        return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
+
+    @property
+    def seq_len(self) -> int:
+        return int(pytree.tree_leaves(self.inputs)[0].shape[0])
+
+    def _checkpointed(self) -> Any:
+        def steps(state: Any, begin: int, end: int) -> tuple[Any, Any]:
+            outputs = []
+            for time in range(begin, end):
+                state, y = self._step(self.cell, state, time)
+                outputs.append(y)
+            return state, pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
+
+        state, parts = self.state, []
+        for begin in range(0, self.seq_len, self.chunk):
+            end = min(begin + self.chunk, self.seq_len)
+            state, part = checkpoint(steps, state, begin, end, use_reentrant=False)
+            parts.append(part)
+        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
+
+    def _scan(self) -> Any:
+        from torch._higher_order_ops.scan import scan
+
+        def combine(state: Any, x: Any) -> tuple[Any, Any]:
+            result = self.cell(x, state)
+            if pytree.tree_structure(result) == self.structure:
+                return result, pytree.tree_leaves(result)[0].clone()
+            return result[1], pytree.tree_map(torch.clone, result[0])
+
+        return scan(combine, self.state, self.inputs)[1]
+
+
+def start_of(cell: nn.Module, size: Size, device: str) -> Any:
+    """The state before the first step."""
+    if hasattr(cell, "initial_state"):
+        return cell.initial_state(size.batch)
+    zeros = torch.zeros(size.batch, size.width, device=device)
+    return (zeros, zeros.clone()) if isinstance(cell, nn.LSTMCell) else zeros
