@@ -8,6 +8,7 @@ closed-over tensors and whatever Python decides in a step.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Recorder(Protocol):
 
 @dataclass
 class _Place:
-    """What the graphs that are launched on one stream have in common."""
+    """What the graphs have in common that one thread launches on one stream."""
 
     stream: Any
     """On which they are recorded, since the default stream cannot."""
@@ -48,10 +49,25 @@ class _Place:
     torch.cuda.empty_cache()."""
 
 
+class _Places(threading.local):
+    """Of a thread, by device and stream: two threads cannot record on one stream at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.device, int], _Place] = {}
+
+    def current(self) -> _Place:
+        """Of the current stream."""
+        stream = torch.cuda.current_stream()
+        key = (stream.device, stream.cuda_stream)
+        if key not in self._known:
+            self._known[key] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+        return self._known[key]
+
+
 class CudaGraph:
     """A CUDA graph, recorded on a stream of its own."""
 
-    _places: dict[tuple[torch.device, int], _Place] = {}  # noqa: RUF012
+    _places = _Places()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,11 +75,7 @@ class CudaGraph:
 
     def record(self, function: Callable[[], T]) -> T:
         with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
-            key = (current.device, current.cuda_stream)
-            if key not in self._places:
-                self._places[key] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
-            place = self._places[key]
+            current, place = torch.cuda.current_stream(), self._places.current()
             place.stream.wait_stream(current)
             torch.clear_autocast_cache()  # a graph casts weights itself, and keeps its casts
             try:

@@ -104,7 +104,10 @@ def test_recurrent_memory_does_not_grow():
     assert reserved[-1] == reserved[5]
 
 
-def test_recurrent_on_other_streams_and_in_threads():
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_recurrent_on_other_streams_and_in_threads(has_stream, is_shared):
+    """Of one module in all threads or one in each, on one stream or on one for each."""
     rnn, expected = gru_pair()
     x = torch.randn(SEQ_LEN, BATCH, H, device="cuda")
     wanted = expected(x)[0]
@@ -115,11 +118,11 @@ def test_recurrent_on_other_streams_and_in_threads():
 
     def work():
         try:
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
+            own = rnn if is_shared else copy.deepcopy(rnn)
+            with torch.cuda.stream(torch.cuda.Stream() if has_stream else None):
                 for _ in range(10):
-                    output = rnn(x)[0]
-                    found = torch.autograd.grad(output.sum(), [*rnn.parameters()])
+                    output = own(x)[0]
+                    found = torch.autograd.grad(output.sum(), [*own.parameters()])
                     torch.testing.assert_close(output, wanted)
                     torch.testing.assert_close(found, exact)
         except BaseException as error:
