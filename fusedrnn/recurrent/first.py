@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .compiled import warn
 from .reads import ClosedOver
-from .runs import Run
+from .runs import Mark, Run, are_equal
 from .trees import Leaves
 
 
 def take_first(
     run: Run, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves, for_backward: bool
-) -> tuple[Leaves, Leaves, dict[str, Any]]:
+) -> tuple[Leaves, Leaves, Mark]:
     """Takes the step, and notes in ``run`` what it reads, draws and changes.
 
     Returns:
-        The new state, the output, and what differs once one of the buffers has been written that
-        this step has not written.
+        The new state, the output, and what was so before it.
+
+    Raises:
+        RuntimeError: Backward may follow, but could not give the gradients of what the step keeps.
     """
     weights, compiled = run.weights, run.compiled
     run.compiled = None  # the compiler would hide what it reads
-    versions, random_states = weights.buffer_versions(), run.random_states()
-    buffers = weights.copies(versions)
+    mark = run.mark()
     has_seed = run.noise.seed.is_drawn
 
     def take() -> tuple[Leaves, Leaves]:
@@ -41,44 +40,66 @@ def take_first(
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
 
     result = take()
-    if not has_seed and _draw_seed_before(run, random_states):
-        weights.write(buffers)
-        result = take()
+    if not has_seed and run.noise.seed.is_drawn:
+        mark, has_drawn = _with_seed_before(run, mark)
+        if has_drawn:
+            weights.write(mark.buffers)
+            run.python.put_back(mark.variables, run.python.changed(mark.variables))
+            run.noise.forget()
+            result = take()
     run.draws, run.is_known = bool(run.noise.draws), True
-    run.changed_buffers = weights.changed(versions, buffers)
-    weights.detach_buffers()
+    run.changed_buffers = weights.changed(mark.versions, mark.buffers)
+    run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
-        run.befores[0].buffers = {name: buffers[name] for name in run.changed_buffers}
+        _check_kept(run, mark)
+        run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
+        run.befores[0].variables = mark.variables
         run.frozen, run.training = weights.frozen(), weights.training_flags()
-    if compiled is not None and run.closed_over:
-        warn("it reads tensors of its own that need a gradient")
+    change = run.change(mark)
+    if change or run.has_drawn(mark):
+        run.graphs = None
+    if compiled is not None and (run.closed_over or change):
+        warn(change or "it reads tensors of its own that need a gradient")
     else:
         run.compiled = compiled
-    after = weights.buffer_versions()
-    return *result, {n: v for n, v in after.items() if n not in run.changed_buffers}
+    return *result, mark
 
 
-def _draw_seed_before(run: Run, random_states: tuple[Tensor, ...]) -> bool:
-    """Puts the seed, if the step has drawn it, before all that torch's generators give the step.
+def _check_kept(run: Run, mark: Mark) -> None:
+    """Refuses what the step has kept of its results, or written, for later steps."""
+    for name, buffer in run.weights.used.named_buffers():
+        if buffer.requires_grad and buffer.grad_fn is not None:
+            raise RuntimeError(
+                f"fusedrnn: the step gives the buffer {name.partition('.')[2]} a gradient, which "
+                "backward could not follow from step to step; make it a part of the state, or "
+                "detach it"
+            )
+    written = run.python.written(mark.variables, run.changed_variables)
+    if written is not None:
+        raise RuntimeError(
+            f"fusedrnn: the step changes the tensor in {written} in place, and backward could not "
+            "take the step again as it was; make it a buffer, or set a new tensor"
+        )
+
+
+def _with_seed_before(run: Run, mark: Mark) -> tuple[Mark, bool]:
+    """Puts the seed, which the step has drawn, before all that torch's generators give the step.
 
     When the step is taken again nobody draws the seed.
 
     Args:
-        random_states: Of torch's generators before the step.
+        mark: From before the step.
 
     Returns:
-        Whether the step must be taken once more, since it draws from torch's generators as well.
+        What was so before the step, but after the seed; and whether the step must be taken once
+        more, since it draws from torch's generators as well.
     """
-    seed = run.noise.seed
-    if not seed.is_drawn or not seed.is_from_torch or not random_states:
-        return False
+    if not run.noise.seed.is_from_torch or not mark.random:
+        return mark, False
     after = run.random_states()
-    run.set_random_states(random_states)
-    seed.draw_again()
-    now = run.random_states()
+    run.set_random_states(mark.random)
+    run.noise.seed.draw_again()
+    mark = mark._replace(random=run.random_states())
     if run.befores:
-        run.befores[0].random = now
-    if all(torch.equal(a, b) for a, b in zip(now, after, strict=True)):
-        return False
-    run.noise.forget()
-    return True
+        run.befores[0].random = mark.random
+    return mark, not are_equal(mark.random, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .first import take_first
 from .gradients import sums_of
 from .graphs import CannotRecord
 from .reads import ClosedOver
-from .runs import Chunk, Run
+from .runs import Chunk, Mark, Run
 from .trees import Leaves
 
 
@@ -59,8 +59,7 @@ def forward(
             starts.append(tuple(map(_without_rest, state)))
             run.befores.append(run.before())
 
-    recorded = run.recorded("forward", take_whole)
-    versions: dict[str, Any] = {}
+    recorded = None
     for chunk in run.chunks():
         note_start()
         run.enter(chunk)
@@ -80,7 +79,8 @@ def forward(
         steps = list(zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True))
         if chunk.start == 0:
             time, x = steps.pop(0)
-            state, y, versions = take_first(run, inputs, state, x, constants, for_backward)
+            state, y, mark = take_first(run, inputs, state, x, constants, for_backward)
+            recorded = run.recorded("forward", take_whole)
             outputs.add(time, y)
             states.add(time, state, y, outputs.leaves)
         looks = chunk.stop == run.seq_len and len(steps) > 0 and run.compiled is None
@@ -98,16 +98,31 @@ def forward(
     if run.graphs is not None:
         run.graphs.has_run("forward")
     note_start()
-    after = run.weights.buffer_versions()
-    late = [name for name, version in versions.items() if after.get(name) != version]
-    if late and for_backward:
-        raise RuntimeError(
-            f"fusedrnn: the step changes the buffer {late[0].removeprefix('used.0.')} after the "
-            "first step, but not in it, so backward cannot take the steps again as they were"
-        )
+    if for_backward:
+        _check_late_changes(run, mark)
+        run.python.refuse_gradients(mark.variables, run.changed_variables)
     return Result(
         tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts, states.leaves
     )
+
+
+def _check_late_changes(run: Run, mark: Mark) -> None:
+    """Refuses changes of what the first step has not changed, and nobody has looked after."""
+    late = [
+        f"the buffer {name.removeprefix('used.0.')}"
+        for name in run.weights.changed(mark.versions, mark.buffers)
+        if name not in run.changed_buffers
+    ]
+    late += [
+        run.python.name(key)
+        for key in run.python.changed(mark.variables)
+        if key not in run.changed_variables
+    ]
+    if late:
+        raise RuntimeError(
+            f"fusedrnn: the step changes {late[0]} after the first step, but not in it, so "
+            "backward cannot take the steps again as they were"
+        )
 
 
 _NO_SUMS = torch.empty(0, dtype=torch.float64)

@@ -59,6 +59,8 @@ class Watch(TorchFunctionMode):
 
     def _replaced(self, value: Any) -> Any:
         assert self._replacements is not None
+        if isinstance(value, torch.Size):  # not a tuple of numbers for tensor.new()
+            return value
         if isinstance(value, list | tuple):  # functions of torch nest tensors no other way
             return (list if isinstance(value, list) else tuple)(map(self._replaced, value))
         return self._replacements.get(id(value), value) if isinstance(value, Tensor) else value
@@ -153,12 +155,6 @@ class Weights(nn.Module):
         now = dict(self.used.named_buffers("used"))
         for name, value in buffers.items():
             now[name].copy_(value)
-
-    def detach_buffers(self) -> None:
-        """From the graph of a step."""
-        for buffer in self.used.buffers():
-            if buffer.grad_fn is not None:
-                buffer.detach_()
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters without gradient, and buffers, by name."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
 from .trees import Leaves, differentiable
+from .variables import Key, Values, Variables
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
@@ -69,8 +70,19 @@ class Before:
     """What was so before a chunk besides the state, and must be so again when it is replayed."""
 
     buffers: dict[str, Tensor]
+    variables: Values
+    """Those that the steps change."""
     random: tuple[Tensor, ...]
     """States of torch's generators."""
+
+
+class Mark(NamedTuple):
+    """All that a step might change besides what it returns, at some time."""
+
+    versions: dict[str, tuple[int, int]]
+    buffers: dict[str, Tensor]
+    variables: Values
+    random: tuple[Tensor, ...]
 
 
 @dataclass
@@ -99,7 +111,10 @@ class Run:
 
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
+    variables: Variables | None = None
+    """What the step may change in Python; None for the attributes of its modules."""
     changed_buffers: list[str] = field(default_factory=list)
+    changed_variables: list[Key] = field(default_factory=list)
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Parameters without gradient and buffers that the steps had in forward."""
     training: list[bool] = field(default_factory=list)
@@ -121,6 +136,7 @@ class Run:
     def __post_init__(self) -> None:
         kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        self.python = self.variables or Variables.of_modules(self.weights.used.modules())
 
     # Steps and chunks
 
@@ -215,13 +231,16 @@ class Run:
 
     def before(self) -> Before:
         states = self.random_states()
-        if self.befores and _are_equal(states, self.befores[-1].random):
+        if self.befores and are_equal(states, self.befores[-1].random):
             states = self.befores[-1].random  # each takes 5 KB
-        return Before(self.weights.copies(self.changed_buffers), states)
+        buffers = self.weights.copies(self.changed_buffers)
+        return Before(buffers, self.python.values(self.changed_variables), states)
 
     @contextmanager
     def again(self, index: int, whole: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Within, torch's generators are as before this chunk; gives the buffers of that time.
+        """Within, variables and torch's generators are as before this chunk.
+
+        Gives the buffers of that time.
 
         Args:
             whole: Whether all chunks after it follow within.
@@ -229,15 +248,16 @@ class Run:
         before = self.befores[index]
         after = self.befores[-1 if whole else index + 1].random
         copies = {name: buffer.clone() for name, buffer in before.buffers.items()}
-        if _are_equal(before.random, after):
-            yield copies
-            return
-        now = self.random_states()
-        self.set_random_states(before.random)
+        variables = self.python.values(self.changed_variables)
+        draws = not are_equal(before.random, after)
+        random = self.random_states() if draws else ()
+        self.set_random_states(before.random if draws else ())
         try:
+            self.python.put_back(before.variables, self.changed_variables)
             yield copies
         finally:
-            self.set_random_states(now)
+            self.python.put_back(variables, self.changed_variables)
+            self.set_random_states(random)
 
     def for_trial(self, steps: int) -> Run:
         """The same step for the first steps, with noise of its own."""
@@ -250,19 +270,38 @@ class Run:
             last=None,
             closed_over={},
             changed_buffers=[],
+            changed_variables=[],
             befores=[],
             sums=[],
             graphs=None,
         )
 
+    def mark(self) -> Mark:
+        versions = self.weights.buffer_versions()
+        buffers = self.weights.copies(versions)
+        return Mark(versions, buffers, self.python.values(), self.random_states())
+
+    def change(self, mark: Mark) -> str:
+        """What the step has changed since, which only replay can put back; "" for nothing."""
+        changed = self.python.changed(mark.variables)
+        if changed:
+            return f"the step changes {self.python.name(changed[0])}"
+        if self.weights.changed(mark.versions, mark.buffers):
+            return "the step changes a buffer"
+        return ""
+
+    def has_drawn(self, mark: Mark) -> bool:
+        """Whether numbers have been drawn from torch's generators since."""
+        return not are_equal(mark.random, self.random_states())
+
     def aside(self, function: Callable[[], T], weights: dict[str, Tensor] | None = None) -> T:
-        """``function()``, after which buffers and torch's generators are as before."""
-        random_states = self.random_states()
+        """``function()``, after which all that it may change is as before."""
+        mark = self.mark()
         try:
-            buffers = self.weights.copies(self.weights.buffer_versions())
-            return self.call_with((weights or {}) | buffers, function)
+            return self.call_with((weights or {}) | mark.buffers, function)
         finally:
-            self.set_random_states(random_states)
+            self.python.put_back(mark.variables, self.python.changed(mark.variables))
+            self.set_random_states(mark.random)
 
     def random_states(self) -> tuple[Tensor, ...]:
         if self.device.type == "cuda":
@@ -286,7 +325,7 @@ def add_note(error: Exception, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}",)
 
 
-def _are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(a is b or torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
 

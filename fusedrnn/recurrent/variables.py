@@ -1,0 +1,238 @@
+"""What a step changes in Python: attributes of its modules, and variables around a function.
+
+A step that counts, or that keeps a list, changes what it reads the next time. Backward takes steps
+again, so it must put everything back to what it was, as it does with buffers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils import _pytree as pytree
+
+_MOST_ENTRIES = 1000
+"""Of a container that is looked into: larger ones hold data, and a look would take too long."""
+_MISSING = object()
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class Namespace(NamedTuple):
+    """Where variables are: a module, the variables around a function, or those of its module."""
+
+    name: str
+    """How errors call a variable of it, with a place for the variable's name."""
+    variables: dict[str, Any]
+    """Variables by name, or the cells that hold them."""
+    only: frozenset[str] | None = None
+    """The names that count; None for all that a user may have given."""
+
+    def names(self) -> Iterable[str]:
+        if self.only is not None:
+            return [name for name in self.only if name in self.variables]
+        return [
+            name
+            for name in self.variables
+            if name not in _OF_EVERY_MODULE and not name.startswith("_fusedrnn_")
+        ]
+
+    def read(self, name: str) -> Any:
+        value = self.variables.get(name, _MISSING)
+        if isinstance(value, CellType):
+            try:
+                return value.cell_contents
+            except ValueError:  # not yet assigned
+                return _MISSING
+        return value
+
+    def write(self, name: str, value: Any) -> None:
+        old = self.variables.get(name)
+        if isinstance(old, CellType):
+            if value is _MISSING:
+                del old.cell_contents
+            else:
+                old.cell_contents = value
+        elif value is _MISSING:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = value
+
+
+class Value(NamedTuple):
+    """Of a variable at some time."""
+
+    value: Any
+    entries: Any
+    """A copy of a container, one level deep."""
+    version: int
+    """Of a tensor."""
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        entries, version = None, 0
+        if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
+            entries = value.copy()
+        elif isinstance(value, Tensor) and not value.is_inference():
+            version = value._version
+        return cls(value, entries, version)
+
+    def is_same(self, other: Value) -> bool:
+        if not _are_same(self.value, other.value) or self.version != other.version:
+            return False
+        ours, theirs = self.entries, other.entries
+        if ours is None or theirs is None:
+            return ours is theirs
+        if len(ours) != len(theirs):
+            return False
+        if isinstance(ours, set):
+            return bool(ours == theirs)
+        if isinstance(ours, dict):
+            return all(k in theirs and _are_same(v, theirs[k]) for k, v in ours.items())
+        return all(map(_are_same, ours, theirs))
+
+    def put_back(self) -> Any:
+        """The value, a container with the entries that it had."""
+        value, entries = self.value, self.entries
+        if entries is not None:
+            value.clear()
+            value.extend(entries) if isinstance(value, list | deque) else value.update(entries)
+        return value
+
+    def tensors(self) -> list[Tensor]:
+        if self.entries is None and isinstance(self.value, _CONTAINERS):
+            return []
+        leaves = pytree.tree_leaves(self.value if self.entries is None else self.entries)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b)
+
+
+Key = tuple[int, str]
+"""Number of a namespace, and the name of a variable in it."""
+Values = dict[Key, Value]
+
+
+class Variables:
+    """All variables that a step may change."""
+
+    def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self._namespaces = namespaces
+
+    @classmethod
+    def of_modules(
+        cls, modules: Iterable[nn.Module], others: Sequence[Namespace] = ()
+    ) -> Variables:
+        """``others``: further namespaces."""
+        found = [
+            Namespace(f"the attribute {{!r}} of {type(module).__name__}", vars(module))
+            for module in modules
+            if not isinstance(module, torch.jit.ScriptModule | LazyModuleMixin)
+            and not type(module).__module__.startswith(("fusedrnn.", "torch._dynamo"))
+        ]
+        return cls([*found, *others])
+
+    def values(self, keys: Iterable[Key] | None = None) -> Values:
+        """What variables are now. ``keys``: these alone."""
+        if keys is None:
+            keys = ((i, name) for i, space in enumerate(self._namespaces) for name in space.names())
+        return {key: Value.of(self._namespaces[key[0]].read(key[1])) for key in keys}
+
+    def changed(self, before: Values) -> list[Key]:
+        """The variables that have been set, deleted or written into since."""
+        now = self.values()
+        missing = Value.of(_MISSING)
+        return [
+            key
+            for key in {**before, **now}
+            if not now.get(key, missing).is_same(before.get(key, missing))
+        ]
+
+    def put_back(self, before: Values, keys: Iterable[Key]) -> None:
+        """Gives these variables the values of an earlier time."""
+        missing = Value.of(_MISSING)
+        for key in keys:
+            number, name = key
+            self._namespaces[number].write(name, before.get(key, missing).put_back())
+
+    def name(self, key: Key) -> str:
+        """How errors call a variable."""
+        return self._namespaces[key[0]].name.format(key[1])
+
+    def written(self, before: Values, keys: Iterable[Key]) -> str | None:
+        """The name of a tensor that has been written in place since, which nobody can put back."""
+        now = self.values(keys)
+        for key, value in now.items():
+            old = before.get(key)
+            if old is not None and old.value is value.value and old.version != value.version:
+                return self.name(key)
+        return None
+
+    def with_gradient(self, before: Values, keys: Iterable[Key]) -> list[Key]:
+        """Those of these variables that have got a tensor with gradient since."""
+        now = self.values(keys)
+        return [
+            key
+            for key, value in now.items()
+            if any(t.requires_grad for t in _new_tensors(before.get(key), value))
+        ]
+
+    def refuse_gradients(self, before: Values, keys: Iterable[Key]) -> None:
+        """Makes it an error to ask for a gradient of what these variables have got since."""
+        for key, value in self.values(keys).items():
+            new = {id(t) for t in _new_tensors(before.get(key), value) if t.is_floating_point()}
+            if not new:
+                continue
+            refuse = _refusal(self.name(key), new)
+            number, name = key
+            if value.entries is None:
+                self._namespaces[number].write(name, pytree.tree_map(refuse, value.value))
+            else:
+                value._replace(entries=_mapped(value.entries, refuse)).put_back()
+
+
+def _new_tensors(old: Value | None, now: Value) -> list[Tensor]:
+    known = () if old is None else {id(tensor) for tensor in old.tensors()}
+    return [tensor for tensor in now.tensors() if id(tensor) not in known]
+
+
+def _mapped(entries: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(entries, dict):
+        return {key: pytree.tree_map(function, value) for key, value in entries.items()}
+    return type(entries)(pytree.tree_map(function, value) for value in entries)
+
+
+def _refusal(name: str, ids: set[int]) -> Callable[[Any], Any]:
+    def refuse(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) not in ids:
+            return value
+        with torch.enable_grad():
+            anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
+            refused: Tensor = _Refused.apply(value.detach(), anchor, name)
+        return refused
+
+    return refuse
+
+
+class _Refused(torch.autograd.Function):
+    """A tensor whose gradient is an error: the steps that made it ran without a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        raise RuntimeError(
+            f"fusedrnn: what a step keeps in {ctx.name} has no gradient; the step must return it "
+            "as an output, or detach it"
+        )
