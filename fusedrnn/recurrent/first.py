@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .compiled import warn
 from .reads import ClosedOver
-from .runs import Mark, Run, are_equal
+from .runs import Mark, Run, are_equal, as_leaf
 from .trees import Leaves
 
 
@@ -30,9 +30,9 @@ def take_first(
     def take() -> tuple[Leaves, Leaves]:
         run.closed_over = {}
         found = ClosedOver([*weights.tensors(), *inputs, *state, *x, *constants])
-        # With a graph: what a step computes from weights once and keeps then shows in backward.
+        # With a graph: then what the step keeps shows whether it has a gradient.
         with torch.set_grad_enabled(for_backward), run.watched(closed_over=found):
-            given = [tuple(leaf.detach() for leaf in leaves) for leaves in (state, x, constants)]
+            given = [tuple(map(_of_a_graph, leaves)) for leaves in (state, x, constants)]
             found.add_known(given)
             new, y = run.take(run.time(0), *given)
         run.closed_over |= found.with_gradient
@@ -52,6 +52,7 @@ def take_first(
     run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
         _check_kept(run, mark)
+        run.refused_variables = run.python.with_gradient(mark.variables, run.changed_variables)
         run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
         run.befores[0].variables = mark.variables
         run.frozen, run.training = weights.frozen(), weights.training_flags()
@@ -63,6 +64,11 @@ def take_first(
     else:
         run.compiled = compiled
     return *result, mark
+
+
+def _of_a_graph(leaf: Tensor) -> Tensor:
+    """The same values as another operator gives them: with gradient, if that is enabled."""
+    return as_leaf(leaf).clone() if torch.is_grad_enabled() else leaf.detach()
 
 
 def _check_kept(run: Run, mark: Mark) -> None:

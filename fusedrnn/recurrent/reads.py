@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .draws import DRAWS
+from .locks import CallerLock
 from .noise import Source
 
 
@@ -33,6 +34,7 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._noise, self._replacements, self._closed_over = noise, replacements, closed_over
+        self._level = _level()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -45,7 +47,8 @@ class Watch(TorchFunctionMode):
             args = [self._replaced(value) for value in args]
             kwargs = {name: self._replaced(value) for name, value in kwargs.items()}
         draw = None if self._noise is None else DRAWS.get(function)
-        if draw is None:
+        # Within torch.func.vmap a step sees one of many shapes; torch draws for all of them.
+        if draw is None or _level() != self._level:
             result = function(*args, **kwargs)
         else:
             if kwargs.pop("generator", None) is not None:
@@ -64,6 +67,13 @@ class Watch(TorchFunctionMode):
         if isinstance(value, list | tuple):  # functions of torch nest tensors no other way
             return (list if isinstance(value, list) else tuple)(map(self._replaced, value))
         return self._replacements.get(id(value), value) if isinstance(value, Tensor) else value
+
+
+def _level() -> int:
+    """How many transforms of torch.func are around."""
+    if is_compiling() or not torch._C._are_functorch_transforms_active():
+        return 0
+    return torch._C._functorch.maybe_current_level() or 0
 
 
 _WITHOUT_GRADIENT = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad"))
@@ -98,7 +108,7 @@ class ClosedOver:
                 self._known[id(leaf)] = leaf
 
 
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[nn.Module, CallerLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
 
@@ -111,9 +121,11 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 class Weights(nn.Module):
     """The modules of a step: their parameters with gradient, and the buffers that it changes."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], apart: Sequence[Tensor] = ()) -> None:
+        """``apart``: parameters that the step may also read by themselves, without their module."""
         super().__init__()
         self.used = nn.ModuleList(modules)
+        self._apart = {id(tensor) for tensor in apart}
 
     def forward(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -148,7 +160,9 @@ class Weights(nn.Module):
         return {name: buffers[name].detach().clone() for name in names}
 
     def tensors(self) -> list[Tensor]:
-        return [*self.used.parameters(), *self.used.buffers()]
+        """Those that the step reads as its modules have them."""
+        tensors = [*self.used.parameters(), *self.used.buffers()]
+        return [tensor for tensor in tensors if id(tensor) not in self._apart]
 
     def write(self, buffers: dict[str, Tensor]) -> None:
         """Gives buffers these values."""
@@ -180,7 +194,7 @@ class Weights(nn.Module):
         with ExitStack() as stack:
             for module in self.used:
                 with _locks_lock:
-                    lock = _locks.setdefault(module, threading.RLock())
+                    lock = _locks.setdefault(module, CallerLock())
                 stack.enter_context(lock)
             yield
 

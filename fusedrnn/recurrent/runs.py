@@ -115,6 +115,8 @@ class Run:
     """What the step may change in Python; None for the attributes of its modules."""
     changed_buffers: list[str] = field(default_factory=list)
     changed_variables: list[Key] = field(default_factory=list)
+    refused_variables: list[Key] = field(default_factory=list)
+    """Of the changed ones those that get tensors with gradient."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Parameters without gradient and buffers that the steps had in forward."""
     training: list[bool] = field(default_factory=list)

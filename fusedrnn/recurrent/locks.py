@@ -1,0 +1,51 @@
+"""Locks that let the threads of autograd pass for the thread that waits for them.
+
+A thread that holds the lock of a module and runs a backward pass on a GPU waits for a thread of
+autograd, which may need the same lock. torch hands what is stored for a thread on to the threads
+that work for it, and by that they are told apart here.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+
+_KEY = "fusedrnn.caller"
+
+
+class CallerLock:
+    """As threading.RLock, but for a thread and all threads that autograd runs on its behalf."""
+
+    def __init__(self) -> None:
+        self._changes = threading.Condition()
+        self._holder: object | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        caller = _caller()
+        with self._changes:
+            self._changes.wait_for(lambda: self._holder in (None, caller))
+            self._holder = caller
+            self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changes:
+            self._depth -= 1
+            if not self._depth:
+                self._holder = None
+                self._changes.notify()
+
+
+def _caller() -> object:
+    """The same for a thread and for those that work for it."""
+    if not torch._C._is_key_in_tls(_KEY):
+        torch._C._stash_obj_in_tls(_KEY, object())
+    caller: object = torch._C._get_obj_in_tls(_KEY)
+    return caller

@@ -1,0 +1,323 @@
+"""What a step changes in Python, and what it keeps there: counters, lists and tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import MODES, check_same, generator, plain_loop
+from recorders import Repeated
+from torch import Tensor, nn
+
+import fusedrnn
+from fusedrnn.recurrent import graphs, locks
+
+SEQ_LEN, BATCH, H = 11, 3, 4
+F64 = torch.float64
+
+
+class Cell(nn.Module):
+    """A step that ``change`` makes another one."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H, dtype=F64)
+        self.change = change
+        self.attributes = attributes
+        self.start()
+
+    def start(self) -> None:
+        for name, value in self.attributes.items():
+            setattr(self, name, value.copy() if hasattr(value, "copy") else value)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.change(self, h)) + x)
+
+
+def truncated(cell: Any, h: Tensor) -> Tensor:
+    """A count decides about gradients alone."""
+    cell.count += 1
+    return h.detach() if cell.count % 4 == 0 else h
+
+
+def grown(cell: Any, h: Tensor) -> Tensor:
+    cell.seen.append(len(cell.seen))
+    return h * (1 + 0.1 * len(cell.seen))
+
+
+def counted_by_key(cell: Any, h: Tensor) -> Tensor:
+    cell.seen["steps"] = cell.seen.get("steps", 0) + 1
+    return h * (1 + 0.1 * cell.seen["steps"])
+
+
+def averaged(cell: Any, h: Tensor) -> Tensor:
+    """A tensor that is no buffer."""
+    cell.mean = 0.9 * cell.mean + 0.1 * h.detach().mean(0)
+    return h + cell.mean
+
+
+def made_late(cell: Any, h: Tensor) -> Tensor:
+    """An attribute that there is not before."""
+    cell.__dict__.setdefault("times", 0)
+    cell.times += 1
+    return h * cell.times
+
+
+CHANGES = [
+    (truncated, {"count": 0}),
+    (grown, {"seen": []}),
+    (grown, {"seen": deque()}),
+    (counted_by_key, {"seen": {}}),
+    (averaged, {"mean": torch.zeros(H, dtype=F64)}),
+    (made_late, {}),
+]
+
+
+def given() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(SEQ_LEN, BATCH, H, dtype=F64, requires_grad=True)
+    return x, torch.randn(BATCH, H, dtype=F64, requires_grad=True)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(("change", "attributes"), CHANGES)
+def test_attributes_that_change(
+    change: Any, attributes: Any, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results, gradients, and the attributes afterwards, in several calls."""
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    cell, (x, h) = Cell(change, **attributes), given()
+    rnn = fusedrnn.Recurrent(cell, cuda_graphs=has_graphs, chunk_size=3)
+
+    def run(f: Callable[[], Any]) -> Any:
+        cell.start()
+        cell.__dict__.pop("times", None)
+        return f()
+
+    for _ in range(3):
+        check_same(
+            lambda: run(lambda: rnn(x, h)),
+            lambda: run(lambda: plain_loop(cell, x, h)),
+            [x, h, *cell.parameters()],
+        )
+    made = []
+    for f in (lambda: rnn(x, h), lambda: plain_loop(cell, x, h)):
+        run(f)[0].sum().backward()
+        made.append({n: v for n, v in vars(cell).items() if n in ("times", *attributes)})
+    torch.testing.assert_close(*made)
+
+
+def test_second_derivatives_of_what_a_count_decides() -> None:
+    cell, (x, h) = Cell(truncated, count=0), given()
+    found = []
+    for f in (lambda: fusedrnn.Recurrent(cell)(x, h), lambda: plain_loop(cell, x, h)):
+        cell.start()
+        (first,) = torch.autograd.grad(f()[0].square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [x, h]))
+    torch.testing.assert_close(*found)
+
+
+def test_trials_leave_attributes_alone() -> None:
+    cell, (x, h) = Cell(truncated, count=0), given()
+    rnn = fusedrnn.Recurrent(cell, workspace_bytes=10_000)
+    assert rnn.explain(x, h).mode == "replay"
+    assert cell.count == 0
+    rnn(x, h)
+    assert cell.count == SEQ_LEN
+
+
+def test_numbers_of_two_kinds_count_once() -> None:
+    """The first step is taken twice, for the seed to come before what torch's generators give."""
+
+    def both(cell: Any, h: Tensor) -> Tensor:
+        cell.count += 1
+        return nn.functional.dropout(nn.functional.alpha_dropout(h, 0.1, True), 0.1)
+
+    cell, (x, h) = Cell(both, count=0), given()
+    with torch.no_grad():
+        fusedrnn.Recurrent(cell)(x, h)
+    assert cell.count == SEQ_LEN
+
+
+def test_parallel_mode_and_the_compiler_refuse() -> None:
+    cell, (x, h) = Cell(truncated, count=0), given()
+    with pytest.raises(ValueError, match="the attribute 'count' of Cell"):
+        fusedrnn.Recurrent(cell, mode="parallel")(x, h)
+    with pytest.warns(UserWarning, match="the attribute 'count' of Cell"):
+        fusedrnn.Recurrent(cell, torch_compile=True)(x, h)
+
+
+# What a step keeps
+
+
+def in_a_sum(cell: Any, h: Tensor) -> Tensor:
+    cell.kept = cell.kept + h.square().sum() + cell.linear.weight.sum()
+    return h
+
+
+def in_a_list(cell: Any, h: Tensor) -> Tensor:
+    cell.kept.append(cell.linear(h))
+    return h
+
+
+def in_a_dict(cell: Any, h: Tensor) -> Tensor:
+    cell.kept["last"] = [cell.linear(h)]
+    return h
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "of"),
+    [
+        (in_a_sum, 0.0, lambda kept: kept),
+        (in_a_list, [], lambda kept: sum(t.sum() for t in kept)),
+        (in_a_dict, {}, lambda kept: kept["last"][0].sum()),
+    ],
+)
+def test_a_gradient_of_what_is_kept_is_an_error(change: Any, start: Any, of: Any) -> None:
+    """The values are there to look at, though."""
+    cell, (x, h) = Cell(change, kept=start), given()
+    output, _ = fusedrnn.Recurrent(cell)(x, h)
+    torch.autograd.grad(output.sum(), cell.linear.weight, retain_graph=True)
+    kept = of(cell.kept)
+    cell.start()
+    plain_loop(cell, x, h)
+    torch.testing.assert_close(kept, of(cell.kept), check_stride=False)
+    with pytest.raises(RuntimeError, match="what a step keeps in the attribute 'kept' of Cell"):
+        (output.sum() + kept).backward()
+
+
+def test_what_is_kept_detached_or_without_gradients() -> None:
+    def detached(cell: Any, h: Tensor) -> Tensor:
+        cell.kept.append(h.detach())
+        return h
+
+    cell, (x, h) = Cell(detached, kept=[]), given()
+    rnn = fusedrnn.Recurrent(cell)
+    rnn(x, h)[0].sum().backward()
+    assert len(cell.kept) == SEQ_LEN
+    assert not any(tensor.requires_grad for tensor in cell.kept)
+    cell = Cell(in_a_list, kept=[])
+    with torch.no_grad():
+        fusedrnn.Recurrent(cell)(x, h)
+    assert not any(tensor.requires_grad for tensor in cell.kept)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_weights_that_hooks_set_as_attributes(norm: Any) -> None:
+    cell, (x, h) = Cell(lambda cell, h: h), given()
+    norm(cell.linear)
+    cell.eval()
+    rnn = fusedrnn.Recurrent(cell)
+    for _ in range(2):
+        check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), [x, h, *cell.parameters()])
+
+
+# What is an error at once
+
+
+def written(cell: Any, h: Tensor) -> Tensor:
+    cell.mean.add_(h.detach().mean(0))
+    return h + cell.mean
+
+
+def written_late(cell: Any, h: Tensor) -> Tensor:
+    """As batch norm writes, which leaves the version as it is."""
+    if cell.counts.append(0) or len(cell.counts) > 2:
+        nn.functional.batch_norm(h.detach(), cell.mean, cell.var, training=True)
+    return h
+
+
+def set_late(cell: Any, h: Tensor) -> Tensor:
+    if cell.counts.append(0) or len(cell.counts) > 2:
+        cell.mark = len(cell.counts)
+    return h
+
+
+def learned(cell: Any, h: Tensor) -> Tensor:
+    cell.memory = 0.9 * cell.memory + h.mean(0)
+    return h + cell.memory
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (written, "the tensor in the attribute 'mean' of Cell in place"),
+        (written_late, "changes the buffer mean after the first step"),
+        (set_late, "changes the attribute 'mark' of Cell after the first step"),
+        (learned, "gives the buffer memory a gradient"),
+    ],
+)
+def test_errors(change: Any, message: str) -> None:
+    cell, (x, h) = Cell(change, counts=[]), given()
+    mean = torch.zeros(H, dtype=F64)
+    if change is written_late:
+        cell.register_buffer("mean", mean)
+        cell.register_buffer("var", mean + 1)
+    else:
+        cell.mean = mean
+    cell.register_buffer("memory", mean.clone())
+    rnn = fusedrnn.Recurrent(cell)
+    with pytest.raises(RuntimeError, match=message):
+        rnn(x, h)
+    with torch.no_grad():
+        rnn(x, h)
+
+
+def test_draws_within_vmap() -> None:
+    """Rows have numbers of their own, which come again in backward."""
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.func.vmap(lambda row: nn.functional.dropout(row, 0.5), randomness="different")(
+            torch.ones_like(h)
+        )
+        return torch.tanh(h * mask + x), mask + torch.randn_like(h)
+
+    x, h = given()
+    state, masks = fusedrnn.scan(step, h, x, generator=generator())
+    assert not (masks == masks[:, :1]).all()
+    (state.sum() + masks.sum()).backward()
+
+    def one(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return h + x, torch.func.vmap(torch.randn_like)(h)
+
+    with pytest.raises(RuntimeError, match="random"):
+        fusedrnn.scan(one, h, x)
+
+
+def test_a_lock_lets_those_pass_who_work_for_its_holder() -> None:
+    lock, done = locks.CallerLock(), []
+
+    def work(caller: object | None) -> None:
+        if caller is not None:  # as autograd does for its threads
+            torch._C._stash_obj_in_tls(locks._KEY, caller)
+        with lock:
+            done.append(caller)
+
+    with lock, lock:
+        threads = [threading.Thread(target=work, args=(c,)) for c in (locks._caller(), None)]
+        for thread in threads:
+            thread.start()
+        threads[0].join(30)
+        assert done == [locks._caller()]
+    threads[1].join(30)
+    assert done[1:] == [None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scan_over_a_part_of_the_cell_itself(mode: str) -> None:
+    def scanned(cell: Any, h: Tensor) -> Tensor:
+        def step(s: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            s = torch.tanh(cell.linear(s) + u)
+            return s, s
+
+        state: Tensor = fusedrnn.scan(step, h, torch.stack([h, 2 * h]), mode="replay")[0]
+        return state
+
+    cell, (x, h) = Cell(scanned), given()
+    rnn = fusedrnn.Recurrent(cell, mode=mode)
+    check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), [x, h, *cell.parameters()])
