@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import CellType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,26 @@ class Namespace(NamedTuple):
             self.variables.pop(name, None)
         else:
             self.variables[name] = value
+
+
+def namespaces_of(functions: Iterable[FunctionType]) -> list[Namespace]:
+    """The variables around functions, and those of their Python modules that they name."""
+    found = []
+    for function in functions:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        names = frozenset(names_in(function.__code__))
+        found.append(Namespace("the variable {!r}", cells, frozenset(cells)))
+        found.append(Namespace("the variable {!r}", function.__globals__, names))
+    return found
+
+
+def names_in(code: CodeType) -> set[str]:
+    """What a function and those within it may read from its Python module."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names
 
 
 class Value(NamedTuple):
