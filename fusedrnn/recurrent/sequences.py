@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
         is_batched = not (
             len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].is_floating_point()
         )
-        batch_first = batch_first and is_batched and packed is None
+        batch_first = batch_first and is_batched  # of resets, even where the input is packed
         first = leaves[0].shape[:2] if is_batched else (leaves[0].shape[0], 1)
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.dim() < 2:
@@ -79,7 +79,7 @@ class Sequences(NamedTuple):
                 )
         if not is_batched:
             leaves = (leaves[0].unsqueeze(1),)
-        if batch_first:
+        if batch_first and packed is None:
             leaves = tuple(leaf.transpose(0, 1) for leaf in leaves)
         seq_len, batch = leaves[0].shape[:2]
         checks.rows(seq_len, batch, first)
