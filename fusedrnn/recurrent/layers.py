@@ -73,13 +73,13 @@ class LayersCall:
         states: list[Any] = []
         layers = len(self.cells) // self.directions
         for layer in range(layers):
-            outputs: list[Leaves] = []
+            outputs: list[tuple[Leaves, Structure]] = []
             for i in range(layer * self.directions, (layer + 1) * self.directions):
                 one = self.cell(i, leaves, structure, names)
                 output, state = take(one.run, self.settings, one.memory, *one.given)
-                outputs.append(output)
+                outputs.append((output, one.step.output_structure()))
                 states.append(one.structure.tree(sequence.result_state(state)))
-            leaves, structure = joined(outputs), one.step.output_structure()
+            leaves, structure = joined(layer, outputs, one.run.returns_sequence)
             names = structure.names(f"output of layer {layer}")
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
@@ -236,8 +236,33 @@ def initial_state(cell: nn.Module, input: Tensor, rows: int) -> Any:
     )
 
 
-def joined(directions: Sequence[Leaves]) -> Leaves:
-    """Outputs of both directions, in the last dimension."""
+def joined(
+    layer: int, directions: Sequence[tuple[Leaves, Structure]], has_steps: bool
+) -> tuple[Leaves, Structure]:
+    """Outputs of both directions, in the last dimension.
+
+    Args:
+        has_steps: Whether their first dimension is that of the steps.
+
+    Raises:
+        ValueError: They have no other dimension than those of steps and batch, or not one form.
+    """
+    leaves, structure = directions[0]
     if len(directions) == 1:
-        return directions[0]
-    return tuple(torch.cat(leaves, -1) for leaves in zip(*directions, strict=True))
+        return leaves, structure
+    others, other_structure = directions[1]
+    in_order = structure.leaves(other_structure.tree(others))
+    if in_order is None:
+        raise ValueError(
+            f"fusedrnn: both cells of layer {layer} must return outputs of one structure, got "
+            f"{structure} and {other_structure}"
+        )
+    for name, *both in zip(structure.names("output"), leaves, in_order, strict=True):
+        for leaf in both:
+            if leaf.dim() < 2 + has_steps:
+                raise ValueError(
+                    f"fusedrnn: {name} of layer {layer} must have a dimension besides those of "
+                    "steps and batch, since the outputs of two directions are concatenated in "
+                    f"their last one; got shape {tuple(leaf.shape)}"
+                )
+    return tuple(torch.cat(both, -1) for both in zip(leaves, in_order, strict=True)), structure
