@@ -105,9 +105,7 @@ class Recurrent(nn.Module):
         self.bidirectional = check_flag("bidirectional", bidirectional)
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)
-        if not cells or (bidirectional and len(cells) % 2):
-            wanted = "two cells per layer" if bidirectional else "at least one cell"
-            raise ValueError(f"fusedrnn: cell must have {wanted}, got {len(cells)}")
+        _check_number(len(cells), bidirectional)
         self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self._settings()
@@ -200,6 +198,9 @@ class Recurrent(nn.Module):
         reset_to: Any,
         generator: torch.Generator | None,
     ) -> LayersCall:
+        cells = self._cells
+        _check_number(len(cells), self.bidirectional)  # the list may have changed
+        self._memories += [Memory() for _ in cells[len(self._memories) :]]
         sequence = Sequences.of(input, self.batch_first, lengths)
         if reset is None and reset_to is not None:
             raise ValueError("fusedrnn: reset_to must be given together with reset")
@@ -208,7 +209,7 @@ class Recurrent(nn.Module):
                 f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
             )
         return LayersCall(
-            cells=self._cells,
+            cells=cells,
             is_list=isinstance(self.cell, nn.ModuleList),
             directions=2 if self.bidirectional else 1,
             returns_sequence=self.return_sequence,
@@ -220,3 +221,9 @@ class Recurrent(nn.Module):
             reset_to=reset_to,
             seed=Seed(generator),
         )
+
+
+def _check_number(cells: int, bidirectional: bool) -> None:
+    if not cells or (bidirectional and cells % 2):
+        wanted = "two cells per layer" if bidirectional else "at least one cell"
+        raise ValueError(f"fusedrnn: cell must have {wanted}, got {cells}")
