@@ -18,7 +18,7 @@ from .reads import Weights
 from .runs import Names, Run
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
-from .trees import Leaves, Structure, flatten
+from .trees import Leaves, Structure, check_tensors, flatten
 
 
 class OneCell(NamedTuple):
@@ -146,13 +146,10 @@ class LayersCall:
             if not leaf.dim() or leaf.shape[0] != rows:
                 raise RuntimeError(
                     f"fusedrnn: {leaf_name} must have the {rows} rows of the batch as its first "
-                    f"dimension, got shape {tuple(leaf.shape)}"
+                    f"dimension, got shape {tuple(leaf.shape)}; fusedrnn.scan takes states of any "
+                    "shape"
                 )
-            if leaf.device != input.device:
-                raise RuntimeError(
-                    f"fusedrnn: {leaf_name} must be on {input.device} as input is, "
-                    f"got {leaf.device}"
-                )
+        check_tensors(names, leaves, "input", input.device)
         return leaves, structure, names
 
     def _resets(
@@ -168,8 +165,11 @@ class LayersCall:
         if isinstance(value, dict):
             places, structure = _places_of_keys(value, structure, name)
         leaves, given = flatten(value, name)
+        if not leaves:
+            raise ValueError(f"fusedrnn: {name} must have at least one tensor, got none")
         if given != structure:
             raise ValueError(f"fusedrnn: {name} must be like the state, {structure}, got {given}")
+        check_tensors(structure.names(name), leaves, "the state", state[0].device)
         sequence, kinds, made = self.sequence, set(), []
         for leaf_name, leaf, place in zip(structure.names(name), leaves, places, strict=True):
             old = state[place]
@@ -183,14 +183,10 @@ class LayersCall:
                     f"or a sequence of states, {(sequence.padded_len, *old.shape)}, here with "
                     f"steps first; got {tuple(leaf.shape)}"
                 )
-            for what, wanted, got in (
-                ("be", old.dtype, leaf.dtype),
-                ("be on", old.device, leaf.device),
-            ):
-                if wanted != got:
-                    raise RuntimeError(
-                        f"fusedrnn: {leaf_name} must {what} {wanted} as the state is, got {got}"
-                    )
+            if leaf.dtype != old.dtype:
+                raise RuntimeError(
+                    f"fusedrnn: {leaf_name} must be {old.dtype} as the state is, got {leaf.dtype}"
+                )
             kinds.add(is_sequence)
             made.append(leaf[: sequence.seq_len] if is_sequence else leaf)
         if len(kinds) > 1:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import checks
 from ..options import kind_of
-from .trees import Leaves, Structure, flatten
+from .trees import Leaves, Structure, check_tensors, flatten
 
 
 class Sequences(NamedTuple):
@@ -56,6 +56,7 @@ class Sequences(NamedTuple):
         names = structure.names("input")
         if not leaves:
             raise ValueError("fusedrnn: input must have at least one tensor, got none")
+        check_tensors(names, leaves, names[0], leaves[0].device)
         is_batched = not (
             len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].is_floating_point()
         )
@@ -71,11 +72,6 @@ class Sequences(NamedTuple):
                 raise RuntimeError(
                     f"fusedrnn: {name} must have the first dimensions of {names[0]}, "
                     f"{tuple(first)}, got shape {tuple(leaf.shape)}"
-                )
-            if leaf.device != leaves[0].device:
-                raise RuntimeError(
-                    f"fusedrnn: {name} must be on {leaves[0].device} as {names[0]} is, "
-                    f"got {leaf.device}"
                 )
         if not is_batched:
             leaves = (leaves[0].unsqueeze(1),)

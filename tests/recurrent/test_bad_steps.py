@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
@@ -183,8 +184,15 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: GRU(X[:0]), RuntimeError, "at least one step"),
         (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first dim"),
         (lambda: GRU((X, X.to("meta"))), RuntimeError, r"input\[1\] must be on cpu"),
-        (lambda: GRU(X, START[:2]), RuntimeError, r"state must have the 3 rows.*\(2, 4\)"),
+        (
+            lambda: GRU(X, START[:2]),
+            RuntimeError,
+            r"state must have the 3 rows.*\(2, 4\); fusedrnn.scan takes states of any shape",
+        ),
         (lambda: GRU(X, START.to("meta")), RuntimeError, "state must be on cpu"),
+        (lambda: GRU(X.to("meta")), RuntimeError, "input must have numbers, got.*meta"),
+        (lambda: GRU(X.to_sparse()), RuntimeError, "input must be a dense tensor, got.*sparse"),
+        (lambda: GRU(X, START.to_sparse()), RuntimeError, "state must be a dense tensor"),
         (lambda: GRU(X, 3), TypeError, "state must be a tensor, got int"),
         (lambda: GRU(X, ()), ValueError, "state must have at least one tensor"),
         (lambda: BOTH(X, START), ValueError, "state must be a tuple of the states of 2 cells"),
@@ -203,6 +211,21 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
             lambda: GRU(X, reset=FLAGS, reset_to=START.double()),
             RuntimeError,
             "reset_to must be torch.float32 as the state is, got torch.float64",
+        ),
+        (
+            lambda: GRU(X, reset=FLAGS, reset_to=START.to_sparse()),
+            RuntimeError,
+            "reset_to must be a dense tensor",
+        ),
+        (
+            lambda: GRU(X, reset=FLAGS, reset_to=START.to("meta")),
+            RuntimeError,
+            "reset_to must be on cpu as the state is",
+        ),
+        (
+            lambda: MIXED({"x": X[..., :3], "scale": X[..., 0]}, reset=FLAGS, reset_to={}),
+            ValueError,
+            "reset_to must have at least one tensor",
         ),
         (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
         (lambda: fusedrnn.Recurrent(3), TypeError, "cell must be a torch.nn.Module or a list"),
@@ -243,3 +266,65 @@ def test_calls(call: Callable[[], Any], error: type[Exception], message: str) ->
     with pytest.raises(error, match=message) as raised:
         call()
     assert re.match("fusedrnn: ", str(raised.value))
+
+
+def test_outputs_of_two_directions() -> None:
+    """They are concatenated in a dimension of their own, never in that of the batch."""
+    for keeps, shape in ((True, r"\(6, 3\)"), (False, r"\(3,\)")):
+        cells = [Cell(lambda x, h, w: ({"h": h, "kl": h.sum(-1)}, x @ w)) for _ in range(2)]
+        rnn = fusedrnn.Recurrent(cells, bidirectional=True, return_sequence=keeps)
+        message = rf"output\['kl'\] of layer 0 must have a dimension besides.*{shape}"
+        with pytest.raises(ValueError, match=message):
+            rnn(X, (START, START))
+        with pytest.raises(ValueError, match=r"output\['kl'\] of layer 0"):
+            rnn.explain(X, (START, START))
+    cells = [Cell(lambda x, h, w: ((h, h), x @ w)), Cell(lambda x, h, w: (h, x @ w))]
+    with pytest.raises(ValueError, match=r"both cells of layer 0.*\(tensor, tensor\) and tensor"):
+        fusedrnn.Recurrent(cells, bidirectional=True)(X, (START, START))
+
+
+def test_outputs_of_two_directions_are_matched_by_their_keys() -> None:
+    cells = [
+        Cell(lambda x, h, w: ({"one": h, "two": 2 * h}, x @ w)),
+        Cell(lambda x, h, w: ({"two": 2 * h, "one": h}, x @ w)),
+    ]
+    output, _ = fusedrnn.Recurrent(cells, bidirectional=True)(X, (START, START))
+    torch.testing.assert_close(output["two"], 2 * output["one"])
+
+
+def test_a_number_of_cells_that_changes() -> None:
+    """What was right for the constructor is checked again."""
+    rnn = fusedrnn.Recurrent([nn.GRUCell(H, H)])
+    assert isinstance(rnn.cell, nn.ModuleList)
+    rnn.cell.append(nn.GRUCell(H, H))
+    output, state = rnn(X)
+    expected = fusedrnn.Recurrent(rnn.cell[1])(fusedrnn.Recurrent(rnn.cell[0])(X)[0])
+    torch.testing.assert_close((output, state[1]), expected)
+    rnn.cell.append(nn.GRUCell(H, H))
+    rnn.bidirectional = True
+    alone = fusedrnn.Recurrent(nn.GRUCell(H, H))
+    alone.bidirectional = True
+    for wrong, got in ((rnn, 3), (alone, 1)):
+        with pytest.raises(ValueError, match=f"must have two cells per layer, got {got}"):
+            wrong(X)
+    del rnn.cell[:]
+    rnn.bidirectional = False
+    with pytest.raises(ValueError, match="must have at least one cell, got 0"):
+        rnn.explain(X)
+
+
+@dataclasses.dataclass
+class Pair:
+    h: Tensor
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda h: torch.distributions.Normal(h, 1.0), "got Normal; return the parameters"),
+        (lambda h: {"a": Pair(h)}, r"\['a'\] must be a tensor, got Pair;.*register_dataclass"),
+    ],
+)
+def test_outputs_that_are_no_trees(output: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fusedrnn.scan(lambda h, x: (h + x, output(h)), START, X)
