@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._graphs import never_in_graphs
 from ..options import check_flag, kind_of
-from .calls import Memory, Settings, take
+from .calls import Settings, take
+from .closures import modules_of
+from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
@@ -107,7 +105,7 @@ def scan(
         flat,
         flat,
         (str(state_structure), str(structure), str(constants_structure), reverse),
-        Weights(_modules_of(step)),
+        Weights(modules_of(step)),
         Noise(Seed(generator), 0),
         names,
         seq_len=seq_len,
@@ -116,7 +114,7 @@ def scan(
         backwards=reverse,
         returns_sequence=return_sequence,
     )
-    outputs, last = take(run, settings, _memory_of(step), leaves, state_leaves, constants)
+    outputs, last = take(run, settings, memory_of(step), leaves, state_leaves, constants)
     return state_structure.tree(last), flat.output_structure().tree(outputs)
 
 
@@ -128,63 +126,3 @@ def _seq_len(leaves: tuple[torch.Tensor, ...], names: Names) -> int:
                 f"{names.input[0]}, at least one; got shape {tuple(leaf.shape)}"
             )
     return leaves[0].shape[0]
-
-
-def _modules_of(step: Any) -> list[nn.Module]:
-    """The modules that a step is, is a method of, or reads as variables from around it."""
-    found: dict[nn.Module, None] = {}
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found[value] = None
-        elif isinstance(value, MethodType):
-            look(value.__self__)
-            look(value.__func__)
-        elif isinstance(value, partial):
-            look((value.func, value.args, value.keywords))
-        elif isinstance(value, FunctionType):
-            look((_variables_of(value), value.__defaults__, value.__kwdefaults__))
-        elif isinstance(value, dict):
-            look(tuple(value.values()))
-        elif isinstance(value, list | tuple):
-            for one in value:
-                look(one)
-
-    look(step)
-    return list(found)
-
-
-def _variables_of(function: FunctionType) -> list[Any]:
-    """What a function reads from the functions around it, and from its own Python module."""
-    values = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not yet assigned
-            values.append(cell.cell_contents)
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in names:
-        value = function.__globals__.get(name)
-        if not isinstance(value, FunctionType) or value.__module__ == function.__module__:
-            values.append(value)
-    return values
-
-
-def _memory_of(step: Callable[..., Any]) -> Memory:
-    """What earlier calls with this step have found out; kept by the function or the module."""
-    owner = getattr(step, "__self__", step)
-    function = getattr(step, "__func__", step)
-    name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
-    try:
-        found: Memory | None = vars(owner).get(name)
-        if found is None or not found.is_of(function):  # functools.wraps copies attributes
-            found = vars(owner)[name] = Memory(function)
-        return found
-    except (TypeError, AttributeError):  # it has no attributes of its own
-        return Memory()

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..modules.base import RNNCellBase
 from ..options import kind_of
 from .calls import Memory, Settings, take
+from .closures import modules_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
@@ -114,7 +115,7 @@ class LayersCall:
             flat,
             step,
             (str(state_structure), str(structure), active is not None, str(resets)),
-            Weights([cell]),
+            Weights(modules_of(cell)),
             Noise(self.seed, i),
             Names(state_names, names),
             seq_len=sequence.seq_len,
