@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._graphs import never_in_graphs
-from ..options import check_flag, kind_of
+from ..options import check_flag, check_positive, kind_of
 from .calls import Settings, take
 from .closures import modules_of
 from .memories import memory_of
@@ -16,16 +16,17 @@ from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
 from .steps import Step
-from .trees import flatten
+from .trees import Leaves, check_tensors, flatten
 
 
 @never_in_graphs
 def scan(
     step: Callable[..., tuple[Any, Any]],
     state: Any,
-    inputs: Any,
+    inputs: Any = None,
     params: Any = None,
     *,
+    length: int | None = None,
     reverse: bool = False,
     mode: str = "auto",
     chunk_size: int | None = None,
@@ -48,8 +49,10 @@ def scan(
             those that reach no function of torch itself, but only a torch.autograd.Function, must
             be in ``params``.
         state: Before the first step: a tensor, or tuples, lists and dicts of tensors.
-        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each.
+        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each. None for
+            steps without an input, which get None, as often as ``length`` says.
         params: Tensors, nested likewise, that every step gets.
+        length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
         mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence: As those of
             :class:`Recurrent`.
@@ -83,11 +86,13 @@ def scan(
     state_leaves, state_structure = flatten(state, "state")
     leaves, structure = flatten(inputs, "inputs")
     constants, constants_structure = flatten(params, "params")
-    if not state_leaves or not leaves:
-        empty = "inputs" if state_leaves else "state"
-        raise ValueError(f"fusedrnn: {empty} must have at least one tensor, got none")
+    if not state_leaves:
+        raise ValueError("fusedrnn: state must have at least one tensor, got none")
     names = Names(state_structure.names("state"), structure.names("inputs"))
-    seq_len = _seq_len(leaves, names)
+    all_names = (*names.state, *names.input, *constants_structure.names("params"))
+    device, given = state_leaves[0].device, (*state_leaves, *leaves, *constants)
+    check_tensors(all_names, given, names.state[0], device)
+    seq_len = _seq_len(leaves, names, length)
     has_params = params is not None
 
     def call(old: Any, x: Any, given: Any) -> tuple[Any, Any]:
@@ -110,7 +115,7 @@ def scan(
         names,
         seq_len=seq_len,
         rows=rows,
-        device=state_leaves[0].device,
+        device=device,
         backwards=reverse,
         returns_sequence=return_sequence,
     )
@@ -118,11 +123,19 @@ def scan(
     return state_structure.tree(last), flat.output_structure().tree(outputs)
 
 
-def _seq_len(leaves: tuple[torch.Tensor, ...], names: Names) -> int:
+def _seq_len(leaves: Leaves, names: Names, length: int | None) -> int:
+    if length is not None:
+        check_positive("length", length)
+    elif not leaves:
+        raise ValueError("fusedrnn: inputs must have at least one tensor, or length be given")
     for name, leaf in zip(names.input, leaves, strict=True):
         if not leaf.dim() or leaf.shape[0] != leaves[0].shape[:1].numel() or not leaf.shape[0]:
             raise ValueError(
                 f"fusedrnn: {name} must have the steps as its first dimension, as many as "
                 f"{names.input[0]}, at least one; got shape {tuple(leaf.shape)}"
             )
-    return leaves[0].shape[0]
+        if length not in (None, leaf.shape[0]):
+            raise ValueError(
+                f"fusedrnn: length must be that of {name}, {leaf.shape[0]}, got {length}"
+            )
+    return leaves[0].shape[0] if length is None else length

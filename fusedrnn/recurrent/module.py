@@ -204,10 +204,6 @@ class Recurrent(nn.Module):
         sequence = Sequences.of(input, self.batch_first, lengths)
         if reset is None and reset_to is not None:
             raise ValueError("fusedrnn: reset_to must be given together with reset")
-        if not isinstance(generator, torch.Generator | None):
-            raise TypeError(
-                f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
-            )
         return LayersCall(
             cells=cells,
             is_list=isinstance(self.cell, nn.ModuleList),

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -170,6 +171,7 @@ GRU = fusedrnn.Recurrent(nn.GRUCell(H, H))
 BOTH = fusedrnn.Recurrent([nn.GRUCell(H, H), nn.GRUCell(H, H)], bidirectional=True)
 OTHER = fusedrnn.Recurrent(Cell(lambda x, h, w: x @ w))
 MIXED = fusedrnn.Recurrent(Mixed())
+SCAN = partial(fusedrnn.scan, lambda h, x, p=None: (h, h))
 FLAGS = torch.zeros(T, B, dtype=torch.bool)
 
 
@@ -249,7 +251,27 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: fusedrnn.scan(lambda h, x: h, START, X), ValueError, "got Tensor"),
         (lambda: fusedrnn.scan(lambda h, x: (h,), START, X), ValueError, "tuple of length 1"),
         (lambda: fusedrnn.scan(lambda h, x: (h, x), (), X), ValueError, "state must have at"),
-        (lambda: fusedrnn.scan(lambda h, x: (h, x), START, ()), ValueError, "inputs must have"),
+        (
+            lambda: SCAN(START, ()),
+            ValueError,
+            "inputs must have at least one tensor, or length be given",
+        ),
+        (lambda: SCAN(START), ValueError, "inputs must have.*or length be given"),
+        (lambda: SCAN(START, X, length=5), ValueError, "length must be that of inputs, 6, got 5"),
+        (lambda: SCAN(START, length=True), TypeError, "length must be an int, got bool"),
+        (lambda: SCAN(START, length=2.0), TypeError, "length must be an int, got float"),
+        (lambda: SCAN(START, length=0), ValueError, "length must be a positive integer, got 0"),
+        (lambda: SCAN(START, X, generator=3), TypeError, "generator must be a torch.Generator"),
+        (lambda: SCAN(START, X, generator="a"), TypeError, "torch.Generator, got str"),
+        (lambda: SCAN(START, X.to("meta")), RuntimeError, "inputs must be on cpu as state is"),
+        (
+            lambda: SCAN({"h": START, "c": START.to("meta")}, X),
+            RuntimeError,
+            r"state\['c'\] must be on cpu as state\['h'\] is, got meta",
+        ),
+        (lambda: SCAN(START, X, [X.to("meta")]), RuntimeError, r"params\[0\] must be on cpu"),
+        (lambda: SCAN(START.to("meta"), X), RuntimeError, "state must have numbers"),
+        (lambda: SCAN(START, X.to_sparse()), RuntimeError, "inputs must be a dense tensor"),
         (
             lambda: fusedrnn.scan(lambda h, x: (h, h), START, (X, X[:2])),
             ValueError,
