@@ -110,6 +110,10 @@ class LayersCall:
             else with_masks(step, len(leaves), sequence.longest(), sequence.batch, resets)
         )
         backwards = self.directions == 2 and i % 2 == 1
+        layer = f" of layer {i // self.directions}" if len(self.cells) > 1 else ""
+        way = (
+            f" of the {'reverse' if backwards else 'forward'} cell" if self.directions == 2 else ""
+        )
         is_last_layer = i >= len(self.cells) - self.directions
         run = Run(
             flat,
@@ -124,6 +128,7 @@ class LayersCall:
             backwards=backwards,
             returns_sequence=self.returns_sequence or not is_last_layer,
             last=sequence.last(backwards),
+            place=way + layer,
         )
         return OneCell(
             run, self.memories[i], tuple(inputs), state, constants, state_structure, step

@@ -64,6 +64,14 @@ def test_results(function: Any, error: type[Exception], message: str) -> None:
     assert "time 0" in notes_of(raised.value)
 
 
+def test_a_state_in_another_form() -> None:
+    """A list of two tensors is read as output and state, which the error tells."""
+    cell = Cell(lambda x, state, w: [x @ w, state[1]])
+    message = r"in the form that it gets, \(tensor, tensor\); got \[tensor, tensor\].*\(output, st"
+    with pytest.raises(ValueError, match=message):
+        fusedrnn.Recurrent(cell)(X, (START, START))
+
+
 def notes_of(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 

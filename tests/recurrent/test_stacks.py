@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_bad_steps import START, Cell, H, X
-from torch import nn
+from test_bad_steps import START, Cell, H, X, notes_of
+from torch import Tensor, nn
 
 import fusedrnn
 
@@ -53,3 +53,26 @@ def test_a_number_of_cells_that_changes() -> None:
     rnn.bidirectional = False
     with pytest.raises(ValueError, match="must have at least one cell, got 0"):
         rnn.explain(X)
+
+
+@pytest.mark.parametrize(
+    ("directions", "wrong", "place"),
+    [
+        (1, 1, " of layer 1"),
+        (2, 0, " of the forward cell of layer 0"),
+        (2, 3, " of the reverse cell of layer 1"),
+    ],
+)
+def test_the_cell_of_an_error(directions: int, wrong: int, place: str) -> None:
+    def fails(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
+        raise LookupError("a word")
+
+    cells: list[nn.Module] = [nn.GRUCell(H, H), nn.GRUCell(H, H)]
+    cells += [nn.GRUCell(directions * H, H) for _ in range(2)]
+    cells[wrong] = Cell(fails)
+    cells = cells[: 2 * directions]
+    rnn = fusedrnn.Recurrent(cells, bidirectional=directions == 2)
+    time = len(X) - 1 if "reverse" in place else 0
+    with pytest.raises(LookupError, match="a word") as raised:
+        rnn(X, (START,) * len(cells))
+    assert notes_of(raised.value).endswith(f"fusedrnn: in the step at time {time}{place}")
