@@ -55,7 +55,9 @@ def scan(
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
         mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence: As those of
-            :class:`Recurrent`.
+            :class:`Recurrent`. A step that is defined anew in each call, as inside of a module's
+            forward, is compiled once if all that it reads from around it is modules and plain
+            values; other tensors must then be in ``params``.
         generator: As in the call of a Recurrent.
 
     Returns:
