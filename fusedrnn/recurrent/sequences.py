@@ -85,7 +85,9 @@ class Sequences(NamedTuple):
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
-            if batch and lengths.max() < seq_len:
+            if not batch:  # no row ends
+                lengths = None
+            elif lengths.max() < seq_len:
                 leaves = tuple(leaf[: int(lengths.max())] for leaf in leaves)
         return cls(leaves, structure, names, seq_len, lengths, batch_first, is_batched, packed)
 
@@ -98,7 +100,7 @@ class Sequences(NamedTuple):
 
     def longest(self) -> int | None:
         """A row that takes all steps, if not all rows do."""
-        return None if self.lengths is None else int(self.lengths.argmax()) if self.batch else 0
+        return None if self.lengths is None else int(self.lengths.argmax())
 
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""

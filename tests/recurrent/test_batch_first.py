@@ -50,3 +50,18 @@ def test_resets(batch: int, seq_len: int, to: str, is_packed: bool) -> None:
         ),
         leaves,
     )
+
+
+@pytest.mark.parametrize("return_sequence", [True, False])
+def test_no_rows(return_sequence: bool) -> None:
+    rnn = fusedrnn.Recurrent(
+        nn.GRUCell(2, 4), batch_first=True, return_sequence=return_sequence, mode="parallel"
+    )
+    x, reset = torch.randn(0, 5, 2, requires_grad=True), torch.zeros(0, 5, dtype=torch.bool)
+    output, state = rnn(x, lengths=[], reset=reset, reset_to=torch.zeros(1, 4))
+    assert output.shape == ((0, 5, 4) if return_sequence else (0, 4))
+    assert state.shape == (0, 4)
+    output.sum().backward()
+    assert x.grad is not None
+    with pytest.raises(RuntimeError, match=r"lengths must have shape \(0,\)"):
+        rnn(x, lengths=[3])
