@@ -1,8 +1,8 @@
 """Layers under the transforms of torch.func that need a rule: vmap, and functionalize.
 
 Where weights are shared, the dimension of vmap becomes a part of the batch: one call for all.
-Where each has weights of its own, or where random numbers are drawn (they depend on the place in
-the batch), a call is made for each.
+Where each has weights of its own, or where random numbers are drawn (they depend on the seed and on
+the place in the batch), a call is made for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from . import _ops
+from . import _library, _ops
 from ._ops import (
     NEEDS_FIRST_WEIGHT,
     Cotangents,
@@ -157,6 +157,19 @@ def looped(apply: Apply, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -
 
 def _with_dims(results: Sequence[Tensor | None]) -> tuple[Any, Any]:
     return tuple(results), tuple(None if result is None else 0 for result in results)
+
+
+def _draw(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """The rule for random numbers by themselves: those of each seed."""
+
+    def draw(*arguments: Any) -> tuple[Tensor]:
+        return (_library.operators.draw(*arguments),)
+
+    (drawn,), (dim,) = looped(draw, info, in_dims, *arguments)
+    return drawn, dim
+
+
+torch.library.register_vmap("fusedrnn::draw", _draw)
 
 
 def current_interpreter() -> Any:

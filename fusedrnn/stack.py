@@ -128,6 +128,9 @@ class Stack(NamedTuple):
             raise RuntimeError(
                 "fusedrnn: reset_to cannot be traced: where sequences are cut is data"
             )
+        assert self.mask.reset is not None
+        if not self.mask.reset.shape[1]:  # no rows, no pieces
+            return self._replace(reset_to=None)._run_layer(here, sequence, states)
         if self.call.dropout > 0 and here.start > 0:  # one mask for both directions
             sequence = self._dropped(here.start, sequence)
         rows = range(here.start, here.stop)

@@ -112,6 +112,8 @@ def _fill_bernoulli(source: Source, like: Tensor, p: Any = 0.5) -> Tensor:
 
 
 def _check_probability(p: Any) -> None:
+    if isinstance(p, Tensor):
+        _check(p.is_floating_point(), f"bernoulli expects probabilities as floats, got {p.dtype}")
     is_one = (p >= 0) & (p <= 1)
     _check(is_one, "bernoulli expects probabilities from 0 to 1")
 
@@ -137,6 +139,16 @@ def _multinomial(
 ) -> Tensor:
     """By a race of exponentials, whose winner is category i with a probability of input[i]."""
     with torch.no_grad():
+        _check(input.is_floating_point(), f"multinomial expects floats, got {input.dtype}")
+        _check(
+            input.dim() in (1, 2),
+            f"multinomial expects 1 or 2 dimensions, got shape {tuple(input.shape)}",
+        )
+        most = "any number" if replacement else input.shape[-1]
+        _check(
+            num_samples > 0 and (replacement or num_samples <= input.shape[-1]),
+            f"multinomial expects to draw at least 1 and at most {most}, got {num_samples}",
+        )
         is_right = (input >= 0) & (input < torch.inf)
         _check(is_right, "multinomial expects probabilities that are finite and not negative")
         _check(input.sum(-1) > 0, "multinomial expects probabilities whose sum is above 0")

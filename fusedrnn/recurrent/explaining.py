@@ -35,8 +35,8 @@ def explanation(call: LayersCall) -> Explanation:
         for i in range(layer * call.directions, (layer + 1) * call.directions):
             one = call.cell(i, leaves, structure, names)
             parts.append(_of_cell(call, one, call.cells[i]))
-            outputs.append(_first_outputs(one))
-        leaves, structure = joined(outputs), one.step.output_structure()
+            outputs.append((_first_outputs(one), one.step.output_structure()))
+        leaves, structure = joined(layer, outputs, has_steps=True)
         names = structure.names(f"output of layer {layer}")
     first = parts[0]
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._graphs import never_in_graphs
-from ..options import check_flag, kind_of
-from .calls import Memory, Settings, take
+from ..options import check_flag, check_positive, kind_of
+from .calls import Settings, take
+from .closures import modules_of
+from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
 from .steps import Step
-from .trees import flatten
+from .trees import Leaves, check_tensors, flatten
 
 
 @never_in_graphs
 def scan(
     step: Callable[..., tuple[Any, Any]],
     state: Any,
-    inputs: Any,
+    inputs: Any = None,
     params: Any = None,
     *,
+    length: int | None = None,
     reverse: bool = False,
     mode: str = "auto",
     chunk_size: int | None = None,
@@ -50,11 +49,15 @@ def scan(
             those that reach no function of torch itself, but only a torch.autograd.Function, must
             be in ``params``.
         state: Before the first step: a tensor, or tuples, lists and dicts of tensors.
-        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each.
+        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each. None for
+            steps without an input, which get None, as often as ``length`` says.
         params: Tensors, nested likewise, that every step gets.
+        length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
         mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence: As those of
-            :class:`Recurrent`.
+            :class:`Recurrent`. A step that is defined anew in each call, as inside of a module's
+            forward, is compiled once if all that it reads from around it is modules and plain
+            values; other tensors must then be in ``params``.
         generator: As in the call of a Recurrent.
 
     Returns:
@@ -85,11 +88,13 @@ def scan(
     state_leaves, state_structure = flatten(state, "state")
     leaves, structure = flatten(inputs, "inputs")
     constants, constants_structure = flatten(params, "params")
-    if not state_leaves or not leaves:
-        empty = "inputs" if state_leaves else "state"
-        raise ValueError(f"fusedrnn: {empty} must have at least one tensor, got none")
+    if not state_leaves:
+        raise ValueError("fusedrnn: state must have at least one tensor, got none")
     names = Names(state_structure.names("state"), structure.names("inputs"))
-    seq_len = _seq_len(leaves, names)
+    all_names = (*names.state, *names.input, *constants_structure.names("params"))
+    device, given = state_leaves[0].device, (*state_leaves, *leaves, *constants)
+    check_tensors(all_names, given, names.state[0], device)
+    seq_len = _seq_len(leaves, names, length)
     has_params = params is not None
 
     def call(old: Any, x: Any, given: Any) -> tuple[Any, Any]:
@@ -107,84 +112,32 @@ def scan(
         flat,
         flat,
         (str(state_structure), str(structure), str(constants_structure), reverse),
-        Weights(_modules_of(step)),
+        Weights(modules_of(step)),
         Noise(Seed(generator), 0),
         names,
         seq_len=seq_len,
         rows=rows,
-        device=state_leaves[0].device,
+        device=device,
         backwards=reverse,
         returns_sequence=return_sequence,
     )
-    outputs, last = take(run, settings, _memory_of(step), leaves, state_leaves, constants)
+    outputs, last = take(run, settings, memory_of(step), leaves, state_leaves, constants)
     return state_structure.tree(last), flat.output_structure().tree(outputs)
 
 
-def _seq_len(leaves: tuple[torch.Tensor, ...], names: Names) -> int:
+def _seq_len(leaves: Leaves, names: Names, length: int | None) -> int:
+    if length is not None:
+        check_positive("length", length)
+    elif not leaves:
+        raise ValueError("fusedrnn: inputs must have at least one tensor, or length be given")
     for name, leaf in zip(names.input, leaves, strict=True):
         if not leaf.dim() or leaf.shape[0] != leaves[0].shape[:1].numel() or not leaf.shape[0]:
             raise ValueError(
                 f"fusedrnn: {name} must have the steps as its first dimension, as many as "
                 f"{names.input[0]}, at least one; got shape {tuple(leaf.shape)}"
             )
-    return leaves[0].shape[0]
-
-
-def _modules_of(step: Any) -> list[nn.Module]:
-    """The modules that a step is, is a method of, or reads as variables from around it."""
-    found: dict[nn.Module, None] = {}
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found[value] = None
-        elif isinstance(value, MethodType):
-            look(value.__self__)
-            look(value.__func__)
-        elif isinstance(value, partial):
-            look((value.func, value.args, value.keywords))
-        elif isinstance(value, FunctionType):
-            look((_variables_of(value), value.__defaults__, value.__kwdefaults__))
-        elif isinstance(value, dict):
-            look(tuple(value.values()))
-        elif isinstance(value, list | tuple):
-            for one in value:
-                look(one)
-
-    look(step)
-    return list(found)
-
-
-def _variables_of(function: FunctionType) -> list[Any]:
-    """What a function reads from the functions around it, and from its own Python module."""
-    values = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not yet assigned
-            values.append(cell.cell_contents)
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in names:
-        value = function.__globals__.get(name)
-        if not isinstance(value, FunctionType) or value.__module__ == function.__module__:
-            values.append(value)
-    return values
-
-
-def _memory_of(step: Callable[..., Any]) -> Memory:
-    """What earlier calls with this step have found out; kept by the function or the module."""
-    owner = getattr(step, "__self__", step)
-    function = getattr(step, "__func__", step)
-    name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
-    try:
-        found: Memory | None = vars(owner).get(name)
-        if found is None or not found.is_of(function):  # functools.wraps copies attributes
-            found = vars(owner)[name] = Memory(function)
-        return found
-    except (TypeError, AttributeError):  # it has no attributes of its own
-        return Memory()
+        if length not in (None, leaf.shape[0]):
+            raise ValueError(
+                f"fusedrnn: length must be that of {name}, {leaf.shape[0]}, got {length}"
+            )
+    return leaves[0].shape[0] if length is None else length

@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 from ..modules.base import RNNCellBase
 from ..options import kind_of
 from .calls import Memory, Settings, take
+from .closures import modules_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
-from .trees import Leaves, Structure, flatten
+from .trees import Leaves, Structure, check_tensors, flatten
 
 
 class OneCell(NamedTuple):
@@ -73,13 +74,13 @@ class LayersCall:
         states: list[Any] = []
         layers = len(self.cells) // self.directions
         for layer in range(layers):
-            outputs: list[Leaves] = []
+            outputs: list[tuple[Leaves, Structure]] = []
             for i in range(layer * self.directions, (layer + 1) * self.directions):
                 one = self.cell(i, leaves, structure, names)
                 output, state = take(one.run, self.settings, one.memory, *one.given)
-                outputs.append(output)
+                outputs.append((output, one.step.output_structure()))
                 states.append(one.structure.tree(sequence.result_state(state)))
-            leaves, structure = joined(outputs), one.step.output_structure()
+            leaves, structure = joined(layer, outputs, one.run.returns_sequence)
             names = structure.names(f"output of layer {layer}")
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
@@ -109,12 +110,16 @@ class LayersCall:
             else with_masks(step, len(leaves), sequence.longest(), sequence.batch, resets)
         )
         backwards = self.directions == 2 and i % 2 == 1
+        layer = f" of layer {i // self.directions}" if len(self.cells) > 1 else ""
+        way = (
+            f" of the {'reverse' if backwards else 'forward'} cell" if self.directions == 2 else ""
+        )
         is_last_layer = i >= len(self.cells) - self.directions
         run = Run(
             flat,
             step,
             (str(state_structure), str(structure), active is not None, str(resets)),
-            Weights([cell]),
+            Weights(modules_of(cell)),
             Noise(self.seed, i),
             Names(state_names, names),
             seq_len=sequence.seq_len,
@@ -123,6 +128,7 @@ class LayersCall:
             backwards=backwards,
             returns_sequence=self.returns_sequence or not is_last_layer,
             last=sequence.last(backwards),
+            place=way + layer,
         )
         return OneCell(
             run, self.memories[i], tuple(inputs), state, constants, state_structure, step
@@ -146,13 +152,10 @@ class LayersCall:
             if not leaf.dim() or leaf.shape[0] != rows:
                 raise RuntimeError(
                     f"fusedrnn: {leaf_name} must have the {rows} rows of the batch as its first "
-                    f"dimension, got shape {tuple(leaf.shape)}"
+                    f"dimension, got shape {tuple(leaf.shape)}; fusedrnn.scan takes states of any "
+                    "shape"
                 )
-            if leaf.device != input.device:
-                raise RuntimeError(
-                    f"fusedrnn: {leaf_name} must be on {input.device} as input is, "
-                    f"got {leaf.device}"
-                )
+        check_tensors(names, leaves, "input", input.device)
         return leaves, structure, names
 
     def _resets(
@@ -168,8 +171,11 @@ class LayersCall:
         if isinstance(value, dict):
             places, structure = _places_of_keys(value, structure, name)
         leaves, given = flatten(value, name)
+        if not leaves:
+            raise ValueError(f"fusedrnn: {name} must have at least one tensor, got none")
         if given != structure:
             raise ValueError(f"fusedrnn: {name} must be like the state, {structure}, got {given}")
+        check_tensors(structure.names(name), leaves, "the state", state[0].device)
         sequence, kinds, made = self.sequence, set(), []
         for leaf_name, leaf, place in zip(structure.names(name), leaves, places, strict=True):
             old = state[place]
@@ -183,14 +189,10 @@ class LayersCall:
                     f"or a sequence of states, {(sequence.padded_len, *old.shape)}, here with "
                     f"steps first; got {tuple(leaf.shape)}"
                 )
-            for what, wanted, got in (
-                ("be", old.dtype, leaf.dtype),
-                ("be on", old.device, leaf.device),
-            ):
-                if wanted != got:
-                    raise RuntimeError(
-                        f"fusedrnn: {leaf_name} must {what} {wanted} as the state is, got {got}"
-                    )
+            if leaf.dtype != old.dtype:
+                raise RuntimeError(
+                    f"fusedrnn: {leaf_name} must be {old.dtype} as the state is, got {leaf.dtype}"
+                )
             kinds.add(is_sequence)
             made.append(leaf[: sequence.seq_len] if is_sequence else leaf)
         if len(kinds) > 1:
@@ -236,8 +238,33 @@ def initial_state(cell: nn.Module, input: Tensor, rows: int) -> Any:
     )
 
 
-def joined(directions: Sequence[Leaves]) -> Leaves:
-    """Outputs of both directions, in the last dimension."""
+def joined(
+    layer: int, directions: Sequence[tuple[Leaves, Structure]], has_steps: bool
+) -> tuple[Leaves, Structure]:
+    """Outputs of both directions, in the last dimension.
+
+    Args:
+        has_steps: Whether their first dimension is that of the steps.
+
+    Raises:
+        ValueError: They have no other dimension than those of steps and batch, or not one form.
+    """
+    leaves, structure = directions[0]
     if len(directions) == 1:
-        return directions[0]
-    return tuple(torch.cat(leaves, -1) for leaves in zip(*directions, strict=True))
+        return leaves, structure
+    others, other_structure = directions[1]
+    in_order = structure.leaves(other_structure.tree(others))
+    if in_order is None:
+        raise ValueError(
+            f"fusedrnn: both cells of layer {layer} must return outputs of one structure, got "
+            f"{structure} and {other_structure}"
+        )
+    for name, *both in zip(structure.names("output"), leaves, in_order, strict=True):
+        for leaf in both:
+            if leaf.dim() < 2 + has_steps:
+                raise ValueError(
+                    f"fusedrnn: {name} of layer {layer} must have a dimension besides those of "
+                    "steps and batch, since the outputs of two directions are concatenated in "
+                    f"their last one; got shape {tuple(leaf.shape)}"
+                )
+    return tuple(torch.cat(both, -1) for both in zip(leaves, in_order, strict=True)), structure

@@ -44,15 +44,18 @@ class Recurrent(nn.Module):
             ``workspace_bytes``.
         workspace_bytes: Limit on what autograd may keep of a chunk, in bytes; what it keeps of a
             step is measured once. Excludes ``chunk_size``.
-        torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile,
-            once for sequences and batches of any size. Takes a minute or so.
+        torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
+            Takes a minute or so, once for sequences of any length and batches of two rows or more;
+            once again for a batch of one row, and after ``eval()``.
         cuda_graphs: Whether to record the work of a chunk as a CUDA graph, which launches that of
             the others at once. Each call records anew, from the second one with inputs of the same
             kind on. The step must not wait for values of tensors, as ``tensor.item()`` does and
             torch.distributions does unless ``validate_args=False``, and must do the same in each
             step; else it runs without graphs, and :meth:`explain` says why. Without effect on a
             CPU.
-        return_sequence: False to return the last output alone.
+        return_sequence: False to return the last output alone: that of the step which is taken
+            last. With two directions it is the last one that each makes, joined; that of the
+            reverse cell is at the sequence's start.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
 
@@ -105,9 +108,7 @@ class Recurrent(nn.Module):
         self.bidirectional = check_flag("bidirectional", bidirectional)
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)
-        if not cells or (bidirectional and len(cells) % 2):
-            wanted = "two cells per layer" if bidirectional else "at least one cell"
-            raise ValueError(f"fusedrnn: cell must have {wanted}, got {len(cells)}")
+        _check_number(len(cells), bidirectional)
         self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self._settings()
@@ -160,7 +161,8 @@ class Recurrent(nn.Module):
                 batch one tensor (seq_len, features) of floating point; or PackedSequences.
             state: The cell's state before the first step, (batch, ...) each; for several cells a
                 tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
-                else what its method ``initial_state(batch)`` returns.
+                else what its method ``initial_state(batch)`` returns, which must have the dtype and
+                the device of the weights: ``self.weight.new_zeros(batch, size)`` has.
             lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints.
                 Outputs behind a sequence's end are zero, its state is that after its last step, and
                 what ``input`` holds there is not looked at.
@@ -174,7 +176,8 @@ class Recurrent(nn.Module):
 
         Returns:
             output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if
-            that is one. With ``return_sequence=False`` the output of each sequence's last step.
+            that is one. With ``return_sequence=False`` the output of each sequence's last step; of
+            a reverse cell that of its first step, which this cell takes last.
 
             state: After the last step, as ``state``.
 
@@ -185,9 +188,14 @@ class Recurrent(nn.Module):
         return self._call(input, state, lengths, reset, reset_to, generator).results()
 
     def explain(self, input: Any, state: Any = None, lengths: Any = None) -> Explanation:
-        """How a call would run, without running it; print the result.
+        """How a call would run, without running it.
 
         A step or two of each cell run once, to measure what autograd keeps of them.
+
+        Returns:
+            An object to print, whose attributes are what it prints. Of several layers and
+            directions, which work one after the other, ``step_bytes`` and ``workspace_bytes`` are
+            those of the one that takes most; ``kept_bytes_per_step`` is the sum of all.
         """
         return explanation(self._call(input, state, lengths, None, None, None))
 
@@ -200,15 +208,14 @@ class Recurrent(nn.Module):
         reset_to: Any,
         generator: torch.Generator | None,
     ) -> LayersCall:
+        cells = self._cells
+        _check_number(len(cells), self.bidirectional)  # the list may have changed
+        self._memories += [Memory() for _ in cells[len(self._memories) :]]
         sequence = Sequences.of(input, self.batch_first, lengths)
         if reset is None and reset_to is not None:
             raise ValueError("fusedrnn: reset_to must be given together with reset")
-        if not isinstance(generator, torch.Generator | None):
-            raise TypeError(
-                f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
-            )
         return LayersCall(
-            cells=self._cells,
+            cells=cells,
             is_list=isinstance(self.cell, nn.ModuleList),
             directions=2 if self.bidirectional else 1,
             returns_sequence=self.return_sequence,
@@ -220,3 +227,9 @@ class Recurrent(nn.Module):
             reset_to=reset_to,
             seed=Seed(generator),
         )
+
+
+def _check_number(cells: int, bidirectional: bool) -> None:
+    if not cells or (bidirectional and cells % 2):
+        wanted = "two cells per layer" if bidirectional else "at least one cell"
+        raise ValueError(f"fusedrnn: cell must have {wanted}, got {cells}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops, _seeds
+from ..options import kind_of
 
 MOST_DRAWS = 2**16
 """Of a step; the other bits of a stream's number are those of the layer."""
@@ -106,6 +107,10 @@ class Seed:
     """The seed of all layers of a call, drawn when the first of their numbers is."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(
+                f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
+            )
         self._generator = generator
         self._drawn: Tensor | None = None
 

@@ -108,6 +108,8 @@ class Run:
     last: Tensor | None = None
     """Without the sequence: where a row takes its last step, (seq_len, batch); None: all at once
     take the last of all."""
+    place: str = ""
+    """Of which layer and direction, if there are several; for errors."""
 
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
@@ -176,7 +178,7 @@ class Run:
         try:
             new, y = self.bare_step(state, x, constants)
         except Exception as error:
-            add_note(error, f"fusedrnn: in the step at time {time}")
+            add_note(error, f"fusedrnn: in the step at time {time}{self.place}")
             raise
         now = _versions((*state, *x))
         if now != versions:

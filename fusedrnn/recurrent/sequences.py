@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import checks
 from ..options import kind_of
-from .trees import Leaves, Structure, flatten
+from .trees import Leaves, Structure, check_tensors, flatten
 
 
 class Sequences(NamedTuple):
@@ -56,10 +56,11 @@ class Sequences(NamedTuple):
         names = structure.names("input")
         if not leaves:
             raise ValueError("fusedrnn: input must have at least one tensor, got none")
+        check_tensors(names, leaves, names[0], leaves[0].device)
         is_batched = not (
             len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].is_floating_point()
         )
-        batch_first = batch_first and is_batched and packed is None
+        batch_first = batch_first and is_batched  # of resets, even where the input is packed
         first = leaves[0].shape[:2] if is_batched else (leaves[0].shape[0], 1)
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.dim() < 2:
@@ -72,14 +73,9 @@ class Sequences(NamedTuple):
                     f"fusedrnn: {name} must have the first dimensions of {names[0]}, "
                     f"{tuple(first)}, got shape {tuple(leaf.shape)}"
                 )
-            if leaf.device != leaves[0].device:
-                raise RuntimeError(
-                    f"fusedrnn: {name} must be on {leaves[0].device} as {names[0]} is, "
-                    f"got {leaf.device}"
-                )
         if not is_batched:
             leaves = (leaves[0].unsqueeze(1),)
-        if batch_first:
+        if batch_first and packed is None:
             leaves = tuple(leaf.transpose(0, 1) for leaf in leaves)
         seq_len, batch = leaves[0].shape[:2]
         checks.rows(seq_len, batch, first)
@@ -89,7 +85,9 @@ class Sequences(NamedTuple):
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
-            if batch and lengths.max() < seq_len:
+            if not batch:  # no row ends
+                lengths = None
+            elif lengths.max() < seq_len:
                 leaves = tuple(leaf[: int(lengths.max())] for leaf in leaves)
         return cls(leaves, structure, names, seq_len, lengths, batch_first, is_batched, packed)
 
@@ -102,7 +100,7 @@ class Sequences(NamedTuple):
 
     def longest(self) -> int | None:
         """A row that takes all steps, if not all rows do."""
-        return None if self.lengths is None else int(self.lengths.argmax()) if self.batch else 0
+        return None if self.lengths is None else int(self.lengths.argmax())
 
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""

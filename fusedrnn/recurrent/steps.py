@@ -129,6 +129,11 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
             return result, leaves[0]
         if isinstance(result, tuple | list) and len(result) == 2:
             output, new = result
+            if len(leaves) == sum(state.has_tensor) and state.leaves(new) is None:
+                raise ValueError(
+                    f"fusedrnn: the cell must return its state in the form that it gets, {state}; "
+                    f"got {structure}, which is read as (output, state)"
+                )
             return new, output
         raise ValueError(
             f"fusedrnn: the cell must return its state, like {state}, or (output, state), "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -70,9 +72,41 @@ def flatten(tree: Any, name: str) -> tuple[Leaves, Structure]:
             if not isinstance(leaf, Tensor | None):
                 raise TypeError(
                     f"fusedrnn: {name}{pytree.keystr(path)} must be a tensor, got {kind_of(leaf)}; "
-                    "tensors may be in tuples, lists, dicts and named tuples"
+                    f"{_advice(leaf)}"
                 )
     return tuple(leaf for leaf in leaves if leaf is not None), Structure(spec, has_tensor)
+
+
+def _advice(leaf: Any) -> str:
+    """What to do about a leaf that is no tensor."""
+    if isinstance(leaf, torch.distributions.Distribution):
+        return "return the parameters of the distribution, and make it of them outside of the step"
+    if dataclasses.is_dataclass(leaf):
+        return "make it a named tuple, or call torch.utils._pytree.register_dataclass for its class"
+    return "tensors may be in tuples, lists, dicts and named tuples"
+
+
+def check_tensors(names: Iterable[str], leaves: Leaves, like: str, device: torch.device) -> None:
+    """Each must have numbers, in one block of memory, on the device of another tensor.
+
+    Args:
+        like: What errors call that tensor.
+
+    Raises:
+        RuntimeError: A tensor is on another device, on no device, sparse or nested.
+    """
+    for name, leaf in zip(names, leaves, strict=True):
+        if leaf.device != device:
+            raise RuntimeError(
+                f"fusedrnn: {name} must be on {device} as {like} is, got {leaf.device}"
+            )
+        if leaf.layout != torch.strided or leaf.is_nested:
+            layout = "nested" if leaf.is_nested else str(leaf.layout)
+            raise RuntimeError(f"fusedrnn: {name} must be a dense tensor, got a {layout} one")
+        if leaf.is_meta:
+            raise RuntimeError(
+                f"fusedrnn: {name} must have numbers, got a tensor on the device meta"
+            )
 
 
 def differentiable(leaf: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """vmap and nested forward mode where rows are folded, looped over, or none at all."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.nn.utils.rnn import PackedSequence
 
 import fusedrnn
-from fusedrnn import reference
+from fusedrnn import _ops, reference
 
 
 @pytest.fixture(autouse=True)
@@ -159,3 +160,40 @@ def test_gradients_have_versions_of_their_own():
     second.clamp_(-1, 1)
     total.backward()
     close(scale.grad, 2 * first.square().sum())
+
+
+def test_random_numbers_of_each_seed():
+    seeds = torch.arange(6).view(2, 3)
+
+    def draw(seed):
+        return _ops.draw(seed, 2, 3, 5, stream=1, dtype=torch.float64)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, where there is no rule
+        found = vmap(draw)(seeds[0])
+        nested = vmap(vmap(draw), in_dims=1)(seeds)
+        none = vmap(draw)(seeds[0, :0])
+    assert torch.equal(found, torch.stack([draw(seed) for seed in seeds[0]]))
+    assert torch.equal(nested, torch.stack([torch.stack([*map(draw, own)]) for own in seeds.t()]))
+    assert none.shape == (0, 2, 3, 5)
+
+
+def test_a_stochastic_cell():
+    """Its seed is one, or one for each, as ``randomness`` says."""
+
+    def step(h, x):
+        return h + torch.randn_like(h), x + torch.randn_like(h)
+
+    def call(x):
+        return fusedrnn.scan(step, torch.zeros(2, 4), x)[1]
+
+    x = torch.zeros(3, 5, 2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "fusedrnn: torch.func")
+        torch.manual_seed(1)
+        different = vmap(call, randomness="different")(x)
+        same = vmap(call, randomness="same")(x)
+    assert different.unique().numel() == x.numel()
+    assert torch.equal(same, same[:1].expand_as(same))
+    assert same[0].unique().numel() == x[0].numel()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,6 +62,14 @@ def test_results(function: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as raised:
         fusedrnn.Recurrent(Cell(function))(x, start)
     assert "time 0" in notes_of(raised.value)
+
+
+def test_a_state_in_another_form() -> None:
+    """A list of two tensors is read as output and state, which the error tells."""
+    cell = Cell(lambda x, state, w: [x @ w, state[1]])
+    message = r"in the form that it gets, \(tensor, tensor\); got \[tensor, tensor\].*\(output, st"
+    with pytest.raises(ValueError, match=message):
+        fusedrnn.Recurrent(cell)(X, (START, START))
 
 
 def notes_of(error: BaseException) -> str:
@@ -169,6 +179,7 @@ GRU = fusedrnn.Recurrent(nn.GRUCell(H, H))
 BOTH = fusedrnn.Recurrent([nn.GRUCell(H, H), nn.GRUCell(H, H)], bidirectional=True)
 OTHER = fusedrnn.Recurrent(Cell(lambda x, h, w: x @ w))
 MIXED = fusedrnn.Recurrent(Mixed())
+SCAN = partial(fusedrnn.scan, lambda h, x, p=None: (h, h))
 FLAGS = torch.zeros(T, B, dtype=torch.bool)
 
 
@@ -183,8 +194,15 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: GRU(X[:0]), RuntimeError, "at least one step"),
         (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first dim"),
         (lambda: GRU((X, X.to("meta"))), RuntimeError, r"input\[1\] must be on cpu"),
-        (lambda: GRU(X, START[:2]), RuntimeError, r"state must have the 3 rows.*\(2, 4\)"),
+        (
+            lambda: GRU(X, START[:2]),
+            RuntimeError,
+            r"state must have the 3 rows.*\(2, 4\); fusedrnn.scan takes states of any shape",
+        ),
         (lambda: GRU(X, START.to("meta")), RuntimeError, "state must be on cpu"),
+        (lambda: GRU(X.to("meta")), RuntimeError, "input must have numbers, got.*meta"),
+        (lambda: GRU(X.to_sparse()), RuntimeError, "input must be a dense tensor, got.*sparse"),
+        (lambda: GRU(X, START.to_sparse()), RuntimeError, "state must be a dense tensor"),
         (lambda: GRU(X, 3), TypeError, "state must be a tensor, got int"),
         (lambda: GRU(X, ()), ValueError, "state must have at least one tensor"),
         (lambda: BOTH(X, START), ValueError, "state must be a tuple of the states of 2 cells"),
@@ -203,6 +221,21 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
             lambda: GRU(X, reset=FLAGS, reset_to=START.double()),
             RuntimeError,
             "reset_to must be torch.float32 as the state is, got torch.float64",
+        ),
+        (
+            lambda: GRU(X, reset=FLAGS, reset_to=START.to_sparse()),
+            RuntimeError,
+            "reset_to must be a dense tensor",
+        ),
+        (
+            lambda: GRU(X, reset=FLAGS, reset_to=START.to("meta")),
+            RuntimeError,
+            "reset_to must be on cpu as the state is",
+        ),
+        (
+            lambda: MIXED({"x": X[..., :3], "scale": X[..., 0]}, reset=FLAGS, reset_to={}),
+            ValueError,
+            "reset_to must have at least one tensor",
         ),
         (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
         (lambda: fusedrnn.Recurrent(3), TypeError, "cell must be a torch.nn.Module or a list"),
@@ -226,7 +259,27 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: fusedrnn.scan(lambda h, x: h, START, X), ValueError, "got Tensor"),
         (lambda: fusedrnn.scan(lambda h, x: (h,), START, X), ValueError, "tuple of length 1"),
         (lambda: fusedrnn.scan(lambda h, x: (h, x), (), X), ValueError, "state must have at"),
-        (lambda: fusedrnn.scan(lambda h, x: (h, x), START, ()), ValueError, "inputs must have"),
+        (
+            lambda: SCAN(START, ()),
+            ValueError,
+            "inputs must have at least one tensor, or length be given",
+        ),
+        (lambda: SCAN(START), ValueError, "inputs must have.*or length be given"),
+        (lambda: SCAN(START, X, length=5), ValueError, "length must be that of inputs, 6, got 5"),
+        (lambda: SCAN(START, length=True), TypeError, "length must be an int, got bool"),
+        (lambda: SCAN(START, length=2.0), TypeError, "length must be an int, got float"),
+        (lambda: SCAN(START, length=0), ValueError, "length must be a positive integer, got 0"),
+        (lambda: SCAN(START, X, generator=3), TypeError, "generator must be a torch.Generator"),
+        (lambda: SCAN(START, X, generator="a"), TypeError, "torch.Generator, got str"),
+        (lambda: SCAN(START, X.to("meta")), RuntimeError, "inputs must be on cpu as state is"),
+        (
+            lambda: SCAN({"h": START, "c": START.to("meta")}, X),
+            RuntimeError,
+            r"state\['c'\] must be on cpu as state\['h'\] is, got meta",
+        ),
+        (lambda: SCAN(START, X, [X.to("meta")]), RuntimeError, r"params\[0\] must be on cpu"),
+        (lambda: SCAN(START.to("meta"), X), RuntimeError, "state must have numbers"),
+        (lambda: SCAN(START, X.to_sparse()), RuntimeError, "inputs must be a dense tensor"),
         (
             lambda: fusedrnn.scan(lambda h, x: (h, h), START, (X, X[:2])),
             ValueError,
@@ -243,3 +296,20 @@ def test_calls(call: Callable[[], Any], error: type[Exception], message: str) ->
     with pytest.raises(error, match=message) as raised:
         call()
     assert re.match("fusedrnn: ", str(raised.value))
+
+
+@dataclasses.dataclass
+class Pair:
+    h: Tensor
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda h: torch.distributions.Normal(h, 1.0), "got Normal; return the parameters"),
+        (lambda h: {"a": Pair(h)}, r"\['a'\] must be a tensor, got Pair;.*register_dataclass"),
+    ],
+)
+def test_outputs_that_are_no_trees(output: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fusedrnn.scan(lambda h, x: (h + x, output(h)), START, X)

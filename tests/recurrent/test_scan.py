@@ -152,6 +152,32 @@ def test_methods_and_modules(mode: str) -> None:
         )
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inputs", [None, ()])
+def test_steps_without_an_input(mode: str, inputs: Any) -> None:
+    """As in jax.lax.scan, ``length`` says how many there are."""
+    h, weight = float64(B, 4), float64(4, 4)
+
+    def step(h: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+        assert x == inputs
+        h = torch.tanh(h @ weight)
+        return h, h * 2
+
+    def expected() -> tuple[Tensor, Tensor]:
+        state, outputs = h, []
+        for _ in range(T):
+            state, y = step(state, inputs)
+            outputs.append(y)
+        return state, torch.stack(outputs[::-1])
+
+    check_same(
+        lambda: fusedrnn.scan(step, h, inputs, length=T, mode=mode, reverse=True, chunk_size=3),
+        expected,
+        [h, weight],
+    )
+    assert fusedrnn.scan(lambda h, x: (h, x), h, weight[:, 0], length=4)[1].shape == (4,)
+
+
 def test_return_sequence() -> None:
     weight = float64(4, 4)
 

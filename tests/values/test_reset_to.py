@@ -233,3 +233,13 @@ def test_errors_of_what_goes_together() -> None:
     pair = (torch.zeros(1, B, H), torch.zeros(1, 2, H))
     with pytest.raises(RuntimeError, match=r"reset_to\[1\] must have shape"):
         lstm(x, reset=RESET, reset_to=pair)
+
+
+def test_no_rows() -> None:
+    rnn = fusedrnn.LSTM(3, H, 2, bidirectional=True)
+    x, reset = torch.randn(T, 0, 3), torch.zeros(T, 0, dtype=torch.bool)
+    to = (torch.zeros(4, 1, H), torch.zeros(4, 1, H))
+    for keeps in (True, False):
+        rnn.return_sequence = keeps
+        got = rnn(x, reset=reset, reset_to=to)
+        torch.testing.assert_close(got, rnn(x, reset=reset))

@@ -1,0 +1,170 @@
+"""What a step of scan holds: in the variables around it, in its defaults and in its object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_DEEPEST = 3
+"""Objects inside of each other that are looked into; behind them is the rest of the program."""
+_LONGEST = 1000
+"""Containers with more elements hold data, no modules."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CODE = (type, ModuleType, BuiltinFunctionType)
+
+
+def modules_of(step: Any) -> list[nn.Module]:
+    """The modules that a step is, is a method of, or finds in what it holds.
+
+    Also those that a module has in a list or in an object, where torch does not find them.
+    """
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if id(value) in seen or isinstance(value, (Tensor, *_PLAIN, *_CODE)):
+            return
+        seen.add(id(value))  # of what somebody holds: other ids would come again
+        inner: Collection[Any]
+        if isinstance(value, nn.Module):
+            found[value] = None
+            inner, depth = _hidden_in(value), _DEEPEST - 1
+        elif isinstance(value, MethodType):
+            inner = (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            inner = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, FunctionType):
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            inner = (*_contents(value), *_globals_of(value), *defaults)
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            inner = value
+        elif depth < _DEEPEST:
+            inner, depth = _attributes(value), depth + 1
+        else:
+            return
+        if len(inner) <= _LONGEST:
+            for one in inner:
+                look(one, depth)
+
+    look(step, 0)
+    return list(found)
+
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
+def _hidden_in(module: nn.Module) -> list[Any]:
+    """What a module and those inside of it hold besides modules and tensors."""
+    return [
+        value
+        for one in module.modules()
+        for name, value in vars(one).items()
+        if name not in _OF_ALL_MODULES and type(value) not in _PLAIN
+    ]
+
+
+def _contents(function: FunctionType) -> list[Any]:
+    """What a function reads from the functions around it."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not yet assigned
+            values.append(cell.cell_contents)
+    return values
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    """What a function reads from its own Python module."""
+    if function.__globals__.get("__name__", "").split(".")[0] == "torch":
+        return []
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    values = [function.__globals__.get(name) for name in names]
+    return [
+        value
+        for value in values
+        if not isinstance(value, FunctionType) or value.__module__ == function.__module__
+    ]
+
+
+def _attributes(value: Any) -> list[Any]:
+    """What an object holds, and the function that a call of it is."""
+    values: list[Any] = []
+    with suppress(AttributeError):
+        values += object.__getattribute__(value, "__dict__").values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                values.append(object.__getattribute__(value, name))
+    return [*values, getattr(type(value), "__call__", None)]  # noqa: B004
+
+
+class Likeness(NamedTuple):
+    """What makes two functions the same step: one code, and what it holds."""
+
+    key: Any
+    """Of both. It has tensors by their kinds, plain values by their text, others by their ids."""
+    objects: list[weakref.ref[Any]]
+    """Those whose ids the key has."""
+    module: nn.Module | None
+    """The first one that it holds."""
+    is_whole: bool
+    """Whether the key tells all: that there are no tensors, and no objects but modules."""
+
+    def is_alive(self) -> bool:
+        return all(reference() is not None for reference in self.objects)
+
+
+def likeness(step: Any) -> Likeness | None:
+    """Of a function, or of a partial one; None if it holds what nobody can recognise."""
+    objects: list[weakref.ref[Any]] = []
+    modules: list[nn.Module] = []
+    places: dict[int, int] = {}
+    is_whole = True
+
+    def key(value: Any) -> Any:
+        nonlocal is_whole
+        if isinstance(value, Tensor):
+            is_whole = False
+            return type(value), value.shape, value.dtype, value.device, value.requires_grad
+        if type(value) in _PLAIN:
+            return type(value), repr(value)  # as text 1 is not True, 0.0 not -0.0, and nan is nan
+        if id(value) in places:
+            return places[id(value)]
+        places[id(value)] = len(places)
+        if isinstance(value, FunctionType):
+            own = (value.__defaults__, value.__kwdefaults__, *_contents(value))
+            return value.__code__, id(value.__globals__), *map(key, own)
+        if isinstance(value, partial):
+            return partial, key(value.func), *map(key, value.args), key(value.keywords)
+        if isinstance(value, MethodType):
+            return MethodType, key(value.__self__), key(value.__func__)
+        if isinstance(value, list | tuple) and len(value) <= _LONGEST:
+            return type(value), *map(key, value)
+        if isinstance(value, dict) and len(value) <= _LONGEST:
+            return type(value), *map(key, value), *map(key, value.values())
+        objects.append(weakref.ref(value))
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif not isinstance(value, _CODE):
+            is_whole = False
+        return type(value), id(value)
+
+    try:
+        found = key(step)
+    except TypeError:  # there is no weak reference to some object
+        return None
+    return Likeness(found, objects, modules[0] if modules else None, is_whole)
