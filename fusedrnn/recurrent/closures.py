@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .variables import names_in
 
 _DEEPEST = 3
 """Objects inside of each other that are looked into; behind them is the rest of the program."""
@@ -21,27 +23,43 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CODE = (type, ModuleType, BuiltinFunctionType)
 
 
-def modules_of(step: Any) -> list[nn.Module]:
-    """The modules that a step is, is a method of, or finds in what it holds.
+class Held(NamedTuple):
+    """What a step is, is a method of, or finds in what it holds."""
 
-    Also those that a module has in a list or in an object, where torch does not find them.
-    """
-    found: dict[nn.Module, None] = {}
+    modules: list[nn.Module]
+    """Also those that a module has in a list or in an object, where torch does not find them."""
+    functions: list[FunctionType]
+    """But those of torch."""
+    parameters: list[nn.Parameter]
+    """That are held by themselves, not by their modules."""
+
+
+def held_by(step: Any) -> Held:
+    """What a step holds."""
+    modules: dict[nn.Module, None] = {}
+    functions: list[FunctionType] = []
+    parameters: list[nn.Parameter] = []
     seen: set[int] = set()
 
     def look(value: Any, depth: int) -> None:
-        if id(value) in seen or isinstance(value, (Tensor, *_PLAIN, *_CODE)):
+        if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE)):
             return
         seen.add(id(value))  # of what somebody holds: other ids would come again
+        if isinstance(value, Tensor):
+            parameters.extend([value] if isinstance(value, nn.Parameter) else [])
+            return
         inner: Collection[Any]
         if isinstance(value, nn.Module):
-            found[value] = None
+            modules[value] = None
             inner, depth = _hidden_in(value), _DEEPEST - 1
         elif isinstance(value, MethodType):
             inner = (value.__self__, value.__func__)
         elif isinstance(value, partial):
             inner = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, FunctionType):
+            if _is_of_torch(value):
+                return
+            functions.append(value)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             inner = (*_contents(value), *_globals_of(value), *defaults)
         elif isinstance(value, dict):
@@ -57,10 +75,15 @@ def modules_of(step: Any) -> list[nn.Module]:
                 look(one, depth)
 
     look(step, 0)
-    return list(found)
+    return Held(list(modules), functions, parameters)
 
 
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+def _is_of_torch(function: FunctionType) -> bool:
+    name: str = function.__globals__.get("__name__", "")
+    return name.split(".")[0] == "torch"
+
+
+_OF_ALL_MODULES = frozenset([*vars(nn.Module()), "_flat_weights"])
 
 
 def _hidden_in(module: nn.Module) -> list[Any]:
@@ -84,14 +107,7 @@ def _contents(function: FunctionType) -> list[Any]:
 
 def _globals_of(function: FunctionType) -> list[Any]:
     """What a function reads from its own Python module."""
-    if function.__globals__.get("__name__", "").split(".")[0] == "torch":
-        return []
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    values = [function.__globals__.get(name) for name in names]
+    values = [function.__globals__.get(name) for name in names_in(function.__code__)]
     return [
         value
         for value in values

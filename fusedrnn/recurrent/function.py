@@ -10,7 +10,7 @@ import torch
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
 from .calls import Settings, take
-from .closures import modules_of
+from .closures import held_by
 from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
@@ -112,7 +112,7 @@ def scan(
         flat,
         flat,
         (str(state_structure), str(structure), str(constants_structure), reverse),
-        Weights(modules_of(step)),
+        Weights(held_by(step)),
         Noise(Seed(generator), 0),
         names,
         seq_len=seq_len,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..modules.base import RNNCellBase
 from ..options import kind_of
 from .calls import Memory, Settings, take
-from .closures import modules_of
+from .closures import held_by
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Names, Run
@@ -119,7 +119,7 @@ class LayersCall:
             flat,
             step,
             (str(state_structure), str(structure), active is not None, str(resets)),
-            Weights(modules_of(cell)),
+            Weights(held_by(cell)),
             Noise(self.seed, i),
             Names(state_names, names),
             seq_len=sequence.seq_len,

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .closures import Held
 from .draws import DRAWS
 from .locks import CallerLock
 from .noise import Source
@@ -119,13 +120,12 @@ def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
 
 
 class Weights(nn.Module):
-    """The modules of a step: their parameters with gradient, and the buffers that it changes."""
+    """What a step holds: parameters with gradient, and the buffers that it changes."""
 
-    def __init__(self, modules: Sequence[nn.Module], apart: Sequence[Tensor] = ()) -> None:
-        """``apart``: parameters that the step may also read by themselves, without their module."""
+    def __init__(self, held: Held) -> None:
         super().__init__()
-        self.used = nn.ModuleList(modules)
-        self._apart = {id(tensor) for tensor in apart}
+        self.used, self.functions = nn.ModuleList(held.modules), held.functions
+        self._apart = {id(parameter) for parameter in held.parameters}
 
     def forward(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -160,7 +160,7 @@ class Weights(nn.Module):
         return {name: buffers[name].detach().clone() for name in names}
 
     def tensors(self) -> list[Tensor]:
-        """Those that the step reads as its modules have them."""
+        """But parameters that the step may also read by themselves, without their modules."""
         tensors = [*self.used.parameters(), *self.used.buffers()]
         return [tensor for tensor in tensors if id(tensor) not in self._apart]
 

@@ -113,8 +113,6 @@ class Run:
 
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
-    variables: Variables | None = None
-    """What the step may change in Python; None for the attributes of its modules."""
     changed_buffers: list[str] = field(default_factory=list)
     changed_variables: list[Key] = field(default_factory=list)
     refused_variables: list[Key] = field(default_factory=list)
@@ -140,7 +138,8 @@ class Run:
     def __post_init__(self) -> None:
         kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        self.python = self.variables or Variables.of_modules(self.weights.used.modules())
+        weights = self.weights
+        self.python = Variables.of(weights.used.modules(), weights.functions)
 
     # Steps and chunks
 

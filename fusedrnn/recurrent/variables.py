@@ -65,7 +65,7 @@ class Namespace(NamedTuple):
             self.variables[name] = value
 
 
-def namespaces_of(functions: Iterable[FunctionType]) -> list[Namespace]:
+def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
     """The variables around functions, and those of their Python modules that they name."""
     found = []
     for function in functions:
@@ -148,17 +148,15 @@ class Variables:
         self._namespaces = namespaces
 
     @classmethod
-    def of_modules(
-        cls, modules: Iterable[nn.Module], others: Sequence[Namespace] = ()
-    ) -> Variables:
-        """``others``: further namespaces."""
+    def of(cls, modules: Iterable[nn.Module], functions: Iterable[FunctionType]) -> Variables:
+        """Attributes of modules, and variables around functions."""
         found = [
             Namespace(f"the attribute {{!r}} of {type(module).__name__}", vars(module))
             for module in modules
             if not isinstance(module, torch.jit.ScriptModule | LazyModuleMixin)
             and not type(module).__module__.startswith(("fusedrnn.", "torch._dynamo"))
         ]
-        return cls([*found, *others])
+        return cls([*found, *_around(functions)])
 
     def values(self, keys: Iterable[Key] | None = None) -> Values:
         """What variables are now. ``keys``: these alone."""

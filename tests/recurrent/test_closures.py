@@ -13,7 +13,7 @@ from loops import loss_of
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent.closures import modules_of
+from fusedrnn.recurrent.closures import held_by
 
 T, B, H = 5, 3, 4
 F64 = torch.float64
@@ -146,6 +146,6 @@ def test_the_search_ends() -> None:
     for _ in range(5):
         deep = SimpleNamespace(deep=deep)
     data: list[Any] = [0.0] * 10**6
-    assert modules_of(lambda h, x: (ring, deep, data)) == []
+    assert held_by(lambda h, x: (ring, deep, data)).modules == []
     ring.norm = norm
-    assert modules_of(lambda h, x: (ring, deep, data)) == [norm]
+    assert held_by(lambda h, x: (ring, deep, data)).modules == [norm]

@@ -321,3 +321,76 @@ def test_a_scan_over_a_part_of_the_cell_itself(mode: str) -> None:
     cell, (x, h) = Cell(scanned), given()
     rnn = fusedrnn.Recurrent(cell, mode=mode)
     check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), [x, h, *cell.parameters()])
+
+
+# Steps of scan
+
+
+def test_variables_around_a_function() -> None:
+    """A count, a list, and a tensor that is set anew, in a closure and in what it calls."""
+    x, h = given()
+
+    def results(run: Callable[..., Any]) -> list[Any]:
+        count, seen, mean = 0, [], torch.zeros(H, dtype=F64)
+
+        def factor() -> float:
+            seen.append(count)
+            return 1 + 0.1 * len(seen)
+
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal count, mean
+            count += 1
+            mean = 0.9 * mean + 0.1 * h.detach().mean(0)
+            h = torch.tanh((h.detach() if count % 4 == 0 else h) * factor() + mean + x)
+            return h, h * count
+
+        state, ys = run(step, h, x)
+        gradients = torch.autograd.grad(state.sum() + ys.square().sum(), [x, h])
+        return [state, ys, *gradients, count, seen, mean]
+
+    def loop(step: Any, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        ys = []
+        for time in range(SEQ_LEN):
+            h, y = step(h, x[time])
+            ys.append(y)
+        return h, torch.stack(ys)
+
+    torch.testing.assert_close(results(fusedrnn.scan), results(loop))
+
+
+def test_a_loss_in_a_list_around_a_function() -> None:
+    x, h = given()
+    losses = []
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x)
+        losses.append(h.square().mean())
+        return h, h
+
+    _, ys = fusedrnn.scan(step, h, x)
+    assert len(losses) == SEQ_LEN
+    with pytest.raises(RuntimeError, match="the variable 'losses' has no gradient"):
+        (ys.sum() + sum(losses)).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_and_its_weight(mode: str) -> None:
+    """The step reads both, and the weight's gradient is that of both."""
+    torch.manual_seed(0)
+    linear = nn.Linear(H, H, dtype=F64)
+    weight = linear.weight
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(linear(h) + 0.3 * h @ weight + x)
+        return h, h
+
+    x, h = given()
+    found = torch.autograd.grad(
+        fusedrnn.scan(step, h, x, mode=mode)[1].square().sum(), [x, h, *linear.parameters()]
+    )
+    ys, state = [], h
+    for time in range(SEQ_LEN):
+        state, y = step(state, x[time])
+        ys.append(y)
+    exact = torch.autograd.grad(torch.stack(ys).square().sum(), [x, h, *linear.parameters()])
+    torch.testing.assert_close(found, exact)
