@@ -109,7 +109,7 @@ def forward(
 def _check_late_changes(run: Run, mark: Mark) -> None:
     """Refuses changes of what the first step has not changed, and nobody has looked after."""
     late = [
-        f"the buffer {name.removeprefix('used.0.')}"
+        f"the buffer {name.split('.', 2)[2]}"
         for name in run.weights.changed(mark.versions, mark.buffers)
         if name not in run.changed_buffers
     ]

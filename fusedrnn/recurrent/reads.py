@@ -142,17 +142,22 @@ class Weights(nn.Module):
         }
 
     def changed(self, before: dict[str, tuple[int, int]], values: dict[str, Tensor]) -> list[str]:
-        """Buffers that were written or replaced since. ``values``: copies of that time.
+        """Buffers of modules of which one was written or replaced since.
 
-        Versions alone do not tell: batch norm writes its statistics without a new one.
+        Versions alone do not tell: batch norm writes its statistics without a new one. And the mean
+        of states that are zero may stay as it is for a step.
+
+        Args:
+            values: Copies of that time.
         """
         now, buffers = self.buffer_versions(), dict(self.used.named_buffers("used"))
-        return [
-            name
+        modules = {
+            _module_of(name)
             for name, version in now.items()
             if version != before.get(name)
             or (name in values and not torch.equal(values[name], buffers[name]))
-        ]
+        }
+        return [name for name in now if _module_of(name) in modules]
 
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of these buffers now."""
@@ -211,6 +216,10 @@ class Weights(nn.Module):
             yield
         finally:
             _set_training(modules, now)
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -135,11 +136,10 @@ def test_a_tensor_of_the_batch_is_an_obstacle() -> None:
 
 
 def test_a_step_that_does_not_repeat() -> None:
-    counts = [0.0]
+    counts = itertools.count()
 
     def counts_calls(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
-        counts[0] += 1
-        return x @ w + counts[0]
+        return x @ w + next(counts)
 
     output, _ = fusedrnn.Recurrent(Cell(counts_calls), mode="replay")(X, START)
     with pytest.raises(RuntimeError, match=r"taken again for backward.*another state"):

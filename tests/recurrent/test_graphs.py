@@ -325,18 +325,17 @@ def test_a_recording_that_fails(place: str, recorder: type[Repeated]) -> None:
 
 def test_a_step_that_changes_its_mind(recorder: type[Repeated]) -> None:
     """One that draws more numbers later than in its first step is not recorded."""
-    times = 0
+    counts = SimpleNamespace(steps=0)
 
     def step(x: Tensor, h: Tensor) -> Tensor:
-        nonlocal times
-        times += 1
-        return h + x * torch.rand_like(x) + (torch.rand_like(x) if times > 6 else 0)
+        counts.steps += 1
+        return h + x * torch.rand_like(x) + (torch.rand_like(x) if counts.steps > 6 else 0)
 
     rnn = fusedrnn.Recurrent(By(step), cuda_graphs=True)
     x = torch.randn(25, 3, H)
     with torch.no_grad():
         rnn(x, torch.zeros(3, H))
-        times = -1
+        counts.steps = -1
         with pytest.warns(UserWarning, match="the step draws other numbers"):
             rnn(x, torch.zeros(3, H))
 
