@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .gradients import Gradients, dense, eps_within, gradients_of, is_close, rows_are_close
-from .graphs import Unrecordable
+from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
 from .runs import Chunk, Run, as_leaf
 from .trees import Leaves, differentiable
@@ -80,6 +80,8 @@ def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leave
             with watch, run.watched(shared.closed_over):
                 new, y = run.take(run.time(0), start, input, shared.constants)
             results, leaves = [*new, *y], [*start, *input, *shared.leaves()]
+            if node := waits_in_backward(results):
+                return f"the step waits for the values of a tensor in backward, in {node}"
             ones = [torch.ones_like(leaf) if differentiable(leaf) else None for leaf in results]
             try:
                 with watch, run.watched_backward():
