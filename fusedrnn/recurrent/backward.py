@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, Steps, at, dense, eps_within, gradients_of
+from .gradients import Gradients, Steps, at, coarsest_eps, dense, gradients_of
 from .graphs import CannotRecord, Recorded
 from .reads import check_nothing_missed
 from .runs import Chunk, Run, as_leaf
@@ -81,7 +81,7 @@ class Backward:
         self.shared = [None] * len(shared)
         self._owns = [False] * len(shared)
         self._same: list[Tensor] = []
-        self._eps = eps_within(self.run.autocast)
+        self._eps = coarsest_eps(self.run.autocast, [*values.leaves(), *self.run.frozen.values()])
 
     def gradients(self) -> Gradients:
         """Of ``values.leaves()``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,10 +58,14 @@ def dense(gradients: Gradients, leaves: Sequence[Tensor]) -> Gradients:
     ]
 
 
-def eps_within(autocast: tuple[bool, torch.dtype]) -> float:
-    """That of what autocast has steps computed in, whatever they return; 0 without autocast."""
+def coarsest_eps(autocast: tuple[bool, torch.dtype], leaves: Iterable[Tensor]) -> float:
+    """Of what steps may compute in, whatever they return: as autocast says, or as what they get.
+
+    Nothing computes in a dtype of eight bits.
+    """
+    dtypes = {leaf.dtype for leaf in leaves if differentiable(leaf) and leaf.itemsize > 1}
     is_on, dtype = autocast
-    return torch.finfo(dtype).eps if is_on else 0.0
+    return max((torch.finfo(d).eps for d in dtypes | ({dtype} if is_on else set())), default=0.0)
 
 
 def are_close(new: Sequence[Tensor], old: Sequence[Tensor], eps: float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, dense, eps_within, gradients_of, is_close, rows_are_close
+from .gradients import Gradients, coarsest_eps, dense, gradients_of, is_close, rows_are_close
 from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
 from .runs import Chunk, Run, as_leaf
@@ -124,14 +124,14 @@ def _find_shared(
     run: Run, x: Leaves, state: Leaves, constants: Leaves
 ) -> tuple[_Shared, ClosedOver]:
     """Takes the first step to see what it reads. The run must have entered its chunk."""
-    found = ClosedOver(run.weights.tensors())  # before it: a lazy module has no weights yet
-    given = [tuple(map(as_leaf, leaves)) for leaves in (state, x, constants)]
+    found = ClosedOver(run.weights.tensors())
+    given = [tuple(leaf.detach() for leaf in leaves) for leaves in (state, x, constants)]
     found.add_known(given)
     with torch.enable_grad(), run.watched(closed_over=found):
         run.take(run.time(0), *given)
-    shared = _Shared(
+    shared = _Shared(  # only now, for a lazy module had no weights before
         {name: as_leaf(weight) for name, weight in run.weights.trained().items()},
-        given[2],
+        tuple(map(as_leaf, constants)),
         {number: as_leaf(leaf) for number, leaf in found.with_gradient.items()},
     )
     found.add_known(shared.leaves())
@@ -181,16 +181,17 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
             raise
         except Exception as error:
             return f"steps taken at once raise {type(error).__name__}: {error}"
-        differences = _differences(run, chunk, shared, alone, at_once)
+        given = [*inputs, *state, *constants, *run.weights.tensors()]
+        eps = coarsest_eps(run.autocast, given)
+        differences = _differences(run, chunk, shared, alone, at_once, eps)
         return next((f"with steps taken at once, {what}" for what in differences), "")
 
     return run.aside(look)
 
 
 def _differences(
-    run: Run, chunk: Chunk, shared: _Shared, alone: list[_Taken], at_once: _Taken
+    run: Run, chunk: Chunk, shared: _Shared, alone: list[_Taken], at_once: _Taken, eps: float
 ) -> Iterator[str]:
-    eps = eps_within(run.autocast)
     names = [
         *run.names.state,
         *(f"output leaf {i}" for i in range(len(at_once.output))),

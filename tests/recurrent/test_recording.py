@@ -160,6 +160,12 @@ def test_gradients_that_raise() -> None:
         output.sum().backward()
 
 
+def test_a_step_in_place_is_told_so_by_name() -> None:
+    rnn = fusedrnn.Recurrent(By(lambda x, h: h.add_(x)), cuda_graphs=True)
+    with pytest.raises(RuntimeError, match="fusedrnn: the step changes state in place"):
+        rnn(double(16, 3, H), START)
+
+
 # --- when memory ends ----------------------------------------------------------------------------
 
 

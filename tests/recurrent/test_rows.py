@@ -253,6 +253,18 @@ def test_rounding_under_autocast() -> None:
         rnn(x, h)
 
 
+def test_rounding_below_the_dtype_of_the_state() -> None:
+    """A state in float64 of a step that computes in float32."""
+    w = weight_of(torch.float32)
+
+    def step(h: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = 1 + (2**-22 if x.shape[0] > B else 0)  # as by another kernel for more rows
+        h = (torch.tanh(h.float() @ w + x) * rounded).double()
+        return h, h
+
+    gradient_of(step, torch.zeros(B, H, dtype=torch.float64), w, "parallel")
+
+
 @pytest.mark.parametrize("scale", [1e300, torch.inf, torch.nan])
 def test_gradients_that_overflow(scale: float) -> None:
     """As those of a loss scale that torch.amp.GradScaler then makes smaller."""
