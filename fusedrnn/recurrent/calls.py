@@ -177,6 +177,8 @@ def obstacle_of_call(
         return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
     if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
         return "there is nothing to record"
-    if known.graphs.obstacle is None:
-        known.graphs.obstacle = obstacle_to_graphs(run, inputs, state, constants)
-    return known.graphs.obstacle
+    if known.graphs.obstacle is not None:
+        return known.graphs.obstacle
+    reason, is_lasting = obstacle_to_graphs(run, inputs, state, constants)
+    known.graphs.obstacle = reason if is_lasting else None
+    return reason

@@ -18,6 +18,8 @@ from .trees import Leaves, differentiable
 _STEPS = 3
 _DRAWS = "the step draws random numbers that are not for one row each"
 
+_DRAWS_OTHERWISE = "the step draws random numbers in a way that no graph can"
+
 
 class Obstacle(NamedTuple):
     """Why something cannot be done."""
@@ -57,16 +59,25 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
     return Obstacle(reason)
 
 
-def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
-    """Why steps cannot be recorded, nor their gradients if there can be any; "" for nothing.
+def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
+    """Why steps cannot be recorded, nor their gradients if there can be any.
 
     Takes the first step. Buffers and torch's generators are afterwards as before.
     """
+    found = Obstacle("")
+    for _ in range(2):  # as above
+        found = _obstacle_to_graphs(run, inputs, state, constants)
+        if found.reason != _DRAWS_OTHERWISE:
+            break
+    return found
+
+
+def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
     run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
     x = tuple(leaf.detach()[run.time(0)] for leaf in inputs)
     has_gradients = torch.is_grad_enabled()
 
-    def look() -> str:
+    def look() -> Obstacle:
         versions, random_states = run.weights.buffer_versions(), run.random_states()
         buffers = run.weights.copies(versions)
         run.enter(run.chunks()[0])
@@ -76,26 +87,25 @@ def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leave
             start, input = tuple(map(as_leaf, state)), tuple(map(as_leaf, x))
         watch = Unrecordable()
 
-        def take() -> str:
+        def take() -> Obstacle:
             with watch, run.watched(shared.closed_over):
                 new, y = run.take(run.time(0), start, input, shared.constants)
             results, leaves = [*new, *y], [*start, *input, *shared.leaves()]
             if node := waits_in_backward(results):
-                return f"the step waits for the values of a tensor in backward, in {node}"
+                return Obstacle(f"the step waits for the values of a tensor in backward, in {node}")
             ones = [torch.ones_like(leaf) if differentiable(leaf) else None for leaf in results]
             try:
                 with watch, run.watched_backward():
                     gradients_of(results, ones, leaves)
             except Exception as error:
-                return f"backward of the step raises {type(error).__name__}: {error}"
-            return watch.reason and f"the step {watch.reason}"
+                reason = f"backward of the step raises {type(error).__name__}: {error}"
+                return Obstacle(reason, is_lasting=False)
+            return Obstacle(watch.reason and f"the step {watch.reason}")
 
-        reason = run.call_with(shared.weights, take)
+        found = run.call_with(shared.weights, take)
         if run.weights.changed(versions, buffers):
-            return "the step changes a buffer"
-        if _has_drawn(run, random_states):
-            return "the step draws random numbers in a way that no graph can"
-        return reason
+            return Obstacle("the step changes a buffer")
+        return Obstacle(_DRAWS_OTHERWISE) if _has_drawn(run, random_states) else found
 
     return run.aside(look)
 

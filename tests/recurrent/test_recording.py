@@ -158,6 +158,24 @@ def test_gradients_that_raise() -> None:
     output = rnn(x, START)[0]
     with pytest.raises(KeyError, match="a word"):
         output.sum().backward()
+    rnn.cell.function = lambda x, h: torch.tanh(x + h)
+    assert rnn.explain(x, START).is_recorded
+
+
+def test_an_obstacle_of_the_moment() -> None:
+    """Another thread draws from torch's generator during the trial."""
+    count = 0
+
+    def step(x: Tensor, h: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 1:
+            torch.randint(2, (1,))
+        return torch.tanh(x + h)
+
+    rnn = fusedrnn.Recurrent(By(step), cuda_graphs=True)
+    rnn(double(16, 3, H), START)
+    assert rnn.explain(double(16, 3, H), START).is_recorded
 
 
 def test_a_step_in_place_is_told_so_by_name() -> None:
