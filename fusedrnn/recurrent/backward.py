@@ -9,19 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradients import (
-    Gradients,
-    Steps,
-    are_close,
-    at,
-    dense,
-    gradients_of,
-    sums_are_close,
-    sums_of,
-)
-from .graphs import CannotRecord
+from .gradients import Gradients, Steps, at, coarsest_eps, dense, gradients_of
+from .graphs import CannotRecord, Recorded
 from .reads import check_nothing_missed
 from .runs import Chunk, Run, as_leaf
+from .same import are_same, check_same, with_gradients
 from .trees import Leaves, differentiable
 from .values import Values
 
@@ -51,7 +43,9 @@ class Found(NamedTuple):
     shared: Gradients
     """Of constants, weights and closed-over tensors, from this chunk alone."""
     same: Tensor
-    """For each leaf of the state, and then for the outputs, whether the steps give it again."""
+    """For each leaf of the state, and then for the outputs, whether the steps give it again; in
+    parallel mode then for each leaf of the state whether its gradients are those of step by step.
+    """
 
 
 @dataclass
@@ -87,27 +81,35 @@ class Backward:
         self.shared = [None] * len(shared)
         self._owns = [False] * len(shared)
         self._same: list[Tensor] = []
-        self._pass = self._pass_in_parallel if self.states else self._replay
-        self._name = "parallel" if self.states else "replay"
-        self._recorded = self.run.recorded(self._name, self._pass_whole)
+        self._eps = coarsest_eps(self.run.autocast, [*values.leaves(), *self.run.frozen.values()])
 
     def gradients(self) -> Gradients:
         """Of ``values.leaves()``."""
         weights, chunks = self.run.weights, self.run.chunks()
+        name = "parallel" if self.states else "replay"
+        # Nothing here refers to itself: saved tensors and graphs are to end with the call.
+        recorded = self.run.recorded(name, self._pass_whole)
         with weights.locked(), weights.with_training_flags(self.run.training):
             self._moved = weights.moved(self.run.frozen)
             for index in reversed(range(len(chunks))):
                 chunk = chunks[index]
                 self.run.enter(chunk)
                 given = self._given(index, chunk)
-                found = self._repeated(chunk, given)
+                found = None
+                if recorded is not None and self.run.is_whole(chunk):
+                    try:
+                        found = self._repeated(recorded, chunk, given)
+                    except CannotRecord as error:
+                        self.run.give_up_graphs(error)
+                        recorded = None
+                        self.run.enter(chunk)
                 if found is None:
                     with self.run.again(index) as buffers:
                         found = self._pass(chunk, given, buffers)
                 self._keep(chunk, found)
         if self.run.graphs is not None:
-            self.run.graphs.has_run(self._name)
-        self._check_same()
+            self.run.graphs.has_run(name)
+        check_same(self._same, self.run.names.state)
         firsts = [
             gradient if need else None
             for gradient, need in zip(
@@ -132,10 +134,8 @@ class Backward:
 
     # By a graph
 
-    def _repeated(self, chunk: Chunk, given: Given) -> Found | None:
-        """The same by what was recorded of a chunk; None without."""
-        if self._recorded is None or not self.run.is_whole(chunk):
-            return None
+    def _repeated(self, recorded: Recorded[Found], chunk: Chunk, given: Given) -> Found:
+        """The same by what was recorded of a chunk."""
         state = [leaf[0] if self.states else leaf for leaf in given.after]
         given = given._replace(  # each chunk must have the same kinds of tensors
             sums=given.sums if self.run.returns_sequence else given.sums.new_empty(0),
@@ -147,13 +147,7 @@ class Backward:
                 for whole, part in zip(self.output_gradients, given.output_gradients, strict=True)
             ],
         )
-        try:
-            found = self._recorded(chunk, given, self.run.noise.numbers())
-        except CannotRecord as error:
-            self.run.give_up_graphs(error)
-            self._recorded = None
-            self.run.enter(chunk)
-            return None
+        found = recorded(chunk, given, self.run.noise.numbers())
         return Found(
             [None if g is None else g.clone() for g in found.state_gradients],
             found.inputs,  # copied to their place at once
@@ -176,6 +170,10 @@ class Backward:
 
     # The two modes
 
+    def _pass(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
+        pass_chunk = self._pass_in_parallel if self.states else self._replay
+        return pass_chunk(chunk, given, buffers)
+
     def _replay(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """Takes the steps of a chunk again, with a graph of all of them."""
         run, values = self.run, self._with_shared(self.shared_leaves)
@@ -195,7 +193,8 @@ class Backward:
                 values.weights | self._moved | buffers,
                 lambda: check_nothing_missed(take_steps, leaves),
             )
-        same = self._are_same(state, [*zip(*outputs, strict=True)], outputs[-1], given)
+        in_time = [*zip(*chunk.in_time(outputs), strict=True)]
+        same = self._are_same(state, in_time, outputs[-1], given)
         roots, gradients = [*state], [*given.state_gradients]
         for time, y in zip(chunk.times, outputs, strict=True):
             roots += y
@@ -208,6 +207,7 @@ class Backward:
         """The gradient of each state, step by step; then those of the rest, of all steps at once.
 
         The rows of a batch being independent, the steps of a chunk are one step of a larger batch.
+        All at once give the gradients of the states as well, which shows whether rows are so.
         """
         run, before = self.run, given.before
         alone = self._with_shared([leaf.detach() for leaf in self.shared_leaves])
@@ -229,6 +229,7 @@ class Backward:
                     with run.watched_backward():
                         state_gradients = gradients_of([*state, *y], gradients, start)
 
+        starts = self._leaves([leaf.flatten(0, 1) for leaf in before])
         inputs = self._input_leaves(given)
         values = self._with_shared(self.shared_leaves)
 
@@ -236,7 +237,7 @@ class Backward:
             run.noise.all_steps()
             with run.watched(values.closed_over):
                 state, y = run.bare_step(
-                    tuple(leaf.flatten(0, 1) for leaf in before),
+                    starts,
                     tuple(leaf.flatten(0, 1) for leaf in inputs),
                     values.constants,
                 )
@@ -244,24 +245,33 @@ class Backward:
 
         with torch.enable_grad():
             run.call_with(alone.weights | self._moved | buffers, pass_steps)
-            leaves = [*inputs, *self.shared_leaves]
-            if not any(leaf.requires_grad for leaf in leaves):
-                same = torch.ones(len(before) + 1, dtype=torch.bool, device=before[0].device)
-                none: Gradients = [None] * len(leaves)
-                return Found(state_gradients, none[: len(inputs)], none[len(inputs) :], same)
+            if not any(leaf.requires_grad for leaf in (*inputs, *self.shared_leaves)):
+                same = torch.ones(2 * len(before) + 1, dtype=torch.bool, device=before[0].device)
+                return Found(
+                    state_gradients, [None] * len(inputs), [None] * len(self.shared_leaves), same
+                )
+            leaves = [*starts, *inputs, *self.shared_leaves]
             state, (y,) = run.call_with(
                 values.weights | self._moved | buffers,
                 lambda: check_nothing_missed(take_at_once, leaves),
             )
         after = given._replace(after=tuple(leaf.flatten(0, 1) for leaf in given.after))
         place = chunk.times[-1] - chunk.part.start
-        last = tuple(leaf.unflatten(0, (len(chunk.times), -1))[place] for leaf in y)
-        same = self._are_same(state, [[leaf] for leaf in y], last, after)
+        by_steps = [leaf.unflatten(0, (len(chunk.times), -1)) for leaf in y]
+        last = tuple(leaf[place] for leaf in by_steps)
+        same = self._are_same(state, [[leaf] for leaf in by_steps], last, after)
         roots = [None if a is None else a.flatten(0, 1) for a in adjoints]
         roots += [None if g is None else g.flatten(0, 1) for g in given.output_gradients]
         with run.watched_backward():
-            found = gradients_of([*state, *y], roots, leaves)
-        return Found(state_gradients, found[: len(inputs)], found[len(inputs) :], same)
+            found = iter(gradients_of([*state, *y], roots, leaves))
+        at_once = [next(found) for _ in starts]
+        by_step = [
+            None if a is None else self._shifted(a.new_zeros(a.shape[1:]) if g is None else g, a)
+            for g, a in zip(state_gradients, adjoints, strict=True)
+        ]
+        incoming = [*adjoints, *given.output_gradients]
+        same = with_gradients(same, at_once, by_step, incoming, self._eps)
+        return Found(state_gradients, [next(found) for _ in inputs], [*found], same)
 
     # What both do
 
@@ -269,11 +279,8 @@ class Backward:
         self, state: Leaves, outputs: Sequence[Steps], last: Leaves, given: Given
     ) -> Tensor:
         """As ``Found.same``. ``last``: the output of the step that was taken last."""
-        same = are_close(state, given.after)
-        if not given.sums.numel():
-            return torch.cat([same, same.new_ones(1)])
         compared = outputs if self.run.returns_sequence else [[leaf] for leaf in last]
-        return torch.cat([same, sums_are_close(sums_of(compared), given.sums, compared)])
+        return are_same(state, given.after, compared, given.sums, self._eps)
 
     def _with_shared(self, leaves: Sequence[Tensor]) -> Values:
         return self.values.layout().values([*self.values.inputs, *self.values.state, *leaves])
@@ -291,13 +298,14 @@ class Backward:
         if chunk.start:
             moved = slice(part.start - way, part.stop - way)
             return tuple(leaf[moved] for leaf in self.states)
-        parts = []
-        for first, leaf in zip(self.values.state, self.states, strict=True):
-            rest = [first[None], leaf[: part.stop - 1]]
-            if self.run.backwards:
-                rest = [leaf[part.start + 1 :], first[None]]
-            parts.append(torch.cat(rest))
-        return tuple(parts)
+        firsts = zip(self.values.state, self.states, strict=True)
+        return tuple(self._shifted(first, leaf[part]) for first, leaf in firsts)
+
+    def _shifted(self, first: Tensor, after: Tensor) -> Tensor:
+        """What is so before each step, from what is so after each, in the order of time."""
+        if self.run.backwards:
+            return torch.cat([after[1:], first[None]])
+        return torch.cat([first[None], after[:-1]])
 
     def _output_gradients_of(self, chunk: Chunk) -> Gradients:
         """Of all steps of a chunk, in the order of time; None where no step has one."""
@@ -331,17 +339,3 @@ class Backward:
                 kept += gradient
             else:  # autograd may have given the same tensor for two leaves
                 self.shared[i], self._owns[i] = kept + gradient, True
-
-    def _check_same(self) -> None:
-        """Once for all chunks, since it waits for the device."""
-        is_cuda = self.run.device.type == "cuda"
-        if is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph cannot ask
-        same = torch.stack(self._same).all(0).tolist()
-        if not all(same):
-            name = [*self.run.names.state, "output"][same.index(False)]
-            raise RuntimeError(
-                f"fusedrnn: taken again for backward, the steps give another {name} than in "
-                "forward; steps must depend only on their arguments, weights and buffers and on "
-                "torch's random numbers, and these must not change before backward"
-            )

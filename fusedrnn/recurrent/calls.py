@@ -83,7 +83,7 @@ class Memory:
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
         kinds = (*shapes, *dtypes)
-        key = (run.signature, kinds, *_kinds(run), run.seq_len > 1)
+        key = (run.signature, kinds, *_kinds(run), run.seq_len > 1, torch.is_grad_enabled())
         return self._known.setdefault(key, Known())
 
 
@@ -112,12 +112,15 @@ def _take(
     run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
     given = (inputs, state, constants)
+    if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
+        run.chunk_size = run.seq_len
+        return run_sequence(run, *given, is_parallel=False)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)
     is_parallel = False
     if torch.is_grad_enabled():
         is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
-    if settings.torch_compile and is_alone():
+    if settings.torch_compile:
         compiled = memory.compiled(run, *given)
         if not isinstance(compiled, str):
             run.compiled, run.values = compiled, run.weights.trained()
@@ -146,17 +149,19 @@ def choose_mode(
         return REPLAY, "mode says so"
     if settings.mode == AUTO and run.device.type == "cpu":
         return REPLAY, "on a CPU it takes less time"
-    if known.obstacle is None:
-        known.obstacle = obstacle_to_parallel(run, inputs, state, constants)
+    reason = known.obstacle
+    if reason is None or (reason and settings.mode == PARALLEL):  # before an error, look again
+        reason, is_lasting = obstacle_to_parallel(run, inputs, state, constants)
+        known.obstacle = reason if is_lasting else None
     if settings.mode == PARALLEL:
-        if known.obstacle:
+        if reason:
             raise ValueError(
                 f'fusedrnn: mode="parallel" needs a step that treats each row of the batch by '
-                f"itself, but {known.obstacle}"
+                f"itself, but {reason}"
             )
         return PARALLEL, "mode says so, and the step treats each row of the batch by itself"
-    if known.obstacle:
-        return REPLAY, known.obstacle
+    if reason:
+        return REPLAY, reason
     return PARALLEL, "the step treats each row of the batch by itself"
 
 
@@ -170,8 +175,10 @@ def obstacle_of_call(
         return f"the input is on {run.device}"
     if run.seq_len // run.chunk_size < LEAST_CHUNKS:
         return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
-    if not is_alone() or any(leaf.numel() == 0 for leaf in (*inputs, *state)):
+    if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
         return "there is nothing to record"
-    if known.graphs.obstacle is None:
-        known.graphs.obstacle = obstacle_to_graphs(run, inputs, state, constants)
-    return known.graphs.obstacle
+    if known.graphs.obstacle is not None:
+        return known.graphs.obstacle
+    reason, is_lasting = obstacle_to_graphs(run, inputs, state, constants)
+    known.graphs.obstacle = reason if is_lasting else None
+    return reason

@@ -8,9 +8,9 @@ closed-over tensors and whatever Python decides in a step.
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -38,63 +38,108 @@ class Recorder(Protocol):
 
 @dataclass
 class _Place:
-    """What the graphs have in common that one thread launches on one stream."""
+    """Where graphs are recorded."""
 
     stream: Any
-    """On which they are recorded, since the default stream cannot."""
+    """Of its own, since the default stream cannot."""
     pool: Any
-    """Their memory. They run one after another, so one may take what an earlier one has left."""
+    """Their memory."""
     last: Any = None
     """The graph that was recorded last, without which the memory would be lost until
     torch.cuda.empty_cache()."""
 
 
-class _Places(threading.local):
-    """Of a thread, by device and stream: two threads cannot record on one stream at a time."""
+_free_places: dict[tuple[torch.device, int], list[_Place]] = {}
+"""By device and number of the stream on which graphs are launched.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[torch.device, int], _Place] = {}
+A graph has its place for itself as long as it lives, and the next one may then overwrite all that
+it has left. Before, none may: it would take over memory of this graph's temporary tensors for its
+results, and a replay would overwrite them. So two graphs of which neither has ended, as of calls
+within a step, in two threads or in backward passes that autograd runs in turn on one thread, have
+two places; and no two threads ever record on one stream. The next graph on the same place is
+launched on the same stream, so that it waits for what this one still does on the device.
+"""
 
-    def current(self) -> _Place:
-        """Of the current stream."""
-        stream = torch.cuda.current_stream()
-        key = (stream.device, stream.cuda_stream)
-        if key not in self._known:
-            self._known[key] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
-        return self._known[key]
+_failed: list[Any] = []
+"""Graphs whose recording could not even end: the allocator of pinned memory has pointers to them,
+and no function that would take them away."""
 
 
 class CudaGraph:
     """A CUDA graph, recorded on a stream of its own."""
 
-    _places = _Places()
+    _key: tuple[torch.device, int]
+    _place: _Place | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph = torch.cuda.CUDAGraph()
 
+    def __del__(self) -> None:
+        if self._place is not None:
+            _free_places.setdefault(self._key, []).append(self._place)
+
     def record(self, function: Callable[[], T]) -> T:
         with torch.cuda.device(self._device):
-            current, place = torch.cuda.current_stream(), self._places.current()
+            current = torch.cuda.current_stream()
+            self._key = (current.device, current.cuda_stream)
+            place = _take_place(self._key)
             place.stream.wait_stream(current)
             torch.clear_autocast_cache()  # a graph casts weights itself, and keeps its casts
             try:
                 with torch.cuda.stream(place.stream):
-                    # Other threads may do what no graph can record: those of a data loader do.
-                    self._graph.capture_begin(place.pool, capture_error_mode="thread_local")
-                    try:
-                        result = function()
-                    finally:
-                        self._graph.capture_end()
+                    result = self._capture(place, function)
             finally:
                 torch.clear_autocast_cache()
-            place.last = self._graph
             current.wait_stream(place.stream)
+        place.last, self._place = self._graph, place
         return result
+
+    def _capture(self, place: _Place, function: Callable[[], T]) -> T:
+        """After an error nobody gets the place again, and torch is as before."""
+        try:
+            # Other threads may do what no graph can record: those of a data loader do.
+            self._graph.capture_begin(place.pool, capture_error_mode="thread_local")
+            try:
+                result = function()
+            except BaseException:
+                with suppress(RuntimeError):  # a second error, that nothing more was recorded
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        except BaseException:
+            self._clean_up(place)
+            raise
+        return result
+
+    def _clean_up(self, place: _Place) -> None:
+        """Ends what a recording has begun that CUDA has broken off.
+
+        capture_end() raises then before it has done so: allocations, which would look for the
+        graph, and in some releases of torch the generator, which would refuse to draw.
+        """
+        try:
+            torch._C._cuda_endAllocateToPool(place.stream.device_index, place.pool)
+            torch._C._cuda_releasePool(place.stream.device_index, place.pool)
+        except (AttributeError, RuntimeError):
+            return  # capture_end() has, or this torch has no such function
+        _failed.append(self._graph)
+        fresh, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(fresh), suppress(RuntimeError):  # the first error is the reason
+            graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros(1, device=fresh.device)
+            graph.capture_end()
 
     def replay(self) -> None:
         with torch.cuda.device(self._device):
             self._graph.replay()
+
+
+def _take_place(key: tuple[torch.device, int]) -> _Place:
+    try:
+        return _free_places.setdefault(key, []).pop()
+    except IndexError:
+        return _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
 
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
@@ -113,30 +158,39 @@ class Recorded(Generic[T]):
     """
 
     def __init__(self, function: Callable[..., T], device: torch.device) -> None:
-        self._function = function
-        self._recorder = RECORDERS[device.type](device)
+        self._function, self._device = function, device
+        self._recorder: Recorder
         self._given: list[Any] | None = None
         self._result: T
 
     def __call__(self, *trees: Any) -> T:
         leaves, spec = pytree.tree_flatten(trees)
         if self._given is None:
-            given = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            own = pytree.tree_unflatten(given, spec)
             try:
-                self._result = self._recorder.record(lambda: self._function(*own))
-            except torch.OutOfMemoryError:
-                raise
+                self._record(leaves, spec)
             except Exception as error:
                 first_line = str(error).strip().split("\n")[0]
                 raise CannotRecord(f"it raises {type(error).__name__}: {first_line}") from error
-            self._given = given
         else:
             for own_leaf, leaf in zip(self._given, leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     own_leaf.copy_(leaf)
         self._recorder.replay()
         return self._result
+
+    def _record(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        with suppress(torch.OutOfMemoryError):
+            return self._record_once(leaves, spec)
+        # Once more, for the allocator cannot do this while a graph is being recorded.
+        torch.cuda.empty_cache()
+        return self._record_once(leaves, spec)
+
+    def _record_once(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        recorder = RECORDERS[self._device.type](self._device)
+        given = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own = pytree.tree_unflatten(given, spec)
+        self._result = recorder.record(lambda: self._function(*own))
+        self._recorder, self._given = recorder, given
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -151,6 +205,8 @@ class Graphs:
     obstacle: str | None = None
     """Why there are none; "" for nothing; None if nobody has looked."""
     _has_run: set[str] = field(default_factory=set)
+    _late_obstacle: str = ""
+    """Why the call that runs now goes on without."""
 
     def recorded(
         self, what: str, function: Callable[..., T], device: torch.device
@@ -161,20 +217,25 @@ class Graphs:
             what: The kind of work. It runs as it is in the first call, since a device may load
                 kernels then, and the compiler compile.
         """
+        self._late_obstacle = ""
         if self.obstacle or what not in self._has_run or _is_capturing(device):
             return None
         return Recorded(function, device)
 
     def has_run(self, what: str) -> None:
+        """To the end, with graphs or without."""
         self._has_run.add(what)
+        if self._late_obstacle:
+            self.obstacle, self._late_obstacle = self._late_obstacle, ""
+            warnings.warn(
+                "fusedrnn: the steps run without CUDA graphs, because while one was recorded "
+                f"{self.obstacle}",
+                stacklevel=2,
+            )
 
     def give_up(self, error: CannotRecord) -> None:
-        """From now on without."""
-        self.obstacle = str(error)
-        warnings.warn(
-            f"fusedrnn: the steps run without CUDA graphs, because while one was recorded {error}",
-            stacklevel=2,
-        )
+        """From now on without, if this call then succeeds: else its steps themselves may fail."""
+        self._late_obstacle = str(error)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -223,3 +284,19 @@ class Unrecordable(TorchDispatchMode):
 _INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_"}
 _COPYING = {"aten::_to_copy", "aten::copy_"}
 _WAITING = {"aten::is_nonzero", "aten::_linalg_check_errors"}
+_WAITING_BACKWARD = {"ProdBackward0", "ProdBackward1", "CumprodBackward0"}
+"""They look for zeros, but not below a mode, so that :class:`Unrecordable` sees nothing."""
+
+
+def waits_in_backward(results: Sequence[Tensor]) -> str:
+    """The node of the graph of ``results`` that is known to wait; "" for none."""
+    nodes = [leaf.grad_fn for leaf in results if leaf.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() in _WAITING_BACKWARD:
+            return node.name()
+        following = {next for next, _ in node.next_functions if next is not None} - seen
+        seen |= following
+        nodes += following
+    return ""

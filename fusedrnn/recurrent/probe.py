@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, gradients_of, is_close
-from .graphs import Unrecordable
+from .gradients import Gradients, coarsest_eps, dense, gradients_of, is_close, rows_are_close
+from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
-from .runs import Run, as_leaf
+from .runs import Chunk, Run, as_leaf
 from .trees import Leaves, differentiable
 
 _STEPS = 3
+_DRAWS = "the step draws random numbers that are not for one row each"
+
+_DRAWS_OTHERWISE = "the step draws random numbers in a way that no graph can"
+
+
+class Obstacle(NamedTuple):
+    """Why something cannot be done."""
+
+    reason: str
+    """"" for nothing."""
+    is_lasting: bool = True
+    """Whether it is one of the step, and not of the moment, as when memory is short."""
 
 
 @torch.no_grad()
-def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
-    """Why steps cannot be taken at once, as rows of a larger batch; "" if nothing was found.
+def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
+    """Why steps cannot be taken at once, as rows of a larger batch.
 
     Takes the first steps one by one and then at once. Buffers and torch's generators are afterwards
     as before.
@@ -28,93 +41,189 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
     named += [(name, x[0]) for name, x in zip(run.names.input, inputs, strict=True) if x.dim()]
     for name, leaf in named:
         if not leaf.dim() or leaf.shape[0] != run.rows:
-            return f"{name} has no row for each row of the batch"
+            return Obstacle(f"{name} has no row for each row of the batch")
     steps = min(_STEPS, run.seq_len)
     if steps == 1 or run.rows == 0:
-        return ""
-    run = dataclasses.replace(run.for_trial(steps), backwards=False, compiled=None)
+        return Obstacle("")
     inputs = tuple(leaf.detach()[:steps] for leaf in inputs)
-    try:
-        return run.aside(lambda: _difference(run, inputs, state, constants))
-    except Exception as error:
-        return f"steps taken at once raise {type(error).__name__}: {error}"
+    reason = ""
+    for _ in range(2):
+        trial = dataclasses.replace(run.for_trial(steps), backwards=False, compiled=None)
+        try:
+            reason = _difference(trial, inputs, state, constants)
+        except Exception as error:
+            return Obstacle(f"a step raises {type(error).__name__}: {error}", is_lasting=False)
+        if reason != _DRAWS or not trial.noise.draws_by_rows:
+            break
+        # Once more, for another thread may have drawn from torch's generators.
+    return Obstacle(reason)
 
 
-@torch.no_grad()
-def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
-    """Why steps cannot be recorded; "" if nothing was found.
+def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
+    """Why steps cannot be recorded, nor their gradients if there can be any.
 
     Takes the first step. Buffers and torch's generators are afterwards as before.
     """
-    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
-    given = (state, tuple(leaf.detach()[run.time(0)] for leaf in inputs), constants)
+    found = Obstacle("")
+    for _ in range(2):  # as above
+        found = _obstacle_to_graphs(run, inputs, state, constants)
+        if found.reason != _DRAWS_OTHERWISE:
+            break
+    return found
 
-    def look() -> str:
+
+def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
+    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
+    x = tuple(leaf.detach()[run.time(0)] for leaf in inputs)
+    has_gradients = torch.is_grad_enabled()
+
+    def look() -> Obstacle:
         versions, random_states = run.weights.buffer_versions(), run.random_states()
         buffers = run.weights.copies(versions)
         run.enter(run.chunks()[0])
+        shared, start, input = _Shared({}, constants, {}), state, x
+        if has_gradients:
+            shared, _ = _find_shared(run, x, state, constants)
+            start, input = tuple(map(as_leaf, state)), tuple(map(as_leaf, x))
         watch = Unrecordable()
-        with run.watched(), watch:
-            run.take(run.time(0), *given)
+
+        def take() -> Obstacle:
+            with watch, run.watched(shared.closed_over):
+                new, y = run.take(run.time(0), start, input, shared.constants)
+            results, leaves = [*new, *y], [*start, *input, *shared.leaves()]
+            if node := waits_in_backward(results):
+                return Obstacle(f"the step waits for the values of a tensor in backward, in {node}")
+            ones = [torch.ones_like(leaf) if differentiable(leaf) else None for leaf in results]
+            try:
+                with watch, run.watched_backward():
+                    gradients_of(results, ones, leaves)
+            except Exception as error:
+                reason = f"backward of the step raises {type(error).__name__}: {error}"
+                return Obstacle(reason, is_lasting=False)
+            return Obstacle(watch.reason and f"the step {watch.reason}")
+
+        found = run.call_with(shared.weights, take)
         if run.weights.changed(versions, buffers):
-            return "the step changes a buffer"
-        now = run.random_states()
-        if not all(torch.equal(a, b) for a, b in zip(random_states, now, strict=True)):
-            return "the step draws random numbers in a way that no graph can"
-        return watch.reason and f"the step {watch.reason}"
+            return Obstacle("the step changes a buffer")
+        return Obstacle(_DRAWS_OTHERWISE) if _has_drawn(run, random_states) else found
 
     return run.aside(look)
 
 
+class _Shared(NamedTuple):
+    """What all steps get, as leaves of graphs of their own: so no hook of a user is called."""
+
+    weights: dict[str, Tensor]
+    constants: Leaves
+    closed_over: dict[int, Tensor]
+    """By the id of the tensor that the step reads."""
+
+    def leaves(self) -> Leaves:
+        return (*self.weights.values(), *self.constants, *self.closed_over.values())
+
+    def names(self) -> list[str]:
+        """In the order of the leaves."""
+        return [
+            *(f"the weight {name.removeprefix('used.0.')}" for name in self.weights),
+            *(f"leaf {i} of what all steps get" for i in range(len(self.constants))),
+            *("a tensor that the step closes over" for _ in self.closed_over),
+        ]
+
+
+def _find_shared(
+    run: Run, x: Leaves, state: Leaves, constants: Leaves
+) -> tuple[_Shared, ClosedOver]:
+    """Takes the first step to see what it reads. The run must have entered its chunk."""
+    found = ClosedOver(run.weights.tensors())
+    given = [tuple(leaf.detach() for leaf in leaves) for leaves in (state, x, constants)]
+    found.add_known(given)
+    with torch.enable_grad(), run.watched(closed_over=found):
+        run.take(run.time(0), *given)
+    shared = _Shared(  # only now, for a lazy module had no weights before
+        {name: as_leaf(weight) for name, weight in run.weights.trained().items()},
+        tuple(map(as_leaf, constants)),
+        {number: as_leaf(leaf) for number, leaf in found.with_gradient.items()},
+    )
+    found.add_known(shared.leaves())
+    return shared, found
+
+
+def _has_drawn(run: Run, before: tuple[Tensor, ...]) -> bool:
+    """Whether torch's generators are others than before."""
+    return not all(torch.equal(a, b) for a, b in zip(before, run.random_states(), strict=True))
+
+
 def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
-    """Between steps taken one by one and taken at once."""
-    state = tuple(leaf.detach() for leaf in state)
-    constants = tuple(leaf.detach() for leaf in constants)
-    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *constants])
-    versions, random_states = run.weights.buffer_versions(), run.random_states()
-    buffers = run.weights.copies(versions)
+    """Between steps taken one by one and taken at once, and what keeps them from being compared."""
     chunk = run.chunks()[0]
-    run.enter(chunk)
-    states, one_by_one = [state], []
-    for time, x in zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True):
-        run.noise.step(time)
-        one_by_one.append(_take(run, found, state, x, constants, 1))
-        state = one_by_one[-1].state
-        states.append(state)
-    if run.weights.changed(versions, buffers):
-        return "the step changes a buffer"
-    now = run.random_states()
-    drawn_from_torch = not all(torch.equal(a, b) for a, b in zip(random_states, now, strict=True))
-    if drawn_from_torch or not run.noise.draws_by_rows:
-        return "the step draws random numbers that are not for one row each"
-    for leaf in [*found.with_gradient.values(), *found.others.values()]:
-        if run.rows in leaf.shape:  # an index into it could be out of range
-            return "the step reads a tensor of its own that may have rows of the batch"
-    run.noise.all_steps()
-    before = tuple(torch.cat(leaves) for leaves in zip(*states[:-1], strict=True))
-    x = tuple(leaf.flatten(0, 1) for leaf in inputs)
-    at_once = _take(run, found, before, x, constants, run.seq_len)
+
+    def look() -> str:
+        versions, random_states = run.weights.buffer_versions(), run.random_states()
+        buffers = run.weights.copies(versions)
+        run.enter(chunk)
+        shared, found = _find_shared(run, tuple(x[0] for x in inputs), state, constants)
+
+        def one_by_one() -> list[_Taken]:
+            taken: list[_Taken] = []
+            for time, x in zip(chunk.times, chunk.steps(inputs), strict=True):
+                run.noise.step(time)
+                before = taken[-1].state if taken else tuple(leaf.detach() for leaf in state)
+                taken.append(_take(run, found, shared, before, x, time, 1))
+            return taken
+
+        alone = run.call_with(shared.weights, one_by_one)
+        if run.weights.changed(versions, buffers):
+            return "the step changes a buffer"
+        if _has_drawn(run, random_states) or not run.noise.draws_by_rows:
+            return _DRAWS
+        for leaf in [*found.with_gradient.values(), *found.others.values()]:
+            if run.rows in leaf.shape:  # an index into it could be out of range
+                return "the step reads a tensor of its own that may have rows of the batch"
+        run.noise.all_steps()
+        befores = [state, *(taken.state for taken in alone[:-1])]
+        before = tuple(torch.cat(leaves).detach() for leaves in zip(*befores, strict=True))
+        x = tuple(leaf.flatten(0, 1) for leaf in inputs)
+        try:
+            at_once = run.call_with(
+                shared.weights, lambda: _take(run, found, shared, before, x, 0, run.seq_len)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"steps taken at once raise {type(error).__name__}: {error}"
+        given = [*inputs, *state, *constants, *run.weights.tensors()]
+        eps = coarsest_eps(run.autocast, given)
+        differences = _differences(run, chunk, shared, alone, at_once, eps)
+        return next((f"with steps taken at once, {what}" for what in differences), "")
+
+    return run.aside(look)
+
+
+def _differences(
+    run: Run, chunk: Chunk, shared: _Shared, alone: list[_Taken], at_once: _Taken, eps: float
+) -> Iterator[str]:
     names = [
         *run.names.state,
         *(f"output leaf {i}" for i in range(len(at_once.output))),
         *(f"the gradient of {name}" for name in (*run.names.state, *run.names.input)),
     ]
-    steps = zip(*(taken.all() for taken in one_by_one), strict=True)
-    for name, new, old in zip(names, at_once.all(), steps, strict=True):
+    steps = zip(*(taken.rows() for taken in alone), strict=True)
+    for name, new, old in zip(names, at_once.rows(), steps, strict=True):
         if new is None or old[0] is None:
-            if new is not None or any(leaf is not None for leaf in old):
-                return f"with steps taken at once, {name} is another one"
+            continue  # it has no gradient, being of integers
+        expected = torch.stack([leaf for leaf in old if leaf is not None])
+        if new.shape != (run.rows * run.seq_len, *expected.shape[2:]):
+            yield f"{name} has shape {tuple(new.shape)}"
             continue
-        if new.shape[:1] != (run.rows * run.seq_len,):
-            return f"{name} of steps taken at once has shape {tuple(new.shape)}"
-        for time, own in zip(chunk.times, new.split(run.rows), strict=True):
-            expected = old[time]
-            if expected is None or not is_close(own, expected):
-                return (
-                    f"with steps taken at once, {name} differs at time {time}, so the rows are not "
-                    "independent"
-                )
-    return ""
+        same = rows_are_close(new.view(expected.shape), expected, eps).tolist()
+        if not all(same):
+            time = chunk.times[same.index(False)]
+            yield f"{name} differs at time {time}, so the rows are not independent"
+    sums = zip(*(taken.shared for taken in alone), strict=True)
+    for name, total, parts in zip(shared.names(), at_once.shared, sums, strict=True):
+        each = [part for part in parts if part is not None]
+        if total is not None and not is_close(total, torch.stack(each).sum(0), each, eps):
+            yield f"the gradient of {name} differs, so the rows are not independent"
 
 
 class _Taken(NamedTuple):
@@ -122,32 +231,42 @@ class _Taken(NamedTuple):
 
     state: Leaves
     output: Leaves
-    gradients: Gradients
-    """Of the state before it and of its input."""
+    own: Gradients
+    """Gradients of the state before it and of its input."""
+    shared: Gradients
+    """Of what all steps get."""
 
-    def all(self) -> list[Tensor | None]:
-        return [*self.state, *self.output, *self.gradients]
+    def rows(self) -> list[Tensor | None]:
+        return [*self.state, *self.output, *self.own]
 
 
 def _take(
-    run: Run, found: ClosedOver, state: Leaves, x: Leaves, constants: Leaves, steps: int
+    run: Run, found: ClosedOver, shared: _Shared, state: Leaves, x: Leaves, first: int, steps: int
 ) -> _Taken:
-    """Takes as many steps at once; the run's noise knows which."""
+    """Takes as many steps at once, from the time ``first`` on; the run's noise knows which."""
     before, input = (tuple(map(as_leaf, leaves)) for leaves in (state, x))
     found.add_known([before, input])
-    with torch.enable_grad(), run.watched(closed_over=found):
-        new, y = run.step(before, input, constants)
-    results = [*new, *y]
-    vectors = [_vector(leaf, steps) for leaf in results]
-    gradients = gradients_of(results, vectors, [*before, *input])
+    with torch.enable_grad(), run.watched(shared.closed_over, found):
+        new, y = run.step(before, input, shared.constants)
+    results, leaves = [*new, *y], [*before, *input, *shared.leaves()]
+    vectors = [_vector(leaf, first, steps) for leaf in results]
+    gradients = [
+        gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+        for gradient in dense(gradients_of(results, vectors, leaves), leaves)
+    ]
+    own = len(before) + len(input)
     return _Taken(
-        tuple(leaf.detach() for leaf in new), tuple(leaf.detach() for leaf in y), gradients
+        tuple(leaf.detach() for leaf in new),
+        tuple(leaf.detach() for leaf in y),
+        gradients[:own],
+        gradients[own:],
     )
 
 
-def _vector(leaf: Tensor, steps: int) -> Tensor | None:
-    """Some gradient of a leaf, the same for each of the steps."""
-    if not differentiable(leaf) or not leaf.dim() or leaf.shape[0] % steps:
+def _vector(leaf: Tensor, first: int, steps: int) -> Tensor | None:
+    """Some gradient of a leaf, another one for each step: else a mean over them would be right."""
+    if not differentiable(leaf):
         return None
-    numbers = torch.arange(1, leaf.numel() // steps + 1, device=leaf.device).cos()
-    return numbers.to(leaf.dtype).repeat(steps).view(leaf.shape)
+    start = first * (leaf.numel() // steps) + 1
+    numbers = torch.arange(start, start + leaf.numel(), device=leaf.device).cos()
+    return numbers.to(leaf.dtype).view(leaf.shape)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 import threading
 import warnings
 
@@ -174,6 +176,89 @@ def test_recurrent_steps_that_wait_are_not_recorded():
     assert "waits for the values of a tensor" in rnn.explain(x, h).record_reason
     for _ in range(2):
         rnn(x, h)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_recurrent_recordings_that_fail_leave_torch_as_it_was(place):
+    """What breaks off a recording is the reason; then torch draws, frees memory and records."""
+
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h):
+            if place == "forward" and torch.cuda.is_current_stream_capturing():
+                h.sum().item()
+            return h.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            if place == "backward" and torch.cuda.is_current_stream_capturing():
+                g.sum().item()
+            return g.clone()
+
+    class Cell(nn.Module):
+        def forward(self, x, h):
+            return torch.tanh(Waiting.apply(h) + x)
+
+    rnn = fusedrnn.Recurrent(Cell(), mode="replay", cuda_graphs=True)
+    expected = fusedrnn.Recurrent(rnn.cell, mode="replay")
+    x = torch.randn(SEQ_LEN, BATCH, H, device="cuda", requires_grad=True)
+    h = torch.zeros(BATCH, H, device="cuda")
+    (exact,) = torch.autograd.grad(expected(x, h)[0].sum(), x)
+    rnn(x, h)[0].sum().backward()
+    with pytest.warns(UserWarning, match="without CUDA graphs.*captur"):
+        (found,) = torch.autograd.grad(rnn(x, h)[0].sum(), x)
+    torch.testing.assert_close(found, exact)
+    assert "captur" in rnn.explain(x, h).record_reason
+    torch.rand(3, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    large = torch.empty(2**26, device="cuda")
+    large.record_stream(torch.cuda.Stream())
+    del large
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+    other, plain = gru_pair()
+    for _ in range(3):
+        torch.testing.assert_close(other(x)[0], plain(x)[0])
+    assert other.explain(x).is_recorded
+
+
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_recurrent_gradients_that_wait_are_not_recorded(is_scalar):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))  # on the CPU
+
+        def forward(self, x, h):
+            return torch.tanh(x + (h * self.scale if is_scalar else h.prod(-1, keepdim=True)))
+
+    rnn = fusedrnn.Recurrent(Cell(), cuda_graphs=True)
+    x = torch.randn(SEQ_LEN, BATCH, H, device="cuda", requires_grad=True)
+    h = torch.zeros(BATCH, H, device="cuda")
+    reason = "copies from one device to another" if is_scalar else "waits .* in backward"
+    assert re.search(reason, rnn.explain(x, h).record_reason)
+    for _ in range(3):
+        rnn(x, h)[0].sum().backward()
+
+
+def test_recurrent_memory_ends_with_the_call():
+    """Without the garbage collector."""
+    rnn, _ = gru_pair()
+    x = torch.randn(SEQ_LEN, BATCH, H, device="cuda")
+    for _ in range(3):
+        rnn(x)[0].sum().backward()
+    allocated = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            rnn(x)[0].sum().backward()
+            allocated.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert allocated[-1] == allocated[0]
 
 
 def test_recurrent_compiled_and_recorded():
