@@ -34,8 +34,7 @@ class Obstacle(NamedTuple):
 def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
     """Why steps cannot be taken at once, as rows of a larger batch.
 
-    Takes the first steps one by one and then at once. Buffers and torch's generators are afterwards
-    as before.
+    Takes the first steps one by one and then at once. All that they change is afterwards as before.
     """
     named = [*zip(run.names.state, state, strict=True)]
     named += [(name, x[0]) for name, x in zip(run.names.input, inputs, strict=True) if x.dim()]
@@ -62,7 +61,7 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
 def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
     """Why steps cannot be recorded, nor their gradients if there can be any.
 
-    Takes the first step. Buffers and torch's generators are afterwards as before.
+    Takes the first step. All that it changes is afterwards as before.
     """
     found = Obstacle("")
     for _ in range(2):  # as above
@@ -78,8 +77,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
     has_gradients = torch.is_grad_enabled()
 
     def look() -> Obstacle:
-        versions, random_states = run.weights.buffer_versions(), run.random_states()
-        buffers = run.weights.copies(versions)
+        mark = run.mark()
         run.enter(run.chunks()[0])
         shared, start, input = _Shared({}, constants, {}), state, x
         if has_gradients:
@@ -103,9 +101,9 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
             return Obstacle(watch.reason and f"the step {watch.reason}")
 
         found = run.call_with(shared.weights, take)
-        if run.weights.changed(versions, buffers):
-            return Obstacle("the step changes a buffer")
-        return Obstacle(_DRAWS_OTHERWISE) if _has_drawn(run, random_states) else found
+        if change := run.change(mark):
+            return Obstacle(change)
+        return Obstacle(_DRAWS_OTHERWISE) if run.has_drawn(mark) else found
 
     return run.aside(look)
 
@@ -148,18 +146,12 @@ def _find_shared(
     return shared, found
 
 
-def _has_drawn(run: Run, before: tuple[Tensor, ...]) -> bool:
-    """Whether torch's generators are others than before."""
-    return not all(torch.equal(a, b) for a, b in zip(before, run.random_states(), strict=True))
-
-
 def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> str:
     """Between steps taken one by one and taken at once, and what keeps them from being compared."""
     chunk = run.chunks()[0]
 
     def look() -> str:
-        versions, random_states = run.weights.buffer_versions(), run.random_states()
-        buffers = run.weights.copies(versions)
+        mark = run.mark()
         run.enter(chunk)
         shared, found = _find_shared(run, tuple(x[0] for x in inputs), state, constants)
 
@@ -172,9 +164,9 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
             return taken
 
         alone = run.call_with(shared.weights, one_by_one)
-        if run.weights.changed(versions, buffers):
-            return "the step changes a buffer"
-        if _has_drawn(run, random_states) or not run.noise.draws_by_rows:
+        if change := run.change(mark):
+            return change
+        if run.has_drawn(mark) or not run.noise.draws_by_rows:
             return _DRAWS
         for leaf in [*found.with_gradient.values(), *found.others.values()]:
             if run.rows in leaf.shape:  # an index into it could be out of range
