@@ -149,45 +149,32 @@ class Resets(NamedTuple):
     """Whether each step has values of its own, among its inputs; else they are constants."""
 
 
-def with_masks(
-    step: FlatStep, inputs: int, longest: int | None, rows: int, resets: Resets | None
-) -> FlatStep:
+def with_masks(step: FlatStep, inputs: int, has_ends: bool, resets: Resets | None) -> FlatStep:
     """A step with rows that end, and rows that start anew.
 
-    ``longest``: a row of the batch, which has ``rows``, that ends last; None without lengths.
-
-    Its input has after the ``inputs`` leaves of the step: which rows take the step, (batch,), if
-    there are lengths; with resets which rows start anew, (batch,), and the states that those take.
+    Its input has after the ``inputs`` leaves of the step: if rows end, how many rows on the longest
+    one is from those that have ended, else 0, (batch,); with resets which rows start anew,
+    (batch,), and the states that those take.
     """
 
     def masked(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         rest = iter(x[inputs:])
         own, old = x[:inputs], state
-        active = None
-        if longest is not None:  # behind the end of others anything may stand
-            active = next(rest)
-            own = tuple(_where_active(active, leaf, longest, rows) for leaf in own)
+        strides = next(rest) if has_ends else None
         if resets is not None:
             state = _reset(state, resets, next(rest), tuple(rest), constants)
+        if strides is None:
+            return step(state, own, constants)
+        # What stands behind the end may be NaN in the step, or in its derivative, and so may zeros
+        # be, or a row's own state with the input of another: only what a row does take is safe.
+        row = torch.arange(strides.shape[0], device=strides.device) + strides
+        state, own = (tuple(leaf.index_select(0, row) for leaf in of) for of in (state, own))
         new, y = step(state, own, constants)
-        if active is not None:
-            new = tuple(
-                torch.where(like_rows(active, a), a, b) for a, b in zip(new, old, strict=True)
-            )
-            y = tuple(leaf.masked_fill(~like_rows(active, leaf), 0) for leaf in y)
-        return new, y
+        ended = strides != 0
+        new = tuple(torch.where(like_rows(ended, a), b, a) for a, b in zip(new, old, strict=True))
+        return new, tuple(leaf.masked_fill(like_rows(ended, leaf), 0) for leaf in y)
 
     return masked
-
-
-def _where_active(active: Tensor, leaf: Tensor, longest: int, rows: int) -> Tensor:
-    """The input, with that of the longest row for rows that have ended.
-
-    Zeros would do if no step had NaN there as a value or a derivative.
-    """
-    by_steps = leaf.unflatten(0, (-1, rows))  # there may be several steps at once
-    longest_rows = by_steps[:, longest : longest + 1].expand_as(by_steps).flatten(0, 1)
-    return torch.where(like_rows(active, leaf), leaf, longest_rows)
 
 
 def _reset(
