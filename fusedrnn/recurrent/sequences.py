@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
@@ -87,6 +88,10 @@ class Sequences(NamedTuple):
             if not is_batched:
                 raise ValueError(
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
+                )
+            if is_exporting():
+                raise RuntimeError(
+                    "fusedrnn: lengths cannot be exported, since they tell how many steps there are"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
             if batch and lengths.max() < seq_len:

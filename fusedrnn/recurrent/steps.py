@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .forward import like_rows
 from .runs import FlatStep
@@ -43,7 +43,7 @@ class Step:
             self._state.tree(state), self._input.tree(x), self._constants.tree(given)
         )
         new_leaves, structure = flatten(new, "the step's new state")
-        if is_compiling():  # a trial without the compiler has checked them
+        if is_dynamo_compiling():  # a trial without the compiler has checked them
             if structure != self._state:
                 new_leaves = self._state.leaves(new) or new_leaves
             if torch.is_autocast_enabled(state[0].device.type):
@@ -121,7 +121,7 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
         nonlocal returns_state
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
-        if not is_compiling():  # a trial without the compiler has told
+        if not is_dynamo_compiling():  # a trial without the compiler has told
             in_order = leaves if structure == state else state.leaves(result)
             returns_state = in_order is not None
             leaves = in_order or leaves
