@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Step:
         has_rows: bool,
     ) -> None:
         """``has_rows``: whether outputs must have the rows that the state has."""
-        self._call, self._has_rows = call, has_rows
+        self._call, self.has_rows = call, has_rows
         self._state, self._input, self._constants = state, input, constants
         self.output: Structure | None = None
         """Known after the first step."""
@@ -43,13 +44,13 @@ class Step:
             self._state.tree(state), self._input.tree(x), self._constants.tree(given)
         )
         new_leaves, structure = flatten(new, "the step's new state")
-        if is_dynamo_compiling():  # a trial without the compiler has checked them
-            if structure != self._state:
-                new_leaves = self._state.leaves(new) or new_leaves
+        if is_dynamo_compiling():  # a step without the compiler has checked what this one returns
+            new_leaves = _in_order(self._state, structure, new_leaves, new)
             if torch.is_autocast_enabled(state[0].device.type):
                 pairs = zip(new_leaves, state, strict=True)
                 new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
-            return new_leaves, flatten(y, "the step's output")[0]
+            y_leaves, structure = flatten(y, "the step's output")
+            return new_leaves, _in_order(self.output_structure(), structure, y_leaves, y)
         if structure is not self._state and structure != self._state:
             in_order = self._state.leaves(new)
             if in_order is None:
@@ -68,6 +69,11 @@ class Step:
         assert self.output is not None
         return self.output
 
+    @cached_property
+    def output_name(self) -> str:
+        """Differs for outputs of another structure."""
+        return str(self.output_structure())
+
     def _cast_or_refuse(self, new: Leaves, i: int, old: Tensor) -> Leaves:
         leaf, device = new[i], old.device.type
         is_same = leaf.shape == old.shape and leaf.device == old.device
@@ -81,7 +87,7 @@ class Step:
     def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
         leaves, structure = flatten(y, "the step's output")
         rows = state[0].shape[0] if state[0].dim() else 1
-        if self._has_rows:
+        if self.has_rows:
             for i, leaf in enumerate(leaves):
                 if not leaf.dim() or leaf.shape[0] != rows:
                     raise ValueError(
@@ -106,6 +112,14 @@ class Step:
                 f"time in shape, dtype and device, first {self._kinds[i]}, got {kinds[i]}"
             )
         return leaves
+
+
+def _in_order(wanted: Structure, got: Structure, leaves: Leaves, tree: Any) -> Leaves:
+    """The leaves of a tree in the order of another one, whose dicts may be in another order."""
+    in_order = leaves if got == wanted else wanted.leaves(tree)
+    if in_order is None:
+        raise ValueError("fusedrnn: the step returns another structure than before")
+    return in_order
 
 
 def _kind(leaf: Tensor) -> str:
