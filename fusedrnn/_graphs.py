@@ -27,16 +27,27 @@ def constant_in_graphs(function: F) -> F:
 def never_in_graphs(function: F) -> F:
     """torch.compile leaves ``function`` and all that it calls as they are.
 
-    So says ``torch.compiler.disable``, too; but it imports the compiler.
+    So says ``torch.compiler.disable``, too; but it imports the compiler. Where all must be one
+    graph, errors of the compiler say what to do.
     """
+    reason = (
+        f"fusedrnn: {function.__qualname__} decides by values, so it stays out of graphs: compile "
+        "without fullgraph=True; export, if it can be, with strict=False"
+    )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = sys.modules.get("torch._dynamo")
-        disabled = function if compiler is None else compiler.disable(function)
-        return disabled(*args, **kwargs)
+        # It has not yet all names while another thread imports it.
+        graph_break = getattr(compiler, "graph_break", None)
+        disable = getattr(compiler, "disable", None)
+        if graph_break is None or disable is None:
+            return function(*args, **kwargs)
+        graph_break(msg=reason)
+        return disable(function, reason=reason)(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return cast(F, call)
 
 

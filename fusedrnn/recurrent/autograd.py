@@ -116,7 +116,7 @@ class _Sequence(torch.autograd.Function):
             ctx.run,
             values,
             starts=[rest[i : i + size] for i in range(of_states, len(rest), size)],
-            states=rest[:of_states],
+            states=[leaf.detach() for leaf in rest[:of_states]],
             needs=needs,
             output_gradients=list(gradients[:of_outputs]),
             state_gradients=list(gradients[of_outputs:]),

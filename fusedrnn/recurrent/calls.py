@@ -68,6 +68,8 @@ class Memory:
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
     ) -> CompiledStep | str:
         """The compiled step of a run, or why there is none."""
+        if run.rows == 0:  # what such a step draws tells nothing of others
+            return "there is nothing to compute"
         dtypes = tuple(leaf.dtype for leaf in (*inputs, *state, *constants))
         key = (run.signature, dtypes, *_kinds(run))
         found = self._compiled.get(key)
@@ -124,7 +126,6 @@ def _take(
         compiled = memory.compiled(run, *given)
         if not isinstance(compiled, str):
             run.compiled, run.values = compiled, run.weights.trained()
-            run.user_step.output = compiled.output
     if not obstacle_of_call(run, settings, known, *given):
         run.graphs = known.graphs
     return run_sequence(run, *given, is_parallel)

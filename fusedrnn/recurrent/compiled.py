@@ -13,41 +13,23 @@ from torch import Tensor
 from .gradients import is_close
 from .noise import Draw, Tape
 from .reads import ClosedOver, Watch
-from .runs import Run
+from .runs import Mark, Run
 from .trees import Leaves
 
 _numbers = itertools.count()
 
 
 class CompiledStep:
-    """A step, compiled once for any seq_len and batch.
+    """A step, compiled for any seq_len and batch.
 
     Weights and random numbers are arguments, so that its graphs hold no tensor.
     """
 
-    def __init__(self, run: Run, draws: Sequence[Draw]) -> None:
-        step, weights = run.step, run.weights
-
-        def take(
-            values: dict[str, Tensor],
-            numbers: list[Tensor],
-            state: Leaves,
-            x: Leaves,
-            constants: Leaves,
-        ) -> tuple[Leaves, Leaves]:
-            with Watch(Tape(draws, numbers)):
-                made: tuple[Leaves, Leaves] = weights.call_with(
-                    values, lambda: step(state, x, constants)
-                )
-            return made
-
-        # The compiler counts how often it has compiled a code object, which all cells would share.
-        take.__code__ = take.__code__.replace(co_name=f"take_{next(_numbers)}")
-        _let_modes_see_draws()
-        self._take: Any = torch.compile(take, dynamic=False, fullgraph=True)
+    def __init__(self, draws: Sequence[Draw]) -> None:
         self._draws = draws
-        self.output = run.user_step.output
-        """The structure of the step's output."""
+        self._uses: dict[Any, Any] = {}
+        """A function for each way to use the step, since the compiler makes few graphs of one."""
+        self._is_given_up = False
 
     def take(self, run: Run, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         """The step, with the noise and the values of weights that a run has.
@@ -55,7 +37,7 @@ class CompiledStep:
         The compiler looks again at a cell whose attributes have changed. What it cannot compile
         then runs without it.
         """
-        if self._take is not None:
+        if not self._is_given_up:
             try:
                 made = self.graph(run, state, x, constants)
             except torch.OutOfMemoryError:
@@ -64,7 +46,7 @@ class CompiledStep:
                 if run.noise.is_given:  # while a graph is recorded, which may be the reason
                     raise
                 warn(reason_of(error))
-                self._take = None
+                self._is_given_up = True
             else:
                 kinds = zip(made[0], state, strict=True)
                 if all(a.dtype == b.dtype and a.shape == b.shape for a, b in kinds):
@@ -74,11 +56,39 @@ class CompiledStep:
             return run.weights.call_with(run.values, lambda: run.step(state, x, constants))
 
     def graph(self, run: Run, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-        """The step by its graphs alone."""
+        """The step by its graphs alone. A step without them must have told its output."""
         numbers = [_in_one_form(run.noise.draw(draw)) for draw in self._draws]
         state, x = tuple(map(_in_one_form, state)), tuple(map(_in_one_form, x))
-        made: tuple[Leaves, Leaves] = self._take(run.values, numbers, state, x, constants)
+        if run.user_step.has_rows:  # else constants may be weights, of one size
+            constants = tuple(map(_in_one_form, constants))
+        needs = [leaf.requires_grad for leaf in (*state, *x, *constants)]
+        use = (run.user_step.output_name, torch.is_grad_enabled(), *needs)
+        if use not in self._uses:
+            self._uses[use] = _compile(run, self._draws)
+        made: tuple[Leaves, Leaves] = self._uses[use](run.values, numbers, state, x, constants)
         return made
+
+
+def _compile(run: Run, draws: Sequence[Draw]) -> Any:
+    step, weights = run.step, run.weights
+
+    def take(
+        values: dict[str, Tensor],
+        numbers: list[Tensor],
+        state: Leaves,
+        x: Leaves,
+        constants: Leaves,
+    ) -> tuple[Leaves, Leaves]:
+        with Watch(Tape(draws, numbers)):
+            made: tuple[Leaves, Leaves] = weights.call_with(
+                values, lambda: step(state, x, constants)
+            )
+        return made
+
+    # The compiler counts how often it has compiled a code object, which all cells would share.
+    take.__code__ = take.__code__.replace(co_name=f"take_{next(_numbers)}")
+    _let_modes_see_draws()
+    return torch.compile(take, fullgraph=True)
 
 
 def reason_of(error: Exception) -> str:
@@ -89,7 +99,7 @@ def reason_of(error: Exception) -> str:
 
 def _in_one_form(tensor: Tensor) -> Tensor:
     """No view, contiguous, and of any batch: else there would be a graph for each form."""
-    if tensor._is_view() or not tensor.is_contiguous():
+    if tensor._is_view() or not tensor.is_contiguous() or tensor.storage_offset():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if tensor.dim():
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -100,33 +110,24 @@ def _in_one_form(tensor: Tensor) -> Tensor:
 def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> CompiledStep | str:
     """The step by torch.compile, or why not; it must give what the step gives without.
 
-    Buffers and torch's generators are afterwards as before.
+    All that it changes is afterwards as before.
     """
     run = run.for_trial(1)
-    given = (state, tuple(leaf.detach()[run.time(0)] for leaf in inputs), constants)
-    weights = [*run.weights.parameters(), *run.weights.buffers()]
-    found = ClosedOver([*weights, *(leaf for leaves in given for leaf in leaves)])
+    at_first = tuple(leaf[run.time(0)] for leaf in inputs)
+    given = (_detached(state), _detached(at_first), _detached(constants))
+    found = ClosedOver([*run.weights.tensors(), *(leaf for leaves in given for leaf in leaves)])
 
     def take() -> tuple[Any, str]:
-        versions, random_states = run.weights.buffer_versions(), run.random_states()
-        buffers = run.weights.copies(versions)
+        mark = run.mark()
         run.enter(run.chunks()[0])
         with run.watched(closed_over=found):
             results = run.take(run.time(0), *given)
-        if run.weights.changed(versions, buffers):
-            return results, "it changes a buffer"
-        if not all(
-            torch.equal(a, b) for a, b in zip(random_states, run.random_states(), strict=True)
-        ):
-            return results, "it draws random numbers in a way that no graph can"
-        return results, ""
+        return results, obstacle_to_compile(run, mark, found.with_gradient)
 
     expected, obstacle = run.aside(take)
-    if found.with_gradient:
-        obstacle = "it reads tensors of its own that need a gradient"
     if obstacle:
         return obstacle
-    compiled = CompiledStep(run, run.noise.draws)
+    compiled = CompiledStep(run.noise.draws)
     run.values = run.weights.trained()
     try:
         with run.watched():
@@ -138,6 +139,19 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     if not all(bool(is_close(a, b)) for a, b in pairs):
         return "compiled, it gives other numbers"
     return compiled
+
+
+def obstacle_to_compile(run: Run, mark: Mark, closed_over: dict[int, Tensor]) -> str:
+    """Why a step that has run since cannot be compiled; "" for nothing."""
+    if closed_over:
+        return "it reads tensors of its own that need a gradient"
+    if run.has_drawn(mark):
+        return "it draws random numbers in a way that no graph can"
+    return run.change(mark)
+
+
+def _detached(leaves: Leaves) -> Leaves:
+    return tuple(leaf.detach() for leaf in leaves)
 
 
 def warn(reason: str) -> None:

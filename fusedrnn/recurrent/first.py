@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .compiled import warn
+from .compiled import obstacle_to_compile, warn
 from .reads import ClosedOver
 from .runs import Mark, Run, are_equal, as_leaf
 from .trees import Leaves
@@ -56,13 +56,14 @@ def take_first(
         run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
         run.befores[0].variables = mark.variables
         run.frozen, run.training = weights.frozen(), weights.training_flags()
-    change = run.change(mark)
-    if change or run.has_drawn(mark):
+    if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
-    if compiled is not None and (run.closed_over or change):
-        warn(change or "it reads tensors of its own that need a gradient")
-    else:
-        run.compiled = compiled
+    if compiled is not None:
+        obstacle = obstacle_to_compile(run, mark, run.closed_over)
+        if obstacle:
+            warn(obstacle)
+        else:
+            run.compiled = compiled
     return *result, mark
 
 

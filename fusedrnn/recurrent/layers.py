@@ -92,13 +92,13 @@ class LayersCall:
             self.memories[i] = Memory(cell)
         place = f"[{i}]" if self.is_list else ""
         state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
-        active, inputs = sequence.active(), list(leaves)
+        strides, inputs = sequence.strides_to_longest(), list(leaves)
         step = Step(call_of_cell(cell, state_structure), state_structure, structure, has_rows=True)
         resets, values = self._resets(i, state, state_structure, f"reset_to{place}")
         constants = values if resets is not None and not resets.is_sequence else ()
         names = list(names)
-        if active is not None:
-            inputs.append(active)
+        if strides is not None:
+            inputs.append(strides)
             names.append("lengths")
         if resets is not None:
             assert self.reset is not None
@@ -106,8 +106,8 @@ class LayersCall:
             names += ["reset"] + ["reset_to"] * (len(inputs) - len(names) - 1)
         flat = (
             step
-            if active is None and resets is None
-            else with_masks(step, len(leaves), sequence.longest(), sequence.batch, resets)
+            if strides is None and resets is None
+            else with_masks(step, len(leaves), strides is not None, resets)
         )
         backwards = self.directions == 2 and i % 2 == 1
         layer = f" of layer {i // self.directions}" if len(self.cells) > 1 else ""
@@ -118,7 +118,7 @@ class LayersCall:
         run = Run(
             flat,
             step,
-            (str(state_structure), str(structure), active is not None, str(resets)),
+            (str(state_structure), str(structure), strides is not None, str(resets)),
             Weights(held_by(cell)),
             Noise(self.seed, i),
             Names(state_names, names),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
@@ -84,6 +85,10 @@ class Sequences(NamedTuple):
                 raise ValueError(
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
                 )
+            if is_exporting():
+                raise RuntimeError(
+                    "fusedrnn: lengths cannot be exported, since they tell how many steps there are"
+                )
             lengths = checks.lengths(lengths, seq_len, batch)
             if not batch:  # no row ends
                 lengths = None
@@ -91,16 +96,14 @@ class Sequences(NamedTuple):
                 leaves = tuple(leaf[: int(lengths.max())] for leaf in leaves)
         return cls(leaves, structure, names, seq_len, lengths, batch_first, is_batched, packed)
 
-    def active(self) -> Tensor | None:
-        """Which rows take which steps, (seq_len, batch)."""
+    def strides_to_longest(self) -> Tensor | None:
+        """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
         if self.lengths is None:
             return None
-        device = self.leaves[0].device
-        return torch.arange(self.seq_len, device=device)[:, None] < self.lengths.to(device)
-
-    def longest(self) -> int | None:
-        """A row that takes all steps, if not all rows do."""
-        return None if self.lengths is None else int(self.lengths.argmax())
+        device, lengths = self.leaves[0].device, self.lengths
+        to_longest = (lengths.argmax() - torch.arange(self.batch)).to(device)
+        has_ended = torch.arange(self.seq_len, device=device)[:, None] >= lengths.to(device)
+        return to_longest * has_ended
 
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .forward import like_rows
 from .runs import FlatStep
@@ -30,7 +31,7 @@ class Step:
         has_rows: bool,
     ) -> None:
         """``has_rows``: whether outputs must have the rows that the state has."""
-        self._call, self._has_rows = call, has_rows
+        self._call, self.has_rows = call, has_rows
         self._state, self._input, self._constants = state, input, constants
         self.output: Structure | None = None
         """Known after the first step."""
@@ -43,13 +44,13 @@ class Step:
             self._state.tree(state), self._input.tree(x), self._constants.tree(given)
         )
         new_leaves, structure = flatten(new, "the step's new state")
-        if is_compiling():  # a trial without the compiler has checked them
-            if structure != self._state:
-                new_leaves = self._state.leaves(new) or new_leaves
+        if is_dynamo_compiling():  # a step without the compiler has checked what this one returns
+            new_leaves = _in_order(self._state, structure, new_leaves, new)
             if torch.is_autocast_enabled(state[0].device.type):
                 pairs = zip(new_leaves, state, strict=True)
                 new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
-            return new_leaves, flatten(y, "the step's output")[0]
+            y_leaves, structure = flatten(y, "the step's output")
+            return new_leaves, _in_order(self.output_structure(), structure, y_leaves, y)
         if structure is not self._state and structure != self._state:
             in_order = self._state.leaves(new)
             if in_order is None:
@@ -68,6 +69,11 @@ class Step:
         assert self.output is not None
         return self.output
 
+    @cached_property
+    def output_name(self) -> str:
+        """Differs for outputs of another structure."""
+        return str(self.output_structure())
+
     def _cast_or_refuse(self, new: Leaves, i: int, old: Tensor) -> Leaves:
         leaf, device = new[i], old.device.type
         is_same = leaf.shape == old.shape and leaf.device == old.device
@@ -81,7 +87,7 @@ class Step:
     def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
         leaves, structure = flatten(y, "the step's output")
         rows = state[0].shape[0] if state[0].dim() else 1
-        if self._has_rows:
+        if self.has_rows:
             for i, leaf in enumerate(leaves):
                 if not leaf.dim() or leaf.shape[0] != rows:
                     raise ValueError(
@@ -108,6 +114,14 @@ class Step:
         return leaves
 
 
+def _in_order(wanted: Structure, got: Structure, leaves: Leaves, tree: Any) -> Leaves:
+    """The leaves of a tree in the order of another one, whose dicts may be in another order."""
+    in_order = leaves if got == wanted else wanted.leaves(tree)
+    if in_order is None:
+        raise ValueError("fusedrnn: the step returns another structure than before")
+    return in_order
+
+
 def _kind(leaf: Tensor) -> str:
     return f"{leaf.dtype} of shape {tuple(leaf.shape)} on {leaf.device}"
 
@@ -121,7 +135,7 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
         nonlocal returns_state
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
-        if not is_compiling():  # a trial without the compiler has told
+        if not is_dynamo_compiling():  # a trial without the compiler has told
             in_order = leaves if structure == state else state.leaves(result)
             returns_state = in_order is not None
             leaves = in_order or leaves
@@ -154,45 +168,32 @@ class Resets(NamedTuple):
     """Whether each step has values of its own, among its inputs; else they are constants."""
 
 
-def with_masks(
-    step: FlatStep, inputs: int, longest: int | None, rows: int, resets: Resets | None
-) -> FlatStep:
+def with_masks(step: FlatStep, inputs: int, has_ends: bool, resets: Resets | None) -> FlatStep:
     """A step with rows that end, and rows that start anew.
 
-    ``longest``: a row of the batch, which has ``rows``, that ends last; None without lengths.
-
-    Its input has after the ``inputs`` leaves of the step: which rows take the step, (batch,), if
-    there are lengths; with resets which rows start anew, (batch,), and the states that those take.
+    Its input has after the ``inputs`` leaves of the step: if rows end, how many rows on the longest
+    one is from those that have ended, else 0, (batch,); with resets which rows start anew,
+    (batch,), and the states that those take.
     """
 
     def masked(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         rest = iter(x[inputs:])
         own, old = x[:inputs], state
-        active = None
-        if longest is not None:  # behind the end of others anything may stand
-            active = next(rest)
-            own = tuple(_where_active(active, leaf, longest, rows) for leaf in own)
+        strides = next(rest) if has_ends else None
         if resets is not None:
             state = _reset(state, resets, next(rest), tuple(rest), constants)
+        if strides is None:
+            return step(state, own, constants)
+        # What stands behind the end may be NaN in the step, or in its derivative, and so may zeros
+        # be, or a row's own state with the input of another: only what a row does take is safe.
+        row = torch.arange(strides.shape[0], device=strides.device) + strides
+        state, own = (tuple(leaf.index_select(0, row) for leaf in of) for of in (state, own))
         new, y = step(state, own, constants)
-        if active is not None:
-            new = tuple(
-                torch.where(like_rows(active, a), a, b) for a, b in zip(new, old, strict=True)
-            )
-            y = tuple(leaf.masked_fill(~like_rows(active, leaf), 0) for leaf in y)
-        return new, y
+        ended = strides != 0
+        new = tuple(torch.where(like_rows(ended, a), b, a) for a, b in zip(new, old, strict=True))
+        return new, tuple(leaf.masked_fill(like_rows(ended, leaf), 0) for leaf in y)
 
     return masked
-
-
-def _where_active(active: Tensor, leaf: Tensor, longest: int, rows: int) -> Tensor:
-    """The input, with that of the longest row for rows that have ended.
-
-    Zeros would do if no step had NaN there as a value or a derivative.
-    """
-    by_steps = leaf.unflatten(0, (-1, rows))  # there may be several steps at once
-    longest_rows = by_steps[:, longest : longest + 1].expand_as(by_steps).flatten(0, 1)
-    return torch.where(like_rows(active, leaf), leaf, longest_rows)
 
 
 def _reset(

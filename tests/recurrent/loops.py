@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -85,6 +86,18 @@ def check_same(
         assert (mine is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compiles by a backend that takes less time than the usual one, and counts graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # late: it imports the compiler
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **named: compile(function, backend=counter, **named)
+    )
+    return counter
 
 
 class Mixed(nn.Module):

@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from loops import MODES, Mixed, Noisy, check_same, generator, leaves_with_gradient, plain_loop
+from loops import (
+    MODES,
+    Mixed,
+    Noisy,
+    check_same,
+    counted,
+    generator,
+    leaves_with_gradient,
+    plain_loop,
+)
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedrnn
 
 H = 4
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Compiles by a backend that takes less time than the usual one, and counts graphs."""
-    counter = CompileCounterWithBackend("aot_eager")
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **named: compile(function, backend=counter, **named)
-    )
-    return counter
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,15 +64,39 @@ def test_values_by_the_usual_backend() -> None:
     )
 
 
-def test_lengths_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     counted(monkeypatch)
     rnn = fusedrnn.Recurrent(nn.LSTMCell(H, H), torch_compile=True)
-    eager = fusedrnn.Recurrent(rnn.cell)
     x = torch.randn(6, 3, H)
-    reset = torch.rand(6, 3) < 0.3
     for other in (rnn, copy.deepcopy(rnn)):
-        found = other(x, lengths=[6, 2, 4], reset=reset)
-        torch.testing.assert_close(found, eager(x, lengths=[6, 2, 4], reset=reset))
+        torch.testing.assert_close(other(x), fusedrnn.Recurrent(rnn.cell)(x))
+
+
+class Naming(nn.Module):
+    """Returns tensors by the names that it has now."""
+
+    names: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        h = torch.tanh(x + h)
+        return {name: h * (2 + ord(name)) for name in self.names}, h
+
+
+@pytest.mark.filterwarnings("error:fusedrnn")
+def test_outputs_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order, and which there are, may differ between calls."""
+    counter = counted(monkeypatch)
+    cell = Naming()
+    rnn, eager = fusedrnn.Recurrent(cell, torch_compile=True), fusedrnn.Recurrent(cell)
+    x = torch.randn(6, 3, H, dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(3, H, dtype=torch.float64)
+    graphs = []
+    for _ in range(2):
+        for names in ("ab", "ba", "abc", "c"):
+            cell.names = tuple(names)
+            check_same(lambda: rnn(x, start), lambda: eager(x, start), [x])
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[1] > 0
 
 
 def test_weights_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,15 +178,34 @@ def test_draws_that_change(kinds: tuple[str, str], monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(found, expected)
 
 
-def test_attributes_that_change_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler gives up at some time; the numbers stay right."""
+@pytest.mark.filterwarnings("error:fusedrnn")
+def test_numbers_that_change_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes them as inputs."""
     counted(monkeypatch)
     cell = Scaled()
     rnn = fusedrnn.Recurrent(cell, torch_compile=True)
     x, start = torch.randn(6, 3, H), torch.zeros(3, H)
+    for i in range(12):
+        cell.factor = 1.5**i
+        torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))
+
+
+class ScaledByText(Scaled):
+    text = "1"
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return super().forward(x * int(self.text), h)
+
+
+def test_attributes_that_change_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives up at some time; the numbers stay right."""
+    counted(monkeypatch)
+    cell = ScaledByText()
+    rnn = fusedrnn.Recurrent(cell, torch_compile=True)
+    x, start = torch.randn(6, 3, H), torch.zeros(3, H)
     with pytest.warns(UserWarning, match="without torch.compile, because torch.compile raises"):
         for i in range(12):
-            cell.factor = 1.5**i
+            cell.text = str(i)
             torch.testing.assert_close(rnn(x, start), fusedrnn.Recurrent(cell)(x, start))
 
 

@@ -21,6 +21,7 @@ import fusedrnn
 from fusedrnn.recurrent import calls
 from fusedrnn.recurrent.graphs import RECORDERS
 from fusedrnn.recurrent.memories import memory_of
+from fusedrnn.recurrent.probe import Obstacle
 
 T, B, H = 12, 3, 4
 F64 = torch.float64
@@ -111,9 +112,9 @@ def test_trials_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the values of the tensors are; other kinds of tensors are tried anew."""
     trials = []
 
-    def trial(*arguments: Any) -> str:
+    def trial(*arguments: Any) -> Obstacle:
         trials.append(arguments)
-        return ""
+        return Obstacle("")
 
     monkeypatch.setattr(calls, "obstacle_to_parallel", trial)
     model, x = Model(mode="parallel"), torch.randn(T, B, H, dtype=F64)
@@ -134,8 +135,7 @@ def test_graphs_are_recorded_from_the_second_call_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(RECORDERS, "cpu", Repeated)
     monkeypatch.setattr(Repeated, "count", 0)
     model = Model(cuda_graphs=True, chunk_size=3)
-    with torch.no_grad():
-        model(torch.randn(T, B, H, dtype=F64))
+    model(torch.randn(T, B, H, dtype=F64))[1].sum().backward()
     assert Repeated.count == 0
     model.check()
     assert Repeated.count > 0

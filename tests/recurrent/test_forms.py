@@ -134,6 +134,52 @@ def test_what_is_behind_the_end_is_not_looked_at() -> None:
     assert found[0][5:, 0].eq(0).all()
 
 
+class Budget(nn.Module):
+    """What is left of a budget, whose root has no derivative below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor([0.9], dtype=torch.float64))
+
+    def forward(self, x: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        left = left - self.rate * x
+        return torch.sqrt(left), left
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("resets", [False, True])
+def test_rows_that_have_ended_take_no_steps_that_are_not_in_the_data(
+    mode: str, resets: bool
+) -> None:
+    """Their own state with the input of another row could be NaN, and so could gradients."""
+    cell = Budget()
+    x = torch.rand(T, B, 1, dtype=torch.float64)
+    for i, length in enumerate(LENGTHS):
+        x[length:, i] = 0.0
+    x = (x / x.sum(0)).requires_grad_()
+    start = torch.ones(B, 1, dtype=torch.float64, requires_grad=True)
+    full = torch.full((1, 1), 1.5, dtype=torch.float64, requires_grad=True)
+    given: dict[str, Any] = {"reset": RESET, "reset_to": full} if resets else {}
+    check_same(
+        lambda: fusedrnn.Recurrent(cell, mode=mode)(x, start, lengths=LENGTHS, **given),
+        lambda: loop_over_rows(
+            cell, x, start, LENGTHS, given.get("reset"), lambda state, time, i: full
+        ),
+        [x, start, *cell.parameters(), *([full] if resets else [])],
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_of_no_rows(mode: str) -> None:
+    rnn = fusedrnn.Recurrent(nn.GRUCell(3, 4), mode=mode)
+    x = torch.randn(T, 0, 3, requires_grad=True)
+    output, state = rnn(x, lengths=[])
+    output.sum().backward()
+    assert (output.shape, state.shape) == ((T, 0, 4), (0, 4))
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["one row", "rows", "sequence"])
 @pytest.mark.parametrize("chunk_size", [None, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -164,12 +165,10 @@ def test_gradients_that_raise() -> None:
 
 def test_an_obstacle_of_the_moment() -> None:
     """Another thread draws from torch's generator during the trial."""
-    count = 0
+    counts = itertools.count()
 
     def step(x: Tensor, h: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        if count == 1:
+        if next(counts) == 0:
             torch.randint(2, (1,))
         return torch.tanh(x + h)
 
