@@ -42,6 +42,10 @@ def run_sequence(
         run.closed_over = {n: leaf.view_as(leaf) for n, leaf in run.closed_over.items()}
     values = Values(inputs, state, constants, weights, run.closed_over)
     tensors = values.leaves()
+    if for_backward and run.refused_variables:
+        needed = [tensor for tensor in tensors if tensor.requires_grad]
+        before = run.befores[0].variables
+        run.python.refuse_gradients(before, run.refused_variables, needed)
     if not (for_backward and any(tensor.requires_grad for tensor in tensors)):
         return result.outputs, result.state
     made = _Sequence.apply(_Call(run, values.layout(), result), *tensors)

@@ -100,7 +100,6 @@ def forward(
     note_start()
     if for_backward:
         _check_late_changes(run, mark)
-        run.python.refuse_gradients(mark.variables, run.refused_variables)
     return Result(
         tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts, states.leaves
     )

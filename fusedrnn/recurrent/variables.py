@@ -203,13 +203,19 @@ class Variables:
             if any(t.requires_grad for t in _new_tensors(before.get(key), value))
         ]
 
-    def refuse_gradients(self, before: Values, keys: Iterable[Key]) -> None:
-        """Makes it an error to ask for a gradient of what these variables have got since."""
+    def refuse_gradients(
+        self, before: Values, keys: Iterable[Key], tensors: Sequence[Tensor]
+    ) -> None:
+        """Makes it an error to ask for a gradient of what these variables have got since.
+
+        Args:
+            tensors: Of which there could be one.
+        """
         for key, value in self.values(keys).items():
             new = {id(t) for t in _new_tensors(before.get(key), value) if t.is_floating_point()}
             if not new:
                 continue
-            refuse = _refusal(self.name(key), new)
+            refuse = _refusal(self.name(key), new, tensors)
             number, name = key
             if value.entries is None:
                 self._namespaces[number].write(name, pytree.tree_map(refuse, value.value))
@@ -228,13 +234,12 @@ def _mapped(entries: Any, function: Callable[[Any], Any]) -> Any:
     return type(entries)(pytree.tree_map(function, value) for value in entries)
 
 
-def _refusal(name: str, ids: set[int]) -> Callable[[Any], Any]:
+def _refusal(name: str, ids: set[int], tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
     def refuse(value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) not in ids:
             return value
         with torch.enable_grad():
-            anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-            refused: Tensor = _Refused.apply(value.detach(), anchor, name)
+            refused: Tensor = _Refused.apply(name, value.detach(), *tensors)
         return refused
 
     return refuse
@@ -244,12 +249,12 @@ class _Refused(torch.autograd.Function):
     """A tensor whose gradient is an error: the steps that made it ran without a graph."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, name: str, value: Tensor, *tensors: Tensor) -> Tensor:
         ctx.name = name
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> None:
         raise RuntimeError(
             f"fusedrnn: what a step keeps in {ctx.name} has no gradient; the step must return it "
             "as an output, or detach it"

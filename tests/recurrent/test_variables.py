@@ -186,8 +186,11 @@ def test_a_gradient_of_what_is_kept_is_an_error(change: Any, start: Any, of: Any
     cell.start()
     plain_loop(cell, x, h)
     torch.testing.assert_close(kept, of(cell.kept), check_stride=False)
-    with pytest.raises(RuntimeError, match="what a step keeps in the attribute 'kept' of Cell"):
-        (output.sum() + kept).backward()
+    loss, what = output.sum() + kept, "what a step keeps in the attribute 'kept' of Cell"
+    with pytest.raises(RuntimeError, match=what):
+        torch.autograd.grad(loss, cell.linear.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match=what):
+        loss.backward()
 
 
 def test_what_is_kept_detached_or_without_gradients() -> None:
@@ -203,6 +206,8 @@ def test_what_is_kept_detached_or_without_gradients() -> None:
     cell = Cell(in_a_list, kept=[])
     with torch.no_grad():
         fusedrnn.Recurrent(cell)(x, h)
+    fusedrnn.Recurrent(cell.requires_grad_(False))(x.detach(), h.detach())
+    assert len(cell.kept) == 2 * SEQ_LEN
     assert not any(tensor.requires_grad for tensor in cell.kept)
 
 
