@@ -1,6 +1,8 @@
 """Steps that mix the rows of the batch: parallel mode says so, in the trial or in backward.
 
 And steps that do not: no rounding makes it say so.
+
+Longer than 350 lines, because its tests are of one topic.
 """
 
 from __future__ import annotations
