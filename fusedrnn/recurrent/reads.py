@@ -261,8 +261,9 @@ def check_nothing_missed(take: Callable[[], Taken], leaves: Sequence[Tensor]) ->
             raise RuntimeError(
                 "fusedrnn: backward of the steps reaches a tensor with gradient of shape "
                 f"{tuple(leaf.shape)} by a way that forward has not seen: not as an argument of "
-                "the step, nor as a parameter of its module. Pass it in the input, the state or "
-                "params=, and keep nothing that is computed from it between steps, as "
+                "the step, nor as a parameter of its module, nor read by the first or the last "
+                "step. Pass it in the input or the state, for scan in params=, exchange it only "
+                "after backward, and keep nothing that is computed from it between steps, as "
                 "torch.nn.utils.parametrize.cached does"
             )
     return taken
