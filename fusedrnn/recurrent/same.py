@@ -81,6 +81,6 @@ def check_same(flags: Sequence[Tensor], names: Sequence[str]) -> None:
     raise RuntimeError(
         f"fusedrnn: taken again for backward, the steps give another {[*names, 'output'][place]} "
         "than in forward; steps must depend only on their arguments, weights, buffers and "
-        "attributes and on torch's random numbers, not on those of Python or NumPy, and weights and "
+        "attributes and on torch's random numbers, not those of Python or NumPy, and weights and "
         "closed-over tensors must not change before backward"
     )
