@@ -191,7 +191,7 @@ class Backward:
         with torch.enable_grad():
             state, outputs = run.call_with(
                 values.weights | self._moved | buffers,
-                lambda: check_nothing_missed(take_steps, leaves),
+                lambda: check_nothing_missed(take_steps, leaves, run.kept),
             )
         in_time = [*zip(*chunk.in_time(outputs), strict=True)]
         same = self._are_same(state, in_time, outputs[-1], given)
@@ -253,7 +253,7 @@ class Backward:
             leaves = [*starts, *inputs, *self.shared_leaves]
             state, (y,) = run.call_with(
                 values.weights | self._moved | buffers,
-                lambda: check_nothing_missed(take_at_once, leaves),
+                lambda: check_nothing_missed(take_at_once, leaves, run.kept),
             )
         after = given._replace(after=tuple(leaf.flatten(0, 1) for leaf in given.after))
         place = chunk.times[-1] - chunk.part.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
@@ -16,6 +17,8 @@ from .variables import names_in
 
 _DEEPEST = 3
 """Objects inside of each other that are looked into; behind them is the rest of the program."""
+_MOST = 10_000
+"""Values that are looked at in all."""
 _LONGEST = 1000
 """Containers with more elements hold data, no modules."""
 
@@ -32,21 +35,24 @@ class Held(NamedTuple):
     """But those of torch."""
     parameters: list[nn.Parameter]
     """That are held by themselves, not by their modules."""
+    objects: list[Any]
+    """Others that have attributes."""
+    containers: list[Any]
+    """Lists, dicts and sets."""
 
 
 def held_by(step: Any) -> Held:
     """What a step holds."""
     modules: dict[nn.Module, None] = {}
-    functions: list[FunctionType] = []
-    parameters: list[nn.Parameter] = []
+    held = Held([], [], [], [], [])
     seen: set[int] = set()
 
     def look(value: Any, depth: int) -> None:
-        if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE)):
+        if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE)) or len(seen) > _MOST:
             return
         seen.add(id(value))  # of what somebody holds: other ids would come again
         if isinstance(value, Tensor):
-            parameters.extend([value] if isinstance(value, nn.Parameter) else [])
+            held.parameters.extend([value] if isinstance(value, nn.Parameter) else [])
             return
         inner: Collection[Any]
         if isinstance(value, nn.Module):
@@ -59,15 +65,17 @@ def held_by(step: Any) -> Held:
         elif isinstance(value, FunctionType):
             if _is_of_torch(value):
                 return
-            functions.append(value)
+            held.functions.append(value)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             inner = (*_contents(value), *_globals_of(value), *defaults)
-        elif isinstance(value, dict):
-            inner = value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            inner = value
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+            inner = value.values() if isinstance(value, dict) else value
+            held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
         elif depth < _DEEPEST:
             inner, depth = _attributes(value), depth + 1
+            held.objects.extend(
+                [value] if _is_of_user(type(value)) and hasattr(value, "__dict__") else []
+            )
         else:
             return
         if len(inner) <= _LONGEST:
@@ -75,25 +83,34 @@ def held_by(step: Any) -> Held:
                 look(one, depth)
 
     look(step, 0)
-    return Held(list(modules), functions, parameters)
+    return held._replace(modules=list(modules))
 
 
 def _is_of_torch(function: FunctionType) -> bool:
-    name: str = function.__globals__.get("__name__", "")
+    name: str = function.__globals__.get("__name__") or ""
     return name.split(".")[0] == "torch"
+
+
+def _is_of_user(kind: type) -> bool:
+    return kind.__module__.split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
 
 
 _OF_ALL_MODULES = frozenset([*vars(nn.Module()), "_flat_weights"])
 
 
 def _hidden_in(module: nn.Module) -> list[Any]:
-    """What a module and those inside of it hold besides modules and tensors."""
-    return [
-        value
-        for one in module.modules()
-        for name, value in vars(one).items()
-        if name not in _OF_ALL_MODULES and type(value) not in _PLAIN
-    ]
+    """What a module and those inside of it hold besides modules and tensors; their functions."""
+    found: list[Any] = []
+    for one in module.modules():
+        found += [
+            value
+            for name, value in vars(one).items()
+            if name not in _OF_ALL_MODULES and type(value) not in _PLAIN
+        ]
+        found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
+        if _is_of_user(type(one)):
+            found.append(type(one).forward)
+    return found
 
 
 def _contents(function: FunctionType) -> list[Any]:
@@ -162,7 +179,8 @@ def likeness(step: Any) -> Likeness | None:
             return places[id(value)]
         places[id(value)] = len(places)
         if isinstance(value, FunctionType):
-            own = (value.__defaults__, value.__kwdefaults__, *_contents(value))
+            attributes = {k: v for k, v in vars(value).items() if not k.startswith("_fusedrnn_")}
+            own = (value.__defaults__, value.__kwdefaults__, attributes, *_contents(value))
             return value.__code__, id(value.__globals__), *map(key, own)
         if isinstance(value, partial):
             return partial, key(value.func), *map(key, value.args), key(value.keywords)

@@ -65,7 +65,8 @@ class CompiledStep:
         use = (run.user_step.output_name, torch.is_grad_enabled(), *needs)
         if use not in self._uses:
             self._uses[use] = _compile(run, self._draws)
-        made: tuple[Leaves, Leaves] = self._uses[use](run.values, numbers, state, x, constants)
+        values = run.weights.in_slots(run.values)
+        made: tuple[Leaves, Leaves] = self._uses[use](values, numbers, state, x, constants)
         return made
 
 
@@ -80,7 +81,7 @@ def _compile(run: Run, draws: Sequence[Draw]) -> Any:
         constants: Leaves,
     ) -> tuple[Leaves, Leaves]:
         with Watch(Tape(draws, numbers)):
-            made: tuple[Leaves, Leaves] = weights.call_with(
+            made: tuple[Leaves, Leaves] = weights.call_in_slots(
                 values, lambda: step(state, x, constants)
             )
         return made

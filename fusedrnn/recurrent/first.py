@@ -52,9 +52,10 @@ def take_first(
     run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
         _check_kept(run, mark)
-        run.refused_variables = run.python.with_gradient(mark.variables, run.changed_variables)
+        run.refused_variables = run.python.with_tensors(
+            mark.variables, run.changed_variables, needs_gradient=True
+        )
         run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
-        run.befores[0].variables = mark.variables
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
@@ -74,19 +75,16 @@ def _of_a_graph(leaf: Tensor) -> Tensor:
 
 def _check_kept(run: Run, mark: Mark) -> None:
     """Refuses what the step has kept of its results, or written, for later steps."""
+    versions = run.weights.buffer_versions()
     for name, buffer in run.weights.used.named_buffers():
-        if buffer.requires_grad and buffer.grad_fn is not None:
+        is_written = versions[f"used.{name}"] != mark.versions.get(f"used.{name}")
+        if buffer.grad_fn is not None and is_written:
             raise RuntimeError(
                 f"fusedrnn: the step gives the buffer {name.partition('.')[2]} a gradient, which "
                 "backward could not follow from step to step; make it a part of the state, or "
                 "detach it"
             )
-    written = run.python.written(mark.variables, run.changed_variables)
-    if written is not None:
-        raise RuntimeError(
-            f"fusedrnn: the step changes the tensor in {written} in place, and backward could not "
-            "take the step again as it was; make it a buffer, or set a new tensor"
-        )
+    run.check_written(mark)
 
 
 def _with_seed_before(run: Run, mark: Mark) -> tuple[Mark, bool]:

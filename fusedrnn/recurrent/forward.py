@@ -99,29 +99,28 @@ def forward(
         run.graphs.has_run("forward")
     note_start()
     if for_backward:
-        _check_late_changes(run, mark)
+        _note_late_changes(run, mark)
     return Result(
         tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts, states.leaves
     )
 
 
-def _check_late_changes(run: Run, mark: Mark) -> None:
-    """Refuses changes of what the first step has not changed, and nobody has looked after."""
+def _note_late_changes(run: Run, mark: Mark) -> None:
+    """Also what the first step has not changed is put back, but for buffers."""
     late = [
-        f"the buffer {name.split('.', 2)[2]}"
-        for name in run.weights.changed(mark.versions, mark.buffers)
-        if name not in run.changed_buffers
-    ]
-    late += [
-        run.python.name(key)
-        for key in run.python.changed(mark.variables)
-        if key not in run.changed_variables
+        n for n in run.weights.changed(mark.versions, mark.buffers) if n not in run.changed_buffers
     ]
     if late:
         raise RuntimeError(
-            f"fusedrnn: the step changes {late[0]} after the first step, but not in it, so "
-            "backward cannot take the steps again as they were"
+            f"fusedrnn: the step changes the buffer {late[0].split('.', 2)[2]} after the first "
+            "step, but not in it, so backward cannot take the steps again as they were"
         )
+    run.check_written(mark)
+    known = {*run.changed_variables}
+    run.changed_variables = run.python.changed(mark.variables)
+    others = [key for key in run.changed_variables if key not in known]
+    # Later steps run without a graph, which does not tell what has a gradient in a loop.
+    run.refused_variables += run.python.with_tensors(mark.variables, others, needs_gradient=False)
 
 
 _NO_SUMS = torch.empty(0, dtype=torch.float64)

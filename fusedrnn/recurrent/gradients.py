@@ -84,7 +84,8 @@ def is_close(a: Tensor, b: Tensor, sources: Sequence[Tensor] = (), eps: float = 
         return (a == b).all()
     tolerance = max(torch.finfo(a.dtype).eps, eps) ** 0.5
     largest = torch.stack([_largest(leaf).double() for leaf in (b, *sources)]).amax()
-    return _are_within(a, b, tolerance * largest, tolerance).all()
+    least = torch.finfo(a.dtype).tiny  # below it numbers are rounded to few bits, or to zero
+    return _are_within(a, b, tolerance * largest + least, tolerance).all()
 
 
 def gradients_are_close(

@@ -38,7 +38,9 @@ def memory_of(step: Callable[..., Any]) -> Memory:
     try:
         found: Memory | None = vars(owner).get(name)
         if found is None or not found.is_of(function):  # functools.wraps copies attributes
-            found = vars(owner)[name] = _new_memory(function)
+            # What a method computes depends on its object, whose key a function does not have.
+            is_method = function is not step
+            found = vars(owner)[name] = Memory(function) if is_method else _new_memory(function)
         return found
     except (TypeError, AttributeError):  # it has no attributes of its own
         return Memory()
@@ -138,12 +140,17 @@ class _OfFunction(Memory):
     def of(self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Known:
         return self._alike.memory.of(run, inputs, state, constants)
 
+    def _is_still_like(self) -> bool:
+        """Whether variables around the function, which may change, are those of the others."""
+        like = likeness(self._step())
+        return like is not None and like.key == self._alike.like.key and self._alike.are_like(like)
+
     def compiled(
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
     ) -> CompiledStep | str:
         given, step, alike = (inputs, state, constants), self._step(), self._alike
         counted: _OfFunction | _Alike = self
-        if alike.like.is_whole:
+        if alike.like.is_whole and self._is_still_like():
             counted = alike
             alike.compiled.add(step)
             found = alike.memory.compiled(run, *given)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,7 +42,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_getter = getattr(function, "__name__", "") == "__get__"
-        if self._closed_over is not None and not is_getter:
+        if self._closed_over is not None and not is_getter and function is not Tensor.detach:
             self._closed_over.look(args, kwargs)
         if self._replacements:
             args = [self._replaced(value) for value in args]
@@ -124,8 +124,9 @@ class Weights(nn.Module):
 
     def __init__(self, held: Held) -> None:
         super().__init__()
-        self.used, self.functions = nn.ModuleList(held.modules), held.functions
+        self.used, self.held = nn.ModuleList(held.modules), held
         self._apart = {id(parameter) for parameter in held.parameters}
+        self._known_slots: dict[str, list[str]] = {}
 
     def forward(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -155,7 +156,7 @@ class Weights(nn.Module):
             _module_of(name)
             for name, version in now.items()
             if version != before.get(name)
-            or (name in values and not torch.equal(values[name], buffers[name]))
+            or (name in values and _differ(values[name], buffers[name]))
         }
         return [name for name in now if _module_of(name) in modules]
 
@@ -165,9 +166,12 @@ class Weights(nn.Module):
         return {name: buffers[name].detach().clone() for name in names}
 
     def tensors(self) -> list[Tensor]:
-        """But parameters that the step may also read by themselves, without their modules."""
-        tensors = [*self.used.parameters(), *self.used.buffers()]
-        return [tensor for tensor in tensors if id(tensor) not in self._apart]
+        """Whose values backward exchanges in the modules.
+
+        Not parameters that the step may also read by themselves, nor buffers with a gradient.
+        """
+        tensors = [p for p in self.used.parameters() if id(p) not in self._apart]
+        return tensors + [buffer for buffer in self.used.buffers() if not buffer.requires_grad]
 
     def write(self, buffers: dict[str, Tensor]) -> None:
         """Gives buffers these values."""
@@ -186,12 +190,37 @@ class Weights(nn.Module):
         now = self.frozen()
         return {name: old.detach() for name, old in frozen.items() if now.get(name) is not old}
 
+    def slots(self) -> dict[str, list[str]]:
+        """For the name of each parameter and buffer all places that hold it, each once.
+
+        torch.func.functional_call finds a module that is reachable by two ways twice, and would put
+        back at the end what it has put there itself.
+        """
+        if not self._known_slots:
+            places: dict[int, list[str]] = {}
+            for prefix, module in self.named_modules():
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append(f"{prefix}.{name}")
+            named = [*self.named_parameters(), *self.named_buffers()]
+            self._known_slots = {name: places[id(tensor)] for name, tensor in named}
+        return self._known_slots
+
+    def in_slots(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Values by name in all their places."""
+        slots = self.slots()
+        return {slot: value for n, value in values.items() for slot in slots.get(n, [n])}
+
     def call_with(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """``function()`` while parameters and buffers of these names have other values."""
         if not values:
             return function()
-        with nullcontext() if is_compiling() else self.locked():
-            return torch.func.functional_call(self, values, (function,))
+        with self.locked():
+            return self.call_in_slots(self.in_slots(values), function)
+
+    def call_in_slots(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
+        """The same, for the compiler."""
+        return torch.func.functional_call(self, values, (function,), tie_weights=False)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -216,6 +245,14 @@ class Weights(nn.Module):
             yield
         finally:
             _set_training(modules, now)
+
+
+_MOST_STATISTICS = 2**20
+"""Numbers of a buffer that is looked at: larger ones hold data, which is written with a version."""
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.numel() <= _MOST_STATISTICS and not torch.equal(a, b)
 
 
 def _module_of(name: str) -> str:
@@ -244,17 +281,28 @@ Taken = tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]
 """State and outputs, each of which has the leaves of a step, or of some steps at once."""
 
 
-def check_nothing_missed(take: Callable[[], Taken], leaves: Sequence[Tensor]) -> Taken:
+def check_nothing_missed(
+    take: Callable[[], Taken], leaves: Sequence[Tensor], kept: Mapping[int, tuple[Tensor, str]]
+) -> Taken:
     """What ``take()`` returns, whose graph must have no leaves from outside but ``leaves``.
 
     A step may read tensors with gradient that forward has not seen it read. Leaves that it makes
     itself are others when it is taken again.
+
+    Args:
+        kept: Leaves that an earlier step has kept in a variable, with its name, by id.
 
     Raises:
         RuntimeError: There is another leaf.
     """
     taken = take()
     found = foreign_leaves(_all(taken), leaves)
+    for leaf in found:
+        if id(leaf) in kept:
+            raise RuntimeError(
+                f"fusedrnn: the step reads what an earlier step has kept in {kept[id(leaf)][1]}, "
+                "whose gradient would be lost there; make it a part of the state, or detach it"
+            )
     twice = {id(leaf) for leaf in foreign_leaves(_all(take()), leaves)} if found else ()
     for leaf in found:
         if id(leaf) in twice:

@@ -15,7 +15,7 @@ from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
 from .trees import Leaves, differentiable
-from .variables import Key, Values, Variables
+from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
 if TYPE_CHECKING:
     from .compiled import CompiledStep
@@ -71,7 +71,6 @@ class Before:
 
     buffers: dict[str, Tensor]
     variables: Values
-    """Those that the steps change."""
     random: tuple[Tensor, ...]
     """States of torch's generators."""
 
@@ -117,6 +116,8 @@ class Run:
     changed_variables: list[Key] = field(default_factory=list)
     refused_variables: list[Key] = field(default_factory=list)
     """Of the changed ones those that get tensors with gradient."""
+    kept: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """In backward of a chunk, what earlier steps have kept in variables, as leaves of its graph."""
     frozen: dict[str, Tensor] = field(default_factory=dict)
     """Parameters without gradient and buffers that the steps had in forward."""
     training: list[bool] = field(default_factory=list)
@@ -139,7 +140,7 @@ class Run:
         kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         weights = self.weights
-        self.python = Variables.of(weights.used.modules(), weights.functions)
+        self.python = Variables.of(weights.used.modules(), weights.held)
 
     # Steps and chunks
 
@@ -173,13 +174,13 @@ class Run:
     def take(self, time: int, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         """One step, whose errors name it."""
         self.noise.step(time)
-        versions = _versions((*state, *x))
+        versions = versions_of((*state, *x))
         try:
             new, y = self.bare_step(state, x, constants)
         except Exception as error:
             add_note(error, f"fusedrnn: in the step at time {time}{self.place}")
             raise
-        now = _versions((*state, *x))
+        now = versions_of((*state, *x))
         if now != versions:
             place = [a == b for a, b in zip(now, versions, strict=True)].index(False)
             raise RuntimeError(
@@ -236,8 +237,7 @@ class Run:
         states = self.random_states()
         if self.befores and are_equal(states, self.befores[-1].random):
             states = self.befores[-1].random  # each takes 5 KB
-        buffers = self.weights.copies(self.changed_buffers)
-        return Before(buffers, self.python.values(self.changed_variables), states)
+        return Before(self.weights.copies(self.changed_buffers), self.python.values(), states)
 
     @contextmanager
     def again(self, index: int, whole: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -251,15 +251,24 @@ class Run:
         before = self.befores[index]
         after = self.befores[-1 if whole else index + 1].random
         copies = {name: buffer.clone() for name, buffer in before.buffers.items()}
-        variables = self.python.values(self.changed_variables)
+        variables, self.kept = before.variables, {}
+        if index:  # else they are as before the call
+            known = {*self.closed_over, *tensors_of(self.befores[0].variables)}
+            variables, self.kept = self.python.with_leaves(variables, self.refused_variables, known)
+        # What the steps change, and what somebody has changed since.
+        keys = [*dict.fromkeys([*self.changed_variables, *self.python.changed(before.variables)])]
+        now = self.python.values(keys)
+        contents = [Value.of(variables[key].value) for key in now if key in variables]
         draws = not are_equal(before.random, after)
         random = self.random_states() if draws else ()
         self.set_random_states(before.random if draws else ())
         try:
-            self.python.put_back(before.variables, self.changed_variables)
+            self.python.put_back(variables, keys)
             yield copies
         finally:
-            self.python.put_back(variables, self.changed_variables)
+            for content in contents:  # of containers that are in no variable any more
+                content.put_back()
+            self.python.put_back(now, keys)
             self.set_random_states(random)
 
     def for_trial(self, steps: int) -> Run:
@@ -292,6 +301,15 @@ class Run:
         if self.weights.changed(mark.versions, mark.buffers):
             return "the step changes a buffer"
         return ""
+
+    def check_written(self, mark: Mark) -> None:
+        """Refuses a tensor that the step has written in place and that is no buffer."""
+        written = self.python.written(mark.variables)
+        if written is not None:
+            raise RuntimeError(
+                f"fusedrnn: the step changes the tensor in {written} in place, and backward could "
+                "not take the step again as it was; make it a buffer, or set a new tensor"
+            )
 
     def has_drawn(self, mark: Mark) -> bool:
         """Whether numbers have been drawn from torch's generators since."""
@@ -330,11 +348,6 @@ def add_note(error: Exception, note: str) -> None:
 
 def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(a is b or torch.equal(a, b) for a, b in zip(ones, others, strict=True))
-
-
-def _versions(leaves: Leaves) -> list[int]:
-    """What rises when a tensor is written."""
-    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:

@@ -6,22 +6,26 @@ again, so it must put everything back to what it was, as it does with buffers.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from .closures import Held
+
 _MOST_ENTRIES = 1000
 """Of a container that is looked into: larger ones hold data, and a look would take too long."""
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, dict, set, deque)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, deque, OrderedDict, dict, set)
+_OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"])
+"""The last two are torch.nn.RNNBase's, and follow its weights."""
 
 
 class Namespace(NamedTuple):
@@ -29,7 +33,7 @@ class Namespace(NamedTuple):
 
     name: str
     """How errors call a variable of it, with a place for the variable's name."""
-    variables: dict[str, Any]
+    variables: dict[Any, Any]
     """Variables by name, or the cells that hold them."""
     only: frozenset[str] | None = None
     """The names that count; None for all that a user may have given."""
@@ -40,7 +44,7 @@ class Namespace(NamedTuple):
         return [
             name
             for name in self.variables
-            if name not in _OF_EVERY_MODULE and not name.startswith("_fusedrnn_")
+            if name not in _OF_EVERY_MODULE and not str(name).startswith("_fusedrnn_")
         ]
 
     def read(self, name: str) -> Any:
@@ -91,20 +95,20 @@ class Value(NamedTuple):
     value: Any
     entries: Any
     """A copy of a container, one level deep."""
-    version: int
-    """Of a tensor."""
+    versions: tuple[int, ...]
+    """Of its tensors."""
 
     @classmethod
     def of(cls, value: Any) -> Value:
-        entries, version = None, 0
+        entries = None
         if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
             entries = value.copy()
-        elif isinstance(value, Tensor) and not value.is_inference():
-            version = value._version
-        return cls(value, entries, version)
+        made = cls(value, entries, ())
+        tensors = made.tensors()
+        return made._replace(versions=versions_of(tensors)) if tensors else made
 
     def is_same(self, other: Value) -> bool:
-        if not _are_same(self.value, other.value) or self.version != other.version:
+        if not _are_same(self.value, other.value) or self.versions != other.versions:
             return False
         ours, theirs = self.entries, other.entries
         if ours is None or theirs is None:
@@ -120,16 +124,24 @@ class Value(NamedTuple):
     def put_back(self) -> Any:
         """The value, a container with the entries that it had."""
         value, entries = self.value, self.entries
-        if entries is not None:
-            value.clear()
-            value.extend(entries) if isinstance(value, list | deque) else value.update(entries)
+        if entries is not None and not self.is_same(Value.of(value)):
+            # Not the methods of a subclass, which may forbid it.
+            kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+            kind.clear(value)
+            (kind.extend if hasattr(kind, "extend") else kind.update)(value, entries)
         return value
 
     def tensors(self) -> list[Tensor]:
-        if self.entries is None and isinstance(self.value, _CONTAINERS):
-            return []
-        leaves = pytree.tree_leaves(self.value if self.entries is None else self.entries)
+        if isinstance(self.value, Tensor):
+            return [self.value]
+        held = self.value if isinstance(self.value, tuple) else self.entries
+        leaves = pytree.tree_leaves(held) if held else ()
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """What rises when a tensor is written."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -148,15 +160,23 @@ class Variables:
         self._namespaces = namespaces
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], functions: Iterable[FunctionType]) -> Variables:
-        """Attributes of modules, and variables around functions."""
+    def of(cls, modules: Iterable[nn.Module], held: Held) -> Variables:
+        """Attributes of modules and objects, variables around functions, and containers."""
         found = [
             Namespace(f"the attribute {{!r}} of {type(module).__name__}", vars(module))
             for module in modules
             if not isinstance(module, torch.jit.ScriptModule | LazyModuleMixin)
             and not type(module).__module__.startswith(("fusedrnn.", "torch._dynamo"))
         ]
-        return cls([*found, *_around(functions)])
+        found += [
+            Namespace(f"the attribute {{!r}} of a {type(one).__name__}", vars(one))
+            for one in held.objects
+        ]
+        found += _around(held.functions)
+        known = {id(space.read(name)) for space in found for name in space.names()}
+        inner = [one for one in held.containers if id(one) not in known]
+        found.append(Namespace("a container that the step holds", dict(enumerate(inner))))
+        return cls(found)
 
     def values(self, keys: Iterable[Key] | None = None) -> Values:
         """What variables are now. ``keys``: these alone."""
@@ -181,26 +201,59 @@ class Variables:
             number, name = key
             self._namespaces[number].write(name, before.get(key, missing).put_back())
 
+    def with_leaves(
+        self, before: Values, keys: Iterable[Key], known: Collection[int]
+    ) -> tuple[Values, dict[int, tuple[Tensor, str]]]:
+        """The same values, in which tensors of some variables are leaves of a graph of their own.
+
+        Args:
+            known: Ids of tensors that stay.
+
+        Returns:
+            The values; and the leaves by id, with the names of their variables.
+        """
+        found, leaves = dict(before), dict[int, tuple[Tensor, str]]()
+        for key in keys:
+            if key not in before:
+                continue
+            name = self.name(key)
+
+            def leaf_of(value: Any) -> Any:
+                if not isinstance(value, Tensor) or id(value) in known:
+                    return value
+                if not value.is_floating_point():
+                    return value
+                leaf = value.detach().requires_grad_()
+                leaves[id(leaf)] = (leaf, name)  # noqa: B023
+                return leaf
+
+            old = before[key]
+            if old.entries is None:
+                found[key] = old._replace(value=pytree.tree_map(leaf_of, old.value))
+            else:
+                found[key] = old._replace(entries=_mapped(old.entries, leaf_of))
+        return found, leaves
+
     def name(self, key: Key) -> str:
         """How errors call a variable."""
         return self._namespaces[key[0]].name.format(key[1])
 
-    def written(self, before: Values, keys: Iterable[Key]) -> str | None:
+    def written(self, before: Values) -> str | None:
         """The name of a tensor that has been written in place since, which nobody can put back."""
-        now = self.values(keys)
-        for key, value in now.items():
-            old = before.get(key)
-            if old is not None and old.value is value.value and old.version != value.version:
+        for key, old in before.items():
+            if old.versions and versions_of(old.tensors()) != old.versions:
                 return self.name(key)
         return None
 
-    def with_gradient(self, before: Values, keys: Iterable[Key]) -> list[Key]:
-        """Those of these variables that have got a tensor with gradient since."""
+    def with_tensors(self, before: Values, keys: Iterable[Key], needs_gradient: bool) -> list[Key]:
+        """Those of these variables that have got a tensor since, or one with gradient."""
         now = self.values(keys)
         return [
             key
             for key, value in now.items()
-            if any(t.requires_grad for t in _new_tensors(before.get(key), value))
+            if any(
+                t.requires_grad or not needs_gradient for t in _new_tensors(before.get(key), value)
+            )
         ]
 
     def refuse_gradients(
@@ -221,6 +274,11 @@ class Variables:
                 self._namespaces[number].write(name, pytree.tree_map(refuse, value.value))
             else:
                 value._replace(entries=_mapped(value.entries, refuse)).put_back()
+
+
+def tensors_of(values: Values) -> set[int]:
+    """Ids of the tensors in variables."""
+    return {id(tensor) for value in values.values() for tensor in value.tensors()}
 
 
 def _new_tensors(old: Value | None, now: Value) -> list[Tensor]:
@@ -251,7 +309,7 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, value: Tensor, *tensors: Tensor) -> Tensor:
         ctx.name = name
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

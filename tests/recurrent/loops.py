@@ -100,6 +100,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
     return counter
 
 
+class Unseen:
+    """A value of which nobody finds out that a step changes it, or somebody between two calls."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Mixed(nn.Module):
     """A state of two shapes and an output of its own, from an input of two tensors."""
 

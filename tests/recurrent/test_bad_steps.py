@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Mixed, generator
+from loops import Mixed, Unseen, generator
 from torch import Tensor, nn
 
 import fusedrnn
@@ -148,10 +148,20 @@ def test_a_step_that_does_not_repeat() -> None:
 
 def test_a_closed_over_tensor_that_was_exchanged() -> None:
     """The gradient of the tensor that forward read, or an error; never that of another one."""
-    held = [torch.randn(H, requires_grad=True)]
-    cell = Cell(lambda x, h, w: torch.tanh(x @ w + held[0]))
+    first = torch.randn(H, requires_grad=True)
+    gradients = []
+    for is_exchanged in (False, True):
+        held = [first]
+        cell = Cell(lambda x, h, w: torch.tanh(x @ w + held[0]))  # noqa: B023
+        output, _ = fusedrnn.Recurrent(cell)(X, START)
+        if is_exchanged:
+            held[0] = torch.randn(H, requires_grad=True)
+        gradients += torch.autograd.grad(output.sum(), first)
+    torch.testing.assert_close(*gradients)
+    unseen = Unseen(first)
+    cell = Cell(lambda x, h, w: torch.tanh(x @ w + unseen.value))
     output, _ = fusedrnn.Recurrent(cell)(X, START)
-    held[0] = torch.randn(H, requires_grad=True)
+    unseen.value = torch.randn(H, requires_grad=True)
     with pytest.raises(RuntimeError, match="fusedrnn: "):
         output.sum().backward()
 

@@ -10,12 +10,19 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from loops import MODES, Mixed, check_same, generator, leaves_with_gradient, plain_loop
+from loops import (
+    MODES,
+    Mixed,
+    Unseen,
+    check_same,
+    generator,
+    leaves_with_gradient,
+    plain_loop,
+)
 from recorders import CalledAgain, Repeated
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -38,14 +45,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Repeated]]:
 
 
 class Counted(nn.Module):
-    """Counts how often Python takes the step; not in an attribute, which no graph could repeat."""
+    """Counts how often Python takes the step, unseen: else no graph would repeat it."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
-        self.cell, self.counts = cell, SimpleNamespace(steps=0)
+        self.cell, self.count = cell, Unseen(0)
 
     def forward(self, x: Any, state: Any) -> Any:
-        self.counts.steps += 1
+        self.count.value += 1
         return self.cell(x, state)
 
 
@@ -86,7 +93,7 @@ def test_values(make: Any, seq_len: int, mode: str, recorder: type[Repeated]) ->
             start = cell.cell.initial_state(3)
             start["h"].requires_grad_()
         leaves = [*leaves_with_gradient(x, start), *cell.parameters()]
-        cell.counts.steps = 0
+        cell.count.value = 0
         check_same(
             lambda: rnn(x, start, generator=generator()),  # noqa: B023
             lambda: plain_loop(cell, x, start),  # noqa: B023
@@ -96,7 +103,7 @@ def test_values(make: Any, seq_len: int, mode: str, recorder: type[Repeated]) ->
             assert recorder.count == 0
         else:
             assert recorder.count == 2 * call  # forward, backward
-            assert cell.counts.steps < 3 * seq_len
+            assert cell.count.value < 3 * seq_len
     whole = seq_len // (4 if seq_len > 9 else 3)
     assert recorder.replays == 2 * (whole - 1 + whole)
     assert rnn.explain(x, start).is_recorded
@@ -325,17 +332,17 @@ def test_a_recording_that_fails(place: str, recorder: type[Repeated]) -> None:
 
 def test_a_step_that_changes_its_mind(recorder: type[Repeated]) -> None:
     """One that draws more numbers later than in its first step is not recorded."""
-    counts = SimpleNamespace(steps=0)
+    count = Unseen(0)
 
     def step(x: Tensor, h: Tensor) -> Tensor:
-        counts.steps += 1
-        return h + x * torch.rand_like(x) + (torch.rand_like(x) if counts.steps > 6 else 0)
+        count.value += 1
+        return h + x * torch.rand_like(x) + (torch.rand_like(x) if count.value > 6 else 0)
 
     rnn = fusedrnn.Recurrent(By(step), cuda_graphs=True)
     x = torch.randn(25, 3, H)
     with torch.no_grad():
         rnn(x, torch.zeros(3, H))
-        counts.steps = -1
+        count.value = -1
         with pytest.warns(UserWarning, match="the step draws other numbers"):
             rnn(x, torch.zeros(3, H))
 

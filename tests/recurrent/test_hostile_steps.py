@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import MODES, check_same, plain_loop
+from loops import MODES, Unseen, check_same, plain_loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -392,15 +392,15 @@ def test_outputs_that_are_others_in_backward(returns: bool, mode: str) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.factor = nn.Linear(H, H), 1.0
+            self.linear, self.factor = nn.Linear(H, H), Unseen(1.0)
 
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             h = torch.tanh(self.linear(x) + h)
-            return h * self.factor, h
+            return h * self.factor.value, h
 
     rnn = fusedrnn.Recurrent(Counting(), mode=mode, return_sequence=returns)
     output = rnn(torch.randn(SEQ_LEN, BATCH, H), torch.zeros(BATCH, H))[0]
-    rnn.cell.factor = 2.0
+    rnn.cell.factor.value = 2.0
     with pytest.raises(RuntimeError, match="the steps give another output than in forward"):
         output.sum().backward()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import MODES, check_same, loss_of, plain_loop
+from loops import MODES, Unseen, check_same, loss_of, plain_loop
 from torch import Tensor, nn
 
 import fusedrnn
@@ -282,37 +282,39 @@ def test_gradients_that_overflow(scale: float) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", ["order", "factor beside NaN", "infinity"])
 def test_outputs_that_do_not_come_again(change: str, mode: str) -> None:
-    is_again = False
+    is_again = Unseen(False)
 
     def step(h: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Any]:
         h = torch.tanh(h @ w + x)
         if change == "order":
-            return h, h.flip(-1) if is_again else h
+            return h, h.flip(-1) if is_again.value else h
         if change == "infinity":
-            return h, torch.cat([h, torch.full_like(h, torch.inf if is_again else -torch.inf)])
+            return h, torch.cat(
+                [h, torch.full_like(h, torch.inf if is_again.value else -torch.inf)]
+            )
         nan = torch.full_like(h[:, :1], torch.nan)
-        return h, torch.cat([h * (5.0 if is_again else 1.0), nan], 1)
+        return h, torch.cat([h * (5.0 if is_again.value else 1.0), nan], 1)
 
     if mode == "parallel" and change == "infinity":
         pytest.skip("it has not the rows of the batch")
     w = weight_of()
     x = double(T, B, H)
     _, y = fusedrnn.scan(step, torch.zeros(B, H, dtype=torch.float64), x, w, mode=mode)
-    is_again = True
+    is_again.value = True
     with pytest.raises(RuntimeError, match="another output than in forward"):
         y[..., :H].sum().backward()
 
 
 def test_a_state_that_is_no_longer_infinite() -> None:
-    value = torch.inf
+    held = Unseen(torch.inf)
     w = weight_of()
 
     def step(s: Any, x: Tensor) -> Any:
-        return (s[0], torch.full_like(s[1], value)), torch.tanh(s[0] @ w + x)
+        return (s[0], torch.full_like(s[1], held.value)), torch.tanh(s[0] @ w + x)
 
     state = tuple(torch.zeros(B, H, dtype=torch.float64) for _ in range(2))
     _, y = fusedrnn.scan(step, state, torch.randn(T, B, H, dtype=torch.float64))
-    value = 3.0
+    held.value = 3.0
     with pytest.raises(RuntimeError, match=r"another state\[1\] than in forward"):
         y.sum().backward()
 
@@ -374,15 +376,14 @@ def test_a_call_under_torch_func_says_nothing_of_rows() -> None:
 @pytest.mark.parametrize("kind", ["draws", "raises"])
 def test_an_obstacle_of_the_moment(kind: str) -> None:
     """Another thread draws from torch's generator during the trial, or memory is short."""
-    count = 0
+    count = Unseen(0)
 
     class Cell(nn.Module):
         def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
-            if count == 1 and kind == "draws":
+            count.value += 1
+            if count.value == 1 and kind == "draws":
                 torch.randint(2, (1,))
-            if count == 1 and kind == "raises":
+            if count.value == 1 and kind == "raises":
                 raise torch.OutOfMemoryError("out of memory")
             return torch.tanh(x + h)
 

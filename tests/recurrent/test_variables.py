@@ -5,6 +5,7 @@ Longer than 350 lines, because its tests are of one topic and share a cell.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class Cell(nn.Module):
 
     def start(self) -> None:
         for name, value in self.attributes.items():
-            setattr(self, name, value.copy() if hasattr(value, "copy") else value)
+            setattr(self, name, copy.deepcopy(value))
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
         return torch.tanh(self.linear(self.change(self, h)) + x)
@@ -70,7 +71,43 @@ def made_late(cell: Any, h: Tensor) -> Tensor:
     return h * cell.times
 
 
+def now_and_then(cell: Any, h: Tensor) -> Tensor:
+    """Nothing at the first step, then a list that is set anew."""
+    cell.counts["steps"] += 1
+    if cell.counts["steps"] % 3 == 0:
+        cell.seen = [*cell.seen, cell.counts["steps"]]
+    return h.detach() if len(cell.seen) == 2 else h
+
+
+def nested(cell: Any, h: Tensor) -> Tensor:
+    cell.seen["steps"][0]["count"] += 1
+    return h.detach() if cell.seen["steps"][0]["count"] % 4 == 0 else h
+
+
+class Object:
+    count = 0
+
+
+def in_an_object(cell: Any, h: Tensor) -> Tensor:
+    cell.seen.count += 1
+    return h.detach() if cell.seen.count % 4 == 0 else h
+
+
+COUNTS = [0]
+
+
+def around(cell: Any, h: Tensor) -> Tensor:
+    """Of the Python module in which the function is."""
+    COUNTS[0] += 1
+    cell.seen = COUNTS[0] % 1000
+    return h.detach() if COUNTS[0] % 11 == 4 else h
+
+
 CHANGES = [
+    (now_and_then, {"counts": {"steps": 0}, "seen": []}),
+    (nested, {"seen": {"steps": [{"count": 0}]}}),
+    (in_an_object, {"seen": Object()}),
+    (around, {}),
     (truncated, {"count": 0}),
     (grown, {"seen": []}),
     (grown, {"seen": deque()}),
@@ -110,8 +147,52 @@ def test_attributes_that_change(
     made = []
     for f in (lambda: rnn(x, h), lambda: plain_loop(cell, x, h)):
         run(f)[0].sum().backward()
-        made.append({n: v for n, v in vars(cell).items() if n in ("times", *attributes)})
+        names = [name for name in ("times", *attributes) if name in vars(cell)]
+        values = {name: getattr(cell, name) for name in names}
+        made.append({n: vars(v) if isinstance(v, Object) else v for n, v in values.items()})
     torch.testing.assert_close(*made)
+
+
+class Shared(nn.Module):
+    """One module by several ways, and a norm that is taken twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H, dtype=F64)
+        self.again, self.hidden = self.linear, [self.linear]
+        self.norm = nn.BatchNorm1d(H, dtype=F64)
+        self.norms = nn.Sequential(self.norm, nn.Tanh())
+        self.tied = nn.Linear(H, H, dtype=F64)
+        self.tied.weight = self.linear.weight
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        made = self.norm(self.linear(h)) + self.again(x) + self.tied(h)
+        return self.norms(made) * self.hidden[0](x)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_modules_that_are_reached_by_several_ways(chunk_size: int) -> None:
+    """Parameters stay what they are, and statistics are written once."""
+    cell, (x, h) = Shared(), given()
+    parameters, like = list(cell.parameters()), copy.deepcopy(cell)
+    rnn = fusedrnn.Recurrent(cell, chunk_size=chunk_size)
+    print(rnn.explain(x, h))
+    for _ in range(2):
+        check_same(lambda: rnn(x, h), lambda: plain_loop(like, x, h), [x, h])
+        found = torch.autograd.grad(rnn(x, h)[0].sum(), parameters)
+        exact = torch.autograd.grad(plain_loop(like, x, h)[0].sum(), [*like.parameters()])
+        torch.testing.assert_close(found, exact)
+    assert all(a is b for a, b in zip(parameters, cell.parameters(), strict=True))
+    torch.testing.assert_close(dict(cell.named_buffers()), dict(like.named_buffers()))
+
+
+def test_a_list_that_is_taken_away_before_backward() -> None:
+    cell, (x, h) = Cell(grown, seen=[]), given()
+    output, _ = fusedrnn.Recurrent(cell)(x, h)
+    taken, cell.seen = cell.seen, []
+    output.sum().backward()
+    assert taken == [*range(SEQ_LEN)]
+    assert cell.seen == []
 
 
 def test_second_derivatives_of_what_a_count_decides() -> None:
@@ -196,6 +277,55 @@ def test_a_gradient_of_what_is_kept_is_an_error(change: Any, start: Any, of: Any
         loss.backward()
 
 
+def before_last(cell: Any, h: Tensor) -> Tensor:
+    """The state of the step before, as in a skip connection."""
+    kept, cell.kept = cell.kept, h
+    return h if kept is None else h + 0.5 * kept
+
+
+def smoothed(cell: Any, h: Tensor) -> Tensor:
+    cell.kept = 0.9 * cell.kept + 0.1 * h
+    return h + cell.kept
+
+
+def all_states(cell: Any, h: Tensor) -> Tensor:
+    cell.kept.append(h)
+    return h + torch.stack(cell.kept).mean(0)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "start"),
+    [(before_last, None), (smoothed, torch.zeros(H, dtype=F64)), (all_states, [])],
+)
+def test_a_gradient_through_what_is_kept_is_an_error(
+    change: Any, start: Any, chunk_size: int | None
+) -> None:
+    """It would end where a chunk begins."""
+    cell, (x, h) = Cell(change, kept=start), given()
+    output, _ = fusedrnn.Recurrent(cell, chunk_size=chunk_size)(x, h)
+    with pytest.raises(RuntimeError, match="an earlier step has kept in the attribute 'kept'"):
+        output.sum().backward()
+
+
+def test_the_last_value_is_read_detached() -> None:
+    """Also that of an earlier call."""
+
+    def follows(cell: Any, h: Tensor) -> Tensor:
+        kept, cell.kept = cell.kept, cell.linear(h)
+        return h + 0.1 * kept.detach()
+
+    x, h = given()
+    found = []
+    for make in (fusedrnn.Recurrent, lambda cell: lambda x, h: plain_loop(cell, x, h)):
+        torch.manual_seed(1)
+        cell = Cell(follows, kept=torch.zeros(H, dtype=F64))
+        run = make(cell)
+        for _ in range(2):
+            found.append(torch.autograd.grad(run(x, h)[0].sum(), [x, h, *cell.parameters()]))
+    torch.testing.assert_close(found[:2], found[2:])
+
+
 def test_what_is_kept_detached_or_without_gradients() -> None:
     def detached(cell: Any, h: Tensor) -> Tensor:
         cell.kept.append(h.detach())
@@ -240,12 +370,6 @@ def written_late(cell: Any, h: Tensor) -> Tensor:
     return h
 
 
-def set_late(cell: Any, h: Tensor) -> Tensor:
-    if cell.counts.append(0) or len(cell.counts) > 2:
-        cell.mark = len(cell.counts)
-    return h
-
-
 def learned(cell: Any, h: Tensor) -> Tensor:
     cell.memory = 0.9 * cell.memory + h.mean(0)
     return h + cell.memory
@@ -256,7 +380,6 @@ def learned(cell: Any, h: Tensor) -> Tensor:
     [
         (written, "the tensor in the attribute 'mean' of Cell in place"),
         (written_late, "changes the buffer mean after the first step"),
-        (set_late, "changes the attribute 'mark' of Cell after the first step"),
         (learned, "gives the buffer memory a gradient"),
     ],
 )
