@@ -62,9 +62,9 @@ class Recurrent(nn.Module):
     A cell may draw random numbers: torch.randn and its kin, torch.distributions and dropout. These
     then come from one seed, as a function of step, row and draw, and are never kept; other random
     functions work in replay. A cell must not change its input or state in place, and must give the
-    same result when it is called again; buffers that it changes, such as those of batch norm, are
-    looked after. Gradients of gradients, torch.func and forward-mode derivatives take a plain loop,
-    with a warning.
+    same result when it is called again; buffers and attributes that it changes are looked after. It
+    must return losses as outputs, since what it keeps in an attribute has no gradient. Gradients of
+    gradients, torch.func and forward-mode derivatives take a plain loop, with a warning.
 
     Attributes:
         cell: The cell, or a torch.nn.ModuleList of them.

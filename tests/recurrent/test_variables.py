@@ -186,6 +186,27 @@ def test_modules_that_are_reached_by_several_ways(chunk_size: int) -> None:
     torch.testing.assert_close(dict(cell.named_buffers()), dict(like.named_buffers()))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_another_memory_before_backward(mode: str) -> None:
+    """Each call has the gradient of the memory that it has read."""
+    cell, (x, h) = Cell(lambda cell, h: h + (h[:, None] * cell.memory).mean(1)), given()
+    rnn = fusedrnn.Recurrent(cell, mode=mode)
+    memories = [torch.randn(5, H, dtype=F64, requires_grad=True) for _ in range(2)]
+
+    def results() -> list[Any]:
+        totals = []
+        for run in (rnn, lambda x, h: plain_loop(cell, x, h)):
+            total: Any = 0.0
+            for memory in memories:
+                cell.memory = memory
+                total = total + run(x, h)[0].square().sum()
+            totals.append(torch.autograd.grad(total, [x, h, *memories, *cell.parameters()]))
+        return totals
+
+    torch.testing.assert_close(*results())
+    assert cell.memory is memories[1]
+
+
 def test_a_list_that_is_taken_away_before_backward() -> None:
     cell, (x, h) = Cell(grown, seen=[]), given()
     output, _ = fusedrnn.Recurrent(cell)(x, h)
