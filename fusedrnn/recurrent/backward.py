@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .chunks import Chunk
 from .gradients import Gradients, Steps, at, coarsest_eps, dense, gradients_of
 from .graphs import CannotRecord, Recorded
 from .reads import check_nothing_missed
-from .runs import Chunk, Run, as_leaf
+from .runs import Run, as_leaf
 from .same import are_same, check_same, with_gradients
 from .trees import Leaves, differentiable
 from .values import Values

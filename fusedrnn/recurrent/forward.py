@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .chunks import Chunk
 from .first import take_first
 from .gradients import sums_of
 from .graphs import CannotRecord
 from .reads import ClosedOver
-from .runs import Chunk, Mark, Run
+from .runs import Mark, Run
 from .trees import Leaves
 
 

@@ -10,11 +10,12 @@ import torch
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
 from .calls import Settings, take
+from .chunks import Names
 from .closures import held_by
 from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
-from .runs import Names, Run
+from .runs import Run
 from .steps import Step
 from .trees import Leaves, check_tensors, flatten
 

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 from ..modules.base import RNNCellBase
 from ..options import kind_of
 from .calls import Memory, Settings, take
+from .chunks import Names
 from .closures import held_by
 from .noise import Noise, Seed
 from .reads import Weights
-from .runs import Names, Run
+from .runs import Run
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
 from .trees import Leaves, Structure, check_tensors, flatten

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .chunks import Chunk
 from .gradients import Gradients, coarsest_eps, dense, gradients_of, is_close, rows_are_close
 from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
-from .runs import Chunk, Run, as_leaf
+from .runs import Run, as_leaf
 from .trees import Leaves, differentiable
 
 _STEPS = 3

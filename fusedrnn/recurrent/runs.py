@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .chunks import Chunk, Names
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
@@ -26,43 +27,6 @@ T = TypeVar("T")
 FlatStep = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
 """State, input and constants of a step to its new state and its output. Constants are what all
 steps of a sequence get."""
-
-
-@dataclass(frozen=True)
-class Names:
-    """What errors call the leaves."""
-
-    state: Sequence[str]
-    input: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some steps in a row, counted in the order in which they are taken."""
-
-    start: int
-    stop: int
-    times: range
-    """The place in the sequence of each step."""
-
-    @property
-    def part(self) -> slice:
-        """Of the sequence, in which time always rises."""
-        return slice(min(self.times), max(self.times) + 1)
-
-    def of(self, sequences: Leaves) -> Leaves:
-        """This part of each."""
-        return tuple(sequence[self.part] for sequence in sequences)
-
-    def steps(self, parts: Leaves) -> list[Leaves]:
-        """The leaves of each step, in the order of the steps. ``parts``: as :meth:`of` gives."""
-        steps = [part.unbind(0) for part in parts]
-        first = self.part.start
-        return [tuple(step[time - first] for step in steps) for time in self.times]
-
-    def in_time(self, steps: Sequence[T]) -> list[T]:
-        """What steps have made, in the order of time."""
-        return list(steps if self.times.step > 0 else reversed(steps))
 
 
 @dataclass
