@@ -7,6 +7,7 @@ that work for it, and by that they are told apart here.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import TracebackType
 
@@ -46,6 +47,9 @@ class CallerLock:
 def _caller() -> object:
     """The same for a thread and for those that work for it."""
     if not torch._C._is_key_in_tls(_KEY):
-        torch._C._stash_obj_in_tls(_KEY, object())
-    caller: object = torch._C._get_obj_in_tls(_KEY)
-    return caller
+        caller = object()
+        # torch 2.11 gives back a reference that it has not taken, so it gets one more to give.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(caller))
+        torch._C._stash_obj_in_tls(_KEY, caller)
+        return caller
+    return torch._C._get_obj_in_tls(_KEY)

@@ -6,6 +6,7 @@ Longer than 350 lines, because its tests are of one topic and share a cell.
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -446,6 +447,7 @@ def test_a_lock_lets_those_pass_who_work_for_its_holder() -> None:
 
     def work(caller: object | None) -> None:
         if caller is not None:  # as autograd does for its threads
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(caller))  # torch 2.11 gives it back
             torch._C._stash_obj_in_tls(locks._KEY, caller)
         with lock:
             done.append(caller)
