@@ -62,7 +62,8 @@ class CompiledStep:
         if run.user_step.has_rows:  # else constants may be weights, of one size
             constants = tuple(map(_in_one_form, constants))
         needs = [leaf.requires_grad for leaf in (*state, *x, *constants)]
-        use = (run.user_step.output_name, torch.is_grad_enabled(), *needs)
+        step = run.user_step
+        use = (step.output_name, step.keeps_order, torch.is_grad_enabled(), *needs)
         if use not in self._uses:
             self._uses[use] = _compile(run, self._draws)
         values = run.weights.in_slots(run.values)

@@ -35,6 +35,8 @@ class Step:
         self._state, self._input, self._constants = state, input, constants
         self.output: Structure | None = None
         """Known after the first step."""
+        self.keeps_order = True
+        """Whether the state came in the order in which it went in, when last looked at."""
         self._kinds: list[tuple[Any, ...]] = []
         self._rows = 0
 
@@ -45,13 +47,17 @@ class Step:
         )
         new_leaves, structure = flatten(new, "the step's new state")
         if is_dynamo_compiling():  # a step without the compiler has checked what this one returns
-            new_leaves = _in_order(self._state, structure, new_leaves, new)
+            if _COMPARES or not self.keeps_order:
+                new_leaves = _in_order(self._state, structure, new_leaves, new)
             if torch.is_autocast_enabled(state[0].device.type):
                 pairs = zip(new_leaves, state, strict=True)
                 new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
             y_leaves, structure = flatten(y, "the step's output")
-            return new_leaves, _in_order(self.output_structure(), structure, y_leaves, y)
-        if structure is not self._state and structure != self._state:
+            if _COMPARES:
+                y_leaves = _in_order(self.output_structure(), structure, y_leaves, y)
+            return new_leaves, y_leaves
+        self.keeps_order = structure is self._state or structure == self._state
+        if not self.keeps_order:
             in_order = self._state.leaves(new)
             if in_order is None:
                 raise ValueError(
@@ -114,6 +120,11 @@ class Step:
         return leaves
 
 
+_COMPARES = torch.__version__ >= "2.13"
+"""Whether the compiler follows a comparison of structures. Else that of the step which was taken
+without it in the same call tells their order."""
+
+
 def _in_order(wanted: Structure, got: Structure, leaves: Leaves, tree: Any) -> Leaves:
     """The leaves of a tree in the order of another one, whose dicts may be in another order."""
     in_order = leaves if got == wanted else wanted.leaves(tree)
@@ -129,20 +140,23 @@ def _kind(leaf: Tensor) -> str:
 def call_of_cell(cell: nn.Module, state: Structure) -> Call:
     """Calls a cell that returns its state, or an output and its state."""
 
-    returns_state: bool | None = None
+    returns_state, keeps_order = False, True
 
     def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
-        nonlocal returns_state
+        nonlocal returns_state, keeps_order
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
-        if not is_dynamo_compiling():  # a trial without the compiler has told
-            in_order = leaves if structure == state else state.leaves(result)
-            returns_state = in_order is not None
-            leaves = in_order or leaves
+        if not is_dynamo_compiling():  # a step without the compiler has told
+            keeps_order = structure == state
+            returns_state = keeps_order or state.leaves(result) is not None
         if returns_state:
-            return result, leaves[0]
+            in_order = leaves if keeps_order else state.leaves(result)
+            assert in_order is not None
+            return result, in_order[0]
         if isinstance(result, tuple | list) and len(result) == 2:
             output, new = result
+            if is_dynamo_compiling():
+                return new, output
             if len(leaves) == sum(state.has_tensor) and state.leaves(new) is None:
                 raise ValueError(
                     f"fusedrnn: the cell must return its state in the form that it gets, {state}; "
