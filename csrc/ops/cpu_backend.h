@@ -11,6 +11,8 @@
 #include "../cpu/memory.h"
 #include "../cpu/signals.h"
 #include "../cpu/step.h"
+#include "../program/carries.h"
+#include "../program/stage.h"
 #include "stable.h"
 
 namespace fusedrnn {
@@ -111,14 +113,12 @@ class CpuBackend : public cpu::Memory<Element> {
   template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
     // A call of torch takes longer than copying a few rows.
-    if constexpr (std::is_same_v<To, std::remove_const_t<From>>) {
-      constexpr int64_t kFew = 16'384;
-      if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
-        for (int64_t r = 0; r < out.rows; ++r) {
-          std::copy_n(from.data + r * from.row_stride, out.columns, out.data + r * out.row_stride);
-        }
-        return;
+    constexpr int64_t kFew = 16'384;
+    if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
+      for (int64_t r = 0; r < out.rows; ++r) {
+        copy_row(out.data + r * out.row_stride, from.data + r * from.row_stride, out.columns);
       }
+      return;
     }
     borrower_.copy(out, Matrix<const From>(from));
   }
@@ -128,7 +128,10 @@ class CpuBackend : public cpu::Memory<Element> {
     borrower_.copy_steps(out, first, from, begin, steps, batch);
   }
 
-  void zero(Matrix<A> out) const { std::fill_n(out.data, out.rows * out.columns, A(0)); }
+  template <class C>
+  void zero(const Matrix<C>& out) const {
+    std::fill_n(out.data, out.rows * out.columns, C{});
+  }
 
   void forward(StageKind kind, const cpu::Forward<T>& step, int64_t rows) const {
     parallel(rows, step.width,
@@ -169,7 +172,68 @@ class CpuBackend : public cpu::Memory<Element> {
     }
   }
 
+  // The stages of programs, and what becomes of their carries.
+
+  void stage(program::StageFunction function, int64_t stage, bool is_backward,
+             const program::StageArgs& args, int64_t rows) {
+    signals_.look();
+    parallel(rows, args.width, [&](int64_t first, int64_t last) {
+      function(stage, is_backward, &args, first, last);
+    });
+  }
+
+  template <class P, class To>
+  void carry_before(const program::CarryBefore<T, P, To>& step, int64_t rows) const {
+    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        To* const out = step.out + row * step.width;
+        step.with_source(row, [&](const auto* from) {
+          if (from == nullptr) {
+            std::fill_n(out, step.width, To{});
+          } else {
+            copy_row(out, from, step.width);
+          }
+        });
+      }
+    });
+  }
+  template <class P>
+  void carry_last(const program::CarryLast<T, P>& step, int64_t rows) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      if (!step.is_wanted(row)) continue;
+      copy_row(step.last + row * step.width, step.after + row * step.stride, step.width);
+    }
+  }
+  void carry_gradient(const program::CarryGradient<T>& step, int64_t rows) const {
+    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        if (!step.takes_step(row)) continue;
+        const bool is_reset = step.is_reset(row);
+        for (int64_t column = 0; column < step.width; ++column) step.unit(row, column, is_reset);
+      }
+    });
+  }
+  void carry_part(const program::CarryPart<A>& step, int64_t rows) const {
+    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const bool takes_step = step.takes_step(row);
+        for (int64_t column = 0; column < step.width; ++column) step.unit(row, column, takes_step);
+      }
+    });
+  }
+
  private:
+  template <class To, class From>
+  static void copy_row(To* out, const From* from, int64_t columns) {
+    if constexpr (std::is_same_v<To, From>) {
+      std::copy_n(from, columns, out);
+    } else {
+      for (int64_t column = 0; column < columns; ++column) {
+        out[column] = program::convert<To>(from[column]);
+      }
+    }
+  }
+
   void flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
             bool accumulate) const {
     parallel(out.columns, a.rows * a.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
