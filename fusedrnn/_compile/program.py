@@ -1,0 +1,117 @@
+"""A cell as a program, and the list of numbers that csrc/program/program.h reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Source(IntEnum):
+    INPUT = 0
+    CARRY = 1
+    VALUE = 2
+    ARRAY = 3
+    VECTOR = 4
+    DRAW = 5
+    NONE = 6
+
+
+class Phase(IntEnum):
+    BEFORE = 0
+    STEP = 1
+    AFTER = 2
+
+
+class In(IntEnum):
+    COLUMN = 0
+    GROUP = 1
+    NORMAL = 2
+    UNIFORM = 3
+    INDEX = 4
+
+
+class Out(IntEnum):
+    COLUMN = 0
+    SUM = 1
+    MAX = 2
+    ARG_MAX = 3
+
+
+@dataclass(frozen=True)
+class Operand:
+    source: Source
+    index: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Carry:
+    width: int
+    sequence: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Value:
+    columns: int
+    sequence: int
+    offset: int
+    carry: int
+    carry_offset: int
+    is_operand: bool
+    is_read: bool
+
+
+@dataclass(frozen=True)
+class Array:
+    columns: int
+    bias: int
+
+
+@dataclass(frozen=True)
+class Product:
+    operand: Operand
+    weight: int
+    terms: int
+    columns: int
+    array: int
+    offset: int
+    adds: bool
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class StageInput:
+    operand: Operand
+    kind: In
+    group: int
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    value: int
+    kind: Out
+    group: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    width: int
+    phase: Phase
+    is_sequential: bool
+    inputs: list[StageInput]
+    outputs: list[StageOutput]
+
+
+@dataclass(frozen=True)
+class Program:
+    inputs: list[int]
+    sequences: list[int]
+    vectors: list[int]
+    streams: list[int]
+    carries: list[Carry]
+    values: list[Value]
+    arrays: list[Array]
+    products: list[Product]
+    stages: list[Stage]
+    order: list[tuple[bool, int]]
