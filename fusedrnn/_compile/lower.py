@@ -42,7 +42,7 @@ MOVES = frozenset(
     view_copy slice_copy select_copy permute_copy transpose_copy t_copy unsqueeze_copy squeeze_copy
     split_copy split_with_sizes_copy unbind_copy alias_copy repeat index index_select movedim
     narrow unfold diagonal diagonal_copy unfold_copy constant_pad_nd repeat_interleave
-    tile""".split()
+    tile copy slice_scatter select_scatter diagonal_scatter index_put""".split()
     if hasattr(aten, name)
 )
 _REDUCTIONS = {
@@ -128,25 +128,32 @@ class Lowered:
         return self._codes[node]
 
     def _moved(self, node: fx.Node) -> Any:
-        def codes(arg: Any) -> Any:
+        def codes(arg: Any, is_index: bool = False) -> Any:
             if isinstance(arg, fx.Node):
-                if arg is node.args[0] or _packet(node) in (aten.cat, aten.stack):
+                if not is_index:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
                     raise CannotCompile(f"{_name(node)} by an index that is computed{line_of(node)}")
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
-                return type(arg)(codes(one) for one in arg)
+                return type(arg)(codes(one, is_index) for one in arg)
             return arg
 
-        args = [codes(arg) for arg in node.args]
+        has_index = _packet(node) in (aten.index, aten.index_put, aten.index_select)
+        args = [codes(arg, has_index and i in (1, 2) and not (i == 2 and _packet(node) is aten.index_put)) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
         if _packet(node) is aten.constant_pad_nd:
             raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
         try:
             if _packet(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
+            if _packet(node) is aten.copy:
+                if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
+                    raise CannotCompile(f"a copy to another dtype{line_of(node)}")
+                return args[1].expand(args[0].shape)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+        except CannotCompile:
+            raise
         except Exception as error:
             raise CannotCompile(f"{_name(node)} cannot be followed{line_of(node)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -115,3 +116,18 @@ class Program:
     products: list[Product]
     stages: list[Stage]
     order: list[tuple[bool, int]]
+
+    def numbers(self) -> list[int]:
+        """All of it in the order of the fields, each list preceded by its length."""
+        return list(_numbers(self))
+
+
+def _numbers(part: object) -> Iterator[int]:
+    if isinstance(part, int):
+        yield int(part)
+        return
+    if isinstance(part, list):
+        yield len(part)
+    parts = part if isinstance(part, list | tuple) else vars(part).values()
+    for smaller in parts:
+        yield from _numbers(smaller)

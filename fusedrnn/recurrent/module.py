@@ -92,6 +92,7 @@ class Recurrent(nn.Module):
         mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
+        compile: str = "auto",
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
@@ -110,6 +111,7 @@ class Recurrent(nn.Module):
         self.return_sequence = check_flag("return_sequence", return_sequence)
         _check_number(len(cells), bidirectional)
         self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
+        self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
@@ -122,6 +124,7 @@ class Recurrent(nn.Module):
             self.workspace_bytes,
             self.torch_compile,
             self.cuda_graphs,
+            self.compile_cell,
         )
 
     @property
