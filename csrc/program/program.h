@@ -37,8 +37,8 @@ struct Value {
   int64_t columns;
   int64_t sequence, offset;     // where it is kept; sequence < 0: nowhere
   int64_t carry, carry_offset;  // of which carry of the next step it is a part; carry < 0: of none
-  bool is_operand;              // whether a product reads it: it is then rounded to the storage type
-  bool is_read;                 // whether a product or another stage reads it
+  bool is_operand;  // whether a product reads it: it is then rounded to the storage type
+  bool is_read;     // whether a product or another stage reads it
 };
 
 // Where products write their results.  bias: a vector that is added to them when they are read, or

@@ -25,25 +25,25 @@ enum class Out : int64_t { Column, Sum, Max, ArgMax };
 
 // T: storage type of the user's tensors.  A = Acc<T>.
 struct StageIn {
-  const void* data;   // row 0, its first column; null if drawn, or for an index
-  const void* bias;   // of A, one number per column, added to what is read; or null
-  void* gradient;     // row 0; null if it is not wanted
-  int64_t stride;     // from row to row; 0 for the same numbers in all rows
+  const void* data;  // row 0, its first column; null if drawn, or for an index
+  const void* bias;  // of A, one number per column, added to what is read; or null
+  void* gradient;    // row 0; null if it is not wanted
+  int64_t stride;    // from row to row; 0 for the same numbers in all rows
   int64_t gradient_stride;
-  int64_t offset;     // of numbers that are drawn: the first column
-  int32_t group;      // columns of a group; 0 without groups
-  uint32_t stream;    // of numbers that are drawn: the Philox counter's last word
-  bool is_storage;    // whether `data` is of T and not of A
+  int64_t offset;   // of numbers that are drawn: the first column
+  int32_t group;    // columns of a group; 0 without groups
+  uint32_t stream;  // of numbers that are drawn: the Philox counter's last word
+  bool is_storage;  // whether `data` is of T and not of A
   bool gradient_is_storage;
-  bool adds;          // whether the gradient is added to what is there
+  bool adds;  // whether the gradient is added to what is there
 };
 
 struct StageOut {
-  void* data;         // row 0; null if it is not wanted
+  void* data;  // row 0; null if it is not wanted
   int64_t stride;
-  int32_t group;      // columns of a group; 0 for Out::Column
+  int32_t group;  // columns of a group; 0 for Out::Column
   bool is_storage;
-  bool rounds;        // whether numbers of A are rounded to T, as the operand of a product
+  bool rounds;  // whether numbers of A are rounded to T, as the operand of a product
   // The gradient is the sum of these; each may be null.
   const void* gradient[3];
   int64_t gradient_stride[3];
@@ -51,10 +51,10 @@ struct StageOut {
 };
 
 struct StageArgs {
-  int64_t width;      // columns of the stage
+  int64_t width;  // columns of the stage
   // Row r is entry r % batch of the batch in step first_t + r / batch.
   int64_t first_t, batch;
-  int64_t first_step; // where the sequence starts, if it is a part of a longer one; for draws
+  int64_t first_step;      // where the sequence starts, if it is a part of a longer one; for draws
   const int64_t* seed;     // one element; null if nothing is drawn
   const int64_t* lengths;  // [batch]: a row takes step t if t < lengths[b]; null if all rows do.
                            // Other rows get zeros for results, and zeros for gradients, or none

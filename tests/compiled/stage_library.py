@@ -1,0 +1,236 @@
+"""Libraries of the stages of ``stages.h``, compiled here, and their calls through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+]
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+TARGETS = {
+    "baseline": "",
+    "avx2": "avx2,fma",
+    "avx512": "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma",
+}
+TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Half",
+}
+STAGES = re.findall(r'kName = "(\w+)"', (HERE / "stages.h").read_text())
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a stage of this storage type is computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# The structs of csrc/program/stage.h.
+
+
+class StageIn(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("gradient_stride", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("group", ctypes.c_int32),
+        ("stream", ctypes.c_uint32),
+        ("is_storage", ctypes.c_bool),
+        ("gradient_is_storage", ctypes.c_bool),
+        ("adds", ctypes.c_bool),
+    )
+
+
+class StageOut(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("group", ctypes.c_int32),
+        ("is_storage", ctypes.c_bool),
+        ("rounds", ctypes.c_bool),
+        ("gradient", ctypes.c_void_p * 3),
+        ("gradient_stride", ctypes.c_int64 * 3),
+        ("gradient_is_storage", ctypes.c_bool * 3),
+    )
+
+
+class StageArgs(ctypes.Structure):
+    _fields_ = (
+        ("width", ctypes.c_int64),
+        ("first_t", ctypes.c_int64),
+        ("batch", ctypes.c_int64),
+        ("first_step", ctypes.c_int64),
+        ("seed", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("inputs", StageIn * 32),
+        ("outputs", StageOut * 16),
+    )
+
+
+@dataclass
+class Input:
+    """What a stage reads, or None for numbers that are drawn or counted; rows may be one row."""
+
+    data: Tensor | None = None
+    bias: Tensor | None = None
+    gradient: Tensor | None = None
+    adds: bool = False
+    group: int = 0
+    offset: int = 0
+    stream: int = 0
+
+    def fill(self, to: StageIn, dtype: torch.dtype) -> None:
+        if self.data is not None:
+            to.data, to.stride = self.data.data_ptr(), row_stride(self.data)
+            to.is_storage = self.data.dtype == dtype
+        if self.bias is not None:
+            to.bias = self.bias.data_ptr()
+        if self.gradient is not None:
+            to.gradient, to.gradient_stride = self.gradient.data_ptr(), row_stride(self.gradient)
+            to.gradient_is_storage = self.gradient.dtype == dtype
+        to.adds, to.group, to.offset, to.stream = self.adds, self.group, self.offset, self.stream
+
+
+@dataclass
+class Output:
+    """Where a stage writes, and the gradients that it reads."""
+
+    data: Tensor | None = None
+    gradients: list[Tensor] = field(default_factory=list)
+    group: int = 0
+    rounds: bool = False
+
+    def fill(self, to: StageOut, dtype: torch.dtype) -> None:
+        if self.data is not None:
+            to.data, to.stride = self.data.data_ptr(), row_stride(self.data)
+            to.is_storage = self.data.dtype == dtype
+        to.group, to.rounds = self.group, self.rounds
+        for s, gradient in enumerate(self.gradients):
+            to.gradient[s], to.gradient_stride[s] = gradient.data_ptr(), row_stride(gradient)
+            to.gradient_is_storage[s] = gradient.dtype == dtype
+
+
+def row_stride(rows: Tensor) -> int:
+    """Of (rows, columns), where a single row is that of all."""
+    assert rows.dim() == 2 and rows.stride(1) == 1
+    return rows.stride(0) if len(rows) > 1 else 0
+
+
+@dataclass
+class Call:
+    """The call of a stage for some rows."""
+
+    stage: str
+    dtype: torch.dtype
+    width: int
+    batch: int
+    inputs: list[Input]
+    outputs: list[Output]
+    first_t: int = 0
+    first_step: int = 0
+    seed: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def arguments(self) -> StageArgs:
+        args = StageArgs(self.width, self.first_t, self.batch, self.first_step)
+        if self.seed is not None:
+            args.seed = self.seed.data_ptr()
+        if self.lengths is not None:
+            args.lengths = self.lengths.data_ptr()
+        for given, to in zip(self.inputs, args.inputs, strict=False):
+            given.fill(to, self.dtype)
+        for wanted, to in zip(self.outputs, args.outputs, strict=False):
+            wanted.fill(to, self.dtype)
+        return args
+
+    def run(self, isa: str, first: int, last: int, *, backward: bool) -> None:
+        function = library(self.dtype, isa)
+        args = self.arguments()
+        function(STAGES.index(self.stage), backward, ctypes.byref(args), first, last)
+
+
+def cpu_flags() -> set[str]:
+    try:
+        return set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return set()
+
+
+def instruction_sets() -> list[str]:
+    """Those of this processor."""
+    return [isa for isa, target in TARGETS.items() if set(target.split(",")) - {""} <= cpu_flags()]
+
+
+@functools.cache
+def folder() -> Path:
+    made = tempfile.TemporaryDirectory(prefix="fusedrnn-stages-")
+    folder.keep = made  # type: ignore[attr-defined]  # removed when the process ends
+    return Path(made.name)
+
+
+def text(dtype: torch.dtype, isa: str) -> str:
+    """A library as Python prints it."""
+    target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
+    return f"""#define FUSEDRNN_ISA {isa}
+{target}#include "program/stage_loop.h"
+#include "{HERE}/stages.h"
+using namespace fusedrnn::program;
+extern "C" __attribute__((visibility("default"))) const int64_t fusedrnn_abi = kAbi;
+extern "C" __attribute__((visibility("default"))) void fusedrnn_stage(
+    int64_t stage, int64_t backward, const StageArgs* args, int64_t first, int64_t last) {{
+  int64_t number = 0;
+  for_each_stage([&](auto s) {{
+    using Stage = decltype(s);
+    if (number++ == stage) run<fusedrnn::{TYPES[dtype]}, Stage>(backward != 0, *args, first, last);
+  }});
+}}
+""".replace("fusedrnn::float", "float").replace("fusedrnn::double", "double")
+
+
+def compiled(name: str, source: str, *flags: str) -> Path:
+    """A library, or a program if no flag says otherwise."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    path = folder() / name
+    command = [COMPILER, *FLAGS, *WARNINGS, *flags, "-iquote", str(CSRC), "-x", "c++", "-"]
+    built = subprocess.run([*command, "-o", path], input=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return path
+
+
+@functools.cache
+def library(dtype: torch.dtype, isa: str) -> ctypes._NamedFuncPointer:
+    """Its function that does a stage."""
+    path = compiled(f"{TYPES[dtype]}_{isa}.so", text(dtype, isa), "-shared", "-fPIC")
+    loaded = ctypes.CDLL(str(path))
+    assert ctypes.c_int64.in_dll(loaded, "fusedrnn_abi").value == 1
+    function = loaded.fusedrnn_stage
+    function.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p] + [ctypes.c_int64] * 2
+    function.restype = None
+    return function
