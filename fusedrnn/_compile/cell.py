@@ -36,6 +36,7 @@ class Program:
     """Without the batch."""
     state_shapes: list[torch.Size]
     text: str
+    dtype: torch.dtype
     number: int = -1
     """Of the operators."""
     library: Library | None = None
@@ -43,6 +44,37 @@ class Program:
     @property
     def interpreter(self) -> Interpreter:
         return Interpreter(self.plan, self.derived)
+
+    def summary(self) -> str:
+        """For users: its size, what it keeps, and its library."""
+        form, library = self.plan.program, self.library
+        assert library is not None
+        outputs = set(self.plan.output_sequences)
+        kept = [
+            f"state {j} "
+            + (
+                "before each chunk"
+                if carry.sequence < 0
+                else "in the output"
+                if carry.sequence in outputs
+                else "of each step"
+            )
+            for j, carry in enumerate(form.carries)
+        ]
+        origin = "cached" if library.is_cached else f"built in {library.seconds:.1f} s"
+        return (
+            f"{_count(len(form.stages), 'stage')}, {_count(len(form.products), 'product')}, "
+            f"kept: {', '.join(kept)}; library of {library.bytes / 1e3:.0f} kB, {origin}"
+        )
+
+    def kept_bytes_per_step(self, rows: int, chunk: int) -> int:
+        """Besides outputs, on average over the steps of a chunk."""
+        form, plan = self.plan.program, self.plan
+        outputs = set(plan.output_sequences)
+        own = [w for i, w in enumerate(form.sequences) if i not in outputs]
+        size = self.dtype.itemsize
+        of_chunks = [c.width for c in form.carries if c.sequence < 0]
+        return rows * (sum(own) * size + -(-sum(of_chunks) * max(size, 4) // chunk))
 
 
 def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -90,6 +122,7 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
         [traced.values[node].shape[1:] for node in traced.outputs],
         [leaf.shape[1:] for leaf in state],
         source(plan, derived, dtype),
+        dtype,
     )
     verify(program.interpreter, Trial(run, names, constants, inputs, state), dtype)
     return program
@@ -108,6 +141,10 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         raise CannotCompile(str(error)) from error
     program.number = operators.add_program(program.plan.program, program.library.function)
     return program
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -7,6 +7,7 @@ as the largest logit of a softmax does, is stopped: its derivative is zero.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,9 @@ def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
-    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    rstd = torch.rsqrt(
+        (x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
     y = x * rstd
     return (y if weight is None else y * weight), rstd
 
@@ -112,9 +115,7 @@ def _gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> An
     return torch.where(_places(x, dim) == index, x, 0.0).sum(dim, keepdim=True)
 
 
-def _var(
-    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
-) -> Tensor:
+def _var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
     dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
     count = 1
     for d in dims:
@@ -129,6 +130,11 @@ def _var_mean(
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim())) if dim is None else list(dim)
     return _var(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+
+
+def _sinh(x: Tensor) -> Tensor:
+    less = torch.expm1(x)  # without cancellation near 0
+    return 0.5 * (less + less / (less + 1))
 
 
 def _vector_norm(
@@ -167,6 +173,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.gather.default: _gather,
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
+        aten.tan.default: lambda x: torch.sin(x) / torch.cos(x),
+        aten.sinh.default: _sinh,
+        aten.cosh.default: lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
+        aten.log2.default: lambda x: torch.log(x) * (1 / math.log(2)),
+        aten.log10.default: lambda x: torch.log(x) * (1 / math.log(10)),
         aten.linalg_vector_norm.default: _vector_norm,
     }
     if hasattr(aten, "_fused_rms_norm"):

@@ -28,7 +28,10 @@ STORAGE = {
 }
 
 _IN = {
-    In.COLUMN: "Column", In.GROUP: "Group", In.NORMAL: "Normal", In.UNIFORM: "Uniform",
+    In.COLUMN: "Column",
+    In.GROUP: "Group",
+    In.NORMAL: "Normal",
+    In.UNIFORM: "Uniform",
     In.INDEX: "Index",
 }
 _OUT = {Out.COLUMN: "Column", Out.SUM: "Sum", Out.MAX: "Max", Out.ARG_MAX: "ArgMax"}
@@ -85,21 +88,46 @@ def _stage(number: int, stage: Stage, plan: Plan, derived: Derived) -> str:
 
 
 _MASKS = {
-    aten.gt: ">", aten.lt: "<", aten.ge: ">=", aten.le: "<=", aten.eq: "==", aten.ne: "!=",
+    aten.gt: ">",
+    aten.lt: "<",
+    aten.ge: ">=",
+    aten.le: "<=",
+    aten.eq: "==",
+    aten.ne: "!=",
 }
-_FUNCTIONS = {
-    getattr(aten, name): name
-    for name in """exp exp2 log log2 log10 log1p expm1 sin cos tan atan sinh cosh asinh acosh atanh
-    asin acos erf erfc floor ceil round trunc sqrt rsqrt abs sign fmod remainder atan2 hypot
-    copysign""".split()
+_FUNCTIONS = {getattr(aten, name): f"math::{name}" for name in ("exp", "sqrt")}
+_FUNCTIONS |= {
+    getattr(aten, name): f"program::{name}"
+    for name in [
+        "log",
+        "log1p",
+        "expm1",
+        "sin",
+        "cos",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "rsqrt",
+        "abs",
+        "sign",
+    ]
 }
 _FUNCTIONS |= {
-    aten.sgn: "sign", aten.minimum: "min2", aten.maximum: "max2", aten.fmin: "fmin2",
-    aten.fmax: "fmax2",
+    aten.sgn: "program::sign",
+    aten.minimum: "program::min2",
+    aten.maximum: "program::max2",
 }
 _SAME = {
-    aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.expand,
-    aten.view, aten._unsafe_view,
+    aten.clone,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh,
+    aten.lift_fresh_copy,
+    aten.expand,
+    aten.view,
+    aten._unsafe_view,
 }
 _FILLED = {aten.full, aten.full_like, aten.scalar_tensor}
 _ZEROS = {aten.zeros_like, aten.zeros, aten.new_zeros}
@@ -189,19 +217,25 @@ class _Printer:
         elif op in _MASKS:
             self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
         elif op in (aten.logical_and, aten.bitwise_and):
-            self._set(node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True)
+            self._set(
+                node, f"program::mask_and({self._mask(args[0])}, {self._mask(args[1])})", True
+            )
         elif op in (aten.logical_or, aten.bitwise_or):
-            self._set(node, f"mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
+            self._set(node, f"program::mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_xor, aten.bitwise_xor):
             a, b = self._mask(args[0]), self._mask(args[1])
-            self._set(node, f"mask_and(mask_or({a}, {b}), mask_not(mask_and({a}, {b})))", True)
+            self._set(
+                node,
+                f"program::mask_and(program::mask_or({a}, {b}), program::mask_not(program::mask_and({a}, {b})))",
+                True,
+            )
         elif op in (aten.logical_not, aten.bitwise_not):
-            self._set(node, f"mask_not({self._mask(args[0])})", True)
+            self._set(node, f"program::mask_not({self._mask(args[0])})", True)
         elif op is aten.isnan:
             x = self._value(args[0])
             self._set(node, f"A({x}) != A({x})", True)
         elif op is aten.isinf:
-            self._set(node, f"abs(A({self._value(args[0])})) == number<A>(HUGE_VAL)", True)
+            self._set(node, f"program::abs(A({self._value(args[0])})) == number<A>(HUGE_VAL)", True)
         elif op in (aten.sigmoid, aten.tanh):
             self._gate(node, op, args[0])
         else:
@@ -262,7 +296,12 @@ class _Printer:
         if op in (aten.sub, aten.rsub):
             a, b = (0, 1) if op is aten.sub else (1, 0)
             whole, part = args[a], args[b]
-            if alpha == 1 and self._known(whole) == 1 and _is(part, aten.sigmoid) and part in self._partners:
+            if (
+                alpha == 1
+                and self._known(whole) == 1
+                and _is(part, aten.sigmoid)
+                and part in self._partners
+            ):
                 return self._partners[part]
             return f"{v[a]} - {scaled(v[b])}"
         if op is aten.mul:
@@ -270,7 +309,7 @@ class _Printer:
         if op is aten.div:
             mode = node.kwargs.get("rounding_mode")
             if mode is not None:
-                return f"{'trunc' if mode == 'trunc' else 'floor'}(A({v[0]} / {v[1]}))"
+                return f"program::{mode}(A({v[0]} / {v[1]}))"
             return f"{v[0]} / {v[1]}"
         if op is aten.neg:
             return f"-{v[0]}"
@@ -293,10 +332,10 @@ class _Printer:
         if op is aten.tanh_backward:
             return f"{v[0]} * {self._partners.get(args[1], f'(1.0f - {v[1]} * {v[1]})')}"
         if op is aten.frac:
-            return f"{v[0]} - trunc({self._paren(args[0])})"
+            return f"{v[0]} - program::trunc({self._paren(args[0])})"
         if op is aten.xlogy:
             x, y = self._paren(args[0]), self._paren(args[1])
-            return f"math::select({x} == A{{}}, A{{}}, A({x} * log({y})))"
+            return f"math::select({x} == A{{}}, A{{}}, A({x} * program::log({y})))"
         if op in _FUNCTIONS:
             given = ", ".join(f"A({x})" for x in v)
             return f"{_FUNCTIONS[op]}({given})"
@@ -308,22 +347,27 @@ class _Printer:
             low, high = None, low
         code = self._paren(args[0])
         if low is not None:
-            code = f"max2({code}, {self._paren(low)})"
+            code = f"program::max2({code}, {self._paren(low)})"
         if high is not None:
-            code = f"min2({code}, {self._paren(high)})"
+            code = f"program::min2({code}, {self._paren(high)})"
         return code
 
     def _power(self, args: list[Any]) -> str:
         x, exponent = self._paren(args[0]), self._known(args[1])
         simple = {
-            1.0: x, 2.0: f"{x} * {x}", 3.0: f"{x} * {x} * {x}", -1.0: f"1.0f / {x}",
-            0.5: f"sqrt({x})", -0.5: f"rsqrt({x})", -2.0: f"1.0f / ({x} * {x})",
+            1.0: x,
+            2.0: f"{x} * {x}",
+            3.0: f"{x} * {x} * {x}",
+            -1.0: f"1.0f / {x}",
+            0.5: f"math::sqrt({x})",
+            -0.5: f"program::rsqrt({x})",
+            -2.0: f"1.0f / ({x} * {x})",
         }
         if exponent == 0:
             return "number<A>(1)"
         if exponent is not None and float(exponent) in simple:
             return simple[float(exponent)]
-        return f"pow({x}, {self._paren(args[1])})"
+        return f"program::pow({x}, {self._paren(args[1])})"
 
     def _complement(self, node: fx.Node, alpha: Any) -> str | None:
         """x (1 - s) for x + -(x s) with a sigmoid s, without cancellation."""

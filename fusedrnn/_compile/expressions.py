@@ -139,13 +139,20 @@ class Expressions:
 
     def constant(self, number: float | bool, width: int) -> Expression:
         return self.make(
-            "constant", at=(type(number).__name__, repr(number), number), width=width,
+            "constant",
+            at=(type(number).__name__, repr(number), number),
+            width=width,
             is_mask=isinstance(number, bool),
         )
 
     def operation(
-        self, target: Any, *args: Any, width: int, kwargs: tuple[tuple[str, Any], ...] = (),
-        is_mask: bool = False, node: fx.Node | None = None,
+        self,
+        target: Any,
+        *args: Any,
+        width: int,
+        kwargs: tuple[tuple[str, Any], ...] = (),
+        is_mask: bool = False,
+        node: fx.Node | None = None,
     ) -> Expression:
         return self.make(
             "op", target=target, args=args, kwargs=kwargs, width=width, is_mask=is_mask, node=node
@@ -166,14 +173,19 @@ class Expressions:
         if key not in self.reductions:
             self.reductions[key] = Reduction(kind, source, group)
         return self.make(
-            "reduced", at=(self.reductions[key], 0), width=source.width // group,
+            "reduced",
+            at=(self.reductions[key], 0),
+            width=source.width // group,
             level=source.level + 1,
         )
 
     def kept(self, source: Expression, group: int) -> Expression:
         """A value of an earlier stage, each number for a group of columns."""
         return self.make(
-            "value", at=(source, 0), width=source.width * max(group, 1), group=group,
+            "value",
+            at=(source, 0),
+            width=source.width * max(group, 1),
+            group=group,
             level=source.level + 1,
         )
 
@@ -194,12 +206,15 @@ class Expressions:
         if e.kind == "op":
             args = tuple(self.lift(a, group) if isinstance(a, Expression) else a for a in e.args)
             return self.make(
-                "op", target=e.target, args=args, kwargs=e.kwargs, width=width, is_mask=e.is_mask,
+                "op",
+                target=e.target,
+                args=args,
+                kwargs=e.kwargs,
+                width=width,
+                is_mask=e.is_mask,
                 node=e.node,
             )
-        return self.make(
-            e.kind, at=e.at, width=width, group=max(e.group, 1) * group, level=e.level
-        )
+        return self.make(e.kind, at=e.at, width=width, group=max(e.group, 1) * group, level=e.level)
 
 
 def _key(arg: Any) -> Any:

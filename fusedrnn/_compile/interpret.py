@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .derive import Derived
 from .outside import Outside
-from .plan import Plan, Stage
+from .plan import Plan
 from .program import In, Operand, Out, Source, StageInput
 
 Draws = Callable[[int], Tensor]
@@ -35,9 +35,10 @@ class _StageFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         found = ctx.derived.backward(*inputs, *gradients)
-        return None, None, *(
-            None if g is None else g.expand(x.shape)
-            for g, x in zip(found, inputs, strict=True)
+        return (
+            None,
+            None,
+            *(None if g is None else g.expand(x.shape) for g, x in zip(found, inputs, strict=True)),
         )
 
 
@@ -48,8 +49,12 @@ class Interpreter:
         self._plan, self._derived, self._outside = plan, derived, Outside(plan)
 
     def __call__(
-        self, constants: Sequence[Tensor], inputs: Sequence[Tensor], carries: Sequence[Tensor],
-        draws: Draws, steps: int,
+        self,
+        constants: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        carries: Sequence[Tensor],
+        draws: Draws,
+        steps: int,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sequences that the step returns, (seq_len, batch, width) each, and the last carries.
 
@@ -59,12 +64,21 @@ class Interpreter:
         """
         plan, dtype = self._plan, carries[0].dtype
         weights, vectors = self._outside(constants, dtype)
-        inputs = [x.reshape(*x.shape[:2], -1).to(dtype) for x in map(inputs.__getitem__, plan.read_inputs)]
+        inputs = [
+            x.reshape(*x.shape[:2], -1).to(dtype) for x in map(inputs.__getitem__, plan.read_inputs)
+        ]
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
         numbers = {d: draws(d) for d in plan.draws}
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]
         for t in range(steps):
-            now = _Step(self, weights, vectors, [x[t] for x in inputs], state, {d: n[t] for d, n in numbers.items()})
+            now = _Step(
+                self,
+                weights,
+                vectors,
+                [x[t] for x in inputs],
+                state,
+                {d: n[t] for d, n in numbers.items()},
+            )
             state = now.run()
             for sequence, columns in zip(sequences, now.sequences(), strict=True):
                 sequence.append(columns)
@@ -75,8 +89,13 @@ class _Step:
     """One step."""
 
     def __init__(
-        self, owner: Interpreter, weights: list[Tensor], vectors: list[Tensor],
-        inputs: list[Tensor], carries: list[Tensor], draws: dict[int, Tensor],
+        self,
+        owner: Interpreter,
+        weights: list[Tensor],
+        vectors: list[Tensor],
+        inputs: list[Tensor],
+        carries: list[Tensor],
+        draws: dict[int, Tensor],
     ) -> None:
         self._plan, self._derived = owner._plan, owner._derived
         self._weights, self._vectors, self._inputs = weights, vectors, inputs
@@ -163,5 +182,3 @@ def _reduced(y: Tensor, kind: Out, group: int) -> Tensor:
     if kind == Out.MAX:
         return parts.amax(2).detach()
     return parts.argmax(2).to(y).detach()
-
-

@@ -9,14 +9,14 @@ comes. What mixes the rows of a batch shows there, too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .expressions import Array, Expression, Expressions, Part, Product, Reduction
+from .expressions import Expression, Expressions, Part
 from .trace import ROWS, CannotCompile, Traced, draw, line_of, stop
 
 aten = torch.ops.aten
@@ -26,23 +26,122 @@ _MOST_PIECES = 64
 
 POINTWISE = frozenset(
     getattr(aten, name)
-    for name in """add sub rsub mul div neg sigmoid tanh exp exp2 log log2 log10 log1p expm1 sqrt
-    rsqrt reciprocal relu abs pow where gt lt ge le eq ne minimum maximum fmin fmax clamp clamp_min
-    clamp_max sign sgn square sin cos tan atan sinh cosh asinh acosh atanh asin acos logical_not
-    logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor erf erfc
-    floor ceil round trunc frac isnan isinf fmod remainder atan2 hypot copysign xlogy
-    nan_to_num""".split()
-    if hasattr(aten, name)
+    for name in [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "relu",
+        "abs",
+        "pow",
+        "where",
+        "gt",
+        "lt",
+        "ge",
+        "le",
+        "eq",
+        "ne",
+        "minimum",
+        "maximum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "sign",
+        "sgn",
+        "square",
+        "sin",
+        "cos",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "frac",
+        "isnan",
+        "isinf",
+        "xlogy",
+    ]
 )
 MOVES = frozenset(
     getattr(aten, name)
-    for name in """view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice
-    select cat stack split split_with_sizes unbind flip roll clone alias lift_fresh
-    lift_fresh_copy contiguous chunk unsafe_split unsafe_chunk unsafe_split_with_sizes expand_copy
-    view_copy slice_copy select_copy permute_copy transpose_copy t_copy unsqueeze_copy squeeze_copy
-    split_copy split_with_sizes_copy unbind_copy alias_copy repeat index index_select movedim
-    narrow unfold diagonal diagonal_copy unfold_copy constant_pad_nd repeat_interleave
-    tile copy slice_scatter select_scatter diagonal_scatter index_put""".split()
+    for name in [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "cat",
+        "stack",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "flip",
+        "roll",
+        "clone",
+        "alias",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "contiguous",
+        "chunk",
+        "unsafe_split",
+        "unsafe_chunk",
+        "unsafe_split_with_sizes",
+        "expand_copy",
+        "view_copy",
+        "slice_copy",
+        "select_copy",
+        "permute_copy",
+        "transpose_copy",
+        "t_copy",
+        "unsqueeze_copy",
+        "squeeze_copy",
+        "split_copy",
+        "split_with_sizes_copy",
+        "unbind_copy",
+        "alias_copy",
+        "repeat",
+        "index",
+        "index_select",
+        "movedim",
+        "narrow",
+        "unfold",
+        "diagonal",
+        "diagonal_copy",
+        "unfold_copy",
+        "constant_pad_nd",
+        "repeat_interleave",
+        "tile",
+        "copy",
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "index_put",
+    ]
     if hasattr(aten, name)
 )
 _REDUCTIONS = {
@@ -60,8 +159,20 @@ _REDUCTIONS = {
 
 _FILLED = frozenset(
     getattr(aten, name)
-    for name in """full full_like zeros zeros_like ones ones_like new_zeros new_ones new_full arange
-    scalar_tensor eye""".split()
+    for name in [
+        "full",
+        "full_like",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+        "scalar_tensor",
+        "eye",
+    ]
 )
 
 _COLUMN = 1 << 32
@@ -110,7 +221,9 @@ class Lowered:
                     self.kinds[node] = "number"
                     continue
                 kinds = {self.kinds[one] for one in node.all_input_nodes}
-                self.kinds[node] = max(kinds, key=("number", "weight", "row").index, default="number")
+                self.kinds[node] = max(
+                    kinds, key=("number", "weight", "row").index, default="number"
+                )
 
     def value(self, node: fx.Node) -> Any:
         return self.traced.values[node]
@@ -133,14 +246,21 @@ class Lowered:
                 if not is_index:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
-                    raise CannotCompile(f"{_name(node)} by an index that is computed{line_of(node)}")
+                    raise CannotCompile(
+                        f"{_name(node)} by an index that is computed{line_of(node)}"
+                    )
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
                 return type(arg)(codes(one, is_index) for one in arg)
             return arg
 
         has_index = _packet(node) in (aten.index, aten.index_put, aten.index_select)
-        args = [codes(arg, has_index and i in (1, 2) and not (i == 2 and _packet(node) is aten.index_put)) for i, arg in enumerate(node.args)]
+        args = [
+            codes(
+                arg, has_index and i in (1, 2) and not (i == 2 and _packet(node) is aten.index_put)
+            )
+            for i, arg in enumerate(node.args)
+        ]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
         if _packet(node) is aten.constant_pad_nd:
             raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
@@ -204,7 +324,9 @@ class Lowered:
             for arg in node.args
         ]
         rows = self._common_rows(node, [g for g in given if isinstance(g, Tensor)])
-        self._reads[node] = [self._of_first_row(node, rows, g) if isinstance(g, Tensor) else g for g in given]
+        self._reads[node] = [
+            self._of_first_row(node, rows, g) if isinstance(g, Tensor) else g for g in given
+        ]
         return rows
 
     def _common_rows(self, node: fx.Node, codes: Sequence[Tensor]) -> Tensor:
@@ -263,7 +385,11 @@ class Lowered:
         others = [d for d in range(codes.dim()) if d not in dims]
         moved = codes.permute(*others, *dims).reshape(*(codes.shape[d] for d in others), -1)
         all_rows = _row_of(moved)
-        rows = _filled(torch.where(all_rows == _NO_ROW, _NO_ROW, all_rows)).reshape(moved.shape) if moved.dim() > 1 else all_rows
+        rows = (
+            _filled(torch.where(all_rows == _NO_ROW, _NO_ROW, all_rows)).reshape(moved.shape)
+            if moved.dim() > 1
+            else all_rows
+        )
         if moved.dim() < 2 or not (rows == rows[..., :1]).all():
             raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
         rows = rows[..., 0]
@@ -281,7 +407,9 @@ class Lowered:
     def _product(self, node: fx.Node, value: Tensor) -> Tensor:
         packet = _packet(node)
         bias, left, right = node.args if packet is aten.addmm else (None, *node.args)
-        if packet is aten.addmm and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
+        if packet is aten.addmm and (
+            node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
+        ):
             raise CannotCompile(f"addmm with beta or alpha{line_of(node)}")
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         is_swapped = self.kinds[left] != "row"
@@ -305,8 +433,12 @@ class Lowered:
         if bias is not None and (self.kinds[bias] == "row" or is_swapped):
             raise CannotCompile(f"addmm of another activation{line_of(node)}")
         self._reads[node] = (
-            weight, is_swapped, [p if packet is aten.bmm else None for p, _ in where], reads,
-            columns, bias,
+            weight,
+            is_swapped,
+            [p if packet is aten.bmm else None for p, _ in where],
+            reads,
+            columns,
+            bias,
         )
         rows = rows[..., None].expand(stacks, count, columns)
         if is_swapped:
@@ -387,7 +519,9 @@ class Lowered:
                 aten.ne.Scalar, leaf, 0, width=leaf.width, is_mask=True, node=node
             )
         if not value.is_floating_point():
-            raise CannotCompile(f"{_name(node)} of {value.dtype} is used in arithmetic{line_of(node)}")
+            raise CannotCompile(
+                f"{_name(node)} of {value.dtype} is used in arithmetic{line_of(node)}"
+            )
         return leaf
 
     def _demand_pointwise(self, node: fx.Node, start: int, width: int) -> list[Expression]:
@@ -428,7 +562,9 @@ class Lowered:
     def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
         source = self.value(node.args[0])  # type: ignore[arg-type]
         operation = self.expressions.operation
-        if value.dtype == source.dtype or (source.dtype == torch.bool and value.dtype == torch.bool):
+        if value.dtype == source.dtype or (
+            source.dtype == torch.bool and value.dtype == torch.bool
+        ):
             return e
         if source.dtype == torch.bool:
             return self._number(e)
@@ -506,7 +642,11 @@ class Lowered:
         if kind == "max with place":  # the derivative is that of the first of the largest ones
             place = x.lift(x.reduced("argmax", e, size), size)
             here = operation(
-                aten.eq.Tensor, self._places(e.width, size), place, width=e.width, is_mask=True,
+                aten.eq.Tensor,
+                self._places(e.width, size),
+                place,
+                width=e.width,
+                is_mask=True,
                 node=node,
             )
             zeros = x.constant(0.0, e.width)
@@ -534,15 +674,31 @@ class Lowered:
             count = min(columns - first, end - start)
             found.append(
                 self._sum_of_products(
-                    node, weight, is_swapped, stacks[block], reads[block], columns, bias, first, count
+                    node,
+                    weight,
+                    is_swapped,
+                    stacks[block],
+                    reads[block],
+                    columns,
+                    bias,
+                    first,
+                    count,
                 )
             )
             start += count
         return found
 
     def _sum_of_products(
-        self, node: fx.Node, weight: fx.Node, is_swapped: bool, stack: int | None, codes: Any,
-        columns: int, bias: fx.Node | None, first: int, count: int,
+        self,
+        node: fx.Node,
+        weight: fx.Node,
+        is_swapped: bool,
+        stack: int | None,
+        codes: Any,
+        columns: int,
+        bias: fx.Node | None,
+        first: int,
+        count: int,
     ) -> Expression:
         """Columns of one row of the operand times a weight, a product for each of its pieces."""
         total, done = None, 0
@@ -569,7 +725,9 @@ class Lowered:
             total = (
                 leaf
                 if total is None
-                else self.expressions.operation(aten.add.Tensor, total, leaf, width=count, node=node)
+                else self.expressions.operation(
+                    aten.add.Tensor, total, leaf, width=count, node=node
+                )
             )
             done += piece.width
         assert total is not None
@@ -578,7 +736,10 @@ class Lowered:
     def _number(self, e: Expression) -> Expression:
         if not e.is_mask:
             return e
-        ones, zeros = self.expressions.constant(1.0, e.width), self.expressions.constant(0.0, e.width)
+        ones, zeros = (
+            self.expressions.constant(1.0, e.width),
+            self.expressions.constant(0.0, e.width),
+        )
         return self.expressions.operation(aten.where.self, e, ones, zeros, width=e.width)
 
 
@@ -586,14 +747,21 @@ class _Run:
     """Neighbouring columns that come from one node in a regular order."""
 
     def __init__(
-        self, kind: str, source: fx.Node, first: int, count: int, group: int,
+        self,
+        kind: str,
+        source: fx.Node,
+        first: int,
+        count: int,
+        group: int,
         columns: tuple[int, ...] = (),
     ) -> None:
         self.kind, self.source, self.first = kind, source, first
         self.count, self.group, self.columns = count, group, columns
 
 
-def _parts(codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node) -> list[_Run]:
+def _parts(
+    codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node
+) -> list[_Run]:
     """Codes of one row as runs: of weights, of columns one after the other, each once or repeated."""
     found: list[_Run] = []
     i, n = 0, len(codes)
@@ -623,9 +791,7 @@ def _parts(codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx
             found.append(_Run("columns", source, first, length // group, group))
             j += length
             if len(found) > 4 * _MOST_PIECES:
-                raise CannotCompile(
-                    f"{_name(node)} puts columns into another order{line_of(node)}"
-                )
+                raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
         i = end
     return found
 
@@ -670,7 +836,9 @@ def _ranks(rows: Tensor) -> Tensor:
 
 
 def _packet(node: Any) -> Any:
-    return getattr(node.target, "overloadpacket", node.target) if isinstance(node, fx.Node) else None
+    return (
+        getattr(node.target, "overloadpacket", node.target) if isinstance(node, fx.Node) else None
+    )
 
 
 def _name(node: fx.Node) -> str:

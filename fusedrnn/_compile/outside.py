@@ -24,7 +24,9 @@ class Outside:
         self._plan = plan
         self._traced = plan.lowered.traced
 
-    def __call__(self, constants: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    def __call__(
+        self, constants: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Weights, (terms, columns) each, and vectors, (width,) each."""
         known: dict[fx.Node, Any] = {
             node: constant.to(dtype) if constant.is_floating_point() else constant
@@ -87,9 +89,7 @@ class Outside:
 class _Evaluation:
     """Values of nodes that depend on constants alone."""
 
-    def __init__(
-        self, known: dict[fx.Node, Any], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, known: dict[fx.Node, Any], dtype: torch.dtype, device: torch.device) -> None:
         self._known = known
         self.dtype, self.device = dtype, device
 
@@ -118,5 +118,3 @@ class _Evaluation:
         if getattr(target, "overloadpacket", None) is torch.ops.fusedrnn_step.stop:
             return args[0].detach()
         return target(*args, **kwargs)
-
-

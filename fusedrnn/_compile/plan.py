@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import program as form
 from .expressions import Array, Expression, Product, Reduction
 from .lower import Lowered
 from .program import (
@@ -25,15 +26,28 @@ from .program import (
     StageInput,
     StageOutput,
 )
-from . import program as form
 from .trace import CannotCompile
 
 aten = torch.ops.aten
 
 _COSTLY = {
     getattr(aten, name)
-    for name in """sigmoid tanh exp exp2 log log2 log10 log1p expm1 sqrt rsqrt div reciprocal erf
-    erfc sin cos tan atan sinh cosh asinh acosh atanh asin acos pow""".split()
+    for name in [
+        "sigmoid",
+        "tanh",
+        "exp",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "div",
+        "reciprocal",
+        "erf",
+        "sin",
+        "cos",
+        "pow",
+    ]
 }
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
@@ -171,14 +185,15 @@ class Plan:
                     others.add(id(e.at[0].source))
                 if e.kind == "value":
                     others.add(id(e.at[0]))
-            if not any(
-                self._merge(array, leaves, parents, others) for array in arrays.values()
-            ):
+            if not any(self._merge(array, leaves, parents, others) for array in arrays.values()):
                 return
 
     def _merge(
-        self, array: Array, leaves: dict[int, list[Expression]],
-        parents: dict[int, list[Expression]], others: set[int],
+        self,
+        array: Array,
+        leaves: dict[int, list[Expression]],
+        parents: dict[int, list[Expression]],
+        others: set[int],
     ) -> bool:
         """Adds another array to one, if the two are read only as their sum."""
         pairs = []
@@ -257,7 +272,11 @@ class Plan:
             return None
         at, sequence = first.offset, first.sequence
         for value, e in zip(values, pieces, strict=True):
-            if value is None or value.carry >= 0 or (value.sequence, value.offset) != (sequence, at):
+            if (
+                value is None
+                or value.carry >= 0
+                or (value.sequence, value.offset) != (sequence, at)
+            ):
                 return None
             at += e.width
         if len({id(value) for value in values}) != len(values):
@@ -317,7 +336,12 @@ class Plan:
                 return True
         for e, keys in used.values():
             natural = (self._phase(e), e.level, e.width, 0)
-            if len(keys) > 1 and not e.is_mask and self._is_costly(e) and (id(e), "column", 0) not in self._values:
+            if (
+                len(keys) > 1
+                and not e.is_mask
+                and self._is_costly(e)
+                and (id(e), "column", 0) not in self._values
+            ):
                 if natural in keys:
                     self._value(e)
                     return True
@@ -343,9 +367,7 @@ class Plan:
         for value in stage.results[half:]:
             value.stage = (*stage.key[:3], number + 1)
 
-    def _find_inputs(
-        self, stage: Stage, used: dict[int, tuple[Expression, set[Key]]]
-    ) -> None:
+    def _find_inputs(self, stage: Stage, used: dict[int, tuple[Expression, set[Key]]]) -> None:
         known: set[int] = set()
         seen: set[int] = set()
         left = [v.expression for v in reversed(stage.results)]
@@ -408,14 +430,26 @@ class Plan:
             carries=self.carries,
             values=[
                 form.Value(
-                    v.columns, v.sequence, v.offset, v.carry, v.carry_offset, v.is_operand, v.is_read
+                    v.columns,
+                    v.sequence,
+                    v.offset,
+                    v.carry,
+                    v.carry_offset,
+                    v.is_operand,
+                    v.is_read,
                 )
                 for v in values
             ],
             arrays=arrays,
             products=[
                 form.Product(
-                    self._operand(p), i, p.terms, p.columns, self.arrays.index(p.array), 0, adds[i],
+                    self._operand(p),
+                    i,
+                    p.terms,
+                    p.columns,
+                    self.arrays.index(p.array),
+                    0,
+                    adds[i],
                     phases[i],
                 )
                 for i, p in enumerate(self.products)

@@ -110,7 +110,9 @@ def trace(
             stack.enter_context(fx_traceback.preserve_node_meta())
             # pytorch's own modes of an outer call would see the tracer's tensors
             made = make_fx(
-                dispatch_functionalize(flat), decomposition_table=decompositions(), pre_dispatch=False
+                dispatch_functionalize(flat),
+                decomposition_table=decompositions(),
+                pre_dispatch=False,
             )(*arguments)
     except CannotCompile:
         raise
@@ -139,7 +141,13 @@ def trace(
 def _reason(error: Exception) -> str:
     text = str(error).split("\n")[0]
     where = _line_of(error)
-    looks = ("value out of a tracing tensor", "data-dependent", "DataDependent", "Dynamo", "_local_scalar_dense")
+    looks = (
+        "value out of a tracing tensor",
+        "data-dependent",
+        "DataDependent",
+        "Dynamo",
+        "_local_scalar_dense",
+    )
     if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
         return f"the step looks at values of tensors, as if, float() and .item() do{where}"
     return f"tracing it raises {type(error).__name__}: {text[:200]}{where}"

@@ -38,12 +38,13 @@ class Trial:
         self, run: Run, names: Sequence[str], constants: Leaves, inputs: Leaves, state: Leaves
     ) -> None:
         self._random = torch.Generator().manual_seed(1)
-        self.constants = [self._constant(c, n in run.weights.trained()) for n, c in zip(names, constants, strict=True)]
+        self.constants = [
+            self._constant(c, n in run.weights.trained())
+            for n, c in zip(names, constants, strict=True)
+        ]
         self.inputs = [self._input(leaf) for leaf in inputs]
         # Positive, since some states are divided by, or have a logarithm.
-        self.state = [
-            self._normal(BATCH, *leaf.shape[1:]).abs().requires_grad_() for leaf in state
-        ]
+        self.state = [self._normal(BATCH, *leaf.shape[1:]).abs().requires_grad_() for leaf in state]
         self.noise = Noise.for_trial()
         self._names = names
         outputs, last = self._loop(run)
@@ -57,9 +58,7 @@ class Trial:
 
     def gradients_of(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Of the leaves."""
-        pairs = [
-            (y, g) for y, g in zip(results, self.cotangents, strict=True) if y.requires_grad
-        ]
+        pairs = [(y, g) for y, g in zip(results, self.cotangents, strict=True) if y.requires_grad]
         leaves = self.leaves()
         if not pairs:
             return [torch.zeros_like(leaf) for leaf in leaves]
@@ -74,8 +73,13 @@ class Trial:
     def draws(self, distribution: int, number: int, width: int) -> Tensor:
         """What the loop has drawn, (seq_len, batch, width)."""
         return _ops.draw(
-            self.noise.seed.on(torch.device("cpu")), STEPS, BATCH, width,
-            stream=number * MOST_DRAWS, distribution=distribution, dtype=torch.float64,
+            self.noise.seed.on(torch.device("cpu")),
+            STEPS,
+            BATCH,
+            width,
+            stream=number * MOST_DRAWS,
+            distribution=distribution,
+            dtype=torch.float64,
         )
 
     def _normal(self, *shape: int) -> Tensor:
@@ -107,8 +111,14 @@ class Trial:
         step = copy.copy(run.user_step)
         step.output, step._kinds = None, []
         trial = dataclasses.replace(
-            run.for_trial(STEPS), step=step, user_step=step, rows=BATCH, backwards=False,
-            compiled=None, noise=self.noise, device=torch.device("cpu"),
+            run.for_trial(STEPS),
+            step=step,
+            user_step=step,
+            rows=BATCH,
+            backwards=False,
+            compiled=None,
+            noise=self.noise,
+            device=torch.device("cpu"),
         )
         trial.draws = True
         trial.autocast = (False, torch.float32)
@@ -174,7 +184,8 @@ def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, 
         difference = (a - b).abs().max().item() if b.numel() else 0.0
         if not difference <= tolerance * (1 + scale):
             hint = (
-                "" if what == "values"
+                ""
+                if what == "values"
                 else ": does it have a custom autograd.Function, a hook, or a change in place "
                 "without a graph?"
             )

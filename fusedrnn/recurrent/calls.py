@@ -20,7 +20,6 @@ from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program, r
 from .runs import Run
 from .trees import Leaves
 
-
 if TYPE_CHECKING:
     from .._compile.cell import Program
 
@@ -135,12 +134,9 @@ def _take(
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
         return run_sequence(run, *given, is_parallel=False)
-    program = choose_program(
-        run, settings.compile, settings.without_program(), memory.programs, inputs, state
-    )
+    program = program_of(run, settings, memory, inputs, state)
     if not isinstance(program, str):
-        chunk = choose_program_chunk(run, settings, program, state)
-        return run_program(run, program, chunk, *given)
+        return run_program(run, program, program_chunk(run, settings, program, state)[0], *given)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)
     is_parallel = False
@@ -155,21 +151,35 @@ def _take(
     return run_sequence(run, *given, is_parallel)
 
 
-def choose_program_chunk(
-    run: Run, settings: Settings, program: Program, state: Leaves
-) -> int:
-    """Steps of a chunk of a program.
+def program_of(
+    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves
+) -> Program | str:
+    """The program that takes the steps, or why none does.
+
+    Raises:
+        RuntimeError: There is none, and ``compile`` is "require".
+    """
+    others = settings.without_program()
+    return choose_program(run, settings.compile, others, memory.programs, inputs, state)
+
+
+def program_chunk(run: Run, settings: Settings, program: Program, state: Leaves) -> tuple[int, int]:
+    """Steps of a chunk of a program, and bytes of its workspace in backward.
 
     Raises:
         RuntimeError: Even one step does not fit into ``workspace_bytes``.
     """
     from .._compile import operators
 
-    steps: int = operators.chunk(
-        program.number, run.seq_len, run.rows, state[0].dtype, settings.chunk_size or 0,
+    steps, _, backward = operators.chunk(
+        program.number,
+        run.seq_len,
+        run.rows,
+        state[0].dtype,
+        settings.chunk_size or 0,
         settings.workspace_bytes or 0,
-    )[0]
-    return steps
+    )
+    return steps, backward
 
 
 def choose_chunk(

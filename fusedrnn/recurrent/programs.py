@@ -110,8 +110,12 @@ def _python(run: Run) -> Any:
     """What Python may decide by: modes, attributes, and variables of classes and modules."""
     modules = list(run.weights.used.modules())
     kinds = tuple(
-        (type(m), m.training, *map(id, m._forward_hooks.values()),
-         *map(id, m._forward_pre_hooks.values()))
+        (
+            type(m),
+            m.training,
+            *map(id, m._forward_hooks.values()),
+            *map(id, m._forward_pre_hooks.values()),
+        )
         for m in modules
     )
     attributes = tuple(
@@ -317,20 +321,25 @@ class _Arguments:
         frozen = list(run.frozen)
         tensors = [tensor.detach() for tensor in tensors]
         values = call.layout.values(tensors[: len(tensors) - len(frozen)])
-        named = values.weights | dict(zip(frozen, tensors[len(tensors) - len(frozen) :], strict=True))
+        named = values.weights | dict(
+            zip(frozen, tensors[len(tensors) - len(frozen) :], strict=True)
+        )
         constants = [named[name] for name in program.names]
         dtype = values.state[0].dtype
-        inputs = [
-            _flat(values.inputs[i], 2, dtype) for i in program.plan.read_inputs
-        ]
+        inputs = [_flat(values.inputs[i], 2, dtype) for i in program.plan.read_inputs]
         state = [_flat(leaf, 1, dtype) for leaf in values.state]
         reset_to, kinds = _reset_values(masks, values, dtype)
-        chunk = operators.chunk(
-            program.number, run.seq_len, run.rows, dtype, call.chunk, 0
-        )[0]
+        chunk = operators.chunk(program.number, run.seq_len, run.rows, dtype, call.chunk, 0)[0]
         return cls(
-            call, constants, inputs, state, masks.lengths,
-            None if masks.reset is None else masks.reset.contiguous(), reset_to, kinds, chunk,
+            call,
+            constants,
+            inputs,
+            state,
+            masks.lengths,
+            None if masks.reset is None else masks.reset.contiguous(),
+            reset_to,
+            kinds,
+            chunk,
         )
 
     def new_kept(self) -> list[Tensor]:
@@ -358,25 +367,53 @@ class _Arguments:
         }
 
     def forward(
-        self, weights: list[Tensor], vectors: list[Tensor], sequences: list[Tensor],
-        last: list[Tensor], kept: list[Tensor],
+        self,
+        weights: list[Tensor],
+        vectors: list[Tensor],
+        sequences: list[Tensor],
+        last: list[Tensor],
+        kept: list[Tensor],
     ) -> None:
         from .._compile import operators
 
         operators.forward(
-            self.call.program.number, self.inputs, self.state, weights, vectors, self.reset_to,
-            self.kinds, sequences=sequences, last=last, kept=kept, saved=[], **self._options(),
+            self.call.program.number,
+            self.inputs,
+            self.state,
+            weights,
+            vectors,
+            self.reset_to,
+            self.kinds,
+            sequences=sequences,
+            last=last,
+            kept=kept,
+            saved=[],
+            **self._options(),
         )
 
     def backward(
-        self, weights: list[Tensor], vectors: list[Tensor], sequences: list[Tensor],
-        kept: list[Tensor], **gradients: list[Tensor],
+        self,
+        weights: list[Tensor],
+        vectors: list[Tensor],
+        sequences: list[Tensor],
+        kept: list[Tensor],
+        **gradients: list[Tensor],
     ) -> None:
         from .._compile import operators
 
         operators.backward(
-            self.call.program.number, self.inputs, self.state, weights, vectors, self.reset_to,
-            self.kinds, sequences=sequences, kept=kept, saved=[], **gradients, **self._options(),
+            self.call.program.number,
+            self.inputs,
+            self.state,
+            weights,
+            vectors,
+            self.reset_to,
+            self.kinds,
+            sequences=sequences,
+            kept=kept,
+            saved=[],
+            **gradients,
+            **self._options(),
         )
 
 
@@ -443,7 +480,9 @@ class _Backward:
         ]
         of_weights = [self._of_weight(w) for w in weights]
         of_vectors = [
-            v.new_empty(v.shape, dtype=self._sums) if v.requires_grad else self._nothing.to(self._sums)
+            v.new_empty(v.shape, dtype=self._sums)
+            if v.requires_grad
+            else self._nothing.to(self._sums)
             for v in vectors
         ]
         of_resets = self._of_resets()
@@ -472,7 +511,9 @@ class _Backward:
         if pairs and leaves:
             made, sums = zip(*pairs, strict=True)
             of_leaves = torch.autograd.grad(made, leaves, sums, allow_unused=True)
-        return self._in_order(of_inputs, of_carries, dict(zip(self._named, of_leaves, strict=True)), of_resets)
+        return self._in_order(
+            of_inputs, of_carries, dict(zip(self._named, of_leaves, strict=True)), of_resets
+        )
 
     def _leaves(self) -> tuple[list[Tensor], list[Tensor]]:
         """The step's constants, and those of them that have a gradient."""
@@ -528,7 +569,9 @@ class _Backward:
             elif kind == SEQUENCE:
                 found.append(tensor.new_empty(tensor.shape))
             else:
-                found.append(tensor.new_empty(self._call.run.rows, tensor.shape[1], dtype=self._sums))
+                found.append(
+                    tensor.new_empty(self._call.run.rows, tensor.shape[1], dtype=self._sums)
+                )
         return found
 
     def _reset_needs(self) -> list[bool]:
@@ -552,8 +595,11 @@ class _Backward:
         return [("constant", n) for n in range(len(masks.resets.leaves))]
 
     def _in_order(
-        self, of_inputs: list[Tensor], of_carries: list[Tensor],
-        of_weights: dict[str, Tensor | None], of_resets: list[Tensor],
+        self,
+        of_inputs: list[Tensor],
+        of_carries: list[Tensor],
+        of_weights: dict[str, Tensor | None],
+        of_resets: list[Tensor],
     ) -> Gradients:
         """In the order of the function's arguments."""
         shapes, plan = self._shapes, self._call.program.plan
