@@ -64,9 +64,7 @@ class Interpreter:
         """
         plan, dtype = self._plan, carries[0].dtype
         weights, vectors = self._outside(constants, dtype)
-        inputs = [
-            x.reshape(*x.shape[:2], -1).to(dtype) for x in map(inputs.__getitem__, plan.read_inputs)
-        ]
+        inputs = self._outside.inputs(constants, inputs, dtype)
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
         numbers = {d: draws(d) for d in plan.draws}
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,6 +181,15 @@ _NO_ROW = ROWS
 """In the place of a row: an element of weights, which all rows read."""
 
 
+class Lookup(NamedTuple):
+    """Rows of a table of weights, which become an input of the program."""
+
+    node: fx.Node
+    table: fx.Node
+    input: int
+    """Which input has the numbers of the rows."""
+
+
 class Lowered:
     """The expressions of a step."""
 
@@ -192,6 +201,8 @@ class Lowered:
         self.kinds: dict[fx.Node, str] = {}
         """"number" for what depends on nothing, "weight", or "row" for what rows have."""
         self._classify()
+        self.lookups: list[Lookup] = []
+        """They come behind the inputs of the step."""
         self._codes: dict[fx.Node, Any] = {}
         self._reads: dict[fx.Node, Any] = {}
         self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
@@ -307,6 +318,8 @@ class Lowered:
             return self._reduction(node, value, 0)
         if packet in (aten.mm, aten.addmm, aten.bmm):
             return self._product(node, value)
+        if packet is aten.embedding:
+            return self._lookup(node, value)
         raise CannotCompile(
             f"{_name(node)} is neither linear, nor elementwise, nor a reduction over features, nor "
             f"a choice of columns{line_of(node)}"
@@ -445,6 +458,22 @@ class Lowered:
             rows = rows.transpose(-1, -2)
         return rows.reshape(value.shape).clone()
 
+    def _lookup(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Rows of a table by an input of integers, for all steps before the recurrence."""
+        table, places = node.args[:2]
+        assert isinstance(table, fx.Node) and isinstance(places, fx.Node)
+        codes = self.codes(places)
+        source = self._list[int(codes.reshape(-1)[0]) // _ROW]
+        if self.kinds[table] == "row" or source not in self.traced.inputs:
+            raise CannotCompile(f"{_name(node)} of numbers that are computed{line_of(node)}")
+        whole = self.codes(source)
+        if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
+            raise CannotCompile(f"{_name(node)} of a part of an input{line_of(node)}")
+        if any(node.args[3:]) or any(node.kwargs.values()):
+            raise CannotCompile(f"{_name(node)} with options{line_of(node)}")
+        self.lookups.append(Lookup(node, table, self.traced.inputs.index(source)))
+        return _row_of(codes)[..., None].expand(value.shape).clone()
+
     # Expressions
 
     def _result(self, node: fx.Node, what: str) -> list[Expression]:
@@ -504,6 +533,11 @@ class Lowered:
                     leaf = make(kind, at=(nodes.index(node), start), width=width, level=0)
                     return [self._as_read(leaf, self.value(node), node)]
         packet = _packet(node)
+        if packet is aten.embedding:
+            self.codes(node)
+            number = [lookup.node for lookup in self.lookups].index(node)
+            place = len(self.traced.inputs) + number
+            return [make("input", at=(place, start), width=width, level=0)]
         if packet is draw:
             return [make("draw", at=(node.args[1], start), width=width, level=0)]
         self.codes(node)  # fills in what it reads

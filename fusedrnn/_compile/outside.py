@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .expressions import Array, Part, Product
@@ -28,6 +29,28 @@ class Outside:
         self, constants: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Weights, (terms, columns) each, and vectors, (width,) each."""
+        evaluate = self._evaluation(constants, dtype)
+        weights = [self._weight(product, evaluate) for product in self._plan.products]
+        vectors = [self._vector(item, evaluate) for item in self._plan.vectors]
+        return weights, vectors
+
+    def inputs(
+        self, constants: Sequence[Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """The inputs that a program reads, (seq_len, batch, width) each."""
+        count, found = len(inputs), []
+        evaluate = self._evaluation(constants, dtype)
+        for i in self._plan.read_inputs:
+            if i < count:
+                made = inputs[i]
+            else:
+                lookup = self._plan.lowered.lookups[i - count]
+                made = F.embedding(inputs[lookup.input], evaluate(lookup.table))
+            made = made.to(dtype)
+            found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
+        return found
+
+    def _evaluation(self, constants: Sequence[Tensor], dtype: torch.dtype) -> _Evaluation:
         known: dict[fx.Node, Any] = {
             node: constant.to(dtype) if constant.is_floating_point() else constant
             for node, constant in zip(self._traced.constants, constants, strict=True)
@@ -38,10 +61,7 @@ class Outside:
             if kind == "number" and isinstance(value, Tensor):
                 value = value.to(device)
                 known[node] = value.to(dtype) if value.is_floating_point() else value
-        evaluate = _Evaluation(known, dtype, device)
-        weights = [self._weight(product, evaluate) for product in self._plan.products]
-        vectors = [self._vector(item, evaluate) for item in self._plan.vectors]
-        return weights, vectors
+        return _Evaluation(known, dtype, device)
 
     def _weight(self, product: Product, evaluate: _Evaluation) -> Tensor:
         parts = [self._part(part, product.terms, evaluate) for part in product.parts]

@@ -26,7 +26,7 @@ from .program import (
     StageInput,
     StageOutput,
 )
-from .trace import CannotCompile
+from .trace import ROWS, CannotCompile
 
 aten = torch.ops.aten
 
@@ -465,12 +465,13 @@ class Plan:
 
     def _inputs(self) -> list[int]:
         """The widths of the inputs; those that nobody reads are left out."""
-        traced = self.lowered.traced
+        lowered = self.lowered
+        traced = lowered.traced
         read = {e.at[0] for s in self.stages for e in s.inputs if _is(e, "input")}
         read |= {p.operand.at[0] for p in self.products if p.operand.kind == "input"}
         self.read_inputs = sorted(read)
-        shapes = [traced.values[traced.inputs[i]].shape for i in self.read_inputs]
-        return [int(torch.Size(shape[1:]).numel()) for shape in shapes]
+        nodes = [*traced.inputs, *(lookup.node for lookup in lowered.lookups)]
+        return [traced.values[nodes[i]].numel() // ROWS for i in self.read_inputs]
 
     def _bias(self, array: Array) -> int:
         if all(part.bias is None for product in array.products for part in product.parts):

@@ -16,7 +16,8 @@ from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .probe import obstacle_to_graphs, obstacle_to_parallel
-from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program, run_program
+from .program_function import run_program
+from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
 from .trees import Leaves
 
