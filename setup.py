@@ -1,6 +1,7 @@
 """What is compiled and how. pyproject.toml has the metadata; build_backend/ checks the needs."""
 
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pybind11
 import torch
 from fusedrnn_build import LINK_FLAGS, choose_cuda, cuda_headers, fail, prepare_cuda
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 toolkit, note = choose_cuda(os.environ.get("FUSEDRNN_CUDA", "auto"), torch.version.cuda)
 if toolkit:
@@ -38,6 +40,19 @@ class Build(BuildExtension):
             super().run()
         except (RuntimeError, ValueError) as error:  # a traceback would bury the compiler's words
             fail(f"{error}; FUSEDRNN_CUDA=0 builds for the CPU only" if toolkit else str(error))
+
+
+class BuildPython(build_py):
+    """Ships the headers that are compiled at run time; a source tree uses those of csrc."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        for name in runpy.run_path("fusedrnn/_compile/headers.py")["shipped"](Path("csrc")):
+            target = Path(self.build_lib, "fusedrnn/include", name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path("csrc", name), target)
 
 
 # torch chooses the C++ standard, since its headers decide what is needed. csrc is no include
@@ -96,6 +111,6 @@ if toolkit:
 
 setup(
     ext_modules=extensions,
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "build_py": BuildPython},
     options={"build": {"build_base": str(build_base), "build_lib": str(build_base / "lib")}},
 )

@@ -115,21 +115,29 @@ constexpr float kLn2Lo = 0x1.7f7d1cp-20f;
 // the low bits of the sum.
 constexpr float kRound = 0x1.8p+23f;
 
-// e^x for x in [-87.5, 89] or NaN: e^x = 2^n e^r with |r| <= ln 2 / 2.
-// The polynomial is 2 e^r and the scale 2^(n - 1): so n = 128 is reached with a finite scale and
-// the product overflows to inf by itself, and n = -126 meets the scale 0. A result is 0 or a normal
-// number, never denormal, so it is the same whether or not denormals are flushed to 0.
+// For x in [-87.5, 89] or NaN: e^x = 2^n e^r with |r| <= ln 2 / 2.  Returns q where 2 e^r = 2 + r
+// q; scale is 2^(n - 1): so n = 128 is reached with a finite scale, and n = -126 meets the scale 0.
 template <class F>
-FUSEDRNN_HD F exp_in_range(F x) {
+FUSEDRNN_HD F exp_parts(F x, F& r, F& scale) {
   using T = Traits<F>;
   constexpr float kRoundBiased = kRound + 126.0f;
   const F shifted = x * kLog2E + kRoundBiased;
   const F n = shifted - kRoundBiased;
-  const F r = (x - n * kLn2Hi) - n * kLn2Lo;
-  // 2 (1 + r + r^2 q(r)) on |r| <= ln 2 / 2, error of e^r below 5e-9.
-  const F p = horner(r, 2.0f, 2.0f, 1.0f, 2 * 0x1.5554b2p-3f, 2 * 0x1.5554c8p-5f,
-                     2 * 0x1.12267ep-7f, 2 * 0x1.6d7216p-10f);
-  return p * T::from_bits(T::bits(shifted) << 23);
+  r = (x - n * kLn2Hi) - n * kLn2Lo;
+  scale = T::from_bits(T::bits(shifted) << 23);
+  // 2 (1 + r + r^2 ...) on |r| <= ln 2 / 2, error of e^r below 5e-9.
+  return horner(r, 2.0f, 1.0f, 2 * 0x1.5554b2p-3f, 2 * 0x1.5554c8p-5f, 2 * 0x1.12267ep-7f,
+                2 * 0x1.6d7216p-10f);
+}
+
+// e^x for x in [-87.5, 89] or NaN.  For n = 128 the product overflows to inf by itself.  A result
+// is 0 or a normal number, never denormal, so it is the same whether or not denormals are flushed
+// to 0.
+template <class F>
+FUSEDRNN_HD F exp_in_range(F x) {
+  F r, scale;
+  const F q = exp_parts(x, r, scale);
+  return (q * r + 2.0f) * scale;
 }
 
 // 1 / x for x in [1, 2] or NaN, rounded to nearest.

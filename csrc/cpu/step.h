@@ -65,16 +65,25 @@ template <class T>
 Kernels<T> kernels();
 }
 
-// The kernels for the widest instruction set of this processor.
+// The widest instruction set of this processor for which there are kernels.
+enum class Isa : int64_t { Baseline, Avx2, Avx512 };
+FUSEDRNN_HD Isa widest_isa() {
+#if defined(__x86_64__) && !defined(__clang__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return Isa::Avx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::Avx2;
+#endif
+  return Isa::Baseline;
+}
+
 template <class T>
 const Kernels<T>& kernels() {
 #if defined(__x86_64__) && !defined(__clang__)
-  static const Kernels<T> widest =
-      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-          ? avx512::kernels<T>()
-      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::kernels<T>()
-                                                                        : baseline::kernels<T>();
+  static const Kernels<T> widest = widest_isa() == Isa::Avx512 ? avx512::kernels<T>()
+                                   : widest_isa() == Isa::Avx2 ? avx2::kernels<T>()
+                                                               : baseline::kernels<T>();
 #else
   static const Kernels<T> widest = baseline::kernels<T>();
 #endif

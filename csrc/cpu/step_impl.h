@@ -24,24 +24,13 @@ struct VectorUnit {
     fusedrnn::draws<Distribution>(out, 4 * kLanes, seed, t, b, block, stream);
   }
 
-  FUSEDRNN_HD VecF load(const float* p) const { return fusedrnn::load(p, n); }
-  FUSEDRNN_HD void store(float* p, VecF x) const { fusedrnn::store(p, x, n); }
-
-  // For 16-bit types.
   template <class T>
   FUSEDRNN_HD VecF load(const T* p) const {
-    uint16_t bits[kLanes] = {};
-    memcpy(bits, p, size_t(n) * sizeof(T));
-    VecU words{};
-    for (int i = 0; i < kLanes; ++i) words[i] = bits[i];
-    return T::template widen<VecF>(words);
+    return fusedrnn::load(p, n);
   }
   template <class T>
   FUSEDRNN_HD void store(T* p, VecF x) const {
-    const VecU words = T::narrow(x);
-    uint16_t bits[kLanes];
-    for (int i = 0; i < kLanes; ++i) bits[i] = uint16_t(words[i]);
-    memcpy(p, bits, size_t(n) * sizeof(T));
+    fusedrnn::store(p, x, n);
   }
 
   template <class T>

@@ -21,6 +21,7 @@
 #include "../base/hd.h"
 #include "../base/math.h"
 #include "../base/philox.h"
+#include "../base/scalar.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -147,6 +148,24 @@ FUSEDRNN_HD void store(float* p, VecF x, int64_t n = kLanes) {
 #else
   memcpy(p, &x, static_cast<size_t>(n) * sizeof(float));
 #endif
+}
+
+// The same of the 16-bit types of scalar.h.
+template <class T>
+FUSEDRNN_HD VecF load(const T* p, int64_t n = kLanes) {
+  uint16_t bits[kLanes] = {};
+  memcpy(bits, p, static_cast<size_t>(n) * sizeof(T));
+  VecU words{};
+  for (int i = 0; i < kLanes; ++i) words[i] = bits[i];
+  return T::template widen<VecF>(words);
+}
+
+template <class T>
+FUSEDRNN_HD void store(T* p, VecF x, int64_t n = kLanes) {
+  const VecU words = T::narrow(x);
+  uint16_t bits[kLanes];
+  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint16_t>(words[i]);
+  memcpy(p, bits, static_cast<size_t>(n) * sizeof(T));
 }
 
 FUSEDRNN_HD int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

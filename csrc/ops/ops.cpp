@@ -1,6 +1,7 @@
 // Defines the operators' schemas, and implements them on the CPU.
 #include "ops.h"
 
+#include "../program/stage.h"
 #include "cpu_backend.h"
 
 namespace fusedrnn {
@@ -32,4 +33,12 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CPU, m) {
 // Called by Python through ctypes.
 extern "C" __attribute__((visibility("default"))) void fusedrnn_set_signal_check(bool (*check)()) {
   fusedrnn::cpu::signal_check = check;
+}
+
+// What a library of generated stages has to fit: the processor, and StageArgs as compiled in here.
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_isa() {
+  return int64_t(fusedrnn::cpu::widest_isa());
+}
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_abi() {
+  return fusedrnn::program::kAbi;
 }

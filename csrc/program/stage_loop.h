@@ -22,26 +22,14 @@ struct Lanes {
   using V = VecF;
   static constexpr int64_t kWidth = kLanes;
 
-  FUSEDRNN_HD static V load(const float* p, int64_t n) { return fusedrnn::load(p, n); }
-  FUSEDRNN_HD static void store(float* p, V x, int64_t n) { fusedrnn::store(p, x, n); }
-
-  // Of 16-bit types.
   template <class P>
   FUSEDRNN_HD static V load(const P* p, int64_t n) {
-    uint16_t bits[kLanes] = {};
-    memcpy(bits, p, size_t(n) * sizeof(P));
-    VecU words{};
-    for (int i = 0; i < kLanes; ++i) words[i] = bits[i];
-    return P::template widen<V>(words);
+    return fusedrnn::load(p, n);
   }
   template <class P>
   FUSEDRNN_HD static void store(P* p, V x, int64_t n) {
-    const VecU words = P::narrow(x);
-    uint16_t bits[kLanes];
-    for (int i = 0; i < kLanes; ++i) bits[i] = uint16_t(words[i]);
-    memcpy(p, bits, size_t(n) * sizeof(P));
+    fusedrnn::store(p, x, n);
   }
-
   FUSEDRNN_HD static V round(V x) {
     if constexpr (std::is_same_v<T, float>) {
       return x;
@@ -148,21 +136,22 @@ struct Row {
   }
 };
 
-// The group of columns in which the loop over a row is.
+// The group of columns in which the loop over a row is.  The last one may be shorter.
 struct Group {
-  int64_t size, number, begin, end;
+  int64_t size, width, number, begin, end;
 
   // columns: of a group, or 0 for the whole row.
-  FUSEDRNN_HD void start(int64_t columns, int64_t width) {
+  FUSEDRNN_HD void start(int64_t columns, int64_t width_of_row) {
+    width = width_of_row;
     size = columns > 0 ? columns : width;
     number = begin = 0;
-    end = size;
+    end = least(size, width);
   }
   FUSEDRNN_HD void move_to(int64_t column) {
     if (column < end) return;
     ++number;
     begin = end;
-    end += size;
+    end = least(end + size, width);
   }
   FUSEDRNN_HD static int64_t count(int64_t columns, int64_t width) {
     return columns > 0 ? (width + columns - 1) / columns : 1;

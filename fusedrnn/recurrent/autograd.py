@@ -32,7 +32,7 @@ def run_sequence(
     """
     weights = run.weights.trained()
     if not is_alone():
-        _warn("torch.func, forward-mode derivatives and tracing")
+        warn_of_loop("torch.func, forward-mode derivatives and tracing")
         run.draws = True
         with run.watched():
             return plain_loop(run, Values(inputs, state, constants, weights, {}), {})
@@ -111,9 +111,9 @@ class _Sequence(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, rest = saved[:of_tensors], saved[of_tensors:]
         needs = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled() or any(map(_is_batched, gradients)):
-            _warn("Derivatives of gradients")
-            return None, *_with_graph(ctx.run, ctx.layout, tensors, needs, gradients)
+        if torch.is_grad_enabled() or any(map(is_batched, gradients)):
+            warn_of_loop("Derivatives of gradients")
+            return None, *with_graph(ctx.run, ctx.layout, tensors, needs, gradients)
         values = ctx.layout.values([tensor.detach() for tensor in tensors])
         size = max(len(values.state), 1)
         found = Backward(
@@ -128,7 +128,7 @@ class _Sequence(torch.autograd.Function):
         return None, *found
 
 
-def _with_graph(
+def with_graph(
     run: Run,
     layout: Layout,
     tensors: tuple[Tensor, ...],
@@ -154,12 +154,12 @@ def _with_graph(
     return gradients_of([*outputs, *state], gradients, needed, create_graph=torch.is_grad_enabled())
 
 
-def _is_batched(gradient: Tensor | None) -> bool:
+def is_batched(gradient: Tensor | None) -> bool:
     """By torch.func.vmap, or by torch.autograd.grad with is_grads_batched=True."""
     return gradient is not None and "Batched" in str(torch._C._dispatch_keys(gradient))
 
 
-def _warn(what: str) -> None:
+def warn_of_loop(what: str) -> None:
     warnings.warn(
         f"fusedrnn: {what} take a plain loop over the steps, which keeps the intermediates of all "
         "of them",

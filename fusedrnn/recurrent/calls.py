@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +16,13 @@ from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .probe import obstacle_to_graphs, obstacle_to_parallel
+from .program_function import run_program
+from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
 from .trees import Leaves
+
+if TYPE_CHECKING:
+    from .._compile.cell import Program
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Settings:
     workspace_bytes: int | None
     torch_compile: bool
     cuda_graphs: bool
+    compile: str = NEVER
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
@@ -37,6 +43,17 @@ class Settings:
         check_chunks(self.chunk_size, self.workspace_bytes)
         check_flag("torch_compile", self.torch_compile)
         check_flag("cuda_graphs", self.cuda_graphs)
+        check_compile(self.compile)
+        if self.compile == REQUIRE and self.without_program():
+            raise ValueError(f"fusedrnn: compile='require' excludes {self.without_program()}")
+
+    def without_program(self) -> str:
+        """The option that has steps taken in Python; or nothing."""
+        if self.mode != AUTO:
+            return f"mode={self.mode!r}, which says how steps in Python are differentiated"
+        if self.torch_compile:
+            return "torch_compile=True, which compiles the step in another way"
+        return ""
 
 
 @dataclass
@@ -57,6 +74,7 @@ class Memory:
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
         self._compiled: dict[Any, CompiledStep | str] = {}
+        self.programs = Programs()
 
     def __reduce__(self) -> Any:
         return Memory, ()
@@ -117,6 +135,9 @@ def _take(
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
         return run_sequence(run, *given, is_parallel=False)
+    program = program_of(run, settings, memory, inputs, state)
+    if not isinstance(program, str):
+        return run_program(run, program, program_chunk(run, settings, program, state)[0], *given)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)
     is_parallel = False
@@ -129,6 +150,37 @@ def _take(
     if not obstacle_of_call(run, settings, known, *given):
         run.graphs = known.graphs
     return run_sequence(run, *given, is_parallel)
+
+
+def program_of(
+    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves
+) -> Program | str:
+    """The program that takes the steps, or why none does.
+
+    Raises:
+        RuntimeError: There is none, and ``compile`` is "require".
+    """
+    others = settings.without_program()
+    return choose_program(run, settings.compile, others, memory.programs, inputs, state)
+
+
+def program_chunk(run: Run, settings: Settings, program: Program, state: Leaves) -> tuple[int, int]:
+    """Steps of a chunk of a program, and bytes of its workspace in backward.
+
+    Raises:
+        RuntimeError: Even one step does not fit into ``workspace_bytes``.
+    """
+    from .._compile import operators
+
+    steps, _, backward = operators.chunk(
+        program.number,
+        run.seq_len,
+        run.rows,
+        state[0].dtype,
+        settings.chunk_size or 0,
+        settings.workspace_bytes or 0,
+    )
+    return steps, backward
 
 
 def choose_chunk(

@@ -20,10 +20,15 @@ AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
 class Explanation:
     """How a call would run; print it."""
 
+    is_program: bool
+    """Whether the cell runs as a program of this package's kernels."""
+    program: str
+    """What the program is, and its library; or why steps are taken in Python."""
     mode: str
     """"parallel": backward takes the vector-Jacobian product of each step to its state, and then
     all steps of a chunk at once, as rows of a larger batch, for the gradients of the rest.
-    "replay": backward takes the steps of a chunk again under autograd."""
+    "replay": backward takes the steps of a chunk again under autograd.
+    "program": backward makes the values of a chunk again by the program's kernels."""
     reason: str
     """Why it is that mode."""
     is_compiled: bool
@@ -48,13 +53,17 @@ class Explanation:
     """What would make it faster."""
 
     def __str__(self) -> str:
+        first = f"compiled: {self.program}" if self.is_program else f"loop: {self.program}"
         compiled = "yes" if self.is_compiled else f"no, {self.compile_reason}"
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
+            first,
             f"mode {self.mode}: {self.reason}",
             f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
-            f"torch.compile: {compiled}",
-            f"CUDA graphs: {recorded}",
+        ]
+        if not self.is_program:
+            lines += [f"torch.compile: {compiled}", f"CUDA graphs: {recorded}"]
+        lines += [
             f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",
             f"  {'workspace of backward':36} {self.workspace_bytes:>16,} bytes",

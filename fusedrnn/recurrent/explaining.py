@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from .. import modules
 from .autograd import run_sequence
-from .calls import choose_chunk, choose_mode, obstacle_of_call
+from .calls import (
+    Settings,
+    choose_chunk,
+    choose_mode,
+    obstacle_of_call,
+    program_chunk,
+    program_of,
+)
 from .choices import PARALLEL, Explanation, measure_step
 from .graphs import RECORDERS
 from .layers import LayersCall, OneCell, joined
 from .trees import Leaves
+
+if TYPE_CHECKING:
+    from .._compile.cell import Program
 
 _STEPS = 3
 
@@ -44,6 +56,8 @@ def explanation(call: LayersCall) -> Explanation:
         return "; ".join(dict.fromkeys(getattr(part, name) for part in parts))
 
     return Explanation(
+        is_program=all(part.is_program for part in parts),
+        program=different("program"),
         mode=different("mode"),
         reason=different("reason"),
         is_compiled=any(part.is_compiled for part in parts),
@@ -62,6 +76,9 @@ def explanation(call: LayersCall) -> Explanation:
 def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     run, settings = one.run, call.settings
     known = one.memory.of(run, *one.given)
+    program = program_of(run, settings, one.memory, one.inputs, one.state)
+    if not isinstance(program, str):
+        return _of_program(settings, one, program)
     steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
     mode, reason = choose_mode(run, settings, known, *one.given)
     measured = measure_step(run, *one.given)
@@ -81,6 +98,8 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     run.chunk_size = steps
     obstacle = obstacle_of_call(run, settings, known, *one.given)
     return Explanation(
+        is_program=False,
+        program=program,
         mode=mode,
         reason=reason,
         is_compiled=not isinstance(compiled, str),
@@ -93,6 +112,37 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         kept_bytes_per_step=kept,
         workspace_bytes=measured.bytes * steps,
         faster=tuple(faster),
+    )
+
+
+def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanation:
+    run = one.run
+    chunk, workspace = program_chunk(run, settings, program, one.state)
+    steps, why = run.seq_len, "the whole sequence"
+    if chunk < run.seq_len:
+        steps = chunk
+        why = (
+            "chunk_size says so"
+            if settings.chunk_size is not None
+            else "so many fit into workspace_bytes"
+            if settings.workspace_bytes is not None
+            else "as many as have 256 rows: with more, a CPU is no faster"
+        )
+    return Explanation(
+        is_program=True,
+        program=program.summary(),
+        mode="program",
+        reason="a program computes the same as the step, which a trial has shown",
+        is_compiled=False,
+        compile_reason="the cell is compiled by this package",
+        is_recorded=False,
+        record_reason="the cell is compiled by this package",
+        chunk_steps=steps,
+        chunk_reason=why,
+        step_bytes=measure_step(run, *one.given).bytes,
+        kept_bytes_per_step=program.kept_bytes_per_step(run.rows, steps),
+        workspace_bytes=workspace,
+        faster=(),
     )
 
 

@@ -16,6 +16,7 @@ from .calls import Memory, Settings, take
 from .chunks import Names
 from .closures import held_by
 from .noise import Noise, Seed
+from .programs import Masks
 from .reads import Weights
 from .runs import Run
 from .sequences import Sequences
@@ -129,6 +130,7 @@ class LayersCall:
             backwards=backwards,
             returns_sequence=self.returns_sequence or not is_last_layer,
             last=sequence.last(backwards),
+            masks=Masks(len(leaves), sequence.lengths, self.reset, resets),
             place=way + layer,
         )
         return OneCell(

@@ -35,7 +35,8 @@ class Recurrent(nn.Module):
         bidirectional: Whether each layer has two cells, the second of which takes the steps from
             the last to the first. Their outputs are concatenated in the last dimension.
         batch_first: Whether inputs and outputs are (batch, seq_len, ...); states are not affected.
-        mode: How backward works. "replay" takes the steps of a chunk again under autograd, and
+        mode: How backward works where steps are taken in Python; another mode than "auto" has them
+            taken so. "replay" takes the steps of a chunk again under autograd, and
             suits any step. "parallel" takes the vector-Jacobian product of each step to its state,
             and then all steps of a chunk at once, as rows of a larger batch, for the gradients of
             weights and inputs; the cell must treat each row by itself. "auto" takes what is
@@ -44,6 +45,14 @@ class Recurrent(nn.Module):
             ``workspace_bytes``.
         workspace_bytes: Limit on what autograd may keep of a chunk, in bytes; what it keeps of a
             step is measured once. Excludes ``chunk_size``.
+        compile: Whether the cell is to run as a program of this package's kernels: its step is
+            traced, derived, compiled by the C++ compiler of this machine at the first call (a few
+            seconds, then cached on disk), and compared to the cell itself in values and gradients.
+            "auto" for cells and calls where that works; others take their steps in Python.
+            "require" to make the reason an error; "never". :meth:`explain` says the reason, with
+            the operation and its line. Plain attributes of modules are constants of a program:
+            after a change the cell is traced anew. So are plain variables of the modules and
+            classes that its methods belong to. Random numbers are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.
@@ -67,6 +76,7 @@ class Recurrent(nn.Module):
     gradients, torch.func and forward-mode derivatives take a plain loop, with a warning.
 
     Attributes:
+        compile_cell: ``compile``, whose name is a method of torch.nn.Module.
         cell: The cell, or a torch.nn.ModuleList of them.
 
     Raises:
@@ -92,6 +102,7 @@ class Recurrent(nn.Module):
         mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
+        compile: str = "auto",
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
@@ -110,6 +121,7 @@ class Recurrent(nn.Module):
         self.return_sequence = check_flag("return_sequence", return_sequence)
         _check_number(len(cells), bidirectional)
         self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
+        self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
@@ -122,6 +134,7 @@ class Recurrent(nn.Module):
             self.workspace_bytes,
             self.torch_compile,
             self.cuda_graphs,
+            self.compile_cell,
         )
 
     @property
@@ -141,6 +154,7 @@ class Recurrent(nn.Module):
             "return_sequence": True,
         }
         values = {name: getattr(self, name) for name in defaults}
+        defaults["compile"], values["compile"] = "auto", self.compile_cell
         return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
 
     @never_in_graphs

@@ -140,7 +140,7 @@ class Noise(Source):
     """The numbers that the steps of one layer and direction draw."""
 
     def __init__(self, seed: Seed, layer: int) -> None:
-        self.seed, self._layer = seed, layer
+        self.seed, self.layer = seed, layer
         self.draws: list[Draw] = []
         """Of the first step."""
         self.draws_by_rows = True
@@ -208,7 +208,7 @@ class Noise(Source):
             self._steps,
             key.batch,
             key.width,
-            stream=self._layer + key.number * MOST_DRAWS,
+            stream=self.layer + key.number * MOST_DRAWS,
             distribution=key.distribution,
             dtype=key.dtype,
             first_step=self._first,

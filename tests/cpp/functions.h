@@ -1,12 +1,13 @@
-// The functions of one float in csrc/base/math.h and csrc/base/scalar.h, each with its exact result
-// and its largest allowed error. Written once for the CPU and for CUDA; the sweeps over all floats,
-// math_sweep.cpp and math_sweep.cu, take the list from here.
+// The functions of one float in csrc/base/math.h, csrc/base/scalar.h and csrc/program/functions.h,
+// each with its exact result and its largest allowed error. Written once for the CPU and for CUDA;
+// the sweeps over all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
 #pragma once
 
 #include <cfloat>
 #include <cmath>
 
 #include "../../csrc/base/scalar.h"
+#include "../../csrc/program/functions.h"
 
 namespace fusedrnn::check {
 
@@ -247,12 +248,160 @@ struct Narrow : Function {
   }
 };
 
+// Those that generated stages call, for all floats.  A denormal argument or result may count as 0.
+struct OfStages : Function {
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return ulp_error(exact, y, 1.13 * FLT_MIN);  // erf(x) is 1.128 x near 0
+  }
+  // at_zero: the result for 0.
+  static FUSEDRNN_HD double error(double exact, float y, bool is_of_denormal, float at_zero) {
+    return is_of_denormal && same(y, at_zero) ? 0 : error(exact, y);
+  }
+};
+
+struct LogOfAll : OfStages {
+  static constexpr const char* kName = "log_of_all";
+  static constexpr double kBound = 1.1;
+  static FUSEDRNN_HD bool covers(float x) { return Sqrt::covers(x); }
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::log(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::log(x); }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return OfStages::error(exact, y, exact < -87.33654, -HUGE_VALF);
+  }
+};
+
+struct Log1p : OfStages {
+  static constexpr const char* kName = "log1p";
+  static constexpr double kBound = 2;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::log1p(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::log1p(x); }
+};
+
+struct Expm1 : OfStages {
+  static constexpr const char* kName = "expm1";
+  static constexpr double kBound = 2.2;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::expm1(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::expm1(x); }
+};
+
+struct Softplus : Function {
+  static constexpr const char* kName = "softplus";
+  static constexpr double kBound = 2.2;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::softplus(x);
+  }
+  static FUSEDRNN_HD double exact(double x) {
+    return x > 0 ? x + ::log1p(::exp(-x)) : ::log1p(::exp(x));
+  }
+};
+
+struct Erf : OfStages {
+  static constexpr const char* kName = "erf";
+  static constexpr double kBound = 1.6;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::erf(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::erf(x); }
+};
+
+struct Sin : OfStages {
+  static constexpr const char* kName = "sin";
+  static constexpr double kBound = 1.6;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::sin(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::sin(x); }
+};
+
+struct Cos : OfStages {
+  static constexpr const char* kName = "cos";
+  static constexpr double kBound = 1.6;
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::cos(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::cos(x); }
+};
+
+struct Rsqrt : OfStages {
+  static constexpr const char* kName = "rsqrt";
+  static constexpr double kBound = 2;
+  static FUSEDRNN_HD bool covers(float x) { return Sqrt::covers(x); }
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::rsqrt(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return 1 / ::sqrt(x); }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return OfStages::error(exact, y, exact > 0x1p63, HUGE_VALF);
+  }
+};
+
+// These are exact; a denormal may count as 0.
+struct Exact : Function {
+  static constexpr double kBound = 0;
+  static FUSEDRNN_HD bool covers(float x) { return !is_denormal(x); }
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return same(y, static_cast<float>(exact)) ? 0 : kWrong;
+  }
+};
+
+struct Round : Exact {
+  static constexpr const char* kName = "round";
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::round(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::rint(x); }
+};
+
+struct Trunc : Exact {
+  static constexpr const char* kName = "trunc";
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::trunc(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::trunc(x); }
+};
+
+struct Floor : Exact {
+  static constexpr const char* kName = "floor";
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::floor(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::floor(x); }
+};
+
+struct Ceil : Exact {
+  static constexpr const char* kName = "ceil";
+  template <class F>
+  static FUSEDRNN_HD F apply(F x) {
+    return program::math::ceil(x);
+  }
+  static FUSEDRNN_HD double exact(double x) { return ::ceil(x); }
+};
+
 // Calls visit(F{}) for every function F.
 template <class Visit>
 void for_each_function(Visit visit) {
   visit(Exp{}), visit(Sigmoid{}), visit(Complement{}), visit(Tanh{}), visit(Derivative{});
   visit(Log{}), visit(TurnPart<true>{}), visit(TurnPart<false>{}), visit(Sqrt{}), visit(Clamp{});
   visit(Narrow<BFloat16>{}), visit(Narrow<Half>{});
+  visit(LogOfAll{}), visit(Log1p{}), visit(Expm1{}), visit(Softplus{}), visit(Erf{}), visit(Sin{});
+  visit(Cos{}), visit(Rsqrt{}), visit(Round{}), visit(Trunc{}), visit(Floor{}), visit(Ceil{});
 }
 
 // The number of errors, and the largest error with its x.

@@ -19,7 +19,7 @@ CPP_LAYERS = {
     0: ["base/*", "cell/*"],  # numbers, memory, and what a cell computes
     1: ["step/*"],  # one step, as plain data, and its body
     2: ["cpu/*", "persistent/*", "cuda/*"],  # steps carried out
-    3: ["driver/*"],  # all steps of a layer, and its plan
+    3: ["driver/*", "program/*"],  # all steps of a layer, and its plan
     4: ["ops/*"],  # the binding
 }
 TORCH_LAYER = 4  # the only one that sees torch
@@ -46,7 +46,7 @@ PYTHON_LAYERS = {
     7: ["_kernels", "stack"],
     8: ["call"],
     9: ["functional"],
-    10: ["modules", "modules/*"],
+    10: ["_compile", "_compile/*", "modules", "modules/*"],
     11: ["conversion", "planner", "recurrent", "recurrent/*"],
     12: ["__init__"],
 }

@@ -21,6 +21,7 @@ import pytest
 import torch
 from nvcc import NVCC, each_architecture, needs_nvcc
 
+SOURCES = ("base/math.h", "base/scalar.h", "program/functions.h")
 CPP = pathlib.Path(__file__).parents[1] / "cpp"
 CSRC = CPP.parents[1] / "csrc"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -49,7 +50,7 @@ def cpu_flags() -> set[str]:
 def constants() -> list[str]:
     """All floating-point literals of the functions, near which their behaviour may change."""
     literal = r"\b(?:0x[\da-f.]+p[+-]?\d+|\d+\.\d+(?:e[+-]?\d+)?)(?=f?\b)"
-    sources = [(CSRC / name).read_text() for name in ("base/math.h", "base/scalar.h")]
+    sources = [(CSRC / name).read_text() for name in SOURCES]
     found = sorted({constant for source in sources for constant in re.findall(literal, source)})
     assert {"0.55", "87.5", "0x1.715476p+0"} <= set(found)
     return found

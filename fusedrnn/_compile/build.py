@@ -1,0 +1,296 @@
+"""Generated C++ becomes a library: built at its first use, cached by its content, and loaded.
+
+    library = build(text)      # text: stages, and the function that csrc/program/stage.h describes
+    library.function           # its address
+
+What the text may include is in headers.ROOTS. It exports, with default visibility, `fusedrnn_abi`
+and `fusedrnn_stage`, or for a GPU `fusedrnn_stage_launch`.
+
+A file is named `<content>-<compiler>.so`. The content is that of the text, the headers, the flags
+and the target; no path is in it. A library by another compiler is as good where nothing can be
+built: without a compiler, or if the folder is read-only. So an image or a cluster can ship what
+prepare() has built elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import _library
+from . import cache, headers
+from .compiler import CannotBuild, Compiler, compile, find
+
+__all__ = ["CannotBuild", "Library", "build", "prepare"]
+
+_FLAGS = {
+    "cpu": [
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-ffp-contract=fast",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wno-psabi",
+        "-w",
+        "-Wl,--as-needed,-s",
+        *("-x", "c++"),
+    ],
+    "cuda": [
+        "-std=c++17",
+        "-O3",
+        "-shared",
+        "-cudart=static",  # needs no other version than the compiler's
+        "-Xcompiler=-fPIC,-fvisibility=hidden,-w",
+        "-Xlinker=--exclude-libs=ALL,--as-needed,-s",  # torch's runtime is another one
+        "-w",
+        "-I.",  # nvcc copies the text to a folder of its own
+        *("-x", "cu"),
+    ],
+}
+_FUNCTION = {"cpu": "fusedrnn_stage", "cuda": "fusedrnn_stage_launch"}
+# In the order of cpu::Isa. Options and not a pragma, which clang does not have.
+_INSTRUCTION_SETS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    function: int
+    """The address of fusedrnn_stage, or of fusedrnn_stage_launch."""
+    path: Path
+    key: str
+    is_cached: bool
+    """Whether it was there already, built by another process."""
+    seconds: float
+    """What compiling took; 0 if it was there."""
+    bytes: int
+    """The size of the file."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A text for one target: an instruction set of the CPU, or a GPU's architecture."""
+
+    text: str
+    device: str
+    flags: tuple[str, ...]
+    content: str
+    """The first part of its name."""
+
+
+def build(source: str, *, device: str = "cpu", capability: str | None = None) -> Library:
+    """The library of a generated text, for this CPU or for the GPU in use.
+
+    ``capability`` is a GPU's, such as "80" or "90a"; without it, the current GPU's. Raises
+    CannotBuild with the reason; the same call then fails at once, until the environment changes.
+    """
+    _check(source, device)
+    if os.environ.get("FUSEDRNN_COMPILE", "1") == "0":
+        raise CannotBuild("FUSEDRNN_COMPILE=0 says so")
+    sources = _sources(source, device, _usable_targets(device, capability))
+    compiler, obstacle = _compiler(device)
+    question = (_name(sources[0], compiler), obstacle, *map(os.environ.get, _SETTINGS))
+    with _locks.setdefault(question, threading.Lock()):
+        known = _known.get(question)
+        if known is None:
+            try:
+                known = _find(sources, compiler) or _make(sources[0], compiler, obstacle)
+            except CannotBuild as error:
+                known = str(error)
+            _known[question] = known
+    if isinstance(known, str):
+        raise CannotBuild(known)
+    return known
+
+
+def prepare(
+    source: str, *, device: str = "cpu", targets: Sequence[str] | None = None
+) -> list[Path]:
+    """Builds for other machines, into the folder that FUSEDRNN_CACHE names; loads nothing.
+
+    ``targets`` are instruction sets ("baseline", "avx2", "avx512"), by default all that this kind
+    of processor has, or GPUs' capabilities. To be read by other users the folder has to be made
+    beforehand, with a mode that lets them. Raises CannotBuild.
+    """
+    _check(source, device)
+    if targets is None:
+        targets = _instruction_sets() if device == "cpu" else _usable_targets(device, None)
+    compiler = find(device)
+    made = []
+    for target in _sources(source, device, targets):
+        name = _name(target, compiler)
+        try:
+            folder = cache.open_folder(cache.wanted_folder())
+            path = folder / f"{name}.so"
+            made.append(path if cache.is_whole(path) else _compile(target, compiler, folder, name))
+        except (cache.Unusable, OSError) as error:
+            raise CannotBuild(f"nothing can be stored: {error}") from None
+    return made
+
+
+_SETTINGS = ("FUSEDRNN_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR", "FUSEDRNN_COMPILE_SECONDS")
+# What this process has built or failed to build. A process that was forked has no use for locks
+# that its parent's threads may hold.
+_Question = tuple[str | None, ...]
+_known: dict[_Question, Library | str] = {}
+_locks: dict[_Question, threading.Lock] = {}
+os.register_at_fork(after_in_child=_locks.clear)
+
+
+def _check(source: str, device: str) -> None:
+    if not isinstance(source, str):
+        raise TypeError(f"fusedrnn: source must be a str, got {type(source).__name__}")
+    if device not in _FLAGS:
+        raise ValueError(f'fusedrnn: device must be "cpu" or "cuda", got {device!r}')
+    allowed = os.environ.get("FUSEDRNN_COMPILE", "1")
+    if allowed not in ("0", "1"):
+        raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
+
+
+def _instruction_sets() -> list[str]:
+    """Those that libraries can be built for, where the processor is of this kind; widest first."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return list(reversed(_INSTRUCTION_SETS)) if is_x86 else ["baseline"]
+
+
+def _usable_targets(device: str, capability: str | None) -> list[str]:
+    """What this machine can run, the best first."""
+    if device == "cuda":
+        if capability is None:
+            if not torch.cuda.is_available():
+                raise CannotBuild("there is no GPU to build for")
+            capability = "{}{}".format(*torch.cuda.get_device_capability())
+        return [capability]
+    widest = list(_INSTRUCTION_SETS)[_ask_core("fusedrnn_isa")]
+    sets = list(reversed(_INSTRUCTION_SETS))
+    return sets[sets.index(widest) :]
+
+
+def _ask_core(question: str) -> int:
+    """Asks the library of the package, which runs what is built here."""
+    try:
+        function = getattr(ctypes.CDLL(str(_library._core)), question)
+    except AttributeError:
+        raise CannotBuild(
+            "the compiled part of fusedrnn is older than its Python part: install fusedrnn again"
+        ) from None
+    function.restype = ctypes.c_int64
+    return int(function())
+
+
+def _sources(text: str, device: str, targets: Iterable[str]) -> list[_Source]:
+    made = []
+    for target in targets:
+        if device == "cpu":
+            if target not in _INSTRUCTION_SETS:
+                raise ValueError(
+                    f"fusedrnn: targets must be of {list(_INSTRUCTION_SETS)}, got {target!r}"
+                )
+            begin = f"#define FUSEDRNN_ISA {target}\n"
+            flags = [*_FLAGS[device], *_INSTRUCTION_SETS[target]]
+        else:
+            if not re.fullmatch(r"[0-9]{2,3}[af]?", target):
+                raise ValueError(
+                    f'fusedrnn: a capability must be like "80" or "90a", got {target!r}'
+                )
+            begin = ""
+            flags = [*_FLAGS[device], f"-gencode=arch=compute_{target},code=sm_{target}"]
+        try:
+            digest = headers.digest(text)
+        except OSError as error:
+            raise CannotBuild(f"a header of fusedrnn is missing: {error}") from None
+        all_of_it = "\0".join([begin + text, device, target, platform.machine(), digest, *flags])
+        content = hashlib.sha256(all_of_it.encode()).hexdigest()[:40]
+        made.append(_Source(begin + text, device, tuple(flags), content))
+    return made
+
+
+def _compiler(device: str) -> tuple[Compiler | None, str]:
+    """The compiler, or why there is none."""
+    try:
+        return find(device), ""
+    except CannotBuild as error:
+        return None, str(error)
+
+
+def _name(source: _Source, compiler: Compiler | None) -> str:
+    by = hashlib.sha256(compiler.identity.encode()).hexdigest()[:16] if compiler else "none"
+    return f"{source.content}-{by}"
+
+
+def _find(sources: list[_Source], compiler: Compiler | None) -> Library | None:
+    """A library that was built before."""
+    try:
+        folder = cache.open_folder(cache.wanted_folder())
+    except cache.Unusable:
+        return None  # _make() says why
+    names = [_name(sources[0], compiler)] if compiler else []
+    can_build = compiler is not None and os.access(folder, os.W_OK)
+    if not can_build:
+        for source in sources[: 1 if compiler else None]:
+            names += sorted(path.stem for path in folder.glob(f"{source.content}-*.so"))
+    for name in names:
+        path = folder / f"{name}.so"
+        try:
+            if cache.is_whole(path):
+                return _load(path, sources[0].device, is_cached=True)
+        except (cache.Unusable, CannotBuild):  # of another machine or version: built anew
+            continue
+    return None
+
+
+def _make(source: _Source, compiler: Compiler | None, obstacle: str) -> Library:
+    if compiler is None:
+        raise CannotBuild(obstacle)
+    name, begin = _name(source, compiler), time.perf_counter()
+    try:
+        try:
+            path = _compile(source, compiler, cache.open_folder(cache.wanted_folder()), name)
+        except (cache.Unusable, OSError) as error:
+            path = _compile(source, compiler, cache.process_folder(str(error)), name)
+    except (cache.Unusable, OSError) as error:
+        raise CannotBuild(f"the library cannot be stored: {error}") from None
+    return _load(path, source.device, is_cached=False, seconds=time.perf_counter() - begin)
+
+
+def _compile(source: _Source, compiler: Compiler, folder: Path, name: str) -> Path:
+    with cache.working_folder(folder) as work:
+        text, library = work / "stages.cpp", work / "stages.so"
+        text.write_text(source.text)
+        compile(compiler, list(source.flags), text, library)
+        return cache.store(text, library, folder, name)
+
+
+def _load(path: Path, device: str, is_cached: bool, seconds: float = 0.0) -> Library:
+    """Raises CannotBuild if it does not fit this process."""
+    name = _FUNCTION[device]
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = ctypes.c_int64.in_dll(library, "fusedrnn_abi").value
+        function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    except (OSError, AttributeError, ValueError) as error:
+        raise CannotBuild(f"the library cannot be loaded: {error}") from None
+    if abi != _ask_core("fusedrnn_abi"):
+        raise CannotBuild(
+            f"generated code has version {abi} of the interface of stages, and the compiled part "
+            f"of fusedrnn has version {_ask_core('fusedrnn_abi')}: install fusedrnn again"
+        )
+    assert function is not None
+    return Library(function, path, path.stem, is_cached, seconds, path.stat().st_size)

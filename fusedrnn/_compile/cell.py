@@ -1,0 +1,178 @@
+"""A step as a program that is compiled, verified and ready to run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..recurrent.runs import Run
+from ..recurrent.trees import Leaves
+from . import operators
+from .build import CannotBuild, Library, build
+from .derive import Derived, derive
+from .emit import STORAGE, source
+from .interpret import Interpreter
+from .lower import Lowered
+from .outside import Outside
+from .plan import Plan
+from .trace import ROWS, CannotCompile, trace
+from .verify import Trial, examples, verify
+
+
+@dataclass
+class Program:
+    """What runs a step of one kind: structure, widths, dtype, and all that Python decided."""
+
+    plan: Plan
+    derived: list[Derived]
+    outside: Outside
+    names: list[str]
+    """Of the weights and buffers that the step reads, in the order of its constants."""
+    output_shapes: list[torch.Size]
+    """Without the batch."""
+    state_shapes: list[torch.Size]
+    text: str
+    dtype: torch.dtype
+    number: int = -1
+    """Of the operators."""
+    library: Library | None = None
+
+    @property
+    def interpreter(self) -> Interpreter:
+        return Interpreter(self.plan, self.derived)
+
+    def summary(self) -> str:
+        """For users: its size, what it keeps, and its library."""
+        form, library = self.plan.program, self.library
+        assert library is not None
+        outputs = set(self.plan.output_sequences)
+        kept = [
+            f"state {j} "
+            + (
+                "before each chunk"
+                if carry.sequence < 0
+                else "in the output"
+                if carry.sequence in outputs
+                else "of each step"
+            )
+            for j, carry in enumerate(form.carries)
+        ]
+        origin = "cached" if library.is_cached else f"built in {library.seconds:.1f} s"
+        return (
+            f"{_count(len(form.stages), 'stage')}, {_count(len(form.products), 'product')}, "
+            f"kept: {', '.join(kept)}; library of {library.bytes / 1e3:.0f} kB, {origin}"
+        )
+
+    def kept_bytes_per_step(self, rows: int, chunk: int) -> int:
+        """Besides outputs, on average over the steps of a chunk."""
+        form, plan = self.plan.program, self.plan
+        outputs = set(plan.output_sequences)
+        own = [w for i, w in enumerate(form.sequences) if i not in outputs]
+        size = self.dtype.itemsize
+        of_chunks = [c.width for c in form.carries if c.sequence < 0]
+        return rows * (sum(own) * size + -(-sum(of_chunks) * max(size, 4) // chunk))
+
+
+def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
+    """The program of a run's step, verified, but not compiled.
+
+    Args:
+        inputs: (seq_len, batch, ...) each.
+        state: (batch, ...) each.
+
+    Raises:
+        CannotCompile: It has none.
+    """
+    dtype = _dtype(state)
+    weights = run.weights.trained() | run.weights.frozen()
+    names, constants = list(weights), tuple(weights.values())
+    for name, constant in weights.items():
+        if constant.is_floating_point() and constant.dtype != dtype:
+            raise CannotCompile(
+                f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
+            )
+    _check_hooks(run)
+
+    def step(
+        given: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
+    ) -> tuple[Leaves, Leaves]:
+        own = copy.copy(run.user_step)
+        own.output, own._kinds = None, []
+        values = dict(zip(names, given, strict=True))
+        return run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
+
+    given = [c.detach().cpu() for c in constants]
+    rows, carries = examples(inputs, ROWS, True), examples(state, ROWS, False)
+    traced = run.aside(lambda: trace(step, given, rows, carries))
+    again = run.aside(lambda: trace(step, given, rows, carries))
+    if traced.module.code != again.module.code:
+        raise CannotCompile("the step does not do the same each time")
+    _check_held(run, traced.module)
+    plan = Plan(Lowered(traced))
+    derived = [derive(plan, stage) for stage in plan.stages]
+    program = Program(
+        plan,
+        derived,
+        Outside(plan),
+        names,
+        [traced.values[node].shape[1:] for node in traced.outputs],
+        [leaf.shape[1:] for leaf in state],
+        source(plan, derived, dtype),
+        dtype,
+    )
+    verify(program.interpreter, Trial(run, names, constants, inputs, state), dtype)
+    return program
+
+
+def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
+    """The same, with a library.
+
+    Raises:
+        CannotCompile: It has none, or it cannot be built here.
+    """
+    program = lower(run, inputs, state)
+    try:
+        program.library = build(program.text)
+    except CannotBuild as error:
+        raise CannotCompile(str(error)) from error
+    program.number = operators.add_program(program.plan.program, program.library.function)
+    return program
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _dtype(state: Leaves) -> torch.dtype:
+    kinds = {leaf.dtype for leaf in state}
+    if len(kinds) > 1 or not kinds <= STORAGE.keys():
+        raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
+    return kinds.pop()
+
+
+def _check_hooks(run: Run) -> None:
+    for module in run.weights.used.modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CannotCompile(f"{type(module).__name__} has a hook for backward")
+
+
+def _check_held(run: Run, module: torch.fx.GraphModule) -> None:
+    """Refuses tensors that the trace has found in attributes: the next call may have others."""
+    held = {
+        tensor.untyped_storage().data_ptr()
+        for value in run.python.values().values()
+        for tensor in value.tensors()
+        if tensor.numel()
+    }
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in held:
+                raise CannotCompile(
+                    f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
+                    "register it as a buffer"
+                )

@@ -1,0 +1,187 @@
+"""How larger operations are made of those that programs know.
+
+Derivatives of what stands here are taken through the parts, so a part that only shifts a result,
+as the largest logit of a softmax does, is stopped: its derivative is zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+aten = torch.ops.aten
+
+
+def _stopped(x: Tensor) -> Tensor:
+    made: Tensor = torch.ops.fusedrnn_step.stop(x)
+    return made
+
+
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    centred = x - x.mean(dims, keepdim=True)
+    rstd = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y, centred, rstd
+
+
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, rows: int, channels: int, size: int, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = x.reshape(x.shape[0], groups, -1)
+    y, centred, rstd = _layer_norm(parts, parts.shape[2:], None, None, eps)
+    y = y.reshape(x.shape)
+    shape = (1, channels, *(1,) * (x.dim() - 2))
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    return y, centred, rstd
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    rstd = torch.rsqrt(
+        (x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
+    y = x * rstd
+    return (y if weight is None else y * weight), rstd
+
+
+def _exponentials(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    shifted = x - _stopped(torch.amax(x, dim, keepdim=True))
+    return shifted, torch.exp(shifted)
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    _, powers = _exponentials(x, dim)
+    return powers / powers.sum(dim, keepdim=True)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    shifted, powers = _exponentials(x, dim)
+    return shifted - torch.log(powers.sum(dim, keepdim=True))
+
+
+def _logsumexp(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    largest = _stopped(torch.amax(x, dims, keepdim=True))
+    found = torch.log(torch.exp(x - largest).sum(dims, keepdim=True)) + largest
+    return found if keepdim else found.squeeze(tuple(dims))
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    size = torch.abs(x)  # min(x, 0) by it, for the right derivative at 0
+    return 0.5 * (x - size) - torch.log1p(torch.exp(-size)), x
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    scaled = x * beta
+    size = torch.abs(scaled)  # max(x, 0) by it, for the right derivative at 0
+    smooth = (0.5 * (scaled + size) + torch.log1p(torch.exp(-size))) / beta
+    return torch.where(scaled > threshold, x, smooth)
+
+
+def _places(x: Tensor, dim: int) -> Tensor:
+    """The number of each element along a dimension."""
+    dim = dim % x.dim()
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return torch.arange(x.shape[dim], device=x.device).reshape(shape)
+
+
+def _scatter_value(x: Tensor, dim: int, index: Tensor, value: float) -> Any:
+    if index.shape[dim] != 1:
+        return NotImplemented
+    return torch.where(_places(x, dim) == index, value, x)
+
+
+def _gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
+    if index.shape[dim] != 1:
+        return NotImplemented
+    return torch.where(_places(x, dim) == index, x, 0.0).sum(dim, keepdim=True)
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    centred = x - x.mean(dims, keepdim=True)
+    less = 1 if correction is None else correction
+    return (centred * centred).sum(dims, keepdim=keepdim) / max(count - less, 0)
+
+
+def _var_mean(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.dim())) if dim is None else list(dim)
+    return _var(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
+
+
+def _sinh(x: Tensor) -> Tensor:
+    less = torch.expm1(x)  # without cancellation near 0
+    return 0.5 * (less + less / (less + 1))
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    if ord not in (1, 2) or dtype is not None:
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
+    if ord == 1:
+        return torch.abs(x).sum(dims, keepdim=keepdim)
+    squares = (x * x).sum(dims, keepdim=keepdim)
+    is_zero = squares == 0.0  # where the derivative is 0
+    return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, squares)))
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    table |= get_decompositions(
+        [aten.elu, aten.leaky_relu, aten.addcmul, aten.addcdiv, aten.lerp, aten.silu, aten.mish]
+        + [aten.hardtanh, aten.hardsigmoid, aten.hardswish, aten.gelu, aten.linear, aten.celu]
+        + [aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.rsub, aten.glu, aten.index_select]
+    )
+    for name in ("sigmoid_backward", "tanh_backward"):  # known without cancellation
+        table.pop(getattr(aten, name).default, None)
+    own: dict[Any, Callable[..., Any]] = {
+        aten.log_sigmoid_forward.default: _log_sigmoid,
+        aten.log_sigmoid_backward.default: lambda g, x, _: g * torch.sigmoid(-x),
+        aten.softplus.default: _softplus,
+        aten.native_layer_norm.default: _layer_norm,
+        aten.native_group_norm.default: _group_norm,
+        aten._softmax.default: _softmax,
+        aten._log_softmax.default: _log_softmax,
+        aten.logsumexp.default: _logsumexp,
+        aten.scatter.value: _scatter_value,
+        aten.gather.default: _gather,
+        aten.var.correction: _var,
+        aten.var_mean.correction: _var_mean,
+        aten.tan.default: lambda x: torch.sin(x) / torch.cos(x),
+        aten.sinh.default: _sinh,
+        aten.cosh.default: lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
+        aten.log2.default: lambda x: torch.log(x) * (1 / math.log(2)),
+        aten.log10.default: lambda x: torch.log(x) * (1 / math.log(10)),
+        aten.linalg_vector_norm.default: _vector_norm,
+    }
+    if hasattr(aten, "_fused_rms_norm"):
+        own[aten._fused_rms_norm.default] = _rms_norm
+    if hasattr(aten, "rms_norm"):
+        own[aten.rms_norm.default] = lambda *args: _rms_norm(*args)[0]
+    return table | own

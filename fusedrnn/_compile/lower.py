@@ -1,0 +1,880 @@
+"""From a graph of operations to expressions over columns.
+
+Asked from the results back: what makes columns [a, b) of this value? Operations that only move
+numbers (chunk, cat, view, transposes, expand, ...) vanish: torch itself moves the numbers of the
+elements instead, so that every element knows from which row and column of which computed value it
+comes. What mixes the rows of a batch shows there, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .expressions import Expression, Expressions, Part
+from .trace import ROWS, CannotCompile, Traced, draw, line_of, stop
+
+aten = torch.ops.aten
+
+_MOST_PIECES = 64
+"""Of neighbouring columns that a value may be cut into."""
+
+POINTWISE = frozenset(
+    getattr(aten, name)
+    for name in [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "log",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "relu",
+        "abs",
+        "pow",
+        "where",
+        "gt",
+        "lt",
+        "ge",
+        "le",
+        "eq",
+        "ne",
+        "minimum",
+        "maximum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "sign",
+        "sgn",
+        "square",
+        "sin",
+        "cos",
+        "logical_not",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_not",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "frac",
+        "isnan",
+        "isinf",
+        "xlogy",
+    ]
+)
+MOVES = frozenset(
+    getattr(aten, name)
+    for name in [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "cat",
+        "stack",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "flip",
+        "roll",
+        "clone",
+        "alias",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "contiguous",
+        "chunk",
+        "unsafe_split",
+        "unsafe_chunk",
+        "unsafe_split_with_sizes",
+        "expand_copy",
+        "view_copy",
+        "slice_copy",
+        "select_copy",
+        "permute_copy",
+        "transpose_copy",
+        "t_copy",
+        "unsqueeze_copy",
+        "squeeze_copy",
+        "split_copy",
+        "split_with_sizes_copy",
+        "unbind_copy",
+        "alias_copy",
+        "repeat",
+        "index",
+        "index_select",
+        "movedim",
+        "narrow",
+        "unfold",
+        "diagonal",
+        "diagonal_copy",
+        "unfold_copy",
+        "constant_pad_nd",
+        "repeat_interleave",
+        "tile",
+        "copy",
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "index_put",
+    ]
+    if hasattr(aten, name)
+)
+_REDUCTIONS = {
+    aten.sum: "sum",
+    aten.mean: "mean",
+    aten.amax: "max",
+    aten.amin: "min",
+    aten.argmax: "argmax",
+    aten.argmin: "argmin",
+    aten.max: "max with place",
+    aten.min: "min with place",
+    aten.any: "any",
+    aten.all: "all",
+}
+
+_FILLED = frozenset(
+    getattr(aten, name)
+    for name in [
+        "full",
+        "full_like",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+        "scalar_tensor",
+        "eye",
+    ]
+)
+
+_COLUMN = 1 << 32
+_ROW = _COLUMN * (ROWS + 1)
+_NO_ROW = ROWS
+"""In the place of a row: an element of weights, which all rows read."""
+
+
+class Lookup(NamedTuple):
+    """Rows of a table of weights, which become an input of the program."""
+
+    node: fx.Node
+    table: fx.Node
+    input: int
+    """Which input has the numbers of the rows."""
+
+
+class Lowered:
+    """The expressions of a step."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.draws = traced, traced.draws
+        self.expressions = Expressions()
+        self._nodes = {node: i for i, node in enumerate(traced.module.graph.nodes)}
+        self._list = list(self._nodes)
+        self.kinds: dict[fx.Node, str] = {}
+        """"number" for what depends on nothing, "weight", or "row" for what rows have."""
+        self._classify()
+        self.lookups: list[Lookup] = []
+        """They come behind the inputs of the step."""
+        self._codes: dict[fx.Node, Any] = {}
+        self._reads: dict[fx.Node, Any] = {}
+        self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
+        self.new_carries = [self._result(node, "state") for node in traced.new_carries]
+        self.outputs = [self._result(node, "output") for node in traced.outputs]
+
+    # What depends on what
+
+    def _classify(self) -> None:
+        traced = self.traced
+        for node in self._list:
+            if node.op == "placeholder":
+                self.kinds[node] = "weight" if node in traced.constants else "row"
+            elif node.op == "get_attr":
+                self.kinds[node] = "number"
+            elif node.op == "call_function":
+                if _packet(node) is draw:
+                    self.kinds[node] = "row"
+                    continue
+                tags = getattr(node.target, "tags", ())
+                if torch.Tag.nondeterministic_seeded in tags:
+                    raise CannotCompile(
+                        f"{_name(node)} draws random numbers that backward could not draw "
+                        f"again{line_of(node)}"
+                    )
+                if _packet(node) in _FILLED:  # of an input they read only the shape
+                    self.kinds[node] = "number"
+                    continue
+                kinds = {self.kinds[one] for one in node.all_input_nodes}
+                self.kinds[node] = max(
+                    kinds, key=("number", "weight", "row").index, default="number"
+                )
+
+    def value(self, node: fx.Node) -> Any:
+        return self.traced.values[node]
+
+    # Elements
+
+    def codes(self, node: fx.Node) -> Any:
+        """Where each element of a node comes from, in the node's shape; lists for lists."""
+        if node not in self._codes:
+            is_move = node.op == "call_function" and (
+                _packet(node) in MOVES
+                or (node.target is operator.getitem and _packet(node.args[0]) in MOVES)
+            )
+            self._codes[node] = self._moved(node) if is_move else self._own(node)
+        return self._codes[node]
+
+    def _moved(self, node: fx.Node) -> Any:
+        def codes(arg: Any, is_index: bool = False) -> Any:
+            if isinstance(arg, fx.Node):
+                if not is_index:
+                    return self.codes(arg)
+                if self.kinds[arg] != "number":  # an index that may be another one later
+                    raise CannotCompile(
+                        f"{_name(node)} by an index that is computed{line_of(node)}"
+                    )
+                return self.value(arg)
+            if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
+                return type(arg)(codes(one, is_index) for one in arg)
+            return arg
+
+        has_index = _packet(node) in (aten.index, aten.index_put, aten.index_select)
+        args = [
+            codes(
+                arg, has_index and i in (1, 2) and not (i == 2 and _packet(node) is aten.index_put)
+            )
+            for i, arg in enumerate(node.args)
+        ]
+        kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
+        if _packet(node) is aten.constant_pad_nd:
+            raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
+        try:
+            if _packet(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
+                return args[0].reshape(args[1])
+            if _packet(node) is aten.copy:
+                if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
+                    raise CannotCompile(f"a copy to another dtype{line_of(node)}")
+                return args[1].expand(args[0].shape)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except CannotCompile:
+            raise
+        except Exception as error:
+            raise CannotCompile(f"{_name(node)} cannot be followed{line_of(node)}") from error
+
+    def _own(self, node: fx.Node) -> Any:
+        value = self.value(node)
+        if not isinstance(value, Tensor):
+            raise CannotCompile(f"{_name(node)} returns no tensor{line_of(node)}")
+        base = self._nodes[node] * _ROW
+        if self.kinds[node] != "row":
+            return (base + _NO_ROW * _COLUMN + torch.arange(value.numel())).reshape(value.shape)
+        rows = self._rows(node, value)
+        return base + rows * _COLUMN + _ranks(rows)
+
+    def _rows(self, node: fx.Node, value: Tensor) -> Tensor:
+        """To which row of the batch each element of a computed node belongs."""
+        if _packet(node) is draw:  # maybe several rows for each row of the batch
+            numbers = torch.arange(value.numel()).reshape(value.shape)
+            return numbers // (value.numel() // ROWS)
+        if node.op == "placeholder":
+            if not value.dim() or value.shape[0] != ROWS:
+                raise CannotCompile("a state or an input has no row for each row of the batch")
+            shape = (ROWS, *(1,) * (value.dim() - 1))
+            return torch.arange(ROWS).reshape(shape).expand(value.shape).clone()
+        self._dtype_is_known(node, value)
+        packet = _packet(node)
+        if packet in POINTWISE or packet in (stop, aten.detach, aten._to_copy):
+            return self._pointwise(node, value)
+        if node.target is operator.getitem:
+            return self._reduction(node.args[0], value, node.args[1])  # type: ignore[arg-type]
+        if packet in _REDUCTIONS:
+            return self._reduction(node, value, 0)
+        if packet in (aten.mm, aten.addmm, aten.bmm):
+            return self._product(node, value)
+        if packet is aten.embedding:
+            return self._lookup(node, value)
+        raise CannotCompile(
+            f"{_name(node)} is neither linear, nor elementwise, nor a reduction over features, nor "
+            f"a choice of columns{line_of(node)}"
+        )
+
+    def _dtype_is_known(self, node: fx.Node, value: Tensor) -> None:
+        if value.is_complex() or value.is_sparse or value.is_nested:
+            raise CannotCompile(f"{_name(node)} makes a tensor of {value.dtype}{line_of(node)}")
+
+    # What computed nodes read, as codes of row 0
+
+    def _pointwise(self, node: fx.Node, value: Tensor) -> Tensor:
+        given = [
+            self.codes(arg).expand(value.shape) if isinstance(arg, fx.Node) else arg
+            for arg in node.args
+        ]
+        rows = self._common_rows(node, [g for g in given if isinstance(g, Tensor)])
+        self._reads[node] = [
+            self._of_first_row(node, rows, g) if isinstance(g, Tensor) else g for g in given
+        ]
+        return rows
+
+    def _common_rows(self, node: fx.Node, codes: Sequence[Tensor]) -> Tensor:
+        """The rows of elements that are made of elements with these codes."""
+        known = torch.full(codes[0].shape, _NO_ROW)
+        for one in codes:
+            rows = _row_of(one)
+            clash = (known != _NO_ROW) & (rows != _NO_ROW) & (known != rows)
+            if clash.any():
+                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+            known = torch.where(known == _NO_ROW, rows, known)
+        return _filled(known)
+
+    def _of_first_row(self, node: fx.Node, rows: Tensor, codes: Tensor) -> Any:
+        """The codes of row 0 in the order of columns, if all rows read alike.
+
+        ``codes``: of the elements of the node, maybe with further dimensions for what each reads.
+        """
+        flat, rest = rows.reshape(-1), codes.shape[rows.dim() :]
+        codes = codes.reshape(-1, *rest)
+        first = codes[flat == 0]
+        for row in range(1, ROWS):
+            other = codes[flat == row]
+            if other.shape != first.shape:
+                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+            same = torch.where(_row_of(other) == row, other - row * _COLUMN, other)
+            differs = (same != first) | ((_row_of(other) != row) & (_row_of(other) != _NO_ROW))
+            if differs.any() and not self._are_alike(first[differs], other[differs]):
+                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+        return first.numpy()
+
+    def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
+        """Whether different elements of weights are equal numbers, as those of torch.zeros_like."""
+        for a, b in zip(ones.reshape(-1).tolist(), others.reshape(-1).tolist(), strict=True):
+            node_a, node_b = self._list[a // _ROW], self._list[b // _ROW]
+            if node_a is not node_b or self.kinds[node_a] != "number":
+                return False
+            values = self.value(node_a).reshape(-1)
+            if values[a % _COLUMN] != values[b % _COLUMN]:
+                return False
+        return True
+
+    def _reduction(self, node: fx.Node, value: Tensor, which: int) -> Tensor:
+        packet = _packet(node)
+        kind = _REDUCTIONS.get(packet)
+        source = node.args[0]
+        if kind is None or not isinstance(source, fx.Node):
+            raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
+        codes = self.codes(source)
+        if kind.endswith("with place") and len(node.args) < 2:
+            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if dims is None or dims == []:
+            dims = list(range(codes.dim()))
+        dims = [d % codes.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
+        others = [d for d in range(codes.dim()) if d not in dims]
+        moved = codes.permute(*others, *dims).reshape(*(codes.shape[d] for d in others), -1)
+        all_rows = _row_of(moved)
+        rows = (
+            _filled(torch.where(all_rows == _NO_ROW, _NO_ROW, all_rows)).reshape(moved.shape)
+            if moved.dim() > 1
+            else all_rows
+        )
+        if moved.dim() < 2 or not (rows == rows[..., :1]).all():
+            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+        rows = rows[..., 0]
+        reads = self._of_first_row(node, rows, moved)
+        kind = ("argmax" if "max" in kind else "argmin") if which == 1 else kind
+        key = node if value is self.value(node) else self._part_of(node, which)
+        self._reads[key] = (kind, reads)
+        return rows.reshape(value.shape)
+
+    def _part_of(self, node: fx.Node, which: int) -> fx.Node:
+        return next(
+            user for user in node.users if user.target is operator.getitem and user.args[1] == which
+        )
+
+    def _product(self, node: fx.Node, value: Tensor) -> Tensor:
+        packet = _packet(node)
+        bias, left, right = node.args if packet is aten.addmm else (None, *node.args)
+        if packet is aten.addmm and (
+            node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
+        ):
+            raise CannotCompile(f"addmm with beta or alpha{line_of(node)}")
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        is_swapped = self.kinds[left] != "row"
+        weight, operand = (left, right) if is_swapped else (right, left)
+        if self.kinds[weight] == "row":
+            raise CannotCompile(f"{_name(node)} is a product of two activations{line_of(node)}")
+        codes = self.codes(operand)
+        if is_swapped:
+            codes = codes.transpose(-1, -2)
+        if codes.dim() == 2:
+            codes = codes[None]
+        stacks, count, terms = codes.shape
+        all_rows = _row_of(codes)
+        rows = _filled(all_rows)
+        if not (rows == rows[..., :1]).all():
+            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+        rows = rows[..., 0]
+        reads = self._of_first_row(node, rows, codes)
+        where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
+        columns = value.shape[-2] if is_swapped else value.shape[-1]
+        if bias is not None and (self.kinds[bias] == "row" or is_swapped):
+            raise CannotCompile(f"addmm of another activation{line_of(node)}")
+        self._reads[node] = (
+            weight,
+            is_swapped,
+            [p if packet is aten.bmm else None for p, _ in where],
+            reads,
+            columns,
+            bias,
+        )
+        rows = rows[..., None].expand(stacks, count, columns)
+        if is_swapped:
+            rows = rows.transpose(-1, -2)
+        return rows.reshape(value.shape).clone()
+
+    def _lookup(self, node: fx.Node, value: Tensor) -> Tensor:
+        """Rows of a table by an input of integers, for all steps before the recurrence."""
+        table, places = node.args[:2]
+        assert isinstance(table, fx.Node) and isinstance(places, fx.Node)
+        codes = self.codes(places)
+        source = self._list[int(codes.reshape(-1)[0]) // _ROW]
+        if self.kinds[table] == "row" or source not in self.traced.inputs:
+            raise CannotCompile(f"{_name(node)} of numbers that are computed{line_of(node)}")
+        whole = self.codes(source)
+        if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
+            raise CannotCompile(f"{_name(node)} of a part of an input{line_of(node)}")
+        if any(node.args[3:]) or any(node.kwargs.values()):
+            raise CannotCompile(f"{_name(node)} with options{line_of(node)}")
+        self.lookups.append(Lookup(node, table, self.traced.inputs.index(source)))
+        return _row_of(codes)[..., None].expand(value.shape).clone()
+
+    # Expressions
+
+    def _result(self, node: fx.Node, what: str) -> list[Expression]:
+        """The expressions that make a result, side by side."""
+        value = self.value(node)
+        if not value.is_floating_point():
+            raise CannotCompile(f"an {what} of the step is of {value.dtype}{line_of(node)}")
+        if not value.dim() or value.shape[0] != ROWS:
+            raise CannotCompile(f"an {what} of the step has no row for each row of the batch")
+        codes = self.codes(node)
+        shape = (ROWS, *(1,) * (value.dim() - 1))
+        rows = torch.arange(ROWS).reshape(shape).expand(value.shape)
+        own = _row_of(codes)
+        if ((own != rows) & (own != _NO_ROW)).any():
+            raise CannotCompile(f"an {what} of the step mixes the rows of the batch{line_of(node)}")
+        first = self._of_first_row(node, rows.contiguous(), codes)
+        return self.pieces(first, node)
+
+    def pieces(self, codes: Any, node: fx.Node) -> list[Expression]:
+        """Expressions side by side whose columns are the elements with these codes."""
+        found: list[Expression] = []
+        for part in _parts(codes, self._list, self.kinds, node):
+            if part.kind == "weights":
+                found.append(self._vector(part.source, part.columns))
+                continue
+            made = self.demand(part.source, part.first, part.count)
+            if part.group > 1:
+                made = [self.expressions.lift(e, part.group) for e in made]
+            found += made
+        if len(found) > _MOST_PIECES:
+            raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
+        return found
+
+    def _vector(self, node: fx.Node, columns: tuple[int, ...]) -> Expression:
+        width = len(columns)
+        if self.kinds[node] == "number":
+            numbers = self.value(node).reshape(-1)[list(columns)]
+            if (numbers == numbers[0]).all():
+                return self.expressions.constant(numbers[0].item(), width)
+        leaf = self.expressions.make("vector", at=(node, columns), width=width, level=0)
+        if self.value(node).dtype != torch.bool:
+            return leaf
+        return self.expressions.operation(aten.ne.Scalar, leaf, 0, width=width, is_mask=True)
+
+    def demand(self, node: fx.Node, start: int, width: int) -> list[Expression]:
+        """Columns [start, start + width) of a computed node."""
+        key = (node, start, width)
+        if key not in self._found:
+            self._found[key] = self._demand(node, start, width)
+        return self._found[key]
+
+    def _demand(self, node: fx.Node, start: int, width: int) -> list[Expression]:
+        make = self.expressions.make
+        if node.op == "placeholder":
+            for kind, nodes in (("input", self.traced.inputs), ("carry", self.traced.carries)):
+                if node in nodes:
+                    leaf = make(kind, at=(nodes.index(node), start), width=width, level=0)
+                    return [self._as_read(leaf, self.value(node), node)]
+        packet = _packet(node)
+        if packet is aten.embedding:
+            self.codes(node)
+            number = [lookup.node for lookup in self.lookups].index(node)
+            place = len(self.traced.inputs) + number
+            return [make("input", at=(place, start), width=width, level=0)]
+        if packet is draw:
+            return [make("draw", at=(node.args[1], start), width=width, level=0)]
+        self.codes(node)  # fills in what it reads
+        if packet in (aten.mm, aten.addmm, aten.bmm):
+            return self._demand_product(node, start, width)
+        if packet in _REDUCTIONS or node.target is operator.getitem:
+            return self._demand_reduced(node, start, width)
+        return self._demand_pointwise(node, start, width)
+
+    def _as_read(self, leaf: Expression, value: Tensor, node: fx.Node) -> Expression:
+        if value.dtype == torch.bool:
+            return self.expressions.operation(
+                aten.ne.Scalar, leaf, 0, width=leaf.width, is_mask=True, node=node
+            )
+        if not value.is_floating_point():
+            raise CannotCompile(
+                f"{_name(node)} of {value.dtype} is used in arithmetic{line_of(node)}"
+            )
+        return leaf
+
+    def _demand_pointwise(self, node: fx.Node, start: int, width: int) -> list[Expression]:
+        operands = [
+            self.pieces(read[start : start + width], node) if isinstance(read, np.ndarray) else read
+            for read in self._reads[node]
+        ]
+        cuts = {0, width}
+        for operand in operands:
+            if isinstance(operand, list):
+                at = 0
+                for piece in operand:
+                    at += piece.width
+                    cuts.add(at)
+        if len(cuts) > _MOST_PIECES:
+            raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
+        if len(cuts) > 2:  # ask for less, so that pieces match
+            # Constants and vectors can be cut anywhere; others are asked for anew.
+            ends = sorted(cuts)
+            return [
+                e
+                for lo, hi in zip(ends, ends[1:], strict=False)
+                for e in self.demand(node, start + lo, hi - lo)
+            ]
+        args = [operand[0] if isinstance(operand, list) else operand for operand in operands]
+        return [self._operation(node, args, width)]
+
+    def _operation(self, node: fx.Node, args: list[Any], width: int) -> Expression:
+        operation, value = self.expressions.operation, self.value(node)
+        packet, is_mask = _packet(node), value.dtype == torch.bool
+        if packet is aten._to_copy:
+            return self._cast(node, args[0], value, width)
+        kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
+        if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
+            raise CannotCompile(f"{_name(node)} with tensors by name{line_of(node)}")
+        return operation(node.target, *args, width=width, kwargs=kwargs, is_mask=is_mask, node=node)
+
+    def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
+        source = self.value(node.args[0])  # type: ignore[arg-type]
+        operation = self.expressions.operation
+        if value.dtype == source.dtype or (
+            source.dtype == torch.bool and value.dtype == torch.bool
+        ):
+            return e
+        if source.dtype == torch.bool:
+            return self._number(e)
+        if value.dtype == torch.bool:
+            return operation(aten.ne.Scalar, e, 0, width=width, is_mask=True, node=node)
+        if not source.is_floating_point() and value.is_floating_point():
+            return e  # places are counted in floating point here
+        if not value.is_floating_point():
+            if source.is_floating_point():
+                raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
+            return e
+        own = self._dtype()
+        if value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32):
+            return e
+        raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
+
+    def _dtype(self) -> torch.dtype:
+        carried = [self.value(node).dtype for node in self.traced.carries]
+        return carried[0]
+
+    def _demand_reduced(self, node: fx.Node, start: int, width: int) -> list[Expression]:
+        kind, reads = self._reads[node]
+        codes = reads[start : start + width]
+        pieces = self.pieces(codes.reshape(-1), node)
+        size = codes.shape[1]
+        if all(piece.width % size == 0 for piece in pieces):
+            return [self._reduced(kind, piece, size, node) for piece in pieces]
+        if width > 1:
+            return [e for i in range(width) for e in self.demand(node, start + i, 1)]
+        return [self._reduced_parts(kind, pieces, node)]
+
+    def _reduced_parts(self, kind: str, pieces: list[Expression], node: fx.Node) -> Expression:
+        """One number of several pieces."""
+        size = sum(piece.width for piece in pieces)
+        operation = self.expressions.operation
+        if kind in ("sum", "mean"):
+            total = self._reduced("sum", pieces[0], pieces[0].width, node)
+            for piece in pieces[1:]:
+                more = self._reduced("sum", piece, piece.width, node)
+                total = operation(aten.add.Tensor, total, more, width=1, node=node)
+            if kind == "mean":
+                total = operation(aten.mul.Tensor, total, 1.0 / size, width=1, node=node)
+            return total
+        if kind in ("any", "all"):
+            raise CannotCompile(f"{_name(node)} of parts{line_of(node)}")
+        if kind in ("max", "min"):
+            best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
+            pick = aten.maximum.default if kind == "max" else aten.minimum.default
+            found = best[0]
+            for one in best[1:]:
+                found = operation(pick, found, one, width=1, node=node)
+            return found
+        raise CannotCompile(f"{_name(node)} of parts that are computed apart{line_of(node)}")
+
+    def _reduced(self, kind: str, e: Expression, size: int, node: fx.Node) -> Expression:
+        x, operation = self.expressions, self.expressions.operation
+        e = self._number(e)
+        width = e.width // size
+        if kind in ("sum", "mean"):
+            total = x.reduced("sum", e, size)
+            if kind == "sum":
+                return total
+            return operation(aten.mul.Tensor, total, 1.0 / size, width=width, node=node)
+        if kind in ("any", "all"):
+            total = x.reduced("sum", e, size)
+            least = 0.5 if kind == "any" else size - 0.5
+            return operation(aten.gt.Scalar, total, least, width=width, is_mask=True, node=node)
+        if kind.startswith(("min", "argmin")):
+            e = operation(aten.neg.default, e, width=e.width, node=node)
+            found = self._reduced(kind.replace("min", "max"), e, size, node)
+            is_place = kind.startswith("arg")
+            return found if is_place else operation(aten.neg.default, found, width=width, node=node)
+        if kind == "argmax":
+            return x.reduced("argmax", e, size)
+        if kind == "max with place":  # the derivative is that of the first of the largest ones
+            place = x.lift(x.reduced("argmax", e, size), size)
+            here = operation(
+                aten.eq.Tensor,
+                self._places(e.width, size),
+                place,
+                width=e.width,
+                is_mask=True,
+                node=node,
+            )
+            zeros = x.constant(0.0, e.width)
+            only = operation(aten.where.self, here, e, zeros, width=e.width, node=node)
+            return x.reduced("sum", only, size)
+        # amax shares its derivative between equal numbers.
+        largest = x.lift(x.reduced("max", e, size), size)
+        if all(_packet(user) is stop for user in node.users):
+            return x.reduced("max", e, size)
+        here = operation(aten.eq.Tensor, e, largest, width=e.width, is_mask=True, node=node)
+        zeros = x.constant(0.0, e.width)
+        count = x.reduced("sum", self._number(here), size)
+        total = x.reduced("sum", operation(aten.where.self, here, e, zeros, width=e.width), size)
+        return operation(aten.div.Tensor, total, count, width=width, node=node)
+
+    def _places(self, width: int, size: int) -> Expression:
+        return self.expressions.make("index", at=(0,), width=width, group=size, level=0)
+
+    def _demand_product(self, node: fx.Node, start: int, width: int) -> list[Expression]:
+        weight, is_swapped, stacks, reads, columns, bias = self._reads[node]
+        found = []
+        end = start + width
+        while start < end:
+            block, first = divmod(start, columns)
+            count = min(columns - first, end - start)
+            found.append(
+                self._sum_of_products(
+                    node,
+                    weight,
+                    is_swapped,
+                    stacks[block],
+                    reads[block],
+                    columns,
+                    bias,
+                    first,
+                    count,
+                )
+            )
+            start += count
+        return found
+
+    def _sum_of_products(
+        self,
+        node: fx.Node,
+        weight: fx.Node,
+        is_swapped: bool,
+        stack: int | None,
+        codes: Any,
+        columns: int,
+        bias: fx.Node | None,
+        first: int,
+        count: int,
+    ) -> Expression:
+        """Columns of one row of the operand times a weight, a product for each of its pieces."""
+        total, done = None, 0
+        for piece in self.pieces(codes, node):
+            if piece.is_mask or piece.kind not in ("input", "carry", "op") or piece.group:
+                ops = self.expressions.operation
+                piece = ops(aten.clone.default, self._number(piece), width=piece.width, node=node)
+            product = self.expressions.product(piece)
+            own = bias if total is None else None
+            part = next(
+                (
+                    p
+                    for p in product.parts
+                    if (p.weight, p.is_transposed, p.index, p.first, p.bias)
+                    == (weight, is_swapped, stack, done, own)
+                ),
+                None,
+            )
+            if part is None:
+                part = Part(weight, is_swapped, stack, done, own, columns, product.array.columns)
+                product.parts.append(part)
+                product.array.columns += columns
+            leaf = self.expressions.of_array(product, part.offset + first, count)
+            total = (
+                leaf
+                if total is None
+                else self.expressions.operation(
+                    aten.add.Tensor, total, leaf, width=count, node=node
+                )
+            )
+            done += piece.width
+        assert total is not None
+        return total
+
+    def _number(self, e: Expression) -> Expression:
+        if not e.is_mask:
+            return e
+        ones, zeros = (
+            self.expressions.constant(1.0, e.width),
+            self.expressions.constant(0.0, e.width),
+        )
+        return self.expressions.operation(aten.where.self, e, ones, zeros, width=e.width)
+
+
+class _Run:
+    """Neighbouring columns that come from one node in a regular order."""
+
+    def __init__(
+        self,
+        kind: str,
+        source: fx.Node,
+        first: int,
+        count: int,
+        group: int,
+        columns: tuple[int, ...] = (),
+    ) -> None:
+        self.kind, self.source, self.first = kind, source, first
+        self.count, self.group, self.columns = count, group, columns
+
+
+def _parts(
+    codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node
+) -> list[_Run]:
+    """Codes of one row as runs: of weights, of columns one after the other, each once or repeated."""
+    found: list[_Run] = []
+    i, n = 0, len(codes)
+    numbers = codes // _ROW
+    while i < n:
+        source = nodes[int(numbers[i])]
+        end = i + 1
+        while end < n and numbers[end] == numbers[i]:
+            end += 1
+        if kinds[source] != "row":
+            columns = tuple(int(c) for c in codes[i:end] % _COLUMN)
+            found.append(_Run("weights", source, 0, end - i, 1, columns))
+            i = end
+            continue
+        columns_of = codes[i:end] % _COLUMN
+        j = 0
+        while j < len(columns_of):
+            first = int(columns_of[j])
+            rest = columns_of[j:] - first
+            repeat = _length(rest, np.zeros_like(rest))
+            run = _length(rest, np.arange(len(rest)))
+            group = 1
+            length = run
+            if repeat > 1:
+                grouped = _length(rest, np.arange(len(rest)) // repeat)
+                group, length = repeat, grouped // repeat * repeat
+            found.append(_Run("columns", source, first, length // group, group))
+            j += length
+            if len(found) > 4 * _MOST_PIECES:
+                raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
+        i = end
+    return found
+
+
+def _length(ones: Any, others: Any) -> int:
+    """How many elements two arrays have in common from their start on."""
+    differ = np.nonzero(ones != others)[0]
+    return int(differ[0]) if len(differ) else len(ones)
+
+
+def _row_of(codes: Tensor) -> Tensor:
+    return codes // _COLUMN % (ROWS + 1)
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Rows of elements, of which some are of weights: those take the rows of their neighbours."""
+    if not (rows == _NO_ROW).any():
+        return rows
+    for d in range(rows.dim()):
+        if rows.shape[d] % ROWS:
+            continue
+        shape = [1] * rows.dim()
+        shape[d] = rows.shape[d]
+        for along in (
+            torch.arange(rows.shape[d]) // (rows.shape[d] // ROWS),
+            torch.arange(rows.shape[d]) % ROWS,
+        ):
+            full = along.reshape(shape).expand(rows.shape)
+            if ((rows == full) | (rows == _NO_ROW)).all():
+                return full.clone()
+    return rows
+
+
+def _ranks(rows: Tensor) -> Tensor:
+    """The number of each element among those of its row."""
+    flat = rows.reshape(-1)
+    found = torch.zeros_like(flat)
+    for row in range(ROWS + 1):
+        here = flat == row
+        found[here] = torch.arange(int(here.sum()))
+    return found.reshape(rows.shape)
+
+
+def _packet(node: Any) -> Any:
+    return (
+        getattr(node.target, "overloadpacket", node.target) if isinstance(node, fx.Node) else None
+    )
+
+
+def _name(node: fx.Node) -> str:
+    target = _packet(node)
+    return str(target).replace("_operator.", "") if node.op == "call_function" else node.name

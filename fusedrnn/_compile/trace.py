@@ -1,0 +1,258 @@
+"""A user's step in plain torch as a graph of operations of ATen.
+
+The step runs once, on a few rows. Calls of modules, control flow in Python and changes in place are
+then gone. What leaves nothing in such a graph becomes an operation of its own: ``detach`` and
+``no_grad`` a :data:`stop`, random numbers a :data:`draw`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..recurrent.draws import DRAWS
+from ..recurrent.noise import MOST_DRAWS, Source
+from .decompositions import decompositions
+
+aten = torch.ops.aten
+
+ROWS = 3
+"""Of the batch that is traced."""
+
+_library = torch.library.Library("fusedrnn_step", "DEF")
+_library.define("stop(Tensor x) -> Tensor")
+_library.impl("stop", lambda x: x.clone(), "CompositeExplicitAutograd")
+_library.define("draw(Tensor like, int number, int[] shape, ScalarType dtype) -> Tensor")
+_library.impl(
+    "draw",
+    lambda like, number, shape, dtype: torch.full(shape, 0.4, dtype=dtype, device=like.device),
+    "CompositeExplicitAutograd",
+)
+stop = torch.ops.fusedrnn_step.stop
+"""The identity, with a derivative of zero."""
+draw = torch.ops.fusedrnn_step.draw
+"""The numbers of a draw of the step."""
+
+
+class CannotCompile(Exception):
+    """Why a step has to be taken in Python, a sentence without a stop."""
+
+
+@dataclass
+class DrawnNumbers:
+    """One draw of the step, in the order in which it draws."""
+
+    distribution: int
+    width: int
+    """Numbers for each row of the batch."""
+
+
+@dataclass
+class Traced:
+    """The graph, and what its inputs and results are."""
+
+    module: fx.GraphModule
+    constants: list[fx.Node]
+    """The same in all steps and rows: weights, and what a scan's steps get as params."""
+    inputs: list[fx.Node]
+    carries: list[fx.Node]
+    new_carries: list[fx.Node]
+    outputs: list[fx.Node]
+    draws: list[DrawnNumbers]
+    values: dict[fx.Node, Any]
+    """What each node is on the rows of the trace."""
+
+
+Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Any, Any]]
+"""Constants, inputs and carries to new carries and outputs."""
+
+
+def trace(
+    step: Step, constants: Sequence[Tensor], inputs: Sequence[Tensor], carries: Sequence[Tensor]
+) -> Traced:
+    """The graph of a step.
+
+    Args:
+        inputs, carries: Of ROWS rows.
+
+    Raises:
+        CannotCompile: The step cannot be traced.
+    """
+    arguments = [leaf.detach().clone() for leaf in (*constants, *inputs, *carries)]
+    sizes = (len(constants), len(constants) + len(inputs))
+    source = _Draws()
+    counts = [0]
+
+    def flat(*given: Tensor) -> tuple[Tensor, ...]:
+        source.begin(given[sizes[0]] if len(given) > sizes[0] else given[0])
+        with torch.enable_grad(), _Seen(source):
+            new, y = step(given[: sizes[0]], given[sizes[0] : sizes[1]], given[sizes[1] :])
+        counts[0] = len(new)
+        return (*new, *y)
+
+    validates = torch.distributions.Distribution._validate_args
+    try:
+        torch.distributions.Distribution.set_default_validate_args(False)
+        with ExitStack() as stack:
+            stack.enter_context(fx_traceback.preserve_node_meta())
+            # pytorch's own modes of an outer call would see the tracer's tensors
+            made = make_fx(
+                dispatch_functionalize(flat),
+                decomposition_table=decompositions(),
+                pre_dispatch=False,
+            )(*arguments)
+    except CannotCompile:
+        raise
+    except Exception as error:
+        raise CannotCompile(_reason(error)) from error
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(validates)
+    made.graph.eliminate_dead_code()
+    nodes = list(made.graph.nodes)
+    found = [node for node in nodes if node.op == "placeholder"]
+    (results,) = next(node for node in nodes if node.op == "output").args
+    if not all(isinstance(node, fx.Node) for node in results):
+        raise CannotCompile("a result of the step is no tensor")
+    return Traced(
+        made,
+        found[: sizes[0]],
+        found[sizes[0] : sizes[1]],
+        found[sizes[1] :],
+        list(results[: counts[0]]),
+        list(results[counts[0] :]),
+        source.draws,
+        _Values(made).of(arguments),
+    )
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).split("\n")[0]
+    where = _line_of(error)
+    looks = (
+        "value out of a tracing tensor",
+        "data-dependent",
+        "DataDependent",
+        "Dynamo",
+        "_local_scalar_dense",
+    )
+    if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
+        return f"the step looks at values of tensors, as if, float() and .item() do{where}"
+    return f"tracing it raises {type(error).__name__}: {text[:200]}{where}"
+
+
+_OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the user's in a traceback."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((*_OWN, "<")):
+            found = f" ({os.path.basename(name)}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a node comes from, in brackets; or nothing."""
+    where = node.meta.get("stack_trace") or ""
+    return f" ({where})" if where else ""
+
+
+class _Draws(Source):
+    """Random numbers as operations of the graph."""
+
+    def __init__(self) -> None:
+        self.draws: list[DrawnNumbers] = []
+
+    def begin(self, like: Tensor) -> None:
+        self._like = like
+        self.draws.clear()
+
+    def _draw(
+        self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        if math.prod(shape) == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        if not shape or shape[0] % ROWS:
+            raise CannotCompile(
+                f"the step draws numbers of shape {tuple(shape)}, which has no row for each row of "
+                f"the batch{_line()}"
+            )
+        number = len(self.draws)
+        if number >= MOST_DRAWS:
+            raise CannotCompile("the step draws too often")
+        self.draws.append(DrawnNumbers(distribution, math.prod(shape) // ROWS))
+        made: Tensor = draw(self._like, number, list(shape), dtype)
+        return made
+
+
+def _line() -> str:
+    where = _user_line()
+    return f" ({where})" if where else ""
+
+
+def _user_line() -> str:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_OWN, "<")):
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Seen(TorchFunctionMode):
+    """Draws, and what cuts derivatives, become operations; every operation gets its line."""
+
+    def __init__(self, source: _Draws) -> None:
+        super().__init__()
+        self._source = source
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fx_traceback.current_meta["stack_trace"] = _user_line()
+        drawn = DRAWS.get(function)
+        if drawn is not None:
+            kwargs.pop("generator", None)
+            with self:  # what is made of the numbers is seen, too
+                result = drawn(self._source, *args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        if function is torch.Tensor.detach or not torch.is_grad_enabled():
+            with torch._C.DisableTorchFunction():
+                result = pytree.tree_map_only(
+                    Tensor, lambda t: stop(t) if t.is_floating_point() else t, result
+                )
+        return result
+
+
+class _Values(fx.Interpreter):
+    """What every node is, on the rows of the trace."""
+
+    def of(self, arguments: Sequence[Tensor]) -> dict[fx.Node, Any]:
+        self._found: dict[fx.Node, Any] = {}
+        self.garbage_collect_values = False
+        with torch.no_grad():
+            self.run(*arguments)
+        return self._found
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._found[n] = super().run_node(n)
+        return self._found[n]

@@ -1,0 +1,143 @@
+"""Plain Python loops over cells, with everything that a call of Recurrent may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fusedrnn.recurrent.noise import Noise, Seed
+from fusedrnn.recurrent.reads import Watch
+
+
+class RoundedNoise(Noise):
+    """Draws in one dtype what a step asks for in another."""
+
+    def __init__(self, seed: Seed, layer: int, drawn_in: torch.dtype) -> None:
+        super().__init__(seed, layer)
+        self._drawn_in = drawn_in
+
+    def _draw(
+        self,
+        distribution: int,
+        device: torch.device,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return super()._draw(distribution, device, shape, self._drawn_in).to(dtype)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which rows take a step, and what becomes of a state before it."""
+
+    lengths: Sequence[int] | None = None
+    reset: Tensor | None = None
+    """(seq_len, batch)."""
+    reset_to: Any = None
+    has_steps: bool = False
+    """Whether ``reset_to`` is a sequence of states."""
+
+    def active(self, time: int, batch: int) -> Tensor:
+        return torch.tensor([time < n for n in self.lengths or [time + 1] * batch])
+
+    def started(self, state: Any, time: int) -> Any:
+        """A state with its rows reset; ``reset_to`` may have some keys only."""
+        if self.reset is None:
+            return state
+        to = pytree.tree_map(torch.zeros_like, state)
+        if self.reset_to is not None:
+            given = at(self.reset_to, time) if self.has_steps else self.reset_to
+            to = {**state, **given} if isinstance(given, dict) else given
+        return chosen(self.reset[time], to, state)
+
+
+def at(tree: Any, time: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[time], tree)
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def rows(flags: Tensor, leaf: Tensor) -> Tensor:
+    return flags.reshape(-1, *(1,) * (leaf.dim() - 1))
+
+
+def masked(tree: Any, active: Tensor) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.masked_fill(~rows(active, leaf), 0), tree)
+
+
+def chosen(flags: Tensor, a: Any, b: Any) -> Any:
+    return pytree.tree_map(lambda x, y: torch.where(rows(flags, y), x, y), a, b)
+
+
+def taken(cell: Callable[[Any, Any], Any], x: Any, state: Any) -> tuple[Any, Any]:
+    """Output and new state; the output of a cell that returns its state alone is its first leaf."""
+    result = cell(x, state)
+    if pytree.tree_structure(result) == pytree.tree_structure(state):
+        return pytree.tree_leaves(result)[0], result
+    return result
+
+
+def one_loop(
+    cell: Callable[[Any, Any], Any],
+    input: Any,
+    state: Any,
+    noise: Noise,
+    masks: Masks,
+    is_reverse: bool = False,
+    returns_sequence: bool = True,
+) -> tuple[Any, Any]:
+    """One cell in one direction."""
+    seq_len, batch = pytree.tree_leaves(input)[0].shape[:2]
+    noise.chunk(0, seq_len, batch)
+    outputs, last = {}, None
+    with Watch(noise):
+        for time in range(seq_len)[:: -1 if is_reverse else 1]:
+            noise.step(time)
+            active = masks.active(time, batch)
+            y, new = taken(cell, masked(at(input, time), active), masks.started(state, time))
+            state = chosen(active, new, state)
+            last = y if last is None else chosen(active, y, last)
+            outputs[time] = masked(y, active)
+    return (stacked([outputs[t] for t in range(seq_len)]) if returns_sequence else last), state
+
+
+def loop(
+    cells: nn.Module | Sequence[nn.Module],
+    input: Any,
+    state: Any,
+    masks: Masks | None = None,
+    *,
+    is_bidirectional: bool = False,
+    returns_sequence: bool = True,
+    seed: int = 0,
+    drawn_in: torch.dtype | None = None,
+) -> tuple[Any, Any]:
+    """Output and state of all layers and directions, as Recurrent has them.
+
+    Args:
+        masks: Those of one cell; for several cells none has a ``reset_to``.
+        drawn_in: The dtype of random numbers; that which the cell asks for, if None.
+    """
+    masks = masks or Masks()
+    seeds = Seed(torch.Generator().manual_seed(seed))
+    is_one, directions = isinstance(cells, nn.Module), 2 if is_bidirectional else 1
+    layers, states = [cells] if is_one else list(cells), [state] if is_one else state
+    last = []
+    for i in range(0, len(layers), directions):
+        made = []
+        for j in range(i, i + directions):
+            rounded = None if drawn_in is None else RoundedNoise(seeds, j, drawn_in)
+            is_sequence = returns_sequence or i + directions < len(layers)
+            noise, is_reverse = rounded or Noise(seeds, j), j > i
+            y, end = one_loop(layers[j], input, states[j], noise, masks, is_reverse, is_sequence)
+            made.append(y)
+            last.append(end)
+        input = pytree.tree_map(lambda *y: torch.cat(y, -1), *made) if len(made) > 1 else made[0]
+    return input, last[0] if is_one else tuple(last)
