@@ -139,7 +139,9 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         program.library = build(program.text)
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
-    program.number = operators.add_program(program.plan.program, program.library.function)
+    program.number = operators.add_program(
+        program.plan.program, program.library.function, dtype=program.dtype
+    )
     return program
 
 

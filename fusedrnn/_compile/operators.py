@@ -1,0 +1,209 @@
+"""The operators of csrc/ops/program_ops.h as Python calls them.
+
+Lists have a tensor for each part of the program. An empty tensor stands for what is not there, or
+not wanted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .program import Program
+
+_CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
+"""As Programs::dtype_of in csrc/ops/programs.h has them."""
+
+_core = ctypes.CDLL(str(_library._core))
+_core.fusedrnn_add_program.restype = _core.fusedrnn_program_chunk.restype = ctypes.c_int64
+
+
+def add_program(program: Program, function: int, *, dtype: torch.dtype) -> int:
+    """Makes a program known, and returns its number.
+
+    Args:
+        function: Address of the stages' function, which must stay loaded.
+        dtype: For which the stages are compiled.
+
+    Raises:
+        RuntimeError: The program could not be run.
+    """
+    numbers = program.numbers()
+    return _checked(
+        _core.fusedrnn_add_program,
+        (ctypes.c_int64 * len(numbers))(*numbers),
+        ctypes.c_int64(len(numbers)),
+        ctypes.c_void_p(function),
+        ctypes.c_int64(_code(dtype)),
+    )
+
+
+def chunk(
+    program: int,
+    seq_len: int,
+    batch: int,
+    dtype: torch.dtype,
+    chunk_size: int,
+    workspace_bytes: int,
+) -> tuple[int, int, int]:
+    """The steps of a chunk, and the bytes of the workspaces of forward and backward.
+
+    Args:
+        chunk_size: Steps that the caller asks for, or 0.
+        workspace_bytes: The most that a workspace may take, or 0 for no limit.
+
+    Raises:
+        RuntimeError: Even one step takes more than ``workspace_bytes``.
+    """
+    plan = (ctypes.c_int64 * 3)()
+    numbers = (program, seq_len, batch, _code(dtype), chunk_size, workspace_bytes)
+    _checked(_core.fusedrnn_program_chunk, *map(ctypes.c_int64, numbers), plan)
+    return plan[0], plan[1], plan[2]
+
+
+def forward(
+    program: int,
+    inputs: Sequence[Tensor],
+    carries: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    reset_to: Sequence[Tensor],
+    reset_kinds: Sequence[int],
+    *,
+    lengths: Tensor | None = None,
+    reset: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    first_step: int = 0,
+    reverse: bool = False,
+    chunk: int = 0,
+    sequences: Sequence[Tensor],
+    last: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
+) -> None:
+    """Writes ``sequences``, ``last``, ``kept`` and ``saved``.
+
+    Args:
+        inputs: (seq_len, batch, width) each.
+        carries: (batch, width) each, the initial ones.
+        weights: (terms, columns) each.
+        vectors: (width) each.
+        reset_to: What a carry becomes at a reset: (batch, width), (1, width) or
+            (seq_len, batch, width).
+        reset_kinds: Of each carry: 0 for zero, 1 for a state, 2 for a sequence of states, 3 for a
+            carry that no reset changes.
+        lengths: int64 (batch) on the CPU; a row takes step t if t is less than its length.
+        reset: bool (seq_len, batch).
+        stream: Added to the streams of the program's draws.
+        first_step: Where this sequence starts, if it is a part of a longer one.
+        chunk: Steps of a chunk, or 0 for as many as ``chunk()`` gives without arguments.
+        sequences: (seq_len, batch, width) each. Zeros in rows that have ended.
+        last: (batch, width) each, the carries after the last step of each row.
+        kept: (chunks, batch, width) of each carry that is in no sequence, before each chunk, in
+            float64 or float32; or an empty list, if there will be no backward.
+        saved: (seq_len * batch, columns) of each array, as ``kept``; or an empty list. With them
+            backward need not repeat products.
+    """
+    _library.operators.program_forward(
+        program,
+        inputs,
+        carries,
+        weights,
+        vectors,
+        reset_to,
+        reset_kinds,
+        lengths=lengths,
+        reset=reset,
+        seed=seed,
+        stream=stream,
+        first_step=first_step,
+        reverse=reverse,
+        chunk=chunk,
+        sequences=sequences,
+        last=last,
+        kept=kept,
+        saved=saved,
+    )
+
+
+def backward(
+    program: int,
+    inputs: Sequence[Tensor],
+    carries: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    reset_to: Sequence[Tensor],
+    reset_kinds: Sequence[int],
+    *,
+    lengths: Tensor | None = None,
+    reset: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+    first_step: int = 0,
+    reverse: bool = False,
+    chunk: int = 0,
+    sequences: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    grad_sequences: Sequence[Tensor],
+    grad_last: Sequence[Tensor],
+    grad_inputs: Sequence[Tensor],
+    grad_carries: Sequence[Tensor],
+    grad_weights: Sequence[Tensor],
+    grad_vectors: Sequence[Tensor],
+    grad_reset_to: Sequence[Tensor],
+) -> None:
+    """Writes the gradients from ``grad_inputs`` on, all of each.
+
+    Args:
+        grad_weights: In float64 or float32, contiguous or transposed.
+        grad_vectors: The same.
+        grad_reset_to: (batch, width) in float64 or float32 for a state, also if it is (1, width);
+            for a sequence of states as that.
+    """
+    _library.operators.program_backward(
+        program,
+        inputs,
+        carries,
+        weights,
+        vectors,
+        reset_to,
+        reset_kinds,
+        lengths=lengths,
+        reset=reset,
+        seed=seed,
+        stream=stream,
+        first_step=first_step,
+        reverse=reverse,
+        chunk=chunk,
+        sequences=sequences,
+        kept=kept,
+        saved=saved,
+        grad_sequences=grad_sequences,
+        grad_last=grad_last,
+        grad_inputs=grad_inputs,
+        grad_carries=grad_carries,
+        grad_weights=grad_weights,
+        grad_vectors=grad_vectors,
+        grad_reset_to=grad_reset_to,
+    )
+
+
+def _code(dtype: torch.dtype) -> int:
+    if dtype not in _CODES:
+        raise TypeError(f"fusedrnn: a program must be of a floating dtype, got {dtype}")
+    return _CODES[dtype]
+
+
+def _checked(function: ctypes._NamedFuncPointer, *arguments: object) -> int:
+    """Calls a function that returns less than 0 after an error."""
+    error = ctypes.create_string_buffer(1024)
+    result: int = function(*arguments, error, ctypes.c_int64(len(error)))
+    if result < 0:
+        raise RuntimeError(error.value.decode(errors="replace"))
+    return result
