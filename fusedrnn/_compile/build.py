@@ -102,8 +102,6 @@ def build(source: str, *, device: str = "cpu", capability: str | None = None) ->
     CannotBuild with the reason; the same call then fails at once, until the environment changes.
     """
     _check(source, device)
-    if os.environ.get("FUSEDRNN_COMPILE", "1") == "0":
-        raise CannotBuild("FUSEDRNN_COMPILE=0 says so")
     sources = _sources(source, device, _usable_targets(device, capability))
     compiler, obstacle = _compiler(device)
     question = (_name(sources[0], compiler), obstacle, *map(os.environ.get, _SETTINGS))
@@ -159,9 +157,11 @@ def _check(source: str, device: str) -> None:
         raise TypeError(f"fusedrnn: source must be a str, got {type(source).__name__}")
     if device not in _FLAGS:
         raise ValueError(f'fusedrnn: device must be "cpu" or "cuda", got {device!r}')
-    allowed = os.environ.get("FUSEDRNN_COMPILE", "1")
+    allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
     if allowed not in ("0", "1"):
         raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
+    if allowed == "0":
+        raise CannotBuild("FUSEDRNN_COMPILE=0 says so")
 
 
 def _instruction_sets() -> list[str]:
@@ -273,7 +273,7 @@ def _make(source: _Source, compiler: Compiler | None, obstacle: str) -> Library:
 def _compile(source: _Source, compiler: Compiler, folder: Path, name: str) -> Path:
     with cache.working_folder(folder) as work:
         text, library = work / "stages.cpp", work / "stages.so"
-        text.write_text(source.text)
+        text.write_text(source.text, encoding="utf-8")
         compile(compiler, list(source.flags), text, library)
         return cache.store(text, library, folder, name)
 

@@ -163,20 +163,20 @@ def _remove_folder(process: int, path: Path) -> None:
 def is_whole(path: Path) -> bool:
     """Whether a file is there, and is a library as it was stored. Raises Unusable."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            state = os.fstat(number)
+            if not stat.S_ISREG(state.st_mode):
+                return False
+            _check_owner(path, state)
+            if _others_write(state):
+                raise Unusable(f"other users can write to {path}")
+            with open(number, "rb", closefd=False) as file:
+                content = file.read()
+        finally:
+            os.close(number)
     except OSError:
         return False
-    with open(file, "rb") as opened:
-        state = os.fstat(file)
-        if not stat.S_ISREG(state.st_mode):
-            return False
-        _check_owner(path, state)
-        if _others_write(state):
-            raise Unusable(f"other users can write to {path}")
-        try:
-            content = opened.read()
-        except OSError:
-            return False
     library, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
     return bool(library) and seal == _seal_of(library)
 
@@ -200,14 +200,22 @@ def working_folder(folder: Path) -> Iterator[Path]:
 
 
 def store(text: Path, library: Path, folder: Path, name: str) -> Path:
-    """Gives the finished files of a working folder their names in ``folder``, replacing others.
+    """Gives the finished files of a working folder their names in ``folder``.
 
-    Loaders ignore what follows a library in its file, so its digest stands there.
+    Loaders ignore what follows a library in its file, so its digest stands there. If another
+    process was faster, its library stays: on a network's file system, machines that use it would
+    lose it.
     """
     seal = _seal_of(library.read_bytes())
     with open(library, "ab") as file:
         file.write(seal)
-    for path, suffix in ((text, ".cpp"), (library, ".so")):
+    for path in (text, library):
         path.chmod(0o644)  # a folder of mode 0700 keeps others out; one for many users does not
-        os.replace(path, folder / (name + suffix))
-    return folder / (name + ".so")
+    os.replace(text, folder / f"{name}.cpp")
+    stored = folder / f"{name}.so"
+    try:
+        os.link(library, stored)
+    except OSError:  # there is one already, or the file system has no links
+        if not is_whole(stored):
+            os.replace(library, stored)
+    return stored

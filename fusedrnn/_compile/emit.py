@@ -97,7 +97,7 @@ _MASKS = {
 }
 _FUNCTIONS = {getattr(aten, name): f"math::{name}" for name in ("exp", "sqrt")}
 _FUNCTIONS |= {
-    getattr(aten, name): f"program::{name}"
+    getattr(aten, name): f"math::{name}"
     for name in [
         "log",
         "log1p",
@@ -115,9 +115,9 @@ _FUNCTIONS |= {
     ]
 }
 _FUNCTIONS |= {
-    aten.sgn: "program::sign",
-    aten.minimum: "program::min2",
-    aten.maximum: "program::max2",
+    aten.sgn: "math::sign",
+    aten.minimum: "math::min2",
+    aten.maximum: "math::max2",
 }
 _SAME = {
     aten.clone,
@@ -218,24 +218,24 @@ class _Printer:
             self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
         elif op in (aten.logical_and, aten.bitwise_and):
             self._set(
-                node, f"program::mask_and({self._mask(args[0])}, {self._mask(args[1])})", True
+                node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True
             )
         elif op in (aten.logical_or, aten.bitwise_or):
-            self._set(node, f"program::mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
+            self._set(node, f"mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_xor, aten.bitwise_xor):
             a, b = self._mask(args[0]), self._mask(args[1])
             self._set(
                 node,
-                f"program::mask_and(program::mask_or({a}, {b}), program::mask_not(program::mask_and({a}, {b})))",
+                f"mask_and(mask_or({a}, {b}), mask_not(mask_and({a}, {b})))",
                 True,
             )
         elif op in (aten.logical_not, aten.bitwise_not):
-            self._set(node, f"program::mask_not({self._mask(args[0])})", True)
+            self._set(node, f"mask_not({self._mask(args[0])})", True)
         elif op is aten.isnan:
             x = self._value(args[0])
             self._set(node, f"A({x}) != A({x})", True)
         elif op is aten.isinf:
-            self._set(node, f"program::abs(A({self._value(args[0])})) == number<A>(HUGE_VAL)", True)
+            self._set(node, f"math::abs(A({self._value(args[0])})) == number<A>(HUGE_VAL)", True)
         elif op in (aten.sigmoid, aten.tanh):
             self._gate(node, op, args[0])
         else:
@@ -309,7 +309,7 @@ class _Printer:
         if op is aten.div:
             mode = node.kwargs.get("rounding_mode")
             if mode is not None:
-                return f"program::{mode}(A({v[0]} / {v[1]}))"
+                return f"math::{mode}(A({v[0]} / {v[1]}))"
             return f"{v[0]} / {v[1]}"
         if op is aten.neg:
             return f"-{v[0]}"
@@ -332,10 +332,10 @@ class _Printer:
         if op is aten.tanh_backward:
             return f"{v[0]} * {self._partners.get(args[1], f'(1.0f - {v[1]} * {v[1]})')}"
         if op is aten.frac:
-            return f"{v[0]} - program::trunc({self._paren(args[0])})"
+            return f"{v[0]} - math::trunc({self._paren(args[0])})"
         if op is aten.xlogy:
             x, y = self._paren(args[0]), self._paren(args[1])
-            return f"math::select({x} == A{{}}, A{{}}, A({x} * program::log({y})))"
+            return f"math::select({x} == A{{}}, A{{}}, A({x} * math::log({y})))"
         if op in _FUNCTIONS:
             given = ", ".join(f"A({x})" for x in v)
             return f"{_FUNCTIONS[op]}({given})"
@@ -347,9 +347,9 @@ class _Printer:
             low, high = None, low
         code = self._paren(args[0])
         if low is not None:
-            code = f"program::max2({code}, {self._paren(low)})"
+            code = f"math::max2({code}, {self._paren(low)})"
         if high is not None:
-            code = f"program::min2({code}, {self._paren(high)})"
+            code = f"math::min2({code}, {self._paren(high)})"
         return code
 
     def _power(self, args: list[Any]) -> str:
@@ -360,14 +360,14 @@ class _Printer:
             3.0: f"{x} * {x} * {x}",
             -1.0: f"1.0f / {x}",
             0.5: f"math::sqrt({x})",
-            -0.5: f"program::rsqrt({x})",
+            -0.5: f"math::rsqrt({x})",
             -2.0: f"1.0f / ({x} * {x})",
         }
         if exponent == 0:
             return "number<A>(1)"
         if exponent is not None and float(exponent) in simple:
             return simple[float(exponent)]
-        return f"program::pow({x}, {self._paren(args[1])})"
+        return f"math::pow({x}, {self._paren(args[1])})"
 
     def _complement(self, node: fx.Node, alpha: Any) -> str | None:
         """x (1 - s) for x + -(x s) with a sigmoid s, without cancellation."""

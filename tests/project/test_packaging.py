@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from nvcc import NVCC
 
 from fusedrnn import _library
 
@@ -324,6 +325,27 @@ def test_a_read_only_tree_is_built_from_a_copy(tmp_path: Path) -> None:
             folder.chmod(0o755)
 
 
+def check_headers(folder: Path) -> None:
+    """All that generated code includes is there and compiles, without anything of the sources."""
+    names = sorted(path.name for path in (ROOT / "csrc/program").glob("stage_*.h"))
+    assert names and names == sorted(path.name for path in folder.glob("program/stage_*.h"))
+    for name in names:
+        command = ["c++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+        if name == "stage_kernel.h":  # for GPUs
+            if NVCC is None:
+                continue
+            command = [NVCC, "-std=c++17", "-ptx", "-I.", "-x", "cu", "-o", os.devnull, "-"]
+        text = f'#include "program/{name}"\n'
+        subprocess.run(command, input=text, cwd=folder, text=True, check=True)
+
+
+def test_headers_for_generated_code_are_shipped(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(BACKEND), "FUSEDRNN_CUDA": "0"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    check_headers(tmp_path / "fusedrnn/include")
+
+
 FORWARD_BACKWARD = """
 import sys, fusedrnn, torch
 print(fusedrnn.__file__)
@@ -332,6 +354,19 @@ output = rnn(torch.randn(5, 2, 3))[0]
 output.sum().backward()
 assert output.shape == (5, 2, 4)
 assert all(p.grad is not None and p.grad.isfinite().all() for p in rnn.parameters())
+"""
+
+
+BUILD = """
+import os, sys
+os.environ["FUSEDRNN_CACHE"] = sys.argv[1]
+from fusedrnn._compile import build, headers
+print(headers.folder(), build.build('''
+#include "program/stage_loop.h"
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT const int64_t fusedrnn_abi = fusedrnn::program::kAbi;
+EXPORT void fusedrnn_stage() {}
+''').function != 0)
 """
 
 
@@ -373,3 +408,6 @@ def test_wheel_works_in_another_environment(tmp_path: Path) -> None:
 
     imported_from = run(python, "-c", FORWARD_BACKWARD).splitlines()[0]
     assert imported_from.startswith(site)
+    check_headers(Path(site, "fusedrnn/include"))
+    built = run(python, "-c", BUILD, tmp_path / "cache").split()
+    assert built == [str(Path(site, "fusedrnn/include")), "True"]

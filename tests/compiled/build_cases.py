@@ -1,0 +1,140 @@
+"""Small texts to build, calls of what was built, and compilers that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fusedrnn._compile.build import CannotBuild, Library, build
+
+ROOT = Path(__file__).parents[2]
+GXX = shutil.which("g++") or shutil.which("c++")
+
+EXPORT = '__attribute__((visibility("default")))'
+ABI = f'extern "C" {EXPORT} const int64_t fusedrnn_abi = fusedrnn::program::kAbi;'
+SIGNATURE = (
+    "void fusedrnn_stage(int64_t stage, int64_t backward, "
+    "const fusedrnn::program::StageArgs* args, int64_t first, int64_t last)"
+)
+
+
+def text(note: str = "", abi: str = ABI) -> str:
+    """Writes a number of all its arguments, and of the vectors' width, to where `args` points.
+
+    It includes little, and so compiles in a tenth of a second.
+    """
+    return f"""// {note}
+#include "program/stage.h"
+{abi}
+#define LANES_baseline 4
+#define LANES_avx2 8
+#define LANES_avx512 16
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+extern "C" {EXPORT} {SIGNATURE} {{
+  const int64_t lanes = PASTE(LANES_, FUSEDRNN_ISA);
+  *(int64_t*)args = 1000 * stage + 100 * backward + 10 * first + last + 10000 * lanes;
+}}
+"""
+
+
+CUDA_TEXT = f"""
+#include "program/stage.h"
+{ABI}
+__global__ void stage(int64_t* result) {{ *result = 7; }}
+extern "C" {EXPORT} int fusedrnn_stage_launch(int64_t* result, cudaStream_t stream) {{
+  stage<<<1, 1, 0, stream>>>(result);
+  return int(cudaGetLastError());
+}}
+"""
+
+
+def refused(match: str, source: str | None = None, **options: str) -> None:
+    with pytest.raises(CannotBuild, match=match):
+        build(text() if source is None else source, **options)
+
+
+def lanes(library: Library) -> int:
+    """Calls a library of text(), and returns the width of its vectors."""
+    function = ctypes.CFUNCTYPE(
+        None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    )(library.function)
+    result = ctypes.c_int64()
+    function(1, 1, ctypes.addressof(result), 2, 3)
+    assert result.value % 10000 == 1123
+    return result.value // 10000
+
+
+def script(path: Path, body: str) -> str:
+    """A compiler that is a script; it says its version, and `$log` gets a line for other runs."""
+    log = path.with_suffix(".log")
+    path.write_text(
+        f"#!/bin/sh\nlog={log}\n"
+        f'case "$*" in *--version*) echo "script 1.0"; exit 0;; esac\necho run >> $log\n{body}\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def runs(compiler: str) -> int:
+    """How many times such a script has compiled."""
+    log = Path(compiler).with_suffix(".log")
+    return log.read_text().count("run\n") if log.exists() else 0
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, with the functions of this file."""
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    begin = "from build_cases import *\nfrom fusedrnn._compile.build import *\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + code],
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def status_in_child(work: Callable[[], object]) -> int:
+    """The status of a forked process that does some work and ends in the usual way."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:  # pytest must not go on in the child
+            print(f"in the child: {error!r}", file=sys.stderr)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child(work: Callable[[], object]) -> None:
+    """Does some work, checks included, in a forked process."""
+    assert status_in_child(work) == 0
+
+
+def as_another_user(work: Callable[[], object]) -> None:
+    """Does some work without root's rights, which no mode of a folder limits."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    for folder in (ROOT, *ROOT.parents):
+        if not folder.stat().st_mode & 0o001:
+            pytest.skip("other users cannot read the sources")
+
+    def change_and_work() -> None:
+        os.setgroups([])
+        os.setgid(54321)
+        os.setuid(54321)
+        work()
+
+    in_child(change_and_work)
