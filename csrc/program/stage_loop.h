@@ -192,16 +192,9 @@ struct GroupLargest {
     place = math::select(mask, place_of_x, place);
   }
   FUSEDRNN_HD A total(bool wants_place) const {
-    A best = L::lane(value, 0), at = L::lane(place, 0);
-    for (int i = 1; i < L::kWidth; ++i) {
-      const A x = L::lane(value, i), at_x = L::lane(place, i);
-      const bool is_equal = x == best || (x != x && best != best);
-      if (is_larger(x, best) || (is_equal && at_x < at)) {
-        best = x;
-        at = at_x;
-      }
-    }
-    return wants_place ? at : best;
+    Placed<A> best = {L::lane(value, 0), L::lane(place, 0)};
+    for (int i = 1; i < L::kWidth; ++i) best.add({L::lane(value, i), L::lane(place, i)});
+    return wants_place ? best.place : best.value;
   }
 };
 

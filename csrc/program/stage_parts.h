@@ -30,17 +30,17 @@ FUSEDRNN_HD A number(double x) {
   }
 }
 
-constexpr bool is_drawn(In kind) { return kind == In::Normal || kind == In::Uniform; }
-constexpr bool is_read(In kind) { return kind == In::Column || kind == In::Group; }
-constexpr bool is_grouped(In kind) { return kind == In::Group || kind == In::Index; }
-constexpr bool is_grouped(Out kind) { return kind != Out::Column; }
-constexpr bool is_largest(Out kind) { return kind == Out::Max || kind == Out::ArgMax; }
+FUSEDRNN_HD constexpr bool is_drawn(In kind) { return kind == In::Normal || kind == In::Uniform; }
+FUSEDRNN_HD constexpr bool is_read(In kind) { return kind == In::Column || kind == In::Group; }
+FUSEDRNN_HD constexpr bool is_grouped(In kind) { return kind == In::Group || kind == In::Index; }
+FUSEDRNN_HD constexpr bool is_grouped(Out kind) { return kind != Out::Column; }
+FUSEDRNN_HD constexpr bool is_largest(Out kind) { return kind == Out::Max || kind == Out::ArgMax; }
 
 // The length of a list of inputs or results; an array must not be empty.
-constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
+FUSEDRNN_HD constexpr int at_least_one(int n) { return n > 0 ? n : 1; }
 
 template <class Kind, int n>
-constexpr bool any_drawn(const Kind (&kinds)[n], int count) {
+FUSEDRNN_HD constexpr bool any_drawn(const Kind (&kinds)[n], int count) {
   for (int i = 0; i < count; ++i) {
     if (is_drawn(kinds[i])) return true;
   }
@@ -48,16 +48,22 @@ constexpr bool any_drawn(const Kind (&kinds)[n], int count) {
 }
 
 template <class Kind, int n>
-constexpr bool any_grouped(const Kind (&kinds)[n], int count) {
+FUSEDRNN_HD constexpr bool any_grouped(const Kind (&kinds)[n], int count) {
   for (int i = 0; i < count; ++i) {
     if (is_grouped(kinds[i])) return true;
   }
   return false;
 }
 
+// A number that is a constant of the compiler.
+template <int i>
+struct Constant {
+  FUSEDRNN_HD constexpr operator int() const { return i; }
+};
+
 template <class F, int... I>
 FUSEDRNN_HD void for_each(const F& f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>{}), ...);
+  (f(Constant<I>{}), ...);
 }
 
 // Calls f(i) for i = 0 .. n - 1, each a constant of the compiler, so that f can ask for the kind of
@@ -100,5 +106,18 @@ template <class V>
 FUSEDRNN_HD auto is_larger(V x, V best) {
   return (x > best) | ((x != x) & (best == best));
 }
+
+// A number, and its place in its group.
+template <class A>
+struct Placed {
+  A value, place;
+
+  // Becomes `other` if that is larger, or is the same and comes first.
+  FUSEDRNN_HD void add(const Placed& other) {
+    const bool is_equal = value == other.value || (value != value && other.value != other.value);
+    const bool is_before = is_equal && other.place < place;
+    if (is_larger(other.value, value) || is_before) *this = other;
+  }
+};
 
 }  // namespace fusedrnn::program

@@ -36,12 +36,21 @@ def guarded(count: int, dtype: torch.dtype, *, at_end: bool) -> Tensor:
 
 
 class Rows:
-    """(rows, columns) with gaps between the rows, of which all is NaN until it is written."""
+    """(rows, columns) with gaps between the rows, of which all is NaN until it is written.
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, rng: random.Random):
+    On a GPU, memory beyond them is not guarded.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, rng: random.Random, device: str
+    ):
         stride = columns + rng.choice([0, 0, 1, 7])
         count = (rows - 1) * stride + columns
-        self.memory = guarded(count, dtype, at_end=rng.random() < 0.7)
+        self.memory = (
+            guarded(count, dtype, at_end=rng.random() < 0.7)
+            if device == "cpu"
+            else torch.empty(count, dtype=dtype, device=device)
+        )
         self.memory.fill_(math.nan)
         self.view = self.memory.as_strided((rows, columns), (stride, 1))
 

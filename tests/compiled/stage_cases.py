@@ -47,7 +47,6 @@ class Kinds:
     function: Callable[..., list[Tensor]]
     places: list[int] = field(default_factory=list)
     """Inputs that are places in a group."""
-    is_linear_in_largest: bool = True
 
 
 KINDS = {
@@ -111,8 +110,17 @@ class Sizes:
 class Case:
     """A call with random memory, and what it has to give, in float64."""
 
-    def __init__(self, stage: str, dtype: torch.dtype, sizes: Sizes, rng: random.Random):
+    def __init__(
+        self,
+        stage: str,
+        dtype: torch.dtype,
+        sizes: Sizes,
+        rng: random.Random,
+        *,
+        device: str = "cpu",
+    ):
         self.kinds, self.sizes, self.dtype, self.rng = KINDS[stage], sizes, dtype, rng
+        self.device = device
         self.memory: list[Rows] = []
         inputs = [self._input(i, kind) for i, kind in enumerate(self.kinds.inputs)]
         outputs = [self._output(kind) for kind in self.kinds.outputs]
@@ -126,8 +134,10 @@ class Case:
             outputs,
             first_t=sizes.first_t,
             first_step=sizes.first_step,
-            seed=SEED if any("normal" in k or "uniform" in k for k in self.kinds.inputs) else None,
-            lengths=lengths,
+            seed=SEED.to(device)
+            if {DRAWN_NORMAL, DRAWN_UNIFORM} & set(self.kinds.inputs)
+            else None,
+            lengths=None if lengths is None else lengths.to(device),
         )
         t = sizes.first_t + torch.arange(sizes.rows) // sizes.batch
         b = torch.arange(sizes.rows) % sizes.batch
@@ -138,7 +148,7 @@ class Case:
         return self.rng.choice(self.sizes.groups)
 
     def _rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        made = Rows(rows, columns, dtype, self.rng)
+        made = Rows(rows, columns, dtype, self.rng, self.device)
         self.memory.append(made)
         return made.view
 
@@ -212,9 +222,9 @@ class Case:
             drawn = drawn.double()[..., given.offset :].reshape(rows, width)
             return drawn, drawn
         assert given.data is not None
-        leaf = given.data.double().expand(rows, -1)
+        leaf = wide(given.data).expand(rows, -1)
         if given.bias is not None:
-            leaf = leaf + given.bias.double()
+            leaf = leaf + wide(given.bias)
         leaf = leaf.clone().requires_grad_()
         return leaf, leaf if kind == COLUMN else to_columns(leaf, given.group, width)
 
@@ -228,7 +238,7 @@ class Case:
             self.results.append(result.detach() * keep)
             if kind in (COLUMN, SUM):
                 for gradient in wanted.gradients:
-                    total = total + (result * gradient.double() * keep).sum()
+                    total = total + (result * wide(gradient) * keep).sum()
         leaves = [leaf for leaf, _ in given if leaf.requires_grad]
         found = iter(
             torch.autograd.grad(total, leaves, allow_unused=True)
@@ -243,7 +253,7 @@ class Case:
             expected = next(found)
             expected = torch.zeros_like(leaf) if expected is None else expected
             if to.gradient is not None and to.adds:
-                expected = expected + to.gradient.double()
+                expected = expected + wide(to.gradient)
             self.gradients.append(expected)
 
     def hide_rows_that_take_no_step(self) -> None:
@@ -256,12 +266,12 @@ class Case:
             for gradient in wanted.gradients:
                 gradient[rest] = torch.nan
 
-    def run(self, isa: str, *, pieces: list[int] | None = None) -> None:
-        """Forward and backward, in pieces that end at these rows."""
+    def run(self, backend: str, *, pieces: list[int] | None = None) -> None:
+        """Forward and backward, in pieces that end at these rows; see Call.run."""
         ends = [0, *(pieces or []), self.sizes.rows]
         for backward in (False, True):
             for first, last in itertools.pairwise(ends):
-                self.call.run(isa, first, last, backward=backward)
+                self.call.run(backend, first, last, backward=backward)
 
     def found(self) -> list[Tensor]:
         """Copies of what was written."""
@@ -287,9 +297,13 @@ class Case:
             assert rows.gaps_are_untouched()
 
 
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.cpu().double()
+
+
 def check_close(found: Tensor, expected: Tensor, rounded_to: torch.dtype | None) -> None:
     computed_in = torch.float64 if found.dtype == torch.float64 else torch.float32
-    error = (found.double() - expected).abs()
+    error = (wide(found) - expected).abs()
     scale = expected.abs().amax() + 1
     bound = 30 * torch.finfo(computed_in).eps * scale
     if rounded_to is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nvcc import NVCC
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -40,6 +41,7 @@ TYPES = {
     torch.bfloat16: "BFloat16",
     torch.float16: "Half",
 }
+EMULATED, CUDA = "emulated", "cuda"  # the kernels of stage_kernel.h on fibers, and on a GPU
 STAGES = re.findall(r'kName = "(\w+)"', (HERE / "stages.h").read_text())
 
 
@@ -169,10 +171,19 @@ class Call:
             wanted.fill(to, self.dtype)
         return args
 
-    def run(self, isa: str, first: int, last: int, *, backward: bool) -> None:
-        function = library(self.dtype, isa)
+    def run(self, backend: str, first: int, last: int, *, backward: bool) -> None:
+        """Does the rows [first, last): by an instruction set, or else all rows by EMULATED, CUDA.
+
+        GPU kernels have no first row, since they do all rows of a call.
+        """
         args = self.arguments()
-        function(STAGES.index(self.stage), backward, ctypes.byref(args), first, last)
+        stage = (STAGES.index(self.stage), backward, ctypes.byref(args))
+        if backend in TARGETS:
+            library(self.dtype, backend)(*stage, first, last)
+            return
+        assert first == 0
+        stream = torch.cuda.current_stream().cuda_stream if backend == CUDA else None
+        assert kernels(self.dtype, backend)(*stage, last, stream) == 0
 
 
 def cpu_flags() -> set[str]:
@@ -213,6 +224,24 @@ extern "C" __attribute__((visibility("default"))) void fusedrnn_stage(
 """.replace("fusedrnn::float", "float").replace("fusedrnn::double", "double")
 
 
+def kernel_text(dtype: torch.dtype) -> str:
+    """A library for GPUs."""
+    return f"""#include "program/stage_kernel.h"
+#include "{HERE}/stages.h"
+using namespace fusedrnn::program;
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
+    int64_t stage, int64_t backward, const StageArgs* args, int64_t rows, void* stream) {{
+  int64_t number = 0, error = 0;
+  for_each_stage([&](auto s) {{
+    if (number++ != stage) return;
+    error = launch<fusedrnn::{TYPES[dtype]}, decltype(s)>(
+        backward != 0, *args, rows, static_cast<fusedrnn::cuda::Stream>(stream));
+  }});
+  return error;
+}}
+""".replace("fusedrnn::float", "float").replace("fusedrnn::double", "double")
+
+
 def compiled(name: str, source: str, *flags: str) -> Path:
     """A library, or a program if no flag says otherwise."""
     if COMPILER is None:
@@ -233,4 +262,22 @@ def library(dtype: torch.dtype, isa: str) -> ctypes._NamedFuncPointer:
     function = loaded.fusedrnn_stage
     function.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p] + [ctypes.c_int64] * 2
     function.restype = None
+    return function
+
+
+@functools.cache
+def kernels(dtype: torch.dtype, backend: str) -> ctypes._NamedFuncPointer:
+    """The function that launches a stage."""
+    path = folder() / f"{TYPES[dtype]}_{backend}.so"
+    if backend == EMULATED:
+        fibers = ["-iquote", str(CSRC), f"-I{HERE.parent / 'emulator'}"]
+        compiled(path.name, kernel_text(dtype), "-shared", "-fPIC", *fibers)
+    else:
+        source = path.with_suffix(".cu")
+        source.write_text(kernel_text(dtype))
+        flags = ["-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler=-fPIC", f"-I{CSRC}"]
+        subprocess.run([str(NVCC), *flags, source, "-o", path], check=True)
+    function = ctypes.CDLL(str(path)).fusedrnn_stage_launch
+    function.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = ctypes.c_int64
     return function

@@ -1,0 +1,202 @@
+"""The GPU's kernels around generated stages: emulated, on a GPU, and what nvcc makes of them.
+
+The emulation runs the threads of a block as fibers; a sanitizer watches their shared memory.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from nvcc import NVCC, each_architecture, needs_nvcc
+from stage_cases import KINDS, Case, Sizes
+from stage_library import (
+    COMPILER,
+    CSRC,
+    CUDA,
+    EMULATED,
+    HERE,
+    TYPES,
+    Call,
+    Input,
+    Output,
+    accumulated,
+    kernel_text,
+)
+
+WIDTHS = [1, 3, 32, 33, 100]
+GROUPS = [1, 3, 16, 32, 40]
+on_gpu = pytest.param(
+    CUDA,
+    marks=[
+        needs_nvcc,
+        pytest.mark.cuda,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    ],
+)
+
+
+@pytest.fixture(params=[EMULATED, on_gpu])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=TYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == CUDA else "cpu"
+
+
+def check(stage: str, dtype: torch.dtype, sizes: Sizes, rng: random.Random, backend: str) -> None:
+    case = Case(stage, dtype, sizes, rng, device=device_of(backend))
+    case.hide_rows_that_take_no_step()
+    case.run(backend)
+    case.check()
+
+
+@pytest.mark.parametrize("stage", KINDS)
+def test_values_and_gradients(dtype: torch.dtype, backend: str, stage: str) -> None:
+    rng = random.Random(stage)
+    for width in WIDTHS:
+        for lengths in (None, None, [3, 0, 10, 4]):
+            groups = tuple(rng.sample([*GROUPS, width], 2))
+            check(stage, dtype, Sizes(width, groups=groups, lengths=lengths), rng, backend)
+
+
+@pytest.mark.parametrize("stage", ["moments", "largest", "exponentials", "many_groups"])
+def test_groups_over_several_rounds_of_a_block(
+    dtype: torch.dtype, backend: str, stage: str
+) -> None:
+    rng = random.Random(stage)
+    for width, groups in ((600, (600, 7)), (1000, (300, 256)), (513, (1, 400))):
+        sizes = Sizes(width, steps=1, batch=2, groups=groups, first_t=0)
+        check(stage, dtype, sizes, rng, backend)
+
+
+@pytest.mark.parametrize("group", [5000, 700])
+def test_sums_are_accurate(backend: str, group: int) -> None:
+    width, device = 35_000, device_of(backend)
+    x = (torch.rand(1, width) + 0.1).to(device)
+    to = torch.empty(1, width // group, device=device)
+    outputs = [Output(to, group=group), Output()]
+    Call("moments", torch.float32, width, 1, [Input(x)], outputs).run(backend, 0, 1, backward=False)
+    exact = x.double().view(-1, group).sum(1)
+    assert ((to[0].double() / exact - 1).abs() <= 2e-7).all()
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 300])
+def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, backend: str, width: int) -> None:
+    inf, nan, device = torch.inf, torch.nan, device_of(backend)
+    for trial in range(20):
+        choices = [[0.0, 1.0], [0.0, -inf], [1.0, nan, inf], [-inf], [-0.0, -1.0, nan]][trial % 5]
+        x = torch.tensor(choices)[torch.randint(len(choices), (1, width))].to(dtype)
+        largest, place = (
+            torch.empty(1, 1, dtype=accumulated(dtype), device=device) for _ in range(2)
+        )
+        outputs = [Output(largest, group=width), Output(place, group=width)]
+        call = Call("largest", dtype, width, 1, [Input(x.to(device))], outputs)
+        call.run(backend, 0, 1, backward=False)
+        value = x.double().amax(dim=1)
+        index = ((x == value) | x.isnan()).int().argmax(dim=1)  # the first
+        found = largest[0].cpu().double()
+        torch.testing.assert_close(found, value, equal_nan=True, rtol=0, atol=0)
+        assert place.item() == index.item()
+
+
+# --- races ---------------------------------------------------------------------------------------
+
+RACES = """
+#include "program/stage_kernel.h"
+#include "{here}/stages.h"
+#include <vector>
+using namespace fusedrnn::program;
+// All stages on rows of 600 columns in groups of 300; more than a block has threads.
+int main() {{
+  const int64_t width = 600, rows = 2, seed = 1;
+  const std::vector<float> read(rows * width, 0.5f);
+  std::vector<std::vector<float>> written(kMostIns + kMostOuts, read);
+  StageArgs args{{}};
+  args.width = width, args.batch = rows, args.seed = &seed;
+  for (int i = 0; i < kMostIns; ++i) {{
+    args.in[i].data = read.data(), args.in[i].gradient = written[i].data();
+    args.in[i].stride = args.in[i].gradient_stride = width, args.in[i].group = 300;
+  }}
+  for (int k = 0; k < kMostOuts; ++k) {{
+    args.out[k].data = written[kMostIns + k].data(), args.out[k].gradient[0] = read.data();
+    args.out[k].stride = args.out[k].gradient_stride[0] = width, args.out[k].group = 300;
+  }}
+  int error = 0;
+  for_each_stage([&](auto s) {{
+    error |= launch<float, decltype(s)>(false, args, rows, nullptr);
+    error |= launch<float, decltype(s)>(true, args, rows, nullptr);
+  }});
+  return error;
+}}
+"""
+BUGS = {
+    "no barrier before sums": (r"cuda::sync_block\(\);(\s+)sum_all", r"\1sum_all"),
+    "no barrier after sums": (r"(sum_all\(begin, end\);\s+)cuda::sync_block\(\);", r"\1"),
+    "one place for what is kept": (r"kept\[\(1 - parity\) \* kSums", r"kept[parity * kSums"),
+}
+
+
+def races(folder: Path, bug: str | None = None) -> str:
+    """What the sanitizer says of the kernels, or of a copy with a bug."""
+    header = (CSRC / "program/stage_kernel.h").read_text()
+    if bug is not None:
+        changed, count = re.subn(*BUGS[bug], header)
+        assert count == 1, bug
+        header = changed
+    header = header.replace('#include "../', f'#include "{CSRC}/')
+    header = re.sub(
+        r'#include "(functions|stage_parts)\.h"', rf'#include "{CSRC}/program/\1.h"', header
+    )
+    copy = folder / "program"
+    copy.mkdir()
+    (copy / "stage_kernel.h").write_text(header)
+    flags = ["-std=c++17", "-O1", "-g", "-Wno-psabi", "-fsanitize=thread"]
+    includes = ["-iquote", str(folder), f"-I{HERE.parent / 'emulator'}"]
+    program = folder / "races"
+    command = [COMPILER, *flags, *includes, "-x", "c++", "-", "-o", program]
+    text = RACES.format(here=HERE)
+    built = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    # Shadow memory has fixed addresses, which some systems would randomise away.
+    done = subprocess.run(["setarch", "-R", program], capture_output=True, text=True)
+    assert done.returncode in (0, 66), done.stderr
+    return done.stderr if done.returncode else ""
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_races(tmp_path: Path, bug: str | None) -> None:
+    said = races(tmp_path, bug)
+    if bug is None:
+        assert said == ""
+    else:
+        assert "data race" in said
+
+
+# --- what nvcc makes of them ---------------------------------------------------------------------
+
+
+@needs_nvcc
+@each_architecture
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_no_spills(tmp_path: Path, dtype: torch.dtype, architecture: str) -> None:
+    source = tmp_path / "stages.cu"
+    source.write_text(kernel_text(dtype))
+    flags = ["-std=c++17", "-O3", f"-arch={architecture}", "-cubin", "-Xptxas=-v", f"-I{CSRC}"]
+    command = [str(NVCC), *flags, str(source), "-o", str(tmp_path / "stages.cubin")]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "warning" not in built.stderr
+    found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.stderr)
+    assert len(found) == 2 * len(KINDS)
+    assert set(found) == {("0", "0")}
