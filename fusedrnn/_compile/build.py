@@ -15,10 +15,12 @@ prepare() has built elsewhere.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -47,6 +49,7 @@ _FLAGS = {
         "-Wno-psabi",
         "-w",
         "-Wl,--as-needed,-s",
+        *("-iquote", "."),  # for compilers that copy the text to a folder of their own
         *("-x", "c++"),
     ],
     "cuda": [
@@ -57,10 +60,11 @@ _FLAGS = {
         "-Xcompiler=-fPIC,-fvisibility=hidden,-w",
         "-Xlinker=--exclude-libs=ALL,--as-needed,-s",  # torch's runtime is another one
         "-w",
-        "-I.",  # nvcc copies the text to a folder of its own
+        "-I.",
         *("-x", "cu"),
     ],
 }
+_LEAST_BYTES = 4 << 20  # that must be free, or else a compiler's failure is no fault of the text
 _FUNCTION = {"cpu": "fusedrnn_stage", "cuda": "fusedrnn_stage_launch"}
 # In the order of cpu::Isa. Options and not a pragma, which clang does not have.
 _INSTRUCTION_SETS = {
@@ -138,7 +142,7 @@ def prepare(
             folder = cache.open_folder(cache.wanted_folder())
             path = folder / f"{name}.so"
             made.append(path if cache.is_whole(path) else _compile(target, compiler, folder, name))
-        except (cache.Unusable, OSError) as error:
+        except cache.Unusable as error:
             raise CannotBuild(f"nothing can be stored: {error}") from None
     return made
 
@@ -263,19 +267,28 @@ def _make(source: _Source, compiler: Compiler | None, obstacle: str) -> Library:
     try:
         try:
             path = _compile(source, compiler, cache.open_folder(cache.wanted_folder()), name)
-        except (cache.Unusable, OSError) as error:
+        except cache.Unusable as error:
             path = _compile(source, compiler, cache.process_folder(str(error)), name)
-    except (cache.Unusable, OSError) as error:
+    except cache.Unusable as error:
         raise CannotBuild(f"the library cannot be stored: {error}") from None
     return _load(path, source.device, is_cached=False, seconds=time.perf_counter() - begin)
 
 
 def _compile(source: _Source, compiler: Compiler, folder: Path, name: str) -> Path:
-    with cache.working_folder(folder) as work:
-        text, library = work / "stages.cpp", work / "stages.so"
-        text.write_text(source.text, encoding="utf-8")
-        compile(compiler, list(source.flags), text, library)
-        return cache.store(text, library, folder, name)
+    """Raises Unusable if the folder is the reason that there is no library."""
+    try:
+        with cache.working_folder(folder) as work:
+            text, library = work / "stages.cpp", work / "stages.so"
+            text.write_text(source.text, encoding="utf-8")
+            try:
+                compile(compiler, list(source.flags), text, library)
+            except CannotBuild:
+                if shutil.disk_usage(work).free < _LEAST_BYTES:  # whatever the compiler says
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+                raise
+            return cache.store(text, library, folder, name)
+    except OSError as error:
+        raise cache.Unusable(f"{folder} cannot be used ({error.strerror})") from None
 
 
 def _load(path: Path, device: str, is_cached: bool, seconds: float = 0.0) -> Library:

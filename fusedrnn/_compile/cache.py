@@ -57,9 +57,17 @@ def open_folder(path: Path) -> Path:
             existing = existing / name
             with contextlib.suppress(FileExistsError):  # another process was faster
                 existing.mkdir(mode=0o700)
-        return _checked(existing)
+        return _usable(existing)
     except OSError as error:
         raise Unusable(f"{path} cannot be used ({error.strerror})") from None
+
+
+def _usable(path: Path) -> Path:
+    """A folder that is there: checked, and on a file system from which code is loaded."""
+    path = _checked(path)
+    if os.statvfs(path).f_flag & os.ST_NOEXEC:
+        raise Unusable(f"the file system of {path} allows no code (noexec)")
+    return path
 
 
 def _checked(path: Path, is_way: bool = False) -> Path:
@@ -138,7 +146,7 @@ def process_folder(why: str) -> Path:
     process = os.getpid()
     if _process_folder is None or _process_folder[0] != process:  # a fork leaves its parent's alone
         try:
-            path = _checked(Path(tempfile.mkdtemp(prefix="fusedrnn-")).absolute())
+            path = _usable(Path(tempfile.mkdtemp(prefix="fusedrnn-")).absolute())
         except (OSError, Unusable) as error:
             raise Unusable(f"{why}, and there is no temporary folder: {error}") from None
         _process_folder = (process, path)

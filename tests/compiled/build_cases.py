@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedrnn._compile import cache
 from fusedrnn._compile.build import CannotBuild, Library, build
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,16 @@ extern "C" {EXPORT} int fusedrnn_stage_launch(int64_t* result, cudaStream_t stre
 def refused(match: str, source: str | None = None, **options: str) -> None:
     with pytest.raises(CannotBuild, match=match):
         build(text() if source is None else source, **options)
+
+
+def built_elsewhere(why: str, note: str = "") -> Library:
+    """Builds in a folder of this process, and checks the warning that says why."""
+    with pytest.warns(RuntimeWarning, match=f"this process only, because .*{why}.*; FUSEDRNN_"):
+        library = build(text(note))
+    assert lanes(library)
+    assert library.path.parent == cache.process_folder("it is there")
+    assert library.path.parent.stat().st_mode & 0o777 == 0o700
+    return library
 
 
 def lanes(library: Library) -> int:
@@ -123,18 +134,32 @@ def in_child(work: Callable[[], object]) -> None:
     assert status_in_child(work) == 0
 
 
+STRANGER = 54321  # a user without a name
+
+
+def give_away(path: Path, *, group: bool = False) -> None:
+    """Makes another user, or another group, the owner of a file; follows no link."""
+    try:
+        os.lchown(path, *((-1, STRANGER) if group else (STRANGER, -1)))
+    except OSError:
+        pytest.skip("needs root")
+
+
 def as_another_user(work: Callable[[], object]) -> None:
     """Does some work without root's rights, which no mode of a folder limits."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    for folder in (ROOT, *ROOT.parents):
-        if not folder.stat().st_mode & 0o001:
-            pytest.skip("other users cannot read the sources")
+    if not all(folder.stat().st_mode & 0o001 for folder in (ROOT, *ROOT.parents)):
+        pytest.skip("other users cannot read the sources")
 
     def change_and_work() -> None:
-        os.setgroups([])
-        os.setgid(54321)
-        os.setuid(54321)
+        try:
+            os.setgroups([])
+            os.setgid(STRANGER)
+            os.setuid(STRANGER)
+        except OSError:
+            os._exit(77)
         work()
 
-    in_child(change_and_work)
+    status = status_in_child(change_and_work)
+    if status == 77:
+        pytest.skip("needs root")
+    assert status == 0

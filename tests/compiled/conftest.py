@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CXX", "FUSEDRNN_COMPILE", "FUSEDRNN_COMPILE_SECONDS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cache, "_process_folder", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # forked processes clear up nothing
     path = tmp_path / "cache"
     monkeypatch.setenv("FUSEDRNN_CACHE", str(path))
     return path
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that all users can read, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/tmp")) as name:
+        path = Path(name)
+        path.chmod(0o755)
+        if not all(folder.stat().st_mode & 0o001 for folder in path.parents):
+            pytest.skip("other users cannot read temporary folders")
+        yield path

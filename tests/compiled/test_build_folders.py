@@ -1,35 +1,34 @@
-"""Where libraries are kept: only what this user and root can change is loaded, and only whole."""
+"""Where libraries are kept: in folders that none but this user and root can change."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from build_cases import GXX, as_another_user, in_child, lanes, python, runs, script, text
+from build_cases import (
+    GXX,
+    STRANGER,
+    as_another_user,
+    built_elsewhere,
+    give_away,
+    in_child,
+    python,
+    runs,
+    script,
+    text,
+)
 
 from fusedrnn._compile import build as building
 from fusedrnn._compile import cache
-from fusedrnn._compile.build import CannotBuild, Library, build
+from fusedrnn._compile.build import CannotBuild, build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
 Patch = pytest.MonkeyPatch
-
-
-def built_elsewhere(why: str, note: str = "") -> Library:
-    """Builds in a folder of this process, and checks the warning that says why."""
-    with pytest.warns(RuntimeWarning, match=f"this process only, because .*{why}.*; FUSEDRNN_"):
-        library = build(text(note))
-    assert lanes(library)
-    assert library.path.parent == cache.process_folder("it is there")
-    assert library.path.parent.stat().st_mode & 0o777 == 0o700
-    return library
 
 
 def test_the_folder(tmp_path: Path, folder: Path, monkeypatch: Patch) -> None:
@@ -65,12 +64,10 @@ def test_folders_are_made_for_this_user_alone(folder: Path, monkeypatch: Patch) 
 def test_others_can_write_to_the_folder(folder: Path, mode: int) -> None:
     """The library that is there is not loaded."""
     folder.mkdir(mode=0o700)
-    if os.geteuid() == 0:
-        os.chown(folder, -1, 54321)  # a group of no name
+    if mode == 0o770:
+        give_away(folder, group=True)
     in_child(lambda: build(text()))
     folder.chmod(mode)
-    if mode == 0o770 and cache._is_own_group(folder.stat().st_gid):
-        pytest.skip("this user is the only member of the group")
     in_child(lambda: built_elsewhere(f"other users can write to {folder}"))
     folder.chmod(0o755)
     assert build(text()).is_cached
@@ -100,11 +97,9 @@ def test_others_can_exchange_the_folder(folder: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_folder_of_another_user(folder: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
     folder.mkdir(mode=0o755)
-    os.chown(folder, 54321, -1)
-    built_elsewhere(rf"{folder} belongs to another user \(uid 54321\)")
+    give_away(folder)
+    built_elsewhere(rf"{folder} belongs to another user \(uid {STRANGER}\)")
 
 
 def test_symbolic_links(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -123,15 +118,16 @@ def test_symbolic_links(folder: Path, tmp_path: Path, monkeypatch: Patch) -> Non
     (tmp_path / "link").unlink()
     (tmp_path / "link").write_text("")
     in_child(lambda: built_elsewhere("link is no folder", "file"))
-    if os.geteuid() == 0:
-        (tmp_path / "real").chmod(0o700)
-        (tmp_path / "link").unlink()
-        (tmp_path / "link").symlink_to(tmp_path / "real")
-        os.lchown(tmp_path / "link", 54321, -1)
-        built_elsewhere("link belongs to another user", "of another user")
 
 
-def test_a_home_that_is_read_only(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_link_of_another_user(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "real")
+    give_away(folder)
+    built_elsewhere(f"{folder} belongs to another user")
+
+
+def test_a_folder_that_cannot_be_made(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FUSEDRNN_CACHE", "/proc/fusedrnn")  # where root cannot write either
     library = built_elsewhere(r"/proc/fusedrnn cannot be used \(No such file")
     with warnings.catch_warnings():
@@ -139,16 +135,16 @@ def test_a_home_that_is_read_only(folder: Path, tmp_path: Path, monkeypatch: Pat
         another = build(text("another"))  # is built in the same folder, and says nothing
     assert another.path.parent == library.path.parent
 
-    home = tmp_path / "home"
-    home.mkdir(mode=0o555)
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)
+
+def test_a_home_that_is_read_only(folder: Path, readable: Path) -> None:
+    (readable / "home").mkdir(mode=0o555)
+    (readable / "temporary").mkdir()
+    (readable / "temporary").chmod(0o1777)
 
     def use() -> None:
-        os.environ.update(HOME=str(home), FUSEDRNN_CACHE="", TMPDIR="/tmp")
-        cache.tempfile.tempdir = None
-        built_elsewhere("Permission denied", "as another user")
-        cache._remove_folder(*cache._process_folder)
+        os.environ.update(HOME=str(readable / "home"), FUSEDRNN_CACHE="")
+        cache.tempfile.tempdir = str(readable / "temporary")
+        built_elsewhere("Permission denied")
 
     as_another_user(use)
 
@@ -197,8 +193,31 @@ def test_a_full_disk(folder: Path, monkeypatch: Patch, number: int) -> None:
     assert not list(folder.iterdir())
 
 
-def test_a_disk_that_fills_up_while_compiling(folder: Path) -> None:
-    """The compiler and this process may not write files that are larger than 4 kB."""
+def test_a_compiler_on_a_full_disk(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Its words do not matter if no space is left; it may be unable to write them."""
+    assert GXX is not None
+    compiler = script(tmp_path / "script", f'case $TMPDIR in {folder}/*) exit 1; esac; {GXX} "$@"')
+    monkeypatch.setenv("CXX", compiler)
+    usage = building.shutil.disk_usage
+    monkeypatch.setattr(
+        building.shutil, "disk_usage", lambda path: usage(path)._replace(free=100_000)
+    )
+    built_elsewhere(rf"{folder} cannot be used \(No space left on device\)")
+    assert runs(compiler) == 2 and not list(folder.iterdir())
+
+
+def test_a_file_system_that_allows_no_code(folder: Path, monkeypatch: Patch) -> None:
+    state = os.statvfs
+
+    class NoCode:
+        f_flag = os.ST_NOEXEC
+
+    monkeypatch.setattr(os, "statvfs", lambda path: NoCode if path == folder else state(path))
+    built_elsewhere(rf"the file system of {folder} allows no code \(noexec\)")
+
+
+def test_a_limit_of_the_size_of_files(folder: Path) -> None:
+    """The compiler may not write files that are larger than 4 kB."""
     code = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -211,116 +230,6 @@ except CannotBuild as error:
     done = python(code)
     assert "File too large" in done.stdout or "File size limit" in done.stdout, done.stderr
     assert not list(folder.iterdir())
-
-
-# Ways to damage a library.
-
-
-def cut_end(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def cut_half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[3000] ^= 1
-    path.write_bytes(content)
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def zero(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_suffix(".moved"))
-    path.symlink_to(path.with_suffix(".moved"))
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [cut_end, cut_half, flip_bit, append, empty, zero, link, pipe],
-)
-def test_a_damaged_library_is_built_anew(folder: Path, damage: Callable[[Path], None]) -> None:
-    in_child(lambda: build(text()))
-    (path,) = folder.glob("*.so")
-    damage(path)
-    library = build(text())
-    assert library.path == path and not library.is_cached and lanes(library)
-    assert cache.is_whole(path)
-
-
-def test_a_folder_in_the_place_of_a_library(folder: Path) -> None:
-    in_child(lambda: build(text()))
-    (path,) = folder.glob("*.so")
-    path.unlink()
-    path.mkdir()
-    built_elsewhere("Is a directory")
-
-
-def test_a_library_that_others_can_change(folder: Path) -> None:
-    in_child(lambda: build(text()))
-    (path,) = folder.glob("*.so")
-    path.chmod(0o666)
-    built_elsewhere(f"other users can write to {path}")
-    if os.geteuid() == 0:
-        path.chmod(0o644)
-        os.chown(path, 54321, -1)
-        with pytest.raises(cache.Unusable, match="belongs to another user"):
-            cache.is_whole(path)
-
-
-def test_a_library_that_is_in_use_is_not_replaced(
-    folder: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """A process that began before, and ends later, takes the library that is there by then."""
-    in_child(lambda: build(text()))
-    (path,) = folder.glob("*.so")
-    other = tmp_path / "other"
-    path.rename(other)
-    compiler = script(tmp_path / "g++", f'mv {other} {path}; exec {GXX} "$@"')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(building, "_name", lambda *_: path.stem)  # though by another compiler
-    number = other.stat().st_ino
-    library = build(text())
-    assert runs(compiler) == 1 and lanes(library)
-    assert library.path.stat().st_ino == number
-
-
-def test_a_file_system_without_links(folder: Path, monkeypatch: Patch) -> None:
-    def fail(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", fail)
-    assert lanes(build(text()))
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_what_killed_processes_left_is_removed(folder: Path) -> None:
-    folder.mkdir()
-    for name in ("work-old", "work-new", "other"):
-        (folder / name).mkdir()
-        (folder / name / "stages.so").write_text("")
-    for name in ("work-old", "other"):
-        os.utime(folder / name, (time.time() - 1e5,) * 2)
-    build(text())
-    assert {p.name for p in folder.iterdir() if p.is_dir()} == {"work-new", "other"}
 
 
 def test_owners_in_a_container(monkeypatch: Patch) -> None:

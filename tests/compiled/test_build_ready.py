@@ -67,12 +67,12 @@ def test_each_compiler_has_its_own(folder: Path, tmp_path: Path, monkeypatch: Pa
     assert build(text()).is_cached and runs(compiler) == 1
 
 
-def test_root_prepares_for_other_users(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)
+def test_root_prepares_for_other_users(folder: Path, readable: Path, monkeypatch: Patch) -> None:
+    folder = readable / "cache"
     folder.mkdir(mode=0o755)
-    (ready, *_) = prepare(text(), targets=building._usable_targets("cpu", None)[:1])
-    compiler = script(tmp_path / "script", f'exec {GXX} "$@"')
+    monkeypatch.setenv("FUSEDRNN_CACHE", str(folder))
+    (ready,) = prepare(text(), targets=building._usable_targets("cpu", None)[:1])
+    compiler = script(readable / "script", f'exec {GXX} "$@"')
 
     def use() -> None:
         assert not os.access(folder, os.W_OK)
