@@ -46,9 +46,10 @@ def derive(plan: Plan, stage: Stage) -> Derived:
 
         if not any(differentiable):
             return tuple(torch.zeros_like(x) for x in inputs)
-        _, pull = torch.func.vjp(of_results, *inputs)
+        made: Any = torch.func.vjp(of_results, *inputs)
         given = [g for g, d in zip(gradients, differentiable, strict=True) if d]
-        return pull(tuple(given))  # type: ignore[no-any-return]
+        gradients_of: Any = made[1]
+        return tuple(gradients_of(tuple(given)))
 
     numbers = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.inputs]
     gradients = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.results]

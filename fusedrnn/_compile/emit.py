@@ -2,6 +2,8 @@
 
 Nothing of the user's enters the text but the numbers of the step: names are counted, and constants
 are printed from Python's floats.
+
+Longer than 350 lines, because it is one table of operations.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def source(plan: Plan, derived: list[Derived], dtype: torch.dtype) -> str:
         '__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi =\n'
         "    fusedrnn::program::kAbi;\n"
         '__attribute__((visibility("default"))) void fusedrnn_stage(\n'
-        "    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t first,\n"
-        "    int64_t last) {\n"
+        "    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args,\n"
+        "    int64_t first, int64_t last) {\n"
         "  using namespace fusedrnn;\n  using namespace fusedrnn::program;\n"
         f"  switch (stage) {{\n{cases}  }}\n}}\n}}\n"
     )
@@ -98,7 +100,7 @@ _MASKS = {
 _FUNCTIONS = {getattr(aten, name): f"math::{name}" for name in ("exp", "sqrt")}
 _FUNCTIONS |= {
     getattr(aten, name): f"math::{name}"
-    for name in [
+    for name in (
         "log",
         "log1p",
         "expm1",
@@ -112,7 +114,7 @@ _FUNCTIONS |= {
         "rsqrt",
         "abs",
         "sign",
-    ]
+    )
 }
 _FUNCTIONS |= {
     aten.sgn: "math::sign",
@@ -211,15 +213,13 @@ class _Printer:
         elif op in _SAME:
             self._same(node, args[0])
         elif op is aten._to_copy:
-            self._cast(node, args[0])
+            self._cast(node, node.all_input_nodes[0])
         elif op in (aten.mul, aten.add) and self._is_neutral(node, op, args):
             pass
         elif op in _MASKS:
             self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
         elif op in (aten.logical_and, aten.bitwise_and):
-            self._set(
-                node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True
-            )
+            self._set(node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_or, aten.bitwise_or):
             self._set(node, f"mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_xor, aten.bitwise_xor):
@@ -263,7 +263,7 @@ class _Printer:
             self._same(node, arg)
 
     def _is_neutral(self, node: fx.Node, op: Any, args: list[Any]) -> bool:
-        """Whether a number is multiplied by one or added to zero: derivatives have many of these."""
+        """Whether it multiplies by one or adds zero, as derivatives often do."""
         if node.kwargs:
             return False
         neutral = 1.0 if op is aten.mul else 0.0
@@ -369,15 +369,15 @@ class _Printer:
             return simple[float(exponent)]
         return f"math::pow({x}, {self._paren(args[1])})"
 
-    def _complement(self, node: fx.Node, alpha: Any) -> str | None:
+    def _complement(self, node: Any, alpha: Any) -> str | None:
         """x (1 - s) for x + -(x s) with a sigmoid s, without cancellation."""
         if alpha != 1:
             return None
         for x, other in (node.args, node.args[::-1]):
-            if not (_is(other, aten.neg) and _is(other.args[0], aten.mul)):  # type: ignore[union-attr]
+            if not (_is(other, aten.neg) and _is(other.args[0], aten.mul)):
                 continue
-            product = other.args[0]  # type: ignore[union-attr]
-            for a, s in (product.args, product.args[::-1]):  # type: ignore[union-attr]
+            product = other.args[0]
+            for a, s in (product.args, product.args[::-1]):
                 if a is x and _is(s, aten.sigmoid) and s in self._partners:
                     return f"{self._value(x)} * {self._partners[s]}"
         return None

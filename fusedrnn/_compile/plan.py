@@ -3,6 +3,9 @@
 A stage computes all expressions of one width between the same two levels of products and
 reductions, each as late as somebody needs it. Expressions that several stages need, and that cost
 much, are computed once and handed on.
+
+Longer than 350 lines, because what is kept, what is a stage and what is numbered depend on each
+other.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ aten = torch.ops.aten
 
 _COSTLY = {
     getattr(aten, name)
-    for name in [
+    for name in (
         "sigmoid",
         "tanh",
         "exp",
@@ -47,7 +50,7 @@ _COSTLY = {
         "sin",
         "cos",
         "pow",
-    ]
+    )
 }
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
@@ -341,10 +344,10 @@ class Plan:
                 and not e.is_mask
                 and self._is_costly(e)
                 and (id(e), "column", 0) not in self._values
+                and natural in keys
             ):
-                if natural in keys:
-                    self._value(e)
-                    return True
+                self._value(e)
+                return True
         self.stages = sorted(stages.values(), key=lambda s: s.key)
         for stage in self.stages:
             for leaf in stage.inputs:
@@ -358,7 +361,7 @@ class Plan:
                 f"a part of the step reads more than {MOST_INPUTS} values in each column"
             )
         half = len(stage.results) // 2
-        *rest, number = stage.key
+        number = stage.key[3]
         later = {v.stage[3] for v in self._values.values() if v.stage[:3] == stage.key[:3]}
         shift = {n: n + (n > number) for n in later}
         for value in self._values.values():  # those behind it make room

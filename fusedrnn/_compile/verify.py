@@ -92,10 +92,8 @@ class Trial:
             return value
         value = value.double()
         noise = self._normal(*value.shape)
-        if is_trained:
-            value = value + 0.05 * noise
-        else:  # it may be a variance
-            value = value * (1 + 0.1 * noise.tanh())
+        # What is not trained may be a variance: it stays positive.
+        value = value + 0.05 * noise if is_trained else value * (1 + 0.1 * noise.tanh())
         return value.requires_grad_(is_trained)
 
     def _input(self, leaf: Tensor) -> Tensor:
