@@ -47,11 +47,12 @@ PYTHON_LAYERS = {
     7: ["_kernels", "stack"],
     8: ["call"],
     9: ["functional"],
-    10: ["_compile", "_compile/*", "modules", "modules/*"],
-    11: ["conversion", "planner", "recurrent", "recurrent/*"],
+    10: ["modules", "modules/*"],
+    11: ["_compile", "_compile/*", "conversion", "planner", "recurrent", "recurrent/*"],
     12: ["__init__"],
 }
 TORCH_OPS_USERS = ["_library", "_ops", "_autocast"]  # the only users of torch.ops
+COMPILER = "_compile/"  # but for this, which knows the operators of torch that users' steps call
 
 
 def layer_of(name: str, layers: dict[int, list[str]]) -> int | None:
@@ -132,7 +133,7 @@ def python_violations(package: Path) -> list[str]:
             isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops"
             for node in ast.walk(tree)
         )
-        if uses_torch_ops and name not in TORCH_OPS_USERS:
+        if uses_torch_ops and name not in TORCH_OPS_USERS and not name.startswith(COMPILER):
             found.append(f"fusedrnn/{name}.py uses torch.ops: only {TORCH_OPS_USERS} do")
     return found
 
