@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,12 @@ class Call:
     @property
     def batch(self) -> int:
         return self.inputs[0].shape[1]
+
+    @property
+    def steps(self) -> int:
+        """Of a chunk."""
+        number = self.cell.number(self.dtype)
+        return operators.chunk(number, self.seq_len, self.batch, self.dtype, self.chunk, 0)[0]
 
     def to(self, dtype: torch.dtype) -> Call:
         lists = {name: [tensor.to(dtype) for tensor in getattr(self, name)] for name in TENSORS}
@@ -183,34 +189,82 @@ def _numbered(name: str, tensors: list[Tensor]) -> Results:
     return {f"{name} {i}": tensor for i, tensor in enumerate(tensors)}
 
 
-def found(
-    call: Call,
-    *,
-    wants: Callable[[str], bool] = lambda name: True,
-    transposed: bool = True,
-) -> Results:
-    """The same by the operators, into memory that is not zero.
+@dataclass
+class Memory:
+    """For the results of a call. It is not zero."""
 
-    Args:
-        wants: Whether a gradient is wanted, by its name.
-        transposed: Whether gradients of weights lie as those of torch do.
-    """
-    form, dtype, sums = call.cell.program, call.dtype, call.sums
-    nothing = {kind: torch.empty(0, dtype=kind) for kind in (dtype, sums)}
+    sequences: list[Tensor]
+    last: list[Tensor]
+    kept: list[Tensor]
+    saved: list[Tensor]
+    gradients: dict[str, list[Tensor]]
+    """By the names of arguments; some are empty, since they are not wanted."""
 
-    def memory(shape: tuple[int, ...] | torch.Size, kind: torch.dtype) -> Tensor:
-        return torch.full(tuple(shape), float("nan"), dtype=kind)
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        wants: Callable[[str], bool] = lambda name: True,
+        *,
+        transposed: bool = True,
+    ) -> Memory:
+        """
+        Args:
+            wants: Whether a gradient is wanted, by its name.
+            transposed: Whether gradients of weights lie as those of torch do.
+        """
+        form, dtype, sums = call.cell.program, call.dtype, call.sums
+        rows, chunks = call.seq_len * call.batch, -(-call.seq_len // call.steps)
 
-    number, whole = call.cell.number(dtype), (call.seq_len, call.batch)
-    steps = operators.chunk(number, *whole, dtype, call.chunk, 0)[0]
-    sequences = [memory((*whole, width), dtype) for width in form.sequences]
-    last = [memory(carry.shape, dtype) for carry in call.carries]
-    chunks = -(-call.seq_len // steps)
-    kept = [memory((chunks, call.batch, c.width), sums) for c in form.carries if c.sequence < 0]
-    rows = call.seq_len * call.batch
-    saved = [memory((rows, a.columns), sums) for a in form.arrays] if call.saves else []
+        def wanted(name: str, tensors: list[Tensor], kind: torch.dtype) -> list[Tensor]:
+            return [
+                full(t.shape if wants(f"grad {name} {i}") else (0,), kind)
+                for i, t in enumerate(tensors)
+            ]
+
+        weights = wanted("weight", [w.t() if transposed else w for w in call.weights], sums)
+        return cls(
+            [full((call.seq_len, call.batch, width), dtype) for width in form.sequences],
+            [full(carry.shape, dtype) for carry in call.carries],
+            [full((chunks, call.batch, c.width), sums) for c in form.carries if c.sequence < 0],
+            [full((rows, a.columns), sums) for a in form.arrays] if call.saves else [],
+            {
+                "input": wanted("input", call.inputs, dtype),
+                "carry": wanted("carry", call.carries, dtype),
+                "weight": [w.t() if transposed and w.dim() == 2 else w for w in weights],
+                "vector": wanted("vector", call.vectors, sums),
+                "reset_to": [_of_reset(call, j, wants) for j in range(len(form.carries))],
+            },
+        )
+
+    def results(self) -> Results:
+        """All but the gradients that are not wanted."""
+        results = _numbered("sequence", self.sequences) | _numbered("last", self.last)
+        for name, tensors in self.gradients.items():
+            numbered = _numbered(f"grad {name}", tensors).items()
+            results |= {name: t for name, t in numbered if t.dim() != 1 or t.numel()}
+        return results
+
+
+def full(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(tuple(shape), float("nan"), dtype=dtype)
+
+
+def _of_reset(call: Call, j: int, wants: Callable[[str], bool]) -> Tensor:
+    """Memory for the gradient of what a carry becomes at resets."""
+    kind = call.kinds[j] if call.kinds else ZERO
+    if kind not in (ROWS, STEPS) or not wants(f"grad reset_to {j}"):
+        return full((0,), call.dtype)
+    to = call.reset_to[j]
+    if kind == STEPS:
+        return full(to.shape, call.dtype)
+    return full((call.batch, to.shape[1]), call.sums)
+
+
+def run(call: Call, memory: Memory) -> None:
+    """Forward and backward by the operators."""
     arguments = (
-        number,
+        call.cell.number(call.dtype),
         call.inputs,
         call.carries,
         call.weights,
@@ -221,66 +275,41 @@ def found(
     options: dict[str, Any] = {
         "lengths": call.lengths,
         "reset": call.reset,
-        "seed": torch.tensor([SEED]) if form.streams else None,
+        "seed": torch.tensor([SEED]) if call.cell.draws else None,
         "stream": call.stream,
         "first_step": call.first_step,
         "reverse": call.reverse,
-        "chunk": steps,
+        "chunk": call.steps,
+        "sequences": memory.sequences,
+        "kept": memory.kept,
+        "saved": memory.saved,
     }
-    operators.forward(*arguments, sequences=sequences, last=last, kept=kept, saved=saved, **options)
-
-    def wanted(name: str, tensors: list[Tensor], kind: torch.dtype) -> list[Tensor]:
-        return [
-            memory(t.shape, kind) if wants(f"grad {name} {i}") else nothing[kind]
-            for i, t in enumerate(tensors)
-        ]
-
-    weights = wanted("weight", call.weights, sums)
-    if transposed:
-        weights = [
-            w if w.dim() == 1 else memory((w.shape[1], w.shape[0]), sums).t() for w in weights
-        ]
-    of_resets = []
-    for j, (to, kind) in enumerate(zip(call.reset_to, call.kinds, strict=True)):
-        of_kind = sums if kind == ROWS else dtype
-        shape = (call.batch, to.shape[-1]) if kind == ROWS else to.shape
-        is_wanted = kind in (ROWS, STEPS) and wants(f"grad reset_to {j}")
-        of_resets.append(memory(shape, of_kind) if is_wanted else nothing[of_kind])
-    if not call.kinds:
-        of_resets = [nothing[dtype]] * len(form.carries)
-    gradients = {
-        "input": wanted("input", call.inputs, dtype),
-        "carry": wanted("carry", call.carries, dtype),
-        "weight": weights,
-        "vector": wanted("vector", call.vectors, sums),
-        "reset_to": of_resets,
-    }
+    operators.forward(*arguments, last=memory.last, **options)
     operators.backward(
         *arguments,
-        sequences=sequences,
-        kept=kept,
-        saved=saved,
         grad_sequences=call.grad_sequences,
         grad_last=call.grad_last,
-        grad_inputs=gradients["input"],
-        grad_carries=gradients["carry"],
-        grad_weights=gradients["weight"],
-        grad_vectors=gradients["vector"],
-        grad_reset_to=gradients["reset_to"],
+        grad_inputs=memory.gradients["input"],
+        grad_carries=memory.gradients["carry"],
+        grad_weights=memory.gradients["weight"],
+        grad_vectors=memory.gradients["vector"],
+        grad_reset_to=memory.gradients["reset_to"],
         **options,
     )
-    results = _numbered("sequence", sequences) | _numbered("last", last)
-    for name, tensors in gradients.items():
-        results |= _numbered(f"grad {name}", tensors)
+
+
+def found(
+    call: Call, wants: Callable[[str], bool] = lambda name: True, *, transposed: bool = True
+) -> Results:
+    """The same as :func:`expected` by the operators; arguments as of :class:`Memory`."""
+    memory = Memory.of(call, wants, transposed=transposed)
+    run(call, memory)
+    results = memory.results()
     for j, to in enumerate(call.reset_to):
         name = f"grad reset_to {j}"
-        if to.dim() == 2 and to.shape[0] == 1 and results[name].dim() == 2:
+        if to.dim() == 2 and to.shape[0] == 1 and name in results:
             results[name] = results[name].sum(0, keepdim=True)
-    return {
-        name: tensor
-        for name, tensor in results.items()
-        if tensor.dim() != 1 or tensor.numel() or "grad" not in name
-    }
+    return results
 
 
 def check(call: Call, tolerance: float = 1e-11, **options: Any) -> None:
