@@ -15,7 +15,8 @@ import fusedrnn
 from docs.examples.published_cells import Case
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, compiled step"
-OURS, PARALLEL, COMPILED = "Recurrent", "Recurrent, parallel", "Recurrent, compiled step"
+PROGRAM = "Recurrent, compiled cell"
+OURS, PARALLEL, COMPILED = "Recurrent, loop", "Recurrent, parallel", "Recurrent, torch.compile"
 GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, compiled step, CUDA graphs"
 SCAN = "torch's scan"
 
@@ -56,7 +57,8 @@ class Step:
             LOOP: lambda: self._loop(self.cell),
             CHECKPOINT: self._checkpointed,
             COMPILED_LOOP: lambda: self._loop(compiled),
-            OURS: ours(),
+            PROGRAM: ours(compile="require"),
+            OURS: ours(compile="never"),
             PARALLEL: ours(mode="parallel"),
             COMPILED: ours(torch_compile=True),
             GRAPHS: ours(cuda_graphs=True),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..recurrent.runs import Run
-from ..recurrent.trees import Leaves
+from ..recurrent.trees import Leaves, Structure
 from . import operators
 from .build import CannotBuild, Library, build
 from .derive import Derived, derive
@@ -32,6 +32,7 @@ class Program:
     outside: Outside
     names: list[str]
     """Of the weights and buffers that the step reads, in the order of its constants."""
+    output: Structure
     output_shapes: list[torch.Size]
     """Without the batch."""
     state_shapes: list[torch.Size]
@@ -97,13 +98,17 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
             )
     _check_hooks(run)
 
+    structures: list[Structure] = []
+
     def step(
         given: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
     ) -> tuple[Leaves, Leaves]:
         own = copy.copy(run.user_step)
         own.output, own._kinds = None, []
         values = dict(zip(names, given, strict=True))
-        return run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
+        made = run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
+        structures.append(own.output_structure())
+        return made
 
     given = [c.detach().cpu() for c in constants]
     rows, carries = examples(inputs, ROWS, True), examples(state, ROWS, False)
@@ -119,6 +124,7 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
         derived,
         Outside(plan),
         names,
+        structures[0],
         [traced.values[node].shape[1:] for node in traced.outputs],
         [leaf.shape[1:] for leaf in state],
         source(plan, derived, dtype),

@@ -408,6 +408,7 @@ class Plan:
                 self.arrays.append(product.array)
         inputs = self._inputs()
         arrays = [form.Array(a.columns, self._bias(a)) for a in self.arrays]
+        forms = [self._stage(stage) for stage in ordered]  # which asks for vectors
         written: set[int] = set()
         phases = [self._phase_of(product) for product in self.products]
         items = sorted(
@@ -454,7 +455,7 @@ class Plan:
                 )
                 for i, p in enumerate(self.products)
             ],
-            stages=[self._stage(stage) for stage in ordered],
+            stages=forms,
             order=[(is_stage, i) for _, is_stage, i in items],
         )
 

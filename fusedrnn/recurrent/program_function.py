@@ -36,7 +36,7 @@ def run_program(
     run: Run, program: Program, chunk: int, inputs: Leaves, state: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
     """Outputs and last state. ``chunk``: the most steps of a chunk."""
-    weights = run.weights
+    weights, run.user_step.output = run.weights, program.output
     values = Values(inputs, state, constants, weights.trained(), {})
     tensors = values.leaves()
     run.frozen, run.training = weights.frozen(), weights.training_flags()

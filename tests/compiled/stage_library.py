@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
+BUILD = HERE.parents[1] / "build" / "compiled-stages"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 FLAGS = [
     "-std=c++17",
@@ -199,10 +201,12 @@ def instruction_sets() -> list[str]:
 
 
 @functools.cache
-def folder() -> Path:
-    made = tempfile.TemporaryDirectory(prefix="fusedrnn-stages-")
-    folder.keep = made  # type: ignore[attr-defined]  # removed when the process ends
-    return Path(made.name)
+def headers() -> bytes:
+    """The digest of all that a library may include."""
+    names = ("base/*.h", "cpu/vector.h", "persistent/device.h", "program/*.h")
+    paths = [path for name in names for path in CSRC.glob(name)]
+    paths += [HERE / "stages.h", HERE.parent / "emulator/fibers.h"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).digest()
 
 
 def text(dtype: torch.dtype, isa: str) -> str:
@@ -242,21 +246,34 @@ extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
 """.replace("fusedrnn::float", "float").replace("fusedrnn::double", "double")
 
 
+def built(name: str, command: list[str], source: str) -> Path:
+    """A library of a source, whose path ends the command; kept for the next run, by its content."""
+    content = "\0".join([*command, source]).encode() + headers()
+    path = BUILD / f"{name}_{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if not path.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            text = Path(folder, "library.cu" if command[0] == NVCC else "library.cpp")
+            text.write_text(source)
+            library = Path(folder, "library.so")
+            done = subprocess.run([*command, "-o", library, text], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            library.rename(path)  # at once, since other processes may do the same
+    return path
+
+
 def compiled(name: str, source: str, *flags: str) -> Path:
-    """A library, or a program if no flag says otherwise."""
+    """A library for the CPU."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    path = folder() / name
-    command = [COMPILER, *FLAGS, *WARNINGS, *flags, "-iquote", str(CSRC), "-x", "c++", "-"]
-    built = subprocess.run([*command, "-o", path], input=source, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return path
+    shared = ["-shared", "-fPIC", "-iquote", str(CSRC)]
+    return built(name, [COMPILER, *FLAGS, *WARNINGS, *shared, *flags], source)
 
 
 @functools.cache
 def library(dtype: torch.dtype, isa: str) -> ctypes._NamedFuncPointer:
     """Its function that does a stage."""
-    path = compiled(f"{TYPES[dtype]}_{isa}.so", text(dtype, isa), "-shared", "-fPIC")
+    path = compiled(f"{TYPES[dtype]}_{isa}", text(dtype, isa))
     loaded = ctypes.CDLL(str(path))
     assert ctypes.c_int64.in_dll(loaded, "fusedrnn_abi").value == 1
     function = loaded.fusedrnn_stage
@@ -268,15 +285,12 @@ def library(dtype: torch.dtype, isa: str) -> ctypes._NamedFuncPointer:
 @functools.cache
 def kernels(dtype: torch.dtype, backend: str) -> ctypes._NamedFuncPointer:
     """The function that launches a stage."""
-    path = folder() / f"{TYPES[dtype]}_{backend}.so"
+    name, source = f"{TYPES[dtype]}_{backend}", kernel_text(dtype)
     if backend == EMULATED:
-        fibers = ["-iquote", str(CSRC), f"-I{HERE.parent / 'emulator'}"]
-        compiled(path.name, kernel_text(dtype), "-shared", "-fPIC", *fibers)
+        path = compiled(name, source, f"-I{HERE.parent / 'emulator'}")
     else:
-        source = path.with_suffix(".cu")
-        source.write_text(kernel_text(dtype))
         flags = ["-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler=-fPIC", f"-I{CSRC}"]
-        subprocess.run([str(NVCC), *flags, source, "-o", path], check=True)
+        path = built(name, [str(NVCC), *flags], source)
     function = ctypes.CDLL(str(path)).fusedrnn_stage_launch
     function.argtypes = [ctypes.c_int64] * 2 + [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int64

@@ -78,7 +78,7 @@ EXPORT of_vectors(int which, int n, const float* a, const float* b, float* y) {{
 
 @pytest.fixture(scope="module", params=instruction_sets())
 def functions(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    path = compiled(f"functions_{request.param}.so", text(request.param), "-shared", "-fPIC")
+    path = compiled(f"functions_{request.param}", text(request.param))
     loaded = ctypes.CDLL(str(path))
     for name in ("of_doubles", "of_floats", "of_vectors"):
         getattr(loaded, name).argtypes = [ctypes.c_int] * 2 + [ctypes.c_void_p] * 3

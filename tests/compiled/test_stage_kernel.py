@@ -155,9 +155,7 @@ def races(folder: Path, bug: str | None = None) -> str:
         assert count == 1, bug
         header = changed
     header = header.replace('#include "../', f'#include "{CSRC}/')
-    header = re.sub(
-        r'#include "(functions|stage_parts)\.h"', rf'#include "{CSRC}/program/\1.h"', header
-    )
+    header = header.replace('#include "stage', f'#include "{CSRC}/program/stage')
     copy = folder / "program"
     copy.mkdir()
     (copy / "stage_kernel.h").write_text(header)

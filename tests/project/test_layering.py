@@ -32,6 +32,7 @@ CELL_MATH = [
     "base/math.h",
     "base/philox.h",
     "cell/stages.h",
+    "program/functions.h",
 ]  # the only places of exp, tanh and the like
 
 # A module imports modules of lower layers.
