@@ -28,8 +28,9 @@ except (ImportError, OSError) as error:
         f"are of another Python or torch ({error}); run `pip install .` in the source tree and "
         "import from elsewhere"
     ) from error
-# Ctrl-C ends a long call through this.
-ctypes.CDLL(str(_core)).fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))
+core = ctypes.CDLL(str(_core))
+"""Functions that are no operators."""
+core.fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))  # ends a long call
 
 operators: Any = torch.ops.fusedrnn
 """The operators of csrc/ops/ops.h."""

@@ -160,8 +160,9 @@ class Checks {
     }
   }
 
+  // The last group of an input may have fewer columns than the others.
   static void check_group(const std::string& what, bool is_grouped, int64_t group, int64_t width) {
-    FUSEDRNN_CHECK(is_grouped ? group > 0 && width % group == 0 : group == 0, what,
+    FUSEDRNN_CHECK(is_grouped ? group > 0 && group <= kMostColumns : group == 0, what,
                    " of a program has groups of ", group, " columns of ", width);
   }
   void check_stage(size_t index) const {
@@ -190,6 +191,9 @@ class Checks {
     for (const StageOutput& output : stage.outputs) {
       check_index(what, "value", output.value, program_.values.size());
       check_group(what, output.kind != Out::Column, output.group, stage.width);
+      FUSEDRNN_CHECK(output.group == 0 || stage.width % output.group == 0, what,
+                     " of a program makes one number of ", output.group, " columns of ",
+                     stage.width);
       const int64_t columns = program_.values[size_t(output.value)].columns;
       FUSEDRNN_CHECK(output.columns(stage.width) == columns, what, " of a program makes ",
                      output.columns(stage.width), " columns of a value of ", columns);

@@ -70,7 +70,9 @@ struct StageInput {
   int64_t group;
 
   // The columns that it reads, in a stage of some width.
-  int64_t columns(int64_t width) const { return kind == In::Group ? width / group : width; }
+  int64_t columns(int64_t width) const {
+    return kind == In::Group ? (width + group - 1) / group : width;
+  }
 };
 struct StageOutput {
   int64_t value;

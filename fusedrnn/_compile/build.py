@@ -190,7 +190,7 @@ def _usable_targets(device: str, capability: str | None) -> list[str]:
 def _ask_core(question: str) -> int:
     """Asks the library of the package, which runs what is built here."""
     try:
-        function = getattr(ctypes.CDLL(str(_library._core)), question)
+        function = getattr(_library.core, question)
     except AttributeError:
         raise CannotBuild(
             "the compiled part of fusedrnn is older than its Python part: install fusedrnn again"

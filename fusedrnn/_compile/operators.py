@@ -18,8 +18,9 @@ from .program import Program
 _CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
 """As Programs::dtype_of in csrc/ops/programs.h has them."""
 
-_core = ctypes.CDLL(str(_library._core))
-_core.fusedrnn_add_program.restype = _core.fusedrnn_program_chunk.restype = ctypes.c_int64
+_add_program = _library.core.fusedrnn_add_program
+_program_chunk = _library.core.fusedrnn_program_chunk
+_add_program.restype = _program_chunk.restype = ctypes.c_int64
 
 
 def add_program(program: Program, function: int, *, dtype: torch.dtype) -> int:
@@ -34,7 +35,7 @@ def add_program(program: Program, function: int, *, dtype: torch.dtype) -> int:
     """
     numbers = program.numbers()
     return _checked(
-        _core.fusedrnn_add_program,
+        _add_program,
         (ctypes.c_int64 * len(numbers))(*numbers),
         ctypes.c_int64(len(numbers)),
         ctypes.c_void_p(function),
@@ -61,7 +62,7 @@ def chunk(
     """
     plan = (ctypes.c_int64 * 3)()
     numbers = (program, seq_len, batch, _code(dtype), chunk_size, workspace_bytes)
-    _checked(_core.fusedrnn_program_chunk, *map(ctypes.c_int64, numbers), plan)
+    _checked(_program_chunk, *map(ctypes.c_int64, numbers), plan)
     return plan[0], plan[1], plan[2]
 
 
