@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fusedrnn._compile
 from fusedrnn import _ops
-from fusedrnn.recurrent.programs import KEEP, SEQUENCE, ZERO
+from fusedrnn.recurrent.program_function import KEEP, SEQUENCE, ZERO
 
 NAME = "fusedrnn._compile.operators"
 _programs: list[Any] = []
