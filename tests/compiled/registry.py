@@ -41,7 +41,7 @@ class Unit:
     features: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A cell, and what is known of it."""
 
