@@ -23,7 +23,7 @@
 namespace fusedrnn::program {
 inline namespace FUSEDRNN_ISA {
 
-constexpr int64_t kBlock = 128;  // columns that are done at a time, at most
+constexpr int64_t kBlock = 256;  // columns that are done at a time, at most
 // The length of a buffer: what is drawn begins up to 3 columns before the block, and ends with all
 // that is drawn at once.
 template <class T>
@@ -94,17 +94,28 @@ struct Source {
   FUSEDRNN_HD void put(int64_t c, V x) { L::store(buffer + c, x, L::kWidth); }
 
   FUSEDRNN_HD const A* read_columns(int64_t column, int64_t n) {
-    const Row<T, const void>& first = rows[0];
-    if (count == 1 && n >= L::kWidth && !first.is_narrow()) {
-      return static_cast<const A*>(first.data) + column;
+    int i = 0;
+    const A* sum = nullptr;  // of the first i terms
+    if (n % L::kWidth == 0 && !rows[0].is_narrow()) {
+      sum = static_cast<const A*>(rows[i++].data) + column;
     }
-    for (int64_t c = 0; c < n; c += L::kWidth) {
-      const int64_t lanes = least(L::kWidth, n - c);
-      V x = first.load(column + c, lanes);
-      for (int i = 1; i < count; ++i) x = x + rows[i].load(column + c, lanes);
-      put(c, x);
+    for (; i < count; ++i) {
+      A* const place = buffer;  // a variable, since writing might change what is not
+      rows[i].with([=](auto* data) __attribute__((always_inline)) {
+        const auto* const term = data + column;
+        if (sum == nullptr) {
+          for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+            L::store(place + c, L::load(term + c, lanes), L::kWidth);
+          });
+        } else {
+          for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+            L::store(place + c, L::load(sum + c, L::kWidth) + L::load(term + c, lanes), L::kWidth);
+          });
+        }
+      });
+      sum = place;
     }
-    return buffer;
+    return sum;
   }
 
   // The number of a group, in each of its columns.
@@ -120,9 +131,10 @@ struct Source {
     for (int64_t c = 0, end = 0; c < n;) {
       group.move_to(column + c);
       end = least(n, group.end - column);
-      A sum{};
-      for (int i = 0; i < count; ++i) sum += rows[i].one(group.number);
-      for (; c < end; c += L::kWidth) put(c, sum - V{});
+      A sum = count > 0 ? rows[0].one(group.number) : A{};
+      for (int i = 1; i < count; ++i) sum += rows[i].one(group.number);
+      const V x = sum - V{};
+      for (A* const place = buffer; c < end; c += L::kWidth) L::store(place + c, x, L::kWidth);
     }
   }
 };
@@ -150,8 +162,11 @@ struct Sink {
     to = Row<T, void>::of(data, row, stride, is_storage);
     group.start(columns, width);
     if (kind == Out::Column) return;
-    sum.start();
-    largest.start();
+    if (is_largest(kind)) {
+      largest.start();
+    } else {
+      sum.start();
+    }
   }
 
   // A row that does not take the step.
@@ -170,43 +185,57 @@ struct Sink {
   FUSEDRNN_HD void finish(int64_t column, int64_t n) {
     if (data == nullptr || is_written(n)) return;
     switch (kind) {
-      case Out::Column:
-        for (int64_t c = 0; c < n; c += L::kWidth) {
-          const int64_t lanes = least(L::kWidth, n - c);
-          V x = L::load(buffer + c, L::kWidth);
-          if (adds) x = to.load(column + c, lanes) + x;
-          to.store(column + c, rounds ? L::round(x) : x, lanes);
-        }
-        return;
+      case Out::Column: return write(column, n);
       case Out::Sum:
-        return reduce(sum, column, n, [&]() __attribute__((always_inline)) { return sum.total(); });
-      default:
-        return reduce(largest, column, n, [&]() __attribute__((always_inline)) {
-          return largest.total(kind == Out::ArgMax);
+        return reduce(sum, column, n, [](const GroupSum<T>& of) __attribute__((always_inline)) {
+          return of.total();
         });
+      default:
+        return reduce(largest, column, n,
+                      [&](const GroupLargest<T>& of)
+                          __attribute__((always_inline)) { return of.total(kind == Out::ArgMax); });
     }
   }
 
  private:
   // Whether it has its place where whole vectors of Acc<T> can be written.
   FUSEDRNN_HD bool is_written(int64_t n) const {
-    return kind == Out::Column && data != nullptr && !adds && !rounds && n >= L::kWidth &&
+    return kind == Out::Column && data != nullptr && !adds && !rounds && n % L::kWidth == 0 &&
            !to.is_narrow();
   }
 
+  FUSEDRNN_HD void write(int64_t column, int64_t n) const {
+    const A* const computed = buffer;  // variables, since writing might change what is not
+    const bool adds = this->adds, rounds = this->rounds;
+    to.with([=](auto* data) __attribute__((always_inline)) {
+      auto* const place = data + column;
+      for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+        V x = L::load(computed + c, L::kWidth);
+        if (adds) x = L::load(place + c, lanes) + x;
+        L::store(place + c, rounds ? L::round(x) : x, lanes);
+      });
+    });
+  }
+
+  // R: GroupSum or GroupLargest.
   template <class R, class Total>
-  FUSEDRNN_HD void reduce(R& reduction, int64_t column, int64_t n, const Total& total) {
-    for (int64_t c = 0; c < n; c += L::kWidth) {
-      const int64_t lanes = least(L::kWidth, n - c);
-      group.move_to(column + c);
-      reduction.add(L::load(buffer + c, L::kWidth), L::places() + A(column + c - group.begin),
-                    lanes);
-      if (column + c + lanes < group.end) continue;
-      A x = total();
+  FUSEDRNN_HD void reduce(R& so_far, int64_t column, int64_t n, const Total& total) {
+    R reduction = so_far;  // in registers
+    for (int64_t begin = 0, end; begin < n; begin = end) {
+      group.move_to(column + begin);
+      end = least(n, group.end - column);
+      V place = L::places() + A(column + begin - group.begin);
+      for_vectors<T>(end - begin, [&](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+        reduction.add(L::load(buffer + begin + c, L::kWidth), place, lanes);
+        place = place + A(L::kWidth);
+      });
+      if (column + end < group.end) continue;
+      A x = total(reduction);
       reduction.start();
       if (adds) x = to.one(group.number) + x;
       to.set(group.number, rounds ? widen(narrow<T>(x)) : x);
     }
+    so_far = reduction;
   }
 };
 
@@ -223,32 +252,50 @@ struct Arithmetic {
   static constexpr int kInSlots = at_least_one(kIns), kOutSlots = at_least_one(kOuts);
 
   static void forward(const A* const* from, A* const* to, int64_t n) {
+    const Pointers<const A*, kIns> ins(from);
+    const Pointers<A*, kOuts> outs(to);
     for (int64_t c = 0; c < n; c += L::kWidth) {
       V in[kInSlots], out[kOutSlots];
-      load<kIns>(in, from, c);
+      load<kIns>(in, ins, c);
       Stage::forward(in, out);
-      for_each<kOuts>(
-          [&](auto k) __attribute__((always_inline)) { L::store(to[k] + c, out[k], L::kWidth); });
+      for_each<kOuts>([&](auto k) __attribute__((always_inline)) {
+        L::store(outs.at[k] + c, out[k], L::kWidth);
+      });
     }
   }
 
   static void backward(const A* const* from, A* const* to, int64_t n) {
+    const Pointers<const A*, kIns> ins(from);
+    const Pointers<const A*, kOuts> results(from + kIns);
+    const Pointers<A*, kIns> gradients(to);
     for (int64_t c = 0; c < n; c += L::kWidth) {
       V in[kInSlots], dout[kOutSlots], din[kInSlots];
-      load<kIns>(in, from, c);
-      load<kOuts>(dout, from + kIns, c);
+      load<kIns>(in, ins, c);
+      load<kOuts>(dout, results, c);
       Stage::backward(in, dout, din);
       for_each<kIns>([&](auto i) __attribute__((always_inline)) {
-        if constexpr (is_read(Stage::kIn[i])) L::store(to[i] + c, din[i], L::kWidth);
+        if constexpr (is_read(Stage::kIn[i])) {
+          L::store(gradients.at[i] + c, din[i], L::kWidth);
+        }
       });
     }
   }
 
  private:
+  // A copy, which what is written cannot change.
+  template <class P, int n>
+  struct Pointers {
+    P at[at_least_one(n)];
+
+    FUSEDRNN_HD explicit Pointers(const P* of) {
+      for_each<n>([&](auto i) __attribute__((always_inline)) { at[i] = of[i]; });
+    }
+  };
+
   template <int n>
-  FUSEDRNN_HD static void load(V* x, const A* const* from, int64_t c) {
+  FUSEDRNN_HD static void load(V* x, const Pointers<const A*, n>& from, int64_t c) {
     for_each<n>([&](auto i)
-                    __attribute__((always_inline)) { x[i] = L::load(from[i] + c, L::kWidth); });
+                    __attribute__((always_inline)) { x[i] = L::load(from.at[i] + c, L::kWidth); });
   }
 };
 
@@ -290,20 +337,20 @@ class Rows {
   // sources: of the inputs and results; buffers: kRoom for each source and sink.
   FUSEDRNN_HD Rows(const Code<T>& code, const StageArgs& args, bool backward, Source<T>* sources,
                    Sink<T>* sinks, A* buffers)
-      : code(code), args(args), backward(backward), sources(sources), sinks(sinks),
-        buffers(buffers) {}
+      : code_(code), args_(args), backward_(backward), sources_(sources), sinks_(sinks),
+        buffers_(buffers) {}
 
   // Not inlined: once in a library.
   __attribute__((noinline)) void run(int64_t first, int64_t last) {
     start();
-    int64_t t = args.first_t + first / args.batch, b = first % args.batch;
+    int64_t t = args_.first_t + first / args_.batch, b = first % args_.batch;
     for (int64_t row = first; row < last; ++row) {
-      if (args.lengths == nullptr || t < args.lengths[b]) {
+      if (args_.lengths == nullptr || t < args_.lengths[b]) {
         do_row(row, uint32_t(t), uint32_t(b));
       } else {
         clear_row(row);
       }
-      if (++b == args.batch) {
+      if (++b == args_.batch) {
         b = 0;
         ++t;
       }
@@ -311,46 +358,49 @@ class Rows {
   }
 
  private:
-  const Code<T>& code;
-  const StageArgs& args;
-  const bool backward;
-  Source<T>* const sources;  // the results are among them for backward only
-  Sink<T>* const sinks;
-  A* const buffers;
-  int source_count, sink_count;
-  bool draws;   // whether anything is drawn
-  bool is_cut;  // whether a group ends within a vector
-  const A* from[kMostIns + kMostOuts];
-  A* to[kMostIns];
+  const Code<T>& code_;
+  const StageArgs& args_;
+  const bool backward_;
+  Source<T>* const sources_;  // the results are among them for backward only
+  Sink<T>* const sinks_;
+  A* const buffers_;
+  int source_count_, sink_count_;
+  int64_t block_;
+  bool draws_;   // whether anything is drawn
+  bool is_cut_;  // whether a group ends within a vector
+  const A* from_[kMostIns + kMostOuts];
+  A* to_[kMostIns];
 
   FUSEDRNN_HD void start() {
-    source_count = code.ins + (backward ? code.outs : 0);
-    sink_count = backward ? code.ins : code.outs;
-    draws = code.normal != nullptr || code.uniform != nullptr;
-    is_cut = false;
-    for (int i = 0; i < code.ins; ++i) start_input(i);
-    for (int k = 0; k < code.outs; ++k) start_result(k);
-    for (int i = 0; i < source_count; ++i) {
-      sources[i].end();
-      note_group(sources[i].columns);
+    source_count_ = code_.ins + (backward_ ? code_.outs : 0);
+    sink_count_ = backward_ ? code_.ins : code_.outs;
+    draws_ = code_.normal != nullptr || code_.uniform != nullptr;
+    is_cut_ = false;
+    // Buffers should stay in the first level of the cache.
+    block_ = source_count_ + sink_count_ <= 20 ? kBlock : kBlock / 2;
+    for (int i = 0; i < code_.ins; ++i) start_input(i);
+    for (int k = 0; k < code_.outs; ++k) start_result(k);
+    for (int i = 0; i < source_count_; ++i) {
+      sources_[i].end();
+      note_group(sources_[i].columns);
     }
-    for (int k = 0; k < sink_count; ++k) note_group(sinks[k].columns);
+    for (int k = 0; k < sink_count_; ++k) note_group(sinks_[k].columns);
   }
   FUSEDRNN_HD void note_group(int64_t columns) {
-    if (columns < args.width && columns % L::kWidth != 0) is_cut = true;
+    if (columns < args_.width && columns % L::kWidth != 0) is_cut_ = true;
   }
 
   FUSEDRNN_HD void start_input(int i) {
-    const StageIn& of = args.in[i];
-    const In kind = code.in[i];
-    Source<T>& source = sources[i];
-    source.start(kind, of.group, buffers + i * kRoom<T>);
+    const StageIn& of = args_.in[i];
+    const In kind = code_.in[i];
+    Source<T>& source = sources_[i];
+    source.start(kind, of.group, buffers_ + i * kRoom<T>);
     if (is_read(kind)) {
       source.add(of.data, of.stride, of.is_storage);
       source.add(of.bias, 0, false);
     }
-    if (!backward) return;
-    Sink<T>& sink = sinks[i];
+    if (!backward_) return;
+    Sink<T>& sink = sinks_[i];
     sink.kind = kind == In::Group ? Out::Sum : Out::Column;
     sink.columns = kind == In::Group ? of.group : 0;
     sink.data = is_read(kind) ? of.gradient : nullptr;
@@ -358,22 +408,23 @@ class Rows {
     sink.is_storage = of.gradient_is_storage;
     sink.adds = of.adds;
     sink.rounds = false;
-    sink.buffer = buffers + (source_count + i) * kRoom<T>;
+    sink.buffer = buffers_ + (source_count_ + i) * kRoom<T>;
   }
 
   FUSEDRNN_HD void start_result(int k) {
-    const StageOut& of = args.out[k];
-    const Out kind = code.out[k];
-    if (backward) {
-      const int i = code.ins + k;
-      sources[i].start(is_grouped(kind) ? In::Group : In::Column, of.group, buffers + i * kRoom<T>);
+    const StageOut& of = args_.out[k];
+    const Out kind = code_.out[k];
+    if (backward_) {
+      const int i = code_.ins + k;
+      sources_[i].start(is_grouped(kind) ? In::Group : In::Column, of.group,
+                        buffers_ + i * kRoom<T>);
       if (is_largest(kind)) return;
       for (int s = 0; s < 3; ++s) {
-        sources[i].add(of.gradient[s], of.gradient_stride[s], of.gradient_is_storage[s]);
+        sources_[i].add(of.gradient[s], of.gradient_stride[s], of.gradient_is_storage[s]);
       }
       return;
     }
-    Sink<T>& sink = sinks[k];
+    Sink<T>& sink = sinks_[k];
     sink.kind = kind;
     sink.columns = is_grouped(kind) ? of.group : 0;
     sink.data = of.data;
@@ -381,43 +432,43 @@ class Rows {
     sink.is_storage = of.is_storage;
     sink.adds = false;
     sink.rounds = !std::is_same_v<T, A> && of.rounds && !of.is_storage;
-    sink.buffer = buffers + (source_count + k) * kRoom<T>;
+    sink.buffer = buffers_ + (source_count_ + k) * kRoom<T>;
   }
 
   // Its results are 0, and its gradients, which need not be added.
   FUSEDRNN_HD void clear_row(int64_t row) {
-    for (int k = 0; k < sink_count; ++k) {
-      if (!sinks[k].adds) sinks[k].clear_row(row, args.width);
+    for (int k = 0; k < sink_count_; ++k) {
+      if (!sinks_[k].adds) sinks_[k].clear_row(row, args_.width);
     }
   }
 
   FUSEDRNN_HD void do_row(int64_t row, uint32_t t, uint32_t b) {
-    for (int i = 0; i < source_count; ++i) sources[i].start_row(row, args.width);
-    for (int k = 0; k < sink_count; ++k) sinks[k].start_row(row, args.width);
-    const Compute<T> compute = backward ? code.backward : code.forward;
-    int64_t drawn_from = 0, drawn_to = draws ? 0 : args.width;
-    for (int64_t column = 0, n; column < args.width; column += n) {
+    for (int i = 0; i < source_count_; ++i) sources_[i].start_row(row, args_.width);
+    for (int k = 0; k < sink_count_; ++k) sinks_[k].start_row(row, args_.width);
+    const Compute<T> compute = backward_ ? code_.backward : code_.forward;
+    int64_t drawn_from = 0, drawn_to = draws_ ? 0 : args_.width;
+    for (int64_t column = 0, n; column < args_.width; column += n) {
       if (column == drawn_to) {
         drawn_from = column;
-        drawn_to = least(column + kBlock, args.width);
+        drawn_to = least(column + block_, args_.width);
         draw_columns(drawn_from, drawn_to, t, b);
       }
       n = columns_from(column, drawn_to);
-      for (int i = 0; i < source_count; ++i) from[i] = sources[i].read(column, n, drawn_from);
-      for (int k = 0; k < sink_count; ++k) to[k] = sinks[k].place(column, n);
-      compute(from, to, n);
-      for (int k = 0; k < sink_count; ++k) sinks[k].finish(column, n);
+      for (int i = 0; i < source_count_; ++i) from_[i] = sources_[i].read(column, n, drawn_from);
+      for (int k = 0; k < sink_count_; ++k) to_[k] = sinks_[k].place(column, n);
+      compute(from_, to_, n);
+      for (int k = 0; k < sink_count_; ++k) sinks_[k].finish(column, n);
     }
   }
 
-  // How many columns are done next: whole vectors, or less than one.
+  // How many columns are done next: whole vectors, which need no buffer, unless there are few.
   FUSEDRNN_HD int64_t columns_from(int64_t column, int64_t end) {
-    int64_t n = least(kBlock, end - column);
-    if (is_cut) {
-      for (int i = 0; i < source_count; ++i) n = least(n, left_of(sources[i].group, column));
-      for (int k = 0; k < sink_count; ++k) n = least(n, left_of(sinks[k].group, column));
+    int64_t n = least(block_, end - column);
+    if (is_cut_) {
+      for (int i = 0; i < source_count_; ++i) n = least(n, left_of(sources_[i].group, column));
+      for (int k = 0; k < sink_count_; ++k) n = least(n, left_of(sinks_[k].group, column));
     }
-    return n < L::kWidth ? n : n / L::kWidth * L::kWidth;
+    return n < 4 * L::kWidth ? n : n / L::kWidth * L::kWidth;
   }
   FUSEDRNN_HD static int64_t left_of(Group& group, int64_t column) {
     group.move_to(column);
@@ -425,13 +476,13 @@ class Rows {
   }
 
   FUSEDRNN_HD void draw_columns(int64_t begin, int64_t end, uint32_t t, uint32_t b) {
-    for (int i = 0; i < code.ins; ++i) {
-      if (!is_drawn(code.in[i])) continue;
-      const int64_t first = args.in[i].offset + begin, skipped = first % 4;
-      const Draw<T> draws_them = code.in[i] == In::Normal ? code.normal : code.uniform;
-      draws_them(sources[i].buffer, skipped + end - begin, uint64_t(*args.seed),
-                 uint32_t(args.first_step) + t, b, uint32_t(first / 4), args.in[i].stream);
-      sources[i].drawn = sources[i].buffer + skipped;
+    for (int i = 0; i < code_.ins; ++i) {
+      if (!is_drawn(code_.in[i])) continue;
+      const int64_t first = args_.in[i].offset + begin, skipped = first % 4;
+      const Draw<T> draws_them = code_.in[i] == In::Normal ? code_.normal : code_.uniform;
+      draws_them(sources_[i].buffer, skipped + end - begin, uint64_t(*args_.seed),
+                 uint32_t(args_.first_step) + t, b, uint32_t(first / 4), args_.in[i].stream);
+      sources_[i].drawn = sources_[i].buffer + skipped;
     }
   }
 };

@@ -111,6 +111,17 @@ struct Row {
   // Whether numbers are of fewer bits than what is computed with.
   FUSEDRNN_HD bool is_narrow() const { return !std::is_same_v<T, A> && is_storage; }
 
+  // f(first number), with its type.
+  template <class F>
+  FUSEDRNN_HD void with(const F& f) const {
+    using Storage = std::conditional_t<std::is_const_v<P>, const T, T>;
+    using Wide = std::conditional_t<std::is_const_v<P>, const A, A>;
+    if constexpr (!std::is_same_v<T, A>) {
+      if (is_storage) return f(static_cast<Storage*>(data));
+    }
+    f(static_cast<Wide*>(data));
+  }
+
   FUSEDRNN_HD V load(int64_t column, int64_t n) const {
     if constexpr (!std::is_same_v<T, A>) {
       if (is_storage) return Lanes<T>::load(static_cast<const T*>(data) + column, n);
@@ -167,6 +178,15 @@ struct Group {
     return columns > 0 ? (width + columns - 1) / columns : 1;
   }
 };
+
+// Calls f(first column, count) for n columns: for whole vectors, and then for the rest.
+template <class T, class F>
+FUSEDRNN_HD void for_vectors(int64_t n, const F& f) {
+  constexpr int64_t kWidth = Lanes<T>::kWidth;
+  int64_t c = 0;
+  for (; c + kWidth <= n; c += kWidth) f(c, kWidth);
+  if (c < n) f(c, n - c);
+}
 
 // The sum of a group's columns.
 template <class T>
