@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,25 @@ from .outside import Outside
 from .plan import Plan
 from .trace import ROWS, CannotCompile, trace
 from .verify import Trial, examples, verify
+
+_tracing = threading.RLock()
+"""Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
+_LONGEST_WAIT = 60.0
+"""Seconds, which no trace takes: another thread's may need a module that this one has locked."""
+
+
+def _renew_lock() -> None:
+    """In a process that was forked while another thread had it."""
+    global _tracing
+    _tracing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Busy(Exception):
+    """Why there is no program now, though there may be one later."""
 
 
 @dataclass
@@ -96,7 +117,6 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
             raise CannotCompile(
                 f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
             )
-    _check_hooks(run)
 
     structures: list[Structure] = []
 
@@ -139,8 +159,15 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
 
     Raises:
         CannotCompile: It has none, or it cannot be built here.
+        Busy: Another thread takes too long.
     """
-    program = lower(run, inputs, state)
+    lock = _tracing
+    if not lock.acquire(timeout=_LONGEST_WAIT):
+        raise Busy("another thread is compiling a cell")
+    try:
+        program = lower(run, inputs, state)
+    finally:
+        lock.release()
     try:
         program.library = build(program.text)
     except CannotBuild as error:
@@ -160,12 +187,6 @@ def _dtype(state: Leaves) -> torch.dtype:
     if len(kinds) > 1 or not kinds <= STORAGE.keys():
         raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
     return kinds.pop()
-
-
-def _check_hooks(run: Run) -> None:
-    for module in run.weights.used.modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CannotCompile(f"{type(module).__name__} has a hook for backward")
 
 
 def _check_held(run: Run, module: torch.fx.GraphModule) -> None:
