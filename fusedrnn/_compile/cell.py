@@ -21,8 +21,9 @@ from .interpret import Interpreter
 from .lower import Lowered
 from .outside import Outside
 from .plan import Plan
+from .program import Out
 from .trace import ROWS, CannotCompile, trace
-from .verify import Trial, examples, verify
+from .verify import Trial, examples, verify, verify_library
 
 _tracing = threading.RLock()
 """Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
@@ -67,6 +68,13 @@ class Program:
     def interpreter(self) -> Interpreter:
         return Interpreter(self.plan, self.derived)
 
+    def has_choices(self) -> bool:
+        """Whether a rounding may change its results altogether."""
+        places = {Out.MAX, Out.ARG_MAX}
+        return any(one.has_choices() for one in self.derived) or any(
+            output.kind in places for stage in self.plan.program.stages for output in stage.outputs
+        )
+
     def summary(self) -> str:
         """For users: its size, what it keeps, and its library."""
         form, library = self.plan.program, self.library
@@ -109,6 +117,10 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
     Raises:
         CannotCompile: It has none.
     """
+    return _lowered(run, inputs, state)[0]
+
+
+def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
     dtype = _dtype(state)
     weights = run.weights.trained() | run.weights.frozen()
     names, constants = list(weights), tuple(weights.values())
@@ -147,11 +159,17 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
         structures[0],
         [traced.values[node].shape[1:] for node in traced.outputs],
         [leaf.shape[1:] for leaf in state],
-        source(plan, derived, dtype),
+        source(plan, derived, dtype, kind_of(run.device)),
         dtype,
     )
-    verify(program.interpreter, Trial(run, names, constants, inputs, state), dtype)
-    return program
+    trial = Trial(run, names, constants, inputs, state)
+    verify(program.interpreter, trial, dtype)
+    return program, trial
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of library that computes on a device: "cpu" or "cuda"."""
+    return device.type
 
 
 def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -165,17 +183,28 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
     if not lock.acquire(timeout=_LONGEST_WAIT):
         raise Busy("another thread is compiling a cell")
     try:
-        program = lower(run, inputs, state)
+        program, trial = _lowered(run, inputs, state)
     finally:
         lock.release()
+    kind = kind_of(run.device)
     try:
-        program.library = build(program.text)
+        program.library = build(program.text, device=kind, capability=_capability(run.device))
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
     program.number = operators.add_program(
-        program.plan.program, program.library.function, dtype=program.dtype
+        program.plan.program,
+        program.library.function,
+        dtype=program.dtype,
+        is_for_gpu=kind == "cuda",
     )
+    verify_library(program, trial, run.device)
     return program
+
+
+def _capability(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _count(number: int, what: str) -> str:

@@ -21,6 +21,9 @@ from .trace import stop
 
 aten = torch.ops.aten
 
+_CHOICES = {getattr(aten, name) for name in ("gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn")}
+_CHOICES |= {getattr(aten, name) for name in ("floor", "ceil", "round", "trunc", "frac")}
+
 
 @dataclass
 class Derived:
@@ -30,6 +33,14 @@ class Derived:
     """Inputs to results; of a reduction what it is of."""
     backward: fx.GraphModule
     """Inputs and the gradients of results to the gradients of inputs."""
+
+    def has_choices(self) -> bool:
+        """Whether a result or a derivative jumps where a number changes a little."""
+        return any(
+            getattr(node.target, "overloadpacket", None) in _CHOICES
+            for module in (self.forward, self.backward)
+            for node in module.graph.nodes
+        )
 
 
 def derive(plan: Plan, stage: Stage) -> Derived:

@@ -39,31 +39,71 @@ _IN = {
 _OUT = {Out.COLUMN: "Column", Out.SUM: "Sum", Out.MAX: "Max", Out.ARG_MAX: "ArgMax"}
 
 
-def source(plan: Plan, derived: list[Derived], dtype: torch.dtype) -> str:
-    """The text of a library for a storage type; :mod:`.build` puts the instruction set before."""
-    storage = STORAGE[dtype]
-    stages = [
+def source(plan: Plan, derived: list[Derived], dtype: torch.dtype, device: str = "cpu") -> str:
+    """The text of a library for a storage type, for a "cpu" or for "cuda".
+
+    For a CPU, :mod:`.build` puts the instruction set before it.
+    """
+    stages = "\n".join(
         _stage(i, stage, plan, one)
         for i, (stage, one) in enumerate(zip(plan.stages, derived, strict=True))
-    ]
-    cases = "".join(
-        f"    case {i}: return run<{storage}, Stage{i}>(backward != 0, *args, first, last);\n"
-        for i in range(len(stages))
     )
-    return (
-        '#include "program/stage_loop.h"\n\n'
-        "namespace fusedrnn::program {\ninline namespace FUSEDRNN_ISA {\n\n"
-        + "\n".join(stages)
-        + "\n}  // namespace FUSEDRNN_ISA\n}  // namespace fusedrnn::program\n\n"
-        'extern "C" {\n'
-        '__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi =\n'
-        "    fusedrnn::program::kAbi;\n"
-        '__attribute__((visibility("default"))) void fusedrnn_stage(\n'
-        "    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args,\n"
-        "    int64_t first, int64_t last) {\n"
-        "  using namespace fusedrnn;\n  using namespace fusedrnn::program;\n"
-        f"  switch (stage) {{\n{cases}  }}\n}}\n}}\n"
+    return (_LIBRARY if device == "cpu" else _GPU_LIBRARY).format(
+        stages=stages, cases=_cases(len(plan.stages), STORAGE[dtype], device)
     )
+
+
+_LIBRARY = """#include "program/stage_loop.h"
+
+namespace fusedrnn::program {{
+inline namespace FUSEDRNN_ISA {{
+
+{stages}
+}}  // namespace FUSEDRNN_ISA
+}}  // namespace fusedrnn::program
+
+extern "C" {{
+__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi = fusedrnn::program::kAbi;
+__attribute__((visibility("default"))) void fusedrnn_stage(
+    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t first,
+    int64_t last) {{
+  using namespace fusedrnn;
+  using namespace fusedrnn::program;
+  switch (stage) {{
+{cases}  }}
+}}
+}}
+"""
+_GPU_LIBRARY = """#include "program/stage_kernel.h"
+
+namespace fusedrnn::program {{
+
+{stages}
+}}  // namespace fusedrnn::program
+
+extern "C" {{
+__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi = fusedrnn::program::kAbi;
+__attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
+    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t rows,
+    void* of_stream) {{
+  using namespace fusedrnn;
+  using namespace fusedrnn::program;
+  const auto stream = static_cast<cuda::Stream>(of_stream);
+  switch (stage) {{
+{cases}  }}
+  return 1;  // cudaErrorInvalidValue
+}}
+}}
+"""
+
+
+def _cases(count: int, storage: str, device: str) -> str:
+    call = (
+        "run<{}, Stage{}>(backward != 0, *args, first, last)"
+        if device == "cpu"
+        else "launch<{}, Stage{}>(backward != 0, *args, rows, stream)"
+    )
+    return "".join(f"    case {i}: return {call.format(storage, i)};\n" for i in range(count))
 
 
 def _stage(number: int, stage: Stage, plan: Plan, derived: Derived) -> str:

@@ -354,7 +354,7 @@ class _Backward:
             grad_reset_to=of_resets,
         )
         leaves = [*named.values(), *(x for x in own if x.requires_grad)]
-        found = dict(zip(map(id, leaves), _through(made, of_made, leaves), strict=True))
+        found = dict(zip(map(id, leaves), through(made, of_made, leaves), strict=True))
         return self._in_order(
             [found.get(id(x)) for x in own],
             of_carries,
@@ -455,7 +455,7 @@ class _Backward:
         return [*inputs, *state, *constants, *(of_weights.get(name) for name in shapes.weights)]
 
 
-def _through(
+def through(
     made: Sequence[Tensor], of_made: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Gradients of leaves from those of what has been made of them."""

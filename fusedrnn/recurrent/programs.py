@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import _library
 from ..options import text_of
 from .runs import Run
 from .trees import Leaves
@@ -70,6 +71,8 @@ class Programs:
         key = (kind, _python(run))
         found = self._known.get(key)
         if found is None:
+            if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "a CUDA graph is being captured, and no call before it has made the program"
             count = self._kinds.get(kind, 0)
             if count >= _MOST_KINDS:
                 return "attributes of its modules change from call to call"
@@ -244,8 +247,10 @@ def _obstacle(run: Run, inputs: Leaves, state: Leaves) -> str:
         return "programs are for Recurrent"
     if run.autocast[0]:
         return "autocast is on"
-    if run.device.type != "cpu":
-        return f"programs run on a CPU so far, and the input is on {run.device}"
+    if run.device.type not in ("cpu", "cuda"):
+        return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {run.device}"
+    if run.device.type == "cuda" and _library.cuda is None:
+        return _library.cuda_obstacle or "the CUDA kernels are not loaded"
     if run.rows == 0 or run.seq_len == 0:
         return "there is nothing to compute"
     if torch._C._len_torch_dispatch_stack():

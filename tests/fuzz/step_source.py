@@ -42,7 +42,9 @@ class Statement:
         for value in self.made:
             number, dtype = zeros[value.kind]
             dtype = ", dtype=torch.int64" if value.kind == INT else dtype
-            lines.append(f"{value.name} = torch.full((rows, *{value.shape}), {number}{dtype or FLOATS})")
+            lines.append(
+                f"{value.name} = torch.full((rows, *{value.shape}), {number}{dtype or FLOATS})"
+            )
         return "\n".join(lines)
 
 
@@ -76,7 +78,11 @@ class Source:
         lines += _indented([s.text for s in self.statements], 8)
         lines.append(f"        return {self.output}, {self._packed(self.new_states)}")
         zeros = [f"torch.zeros(batch, {width}{FLOATS})" for width in self.states]
-        lines += ["", "    def initial_state(self, batch):", f"        return {self._packed(zeros)}"]
+        lines += [
+            "",
+            "    def initial_state(self, batch):",
+            f"        return {self._packed(zeros)}",
+        ]
         return "\n".join(lines) + "\n"
 
     def _unpacking(self) -> list[str]:
@@ -89,13 +95,15 @@ class Source:
         return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
 
 
-HEAD = """import functools
-import math
-import random
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch import distributions as D""".split("\n")
+HEAD = [
+    "import functools",
+    "import math",
+    "import random",
+    "import torch",
+    "import torch.nn.functional as F",
+    "from torch import nn",
+    "from torch import distributions as D",
+]
 
 
 def _indented(texts: Sequence[str], spaces: int) -> list[str]:

@@ -256,7 +256,9 @@ def differs(mine: Ran, other: Ran) -> str:
     if a != b:
         return f"structure {a} in place of {b}"
     for what in ("results", "gradients"):
-        pairs = zip(*(pytree.tree_leaves(getattr(one, what)) for one in (mine, other)), strict=False)
+        pairs = zip(
+            *(pytree.tree_leaves(getattr(one, what)) for one in (mine, other)), strict=False
+        )
         for n, (x, y) in enumerate(pairs):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 return f"{what} {n}: {x.shape}, {x.dtype} in place of {y.shape}, {y.dtype}"

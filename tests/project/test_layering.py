@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 # A file includes files of its own layer's folders and of lower ones.
 CPP_LAYERS = {
     0: ["base/*", "cell/*"],  # numbers, memory, and what a cell computes
-    1: ["step/*"],  # one step, as plain data, and its body
+    # one step, as plain data, and its body; what happens between two steps of a program
+    1: ["step/*", "program/carries.h"],
     2: ["cpu/*", "persistent/*", "cuda/*"],  # steps carried out
     3: ["driver/*", "program/*"],  # all steps of a layer, and its plan
     4: ["ops/*"],  # the binding
