@@ -3,6 +3,8 @@
 A graph of operations does not show everything: custom autograd.Functions, hooks, changes in place
 without a graph. So the untouched step is taken a few times under autograd, in float64, and its
 program is run by the interpreter.
+
+Longer than 350 lines, because the program and its library are compared to the same trial.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""What a graph of operations does not show, or what cannot be compiled: words of random steps."""
+"""What a graph of operations does not show, or what cannot be compiled: words of random steps.
 
+Longer than 350 lines, because it is a list.
+"""
+
+# ruff: noqa: E501, code of random steps
 from __future__ import annotations
 
 from .step_source import BOOL, FLOATS, INT, Value, Writer

@@ -2,6 +2,8 @@
 
 Most programs are run by torch, and some by C++ that is compiled for them. What is found is printed
 with the smallest cell that shows it.
+
+Longer than 350 lines, because a trial has many parts.
 """
 
 from __future__ import annotations
