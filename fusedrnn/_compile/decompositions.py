@@ -77,7 +77,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return shifted - torch.log(powers.sum(dim, keepdim=True))
 
 
-def _logsumexp(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     largest = _stopped(torch.amax(x, dims, keepdim=True))
     found = torch.log(torch.exp(x - largest).sum(dims, keepdim=True)) + largest
     return found if keepdim else found.squeeze(tuple(dims))

@@ -336,7 +336,7 @@ class Lowered:
         reads = self._of_first_row(node, rows, codes)
         where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
         columns = value.shape[-2] if is_swapped else value.shape[-1]
-        if bias is not None and (self.kinds[bias] == "row" or is_swapped):
+        if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
             raise CannotCompile(f"addmm of another activation{line_of(node)}")
         self._reads[node] = (
             weight,

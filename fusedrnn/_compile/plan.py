@@ -113,7 +113,7 @@ class Plan:
         self._make_values()
         while self._find_stages():
             pass
-        self.draws = sorted({e.at[0] for s in self.stages for e in s.inputs if _is(e, "draw")})
+        self.draws = sorted(set(self._read("draw")))
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
 
@@ -471,11 +471,16 @@ class Plan:
         """The widths of the inputs; those that nobody reads are left out."""
         lowered = self.lowered
         traced = lowered.traced
-        read = {e.at[0] for s in self.stages for e in s.inputs if _is(e, "input")}
+        read = set(self._read("input"))
         read |= {p.operand.at[0] for p in self.products if p.operand.kind == "input"}
         self.read_inputs = sorted(read)
         nodes = [*traced.inputs, *(lookup.node for lookup in lowered.lookups)]
         return [traced.values[nodes[i]].numel() // ROWS for i in self.read_inputs]
+
+    def _read(self, kind: str) -> list[int]:
+        """What the leaves of a kind that stages read are leaves of."""
+        leaves = [leaf for stage in self.stages for leaf in stage.inputs]
+        return [e.at[0] for e in leaves if isinstance(e, Expression) and e.kind == kind]
 
     def _bias(self, array: Array) -> int:
         if all(part.bias is None for product in array.products for part in product.parts):
@@ -559,7 +564,3 @@ def within(e: Expression) -> list[Expression]:
             found[id(one)] = one
             left += one.operands
     return list(found.values())
-
-
-def _is(e: Expression | Value, kind: str) -> bool:
-    return isinstance(e, Expression) and e.kind == kind
