@@ -27,7 +27,9 @@ SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "forum", "dict stat
 SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zoneout", "sLSTM")]
 ALL = pytest.mark.parametrize("case", CASES, ids=str)
 SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
-BOTH = pytest.mark.parametrize("backend", ["compiled", "interpreted"], indirect=True)
+BOTH = pytest.mark.parametrize(
+    "backend", ["compiled", pytest.param("interpreted", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +204,8 @@ def test_batch_first(case: Case, backend: str) -> None:
     check_same((output, last), expected, leaves_of(x, state, one.cell))
 
 
-STACKED = ["GRUCell", "LSTMCell", "ForumCell", "late reset, LayerNorm", "sLSTM", "zoneout", "MGU"]
+STACKED = ["LSTMCell", "ForumCell", "late reset, LayerNorm", "zoneout"]
+STACKED += [pytest.param(name, marks=pytest.mark.slow) for name in ("GRUCell", "sLSTM", "MGU")]
 
 
 @functools.cache
@@ -279,7 +282,7 @@ def test_training_and_evaluation_in_turn(name: str) -> None:
 
 ROUNDED = [case for case in MUST if not case.is_discrete]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUICK = {"GRUCell", "LSTMCell", "forum", "late reset, LayerNorm", "sLSTM", "VRNN", "dict output"}
+QUICK = {"LSTMCell", "forum", "late reset, LayerNorm", "sLSTM"}
 
 
 def marked(case: Case, dtype: torch.dtype) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,13 @@ class Value:
     def width(self) -> int:
         return self.shape[-1]
 
+    def like(self, other: Value) -> bool:
+        return (self.shape, self.kind) == (other.shape, other.kind)
+
+
+FLOATS = ", dtype=torch.float64"
+_CONSTANTS = {FLOAT: f"0.5{FLOATS}", BOOL: "True", INT: "1"}
+
 
 @dataclass
 class Statement:
@@ -32,23 +39,13 @@ class Statement:
     text: str
     made: list[Value] = field(default_factory=list)
     """The variables that these lines are for."""
-    word: str = ""
-    """Which part of the grammar has written them."""
 
     def without_work(self) -> str:
         """The same variables as constants, for a smaller step."""
-        zeros = {FLOAT: ("0.5", ""), BOOL: ("True", ", dtype=torch.bool"), INT: ("1", "")}
-        lines = []
-        for value in self.made:
-            number, dtype = zeros[value.kind]
-            dtype = ", dtype=torch.int64" if value.kind == INT else dtype
-            lines.append(
-                f"{value.name} = torch.full((rows, *{value.shape}), {number}{dtype or FLOATS})"
-            )
-        return "\n".join(lines)
-
-
-FLOATS = ", dtype=torch.float64"
+        return "\n".join(
+            f"{value.name} = torch.full((rows, *{value.shape}), {_CONSTANTS[value.kind]})"
+            for value in self.made
+        )
 
 
 @dataclass
@@ -96,18 +93,26 @@ class Source:
 
 
 HEAD = [
-    "import functools",
-    "import math",
-    "import random",
-    "import torch",
+    "import functools, math, random, torch",
     "import torch.nn.functional as F",
-    "from torch import nn",
-    "from torch import distributions as D",
+    "from torch import distributions as D, nn",
 ]
 
 
 def _indented(texts: Sequence[str], spaces: int) -> list[str]:
     return [" " * spaces + line for text in texts for line in text.split("\n") if line]
+
+
+ENDS = """torch.tanh({a})
+    torch.tanh({a})
+    torch.tanh({a})
+    {a}.clamp(-1.5, 1.5)
+    0.5 * {b} + 0.5 * torch.tanh({a})
+    0.3 * {a}
+    torch.sigmoid({a})
+    {a}
+    {b} + 0.1 * torch.sin({a})"""
+"""From variables to new states; {b} is the old one."""
 
 
 class Writer:
@@ -125,7 +130,6 @@ class Writer:
         self._given = set(self.values)
         self._matrices: list[tuple[str, tuple[int, ...]]] = []
         self._count = 0
-        self._word = ""
 
     # What statements are made of
 
@@ -145,13 +149,63 @@ class Writer:
         return value
 
     def do(self, text: str, made: Sequence[Value] = ()) -> None:
-        self.source.statements.append(Statement(text, list(made), self._word))
+        self.source.statements.append(Statement(text, list(made)))
         self.values += made
+
+    def one_of(
+        self, block: str, *values: Value, shape: Sequence[int] | None = None, kind: str = FLOAT,
+        **names: Any,
+    ) -> Value:  # fmt: skip
+        """A variable by one line of a block.
+
+        Args:
+            block: ``expression``, or ``expression -> shape`` with the names of numbers. {} or {a},
+                {b}, ... are the values, {w} is the width of the first one; others are ``names``. A
+                line with {new} is statements, and {new} is the variable. \\n begins a new line.
+            shape: Where the line says none; that of the first value.
+        """
+        line = self.chosen(block)
+        text, _, said = line.partition(" -> ")
+        names = {"w": values[0].shape[-1] if values and values[0].shape else 0, **names}
+        if said:
+            shape = [int(eval(one, {}, dict(names))) for one in said.split(",") if one != "row"]
+        made = Value(self.name("v"), tuple(values[0].shape if shape is None else shape), kind)
+        text = self.filled(text, *values, new=made.name, **names)
+        self.do(text if "{new}" in line else f"{made.name} = {text}", [made])
+        return made
+
+    def chosen(self, block: str) -> str:
+        """A line of a block."""
+        return self.rng.choice([line.strip() for line in block.strip().split("\n")])
+
+    def filled(self, text: str, *values: Value, **names: Any) -> str:
+        """A text with what stands for its names in brackets."""
+        known = {"": values[0].name if values else "", **names}
+        known |= {letter: value.name for letter, value in zip("abcd", values, strict=False)}
+        text = text.replace(r"\n", "\n")
+        return re.sub(r"\{(\w*)\}", lambda m: str(known.get(m[1], m[0])), text)
+
+    def say(self, block: str, *values: Value, **names: Any) -> None:
+        """Statements by one line of a block, which make no variable."""
+        self.do(self.filled(self.chosen(block), *values, **names))
+
+    def setup(self, block: str, *values: Value, **names: Any) -> None:
+        """The same in __init__."""
+        self.source.setup.append(self.filled(self.chosen(block), *values, **names))
+
+    def above(self, text: str) -> None:
+        """Lines above the class, once."""
+        if text not in self.source.above:
+            self.source.above.append(text)
+
+    def pair(self) -> tuple[Value, Value]:
+        """Two variables of one shape, or one twice."""
+        a = self.pick(dims=None)
+        return a, self.rng.choice([v for v in self.values if v.like(a)])
 
     def use(self, word: Any) -> None:
         """Writes the statements of a word."""
-        self._word = word.__name__.strip("_")
-        self.source.words.add(self._word)
+        self.source.words.add(word.__name__)
         word(self)
 
     def pick(
@@ -169,33 +223,31 @@ class Writer:
         if fitting:
             recent = fitting[-4:]
             return self.rng.choice(recent if self.rng.random() < 0.6 else fitting)
-        if kind == BOOL:
+        if kind != FLOAT:
             one = self.pick(FLOAT, dims, width, least)
-            return self.new(f"{one.name} > {self.number()}", one.shape, BOOL)
-        if kind == INT:
-            one = self.pick(FLOAT, dims, width, least)
-            return self.new(f"(3 * {one.name}).clamp(-9, 9).long()", one.shape, INT)
+            text = {BOOL: "{} > {n}", INT: "(3 * {}).clamp(-9, 9).long()"}[kind]
+            return self.one_of(text, one, kind=kind, n=self.number())
         if dims == 0:
-            one = self.pick()
-            return self.new(f"{one.name}.sum(-1)", ())
+            return self.one_of("{}.sum(-1)", self.pick(), shape=())
         if dims == 2:
             width = width or max(least, self.rng.randint(1, 4))
             groups = self.rng.randint(1, 3)
             one = self.pick(width=groups * width)
-            return self.new(f"{one.name}.unflatten(-1, ({groups}, {width}))", (groups, width))
+            return self.one_of("{}.unflatten(-1, ({g}, {k})) -> g,k", one, g=groups, k=width)
         return self.fitted(width or max(least, self.rng.randint(1, 9)))
 
     def fitted(self, width: int) -> Value:
         """A variable of that width, made of another one."""
         one = self.pick()
-        ways = [f"{self.linear(one.width, width)}({one.name})"]
-        ways.append(f"{one.name} @ {self.matrix(one.width, width)}")
+        block = "{m}({})\n{} @ {p}"
         if one.width > width:
-            at = self.rng.randint(0, one.width - width)
-            ways.append(f"{one.name}[:, {at} : {at + width}]")
+            block += "\n{}[:, {first}:{end}]"
         if one.width == 1:
-            ways.append(f"{one.name}.expand(-1, {width})")
-        return self.new(self.rng.choice(ways), (width,))
+            block += "\n{}.expand(-1, {n})"
+        first = self.rng.randint(0, max(0, one.width - width))
+        m, p = self.linear(one.width, width), self.matrix(one.width, width)
+        names = {"m": m, "p": p, "n": width, "first": first, "end": first + width}
+        return self.one_of(block, one, shape=(width,), **names)
 
     def linear(self, inputs: int, outputs: int) -> str:
         bias = "" if self.rng.random() < 0.7 else ", bias=False"
@@ -228,12 +280,17 @@ class Writer:
         else:
             self._matrices.append((name := self.parameter(columns, rows), (columns, rows)))
             name = f"{name}.{self.rng.choice(['t()', 'T', 'mT', 'transpose(0, 1)'])}"
-        ways = [name] * 6
-        ways += [f"torch.tanh({name})", f"({name} * {self.number(0.5, 1.5)})"]
-        ways += [f"F.softmax({name}, 0)", f"torch.tril({name})", f"({name} / {name}.norm())"]
+        block = (
+            "{p}\n" * 6
+            + """torch.tanh({p})
+            ({p} * 0.8)
+            F.softmax({p}, 0)
+            torch.tril({p})
+            ({p} / {p}.norm())"""
+        )
         if rows == columns:
-            ways += [f"({name} - {name}.t())", f"({name} + 0.1 * torch.eye({rows}{FLOATS}))"]
-        return self.rng.choice(ways)
+            block += "\n({p} - {p}.t())\n({p} + 0.1 * torch.eye({n}, dtype=torch.float64))"
+        return self.filled(self.chosen(block), p=name, n=rows)
 
     def vector(self, width: int) -> str:
         """Something of rows that all are the same: a parameter, a buffer, a constant."""
@@ -256,16 +313,13 @@ class Writer:
     def finish(self) -> Source:
         """What the step returns."""
         source, rng = self.source, self.rng
-        self._word = "state"
         for i, width in enumerate(source.states):
             new, old = self.pick(width=width), f"h{i}"
             if rng.random() < 0.5:
                 others = [v for v in self.values if v.shape == (width,) and v.kind == FLOAT]
                 new = next((v for v in reversed(others) if v not in self._given), new)
-            ways = [f"torch.tanh({new.name})"] * 4 + [f"{new.name}.clamp(-1.5, 1.5)"]
-            ways += [f"0.5 * {old} + 0.5 * torch.tanh({new.name})", f"0.3 * {new.name}"]
-            ways += [f"torch.sigmoid({new.name})", new.name, f"{old} + 0.1 * torch.sin({new.name})"]
-            source.new_states.append(self.new(rng.choice(ways), (width,)).name)
+            made = self.one_of(ENDS, new, Value(old, (width,)))
+            source.new_states.append(made.name)
         results = [rng.choice(self.values[-12:]).name for _ in range(rng.choice([1, 1, 2, 3]))]
         if rng.random() < 0.6:
             results[0] = source.new_states[0]
@@ -273,7 +327,3 @@ class Writer:
         text = f"({', '.join(results)})" if len(results) > 1 else results[0]
         source.output = rng.choice([text, text, f"{{{names}}}"])
         return source
-
-
-def product(shape: Sequence[int]) -> int:
-    return math.prod(shape)
