@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[Stage, ...]] = {
         SANITIZERS,
         ("numerics", "scales", "train_text", "math", "emulation"),
     ),
-    "cells": (("build",), ("any_cell",)),
+    "cells": (("build",), ("programs",), ("any_cell",)),
 }
 
 
@@ -75,7 +75,8 @@ def parts(out: Path) -> dict[str, Part]:
     """All parts, by name."""
     python = sys.executable
     math, scales = "tests/values/test_math.py", "tests/hostile/test_hostile_scales.py"
-    apart = [f"--ignore={math}", f"--ignore={scales}"]
+    programs = "tests/compiled/test_gpu_programs.py"
+    apart = [f"--ignore={path}" for path in (math, scales, programs)]
 
     def tests(name: str, limit_s: float, *options: str, workers: int = WORKERS) -> Part:
         command = [python, "-m", "pytest", "-m", "cuda", "-p", "bench.pytest_faults"]
@@ -118,7 +119,8 @@ def parts(out: Path) -> dict[str, Part]:
         sweep("fit", 48),
         sweep("packed", 60),
         sweep("kernels", 90),
-        sweep("any_cell", 400),
+        tests("programs", 90, programs),  # each test has nvcc build a library
+        sweep("any_cell", 320),
         *map(sanitizer, SANITIZERS),
         sweep("numerics", 200),
         benchmark("train_text", 200, "--dtype", "bfloat16"),

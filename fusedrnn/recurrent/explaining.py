@@ -128,6 +128,8 @@ def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanati
             else "so many fit into workspace_bytes"
             if settings.workspace_bytes is not None
             else "as many as have 256 rows: with more, a CPU is no faster"
+            if run.device.type == "cpu"
+            else "at least 8, and as many as have 1024 rows, which keep a GPU at work"
         )
     return Explanation(
         is_program=True,

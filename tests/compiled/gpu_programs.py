@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from asked import recurrent
 from emulator import BUILD, emulated_operators, use
 from nvcc import NVCC
 from registry import Case
 from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
+import fusedrnn
 from fusedrnn import _library
 from fusedrnn._compile import cell
 from fusedrnn._compile.build import CannotBuild, Library
@@ -21,21 +23,37 @@ from fusedrnn._compile.build import CannotBuild, Library
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
     """Has programs for CPU tensors run by the GPU's driver, on the emulation of its kernels."""
-    use(patch, emulated_operators())
-    library = BUILD / "fusedrnn_emulated/fusedrnn_emulated.so"
-    patch.setattr(_library, "cuda", ctypes.CDLL(str(library)))
+    take(patch, emulated_operators(), BUILD / "fusedrnn_emulated/fusedrnn_emulated.so", library_of)
+
+
+def take(
+    patch: pytest.MonkeyPatch, operators: Any, path: Path, library_of: Callable[[str], Path]
+) -> None:
+    """Has programs for CPU tensors run by operators for GPUs.
+
+    Args:
+        path: The library of the operators.
+        library_of: Makes the library of a text.
+    """
+
+    def build(text: str, *, device: str, capability: str | None) -> Library:
+        assert device == "cuda"
+        made = library_of(text)
+        function = ctypes.cast(ctypes.CDLL(str(made)).fusedrnn_stage_launch, ctypes.c_void_p).value
+        assert function is not None
+        return Library(function, made, made.stem, False, 0.0, made.stat().st_size)
+
+    use(patch, operators)
+    patch.setattr(_library, "cuda", ctypes.CDLL(str(path)))
     patch.setattr(cell, "kind_of", lambda device: "cuda")
-    patch.setattr(cell, "build", _emulated)
+    patch.setattr(cell, "build", build)
 
 
-def _emulated(text: str, *, device: str, capability: str | None) -> Library:
-    assert device == "cuda"
+def library_of(text: str) -> Path:
+    """What is printed for a GPU, on the emulation of a GPU's threads."""
     flags = [*FLAGS, "-Wno-psabi", "-shared", "-fPIC"]
     includes = ["-iquote", str(CSRC), f"-I{HERE.parent / 'emulator'}"]
-    path = built("program", [str(COMPILER), *flags, *includes], text)
-    function = ctypes.cast(ctypes.CDLL(str(path)).fusedrnn_stage_launch, ctypes.c_void_p).value
-    assert function is not None
-    return Library(function, path, path.stem, False, 0.0, path.stat().st_size)
+    return built("program", [str(COMPILER), *flags, *includes], text)
 
 
 def gpu_text(case: Case, dtype: torch.dtype) -> str:
@@ -46,12 +64,12 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
         texts.append(text)
         raise CannotBuild("it has been taken")
 
-    module = case.cell(dtype)
+    module, inputs = case.cell(dtype), case.inputs(2, 2, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cell, "kind_of", lambda device: "cuda")
         patch.setattr(cell, "build", taken)
         with pytest.raises(RuntimeError, match="it has been taken"):
-            recurrent(module, compile="require")(case.inputs(2, 2, dtype), case.state(module, 2))
+            fusedrnn.Recurrent(module, compile="require")(inputs, case.state(module, 2))
     return texts[0]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from asked import recurrent
 from gpu_programs import emulate
 from plain import Masks
 from registry import CASES, Case
@@ -17,15 +16,24 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn import _library
+from fusedrnn._compile import operators
 
 SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
-SMOOTH = [case for case in SEVERAL if not case.is_discrete]
+QUICK = {"LSTMCell", "forum", "late reset, LayerNorm"}
+SMOOTH = [
+    pytest.param(case, id=str(case), marks=[] if case.name in QUICK else [pytest.mark.slow])
+    for case in SEVERAL
+    if not case.is_discrete
+]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of what runs the programs, by which tests share them."""
     emulate(monkeypatch)
+    return "emulated"
 
 
 def some_resets(seq_len: int = T, batch: int = B) -> Tensor:
@@ -36,28 +44,28 @@ def some_resets(seq_len: int = T, batch: int = B) -> Tensor:
 
 
 @SOME
-def test_equals_the_loop(emulated: None, case: Case) -> None:
-    check_call(case)
+def test_equals_the_loop(emulated: str, case: Case) -> None:
+    check_call(case, emulated)
 
 
 @SOME
 @pytest.mark.parametrize("chunk_size", [2, T])
-def test_lengths_and_resets(emulated: None, case: Case, chunk_size: int) -> None:
-    check_call(case, Masks([3, 5, 1], some_resets()), chunk_size=chunk_size)
+def test_lengths_and_resets(emulated: str, case: Case, chunk_size: int) -> None:
+    check_call(case, emulated, Masks([3, 5, 1], some_resets()), chunk_size=chunk_size)
 
 
 @SOME
 @pytest.mark.parametrize("kind", ["one row", "sequence"])
-def test_other_states_at_resets(emulated: None, case: Case, kind: str) -> None:
+def test_other_states_at_resets(emulated: str, case: Case, kind: str) -> None:
     steps = (T,) if kind == "sequence" else ()
     to = case.state(case.cell(), 1 if kind == "one row" else B, *steps)
-    check_call(case, Masks([4, 5, 2], some_resets(), to, bool(steps)))
+    check_call(case, emulated, Masks([4, 5, 2], some_resets(), to, bool(steps)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.compiles], ids=str)
-def test_all_cells(emulated: None, case: Case) -> None:
-    check_call(case, Masks([3, 5, 1], some_resets()), chunk_size=2)
+def test_all_cells(emulated: str, case: Case) -> None:
+    check_call(case, emulated, Masks([3, 5, 1], some_resets()), chunk_size=2)
 
 
 # Against the CPU.
@@ -66,14 +74,13 @@ def test_all_cells(emulated: None, case: Case) -> None:
 def judged(case: Case, cell: Any, device: str, masks: Masks, **options: Any) -> list[list[Tensor]]:
     """Values and gradients on a device, of the same cell, inputs and state each time."""
     torch.manual_seed(1)
-    cell = copy.deepcopy(cell).to(device)
-    dtype = next(cell.parameters()).dtype
+    cell = copy.deepcopy(cell)
+    given = case.inputs(T, B, next(cell.parameters()).dtype), case.state(cell, B)
     x, state = (
         pytree.tree_map(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), tree)
-        for tree in (case.inputs(T, B, dtype), case.state(cell.cpu(), B))
+        for tree in given
     )
-    cell.to(device)
-    rnn = recurrent(cell, compile="require", **options)
+    rnn = fusedrnn.Recurrent(cell.to(device), compile="require", **options)
     reset = None if masks.reset is None else masks.reset.to(device)
     results = rnn(x, state, masks.lengths, reset, generator=seeded())
     values = [t for t in pytree.tree_leaves(results) if t.is_floating_point()]
@@ -97,7 +104,7 @@ def check_against_the_cpu(case: Case, dtype: torch.dtype, masks: Masks, device: 
 
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-OF_SMOOTH = pytest.mark.parametrize("case", SMOOTH, ids=str)
+OF_SMOOTH = pytest.mark.parametrize("case", SMOOTH)
 ALL_MASKS = pytest.mark.parametrize(
     "masks", [Masks(), Masks([3, 5, 1], some_resets())], ids=["whole", "masked"]
 )
@@ -122,9 +129,7 @@ def test_equals_the_cpu_on_a_gpu(case: Case, dtype: torch.dtype, masks: Masks) -
 
 
 def test_a_program_runs_only_where_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedrnn._compile import operators
-
-    known = fusedrnn._library.operators
+    known = _library.operators
     cell, x = torch.nn.RNNCell(3, 3), torch.zeros(2, 1, 3)
     numbers = []
     add = operators.add_program
@@ -134,11 +139,11 @@ def test_a_program_runs_only_where_its_library_does(monkeypatch: pytest.MonkeyPa
         return numbers[-1]
 
     monkeypatch.setattr(operators, "add_program", adding)
-    recurrent(cell, compile="require")(x)
+    fusedrnn.Recurrent(cell, compile="require")(x)
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
-        recurrent(cell, compile="require")(x)
-        of_gpu = fusedrnn._library.operators
+        fusedrnn.Recurrent(cell, compile="require")(x)
+        of_gpu = _library.operators
     for run, number in ((known, numbers[1]), (of_gpu, numbers[0])):
         nothing = {"sequences": [x], "last": [], "kept": [], "saved": []}
         with pytest.raises(RuntimeError, match=r"fusedrnn: there is no program \d+ for these"):

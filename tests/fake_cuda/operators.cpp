@@ -90,3 +90,11 @@ _STABLE_TORCH_LIBRARY_IMPL(fusedrnn_fake, CompositeExplicitAutograd, m, C10_UID)
   m.impl("end_recording", TORCH_BOX(&fake::end_recording));
   m.impl("replay", TORCH_BOX(&fake::replay));
 }
+
+// For libraries of generated stages: has the fake GPU call run(data) when the stream comes to it.
+extern "C" __attribute__((visibility("default"))) int64_t fake_enqueue(void* stream,
+                                                                       void (*run)(void*),
+                                                                       void* data) {
+  ++fake::counts.launches;
+  return fake::enqueue(static_cast<cudaStream_t>(stream), [=] { run(data); });
+}
