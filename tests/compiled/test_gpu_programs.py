@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import operators
+from fusedrnn._compile import cell, operators
 
 SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
 QUICK = {"LSTMCell", "forum", "late reset, LayerNorm"}
@@ -148,3 +148,25 @@ def test_a_program_runs_only_where_its_library_does(monkeypatch: pytest.MonkeyPa
         nothing = {"sequences": [x], "last": [], "kept": [], "saved": []}
         with pytest.raises(RuntimeError, match=r"fusedrnn: there is no program \d+ for these"):
             run.program_forward(number, [], [], [], [], [], [], **nothing)
+
+
+@pytest.mark.parametrize("runs", ["compiled", "emulated"])
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("math::tanh(", "math::sigmoid("), ("din[0] = ", "din[0] = 1.5f * ")]
+)
+def test_a_library_that_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch, runs: str, right: str, wrong: str
+) -> None:
+    """Such as one of a compiler with a bug: values, or gradients alone."""
+    if runs == "emulated":
+        emulate(monkeypatch)
+    build = cell.build
+
+    def build_wrong(text: str, **named: Any) -> Any:
+        assert right in text
+        return build(text.replace(right, wrong), **named)
+
+    monkeypatch.setattr(cell, "build", build_wrong)
+    rnn = fusedrnn.Recurrent(torch.nn.RNNCell(3, 3), compile="require")
+    with pytest.raises(RuntimeError, match="the library does not compute what the program does"):
+        rnn(torch.zeros(2, 1, 3))
