@@ -298,7 +298,7 @@ def test_an_interruption_ends_a_call() -> None:
     def handler(number: int, frame: object) -> None:
         raise KeyError("of the handler")
 
-    call = random_call(gru(5, 400), 5_000, 1)  # takes seconds
+    call = random_call(gru(5, 800), 15_000, 1)  # takes seconds
     memory = Memory.of(call)
     before = signal.signal(signal.SIGALRM, handler)
     try:
