@@ -29,11 +29,16 @@ except (ImportError, OSError) as error:
         "import from elsewhere"
     ) from error
 core = ctypes.CDLL(str(_core))
-"""Functions that are no operators."""
-core.fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))  # ends a long call
+"""What else the library of the operators for the CPU exports: see csrc/ops/ops.cpp."""
+
+# Ctrl-C ends a long call through this.
+core.fusedrnn_set_signal_check(ctypes.c_void_p(_helpers.signal_check()))
 
 operators: Any = torch.ops.fusedrnn
 """The operators of csrc/ops/ops.h."""
+
+cuda: ctypes.CDLL | None = None
+"""The same of the operators for CUDA, csrc/ops/ops_cuda.cpp, if they are there."""
 
 most_blocks = 0
 """Address of a function that asks a GPU's driver how many blocks of a kernel run at once, or 0."""
@@ -41,7 +46,7 @@ most_blocks = 0
 
 def _load_cuda() -> str | None:
     """Loads the operators for CUDA; says why there are none."""
-    global most_blocks
+    global most_blocks, cuda
     library = _compiled("_cuda")
     if not library.exists():
         return (
@@ -52,10 +57,12 @@ def _load_cuda() -> str | None:
         return "torch is a CPU build"
     try:
         torch.ops.load_library(str(library))
-        ask = ctypes.CDLL(str(library)).fusedrnn_most_blocks
+        loaded = ctypes.CDLL(str(library))
+        ask = loaded.fusedrnn_most_blocks
     except (OSError, AttributeError) as error:  # a CUDA of another major version, an older build
         return f"the CUDA kernels cannot be loaded under CUDA {torch.version.cuda}: {error}"
     most_blocks = ctypes.cast(ask, ctypes.c_void_p).value or 0
+    cuda = loaded
     return None
 
 

@@ -1,9 +1,10 @@
-// Runs the bodies of kernels.h on a GPU.
+// Runs the bodies of kernels.h and program_kernels.h on a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "kernels.h"
+#include "program_kernels.h"
 
 namespace fusedrnn::cuda {
 

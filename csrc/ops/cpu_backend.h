@@ -174,11 +174,11 @@ class CpuBackend : public cpu::Memory<Element> {
 
   // The stages of programs, and what becomes of their carries.
 
-  void stage(program::StageFunction function, int64_t stage, bool is_backward,
+  void stage(const program::Stages& stages, int64_t stage, bool is_backward,
              const program::StageArgs& args, int64_t rows) {
     signals_.look();
     parallel(rows, args.width, [&](int64_t first, int64_t last) {
-      function(stage, is_backward, &args, first, last);
+      stages.run(stage, is_backward, &args, first, last);
     });
   }
 

@@ -13,8 +13,10 @@
 
 #include "../cuda/launches.h"
 #include "../cuda/memory.h"
+#include "../cuda/program_launches.h"
 #include "../persistent/arguments.h"
 #include "../persistent/backward_arguments.h"
+#include "../program/stage.h"
 #include "stable.h"
 
 namespace fusedrnn {
@@ -124,6 +126,28 @@ class GpuBackend : public cuda::Memory<Element> {
   void column_sums(const ColumnSums<T>& sums) {
     check(cuda::column_sums<T>(sums, scratch_.partial_sums, device_.stream()), sums.rows,
           sums.all_columns());
+  }
+
+  // The stages of programs, and what becomes of their carries.
+
+  void stage(const program::Stages& stages, int64_t stage, bool is_backward,
+             const program::StageArgs& args, int64_t rows) {
+    const int64_t error = stages.launch(stage, is_backward, &args, rows, device_.stream());
+    check({is_backward ? "stage_backward" : "stage_forward", int(error)}, rows, args.width);
+  }
+  template <class P, class To>
+  void carry_before(const program::CarryBefore<T, P, To>& step, int64_t rows) {
+    check(cuda::carry_before(step, rows, device_.stream()), rows, step.width);
+  }
+  template <class P>
+  void carry_last(const program::CarryLast<T, P>& step, int64_t rows) {
+    check(cuda::carry_last(step, rows, device_.stream()), rows, step.width);
+  }
+  void carry_gradient(const program::CarryGradient<T>& step, int64_t rows) {
+    check(cuda::carry_gradient(step, rows, device_.stream()), rows, step.width);
+  }
+  void carry_part(const program::CarryPart<A>& step, int64_t rows) {
+    check(cuda::carry_part(step, rows, device_.stream()), rows, step.width);
   }
 
   // Runs all steps of a chunk in one kernel.

@@ -54,28 +54,13 @@ extern "C" __attribute__((visibility("default"))) int64_t
 fusedrnn_add_program(const int64_t* numbers, int64_t count, fusedrnn::program::StageFunction stages,
                      int64_t dtype, char* error, int64_t error_size) {
   return fusedrnn::with_error(error, error_size, [&] {
-    return fusedrnn::Programs::all().add(numbers, count, stages, dtype);
+    return fusedrnn::Programs::all().add(numbers, count, {stages, nullptr}, dtype);
   });
 }
 
-// Writes the steps of a chunk of a program, and the bytes of the workspaces of forward and
-// backward.
 extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_program_chunk(
     int64_t program, int64_t seq_len, int64_t batch, int64_t dtype, int64_t chunk_size,
     int64_t workspace_bytes, int64_t* plan, char* error, int64_t error_size) {
-  using namespace fusedrnn;
-  return with_error(error, error_size, [&]() -> int64_t {
-    const KnownProgram& known = Programs::all().at(program);
-    FUSEDRNN_CHECK(Programs::dtype_of(dtype) == known.dtype, "this program is for ",
-                   torch::headeronly::toString(known.dtype), ", got ",
-                   torch::headeronly::toString(Programs::dtype_of(dtype)));
-    dispatch_dtype("a program", known.dtype, [&](auto element) {
-      const ProgramPlan made = plan_program<cpu::Memory<decltype(element)>>(
-          known, seq_len, batch, chunk_size, workspace_bytes);
-      plan[0] = made.steps;
-      plan[1] = made.workspace.forward;
-      plan[2] = made.workspace.backward;
-    });
-    return 0;
-  });
+  return fusedrnn::write_program_plan<fusedrnn::cpu::Memory>(
+      program, seq_len, batch, dtype, chunk_size, workspace_bytes, plan, error, error_size);
 }

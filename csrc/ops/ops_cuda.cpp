@@ -5,6 +5,7 @@
 #include "cuda_device.h"
 #include "gpu_backend.h"
 #include "ops.h"
+#include "program_ops.h"
 
 namespace fusedrnn {
 namespace {
@@ -40,10 +41,27 @@ class CudaPlatform {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn, CUDA, m) {
   fusedrnn::implement_operators<fusedrnn::CudaPlatform>(m);
+  fusedrnn::implement_program_operators<fusedrnn::CudaPlatform>(m);
 }
 
 // Called by Python through ctypes.
 extern "C" __attribute__((visibility("default"))) int64_t
 fusedrnn_most_blocks(const fusedrnn::cuda::PersistentKernel* kernel) {
   return fusedrnn::CudaDevice::most_blocks(kernel);
+}
+
+// As fusedrnn_add_program() and fusedrnn_program_chunk() of ops.cpp, for programs on a GPU.
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_gpu_program(
+    const int64_t* numbers, int64_t count, fusedrnn::program::StageLaunch stages, int64_t dtype,
+    char* error, int64_t error_size) {
+  return fusedrnn::with_error(error, error_size, [&] {
+    return fusedrnn::Programs::all().add(numbers, count, {nullptr, stages}, dtype);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_gpu_program_chunk(
+    int64_t program, int64_t seq_len, int64_t batch, int64_t dtype, int64_t chunk_size,
+    int64_t workspace_bytes, int64_t* plan, char* error, int64_t error_size) {
+  return fusedrnn::write_program_plan<fusedrnn::cuda::Memory>(
+      program, seq_len, batch, dtype, chunk_size, workspace_bytes, plan, error, error_size);
 }

@@ -138,7 +138,7 @@ class ProgramArguments {
     program::Call<T> c{};
     c.program = &program_;
     c.flow = &known_.flow;
-    c.function = known_.stages;
+    c.stages = known_.stages;
     c.seq_len = seq_len_;
     c.batch = batch_;
     c.chunk = chunk_;
@@ -312,7 +312,7 @@ class ProgramArguments {
     FUSEDRNN_CHECK(call_.first_step >= 0 && call_.first_step <= kMostRows - seq_len_,
                    "first_step must be 0 or more, and below 2^32 with all steps, got ",
                    call_.first_step);
-    chunk_ = program_chunk(call_.chunk, seq_len_, batch_);
+    chunk_ = program_chunk(known_, call_.chunk, seq_len_, batch_);
   }
   void check_weights(const char* name, const Tensors& weights, ScalarType dtype,
                      bool is_gradient) const {
@@ -408,11 +408,25 @@ class ProgramArguments {
                    " steps of ", batch, " rows of ", features, " columns");
   }
   // The steps of a chunk, if a caller asks for `chunk` or for none.
-  static int64_t program_chunk(int64_t chunk, int64_t seq_len, int64_t batch) {
+  static int64_t program_chunk(const KnownProgram& known, int64_t chunk, int64_t seq_len,
+                               int64_t batch) {
     constexpr int64_t kRows = 256;  // as plan_by_sizes() in driver/planner.h
     if (chunk > 0) return std::min(chunk, seq_len);
     const int64_t rows = std::max<int64_t>(batch, 1);
+    if (known.stages.is_for_gpu()) return gpu_chunk(seq_len, rows);
     return std::min((kRows + rows - 1) / rows, seq_len);
+  }
+  // On a GPU a chunk has more rows, since small kernels take as long as their launches: 1024 or
+  // more, in at least 8 steps, so that carries that are kept before each chunk take an eighth of
+  // those of all steps, or less.  The workspace is that of 8 steps of a large batch, whatever the
+  // length; where 8 steps would be more than the square root of the length, of as many.  Products
+  // are fastest if rows are a multiple of 128.
+  static int64_t gpu_chunk(int64_t seq_len, int64_t batch) {
+    constexpr int64_t kRows = 1024, kSteps = 8;
+    int64_t steps = 1;
+    while (steps < kSteps && steps * steps < seq_len) ++steps;
+    const int64_t least = std::max((kRows + batch - 1) / batch, steps);
+    return Chunks(seq_len, batch, /*on_gpu=*/true).at_least(least);
   }
 
  private:

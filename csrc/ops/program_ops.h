@@ -139,7 +139,7 @@ struct ProgramPlan {
 };
 
 // Chunks are as long as the caller asks; or as long as possible with both passes within
-// workspace_bytes, whatever tensors a call has; or else they have 256 rows.
+// workspace_bytes, whatever tensors a call has; or else program_chunk() chooses.
 template <class Memory>
 ProgramPlan plan_program(const KnownProgram& known, int64_t seq_len, int64_t batch,
                          int64_t chunk_size, int64_t workspace_bytes) {
@@ -154,7 +154,7 @@ ProgramPlan plan_program(const KnownProgram& known, int64_t seq_len, int64_t bat
   const auto count = [&](int64_t steps, bool for_any) {
     return program_workspace<Memory>(known, seq_len, rows, steps, for_any);
   };
-  int64_t steps = ProgramArguments::program_chunk(chunk_size, seq_len, rows);
+  int64_t steps = ProgramArguments::program_chunk(known, chunk_size, seq_len, rows);
   if (workspace_bytes > 0 && batch > 0) {
     const auto fits = [&](int64_t most) { return count(most, true).most() <= workspace_bytes; };
     FUSEDRNN_CHECK(fits(1), "workspace_bytes must be at least ", count(1, true).most(),
@@ -170,7 +170,7 @@ ProgramPlan plan_program(const KnownProgram& known, int64_t seq_len, int64_t bat
       }
     }
     // As few chunks as possible, and of equal length.
-    steps = Chunks(seq_len, rows, /*on_gpu=*/false).within(least);
+    steps = Chunks(seq_len, rows, known.stages.is_for_gpu()).within(least);
   }
   return {steps, count(steps, workspace_bytes > 0)};
 }
@@ -218,6 +218,28 @@ int64_t with_error(char* error, int64_t error_size, const F& f) {
   } catch (...) {
     return explain("fusedrnn: an unknown error");
   }
+}
+
+// Writes the steps of a chunk of a program, and the bytes of the workspaces of forward and
+// backward.  Memory: of the backend that runs it.
+template <template <class> class Memory>
+int64_t write_program_plan(int64_t program, int64_t seq_len, int64_t batch, int64_t dtype,
+                           int64_t chunk_size, int64_t workspace_bytes, int64_t* plan, char* error,
+                           int64_t error_size) {
+  return with_error(error, error_size, [&]() -> int64_t {
+    const KnownProgram& known = Programs::all().at(program);
+    FUSEDRNN_CHECK(Programs::dtype_of(dtype) == known.dtype, "this program is for ",
+                   torch::headeronly::toString(known.dtype), ", got ",
+                   torch::headeronly::toString(Programs::dtype_of(dtype)));
+    dispatch_dtype("a program", known.dtype, [&](auto element) {
+      const ProgramPlan made = plan_program<Memory<decltype(element)>>(known, seq_len, batch,
+                                                                       chunk_size, workspace_bytes);
+      plan[0] = made.steps;
+      plan[1] = made.workspace.forward;
+      plan[2] = made.workspace.backward;
+    });
+    return 0;
+  });
 }
 
 }  // namespace fusedrnn

@@ -17,35 +17,45 @@ namespace fusedrnn {
 struct KnownProgram {
   program::Program program;
   program::Flow flow;
-  program::StageFunction stages;
+  program::Stages stages;
   ScalarType dtype;
 
-  KnownProgram(program::Program&& read, program::StageFunction stages, ScalarType dtype)
+  KnownProgram(program::Program&& read, const program::Stages& stages, ScalarType dtype)
       : program(std::move(read)), flow(program), stages(stages), dtype(dtype) {}
   KnownProgram(const KnownProgram&) = delete;
   KnownProgram& operator=(const KnownProgram&) = delete;
 };
 
+// Each library of the package has its own programs: those of the operators for the CPU are counted
+// from 0 on, and those of the operators for GPUs from kFirstOnGpu on.  So neither can run a program
+// whose stages are compiled for the other.
 class Programs {
  public:
+  static constexpr int64_t kFirstOnGpu = int64_t(1) << 32;
+
   static Programs& all() {
     static Programs programs;
     return programs;
   }
 
-  int64_t add(const int64_t* numbers, int64_t count, program::StageFunction stages, int64_t dtype) {
-    FUSEDRNN_CHECK(stages != nullptr, "a program needs the function of its stages");
+  int64_t add(const int64_t* numbers, int64_t count, const program::Stages& stages, int64_t dtype) {
+    FUSEDRNN_CHECK(stages.run != nullptr || stages.launch != nullptr,
+                   "a program needs the function of its stages");
     auto known = std::make_unique<const KnownProgram>(program::read(numbers, count), stages,
                                                       dtype_of(dtype));
     const std::lock_guard<std::mutex> lock(mutex_);
-    programs_.push_back(std::move(known));
-    return int64_t(programs_.size()) - 1;
+    auto& programs = programs_of(stages.is_for_gpu());
+    programs.push_back(std::move(known));
+    return int64_t(programs.size()) - 1 + (stages.is_for_gpu() ? kFirstOnGpu : 0);
   }
   const KnownProgram& at(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    FUSEDRNN_CHECK(number >= 0 && number < int64_t(programs_.size()), "there is no program ",
-                   number);
-    return *programs_[size_t(number)];
+    const bool is_for_gpu = number >= kFirstOnGpu;
+    const auto& programs = programs_of(is_for_gpu);
+    const int64_t index = number - (is_for_gpu ? kFirstOnGpu : 0);
+    FUSEDRNN_CHECK(index >= 0 && index < int64_t(programs.size()), "there is no program ", number,
+                   " for these tensors");
+    return *programs[size_t(index)];
   }
 
   // dtype: the bytes of an element, with a minus for the type of 16 bits that has a float's
@@ -61,8 +71,11 @@ class Programs {
   }
 
  private:
+  using List = std::vector<std::unique_ptr<const KnownProgram>>;
+  List& programs_of(bool is_for_gpu) { return is_for_gpu ? for_gpus_ : for_cpu_; }
+
   std::mutex mutex_;
-  std::vector<std::unique_ptr<const KnownProgram>> programs_;
+  List for_cpu_, for_gpus_;
 };
 
 }  // namespace fusedrnn

@@ -406,7 +406,7 @@ class Backward : Pass<Backend> {
       in.gradient_is_storage = rows.is_storage;
       in.adds = flow_.stage_adds[index][i];
     }
-    backend_.stage(call_.function, int64_t(index), true, args, chunk.rows(span));
+    backend_.stage(call_.stages, int64_t(index), true, args, chunk.rows(span));
   }
   Rows gradient_rows(const Operand& operand) const {
     const size_t i = size_t(operand.index);

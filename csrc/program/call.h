@@ -22,7 +22,7 @@ struct Call {
 
   const Program* program;
   const Flow* flow;
-  StageFunction function;
+  Stages stages;
   int64_t seq_len, batch, chunk;  // chunk: steps of a chunk
   std::vector<Sequence<const T>> inputs;
   std::vector<const T*> carries;           // (batch, width), the initial ones

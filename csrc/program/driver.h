@@ -16,7 +16,7 @@
 // A backend has the types T (tensors), O (GEMM operands) and A = Acc<T>, and of what
 // driver/driver.h describes gemm, copy, copy_steps, zero, clear, column_sums, scratch_bytes,
 // use_scratch and expect; zero also for matrices of T and O.  And
-//   stage(StageFunction, index, is_backward, StageArgs, rows): see stage.h
+//   stage(Stages, index, is_backward, StageArgs, rows): see stage.h
 //   carry_before(CarryBefore, rows), carry_last(CarryLast, rows),
 //   carry_gradient(CarryGradient, rows), carry_part(CarryPart, rows): see carries.h
 #pragma once

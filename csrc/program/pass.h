@@ -348,7 +348,7 @@ class Pass {
       out.is_storage = rows.is_storage;
       out.rounds = program_.values[v].is_operand && !rows.is_storage;
     }
-    backend_.stage(call_.function, int64_t(index), false, args, chunk.rows(span));
+    backend_.stage(call_.stages, int64_t(index), false, args, chunk.rows(span));
   }
 
   // An item over all steps of a chunk, or in one step.

@@ -67,5 +67,17 @@ struct StageArgs {
 // those of inputs.
 using StageFunction = void (*)(int64_t stage, int64_t backward, const StageArgs*, int64_t first,
                                int64_t last);
+// The same on a GPU, for all rows of a call: enqueues the work on a stream (a cudaStream_t), and
+// returns a cudaError_t.
+using StageLaunch = int64_t (*)(int64_t stage, int64_t backward, const StageArgs*, int64_t rows,
+                                void* stream);
+
+// The function of a library: one of them, the other is null.
+struct Stages {
+  StageFunction run;
+  StageLaunch launch;
+
+  bool is_for_gpu() const { return launch != nullptr; }
+};
 
 }  // namespace fusedrnn::program

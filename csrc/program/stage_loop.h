@@ -8,6 +8,14 @@
 // vector lies within one group of each input and result.  How it is cut depends on nothing but the
 // stage, so a row's results depend neither on the other rows nor on the threads among which they
 // are divided.
+//
+// Only the step's own arithmetic is compiled for each stage: Arithmetic, which reads and writes
+// whole vectors of Acc<T>.  All else is compiled once in a library.  It does a block of a row's
+// columns at a time: the numbers of a Source are found in memory, or made in a buffer if they are
+// of 16 bits, added up, drawn, or less than a vector; what is computed goes to its place, or to a
+// buffer from which a Sink converts it, adds it or reduces it.
+//
+// Longer than 350 lines, because blocks, sources and sinks are one loop.
 #pragma once
 #include "functions.h"
 #include "stage_vectors.h"
@@ -15,275 +23,507 @@
 namespace fusedrnn::program {
 inline namespace FUSEDRNN_ISA {
 
-// One row of a stage: its inputs, and where it is in their groups.
+constexpr int64_t kBlock = 256;  // columns that are done at a time, at most
+// The length of a buffer: what is drawn begins up to 3 columns before the block, and ends with all
+// that is drawn at once.
+template <class T>
+constexpr int64_t kRoom = kBlock + 4 * Lanes<T>::kWidth;
+
+// What a block of columns is computed from: an input, or the gradient of a result.
+template <class T>
+struct Source {
+  using L = Lanes<T>;
+  using A = Acc<T>;
+  using V = typename L::V;
+
+  struct Term {
+    const void* data;
+    int64_t stride;
+    bool is_storage;
+  };
+  In kind;
+  int32_t columns;  // of a group; 0 without groups
+  int count;        // of terms; their sum is what is read, or 0
+  Term terms[3];
+  A* buffer;
+  const A* drawn;
+  // Of the row.
+  Row<T, const void> rows[3];
+  Group group;
+  int64_t filled_group, filled;  // whose number is in the buffer, in how many columns
+
+  FUSEDRNN_HD void start(In its_kind, int32_t columns_of_group, A* its_buffer) {
+    kind = its_kind;
+    columns = is_grouped(kind) ? columns_of_group : 0;
+    count = 0;
+    buffer = its_buffer;
+  }
+  FUSEDRNN_HD void add(const void* data, int64_t stride, bool is_storage) {
+    if (data != nullptr) terms[count++] = {data, stride, is_storage};
+  }
+  // Nothing to read is the same number in all columns.
+  FUSEDRNN_HD void end() {
+    if (kind == In::Column && count == 0) kind = In::Group;
+  }
+
+  FUSEDRNN_HD void start_row(int64_t row, int64_t width) {
+    for (int i = 0; i < count; ++i) {
+      rows[i] = Row<T, const void>::of(terms[i].data, row, terms[i].stride, terms[i].is_storage);
+    }
+    group.start(columns, width);
+    filled_group = -1;
+  }
+
+  // Where the numbers of columns [column, column + n) are, in whole vectors.  drawn_from: the first
+  // column of those that are drawn.
+  FUSEDRNN_HD const A* read(int64_t column, int64_t n, int64_t drawn_from) {
+    switch (kind) {
+      case In::Column: return read_columns(column, n);
+      case In::Group: read_groups(column, n); return buffer;
+      case In::Index:
+        for (int64_t c = 0; c < n; c += L::kWidth) {
+          group.move_to(column + c);
+          put(c, L::places() + A(column + c - group.begin));
+        }
+        return buffer;
+      default: return drawn + (column - drawn_from);
+    }
+  }
+
+ private:
+  FUSEDRNN_HD void put(int64_t c, V x) { L::store(buffer + c, x, L::kWidth); }
+
+  FUSEDRNN_HD const A* read_columns(int64_t column, int64_t n) {
+    int i = 0;
+    const A* sum = nullptr;  // of the first i terms
+    if (n % L::kWidth == 0 && !rows[0].is_narrow()) {
+      sum = static_cast<const A*>(rows[i++].data) + column;
+    }
+    for (; i < count; ++i) {
+      A* const place = buffer;  // a variable, since writing might change what is not
+      rows[i].with([=](auto* data) __attribute__((always_inline)) {
+        const auto* const term = data + column;
+        if (sum == nullptr) {
+          for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+            L::store(place + c, L::load(term + c, lanes), L::kWidth);
+          });
+        } else {
+          for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+            L::store(place + c, L::load(sum + c, L::kWidth) + L::load(term + c, lanes), L::kWidth);
+          });
+        }
+      });
+      sum = place;
+    }
+    return sum;
+  }
+
+  // The number of a group, in each of its columns.
+  FUSEDRNN_HD void read_groups(int64_t column, int64_t n) {
+    group.move_to(column);
+    if (column + n <= group.end) {
+      if (filled_group == group.number && n <= filled) return;
+      filled_group = group.number;
+      filled = n;
+    } else {
+      filled_group = -1;
+    }
+    for (int64_t c = 0, end = 0; c < n;) {
+      group.move_to(column + c);
+      end = least(n, group.end - column);
+      A sum = count > 0 ? rows[0].one(group.number) : A{};
+      for (int i = 1; i < count; ++i) sum += rows[i].one(group.number);
+      const V x = sum - V{};
+      for (A* const place = buffer; c < end; c += L::kWidth) L::store(place + c, x, L::kWidth);
+    }
+  }
+};
+
+// What becomes of what is computed: of a result, or the gradient of an input.
+template <class T>
+struct Sink {
+  using L = Lanes<T>;
+  using A = Acc<T>;
+  using V = typename L::V;
+
+  Out kind;
+  int32_t columns;  // of a group; 0 without groups
+  void* data;       // null if it is not wanted
+  int64_t stride;
+  bool is_storage, adds, rounds;
+  A* buffer;
+  // Of the row.
+  Row<T, void> to;
+  Group group;
+  GroupSum<T> sum;
+  GroupLargest<T> largest;
+
+  FUSEDRNN_HD void start_row(int64_t row, int64_t width) {
+    to = Row<T, void>::of(data, row, stride, is_storage);
+    group.start(columns, width);
+    if (kind == Out::Column) return;
+    if (is_largest(kind)) {
+      largest.start();
+    } else {
+      sum.start();
+    }
+  }
+
+  // A row that does not take the step.
+  FUSEDRNN_HD void clear_row(int64_t row, int64_t width) const {
+    if (data == nullptr) return;
+    const int64_t count = is_grouped(kind) ? Group::count(columns, width) : width;
+    Row<T, void>::of(data, row, stride, is_storage).clear(count);
+  }
+
+  // Where n columns are written, in whole vectors.
+  FUSEDRNN_HD A* place(int64_t column, int64_t n) const {
+    return is_written(n) ? static_cast<A*>(to.data) + column : buffer;
+  }
+
+  // What is left to do when columns [column, column + n) are there.
+  FUSEDRNN_HD void finish(int64_t column, int64_t n) {
+    if (data == nullptr || is_written(n)) return;
+    switch (kind) {
+      case Out::Column: return write(column, n);
+      case Out::Sum:
+        return reduce(sum, column, n, [](const GroupSum<T>& of) __attribute__((always_inline)) {
+          return of.total();
+        });
+      default:
+        return reduce(largest, column, n,
+                      [&](const GroupLargest<T>& of)
+                          __attribute__((always_inline)) { return of.total(kind == Out::ArgMax); });
+    }
+  }
+
+ private:
+  // Whether it has its place where whole vectors of Acc<T> can be written.
+  FUSEDRNN_HD bool is_written(int64_t n) const {
+    return kind == Out::Column && data != nullptr && !adds && !rounds && n % L::kWidth == 0 &&
+           !to.is_narrow();
+  }
+
+  FUSEDRNN_HD void write(int64_t column, int64_t n) const {
+    const A* const computed = buffer;  // variables, since writing might change what is not
+    const bool adds = this->adds, rounds = this->rounds;
+    to.with([=](auto* data) __attribute__((always_inline)) {
+      auto* const place = data + column;
+      for_vectors<T>(n, [=](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+        V x = L::load(computed + c, L::kWidth);
+        if (adds) x = L::load(place + c, lanes) + x;
+        L::store(place + c, rounds ? L::round(x) : x, lanes);
+      });
+    });
+  }
+
+  // R: GroupSum or GroupLargest.
+  template <class R, class Total>
+  FUSEDRNN_HD void reduce(R& so_far, int64_t column, int64_t n, const Total& total) {
+    R reduction = so_far;  // in registers
+    for (int64_t begin = 0, end; begin < n; begin = end) {
+      group.move_to(column + begin);
+      end = least(n, group.end - column);
+      V place = L::places() + A(column + begin - group.begin);
+      for_vectors<T>(end - begin, [&](int64_t c, int64_t lanes) __attribute__((always_inline)) {
+        reduction.add(L::load(buffer + begin + c, L::kWidth), place, lanes);
+        place = place + A(L::kWidth);
+      });
+      if (column + end < group.end) continue;
+      A x = total(reduction);
+      reduction.start();
+      if (adds) x = to.one(group.number) + x;
+      to.set(group.number, rounds ? widen(narrow<T>(x)) : x);
+    }
+    so_far = reduction;
+  }
+};
+
+// Computes n columns, in whole vectors.  from: inputs, and for backward the gradients of results.
+template <class T>
+using Compute = void (*)(const Acc<T>* const* from, Acc<T>* const* to, int64_t n);
+
 template <class T, class Stage>
-struct RowOfStage {
+struct Arithmetic {
   using L = Lanes<T>;
   using A = Acc<T>;
   using V = typename L::V;
   static constexpr int kIns = Stage::kIns, kOuts = Stage::kOuts;
   static constexpr int kInSlots = at_least_one(kIns), kOutSlots = at_least_one(kOuts);
-  static constexpr bool kDraws = any_drawn(Stage::kIn, kIns);
-  static constexpr bool kGroups = any_grouped(Stage::kIn, kIns) || any_grouped(Stage::kOut, kOuts);
-  static constexpr int64_t kDrawn = 4 * L::kWidth;  // Philox gives four numbers per lane
 
-  const StageArgs& args;
-  uint32_t t, b;
-  Row<T, const void> in[kInSlots];
-  const A* bias[kInSlots];
-  Group in_group[kInSlots], out_group[kOutSlots];
-  // Of each drawn input; longer than what is drawn at once, since the columns that are wanted may
-  // begin within a block of Philox.
-  A drawn[kDraws ? kInSlots : 1][kDrawn + 4];
-
-  FUSEDRNN_HD RowOfStage(const StageArgs& args, int64_t row, uint32_t t, uint32_t b)
-      : args(args), t(t), b(b) {
-    for_each<kIns>([&](auto i) __attribute__((always_inline)) {
-      const StageIn& from = args.in[i];
-      if constexpr (is_read(Stage::kIn[i])) {
-        in[i] = Row<T, const void>::of(from.data, row, from.stride, from.is_storage);
-        bias[i] = static_cast<const A*>(from.bias);
-      }
-      if constexpr (is_grouped(Stage::kIn[i])) in_group[i].start(from.group, args.width);
-    });
-    for_each<kOuts>([&](auto k) __attribute__((always_inline)) {
-      if constexpr (is_grouped(Stage::kOut[k])) out_group[k].start(args.out[k].group, args.width);
-    });
-  }
-
-  // Draws the numbers of the columns [begin, begin + kDrawn).
-  FUSEDRNN_HD void draw(int64_t begin) {
-    const uint64_t seed = uint64_t(*args.seed);
-    const uint32_t time = uint32_t(args.first_step) + t;
-    for_each<kIns>([&](auto i) __attribute__((always_inline)) {
-      if constexpr (is_drawn(Stage::kIn[i])) {
-        using D = std::conditional_t<Stage::kIn[i] == In::Normal, Normal, Uniform<T>>;
-        const int64_t first = args.in[i].offset + begin;
-        const uint32_t block = uint32_t(first / 4), stream = args.in[i].stream;
-        L::template draw<D>(drawn[i], seed, time, b, block, stream);
-        if (first % 4 != 0) {
-          A four[4];
-          draw4<D>(seed, time, b, block + uint32_t(kDrawn / 4), stream, four);
-          for (int j = 0; j < 4; ++j) drawn[i][kDrawn + j] = four[j];
-        }
-      }
-    });
-  }
-
-  // Moves to the groups of a column.  Returns how many of the next n columns are in the same.
-  FUSEDRNN_HD int64_t move_to(int64_t column, int64_t n) {
-    for_each<kIns>([&](auto i) __attribute__((always_inline)) {
-      if constexpr (is_grouped(Stage::kIn[i])) {
-        in_group[i].move_to(column);
-        n = least(n, in_group[i].end - column);
-      }
-    });
-    for_each<kOuts>([&](auto k) __attribute__((always_inline)) {
-      if constexpr (is_grouped(Stage::kOut[k])) {
-        out_group[k].move_to(column);
-        n = least(n, out_group[k].end - column);
-      }
-    });
-    return n;
-  }
-
-  // The input of columns [column, column + n), of which the numbers are drawn from `begin` on.
-  template <class I>
-  FUSEDRNN_HD V load(I i, int64_t column, int64_t n, int64_t begin) const {
-    constexpr In kKind = Stage::kIn[i];
-    if constexpr (kKind == In::Column) {
-      const V x = in[i].load(column, n);
-      return bias[i] == nullptr ? x : V(x + L::load(bias[i] + column, n));
-    } else if constexpr (kKind == In::Group) {
-      A x = in[i].one(in_group[i].number);
-      if (bias[i] != nullptr) x += bias[i][in_group[i].number];
-      return x - V{};
-    } else if constexpr (kKind == In::Index) {
-      return L::places() + A(column - in_group[i].begin);
-    } else {
-      const int64_t skipped = args.in[i].offset % 4;
-      return L::round(L::load(&drawn[i][column - begin + skipped], n));
+  static void forward(const A* const* from, A* const* to, int64_t n) {
+    const Pointers<const A*, kIns> ins(from);
+    const Pointers<A*, kOuts> outs(to);
+    for (int64_t c = 0; c < n; c += L::kWidth) {
+      V in[kInSlots], out[kOutSlots];
+      load<kIns>(in, ins, c);
+      Stage::forward(in, out);
+      for_each<kOuts>([&](auto k) __attribute__((always_inline)) {
+        L::store(outs.at[k] + c, out[k], L::kWidth);
+      });
     }
   }
 
-  // Calls f(column, n, inputs) for all vectors of the row.
-  template <class F>
-  FUSEDRNN_HD void for_vectors(const F& f) {
-    const int64_t block = kDraws ? kDrawn : args.width;
-    for (int64_t begin = 0; begin < args.width; begin += block) {
-      if constexpr (kDraws) draw(begin);
-      const int64_t end = least(args.width, begin + block);
-      for (int64_t column = begin, n; column < end; column += n) {
-        n = least(L::kWidth, end - column);
-        if constexpr (kGroups) n = move_to(column, n);
-        V inputs[kInSlots];
-        for_each<kIns>(
-            [&](auto i) __attribute__((always_inline)) { inputs[i] = load(i, column, n, begin); });
-        f(column, n, inputs);
+  static void backward(const A* const* from, A* const* to, int64_t n) {
+    const Pointers<const A*, kIns> ins(from);
+    const Pointers<const A*, kOuts> results(from + kIns);
+    const Pointers<A*, kIns> gradients(to);
+    for (int64_t c = 0; c < n; c += L::kWidth) {
+      V in[kInSlots], dout[kOutSlots], din[kInSlots];
+      load<kIns>(in, ins, c);
+      load<kOuts>(dout, results, c);
+      Stage::backward(in, dout, din);
+      for_each<kIns>([&](auto i) __attribute__((always_inline)) {
+        if constexpr (is_read(Stage::kIn[i])) {
+          L::store(gradients.at[i] + c, din[i], L::kWidth);
+        }
+      });
+    }
+  }
+
+ private:
+  // A copy, which what is written cannot change.
+  template <class P, int n>
+  struct Pointers {
+    P at[at_least_one(n)];
+
+    FUSEDRNN_HD explicit Pointers(const P* of) {
+      for_each<n>([&](auto i) __attribute__((always_inline)) { at[i] = of[i]; });
+    }
+  };
+
+  template <int n>
+  FUSEDRNN_HD static void load(V* x, const Pointers<const A*, n>& from, int64_t c) {
+    for_each<n>([&](auto i)
+                    __attribute__((always_inline)) { x[i] = L::load(from.at[i] + c, L::kWidth); });
+  }
+};
+
+// Draws the numbers of `count` columns, and some more, from column 4 block on.
+template <class T>
+using Draw = void (*)(Acc<T>* to, int64_t count, uint64_t seed, uint32_t t, uint32_t b,
+                      uint32_t block, uint32_t stream);
+
+template <class T, class Distribution>
+void draw(Acc<T>* to, int64_t count, uint64_t seed, uint32_t t, uint32_t b, uint32_t block,
+          uint32_t stream) {
+  using L = Lanes<T>;
+  for (int64_t c = 0; c < count; c += 4 * L::kWidth, block += uint32_t(L::kWidth)) {
+    L::template draw<Distribution>(to + c, seed, t, b, block, stream);
+    for (int i = 0; i < 4; ++i) {
+      Acc<T>* const place = to + c + i * L::kWidth;
+      L::store(place, L::round(L::load(place, L::kWidth)), L::kWidth);
+    }
+  }
+}
+
+// A stage to the code that is common to all.
+template <class T>
+struct Code {
+  const In* in;
+  const Out* out;
+  int ins, outs;
+  Compute<T> forward, backward;
+  Draw<T> normal, uniform;  // null if nothing is drawn of it
+};
+
+// The rows of a call.
+template <class T>
+class Rows {
+ public:
+  using L = Lanes<T>;
+  using A = Acc<T>;
+
+  // sources: of the inputs and results; buffers: kRoom for each source and sink.
+  FUSEDRNN_HD Rows(const Code<T>& code, const StageArgs& args, bool backward, Source<T>* sources,
+                   Sink<T>* sinks, A* buffers)
+      : code_(code), args_(args), backward_(backward), sources_(sources), sinks_(sinks),
+        buffers_(buffers) {}
+
+  // Not inlined: once in a library.
+  __attribute__((noinline)) void run(int64_t first, int64_t last) {
+    start();
+    int64_t t = args_.first_t + first / args_.batch, b = first % args_.batch;
+    for (int64_t row = first; row < last; ++row) {
+      if (args_.lengths == nullptr || t < args_.lengths[b]) {
+        do_row(row, uint32_t(t), uint32_t(b));
+      } else {
+        clear_row(row);
       }
+      if (++b == args_.batch) {
+        b = 0;
+        ++t;
+      }
+    }
+  }
+
+ private:
+  const Code<T>& code_;
+  const StageArgs& args_;
+  const bool backward_;
+  Source<T>* const sources_;  // the results are among them for backward only
+  Sink<T>* const sinks_;
+  A* const buffers_;
+  int source_count_, sink_count_;
+  int64_t block_;
+  bool draws_;   // whether anything is drawn
+  bool is_cut_;  // whether a group ends within a vector
+  const A* from_[kMostIns + kMostOuts];
+  A* to_[kMostIns];
+
+  FUSEDRNN_HD void start() {
+    source_count_ = code_.ins + (backward_ ? code_.outs : 0);
+    sink_count_ = backward_ ? code_.ins : code_.outs;
+    draws_ = code_.normal != nullptr || code_.uniform != nullptr;
+    is_cut_ = false;
+    // Buffers should stay in the first level of the cache.
+    block_ = source_count_ + sink_count_ <= 20 ? kBlock : kBlock / 2;
+    for (int i = 0; i < code_.ins; ++i) start_input(i);
+    for (int k = 0; k < code_.outs; ++k) start_result(k);
+    for (int i = 0; i < source_count_; ++i) {
+      sources_[i].end();
+      note_group(sources_[i].columns);
+    }
+    for (int k = 0; k < sink_count_; ++k) note_group(sinks_[k].columns);
+  }
+  FUSEDRNN_HD void note_group(int64_t columns) {
+    if (columns < args_.width && columns % L::kWidth != 0) is_cut_ = true;
+  }
+
+  FUSEDRNN_HD void start_input(int i) {
+    const StageIn& of = args_.in[i];
+    const In kind = code_.in[i];
+    Source<T>& source = sources_[i];
+    source.start(kind, of.group, buffers_ + i * kRoom<T>);
+    if (is_read(kind)) {
+      source.add(of.data, of.stride, of.is_storage);
+      source.add(of.bias, 0, false);
+    }
+    if (!backward_) return;
+    Sink<T>& sink = sinks_[i];
+    sink.kind = kind == In::Group ? Out::Sum : Out::Column;
+    sink.columns = kind == In::Group ? of.group : 0;
+    sink.data = is_read(kind) ? of.gradient : nullptr;
+    sink.stride = of.gradient_stride;
+    sink.is_storage = of.gradient_is_storage;
+    sink.adds = of.adds;
+    sink.rounds = false;
+    sink.buffer = buffers_ + (source_count_ + i) * kRoom<T>;
+  }
+
+  FUSEDRNN_HD void start_result(int k) {
+    const StageOut& of = args_.out[k];
+    const Out kind = code_.out[k];
+    if (backward_) {
+      const int i = code_.ins + k;
+      sources_[i].start(is_grouped(kind) ? In::Group : In::Column, of.group,
+                        buffers_ + i * kRoom<T>);
+      if (is_largest(kind)) return;
+      for (int s = 0; s < 3; ++s) {
+        sources_[i].add(of.gradient[s], of.gradient_stride[s], of.gradient_is_storage[s]);
+      }
+      return;
+    }
+    Sink<T>& sink = sinks_[k];
+    sink.kind = kind;
+    sink.columns = is_grouped(kind) ? of.group : 0;
+    sink.data = of.data;
+    sink.stride = of.stride;
+    sink.is_storage = of.is_storage;
+    sink.adds = false;
+    sink.rounds = !std::is_same_v<T, A> && of.rounds && !of.is_storage;
+    sink.buffer = buffers_ + (source_count_ + k) * kRoom<T>;
+  }
+
+  // Its results are 0, and its gradients, which need not be added.
+  FUSEDRNN_HD void clear_row(int64_t row) {
+    for (int k = 0; k < sink_count_; ++k) {
+      if (!sinks_[k].adds) sinks_[k].clear_row(row, args_.width);
+    }
+  }
+
+  FUSEDRNN_HD void do_row(int64_t row, uint32_t t, uint32_t b) {
+    for (int i = 0; i < source_count_; ++i) sources_[i].start_row(row, args_.width);
+    for (int k = 0; k < sink_count_; ++k) sinks_[k].start_row(row, args_.width);
+    const Compute<T> compute = backward_ ? code_.backward : code_.forward;
+    int64_t drawn_from = 0, drawn_to = draws_ ? 0 : args_.width;
+    for (int64_t column = 0, n; column < args_.width; column += n) {
+      if (column == drawn_to) {
+        drawn_from = column;
+        drawn_to = least(column + block_, args_.width);
+        draw_columns(drawn_from, drawn_to, t, b);
+      }
+      n = columns_from(column, drawn_to);
+      for (int i = 0; i < source_count_; ++i) from_[i] = sources_[i].read(column, n, drawn_from);
+      for (int k = 0; k < sink_count_; ++k) to_[k] = sinks_[k].place(column, n);
+      compute(from_, to_, n);
+      for (int k = 0; k < sink_count_; ++k) sinks_[k].finish(column, n);
+    }
+  }
+
+  // How many columns are done next: whole vectors, which need no buffer, unless there are few.
+  FUSEDRNN_HD int64_t columns_from(int64_t column, int64_t end) {
+    int64_t n = least(block_, end - column);
+    if (is_cut_) {
+      for (int i = 0; i < source_count_; ++i) n = least(n, left_of(sources_[i].group, column));
+      for (int k = 0; k < sink_count_; ++k) n = least(n, left_of(sinks_[k].group, column));
+    }
+    return n < 4 * L::kWidth ? n : n / L::kWidth * L::kWidth;
+  }
+  FUSEDRNN_HD static int64_t left_of(Group& group, int64_t column) {
+    group.move_to(column);
+    return group.end - column;
+  }
+
+  FUSEDRNN_HD void draw_columns(int64_t begin, int64_t end, uint32_t t, uint32_t b) {
+    for (int i = 0; i < code_.ins; ++i) {
+      if (!is_drawn(code_.in[i])) continue;
+      const int64_t first = args_.in[i].offset + begin, skipped = first % 4;
+      const Draw<T> draws_them = code_.in[i] == In::Normal ? code_.normal : code_.uniform;
+      draws_them(sources_[i].buffer, skipped + end - begin, uint64_t(*args_.seed),
+                 uint32_t(args_.first_step) + t, b, uint32_t(first / 4), args_.in[i].stream);
+      sources_[i].drawn = sources_[i].buffer + skipped;
     }
   }
 };
 
-template <class T, class Stage>
-FUSEDRNN_HD void forward_row(const StageArgs& args, int64_t row, uint32_t t, uint32_t b) {
-  using L = Lanes<T>;
-  using A = Acc<T>;
-  using V = typename L::V;
-  RowOfStage<T, Stage> stage(args, row, t, b);
-  Row<T, void> out[stage.kOutSlots];
-  bool rounds[stage.kOutSlots];
-  GroupSum<T> sums[stage.kOutSlots];
-  GroupLargest<T> largest[stage.kOutSlots];
-  for_each<Stage::kOuts>([&](auto k) __attribute__((always_inline)) {
-    const StageOut& to = args.out[k];
-    out[k] = Row<T, void>::of(to.data, row, to.stride, to.is_storage);
-    rounds[k] = to.rounds && !to.is_storage;
-  });
-  stage.for_vectors([&](int64_t column, int64_t n, const V* in) __attribute__((always_inline)) {
-    V result[stage.kOutSlots];
-    Stage::forward(in, result);
-    for_each<Stage::kOuts>([&](auto k) __attribute__((always_inline)) {
-      constexpr Out kKind = Stage::kOut[k];
-      if (out[k].data == nullptr) return;
-      if constexpr (kKind == Out::Column) {
-        out[k].store(column, rounds[k] ? L::round(result[k]) : result[k], n);
-      } else {
-        const Group& group = stage.out_group[k];
-        A total;
-        if constexpr (kKind == Out::Sum) {
-          sums[k].add(result[k], V{}, n);
-          if (column + n < group.end) return;
-          total = sums[k].total();
-          sums[k].start();
-        } else {
-          largest[k].add(result[k], L::places() + A(column - group.begin), n);
-          if (column + n < group.end) return;
-          total = largest[k].total(kKind == Out::ArgMax);
-          largest[k].start();
-        }
-        out[k].set(group.number, rounds[k] ? widen(narrow<T>(total)) : total);
-      }
-    });
-  });
-}
-
-// The gradient of result k in the columns [column, column + n).
-template <class T, class Stage, class K>
-FUSEDRNN_HD typename Lanes<T>::V gradient_of(const RowOfStage<T, Stage>& stage,
-                                             const Row<T, const void> (&sources)[3], K k,
-                                             int64_t column, int64_t n) {
-  using V = typename Lanes<T>::V;
-  V sum{};
-  if constexpr (!is_largest(Stage::kOut[k])) {
-    for (const auto& source : sources) {
-      if (source.data == nullptr) continue;
-      if constexpr (Stage::kOut[k] == Out::Column) {
-        sum = sum + source.load(column, n);
-      } else {
-        sum = sum + source.one(stage.out_group[k].number);
-      }
-    }
+template <class Stage>
+FUSEDRNN_HD constexpr bool has(In kind) {
+  for (int i = 0; i < Stage::kIns; ++i) {
+    if (Stage::kIn[i] == kind) return true;
   }
-  return sum;
+  return false;
 }
 
-template <class T, class Stage>
-FUSEDRNN_HD void backward_row(const StageArgs& args, int64_t row, uint32_t t, uint32_t b) {
-  using A = Acc<T>;
-  using V = typename Lanes<T>::V;
-  RowOfStage<T, Stage> stage(args, row, t, b);
-  Row<T, const void> sources[stage.kOutSlots][3];
-  Row<T, void> gradients[stage.kInSlots];
-  bool adds[stage.kInSlots];
-  GroupSum<T> sums[stage.kInSlots];
-  for_each<Stage::kOuts>([&](auto k) __attribute__((always_inline)) {
-    const StageOut& of = args.out[k];
-    for (int s = 0; s < 3; ++s) {
-      sources[k][s] = Row<T, const void>::of(of.gradient[s], row, of.gradient_stride[s],
-                                             of.gradient_is_storage[s]);
-    }
-  });
-  for_each<Stage::kIns>([&](auto i) __attribute__((always_inline)) {
-    const StageIn& of = args.in[i];
-    gradients[i] = Row<T, void>::of(of.gradient, row, of.gradient_stride, of.gradient_is_storage);
-    adds[i] = of.adds;
-  });
-  stage.for_vectors([&](int64_t column, int64_t n, const V* in) __attribute__((always_inline)) {
-    V dout[stage.kOutSlots], din[stage.kInSlots];
-    for_each<Stage::kOuts>([&](auto k) __attribute__((always_inline)) {
-      dout[k] = gradient_of(stage, sources[k], k, column, n);
-    });
-    Stage::backward(in, dout, din);
-    for_each<Stage::kIns>([&](auto i) __attribute__((always_inline)) {
-      const Row<T, void>& to = gradients[i];
-      if constexpr (is_read(Stage::kIn[i])) {
-        if (to.data == nullptr) return;
-        if constexpr (Stage::kIn[i] == In::Column) {
-          to.store(column, adds[i] ? V(to.load(column, n) + din[i]) : din[i], n);
-        } else {
-          const Group& group = stage.in_group[i];
-          sums[i].add(din[i], V{}, n);
-          if (column + n < group.end) return;
-          const A sum = sums[i].total();
-          sums[i].start();
-          to.set(group.number, adds[i] ? to.one(group.number) + sum : sum);
-        }
-      }
-    });
-  });
-}
-
-// A row that does not take the step: its results are 0.
-template <class T, class Stage>
-FUSEDRNN_HD void clear_results(const StageArgs& args, int64_t row) {
-  for_each<Stage::kOuts>([&](auto k) __attribute__((always_inline)) {
-    const StageOut& to = args.out[k];
-    if (to.data == nullptr) return;
-    constexpr bool kOfGroups = is_grouped(Stage::kOut[k]);
-    const int64_t count = kOfGroups ? Group::count(to.group, args.width) : args.width;
-    Row<T, void>::of(to.data, row, to.stride, to.is_storage).clear(count);
-  });
-}
-
-// Its gradients are 0, which need not be added.
-template <class T, class Stage>
-FUSEDRNN_HD void clear_gradients(const StageArgs& args, int64_t row) {
-  for_each<Stage::kIns>([&](auto i) __attribute__((always_inline)) {
-    if constexpr (is_read(Stage::kIn[i])) {
-      const StageIn& of = args.in[i];
-      if (of.gradient == nullptr || of.adds) return;
-      constexpr bool kOfGroups = Stage::kIn[i] == In::Group;
-      const int64_t count = kOfGroups ? Group::count(of.group, args.width) : args.width;
-      Row<T, void>::of(of.gradient, row, of.gradient_stride, of.gradient_is_storage).clear(count);
-    }
-  });
+// Draw<T> of a distribution if the stage has inputs of that kind; else its code is not compiled.
+template <class T, class Stage, In kind, class Distribution>
+FUSEDRNN_HD constexpr Draw<T> draw_of() {
+  if constexpr (has<Stage>(kind)) {
+    return draw<T, Distribution>;
+  } else {
+    return nullptr;
+  }
 }
 
 // Does the rows [first, last) of a stage.
 template <class T, class Stage>
 void run(bool backward, const StageArgs& args, int64_t first, int64_t last) {
-  int64_t t = args.first_t + first / args.batch, b = first % args.batch;
-  for (int64_t row = first; row < last; ++row) {
-    const bool takes_step = args.lengths == nullptr || t < args.lengths[b];
-    if (!backward) {
-      if (takes_step) {
-        forward_row<T, Stage>(args, row, uint32_t(t), uint32_t(b));
-      } else {
-        clear_results<T, Stage>(args, row);
-      }
-    } else {
-      if (takes_step) {
-        backward_row<T, Stage>(args, row, uint32_t(t), uint32_t(b));
-      } else {
-        clear_gradients<T, Stage>(args, row);
-      }
-    }
-    if (++b == args.batch) {
-      b = 0;
-      ++t;
-    }
-  }
+  using Its = Arithmetic<T, Stage>;
+  static constexpr Code<T> kCode = {Stage::kIn,
+                                    Stage::kOut,
+                                    Stage::kIns,
+                                    Stage::kOuts,
+                                    Its::forward,
+                                    Its::backward,
+                                    draw_of<T, Stage, In::Normal, Normal>(),
+                                    draw_of<T, Stage, In::Uniform, Uniform<T>>()};
+  constexpr int kSources = at_least_one(Stage::kIns + Stage::kOuts);
+  constexpr int kSinks = Stage::kIns > Its::kOutSlots ? Stage::kIns : Its::kOutSlots;
+  Source<T> sources[kSources];
+  Sink<T> sinks[kSinks];
+  alignas(64) Acc<T> buffers[(kSources + kSinks) * kRoom<T>];
+  Rows<T> rows(kCode, args, backward, sources, sinks, buffers);
+  rows.run(first, last);
 }
 
 }  // namespace FUSEDRNN_ISA

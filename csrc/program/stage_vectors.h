@@ -7,6 +7,8 @@
 namespace fusedrnn::program {
 inline namespace FUSEDRNN_ISA {
 
+typedef uint16_t VecH __attribute__((vector_size(2 * FUSEDRNN_LANES)));
+
 // The vector in which a stage of storage type T is computed: of floats, also for 16-bit types.
 template <class T>
 struct Lanes {
@@ -15,10 +17,24 @@ struct Lanes {
 
   template <class P>
   FUSEDRNN_HD static V load(const P* p, int64_t n) {
+    if constexpr (!std::is_same_v<P, float>) {
+      if (n == kLanes) {
+        VecH bits;
+        memcpy(&bits, p, sizeof bits);
+        return P::template widen<V>(__builtin_convertvector(bits, VecU));
+      }
+    }
     return fusedrnn::load(p, n);
   }
   template <class P>
   FUSEDRNN_HD static void store(P* p, V x, int64_t n) {
+    if constexpr (!std::is_same_v<P, float>) {
+      if (n == kLanes) {
+        const VecH bits = __builtin_convertvector(P::narrow(x), VecH);
+        memcpy(p, &bits, sizeof bits);
+        return;
+      }
+    }
     fusedrnn::store(p, x, n);
   }
   FUSEDRNN_HD static V round(V x) {
@@ -92,6 +108,20 @@ struct Row {
     return {row_of<T>(data, row, stride, is_storage), is_storage};
   }
 
+  // Whether numbers are of fewer bits than what is computed with.
+  FUSEDRNN_HD bool is_narrow() const { return !std::is_same_v<T, A> && is_storage; }
+
+  // f(first number), with its type.
+  template <class F>
+  FUSEDRNN_HD void with(const F& f) const {
+    using Storage = std::conditional_t<std::is_const_v<P>, const T, T>;
+    using Wide = std::conditional_t<std::is_const_v<P>, const A, A>;
+    if constexpr (!std::is_same_v<T, A>) {
+      if (is_storage) return f(static_cast<Storage*>(data));
+    }
+    f(static_cast<Wide*>(data));
+  }
+
   FUSEDRNN_HD V load(int64_t column, int64_t n) const {
     if constexpr (!std::is_same_v<T, A>) {
       if (is_storage) return Lanes<T>::load(static_cast<const T*>(data) + column, n);
@@ -149,6 +179,15 @@ struct Group {
   }
 };
 
+// Calls f(first column, count) for n columns: for whole vectors, and then for the rest.
+template <class T, class F>
+FUSEDRNN_HD void for_vectors(int64_t n, const F& f) {
+  constexpr int64_t kWidth = Lanes<T>::kWidth;
+  int64_t c = 0;
+  for (; c + kWidth <= n; c += kWidth) f(c, kWidth);
+  if (c < n) f(c, n - c);
+}
+
 // The sum of a group's columns.
 template <class T>
 struct GroupSum {
@@ -156,7 +195,6 @@ struct GroupSum {
   using V = typename L::V;
   ExactSum<V> sum;
 
-  FUSEDRNN_HD GroupSum() { start(); }
   FUSEDRNN_HD void start() { sum = {V{}, V{}}; }
   FUSEDRNN_HD void add(V x, V /*place*/, int64_t n) { sum.add(L::first(x, n, V{})); }
   FUSEDRNN_HD Acc<T> total() const { return L::sum(sum.total()); }
@@ -170,8 +208,6 @@ struct GroupLargest {
   using A = Acc<T>;
   V value, place;
 
-  // Not an implicit one: g++ compiles that for the baseline, whatever the pragma says.
-  FUSEDRNN_HD GroupLargest() { start(); }
   FUSEDRNN_HD void start() {
     value = number<V>(-HUGE_VAL);
     place = L::places();

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +21,28 @@ from .interpret import Interpreter
 from .lower import Lowered
 from .outside import Outside
 from .plan import Plan
+from .program import Out
 from .trace import ROWS, CannotCompile, trace
-from .verify import Trial, examples, verify
+from .verify import Trial, examples, verify, verify_library
+
+_tracing = threading.RLock()
+"""Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
+_LONGEST_WAIT = 60.0
+"""Seconds, which no trace takes: another thread's may need a module that this one has locked."""
+
+
+def _renew_lock() -> None:
+    """In a process that was forked while another thread had it."""
+    global _tracing
+    _tracing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Busy(Exception):
+    """Why there is no program now, though there may be one later."""
 
 
 @dataclass
@@ -45,6 +67,13 @@ class Program:
     @property
     def interpreter(self) -> Interpreter:
         return Interpreter(self.plan, self.derived)
+
+    def has_choices(self) -> bool:
+        """Whether a rounding may change its results altogether."""
+        places = {Out.MAX, Out.ARG_MAX}
+        return any(one.has_choices() for one in self.derived) or any(
+            output.kind in places for stage in self.plan.program.stages for output in stage.outputs
+        )
 
     def summary(self) -> str:
         """For users: its size, what it keeps, and its library."""
@@ -88,6 +117,10 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
     Raises:
         CannotCompile: It has none.
     """
+    return _lowered(run, inputs, state)[0]
+
+
+def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
     dtype = _dtype(state)
     weights = run.weights.trained() | run.weights.frozen()
     names, constants = list(weights), tuple(weights.values())
@@ -96,7 +129,6 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
             raise CannotCompile(
                 f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
             )
-    _check_hooks(run)
 
     structures: list[Structure] = []
 
@@ -127,11 +159,17 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
         structures[0],
         [traced.values[node].shape[1:] for node in traced.outputs],
         [leaf.shape[1:] for leaf in state],
-        source(plan, derived, dtype),
+        source(plan, derived, dtype, kind_of(run.device)),
         dtype,
     )
-    verify(program.interpreter, Trial(run, names, constants, inputs, state), dtype)
-    return program
+    trial = Trial(run, names, constants, inputs, state)
+    verify(program.interpreter, trial, dtype)
+    return program, trial
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of library that computes on a device: "cpu" or "cuda"."""
+    return device.type
 
 
 def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -139,16 +177,34 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
 
     Raises:
         CannotCompile: It has none, or it cannot be built here.
+        Busy: Another thread takes too long.
     """
-    program = lower(run, inputs, state)
+    lock = _tracing
+    if not lock.acquire(timeout=_LONGEST_WAIT):
+        raise Busy("another thread is compiling a cell")
     try:
-        program.library = build(program.text)
+        program, trial = _lowered(run, inputs, state)
+    finally:
+        lock.release()
+    kind = kind_of(run.device)
+    try:
+        program.library = build(program.text, device=kind, capability=_capability(run.device))
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
     program.number = operators.add_program(
-        program.plan.program, program.library.function, dtype=program.dtype
+        program.plan.program,
+        program.library.function,
+        dtype=program.dtype,
+        is_for_gpu=kind == "cuda",
     )
+    verify_library(program, trial, run.device)
     return program
+
+
+def _capability(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _count(number: int, what: str) -> str:
@@ -160,12 +216,6 @@ def _dtype(state: Leaves) -> torch.dtype:
     if len(kinds) > 1 or not kinds <= STORAGE.keys():
         raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
     return kinds.pop()
-
-
-def _check_hooks(run: Run) -> None:
-    for module in run.weights.used.modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CannotCompile(f"{type(module).__name__} has a hook for backward")
 
 
 def _check_held(run: Run, module: torch.fx.GraphModule) -> None:

@@ -77,7 +77,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return shifted - torch.log(powers.sum(dim, keepdim=True))
 
 
-def _logsumexp(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     largest = _stopped(torch.amax(x, dims, keepdim=True))
     found = torch.log(torch.exp(x - largest).sum(dims, keepdim=True)) + largest
     return found if keepdim else found.squeeze(tuple(dims))
@@ -154,9 +154,28 @@ def _vector_norm(
 def decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= get_decompositions(
-        [aten.elu, aten.leaky_relu, aten.addcmul, aten.addcdiv, aten.lerp, aten.silu, aten.mish]
-        + [aten.hardtanh, aten.hardsigmoid, aten.hardswish, aten.gelu, aten.linear, aten.celu]
-        + [aten.baddbmm, aten.addmv, aten.mv, aten.dot, aten.rsub, aten.glu, aten.index_select]
+        [
+            aten.elu,
+            aten.leaky_relu,
+            aten.addcmul,
+            aten.addcdiv,
+            aten.lerp,
+            aten.silu,
+            aten.mish,
+            aten.hardtanh,
+            aten.hardsigmoid,
+            aten.hardswish,
+            aten.gelu,
+            aten.linear,
+            aten.celu,
+            aten.baddbmm,
+            aten.addmv,
+            aten.mv,
+            aten.dot,
+            aten.rsub,
+            aten.glu,
+            aten.index_select,
+        ]
     )
     for name in ("sigmoid_backward", "tanh_backward"):  # known without cancellation
         table.pop(getattr(aten, name).default, None)

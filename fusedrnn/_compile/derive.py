@@ -21,6 +21,9 @@ from .trace import stop
 
 aten = torch.ops.aten
 
+_CHOICES = {getattr(aten, name) for name in ("gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn")}
+_CHOICES |= {getattr(aten, name) for name in ("floor", "ceil", "round", "trunc", "frac")}
+
 
 @dataclass
 class Derived:
@@ -30,6 +33,14 @@ class Derived:
     """Inputs to results; of a reduction what it is of."""
     backward: fx.GraphModule
     """Inputs and the gradients of results to the gradients of inputs."""
+
+    def has_choices(self) -> bool:
+        """Whether a result or a derivative jumps where a number changes a little."""
+        return any(
+            getattr(node.target, "overloadpacket", None) in _CHOICES
+            for module in (self.forward, self.backward)
+            for node in module.graph.nodes
+        )
 
 
 def derive(plan: Plan, stage: Stage) -> Derived:
@@ -46,9 +57,10 @@ def derive(plan: Plan, stage: Stage) -> Derived:
 
         if not any(differentiable):
             return tuple(torch.zeros_like(x) for x in inputs)
-        _, pull = torch.func.vjp(of_results, *inputs)
+        made: Any = torch.func.vjp(of_results, *inputs)
         given = [g for g, d in zip(gradients, differentiable, strict=True) if d]
-        return pull(tuple(given))  # type: ignore[no-any-return]
+        gradients_of: Any = made[1]
+        return tuple(gradients_of(tuple(given)))
 
     numbers = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.inputs]
     gradients = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.results]

@@ -2,6 +2,8 @@
 
 Nothing of the user's enters the text but the numbers of the step: names are counted, and constants
 are printed from Python's floats.
+
+Longer than 350 lines, because it is one table of operations.
 """
 
 from __future__ import annotations
@@ -37,31 +39,71 @@ _IN = {
 _OUT = {Out.COLUMN: "Column", Out.SUM: "Sum", Out.MAX: "Max", Out.ARG_MAX: "ArgMax"}
 
 
-def source(plan: Plan, derived: list[Derived], dtype: torch.dtype) -> str:
-    """The text of a library for a storage type; :mod:`.build` puts the instruction set before."""
-    storage = STORAGE[dtype]
-    stages = [
+def source(plan: Plan, derived: list[Derived], dtype: torch.dtype, device: str = "cpu") -> str:
+    """The text of a library for a storage type, for a "cpu" or for "cuda".
+
+    For a CPU, :mod:`.build` puts the instruction set before it.
+    """
+    stages = "\n".join(
         _stage(i, stage, plan, one)
         for i, (stage, one) in enumerate(zip(plan.stages, derived, strict=True))
-    ]
-    cases = "".join(
-        f"    case {i}: return run<{storage}, Stage{i}>(backward != 0, *args, first, last);\n"
-        for i in range(len(stages))
     )
-    return (
-        '#include "program/stage_loop.h"\n\n'
-        "namespace fusedrnn::program {\ninline namespace FUSEDRNN_ISA {\n\n"
-        + "\n".join(stages)
-        + "\n}  // namespace FUSEDRNN_ISA\n}  // namespace fusedrnn::program\n\n"
-        'extern "C" {\n'
-        '__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi =\n'
-        "    fusedrnn::program::kAbi;\n"
-        '__attribute__((visibility("default"))) void fusedrnn_stage(\n'
-        "    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t first,\n"
-        "    int64_t last) {\n"
-        "  using namespace fusedrnn;\n  using namespace fusedrnn::program;\n"
-        f"  switch (stage) {{\n{cases}  }}\n}}\n}}\n"
+    return (_LIBRARY if device == "cpu" else _GPU_LIBRARY).format(
+        stages=stages, cases=_cases(len(plan.stages), STORAGE[dtype], device)
     )
+
+
+_LIBRARY = """#include "program/stage_loop.h"
+
+namespace fusedrnn::program {{
+inline namespace FUSEDRNN_ISA {{
+
+{stages}
+}}  // namespace FUSEDRNN_ISA
+}}  // namespace fusedrnn::program
+
+extern "C" {{
+__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi = fusedrnn::program::kAbi;
+__attribute__((visibility("default"))) void fusedrnn_stage(
+    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t first,
+    int64_t last) {{
+  using namespace fusedrnn;
+  using namespace fusedrnn::program;
+  switch (stage) {{
+{cases}  }}
+}}
+}}
+"""
+_GPU_LIBRARY = """#include "program/stage_kernel.h"
+
+namespace fusedrnn::program {{
+
+{stages}
+}}  // namespace fusedrnn::program
+
+extern "C" {{
+__attribute__((visibility("default"))) extern const int64_t fusedrnn_abi = fusedrnn::program::kAbi;
+__attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
+    int64_t stage, int64_t backward, const fusedrnn::program::StageArgs* args, int64_t rows,
+    void* of_stream) {{
+  using namespace fusedrnn;
+  using namespace fusedrnn::program;
+  const auto stream = static_cast<cuda::Stream>(of_stream);
+  switch (stage) {{
+{cases}  }}
+  return 1;  // cudaErrorInvalidValue
+}}
+}}
+"""
+
+
+def _cases(count: int, storage: str, device: str) -> str:
+    call = (
+        "run<{}, Stage{}>(backward != 0, *args, first, last)"
+        if device == "cpu"
+        else "launch<{}, Stage{}>(backward != 0, *args, rows, stream)"
+    )
+    return "".join(f"    case {i}: return {call.format(storage, i)};\n" for i in range(count))
 
 
 def _stage(number: int, stage: Stage, plan: Plan, derived: Derived) -> str:
@@ -98,7 +140,7 @@ _MASKS = {
 _FUNCTIONS = {getattr(aten, name): f"math::{name}" for name in ("exp", "sqrt")}
 _FUNCTIONS |= {
     getattr(aten, name): f"math::{name}"
-    for name in [
+    for name in (
         "log",
         "log1p",
         "expm1",
@@ -112,7 +154,7 @@ _FUNCTIONS |= {
         "rsqrt",
         "abs",
         "sign",
-    ]
+    )
 }
 _FUNCTIONS |= {
     aten.sgn: "math::sign",
@@ -211,15 +253,13 @@ class _Printer:
         elif op in _SAME:
             self._same(node, args[0])
         elif op is aten._to_copy:
-            self._cast(node, args[0])
+            self._cast(node, node.all_input_nodes[0])
         elif op in (aten.mul, aten.add) and self._is_neutral(node, op, args):
             pass
         elif op in _MASKS:
             self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
         elif op in (aten.logical_and, aten.bitwise_and):
-            self._set(
-                node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True
-            )
+            self._set(node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_or, aten.bitwise_or):
             self._set(node, f"mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
         elif op in (aten.logical_xor, aten.bitwise_xor):
@@ -263,7 +303,7 @@ class _Printer:
             self._same(node, arg)
 
     def _is_neutral(self, node: fx.Node, op: Any, args: list[Any]) -> bool:
-        """Whether a number is multiplied by one or added to zero: derivatives have many of these."""
+        """Whether it multiplies by one or adds zero, as derivatives often do."""
         if node.kwargs:
             return False
         neutral = 1.0 if op is aten.mul else 0.0
@@ -369,15 +409,15 @@ class _Printer:
             return simple[float(exponent)]
         return f"math::pow({x}, {self._paren(args[1])})"
 
-    def _complement(self, node: fx.Node, alpha: Any) -> str | None:
+    def _complement(self, node: Any, alpha: Any) -> str | None:
         """x (1 - s) for x + -(x s) with a sigmoid s, without cancellation."""
         if alpha != 1:
             return None
         for x, other in (node.args, node.args[::-1]):
-            if not (_is(other, aten.neg) and _is(other.args[0], aten.mul)):  # type: ignore[union-attr]
+            if not (_is(other, aten.neg) and _is(other.args[0], aten.mul)):
                 continue
-            product = other.args[0]  # type: ignore[union-attr]
-            for a, s in (product.args, product.args[::-1]):  # type: ignore[union-attr]
+            product = other.args[0]
+            for a, s in (product.args, product.args[::-1]):
                 if a is x and _is(s, aten.sigmoid) and s in self._partners:
                     return f"{self._value(x)} * {self._partners[s]}"
         return None

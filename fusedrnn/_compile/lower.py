@@ -4,145 +4,58 @@ Asked from the results back: what makes columns [a, b) of this value? Operations
 numbers (chunk, cat, view, transposes, expand, ...) vanish: torch itself moves the numbers of the
 elements instead, so that every element knows from which row and column of which computed value it
 comes. What mixes the rows of a batch shows there, too.
+
+Longer than 350 lines, because each kind of operation has two halves, rows and columns, that belong
+together.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
+from .codes import (
+    COLUMN,
+    MOST_PIECES,
+    NO_ROW,
+    ROW,
+    filled,
+    name_of,
+    packet_of,
+    packets,
+    ranks,
+    row_of,
+    runs_of,
+)
 from .expressions import Expression, Expressions, Part
 from .trace import ROWS, CannotCompile, Traced, draw, line_of, stop
 
 aten = torch.ops.aten
 
-_MOST_PIECES = 64
-"""Of neighbouring columns that a value may be cut into."""
-
-POINTWISE = frozenset(
-    getattr(aten, name)
-    for name in [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "neg",
-        "sigmoid",
-        "tanh",
-        "exp",
-        "log",
-        "log1p",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "relu",
-        "abs",
-        "pow",
-        "where",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-        "eq",
-        "ne",
-        "minimum",
-        "maximum",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "sign",
-        "sgn",
-        "square",
-        "sin",
-        "cos",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "bitwise_not",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "erf",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "frac",
-        "isnan",
-        "isinf",
-        "xlogy",
-    ]
+POINTWISE = packets(
+    """
+    add sub rsub mul div neg sigmoid tanh exp log log1p expm1 sqrt rsqrt reciprocal relu abs
+    pow where gt lt ge le eq ne minimum maximum clamp clamp_min clamp_max sign sgn square sin
+    cos logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or
+    bitwise_xor erf floor ceil round trunc frac isnan isinf xlogy
+    """
 )
-MOVES = frozenset(
-    getattr(aten, name)
-    for name in [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "permute",
-        "transpose",
-        "t",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "cat",
-        "stack",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "flip",
-        "roll",
-        "clone",
-        "alias",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "contiguous",
-        "chunk",
-        "unsafe_split",
-        "unsafe_chunk",
-        "unsafe_split_with_sizes",
-        "expand_copy",
-        "view_copy",
-        "slice_copy",
-        "select_copy",
-        "permute_copy",
-        "transpose_copy",
-        "t_copy",
-        "unsqueeze_copy",
-        "squeeze_copy",
-        "split_copy",
-        "split_with_sizes_copy",
-        "unbind_copy",
-        "alias_copy",
-        "repeat",
-        "index",
-        "index_select",
-        "movedim",
-        "narrow",
-        "unfold",
-        "diagonal",
-        "diagonal_copy",
-        "unfold_copy",
-        "constant_pad_nd",
-        "repeat_interleave",
-        "tile",
-        "copy",
-        "slice_scatter",
-        "select_scatter",
-        "diagonal_scatter",
-        "index_put",
-    ]
-    if hasattr(aten, name)
+MOVES = packets(
+    """
+    view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select cat
+    stack split split_with_sizes unbind flip roll clone alias lift_fresh lift_fresh_copy
+    contiguous chunk unsafe_split unsafe_chunk unsafe_split_with_sizes expand_copy view_copy
+    slice_copy select_copy permute_copy transpose_copy t_copy unsqueeze_copy squeeze_copy
+    split_copy split_with_sizes_copy unbind_copy alias_copy repeat index index_select movedim
+    narrow unfold diagonal diagonal_copy unfold_copy constant_pad_nd repeat_interleave tile
+    copy slice_scatter select_scatter diagonal_scatter index_put
+    """
 )
 _REDUCTIONS = {
     aten.sum: "sum",
@@ -157,28 +70,12 @@ _REDUCTIONS = {
     aten.all: "all",
 }
 
-_FILLED = frozenset(
-    getattr(aten, name)
-    for name in [
-        "full",
-        "full_like",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "arange",
-        "scalar_tensor",
-        "eye",
-    ]
+_FILLED = packets(
+    """
+    full full_like zeros zeros_like ones ones_like new_zeros new_ones new_full arange
+    scalar_tensor eye
+    """
 )
-
-_COLUMN = 1 << 32
-_ROW = _COLUMN * (ROWS + 1)
-_NO_ROW = ROWS
-"""In the place of a row: an element of weights, which all rows read."""
 
 
 class Lookup(NamedTuple):
@@ -219,16 +116,16 @@ class Lowered:
             elif node.op == "get_attr":
                 self.kinds[node] = "number"
             elif node.op == "call_function":
-                if _packet(node) is draw:
+                if packet_of(node) is draw:
                     self.kinds[node] = "row"
                     continue
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
                     raise CannotCompile(
-                        f"{_name(node)} draws random numbers that backward could not draw "
+                        f"{name_of(node)} draws random numbers that backward could not draw "
                         f"again{line_of(node)}"
                     )
-                if _packet(node) in _FILLED:  # of an input they read only the shape
+                if packet_of(node) in _FILLED:  # of an input they read only the shape
                     self.kinds[node] = "number"
                     continue
                 kinds = {self.kinds[one] for one in node.all_input_nodes}
@@ -245,8 +142,8 @@ class Lowered:
         """Where each element of a node comes from, in the node's shape; lists for lists."""
         if node not in self._codes:
             is_move = node.op == "call_function" and (
-                _packet(node) in MOVES
-                or (node.target is operator.getitem and _packet(node.args[0]) in MOVES)
+                packet_of(node) in MOVES
+                or (node.target is operator.getitem and packet_of(node.args[0]) in MOVES)
             )
             self._codes[node] = self._moved(node) if is_move else self._own(node)
         return self._codes[node]
@@ -258,27 +155,23 @@ class Lowered:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
                     raise CannotCompile(
-                        f"{_name(node)} by an index that is computed{line_of(node)}"
+                        f"{name_of(node)} by an index that is computed{line_of(node)}"
                     )
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
                 return type(arg)(codes(one, is_index) for one in arg)
             return arg
 
-        has_index = _packet(node) in (aten.index, aten.index_put, aten.index_select)
-        args = [
-            codes(
-                arg, has_index and i in (1, 2) and not (i == 2 and _packet(node) is aten.index_put)
-            )
-            for i, arg in enumerate(node.args)
-        ]
+        indices = {aten.index: (1,), aten.index_put: (1,), aten.index_select: (2,)}
+        places = indices.get(packet_of(node), ())
+        args = [codes(arg, i in places) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
-        if _packet(node) is aten.constant_pad_nd:
-            raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
+        if packet_of(node) is aten.constant_pad_nd:
+            raise CannotCompile(f"{name_of(node)} is not known{line_of(node)}")
         try:
-            if _packet(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
+            if packet_of(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
-            if _packet(node) is aten.copy:
+            if packet_of(node) is aten.copy:
                 if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
                     raise CannotCompile(f"a copy to another dtype{line_of(node)}")
                 return args[1].expand(args[0].shape)
@@ -286,21 +179,21 @@ class Lowered:
         except CannotCompile:
             raise
         except Exception as error:
-            raise CannotCompile(f"{_name(node)} cannot be followed{line_of(node)}") from error
+            raise CannotCompile(f"{name_of(node)} cannot be followed{line_of(node)}") from error
 
     def _own(self, node: fx.Node) -> Any:
         value = self.value(node)
         if not isinstance(value, Tensor):
-            raise CannotCompile(f"{_name(node)} returns no tensor{line_of(node)}")
-        base = self._nodes[node] * _ROW
+            raise CannotCompile(f"{name_of(node)} returns no tensor{line_of(node)}")
+        base = self._nodes[node] * ROW
         if self.kinds[node] != "row":
-            return (base + _NO_ROW * _COLUMN + torch.arange(value.numel())).reshape(value.shape)
+            return (base + NO_ROW * COLUMN + torch.arange(value.numel())).reshape(value.shape)
         rows = self._rows(node, value)
-        return base + rows * _COLUMN + _ranks(rows)
+        return base + rows * COLUMN + ranks(rows)
 
     def _rows(self, node: fx.Node, value: Tensor) -> Tensor:
         """To which row of the batch each element of a computed node belongs."""
-        if _packet(node) is draw:  # maybe several rows for each row of the batch
+        if packet_of(node) is draw:  # maybe several rows for each row of the batch
             numbers = torch.arange(value.numel()).reshape(value.shape)
             return numbers // (value.numel() // ROWS)
         if node.op == "placeholder":
@@ -309,7 +202,7 @@ class Lowered:
             shape = (ROWS, *(1,) * (value.dim() - 1))
             return torch.arange(ROWS).reshape(shape).expand(value.shape).clone()
         self._dtype_is_known(node, value)
-        packet = _packet(node)
+        packet = packet_of(node)
         if packet in POINTWISE or packet in (stop, aten.detach, aten._to_copy):
             return self._pointwise(node, value)
         if node.target is operator.getitem:
@@ -321,13 +214,13 @@ class Lowered:
         if packet is aten.embedding:
             return self._lookup(node, value)
         raise CannotCompile(
-            f"{_name(node)} is neither linear, nor elementwise, nor a reduction over features, nor "
-            f"a choice of columns{line_of(node)}"
+            f"{name_of(node)} is neither linear, nor elementwise, nor a reduction over features, "
+            f"nor a choice of columns{line_of(node)}"
         )
 
     def _dtype_is_known(self, node: fx.Node, value: Tensor) -> None:
         if value.is_complex() or value.is_sparse or value.is_nested:
-            raise CannotCompile(f"{_name(node)} makes a tensor of {value.dtype}{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} makes a tensor of {value.dtype}{line_of(node)}")
 
     # What computed nodes read, as codes of row 0
 
@@ -344,14 +237,14 @@ class Lowered:
 
     def _common_rows(self, node: fx.Node, codes: Sequence[Tensor]) -> Tensor:
         """The rows of elements that are made of elements with these codes."""
-        known = torch.full(codes[0].shape, _NO_ROW)
+        known = torch.full(codes[0].shape, NO_ROW)
         for one in codes:
-            rows = _row_of(one)
-            clash = (known != _NO_ROW) & (rows != _NO_ROW) & (known != rows)
+            rows = row_of(one)
+            clash = (known != NO_ROW) & (rows != NO_ROW) & (known != rows)
             if clash.any():
-                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
-            known = torch.where(known == _NO_ROW, rows, known)
-        return _filled(known)
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            known = torch.where(known == NO_ROW, rows, known)
+        return filled(known)
 
     def _of_first_row(self, node: fx.Node, rows: Tensor, codes: Tensor) -> Any:
         """The codes of row 0 in the order of columns, if all rows read alike.
@@ -364,47 +257,47 @@ class Lowered:
         for row in range(1, ROWS):
             other = codes[flat == row]
             if other.shape != first.shape:
-                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
-            same = torch.where(_row_of(other) == row, other - row * _COLUMN, other)
-            differs = (same != first) | ((_row_of(other) != row) & (_row_of(other) != _NO_ROW))
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            same = torch.where(row_of(other) == row, other - row * COLUMN, other)
+            differs = (same != first) | ((row_of(other) != row) & (row_of(other) != NO_ROW))
             if differs.any() and not self._are_alike(first[differs], other[differs]):
-                raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         return first.numpy()
 
     def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
         """Whether different elements of weights are equal numbers, as those of torch.zeros_like."""
         for a, b in zip(ones.reshape(-1).tolist(), others.reshape(-1).tolist(), strict=True):
-            node_a, node_b = self._list[a // _ROW], self._list[b // _ROW]
+            node_a, node_b = self._list[a // ROW], self._list[b // ROW]
             if node_a is not node_b or self.kinds[node_a] != "number":
                 return False
             values = self.value(node_a).reshape(-1)
-            if values[a % _COLUMN] != values[b % _COLUMN]:
+            if values[a % COLUMN] != values[b % COLUMN]:
                 return False
         return True
 
     def _reduction(self, node: fx.Node, value: Tensor, which: int) -> Tensor:
-        packet = _packet(node)
+        packet = packet_of(node)
         kind = _REDUCTIONS.get(packet)
         source = node.args[0]
         if kind is None or not isinstance(source, fx.Node):
-            raise CannotCompile(f"{_name(node)} is not known{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} is not known{line_of(node)}")
         codes = self.codes(source)
         if kind.endswith("with place") and len(node.args) < 2:
-            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         if dims is None or dims == []:
             dims = list(range(codes.dim()))
         dims = [d % codes.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
         others = [d for d in range(codes.dim()) if d not in dims]
         moved = codes.permute(*others, *dims).reshape(*(codes.shape[d] for d in others), -1)
-        all_rows = _row_of(moved)
+        all_rows = row_of(moved)
         rows = (
-            _filled(torch.where(all_rows == _NO_ROW, _NO_ROW, all_rows)).reshape(moved.shape)
+            filled(torch.where(all_rows == NO_ROW, NO_ROW, all_rows)).reshape(moved.shape)
             if moved.dim() > 1
             else all_rows
         )
         if moved.dim() < 2 or not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, moved)
         kind = ("argmax" if "max" in kind else "argmin") if which == 1 else kind
@@ -418,7 +311,7 @@ class Lowered:
         )
 
     def _product(self, node: fx.Node, value: Tensor) -> Tensor:
-        packet = _packet(node)
+        packet = packet_of(node)
         bias, left, right = node.args if packet is aten.addmm else (None, *node.args)
         if packet is aten.addmm and (
             node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
@@ -428,22 +321,22 @@ class Lowered:
         is_swapped = self.kinds[left] != "row"
         weight, operand = (left, right) if is_swapped else (right, left)
         if self.kinds[weight] == "row":
-            raise CannotCompile(f"{_name(node)} is a product of two activations{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} is a product of two activations{line_of(node)}")
         codes = self.codes(operand)
         if is_swapped:
             codes = codes.transpose(-1, -2)
         if codes.dim() == 2:
             codes = codes[None]
-        stacks, count, terms = codes.shape
-        all_rows = _row_of(codes)
-        rows = _filled(all_rows)
+        stacks, count, _ = codes.shape
+        all_rows = row_of(codes)
+        rows = filled(all_rows)
         if not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{_name(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, codes)
         where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
         columns = value.shape[-2] if is_swapped else value.shape[-1]
-        if bias is not None and (self.kinds[bias] == "row" or is_swapped):
+        if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
             raise CannotCompile(f"addmm of another activation{line_of(node)}")
         self._reads[node] = (
             weight,
@@ -463,16 +356,16 @@ class Lowered:
         table, places = node.args[:2]
         assert isinstance(table, fx.Node) and isinstance(places, fx.Node)
         codes = self.codes(places)
-        source = self._list[int(codes.reshape(-1)[0]) // _ROW]
+        source = self._list[int(codes.reshape(-1)[0]) // ROW]
         if self.kinds[table] == "row" or source not in self.traced.inputs:
-            raise CannotCompile(f"{_name(node)} of numbers that are computed{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} of numbers that are computed{line_of(node)}")
         whole = self.codes(source)
         if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
-            raise CannotCompile(f"{_name(node)} of a part of an input{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} of a part of an input{line_of(node)}")
         if any(node.args[3:]) or any(node.kwargs.values()):
-            raise CannotCompile(f"{_name(node)} with options{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} with options{line_of(node)}")
         self.lookups.append(Lookup(node, table, self.traced.inputs.index(source)))
-        return _row_of(codes)[..., None].expand(value.shape).clone()
+        return row_of(codes)[..., None].expand(value.shape).clone()
 
     # Expressions
 
@@ -486,8 +379,8 @@ class Lowered:
         codes = self.codes(node)
         shape = (ROWS, *(1,) * (value.dim() - 1))
         rows = torch.arange(ROWS).reshape(shape).expand(value.shape)
-        own = _row_of(codes)
-        if ((own != rows) & (own != _NO_ROW)).any():
+        own = row_of(codes)
+        if ((own != rows) & (own != NO_ROW)).any():
             raise CannotCompile(f"an {what} of the step mixes the rows of the batch{line_of(node)}")
         first = self._of_first_row(node, rows.contiguous(), codes)
         return self.pieces(first, node)
@@ -495,7 +388,7 @@ class Lowered:
     def pieces(self, codes: Any, node: fx.Node) -> list[Expression]:
         """Expressions side by side whose columns are the elements with these codes."""
         found: list[Expression] = []
-        for part in _parts(codes, self._list, self.kinds, node):
+        for part in runs_of(codes, self._list, self.kinds, node):
             if part.kind == "weights":
                 found.append(self._vector(part.source, part.columns))
                 continue
@@ -503,8 +396,8 @@ class Lowered:
             if part.group > 1:
                 made = [self.expressions.lift(e, part.group) for e in made]
             found += made
-        if len(found) > _MOST_PIECES:
-            raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
+        if len(found) > MOST_PIECES:
+            raise CannotCompile(f"{name_of(node)} puts columns into another order{line_of(node)}")
         return found
 
     def _vector(self, node: fx.Node, columns: tuple[int, ...]) -> Expression:
@@ -532,7 +425,7 @@ class Lowered:
                 if node in nodes:
                     leaf = make(kind, at=(nodes.index(node), start), width=width, level=0)
                     return [self._as_read(leaf, self.value(node), node)]
-        packet = _packet(node)
+        packet = packet_of(node)
         if packet is aten.embedding:
             self.codes(node)
             number = [lookup.node for lookup in self.lookups].index(node)
@@ -554,7 +447,7 @@ class Lowered:
             )
         if not value.is_floating_point():
             raise CannotCompile(
-                f"{_name(node)} of {value.dtype} is used in arithmetic{line_of(node)}"
+                f"{name_of(node)} of {value.dtype} is used in arithmetic{line_of(node)}"
             )
         return leaf
 
@@ -570,27 +463,23 @@ class Lowered:
                 for piece in operand:
                     at += piece.width
                     cuts.add(at)
-        if len(cuts) > _MOST_PIECES:
-            raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
+        if len(cuts) > MOST_PIECES:
+            raise CannotCompile(f"{name_of(node)} puts columns into another order{line_of(node)}")
         if len(cuts) > 2:  # ask for less, so that pieces match
             # Constants and vectors can be cut anywhere; others are asked for anew.
             ends = sorted(cuts)
-            return [
-                e
-                for lo, hi in zip(ends, ends[1:], strict=False)
-                for e in self.demand(node, start + lo, hi - lo)
-            ]
+            return [e for lo, hi in pairwise(ends) for e in self.demand(node, start + lo, hi - lo)]
         args = [operand[0] if isinstance(operand, list) else operand for operand in operands]
         return [self._operation(node, args, width)]
 
     def _operation(self, node: fx.Node, args: list[Any], width: int) -> Expression:
         operation, value = self.expressions.operation, self.value(node)
-        packet, is_mask = _packet(node), value.dtype == torch.bool
+        packet, is_mask = packet_of(node), value.dtype == torch.bool
         if packet is aten._to_copy:
             return self._cast(node, args[0], value, width)
         kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
         if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
-            raise CannotCompile(f"{_name(node)} with tensors by name{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} with tensors by name{line_of(node)}")
         return operation(node.target, *args, width=width, kwargs=kwargs, is_mask=is_mask, node=node)
 
     def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
@@ -643,7 +532,7 @@ class Lowered:
                 total = operation(aten.mul.Tensor, total, 1.0 / size, width=1, node=node)
             return total
         if kind in ("any", "all"):
-            raise CannotCompile(f"{_name(node)} of parts{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} of parts{line_of(node)}")
         if kind in ("max", "min"):
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
@@ -651,7 +540,7 @@ class Lowered:
             for one in best[1:]:
                 found = operation(pick, found, one, width=1, node=node)
             return found
-        raise CannotCompile(f"{_name(node)} of parts that are computed apart{line_of(node)}")
+        raise CannotCompile(f"{name_of(node)} of parts that are computed apart{line_of(node)}")
 
     def _reduced(self, kind: str, e: Expression, size: int, node: fx.Node) -> Expression:
         x, operation = self.expressions, self.expressions.operation
@@ -688,7 +577,7 @@ class Lowered:
             return x.reduced("sum", only, size)
         # amax shares its derivative between equal numbers.
         largest = x.lift(x.reduced("max", e, size), size)
-        if all(_packet(user) is stop for user in node.users):
+        if all(packet_of(user) is stop for user in node.users):
             return x.reduced("max", e, size)
         here = operation(aten.eq.Tensor, e, largest, width=e.width, is_mask=True, node=node)
         zeros = x.constant(0.0, e.width)
@@ -775,106 +664,3 @@ class Lowered:
             self.expressions.constant(0.0, e.width),
         )
         return self.expressions.operation(aten.where.self, e, ones, zeros, width=e.width)
-
-
-class _Run:
-    """Neighbouring columns that come from one node in a regular order."""
-
-    def __init__(
-        self,
-        kind: str,
-        source: fx.Node,
-        first: int,
-        count: int,
-        group: int,
-        columns: tuple[int, ...] = (),
-    ) -> None:
-        self.kind, self.source, self.first = kind, source, first
-        self.count, self.group, self.columns = count, group, columns
-
-
-def _parts(
-    codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node
-) -> list[_Run]:
-    """Codes of one row as runs: of weights, of columns one after the other, each once or repeated."""
-    found: list[_Run] = []
-    i, n = 0, len(codes)
-    numbers = codes // _ROW
-    while i < n:
-        source = nodes[int(numbers[i])]
-        end = i + 1
-        while end < n and numbers[end] == numbers[i]:
-            end += 1
-        if kinds[source] != "row":
-            columns = tuple(int(c) for c in codes[i:end] % _COLUMN)
-            found.append(_Run("weights", source, 0, end - i, 1, columns))
-            i = end
-            continue
-        columns_of = codes[i:end] % _COLUMN
-        j = 0
-        while j < len(columns_of):
-            first = int(columns_of[j])
-            rest = columns_of[j:] - first
-            repeat = _length(rest, np.zeros_like(rest))
-            run = _length(rest, np.arange(len(rest)))
-            group = 1
-            length = run
-            if repeat > 1:
-                grouped = _length(rest, np.arange(len(rest)) // repeat)
-                group, length = repeat, grouped // repeat * repeat
-            found.append(_Run("columns", source, first, length // group, group))
-            j += length
-            if len(found) > 4 * _MOST_PIECES:
-                raise CannotCompile(f"{_name(node)} puts columns into another order{line_of(node)}")
-        i = end
-    return found
-
-
-def _length(ones: Any, others: Any) -> int:
-    """How many elements two arrays have in common from their start on."""
-    differ = np.nonzero(ones != others)[0]
-    return int(differ[0]) if len(differ) else len(ones)
-
-
-def _row_of(codes: Tensor) -> Tensor:
-    return codes // _COLUMN % (ROWS + 1)
-
-
-def _filled(rows: Tensor) -> Tensor:
-    """Rows of elements, of which some are of weights: those take the rows of their neighbours."""
-    if not (rows == _NO_ROW).any():
-        return rows
-    for d in range(rows.dim()):
-        if rows.shape[d] % ROWS:
-            continue
-        shape = [1] * rows.dim()
-        shape[d] = rows.shape[d]
-        for along in (
-            torch.arange(rows.shape[d]) // (rows.shape[d] // ROWS),
-            torch.arange(rows.shape[d]) % ROWS,
-        ):
-            full = along.reshape(shape).expand(rows.shape)
-            if ((rows == full) | (rows == _NO_ROW)).all():
-                return full.clone()
-    return rows
-
-
-def _ranks(rows: Tensor) -> Tensor:
-    """The number of each element among those of its row."""
-    flat = rows.reshape(-1)
-    found = torch.zeros_like(flat)
-    for row in range(ROWS + 1):
-        here = flat == row
-        found[here] = torch.arange(int(here.sum()))
-    return found.reshape(rows.shape)
-
-
-def _packet(node: Any) -> Any:
-    return (
-        getattr(node.target, "overloadpacket", node.target) if isinstance(node, fx.Node) else None
-    )
-
-
-def _name(node: fx.Node) -> str:
-    target = _packet(node)
-    return str(target).replace("_operator.", "") if node.op == "call_function" else node.name

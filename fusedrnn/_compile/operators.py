@@ -19,16 +19,18 @@ from .program import Program
 _CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
 """As Programs::dtype_of in csrc/ops/programs.h has them."""
 
-_add_program = _library.core.fusedrnn_add_program
-_program_chunk = _library.core.fusedrnn_program_chunk
-_add_program.restype = _program_chunk.restype = ctypes.c_int64
+_FIRST_ON_GPU = 1 << 32
+"""Programs::kFirstOnGpu: the number of the first program of the operators for GPUs."""
 
 
-def add_program(program: Program, function: int, *, dtype: torch.dtype) -> int:
+def add_program(
+    program: Program, function: int, *, dtype: torch.dtype, is_for_gpu: bool = False
+) -> int:
     """Makes a program known, and returns its number.
 
     Args:
-        function: Address of the stages' function, which must stay loaded.
+        function: Address of the stages' function, which must stay loaded: fusedrnn_stage, or for a
+            GPU fusedrnn_stage_launch.
         dtype: For which the stages are compiled.
 
     Raises:
@@ -36,7 +38,7 @@ def add_program(program: Program, function: int, *, dtype: torch.dtype) -> int:
     """
     numbers = program.numbers()
     return _checked(
-        _add_program,
+        _function("add", is_for_gpu),
         (ctypes.c_int64 * len(numbers))(*numbers),
         ctypes.c_int64(len(numbers)),
         ctypes.c_void_p(function),
@@ -63,8 +65,27 @@ def chunk(
     """
     plan = (ctypes.c_int64 * 3)()
     numbers = (program, seq_len, batch, _code(dtype), chunk_size, workspace_bytes)
-    _checked(_program_chunk, *map(ctypes.c_int64, numbers), plan)
+    function = _function("chunk", program >= _FIRST_ON_GPU)
+    _checked(function, *map(ctypes.c_int64, numbers), plan)
     return plan[0], plan[1], plan[2]
+
+
+def _function(what: str, is_for_gpu: bool) -> ctypes._NamedFuncPointer:
+    """A function beside the operators."""
+    names = {
+        "add": ("fusedrnn_add_program", "fusedrnn_add_gpu_program"),
+        "chunk": ("fusedrnn_program_chunk", "fusedrnn_gpu_program_chunk"),
+    }
+    library = _library.cuda if is_for_gpu else _library.core
+    try:
+        function: ctypes._NamedFuncPointer = getattr(library, names[what][is_for_gpu])
+    except AttributeError:
+        raise RuntimeError(
+            "fusedrnn: the compiled part of fusedrnn for "
+            f"{'GPUs' if is_for_gpu else 'the CPU'} has no programs: install fusedrnn again"
+        ) from None
+    function.restype = ctypes.c_int64
+    return function
 
 
 def forward(

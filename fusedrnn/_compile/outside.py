@@ -127,8 +127,8 @@ class _Evaluation:
         return self._known[node]
 
     def _value(self, node: fx.Node) -> Any:
-        args = fx.map_arg(node.args, lambda n: self._known[n])
-        kwargs = dict(fx.map_arg(node.kwargs, lambda n: self._known[n]))
+        args: Any = fx.map_arg(node.args, lambda n: self._known[n])
+        kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, lambda n: self._known[n]))
         if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
             kwargs["dtype"] = self.dtype
         if kwargs.get("device") is not None:

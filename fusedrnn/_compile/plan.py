@@ -3,6 +3,9 @@
 A stage computes all expressions of one width between the same two levels of products and
 reductions, each as late as somebody needs it. Expressions that several stages need, and that cost
 much, are computed once and handed on.
+
+Longer than 350 lines, because what is kept, what is a stage and what is numbered depend on each
+other.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ aten = torch.ops.aten
 
 _COSTLY = {
     getattr(aten, name)
-    for name in [
+    for name in (
         "sigmoid",
         "tanh",
         "exp",
@@ -47,7 +50,7 @@ _COSTLY = {
         "sin",
         "cos",
         "pow",
-    ]
+    )
 }
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
@@ -110,7 +113,7 @@ class Plan:
         self._make_values()
         while self._find_stages():
             pass
-        self.draws = sorted({e.at[0] for s in self.stages for e in s.inputs if _is(e, "draw")})
+        self.draws = sorted(set(self._read("draw")))
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
 
@@ -341,10 +344,10 @@ class Plan:
                 and not e.is_mask
                 and self._is_costly(e)
                 and (id(e), "column", 0) not in self._values
+                and natural in keys
             ):
-                if natural in keys:
-                    self._value(e)
-                    return True
+                self._value(e)
+                return True
         self.stages = sorted(stages.values(), key=lambda s: s.key)
         for stage in self.stages:
             for leaf in stage.inputs:
@@ -358,7 +361,7 @@ class Plan:
                 f"a part of the step reads more than {MOST_INPUTS} values in each column"
             )
         half = len(stage.results) // 2
-        *rest, number = stage.key
+        number = stage.key[3]
         later = {v.stage[3] for v in self._values.values() if v.stage[:3] == stage.key[:3]}
         shift = {n: n + (n > number) for n in later}
         for value in self._values.values():  # those behind it make room
@@ -468,11 +471,16 @@ class Plan:
         """The widths of the inputs; those that nobody reads are left out."""
         lowered = self.lowered
         traced = lowered.traced
-        read = {e.at[0] for s in self.stages for e in s.inputs if _is(e, "input")}
+        read = set(self._read("input"))
         read |= {p.operand.at[0] for p in self.products if p.operand.kind == "input"}
         self.read_inputs = sorted(read)
         nodes = [*traced.inputs, *(lookup.node for lookup in lowered.lookups)]
         return [traced.values[nodes[i]].numel() // ROWS for i in self.read_inputs]
+
+    def _read(self, kind: str) -> list[int]:
+        """What the leaves of a kind that stages read are leaves of."""
+        leaves = [leaf for stage in self.stages for leaf in stage.inputs]
+        return [e.at[0] for e in leaves if isinstance(e, Expression) and e.kind == kind]
 
     def _bias(self, array: Array) -> int:
         if all(part.bias is None for product in array.products for part in product.parts):
@@ -556,7 +564,3 @@ def within(e: Expression) -> list[Expression]:
             found[id(one)] = one
             left += one.operands
     return list(found.values())
-
-
-def _is(e: Expression | Value, kind: str) -> bool:
-    return isinstance(e, Expression) and e.kind == kind

@@ -3,6 +3,8 @@
 A graph of operations does not show everything: custom autograd.Functions, hooks, changes in place
 without a graph. So the untouched step is taken a few times under autograd, in float64, and its
 program is run by the interpreter.
+
+Longer than 350 lines, because the program and its library are compared to the same trial.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +20,17 @@ from torch import Tensor
 from .. import _ops
 from ..recurrent.autograd import plain_loop
 from ..recurrent.noise import MOST_DRAWS, Noise
+from ..recurrent.program_function import through
 from ..recurrent.reads import ClosedOver
 from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, differentiable
 from ..recurrent.values import Values
+from . import operators
 from .interpret import Interpreter
 from .trace import CannotCompile
+
+if TYPE_CHECKING:
+    from .cell import Program
 
 STEPS, BATCH = 3, 2
 """The batch is another one than that of the trace, in case that its size is in the graph."""
@@ -70,8 +77,30 @@ class Trial:
             for leaf, g in zip(leaves, found, strict=True)
         ]
 
-    def draws(self, distribution: int, number: int, width: int) -> Tensor:
-        """What the loop has drawn, (seq_len, batch, width)."""
+    def rounded(self, dtype: torch.dtype, scale: float) -> Trial:
+        """The same with numbers that a dtype has, still in float64.
+
+        Args:
+            scale: Of inputs and states, for another trial.
+        """
+
+        def of(tensor: Tensor, scale: float = 1.0) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            own = (tensor.detach() * scale).to(dtype).double()
+            return own.requires_grad_(tensor.requires_grad)
+
+        made = copy.copy(self)
+        made.constants = [of(c) for c in self.constants]
+        made.inputs = [of(x, scale) for x in self.inputs]
+        made.state = [of(leaf, scale) for leaf in self.state]
+        made.cotangents = [of(g) for g in self.cotangents]
+        return made
+
+    def draws(
+        self, distribution: int, number: int, width: int, dtype: torch.dtype = torch.float64
+    ) -> Tensor:
+        """What the loop has drawn, (seq_len, batch, width), or what a program draws in a dtype."""
         return _ops.draw(
             self.noise.seed.on(torch.device("cpu")),
             STEPS,
@@ -79,8 +108,8 @@ class Trial:
             width,
             stream=number * MOST_DRAWS,
             distribution=distribution,
-            dtype=torch.float64,
-        )
+            dtype=dtype,
+        ).double()
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=self._random)
@@ -92,10 +121,8 @@ class Trial:
             return value
         value = value.double()
         noise = self._normal(*value.shape)
-        if is_trained:
-            value = value + 0.05 * noise
-        else:  # it may be a variance
-            value = value * (1 + 0.1 * noise.tanh())
+        # What is not trained may be a variance: it stays positive.
+        value = value + 0.05 * noise if is_trained else value * (1 + 0.1 * noise.tanh())
         return value.requires_grad_(is_trained)
 
     def _input(self, leaf: Tensor) -> Tensor:
@@ -172,6 +199,135 @@ def verify(interpreter: Interpreter, trial: Trial, dtype: torch.dtype) -> None:
     tolerance = _TOLERANCES[dtype]
     compare(results, [*trial.outputs, *trial.last], tolerance, "values")
     compare(gradients, trial.gradients, tolerance, "derivatives")
+
+
+_LIBRARY_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.bfloat16: 6e-2,
+    torch.float16: 1e-2,
+}
+"""Relative to the largest number."""
+_TRIALS, _OFF = 4, 0.25
+"""A rounding may make a choice another one, or a derivative at a kink. So steps with choices are
+tried several times, and a share of the numbers may be off."""
+_CHUNK = 2
+"""Steps of a chunk: STEPS make a whole chunk and a shorter one."""
+
+
+def verify_library(program: Program, trial: Trial, device: torch.device) -> None:
+    """Compares what a program's library computes, on its device and in its dtype, to the program.
+
+    Raises:
+        CannotCompile: They differ.
+    """
+    has_choices = program.has_choices()
+    failure: CannotCompile | None = None
+    for number in range(_TRIALS if has_choices else 1):
+        try:
+            return _try_library(program, trial.rounded(program.dtype, 1 - number / 8), device)
+        except CannotCompile as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _try_library(program: Program, trial: Trial, device: torch.device) -> None:
+    plan, dtype = program.plan, program.dtype
+    numbers = {
+        i: trial.draws(one.distribution, i, one.width, dtype)
+        for i, one in enumerate(plan.lowered.draws)
+    }
+    with torch.enable_grad():
+        outputs, last = program.interpreter(
+            trial.constants, trial.inputs, trial.state, numbers.__getitem__, STEPS
+        )
+        exact = [*outputs, *last]
+        exact_gradients = trial.gradients_of(exact)
+    results, gradients = _by_operators(program, trial, device)
+    off = _OFF if program.has_choices() else 0.0
+    for ours, theirs in ((results, exact), (gradients, exact_gradients)):
+        for a, b in zip(ours, theirs, strict=True):
+            a, b = a.detach().double().cpu().reshape(b.shape), b.detach()
+            if not bool(b.isfinite().all()):
+                raise CannotCompile(f"its numbers in {dtype} are not finite")
+            scale = b.abs().max().item() if b.numel() else 0.0
+            wrong = ~((a - b).abs() <= _LIBRARY_TOLERANCES[dtype] * (1 + scale))
+            if int(wrong.sum()) > off * wrong.numel():
+                raise CannotCompile(
+                    f"the library does not compute what the program does in {dtype} on {device}"
+                )
+
+
+def _by_operators(
+    program: Program, trial: Trial, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, and gradients of a trial's leaves, as the interpreter and the trial give them."""
+    plan, dtype = program.plan, program.dtype
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def own(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            t.detach()
+            .to(device, dtype if t.is_floating_point() else t.dtype)
+            .requires_grad_(t.requires_grad)
+            for t in tensors
+        ]
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    constants, inputs, state = own(trial.constants), own(trial.inputs), own(trial.state)
+    with torch.enable_grad():
+        weights, vectors = program.outside(constants, dtype)
+        made = [*weights, *vectors, *program.outside.inputs(constants, inputs, dtype)]
+    ends = len(weights), len(weights) + len(vectors)
+    given = [t.detach() for t in made]
+    carries = [leaf.detach().reshape(BATCH, -1) for leaf in state]
+    chunks = -(-STEPS // _CHUNK)
+    sequences = [new(STEPS, BATCH, width) for width in plan.program.sequences]
+    last = [torch.empty_like(carry) for carry in carries]
+    kept = [new(chunks, BATCH, c.width, dtype=sums) for c in plan.carries if c.sequence < 0]
+    call: Any = (program.number, given[ends[1] :], carries, given[: ends[0]])
+    call += (given[ends[0] : ends[1]], [], [])
+    options: dict[str, Any] = {
+        "seed": trial.noise.seed.on(device) if plan.draws else None,
+        "chunk": _CHUNK,
+        "sequences": sequences,
+        "kept": kept,
+        "saved": [],
+    }
+    operators.forward(*call, **options, last=last)
+    cotangents = [g.to(device, dtype) for g in trial.cotangents]
+    count = len(plan.output_sequences)
+    of_sequences = [new(0) for _ in sequences]
+    for i, gradient in zip(plan.output_sequences, cotangents[:count], strict=True):
+        of_sequences[i] = gradient if not of_sequences[i].numel() else of_sequences[i] + gradient
+    of_made = [
+        new(*t.shape, dtype=sums if i < ends[1] else dtype)
+        if t.requires_grad
+        else new(0, dtype=sums if i < ends[1] else dtype)
+        for i, t in enumerate(made)
+    ]
+    of_carries = [torch.empty_like(carry) for carry in carries]
+    operators.backward(
+        *call,
+        **options,
+        grad_sequences=of_sequences,
+        grad_last=cotangents[count:],
+        grad_inputs=of_made[ends[1] :],
+        grad_carries=of_carries,
+        grad_weights=of_made[: ends[0]],
+        grad_vectors=of_made[ends[0] : ends[1]],
+        grad_reset_to=[new(0, dtype=sums) for _ in carries],
+    )
+    leaves = [t for t in (*constants, *inputs) if t.requires_grad]
+    found = [
+        torch.zeros_like(leaf) if g is None else g
+        for leaf, g in zip(leaves, through(made, of_made, leaves), strict=True)
+    ]
+    results = [*(sequences[i] for i in plan.output_sequences), *last]
+    return results, [*found, *of_carries]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .probe import obstacle_to_graphs, obstacle_to_parallel
-from .program_function import run_program
+from .program_function import ready_program
 from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
 from .trees import Leaves
@@ -123,21 +124,25 @@ def take(
         RuntimeError: Even one step does not fit into ``workspace_bytes``.
     """
     given = (inputs, state, constants)
-    # Backward of another thread may have exchanged the weights.
-    with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
-        return _take(run, settings, memory, *given)
+    # Another thread may have exchanged the weights, in backward or to trace the step.
+    is_exchanged = torch.is_grad_enabled() or settings.compile != NEVER
+    with run.weights.locked() if is_exchanged else nullcontext():
+        taken = _take(run, settings, memory, *given)
+    return taken() if callable(taken) else taken
 
 
 def _take(
     run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
+) -> tuple[Leaves, Leaves] | Callable[[], tuple[Leaves, Leaves]]:
+    """The results; or what computes them without looking at modules."""
     given = (inputs, state, constants)
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
         return run_sequence(run, *given, is_parallel=False)
     program = program_of(run, settings, memory, inputs, state)
     if not isinstance(program, str):
-        return run_program(run, program, program_chunk(run, settings, program, state)[0], *given)
+        chunk, _ = program_chunk(run, settings, program, state)
+        return ready_program(run, program, chunk, *given)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)
     is_parallel = False

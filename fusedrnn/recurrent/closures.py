@@ -47,13 +47,16 @@ def held_by(step: Any) -> Held:
     held = Held([], [], [], [], [])
     seen: set[int] = set()
 
-    def look(value: Any, depth: int) -> None:
+    # No function that calls itself: that is a cycle, which would keep all this until gc runs.
+    waiting: list[tuple[Any, int]] = [(step, 0)]
+    while waiting:
+        value, depth = waiting.pop()
         if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE)) or len(seen) > _MOST:
-            return
+            continue
         seen.add(id(value))  # of what somebody holds: other ids would come again
         if isinstance(value, Tensor):
             held.parameters.extend([value] if isinstance(value, nn.Parameter) else [])
-            return
+            continue
         inner: Collection[Any]
         if isinstance(value, nn.Module):
             modules[value] = None
@@ -64,7 +67,7 @@ def held_by(step: Any) -> Held:
             inner = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, FunctionType):
             if _is_of_torch(value):
-                return
+                continue
             held.functions.append(value)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             inner = (*_contents(value), *_globals_of(value), *defaults)
@@ -77,12 +80,9 @@ def held_by(step: Any) -> Held:
                 [value] if _is_of_user(type(value)) and hasattr(value, "__dict__") else []
             )
         else:
-            return
+            continue
         if len(inner) <= _LONGEST:
-            for one in inner:
-                look(one, depth)
-
-    look(step, 0)
+            waiting += [(one, depth) for one in reversed(list(inner))]
     return held._replace(modules=list(modules))
 
 

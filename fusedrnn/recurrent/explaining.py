@@ -76,7 +76,8 @@ def explanation(call: LayersCall) -> Explanation:
 def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     run, settings = one.run, call.settings
     known = one.memory.of(run, *one.given)
-    program = program_of(run, settings, one.memory, one.inputs, one.state)
+    with run.weights.locked():
+        program = program_of(run, settings, one.memory, one.inputs, one.state)
     if not isinstance(program, str):
         return _of_program(settings, one, program)
     steps, chunk_reason = choose_chunk(run, settings, known, *one.given)

@@ -1,8 +1,11 @@
-"""A sequence by a program, as one function of autograd."""
+"""A sequence by a program, as one function of autograd.
+
+Longer than 350 lines, because forward and backward share what tensors are to a program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +35,14 @@ class _Call:
     chunk: int
 
 
-def run_program(
+def ready_program(
     run: Run, program: Program, chunk: int, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
-    """Outputs and last state. ``chunk``: the most steps of a chunk."""
+) -> Callable[[], tuple[Leaves, Leaves]]:
+    """What computes outputs and the last state, of the weights that modules have now.
+
+    Args:
+        chunk: The most steps of a chunk.
+    """
     weights, run.user_step.output = run.weights, program.output
     values = Values(inputs, state, constants, weights.trained(), {})
     tensors = values.leaves()
@@ -44,9 +51,13 @@ def run_program(
     before = run.before()
     run.befores = [before, before]
     call = _Call(run, values.layout(), program, chunk)
-    made = _Program.apply(call, *tensors, *run.frozen.values())
-    count = len(program.output_shapes)
-    return made[:count], made[count:]
+
+    def results() -> tuple[Leaves, Leaves]:
+        made = _Program.apply(call, *tensors, *run.frozen.values())
+        count = len(program.output_shapes)
+        return made[:count], made[count:]
+
+    return results
 
 
 class _Program(torch.autograd.Function):
@@ -54,20 +65,20 @@ class _Program(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         run, program = call.run, call.program
         arguments = _Arguments.of(call, tensors)
-        like, plan = arguments.state[0], program.plan
-        steps, rows = run.seq_len, run.rows
+        like, steps, rows = arguments.state[0], run.seq_len, run.rows
         has_ends = arguments.lengths is not None
         make = like.new_zeros if has_ends else like.new_empty
-        sequences = [make(steps, rows, width) for width in plan.program.sequences]
-        last = [like.new_empty(leaf.shape[0], leaf.shape[1]) for leaf in arguments.state]
+        sequences = [make(steps, rows, *shape) for shape in _shapes(call)]
+        last = [like.new_empty(rows, *shape) for shape in program.state_shapes]
         kept = arguments.new_kept()
         with torch.no_grad():
             weights, vectors = program.outside(arguments.constants, like.dtype)
-        arguments.forward(weights, vectors, sequences, last, kept)
+        flat_last = [leaf.view(rows, -1) for leaf in last]
+        arguments.forward(weights, vectors, _of_rows_of_steps(call, sequences), flat_last, kept)
         ctx.call, ctx.count = call, len(tensors)
         ctx.save_for_backward(*tensors, *sequences, *kept)
         ctx.set_materialize_grads(False)
-        return (*_outputs(call, sequences), *_shaped(last, program.state_shapes, rows))
+        return (*_outputs(call, sequences), *last)
 
     @staticmethod
     @never_in_graphs
@@ -86,6 +97,24 @@ class _Program(torch.autograd.Function):
         return None, *found, *(None,) * frozen
 
 
+def _shapes(call: _Call) -> list[Sequence[int]]:
+    """Of sequences in a step, without the batch: as the first output has it that is one.
+
+    What the user gets must be no view, which autograd would not let them change in place.
+    """
+    program = call.program
+    shapes: list[Sequence[int]] = [(width,) for width in program.plan.program.sequences]
+    pairs = zip(program.plan.output_sequences, program.output_shapes, strict=True)
+    for number, shape in reversed(list(pairs)):
+        shapes[number] = shape
+    return shapes
+
+
+def _of_rows_of_steps(call: _Call, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Sequences as operators take them, (seq_len, batch, width) each."""
+    return [sequence.view(call.run.seq_len, call.run.rows, -1) for sequence in sequences]
+
+
 def _outputs(call: _Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     """What the user gets of sequences; each a tensor of its own."""
     run, program = call.run, call.program
@@ -93,21 +122,18 @@ def _outputs(call: _Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     for number, shape in zip(program.plan.output_sequences, program.output_shapes, strict=True):
         sequence = sequences[number]
         if run.returns_sequence:
-            made = sequence.reshape(run.seq_len, run.rows, *shape)
-            found.append(made.clone() if number in seen else made)
+            is_taken = number in seen
+            found.append(
+                sequence.reshape(run.seq_len, run.rows, *shape).clone() if is_taken else sequence
+            )
             seen.add(number)
         elif run.last is None:
             found.append(sequence[run.time(run.seq_len - 1)].reshape(run.rows, *shape).clone())
         else:
             flags, rows = run.last, torch.arange(run.rows, device=sequence.device)
-            picked = sequence[flags.int().argmax(0), rows]
-            picked = torch.where(like_rows(flags.any(0), picked), picked, 0)
-            found.append(picked.reshape(run.rows, *shape))
+            picked = sequence[flags.int().argmax(0), rows].reshape(run.rows, *shape)
+            found.append(torch.where(like_rows(flags.any(0), picked), picked, 0))
     return found
-
-
-def _shaped(leaves: Sequence[Tensor], shapes: Sequence[torch.Size], rows: int) -> list[Tensor]:
-    return [leaf.reshape(rows, *shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 
 
 @dataclass
@@ -213,7 +239,7 @@ class _Arguments:
         vectors: list[Tensor],
         sequences: list[Tensor],
         kept: list[Tensor],
-        **gradients: list[Tensor],
+        **gradients: Any,
     ) -> None:
         from .._compile import operators
 
@@ -273,7 +299,7 @@ class _Backward:
         self._call, self._arguments = call, _Arguments.of(call, tensors)
         self._run, self._program, self._masks = call.run, call.program, call.run.masks
         count = len(call.program.plan.program.sequences)
-        self._sequences, self._kept = list(rest[:count]), list(rest[count:])
+        self._sequences, self._kept = _of_rows_of_steps(call, rest[:count]), list(rest[count:])
         frozen = len(call.run.frozen)
         self._needs = call.layout.values(needs)  # type: ignore[arg-type]
         self._given = call.layout.values(tensors[: len(tensors) - frozen])
@@ -287,7 +313,7 @@ class _Backward:
         outside = self._program.outside
         constants, named = self._constants()
         own = [
-            x.detach().requires_grad_(need)
+            x.detach().requires_grad_(bool(need))
             for x, need in zip(
                 self._given.inputs[: self._masks.inputs], self._needs.inputs, strict=False
             )
@@ -328,7 +354,7 @@ class _Backward:
             grad_reset_to=of_resets,
         )
         leaves = [*named.values(), *(x for x in own if x.requires_grad)]
-        found = dict(zip(map(id, leaves), _through(made, of_made, leaves), strict=True))
+        found = dict(zip(map(id, leaves), through(made, of_made, leaves), strict=True))
         return self._in_order(
             [found.get(id(x)) for x in own],
             of_carries,
@@ -429,7 +455,7 @@ class _Backward:
         return [*inputs, *state, *constants, *(of_weights.get(name) for name in shapes.weights)]
 
 
-def _through(
+def through(
     made: Sequence[Tensor], of_made: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Gradients of leaves from those of what has been made of them."""

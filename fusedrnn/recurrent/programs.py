@@ -6,14 +6,17 @@ Everything that traces, lowers and builds is imported when the first program is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import _library
 from ..options import text_of
 from .runs import Run
 from .trees import Leaves
@@ -68,25 +71,53 @@ class Programs:
         key = (kind, _python(run))
         found = self._known.get(key)
         if found is None:
-            self._kinds[kind] = self._kinds.get(kind, 0) + 1
-            if self._kinds[kind] > _MOST_KINDS:
+            if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "a CUDA graph is being captured, and no call before it has made the program"
+            count = self._kinds.get(kind, 0)
+            if count >= _MOST_KINDS:
                 return "attributes of its modules change from call to call"
-            found = self._known[key] = _compiled(run, inputs, state)
+            found, is_lasting = _compiled(run, inputs, state)
+            if is_lasting:
+                self._known[key], self._kinds[kind] = found, count + 1
         return found
 
 
-def _compiled(run: Run, inputs: Leaves, state: Leaves) -> Program | str:
-    from .._compile.cell import compiled
+def _compiled(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program | str, bool]:
+    """A program or why there is none, and whether that is so for the next call, too."""
+    from .._compile.cell import Busy, compiled
     from .._compile.trace import CannotCompile
 
     try:
-        return compiled(run, inputs, state)
+        # What surrounds the call is not part of the step, and a trial needs gradients.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("cpu"),
+            _without_saved_hooks(),
+        ):
+            return compiled(run, inputs, state), True
+    except Busy as error:
+        return str(error), False
     except CannotCompile as error:
-        return str(error)
+        return str(error), True
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:  # of the compiler itself: the steps in Python are right
-        return f"the compiler raises {type(error).__name__}: {error}"
+        return f"the compiler raises {type(error).__name__}: {error}", True
+
+
+@contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    """Within, tensors that autograd saves stay as they are, which torch.func asks for."""
+    autograd, hooks = torch._C._autograd, []
+    while (hook := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(hook)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hook in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*hook)
 
 
 def _kind(run: Run, inputs: Leaves, state: Leaves) -> Any:
@@ -104,21 +135,35 @@ def _kind(run: Run, inputs: Leaves, state: Leaves) -> Any:
 def _python(run: Run) -> Any:
     """What Python may decide by: modes, attributes, and variables of classes and modules."""
     modules = list(run.weights.used.modules())
-    kinds = tuple(
-        (
-            type(m),
-            m.training,
-            *map(id, m._forward_hooks.values()),
-            *map(id, m._forward_pre_hooks.values()),
-        )
-        for m in modules
-    )
+    kinds = tuple((type(m), m.training) for m in modules)
     attributes = tuple(
         (key, _plain(value.value if value.entries is None else value.entries))
         for key, value in run.python.values().items()
     )
     around = tuple(part for kind in dict.fromkeys(map(type, modules)) for part in _around(kind))
-    return kinds, attributes, around
+    return torch.get_default_dtype(), kinds, attributes, around
+
+
+class _Same:
+    """Equal for one object, as long as it lives: another one may have its id then."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:  # of a type without weak references
+            self._value = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        value = self._value()
+        return value is not None and value is other._value()
 
 
 def _plain(value: Any) -> Any:
@@ -128,20 +173,22 @@ def _plain(value: Any) -> Any:
         return tuple((repr(k), _plain(v)) for k, v in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(map(_plain, value))
-    return id(value)
+    return _Same(value)
 
 
 _names: dict[type, tuple[tuple[Any, tuple[str, ...]], ...]] = {}
 
 
 def _around(kind: type[nn.Module]) -> Iterator[Any]:
-    """Plain values that a class of the user's has, or that its methods find around them."""
+    """Methods of a class of the user's, and plain values that it has or that they find around
+    them."""
     if kind not in _names:
         found: list[tuple[Any, tuple[str, ...]]] = []
         for base in kind.__mro__:
             if base.__module__.startswith(("torch.", "fusedrnn.", "builtins")):
                 continue
-            found.append((base, tuple(n for n, v in vars(base).items() if isinstance(v, _PLAIN))))
+            own = [n for n, v in vars(base).items() if isinstance(v, (*_PLAIN, FunctionType))]
+            found.append((base, tuple(own)))
             for function in vars(base).values():
                 if isinstance(function, FunctionType):
                     found.append((function.__globals__, tuple(sorted(names_in(function.__code__)))))
@@ -150,8 +197,23 @@ def _around(kind: type[nn.Module]) -> Iterator[Any]:
         variables = space if isinstance(space, dict) else vars(space)
         for name in names:
             value = variables.get(name)
-            if isinstance(value, _PLAIN):
-                yield name, repr(value)
+            if isinstance(value, (*_PLAIN, FunctionType)):
+                yield name, _plain(value)
+            elif isinstance(value, ModuleType | type) and space is not value:
+                yield from _attributes(value, names)
+
+
+def _attributes(value: ModuleType | type, names: Sequence[str]) -> Iterator[Any]:
+    """Plain values in another module or class that methods name, as a module of settings."""
+    place: str = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    if place.split(".")[0] in ("torch", "fusedrnn", "builtins", "math", "typing"):
+        return
+    for space in [value] if isinstance(value, ModuleType) else value.__mro__:
+        variables = vars(space)
+        for name in names:
+            found = variables.get(name)
+            if name in variables and isinstance(found, _PLAIN):
+                yield place, name, _plain(found)
 
 
 def choose_program(
@@ -185,16 +247,33 @@ def _obstacle(run: Run, inputs: Leaves, state: Leaves) -> str:
         return "programs are for Recurrent"
     if run.autocast[0]:
         return "autocast is on"
-    if run.device.type != "cpu":
-        return f"programs run on a CPU so far, and the input is on {run.device}"
+    if run.device.type not in ("cpu", "cuda"):
+        return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {run.device}"
+    if run.device.type == "cuda" and _library.cuda is None:
+        return _library.cuda_obstacle or "the CUDA kernels are not loaded"
     if run.rows == 0 or run.seq_len == 0:
         return "there is nothing to compute"
     if torch._C._len_torch_dispatch_stack():
         return "a mode of torch looks at all operations"
+    hook = _hook(run)
+    if hook:
+        return hook
     leaves = (*inputs, *state, *run.weights.trained().values(), *run.weights.frozen().values())
     for leaf in leaves:
         if type(leaf) not in (Tensor, nn.Parameter, nn.Buffer):
             return f"a tensor is a {type(leaf).__name__}"
         if leaf.device != run.device:
             return f"a weight is on {leaf.device}"
+    return ""
+
+
+def _hook(run: Run) -> str:
+    """Says that a module of the step has a hook, which is to be called in each step; or nothing."""
+    if nn.modules.module._has_any_global_hook():
+        return "a hook of all modules is to be called in each step"
+    for module in run.weights.used.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{type(module).__name__} has a hook, which is to be called in each step"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"{type(module).__name__} has a hook for backward"
     return ""

@@ -76,6 +76,11 @@ def chosen(flags: Tensor, a: Any, b: Any) -> Any:
     return pytree.tree_map(lambda x, y: torch.where(rows(flags, y), x, y), a, b)
 
 
+def row_of(tree: Any, row: int) -> Any:
+    """One row for all, without gradient."""
+    return pytree.tree_map(lambda leaf: leaf.detach()[row : row + 1], tree)
+
+
 def taken(cell: Callable[[Any, Any], Any], x: Any, state: Any) -> tuple[Any, Any]:
     """Output and new state; the output of a cell that returns its state alone is its first leaf."""
     result = cell(x, state)
@@ -97,11 +102,15 @@ def one_loop(
     seq_len, batch = pytree.tree_leaves(input)[0].shape[:2]
     noise.chunk(0, seq_len, batch)
     outputs, last = {}, None
+    longest = max(range(batch), key=lambda row: masks.lengths[row]) if masks.lengths else 0
     with Watch(noise):
         for time in range(seq_len)[:: -1 if is_reverse else 1]:
             noise.step(time)
             active = masks.active(time, batch)
-            y, new = taken(cell, masked(at(input, time), active), masks.started(state, time))
+            x, old = at(input, time), masks.started(state, time)
+            if masks.lengths:  # rows that have ended take some step that has a derivative
+                x, old = (chosen(active, tree, row_of(tree, longest)) for tree in (x, old))
+            y, new = taken(cell, x, old)
             state = chosen(active, new, state)
             last = y if last is None else chosen(active, y, last)
             outputs[time] = masked(y, active)

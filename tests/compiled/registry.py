@@ -41,7 +41,7 @@ class Unit:
     features: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A cell, and what is known of it."""
 
@@ -104,7 +104,8 @@ I, H = 4, 6  # noqa: E741
 WORLD = {"action": 2, "embedding": I}
 CASES = [
     Case("RNNCell", lambda: nn.RNNCell(I, H), I),
-    Case("RNNCell relu", lambda: nn.RNNCell(I, H, nonlinearity="relu"), I),
+    # Where a rounding takes a sum across 0, the derivative of relu is another one.
+    Case("RNNCell relu", lambda: nn.RNNCell(I, H, nonlinearity="relu"), I, is_discrete=True),
     Case("RNNCell without biases", lambda: nn.RNNCell(I, H, bias=False), I),
     Case("GRUCell", lambda: nn.GRUCell(I, H), I),
     Case("LSTMCell", lambda: nn.LSTMCell(I, H), I),

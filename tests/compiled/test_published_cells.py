@@ -1,18 +1,25 @@
-"""Cells that people write, by compiled steps: values and all gradients, against the plain loop."""
+"""Cells that people write, by compiled steps: values and all gradients, against the plain loop.
+
+Longer than 350 lines, because all options are tried with the same cells.
+"""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from asked import HAS_COMPILE, recurrent
+from interpreted import interpreted
 from plain import Masks, loop
 from registry import BY_NAME, CASES, Case, H
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+import fusedrnn
 
 T, B = 5, 3
 MUST = [case for case in CASES if case.compiles]
@@ -20,10 +27,40 @@ SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "forum", "dict stat
 SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zoneout", "sLSTM")]
 ALL = pytest.mark.parametrize("case", CASES, ids=str)
 SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
+BOTH = pytest.mark.parametrize(
+    "backend", ["compiled", pytest.param("interpreted", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@pytest.fixture(autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whether C++ or torch runs the programs. If only one fails, it tells where to look."""
+    found = getattr(request, "param", "compiled")
+    with interpreted() if found == "interpreted" else nullcontext():
+        yield found
 
 
 def how(case: Case) -> str:
     return "require" if case.compiles else "auto"
+
+
+class Ready:
+    """A cell and its module, which many tests share since a program is made once for each."""
+
+    def __init__(self, cell: Any, compile: str, **options: Any) -> None:
+        self.cell, self.rnn = cell, fusedrnn.Recurrent(cell, compile=compile, **options)
+
+    def with_options(self, **options: Any) -> fusedrnn.Recurrent:
+        """As if the module had been made with these; their defaults for the others."""
+        every = {"chunk_size": None, "return_sequence": True, "batch_first": False, **options}
+        for name, value in every.items():
+            setattr(self.rnn, name, value)
+        return self.rnn
+
+
+@functools.cache
+def ready(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> Ready:
+    return Ready(case.cell(dtype), how(case))
 
 
 def seeded() -> torch.Generator:
@@ -67,136 +104,142 @@ def check_same(
     torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance)
 
 
-def check_call(case: Case, masks: Masks | None = None, batch: int = B, **options: Any) -> None:
+def check_call(
+    case: Case, backend: str, masks: Masks | None = None, sizes: Any = (T, B), **options: Any
+) -> None:
     """A call with a random state, against the loop."""
-    masks, cell = masks or Masks(), case.cell()
-    x, state = case.inputs(T, batch), case.state(cell, batch)
-    rnn = recurrent(cell, compile=how(case), **options)
+    one, masks = ready(case, backend), masks or Masks()
+    cell, rnn = one.cell, one.with_options(**options)
+    x, state = case.inputs(*sizes), case.state(cell, sizes[1])
     lengths = None if masks.lengths is None else list(masks.lengths)
     ours = rnn(x, state, lengths, masks.reset, masks.reset_to, generator=seeded())
     expected = loop(cell, x, state, masks, returns_sequence=options.get("return_sequence", True))
     check_same(ours, expected, leaves_of(x, state, masks.reset_to, cell))
 
 
+@BOTH
 @ALL
-def test_equals_the_loop(case: Case) -> None:
-    check_call(case)
+def test_equals_the_loop(case: Case, backend: str) -> None:
+    check_call(case, backend)
 
 
+@BOTH
 @ALL
-def test_lengths_and_resets(case: Case) -> None:
+def test_lengths_and_resets(case: Case, backend: str) -> None:
     """Not sorted, one row of a single step, with resets that hit first, last and missing steps."""
     reset = torch.zeros(T, B, dtype=torch.bool)
     reset[0, 0] = reset[2] = reset[4, 1] = reset[4, 2] = True
-    check_call(case, Masks([3, 5, 1], reset))
+    check_call(case, backend, Masks([3, 5, 1], reset))
 
 
-@pytest.mark.skipif(not HAS_COMPILE, reason="compares compiled steps with the generic recipe")
 @ALL
-def test_draws_what_the_generic_recipe_draws(case: Case) -> None:
+def test_draws_what_the_generic_recipe_draws(case: Case, backend: str) -> None:
     """By torch's own seed, from the state that a call without one starts from."""
-    cell, x = case.cell(), case.inputs(T, B)
+    one, x = ready(case, backend), case.inputs(T, B)
     results = []
-    for compile in (how(case), "never"):
+    for rnn in (one.with_options(), fusedrnn.Recurrent(one.cell, compile="never")):
         torch.manual_seed(7)
-        state = case.zeros(cell, B)
-        results.append(recurrent(cell, compile=compile)(x, state))
-    check_same(*results, leaves_of(x, cell))
+        results.append(rnn(x, case.zeros(one.cell, B)))
+    check_same(*results, leaves_of(x, one.cell))
 
 
-@pytest.mark.skipif(not HAS_COMPILE, reason="compares compiled steps with the generic recipe")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.compiles], ids=str)
 def test_says_why_a_step_is_not_compiled(case: Case) -> None:
     cell = case.cell()
     try:
-        recurrent(cell, compile="require")(case.inputs(2, 2), case.state(cell, 2))
+        fusedrnn.Recurrent(cell, compile="require")(case.inputs(2, 2), case.state(cell, 2))
     except RuntimeError as error:
-        assert str(error).startswith("fusedrnn: ")
+        assert str(error).startswith("fusedrnn: the cell cannot be compiled: ")
 
 
 @SOME
 @pytest.mark.parametrize("chunk_size", [1, 3, T, 50])
-def test_chunks(case: Case, chunk_size: int) -> None:
+def test_chunks(case: Case, backend: str, chunk_size: int) -> None:
     reset = torch.zeros(T, B, dtype=torch.bool)
     reset[2:4, 1] = True
-    check_call(case, Masks([4, 2, 5], reset), chunk_size=chunk_size)
+    check_call(case, backend, Masks([4, 2, 5], reset), chunk_size=chunk_size)
 
 
 @SOME
 @pytest.mark.parametrize("kind", ["one row", "rows", "sequence"])
-def test_other_states_at_resets(case: Case, kind: str) -> None:
+def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
     torch.manual_seed(1)
-    cell = case.cell()
     has_steps = kind == "sequence"
-    to = case.state(cell, 1 if kind == "one row" else B, *((T,) if has_steps else ()))
-    check_call(case, Masks([5, 2, 4], torch.rand(T, B) < 0.4, to, has_steps), chunk_size=2)
+    steps = (T,) if has_steps else ()
+    to = case.state(ready(case, backend).cell, 1 if kind == "one row" else B, *steps)
+    masks = Masks([5, 2, 4], torch.rand(T, B) < 0.4, to, has_steps)
+    check_call(case, backend, masks, chunk_size=2)
 
 
 @pytest.mark.parametrize("name", ["dict state", "PlaNet", "LFADS", "DreamerV3"])
 @pytest.mark.parametrize("key", [0, -1])
-def test_a_reset_of_some_keys(name: str, key: int) -> None:
+def test_a_reset_of_some_keys(name: str, backend: str, key: int) -> None:
     case = BY_NAME[name]
-    state = case.state(case.cell(), B)
+    state = case.state(ready(case, backend).cell, B)
     some = list(state)[key]
-    check_call(case, Masks(None, torch.rand(T, B) < 0.4, {some: state[some]}))
+    check_call(case, backend, Masks(None, torch.rand(T, B) < 0.4, {some: state[some]}))
 
 
 @SOME
 @pytest.mark.parametrize("lengths", [None, [2, 5, 1]])
-def test_the_last_output(case: Case, lengths: list[int] | None) -> None:
-    check_call(case, Masks(lengths), return_sequence=False)
+def test_the_last_output(case: Case, backend: str, lengths: list[int] | None) -> None:
+    check_call(case, backend, Masks(lengths), return_sequence=False)
 
 
 @SOME
-def test_one_row(case: Case) -> None:
-    check_call(case, batch=1)
+@pytest.mark.parametrize("sizes", [(T, 1), (40, 7), (1, 5), (1, 1)], ids=str)
+def test_other_sizes(case: Case, backend: str, sizes: tuple[int, int]) -> None:
+    check_call(case, backend, None, sizes)
 
 
 @SOME
-def test_batch_first(case: Case) -> None:
-    cell, x = case.cell(), case.inputs(T, B)
-    state, reset = case.state(cell, B), torch.rand(T, B) < 0.3
+def test_batch_first(case: Case, backend: str) -> None:
+    one, x = ready(case, backend), case.inputs(T, B)
+    state, reset = case.state(one.cell, B), torch.rand(T, B) < 0.3
     turned = pytree.tree_map(lambda leaf: leaf.transpose(0, 1), x)
-    rnn = recurrent(cell, compile=how(case), batch_first=True)
+    rnn = one.with_options(batch_first=True)
     output, last = rnn(turned, state, [3, 5, 2], reset.t(), generator=seeded())
     output = pytree.tree_map(lambda leaf: leaf.transpose(0, 1), output)
-    expected = loop(cell, x, state, Masks([3, 5, 2], reset))
-    check_same((output, last), expected, leaves_of(x, state, cell))
+    expected = loop(one.cell, x, state, Masks([3, 5, 2], reset))
+    check_same((output, last), expected, leaves_of(x, state, one.cell))
 
 
-STACKED = ["GRUCell", "LSTMCell", "ForumCell", "late reset, LayerNorm", "sLSTM", "zoneout", "MGU"]
+STACKED = ["LSTMCell", "ForumCell", "late reset, LayerNorm", "zoneout"]
+STACKED += [pytest.param(name, marks=pytest.mark.slow) for name in ("GRUCell", "sLSTM", "MGU")]
+
+
+@functools.cache
+def layers(name: str, is_bidirectional: bool, backend: str) -> Ready:
+    """Two layers; the second one has the width of the first one's output."""
+    first, directions = BY_NAME[name], 1 + is_bidirectional
+    kind, more = type(first.make()), {"late reset, LayerNorm": [nn.LayerNorm]}.get(name, [])
+    cells = [first.cell() for _ in range(directions)]
+    cells += [kind(H * directions, H, *more).double() for _ in range(directions)]
+    return Ready(cells, "require", bidirectional=is_bidirectional)
 
 
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("is_bidirectional", [False, True])
 @pytest.mark.parametrize("returns_sequence", [False, True])
-def test_layers_and_directions(name: str, is_bidirectional: bool, returns_sequence: bool) -> None:
-    """Two layers; the second one has the width of the first one's output."""
-    first, wide = BY_NAME[name], H * (1 + is_bidirectional)
-    made = [first.cell() for _ in range(1 + is_bidirectional)]
-    made += [as_wide(name, wide) for _ in range(1 + is_bidirectional)]
-    x, states = first.inputs(T, B), tuple(first.state(cell, B) for cell in made)
+def test_layers_and_directions(
+    name: str, backend: str, is_bidirectional: bool, returns_sequence: bool
+) -> None:
+    case, one = BY_NAME[name], layers(name, is_bidirectional, backend)
+    x, states = case.inputs(T, B), tuple(case.state(cell, B) for cell in one.cell)
     masks = Masks([4, 5, 2], torch.rand(T, B) < 0.2)
-    named = {"bidirectional": is_bidirectional, "return_sequence": returns_sequence}
-    rnn = recurrent(made, compile="require", **named)
+    rnn = one.with_options(return_sequence=returns_sequence)
     ours = rnn(x, states, masks.lengths, masks.reset, generator=seeded())
     options = {"is_bidirectional": is_bidirectional, "returns_sequence": returns_sequence}
-    expected = loop(made, x, states, masks, **options)
-    check_same(ours, expected, leaves_of(x, states, *made))
+    expected = loop(one.cell, x, states, masks, **options)
+    check_same(ours, expected, leaves_of(x, states, *one.cell))
 
 
-def as_wide(name: str, inputs: int) -> nn.Module:
-    """The cell of a case with that many inputs."""
-    kind = type(BY_NAME[name].make())
-    more = {"late reset, LayerNorm": [nn.LayerNorm]}.get(name, [])
-    return kind(inputs, H, *more).double()
-
-
-@SOME
-def test_a_part_of_the_gradients(case: Case) -> None:
+@pytest.mark.parametrize("name", ["LSTMCell", "forum", "PlaNet"])
+def test_a_part_of_the_gradients(name: str) -> None:
     """Without those of the input, then without those of the weights, then of one weight alone."""
+    case = BY_NAME[name]
     cell, x = case.cell(), case.inputs(T, B)
-    state, rnn = case.state(cell, B), recurrent(cell, compile=how(case))
+    state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
     every = leaves_of(x, state, cell)
     for wanted in (leaves_of(state, cell), leaves_of(x), leaves_of(state), every[-1:]):
         for leaf in every:
@@ -206,37 +249,31 @@ def test_a_part_of_the_gradients(case: Case) -> None:
 
 
 @SOME
-def test_without_gradients(case: Case) -> None:
+def test_without_gradients(case: Case, backend: str) -> None:
+    one, x = ready(case, backend), case.inputs(T, B)
+    state = case.state(one.cell, B)
+    with torch.no_grad():
+        ours = one.with_options()(x, state, generator=seeded())
+        torch.testing.assert_close(ours, loop(one.cell, x, state), rtol=1e-10, atol=1e-10)
+    assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(ours))
+
+
+def test_a_first_call_without_gradients() -> None:
+    case = BY_NAME["forum"]
     cell, x = case.cell(), case.inputs(T, B)
-    state, rnn = case.state(cell, B), recurrent(cell, compile=how(case))
+    state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
     with torch.no_grad():
         ours = rnn(x, state, generator=seeded())
         torch.testing.assert_close(ours, loop(cell, x, state), rtol=1e-10, atol=1e-10)
-    assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(ours))
 
 
 @pytest.mark.parametrize("name", ["dropout inside", "zoneout"])
 def test_training_and_evaluation_in_turn(name: str) -> None:
     case = BY_NAME[name]
     cell, x = case.cell(), case.inputs(T, B)
-    state, rnn = case.state(cell, B), recurrent(cell, compile="require")
+    state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
     for is_training in (True, False, True, False):
         cell.train(is_training)
-        ours = rnn(x, state, generator=seeded())
-        check_same(ours, loop(cell, x, state), leaves_of(x, state, cell))
-
-
-SIZES = [(40, 7), (1, 5), (3, 1), (1, 1)]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@SOME
-def test_calls_of_other_sizes(case: Case, sizes: tuple[int, int]) -> None:
-    """By one module, one after the other."""
-    cell = case.cell()
-    rnn = recurrent(cell, compile=how(case))
-    for seq_len, batch in ((T, B), sizes):
-        x, state = case.inputs(seq_len, batch), case.state(cell, batch)
         ours = rnn(x, state, generator=seeded())
         check_same(ours, loop(cell, x, state), leaves_of(x, state, cell))
 
@@ -245,7 +282,7 @@ def test_calls_of_other_sizes(case: Case, sizes: tuple[int, int]) -> None:
 
 ROUNDED = [case for case in MUST if not case.is_discrete]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUICK = {"GRUCell", "LSTMCell", "forum", "late reset, LayerNorm", "sLSTM", "VRNN", "dict output"}
+QUICK = {"LSTMCell", "forum", "late reset, LayerNorm", "sLSTM"}
 
 
 def marked(case: Case, dtype: torch.dtype) -> Any:
@@ -257,10 +294,13 @@ def marked(case: Case, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     ("case", "dtype"), [marked(case, dtype) for case in ROUNDED for dtype in DTYPES]
 )
-def test_errors_are_at_most_twice_those_of_the_loop(case: Case, dtype: torch.dtype) -> None:
+def test_errors_are_at_most_twice_those_of_the_loop(
+    case: Case, dtype: torch.dtype, backend: str
+) -> None:
     """Against float64 on the same numbers: all results together, and all gradients together."""
     seq_len, batch = 6, 64
-    cell = case.cell(dtype)
+    one = ready(case, backend, dtype)
+    cell, rnn = one.cell, one.with_options()
     x, state = case.inputs(seq_len, batch, dtype), case.state(cell, batch)
     exact_cell = case.cell()
     exact_cell.load_state_dict(cell.state_dict())
@@ -270,7 +310,6 @@ def test_errors_are_at_most_twice_those_of_the_loop(case: Case, dtype: torch.dty
         leaves_of(exact_x, exact_state, exact_cell),
     )
     leaves = leaves_of(x, state, cell)
-    rnn = recurrent(cell, compile=how(case))
     ours = judged(lambda: rnn(x, state, generator=seeded()), leaves)
     theirs = judged(lambda: loop(cell, x, state), leaves)
     unit = torch.finfo(dtype).eps
@@ -312,25 +351,20 @@ def error(these: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # Random calls of random cells.
 
 
+@BOTH
 @pytest.mark.parametrize("seed", range(60))
-def test_random_calls(seed: int) -> None:
+def test_random_calls(seed: int, backend: str) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    case, batch = draw.choice(CASES), draw.choice([1, 2, 5])
-    cell = case.cell()
-    seq_len = draw.choice([1, 2, 7, 12])
+    case, seq_len, batch = draw.choice(CASES), draw.choice([1, 2, 7, 12]), draw.choice([1, 2, 5])
     lengths = [draw.randint(1, seq_len) for _ in range(batch)] if draw.random() < 0.5 else None
     masks = Masks(lengths)
     if draw.random() < 0.5:
         kind = draw.choice(["zero", "one row", "rows", "sequence"])
-        steps = (seq_len,) if kind == "sequence" else ()
-        to = None if kind == "zero" else case.state(cell, 1 if kind == "one row" else batch, *steps)
+        steps, rows = (seq_len,) if kind == "sequence" else (), 1 if kind == "one row" else batch
+        to = None if kind == "zero" else case.state(ready(case, backend).cell, rows, *steps)
         masks = Masks(lengths, torch.rand(seq_len, batch) < 0.3, to, bool(steps))
-    chunk_size = draw.choice([None, 1, 2, 5, 100])
-    is_sequence = draw.random() < 0.7
-    x, state = case.inputs(seq_len, batch), case.state(cell, batch)
-    options = {"chunk_size": chunk_size, "return_sequence": is_sequence}
-    rnn = recurrent(cell, compile=how(case), **options)
-    ours = rnn(x, state, masks.lengths, masks.reset, masks.reset_to, generator=seeded())
-    expected = loop(cell, x, state, masks, returns_sequence=is_sequence)
-    check_same(ours, expected, leaves_of(x, state, masks.reset_to, cell))
+    options = {"chunk_size": draw.choice([None, 1, 2, 5, 100])}
+    check_call(
+        case, backend, masks, (seq_len, batch), return_sequence=draw.random() < 0.7, **options
+    )

@@ -1,6 +1,8 @@
 // The functions of one float in csrc/base/math.h, csrc/base/scalar.h and csrc/program/functions.h,
 // each with its exact result and its largest allowed error. Written once for the CPU and for CUDA;
 // the sweeps over all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
+//
+// Longer than 350 lines, because it is one list.
 #pragma once
 
 #include <cfloat>

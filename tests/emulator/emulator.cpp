@@ -16,8 +16,10 @@ int64_t seeded_bug = 0;
 }
 #include "../../csrc/cuda/block_counts.h"
 #include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/program_kernels.h"
 #include "../../csrc/ops/gpu_backend.h"
 #include "../../csrc/ops/ops.h"
+#include "../../csrc/ops/program_ops.h"
 #include "../../csrc/persistent/backward.h"
 #include "../../csrc/persistent/forward.h"
 
@@ -327,6 +329,7 @@ template Launch launch_persistent_backward(const PersistentPlan&, PersistentBack
 
 STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
   fusedrnn::define_operators(m);
+  fusedrnn::define_program_operators(m);
   m.def(
       "control(bool run_backwards, str failing_kernel, int multiprocessors=0, int schedule=0, int "
       "seeded_bug=0, int backward_bug=0, int spin_limit=1000000, int streams_order=0, int "
@@ -337,9 +340,26 @@ STABLE_TORCH_LIBRARY(fusedrnn_emulated, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CPU, m) {
   fusedrnn::implement_operators<fusedrnn::EmulatedPlatform>(m);
+  fusedrnn::implement_program_operators<fusedrnn::EmulatedPlatform>(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CompositeExplicitAutograd, m) {
   m.impl("control", TORCH_BOX(&fusedrnn::control));
   m.impl("counts", TORCH_BOX(&fusedrnn::counts));
+}
+
+// As fusedrnn_add_program() and fusedrnn_program_chunk() of csrc/ops/ops.cpp.
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_gpu_program(
+    const int64_t* numbers, int64_t count, fusedrnn::program::StageLaunch stages, int64_t dtype,
+    char* error, int64_t error_size) {
+  return fusedrnn::with_error(error, error_size, [&] {
+    return fusedrnn::Programs::all().add(numbers, count, {nullptr, stages}, dtype);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_gpu_program_chunk(
+    int64_t program, int64_t seq_len, int64_t batch, int64_t dtype, int64_t chunk_size,
+    int64_t workspace_bytes, int64_t* plan, char* error, int64_t error_size) {
+  return fusedrnn::write_program_plan<fusedrnn::cuda::Memory>(
+      program, seq_len, batch, dtype, chunk_size, workspace_bytes, plan, error, error_size);
 }

@@ -8,6 +8,7 @@
 #define STABLE_TORCH_LIBRARY_IMPL(library, key, m) \
   _STABLE_TORCH_LIBRARY_IMPL(fusedrnn_fake, CPU, m, C10_UID)
 #include "../../csrc/ops/ops_cuda.cpp"
+#include "../../csrc/ops/program_ops.h"
 #include "fake.h"
 
 namespace fake {
@@ -63,6 +64,7 @@ void replay() {
 
 STABLE_TORCH_LIBRARY(fusedrnn_fake, m) {
   fusedrnn::define_operators(m);
+  fusedrnn::define_program_operators(m);
   m.def(
       "control(int order=0, bool torch_tf32=False, int device=0, int free_multiprocessors=-1, int "
       "no_gemm=0, int failing_launch=-1, int bug=0, bool own_stream=False, bool "

@@ -17,3 +17,5 @@ class Outcome:
     call: str  # the call in words
     findings: list[tuple[str, str]] = field(default_factory=list)
     """What is wrong: of what kind, and exactly."""
+    reason: str = ""
+    """Why a cell was taken in Python, if it was."""

@@ -1,4 +1,4 @@
-"""Random calls: ``python -m fuzz valid`` and ``python -m fuzz bad`` in the folder tests.
+"""Random calls: ``python -m fuzz valid``, ``bad`` and ``steps`` in the folder tests.
 
 Exits with status 1 if anything is wrong. Each finding is printed with a command that runs its case
 again.
@@ -19,8 +19,11 @@ from rich.table import Table
 from . import batches
 
 CONSOLE = Console()
-PROGRAMS = ("valid", "bad")
+PROGRAMS = ("valid", "bad", "steps")
+SANITIZED = ("valid", "bad")
+OUTCOMES = ("right", "fell back", "raised", "accepted", "died")
 CASES_OF_A_SEED = 10**9
+MOST_REASONS = 25
 
 
 def main() -> None:
@@ -36,12 +39,15 @@ def main() -> None:
         sys.exit(alone(options.program, options.case, options.sanitized))
     runs = [(options.program, options.sanitized)]
     if options.program == "all":
-        runs = [(program, is_sanitized) for is_sanitized in (False, True) for program in PROGRAMS]
+        runs = [(program, False) for program in PROGRAMS] + [(one, True) for one in SANITIZED]
     if any(is_sanitized for _, is_sanitized in runs):
         CONSOLE.print("building the library for sanitizers, if it is not there: minutes")
         batches.sanitized.build()
-    table = Table("program", "library", "cases", "right", "raised", "accepted", "died", "findings")
-    table.caption = "of wrong calls: accepted ones went through, as some may; died of no memory"
+    table = Table("program", "library", "cases", *OUTCOMES, "findings")
+    table.caption = (
+        "of wrong calls: accepted ones went through, as some may; died of no memory\n"
+        "of steps: fell back to Python; accepted where a loop raises, or roundings decide"
+    )
     has_findings = False
     for program, is_sanitized in runs:
         until = time.time() + 60 * options.minutes / len(runs)
@@ -52,7 +58,7 @@ def main() -> None:
         except RuntimeError as error:  # no case has begun
             CONSOLE.print(escape(str(error)), soft_wrap=True)
             counts = Counter({"finding: not begun": 1})
-        whats = [f"{counts[what]:,}" for what in ("cases", "right", "raised", "accepted", "died")]
+        whats = [f"{counts[what]:,}" for what in ("cases", *OUTCOMES)]
         findings = {k: n for k, n in counts.items() if k.startswith("finding: ")}
         has_findings |= bool(findings)
         texts = [f"{n:,} {kind.removeprefix('finding: ')}" for kind, n in sorted(findings.items())]
@@ -62,12 +68,15 @@ def main() -> None:
 
 
 def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[str]:
-    """Runs cases, and prints findings, one of each kind."""
+    """Runs cases, and prints findings, one of each kind, and why steps are taken in Python."""
     counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     seen = set()
     flag = " --sanitized" if is_sanitized else ""
     for record in batches.run(program, first, until=until, is_sanitized=is_sanitized):
         counts.update(["cases", record.outcome.what])
+        if record.outcome.reason:
+            reasons[re.sub(r"\d+|'[^']*'|\(step.py:.*", "", record.outcome.reason)[:80]] += 1
         for kind, text in record.outcome.findings:
             counts[f"finding: {kind}"] += 1
             likeness = kind, re.sub(r"\d+|'[^']*'", "", text)[:80] or record.outcome.call[:40]
@@ -76,7 +85,10 @@ def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[
                 command = f"python -m fuzz {program} --case {record.case}{flag}"
                 CONSOLE.print(f"[bold]{escape(kind)}[/]: {escape(text)}", soft_wrap=True)
                 CONSOLE.print(f"  {escape(command)}", soft_wrap=True)
-                CONSOLE.print(f"  [dim]{escape(record.outcome.call)}[/]", soft_wrap=True)
+                if program != "steps":  # whose findings have the smallest call
+                    CONSOLE.print(f"  [dim]{escape(record.outcome.call)}[/]", soft_wrap=True)
+    for reason, count in reasons.most_common(MOST_REASONS):
+        CONSOLE.print(f"[dim]{count:5,} in Python: {escape(reason)}[/]", soft_wrap=True)
     return counts
 
 

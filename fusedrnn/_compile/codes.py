@@ -1,0 +1,133 @@
+"""Codes: from which row and column of which computed value an element comes.
+
+Operations that only move numbers move codes in the same way, so torch itself follows them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .trace import ROWS, CannotCompile, line_of
+
+COLUMN = 1 << 32
+ROW = COLUMN * (ROWS + 1)
+NO_ROW = ROWS
+"""In the place of a row: an element of weights, which all rows read."""
+
+MOST_PIECES = 64
+"""Of neighbouring columns that a value may be cut into."""
+
+
+class Run:
+    """Neighbouring columns that come from one node in a regular order."""
+
+    def __init__(
+        self,
+        kind: str,
+        source: fx.Node,
+        first: int,
+        count: int,
+        group: int,
+        columns: tuple[int, ...] = (),
+    ) -> None:
+        self.kind, self.source, self.first = kind, source, first
+        self.count, self.group, self.columns = count, group, columns
+
+
+def runs_of(
+    codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node
+) -> list[Run]:
+    """Codes of one row as runs: of weights, or of columns one after the other, maybe repeated."""
+    found: list[Run] = []
+    i, n = 0, len(codes)
+    numbers = codes // ROW
+    while i < n:
+        source = nodes[int(numbers[i])]
+        end = i + 1
+        while end < n and numbers[end] == numbers[i]:
+            end += 1
+        if kinds[source] != "row":
+            columns = tuple(int(c) for c in codes[i:end] % COLUMN)
+            found.append(Run("weights", source, 0, end - i, 1, columns))
+            i = end
+            continue
+        columns_of = codes[i:end] % COLUMN
+        j = 0
+        while j < len(columns_of):
+            first = int(columns_of[j])
+            rest = columns_of[j:] - first
+            repeat = _length(rest, np.zeros_like(rest))
+            run = _length(rest, np.arange(len(rest)))
+            group = 1
+            length = run
+            if repeat > 1:
+                grouped = _length(rest, np.arange(len(rest)) // repeat)
+                group, length = repeat, grouped // repeat * repeat
+            found.append(Run("columns", source, first, length // group, group))
+            j += length
+            if len(found) > 4 * MOST_PIECES:
+                raise CannotCompile(
+                    f"{name_of(node)} puts columns into another order{line_of(node)}"
+                )
+        i = end
+    return found
+
+
+def _length(ones: Any, others: Any) -> int:
+    """How many elements two arrays have in common from their start on."""
+    differ = np.nonzero(ones != others)[0]
+    return int(differ[0]) if len(differ) else len(ones)
+
+
+def row_of(codes: Tensor) -> Tensor:
+    return codes // COLUMN % (ROWS + 1)
+
+
+def filled(rows: Tensor) -> Tensor:
+    """Rows of elements, of which some are of weights: those take the rows of their neighbours."""
+    if not (rows == NO_ROW).any():
+        return rows
+    for d in range(rows.dim()):
+        if rows.shape[d] % ROWS:
+            continue
+        shape = [1] * rows.dim()
+        shape[d] = rows.shape[d]
+        for along in (
+            torch.arange(rows.shape[d]) // (rows.shape[d] // ROWS),
+            torch.arange(rows.shape[d]) % ROWS,
+        ):
+            full = along.reshape(shape).expand(rows.shape)
+            if ((rows == full) | (rows == NO_ROW)).all():
+                return full.clone()
+    return rows
+
+
+def ranks(rows: Tensor) -> Tensor:
+    """The number of each element among those of its row."""
+    flat = rows.reshape(-1)
+    found = torch.zeros_like(flat)
+    for row in range(ROWS + 1):
+        here = flat == row
+        found[here] = torch.arange(int(here.sum()))
+    return found.reshape(rows.shape)
+
+
+def packet_of(node: Any) -> Any:
+    return (
+        getattr(node.target, "overloadpacket", node.target) if isinstance(node, fx.Node) else None
+    )
+
+
+def name_of(node: fx.Node) -> str:
+    target = packet_of(node)
+    return str(target).replace("_operator.", "") if node.op == "call_function" else node.name
+
+
+def packets(names: str) -> frozenset[Any]:
+    """Operators of ATen by name, as far as this version of torch has them."""
+    aten = torch.ops.aten
+    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))

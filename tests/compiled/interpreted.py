@@ -1,0 +1,163 @@
+"""The operators of programs in plain torch: no library is compiled, and no C++ runs.
+
+Everything else is as in use: the trace, the lowering, the derivatives that are printed, the
+verification, and what `Recurrent` makes of programs. So thousands of steps can be tried in minutes,
+and the C++ has something to be compared with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedrnn._compile
+from fusedrnn import _ops
+from fusedrnn.recurrent.program_function import KEEP, SEQUENCE, ZERO
+
+NAME = "fusedrnn._compile.operators"
+_programs: list[Any] = []
+"""By their numbers; modules keep these for as long as they live."""
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Programs run by torch; those that are there already stay as they are."""
+    fake = ModuleType(NAME)
+    for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
+        setattr(fake, function.__name__, function.__get__(_Operators()))
+    known, package = sys.modules.get(NAME), fusedrnn._compile
+    if known is None:  # cell.py imports it
+        sys.modules[NAME] = fake
+    from fusedrnn._compile import cell
+
+    def compiled(*arguments: Any) -> Any:
+        program = cell.lower(*arguments)
+        program.number = len(_programs)
+        _programs.append(program)
+        return program
+
+    before = getattr(package, "operators", None), cell.compiled
+    package.operators, cell.compiled = fake, compiled  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        package.operators, cell.compiled = before  # type: ignore[attr-defined]
+
+
+class _Operators:
+    def chunk(
+        self, number: int, seq_len: int, batch: int, dtype: torch.dtype, chunk: int, limit: int
+    ) -> list[int]:
+        return [min(chunk, seq_len) if chunk > 0 else seq_len, 0, 0]
+
+    def forward(
+        self, number: int, *given: Any, sequences: list[Tensor], last: list[Tensor],
+        kept: list[Tensor], saved: list[Tensor], **options: Any,
+    ) -> None:  # fmt: skip
+        with torch.no_grad():
+            steps = sequences[0].shape[0]
+            results = _run(_programs[number], steps, *given, **options)
+        for to, value in zip((*sequences, *last), results, strict=True):
+            to.copy_(value)
+        for tensor in kept:  # nobody may read it
+            tensor.fill_(torch.nan)
+
+    def backward(
+        self, number: int, inputs: list[Tensor], carries: list[Tensor], weights: list[Tensor],
+        vectors: list[Tensor], reset_to: list[Tensor], kinds: list[int], *,
+        sequences: list[Tensor], kept: list[Tensor], saved: list[Tensor],
+        grad_sequences: list[Tensor], grad_last: list[Tensor], grad_inputs: list[Tensor],
+        grad_carries: list[Tensor], grad_weights: list[Tensor], grad_vectors: list[Tensor],
+        grad_reset_to: list[Tensor], **options: Any,
+    ) -> None:  # fmt: skip
+        rows = carries[0].shape[0]
+        to = [
+            t.expand(rows, -1) if t.dim() == 2 and kind not in (ZERO, KEEP) else t
+            for t, kind in zip(reset_to, kinds, strict=True)
+        ]
+        groups = [
+            [leaf.detach().clone().requires_grad_() for leaf in leaves]
+            for leaves in (inputs, carries, weights, vectors, to)
+        ]
+        with torch.enable_grad():
+            steps = sequences[0].shape[0]
+            results = _run(_programs[number], steps, *groups, kinds, **options)
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(results, (*grad_sequences, *grad_last), strict=True)
+            if gradient.numel() and value.requires_grad
+        ]
+        leaves = [leaf for group in groups for leaf in group]
+        wanted = [*grad_inputs, *grad_carries, *grad_weights, *grad_vectors, *grad_reset_to]
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            values, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(values, leaves, given, allow_unused=True)
+        for memory, gradient in zip(wanted, found, strict=True):
+            if memory.numel():
+                memory.copy_(torch.zeros(()) if gradient is None else gradient)
+
+
+def _run(
+    program: Any, steps: int, inputs: list[Tensor], carries: list[Tensor], weights: list[Tensor],
+    vectors: list[Tensor], reset_to: list[Tensor], kinds: list[int], *, lengths: Tensor | None,
+    reset: Tensor | None, seed: Tensor | None, stream: int, first_step: int, reverse: bool,
+    chunk: int,
+) -> list[Tensor]:  # fmt: skip
+    """All sequences and the last carries."""
+    from fusedrnn._compile.interpret import _Step
+
+    plan, owner, like = program.plan, program.interpreter, carries[0]
+    rows = like.shape[0]
+    inputs, carries, weights, vectors, reset_to = (
+        [leaf.double() for leaf in leaves]
+        for leaves in (inputs, carries, weights, vectors, reset_to)
+    )
+    draws = {
+        d: _ops.draw(
+            seed,
+            steps,
+            rows,
+            plan.lowered.draws[d].width,
+            stream=stream + d * 2**16,
+            distribution=plan.lowered.draws[d].distribution,
+            dtype=like.dtype,
+            first_step=first_step,
+        ).double()
+        for d in plan.draws
+    }
+    ends = torch.full((rows,), steps) if lengths is None else lengths
+    longest, state, made = int(ends.argmax()), list(carries), {}
+    for t in range(steps)[:: -1 if reverse else 1]:
+        active = ends[:, None] > t
+        if reset is not None:
+            flags = reset[t][:, None] & active
+            state = [
+                _started(leaf, flags, to, kind, t)
+                for leaf, to, kind in zip(state, reset_to, kinds, strict=True)
+            ]
+        # Rows that have ended take some step that has a derivative.
+        x, old = (
+            [torch.where(active, leaf, leaf[longest].detach()) for leaf in leaves]
+            for leaves in ([one[t] for one in inputs], state)
+        )
+        now = _Step(owner, weights, vectors, x, old, {d: n[t] for d, n in draws.items()})
+        new = now.run()
+        made[t] = [torch.where(active, columns, 0) for columns in now.sequences()]
+        state = [torch.where(active, a, b) for a, b in zip(new, state, strict=True)]
+    sequences = [
+        torch.stack(columns) for columns in zip(*(made[t] for t in range(steps)), strict=True)
+    ]
+    return [*sequences, *state]
+
+
+def _started(leaf: Tensor, flags: Tensor, to: Tensor, kind: int, time: int) -> Tensor:
+    if kind == KEEP:
+        return leaf
+    return torch.where(flags, 0 if kind == ZERO else to[time] if kind == SEQUENCE else to, leaf)

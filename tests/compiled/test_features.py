@@ -1,0 +1,1247 @@
+"""PyTorch's features around compiled cells: each works as around a loop, or steps run in Python.
+
+Longer than 350 lines, because it has a test or two for each of many features.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import allow_tf32
+from plain import loop
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedrnn
+from fusedrnn.recurrent import programs
+
+T, B, H = 6, 3, 4
+F64 = torch.float64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for all tests of this file, most of which have the same cell."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CXX", "FUSEDRNN_COMPILE", "FUSEDRNN_COMPILE_SECONDS"):
+            patch.delenv(name, raising=False)
+        folder = tmp_path_factory.mktemp("libraries")
+        patch.setenv("FUSEDRNN_CACHE", str(folder))
+        yield folder
+
+
+class Minimal(nn.Module):
+    """A minimal gated unit, written in torch."""
+
+    def __init__(self, dtype: torch.dtype = F64) -> None:
+        super().__init__()
+        self.gate, self.value = (nn.Linear(2 * H, H, dtype=dtype) for _ in range(2))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        f = torch.sigmoid(self.gate(torch.cat([x, h], -1)))
+        n = torch.tanh(self.value(torch.cat([x, f * h], -1)))
+        return h + f * (self.scale * n - h)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.gate.weight.new_zeros(batch, H)
+
+
+def sequence(seq_len: int = T, batch: int = B, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(seq_len, batch, H, dtype=dtype, requires_grad=True)
+
+
+def start(batch: int = B, dtype: torch.dtype = F64) -> Tensor:
+    return torch.zeros(batch, H, dtype=dtype)
+
+
+def required(cell: Any = None, **options: Any) -> fusedrnn.Recurrent:
+    return fusedrnn.Recurrent(Minimal() if cell is None else cell, compile="require", **options)
+
+
+def loss_of(*leaves: Any) -> Tensor:
+    """Depends on every number, each with a weight of its own."""
+    total: Any = 0.0
+    for leaf in leaves:
+        weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        total = total + (leaf * leaf * weight).sum() + (leaf * weight).sum()
+    return total  # type: ignore[no-any-return]
+
+
+def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss_of(*results), leaves, allow_unused=True))
+
+
+def close(ours: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def check(rnn: fusedrnn.Recurrent, x: Tensor, h: Tensor | None = None) -> None:
+    """Values and gradients of a call are those of the loop."""
+    cell: Any = rnn.cell
+    h = start(x.shape[1], x.dtype) if h is None else h
+    ours, expected = rnn(x, h), loop(cell, x, h)
+    close(ours, expected)
+    leaves = [leaf for leaf in (x, h, *cell.parameters()) if leaf.requires_grad]
+    if leaves:
+        close(gradients(ours, leaves), gradients(expected, leaves))
+
+
+def is_program(rnn: fusedrnn.Recurrent, x: Tensor, h: Tensor | None = None) -> bool:
+    return rnn.explain(x, start(x.shape[1], x.dtype) if h is None else h).is_program
+
+
+def reason(cell: nn.Module, x: Tensor | None = None, h: Tensor | None = None) -> str:
+    """Why a cell is not compiled; and it still computes what the loop does."""
+    x = sequence() if x is None else x
+    check(fusedrnn.Recurrent(cell), x, h)
+    with pytest.raises(RuntimeError, match=r"^fusedrnn: the cell cannot be compiled: ") as error:
+        required(cell)(x, start(x.shape[1], x.dtype) if h is None else h)
+    return str(error.value).partition("compiled: ")[2]
+
+
+# Other compilers and transforms.
+
+
+def test_torch_compile_around() -> None:
+    """The graph breaks at the call."""
+    rnn, linear, x = required(), nn.Linear(H, H, dtype=F64), sequence()
+
+    def model(x: Tensor) -> Tensor:
+        output: Tensor = rnn(linear(x).tanh())[0] * 3
+        return output
+
+    leaves = [x, *linear.parameters(), *rnn.parameters()]
+    expected = gradients([model(x)], leaves)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        close(gradients([compiled(x)], leaves), expected)
+
+
+def test_the_first_call_is_within_a_compiled_function() -> None:
+    rnn, x = required(), sequence()
+    compiled = torch.compile(lambda x: rnn(x + 1)[0].sum(), backend="eager")
+    expected = loop(rnn.cell, x + 1, start())[0].sum()
+    close(compiled(x), expected)
+
+
+def test_fullgraph_and_jit_trace_are_errors() -> None:
+    rnn, x = required(), sequence().detach()
+    with pytest.raises(Exception, match="fusedrnn"):
+        torch.compile(lambda x: rnn(x)[0] + 1, backend="eager", fullgraph=True)(x)
+    auto = fusedrnn.Recurrent(rnn.cell)
+    with pytest.warns():
+        traced = torch.jit.trace(auto, x)
+    close(traced(x), auto(x))
+
+
+def test_export() -> None:
+    allow_tf32(True)  # export refuses what the fixture of all tests sets
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence().detach()
+    rnn(x)
+    exported = torch.export.export(rnn, (x,), strict=False)
+    close(exported.module()(x), rnn(x))
+
+
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_torch_func() -> None:
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    rnn(x)  # it is compiled, and yet not taken
+    parameters = dict(rnn.named_parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return loss_of(*torch.func.functional_call(rnn, values, (x,)))
+
+    expected = gradients(rnn(x), list(parameters.values()))
+    close(list(torch.func.grad(loss)(parameters, x).values()), expected)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 1))(parameters, x[:, :, None])
+    apart = [gradients(rnn(x[:, i : i + 1]), list(parameters.values())) for i in range(B)]
+    close([g.sum(0) for g in each.values()], [sum(g) for g in zip(*apart, strict=True)])
+    tangent = torch.randn_like(x)
+    _, found = torch.func.jvp(lambda x: loss_of(*rnn(x)), (x.detach(),), (tangent,))
+    (gradient,) = gradients(rnn(x), [x])
+    close(found, (gradient * tangent).sum())
+    with forward_ad.dual_level():
+        made = loss_of(*rnn(forward_ad.make_dual(x, tangent)))
+        close(forward_ad.unpack_dual(made).tangent, found)
+
+
+def test_functional_call() -> None:
+    """Other weights for one call, also such that are no leaves."""
+    rnn, x = required(), sequence()
+    rnn(x)
+    scale = torch.tensor(0.7, dtype=F64, requires_grad=True)
+    other, found = fusedrnn.Recurrent(copy.deepcopy(rnn.cell), compile="never"), []
+    for one in (rnn, other):
+        values = {name: p.detach() * scale for name, p in one.named_parameters()}
+        found.append(gradients(torch.func.functional_call(one, values, (x,)), [scale, x]))
+    close(*found)
+    check(rnn, x)
+
+
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_derivatives_of_gradients() -> None:
+    rnn, x, h = required(), sequence(3, 2), torch.randn(2, H, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, h: rnn(x, h), (x, h))
+    assert torch.autograd.gradgradcheck(lambda x, h: rnn(x, h), (x, h))
+    leaves = [x, h, *rnn.parameters()]
+
+    def second(results: Any) -> list[Tensor]:
+        first = torch.autograd.grad(loss_of(*results), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    close(second(rnn(x, h)), second(loop(rnn.cell, x, h)))
+
+
+def test_derivatives_of_gradients_warn() -> None:
+    rnn, x = required(), sequence()
+    with pytest.warns(UserWarning, match="take a plain loop over the steps"):
+        torch.autograd.grad(loss_of(*rnn(x)), [x], create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_batched_gradients() -> None:
+    rnn, x = required(), sequence()
+    output, _ = rnn(x)
+    vectors = torch.randn(5, *output.shape, dtype=F64)
+    (all_at_once,) = torch.autograd.grad(
+        output, [x], vectors, is_grads_batched=True, retain_graph=True
+    )
+    apart = [torch.autograd.grad(output, [x], v, retain_graph=True)[0] for v in vectors]
+    close(all_at_once, torch.stack(apart))
+
+
+def test_autocast() -> None:
+    """Steps in Python, whose products are rounded; in backward as in forward."""
+    cell, x = Minimal(torch.float32), sequence(dtype=torch.float32)
+    rnn = fusedrnn.Recurrent(cell)
+    exact = rnn(x)[0]
+    leaves = [x, *cell.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = rnn(x)[0]
+        with pytest.raises(RuntimeError, match="autocast is on"):
+            required(cell)(x)
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    close(rounded, exact, 3e-2)
+    close(gradients([rounded], leaves), gradients([exact], leaves), 0.1)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(required(cell)(x)[0], exact)
+
+
+# What looks at all operations, and tensors without numbers.
+
+
+def test_modes_that_look_at_all_operations() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cell, x = Minimal(), sequence()
+    rnn = fusedrnn.Recurrent(cell)
+    rnn(x)
+    with FlopCounterMode(display=False) as ours:
+        rnn(x.detach())
+    with FlopCounterMode(display=False) as expected:
+        loop(cell, x.detach(), start())
+    assert ours.get_total_flops() == expected.get_total_flops()
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="mode of torch"):
+        required(cell)(x)
+
+
+def test_backward_within_a_mode() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rnn, x = required(), sequence()
+    made, expected = rnn(x), loop(rnn.cell, x, start())
+    leaves = [x, *rnn.parameters()]
+    with FlopCounterMode(display=False):
+        found = gradients(made, leaves)
+    close(found, gradients(expected, leaves))
+
+
+def test_fake_and_meta_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fake = fusedrnn.Recurrent(Minimal())
+        x = torch.randn(T, B, H, dtype=F64)
+        assert fake(x)[0].shape == (T, B, H)
+    for compile in ("auto", "require", "never"):
+        meta = fusedrnn.Recurrent(Minimal().to("meta"), compile=compile)
+        with pytest.raises(
+            RuntimeError, match="must have numbers, got a tensor on the device meta"
+        ):
+            meta(torch.randn(T, B, H, dtype=F64, device="meta"))
+    mixed = fusedrnn.Recurrent(Minimal().to("meta"), compile="require")
+    with pytest.raises(RuntimeError, match="weight is on meta"):
+        mixed(sequence(), start())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_default_device(device: str) -> None:
+    """The first call is within, with weights and inputs of the CPU."""
+    rnn, x, h = required(), sequence(), start()
+    with torch.device(device):
+        made = rnn(x, h)
+        found = gradients(made, [x]) if device == "cpu" else None
+    close(made, loop(rnn.cell, x, h))
+    if found is not None:
+        close(found, gradients(loop(rnn.cell, x, h), [x]))
+
+
+def test_a_default_dtype() -> None:
+    """It may be what the step makes tensors of, so the step is another one."""
+
+    class Cell(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, h) * torch.tensor(0.1)
+
+    rnn, x = required(Cell()), sequence()
+    check(rnn, x)
+    torch.set_default_dtype(F64)
+    try:
+        check(rnn, x)
+        check(required(Cell()), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check(rnn, x)
+
+
+class Labelled(Tensor):
+    """A subclass that sees all functions."""
+
+
+def test_subclasses_of_tensors() -> None:
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    expected = rnn(x)[0]
+    made = rnn(x.detach().as_subclass(Labelled))[0]
+    close(made.as_subclass(Tensor), expected)
+    with pytest.raises(RuntimeError, match="a tensor is a Labelled"):
+        required(rnn.cell)(x.detach().as_subclass(Labelled))
+
+
+# Autograd.
+
+
+def test_modes_without_gradients() -> None:
+    rnn, x = required(), sequence()
+    expected = rnn(x)
+    with torch.no_grad():
+        made = rnn(x)
+    assert not any(leaf.requires_grad for leaf in made)
+    with torch.inference_mode():
+        inferred = rnn(x)
+        again = rnn(inferred[0])
+    assert inferred[0].is_inference()
+    close((*made, *inferred), (*expected, *expected))
+    close(again, rnn(expected[0]))
+    with torch.no_grad(), torch.enable_grad():
+        check(rnn, x)
+
+
+def test_the_first_call_is_without_gradients() -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        rnn, x = required(), sequence()
+        with mode():
+            rnn(x)
+        check(rnn, x)
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+@pytest.mark.parametrize("of_state", [False, True])
+@pytest.mark.parametrize("of_weights", ["all", "none", "gate.weight", "value.bias"])
+def test_parts_that_need_gradients(of_input: bool, of_state: bool, of_weights: str) -> None:
+    rnn, x, h = required(), sequence(), torch.randn(B, H, dtype=F64)
+    x.requires_grad_(of_input)
+    h.requires_grad_(of_state)
+    for name, p in rnn.cell.named_parameters():
+        p.requires_grad_(of_weights in ("all", name))
+    check(rnn, x, h)
+    wanted = of_input or of_state or of_weights != "none"
+    assert rnn(x, h)[0].requires_grad == wanted
+
+
+def test_weights_that_are_frozen_later() -> None:
+    rnn, x = required(), sequence()
+    for name in ("gate", "value", "gate"):
+        check(rnn, x)
+        getattr(rnn.cell, name).requires_grad_(False)
+    check(rnn, x)
+    rnn.requires_grad_()
+    check(rnn, x)
+
+
+def test_a_weight_that_the_step_does_not_read() -> None:
+    cell, x = Minimal(), sequence()
+    cell.other = nn.Parameter(torch.ones(3, dtype=F64))
+    rnn = required(cell)
+    check(rnn, x)
+    loss_of(*rnn(x)).backward()
+    assert cell.other.grad is None
+
+
+def test_weights_change_between_calls() -> None:
+    rnn, x = required(), sequence()
+    optimizer = torch.optim.Adam(rnn.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(*rnn(x)).backward()
+        optimizer.step()
+        check(rnn, x)
+    rnn.cell.gate.weight.data = torch.randn(H, 2 * H, dtype=F64)
+    check(rnn, x)
+    rnn.cell.gate.weight = nn.Parameter(torch.randn(H, 2 * H, dtype=F64))
+    check(rnn, x)
+    rnn.load_state_dict(required().state_dict())
+    check(rnn, x)
+    rnn.load_state_dict(required().state_dict(), assign=True)
+    check(rnn, x)
+
+
+def in_place(change: str, rnn: fusedrnn.Recurrent, x: Tensor, output: Tensor) -> None:
+    with torch.no_grad():
+        if change == "optimizer":
+            torch.optim.SGD(rnn.parameters(), lr=0.1).step()
+        elif change == "load_state_dict":
+            rnn.load_state_dict(required().state_dict())
+        elif change == "input":
+            x.zero_()
+        else:
+            output.zero_()
+
+
+@pytest.mark.parametrize("change", ["optimizer", "load_state_dict", "input", "output"])
+def test_changes_in_place_before_backward(change: str) -> None:
+    """As around a loop, whose backward needs these numbers."""
+    rnn, x = required(), sequence()
+    for p in rnn.parameters():
+        p.grad = torch.ones_like(p)
+    output, _ = rnn(x)
+    loss = output.square().sum() if change != "output" else output.sum()
+    in_place(change, rnn, x, output)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_last_state_may_be_changed_in_place() -> None:
+    """And outputs under autograd: what backward needs is kept or noticed."""
+    rnn, x = required(), sequence()
+    expected = gradients([rnn(x)[0]], [x])
+    output, h = rnn(x)
+    with torch.no_grad():
+        h.zero_()
+    close(gradients([output], [x]), expected)
+    output, h = rnn(x)
+    h.mul_(2)
+    other = loop(rnn.cell, x, start())
+    close(gradients([h], [x]), gradients([other[1] * 2], [x]))
+
+
+def test_replaced_weights_before_backward() -> None:
+    """Gradients are those of the weights that forward had."""
+    rnn, x = required(), sequence()
+    old = list(rnn.parameters())
+    expected = gradients(rnn(x), [x, *old])
+    made = rnn(x)
+    rnn.cell.gate.weight = nn.Parameter(torch.zeros(H, 2 * H, dtype=F64))
+    rnn.cell.value = nn.Linear(2 * H, H, dtype=F64)
+    close(gradients(made, [x, *old]), expected)
+
+
+def test_twice_through_the_same_graph() -> None:
+    rnn, x = required(), sequence()
+    loss = loss_of(*rnn(x))
+    first = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, [x])[0], first[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, [x])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant: bool) -> None:
+    class Noisy(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, h) + torch.randn_like(h)
+
+    rnn, x = required(Noisy()), sequence()
+    found = []
+    for wrap in (False, True):
+        torch.manual_seed(1)
+        made = checkpoint(rnn, x, use_reentrant=use_reentrant) if wrap else rnn(x)
+        rnn.zero_grad()
+        x.grad = None
+        loss_of(*made).backward()
+        found.append([x.grad, *(p.grad for p in rnn.parameters())])
+    close(found[1], found[0])
+
+
+def test_saved_tensors_hooks() -> None:
+    rnn, x = required(), sequence()
+    expected = gradients(rnn(x), [x, *rnn.parameters()])
+    with torch.autograd.graph.save_on_cpu():
+        made = rnn(x)
+    close(gradients(made, [x, *rnn.parameters()]), expected)
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        made = rnn(x)
+    assert packed
+    close(gradients(made, [x, *rnn.parameters()]), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.double()):
+        made = rnn(x)
+    close(gradients(made, [x, *rnn.parameters()]), expected, 0.1)
+
+
+def test_the_first_call_is_within_hooks_of_saved_tensors() -> None:
+    for wrap in (False, True):
+        rnn, x = required(), sequence()
+        if wrap:
+            made = checkpoint(rnn, x, use_reentrant=False)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda t: t[0]):
+                made = rnn(x)
+        leaves = [x, *rnn.parameters()]
+        close(gradients(made, leaves), gradients(loop(rnn.cell, x, start()), leaves))
+
+
+def test_anomaly_mode() -> None:
+    rnn, x = required(), sequence()
+    expected = gradients(rnn(x), [x])
+    with pytest.warns(UserWarning, match="Anomaly"):
+        mode = torch.autograd.detect_anomaly(check_nan=True)
+    with mode:
+        close(gradients(rnn(x), [x]), expected)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    rnn, x = required(), sequence()
+    expected = loop(rnn.cell, x, start())[0]
+    with torch.no_grad():
+        x[2, 0, 1], x[3, 1, 2] = math.nan, math.inf
+    made, other = rnn(x), loop(rnn.cell, x, start())
+    torch.testing.assert_close(made, other, equal_nan=True)
+    assert torch.equal(made[0][:, 2], expected[:, 2]) or made[0][:, 2].isfinite().all()
+    found, exact = gradients(made, [x]), gradients(other, [x])
+    torch.testing.assert_close(found, exact, equal_nan=True)
+
+
+def test_deterministic_algorithms(deterministic: Callable[[bool], None]) -> None:
+    """Which fill new memory with NaN."""
+    deterministic(True)
+    rnn, x = required(), sequence()
+    check(rnn, x)
+    made = rnn(x, start(), lengths=[2, T, 1])
+    assert all(leaf.isfinite().all() for leaf in (*made, *gradients(made, [x])))  # type: ignore[union-attr]
+
+
+# Hooks and parametrizations.
+
+
+def test_hooks_of_tensors_and_of_the_layer() -> None:
+    rnn, x = required(), sequence()
+    counts: list[str] = []
+    cell = rnn.cell
+    cell.gate.weight.register_hook(lambda g: counts.append("weight") or g * 2)  # type: ignore[func-returns-value]
+    cell.gate.bias.register_post_accumulate_grad_hook(lambda p: counts.append("bias"))
+    x.register_hook(lambda g: counts.append("input") or g * 3)  # type: ignore[func-returns-value]
+    rnn.register_forward_pre_hook(lambda m, args: counts.append("before"))
+    rnn.register_forward_hook(lambda m, args, out: counts.append("after"))
+    rnn.register_full_backward_hook(lambda m, of_input, of_output: counts.append("backward"))
+    output, _ = rnn(x)
+    output.register_hook(lambda g: counts.append("output") or g * 5)  # type: ignore[func-returns-value]
+    loss_of(output).backward()
+    kinds = ["after", "backward", "before", "bias", "input", "output", "weight"]
+    assert sorted(counts) == kinds
+    mine = [x.grad, cell.gate.weight.grad, cell.gate.bias.grad]
+    x.grad = None
+    rnn.zero_grad()
+    other = loop(cell, x, start())[0]
+    other.register_hook(lambda g: g * 5)
+    loss_of(other).backward()
+    close(mine, [x.grad, cell.gate.weight.grad, cell.gate.bias.grad])
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward pre", "full backward", "backward pre"])
+def test_hooks_of_modules_within_the_step(kind: str) -> None:
+    """They are to be called in each step."""
+    cell, x = Minimal(), sequence()
+    check(required(cell), x)
+    counts = [0]
+
+    def hook(*args: Any) -> None:
+        counts[0] += 1
+
+    module, rnn = cell.gate, fusedrnn.Recurrent(cell)
+    check(rnn, x)
+    if kind == "forward":
+        handle = module.register_forward_hook(hook)
+    elif kind == "forward pre":
+        handle = module.register_forward_pre_hook(hook)
+    elif kind == "full backward":
+        handle = module.register_full_backward_hook(hook)
+    else:
+        handle = module.register_full_backward_pre_hook(hook)
+    loss_of(*rnn(x)).backward()
+    assert counts[0] >= T
+    assert "Linear has a hook" in reason(cell)
+    handle.remove()
+    check(rnn, x)
+    check(required(cell), x)
+
+
+def test_a_hook_that_changes_what_a_module_returns() -> None:
+    cell, x = Minimal(), sequence()
+    rnn = fusedrnn.Recurrent(cell)
+    check(rnn, x)
+    handle = cell.gate.register_forward_hook(lambda m, args, out: out * 2)
+    check(rnn, x)
+    handle.remove()
+    cell.gate.register_forward_hook(lambda m, args, out: out * 3)
+    check(rnn, x)
+
+
+def test_hooks_of_all_modules() -> None:
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    rnn(x)
+    counts = [0]
+
+    def hook(module: nn.Module, *args: Any) -> None:
+        counts[0] += isinstance(module, nn.Linear)
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        rnn(x)
+        assert counts[0] >= 2 * T
+    finally:
+        handle.remove()
+    check(rnn, x)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm", "old weight_norm"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_parametrizations(kind: str) -> None:
+    cell, x = Minimal(), sequence()
+    rnn = fusedrnn.Recurrent(cell)
+    check(rnn, x)
+    if kind == "weight_norm":
+        nn.utils.parametrizations.weight_norm(cell.gate)
+    elif kind == "orthogonal":
+        nn.utils.parametrizations.orthogonal(cell.gate)
+    elif kind == "spectral_norm":
+        nn.utils.parametrizations.spectral_norm(cell.gate)
+        cell.eval()
+    else:
+        nn.utils.weight_norm(cell.gate)
+    check(rnn, x)
+    with torch.no_grad():
+        for p in cell.parameters():
+            p.mul_(1.5)
+    check(rnn, x)
+
+
+def test_spectral_norm_in_training() -> None:
+    """What it keeps moves with each step."""
+    cell, x = Minimal(), sequence()
+    nn.utils.parametrizations.spectral_norm(cell.gate)
+    other = copy.deepcopy(cell)
+    mine, expected = fusedrnn.Recurrent(cell)(x, start()), loop(other, x, start())
+    close(mine, expected)
+    close(dict(cell.named_buffers()), dict(other.named_buffers()))
+
+
+# Copies, threads, processes.
+
+
+def test_copies() -> None:
+    rnn, x = required(), sequence()
+    expected = gradients(rnn(x), [x])
+    stored = io.BytesIO()
+    torch.save(rnn, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(rnn), copy.copy(rnn), torch.load(stored, weights_only=False)):
+        assert other.compile_cell == "require"
+        close(gradients(other(x), [x]), expected)
+    fresh = required()
+    fresh.load_state_dict(rnn.state_dict())
+    close(gradients(fresh(x), [x]), expected)
+
+
+def test_other_dtypes_between_calls() -> None:
+    rnn, x = required(), sequence()
+    check(rnn, x)
+    rnn.float()
+    narrow = x.detach().float().requires_grad_()
+    made, expected = rnn(narrow), loop(rnn.cell, narrow, start(dtype=torch.float32))
+    assert made[0].dtype == torch.float32
+    close(made, expected, 1e-5)
+    close(gradients(made, [narrow]), gradients(expected, [narrow]), 1e-4)
+    rnn.double()
+    check(rnn, x)
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_threads(with_gradient: bool) -> None:
+    """That all start with the first call of one module, and some with one of their own."""
+    shared, x = required(), sequence()
+    own = [required() for _ in range(2)]
+    rnns = [shared, shared, *own]
+    expected = [loop(rnn.cell, x, start()) for rnn in rnns]
+    exact = [gradients(e, [x, *r.parameters()]) for e, r in zip(expected, rnns, strict=True)]
+    barrier, errors = threading.Barrier(len(rnns)), list[BaseException]()
+
+    def work(i: int) -> None:
+        try:
+            barrier.wait()
+            for _ in range(3):
+                with torch.set_grad_enabled(with_gradient):
+                    made = rnns[i](x)
+                close(made, expected[i])
+                if with_gradient:
+                    close(gradients(made, [x, *rnns[i].parameters()]), exact[i])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(rnns))]
+    calls = nn.Module.__call__, nn.Module.__getattr__
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not errors, errors
+    assert (nn.Module.__call__, nn.Module.__getattr__) == calls  # a tracer exchanges them
+
+
+# Memory.
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """The most that is allocated at once, in C++ as well."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        function()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def test_memory_grows_with_results_alone() -> None:
+    """The output and the gradient of the input; a workspace is that of a chunk."""
+    rnn, wide, extra = required(), 64, []
+    for steps in (64, 512):
+        x = sequence(steps, wide)
+        rnn(x)
+        extra.append(peak_bytes(lambda: rnn(x)[0].sum().backward()) - 2 * x.nbytes)  # noqa: B023
+    assert extra[1] < 1.5 * extra[0] + 50_000, extra
+
+
+def test_what_autograd_keeps() -> None:
+    """The output, and what there was before the call."""
+    rnn, x, kept = required(), sequence(50), dict[int, int]()
+    rnn(x)  # the trial of a program keeps tensors, too
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output, _ = rnn(x)
+    given = (x, start(), *rnn.parameters())
+    assert sum(kept.values()) <= output.nbytes + sum(t.nbytes for t in given)
+
+
+def test_no_cycles() -> None:
+    """Reference counts alone free what a call has kept."""
+    rnn, x = required(), sequence()
+    loss_of(*rnn(x)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        output, h = rnn(x)
+        kept = [weakref.ref(output), weakref.ref(output.grad_fn)]
+        loss_of(output, h).backward()
+        del output, h
+        assert [reference() for reference in kept] == [None, None]
+        other = required()
+        other(x)
+        gone = weakref.ref(other.cell)
+        del other
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_of_a_cell_that_is_gone() -> None:
+    """No program keeps weights alive."""
+    rnn, x = required(), sequence()
+    rnn(x)
+    weight = weakref.ref(rnn.cell.gate.weight)
+    del rnn
+    gc.collect()
+    assert weight() is None
+
+
+# Forms of steps and of calls.
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (5, 0), (1, 1), (1, 0)], ids=str)
+def test_small_sizes(sizes: tuple[int, int]) -> None:
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence(*sizes)
+    assert is_program(rnn, x) == (sizes[1] > 0)
+    never = fusedrnn.Recurrent(rnn.cell, compile="never")
+    leaves = [x, *rnn.parameters()]
+    close(gradients(rnn(x), leaves), gradients(never(x), leaves))
+    close(rnn(x), never(x))
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    rnn, x = required(), torch.randn(H, B, T, dtype=F64).permute(2, 1, 0).requires_grad_()
+    h = torch.randn(H, B, dtype=F64).t().requires_grad_()
+    check(rnn, x, h)
+    check(rnn, torch.randn(1, 1, H, dtype=F64).expand(T, B, H).requires_grad_())
+    check(rnn, torch.randn(2 * T, B, 2 * H, dtype=F64)[::2, :, 1::2].requires_grad_())
+    check(rnn, torch.randn(T, B, H, dtype=F64).flip(0), torch.randn(1, H, dtype=F64).expand(B, H))
+    made = rnn(x, h)
+    close(
+        torch.autograd.grad(made[0].sum(), [x])[0],  # a gradient that is expanded
+        torch.autograd.grad(loop(rnn.cell, x, h)[0].sum(), [x])[0],
+    )
+    weight = rnn.cell.gate.weight
+    weight.data = weight.data.t().contiguous().t()
+    check(rnn, x, h)
+
+
+def test_conjugate_and_negative_bits() -> None:
+    rnn, z = required(), torch.randn(T, B, H, dtype=torch.complex128)
+    check(rnn, z.conj().imag)  # a lazy negation
+    check(rnn, torch._neg_view(z.real))
+
+
+class Shared(nn.Module):
+    """Two carries that become one tensor, an output that is the input, and one that comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H, dtype=F64)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        h = torch.tanh(self.linear(state[0] + x) + self.linear(state[1]))
+        return (x, h, h, state[0]), (h, h)
+
+
+def test_results_that_are_the_same_tensor() -> None:
+    cell, x = Shared(), sequence()
+    rnn = fusedrnn.Recurrent(cell)
+    state = tuple(torch.randn(B, H, dtype=F64, requires_grad=True) for _ in range(2))
+    ours, expected = rnn(x, state), loop(cell, x, state)
+    close(ours, expected)
+    leaves = [x, *state, *cell.parameters()]
+    close(gradients([*ours[0], *ours[1]], leaves), gradients([*expected[0], *expected[1]], leaves))
+    both = (state[0], state[0])  # one tensor as two leaves
+    ours, expected = rnn(x, both), loop(cell, x, both)
+    close(
+        gradients([*ours[0], *ours[1]], [state[0]]),
+        gradients([*expected[0], *expected[1]], [state[0]]),
+    )
+    outputs, last = rnn(x, state)
+    pieces = [*outputs, *last]
+    for i, piece in enumerate(pieces):  # each can be changed alone
+        before = [other.detach().clone() for other in pieces]
+        with torch.no_grad():
+            piece.add_(1)
+        for j, other in enumerate(pieces):
+            if j != i:
+                close(other.detach(), before[j])
+    with torch.no_grad():
+        assert not torch.equal(x, outputs[0])  # an output is no alias of the input
+
+
+def test_one_parameter_in_several_places() -> None:
+    cell, x = Minimal(), sequence()
+    cell.value.weight = cell.gate.weight
+    check(required(cell), x)
+    cell.extra = cell.value
+    check(required(cell), x)
+    cell.value.bias = nn.Parameter(cell.gate.weight[0, :H].detach().clone())
+    check(required(cell), x)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, H, dtype=F64)
+        self.cell = Minimal()
+
+    def forward(self, token: Tensor, h: Tensor) -> Tensor:
+        return self.cell(self.table(token), h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_inputs_of_integers(dtype: torch.dtype) -> None:
+    rnn, x = fusedrnn.Recurrent(Embedded()), torch.randint(5, (T, B), dtype=dtype)
+    check_tokens(rnn, x)
+    for wrong in (5, -1, 2**31 - 1):
+        bad = x.clone()
+        bad[3, 1] = wrong
+        for compile in ("auto", "never"):
+            with pytest.raises(IndexError, match="index out of range"):
+                fusedrnn.Recurrent(rnn.cell, compile=compile)(bad, start())
+            with pytest.raises(IndexError, match="index out of range"):
+                rnn(bad, start())
+
+
+def check_tokens(rnn: fusedrnn.Recurrent, x: Tensor) -> None:
+    ours, expected = rnn(x, start()), loop(rnn.cell, x, start())
+    close(ours, expected)
+    leaves = list(rnn.parameters())
+    close(gradients(ours, leaves), gradients(expected, leaves))
+
+
+# What Python decides.
+
+
+def test_attributes_that_change() -> None:
+    rnn, x = required(), sequence()
+    for scale in (1.0, 0.5, 2, 1.0, True):
+        rnn.cell.scale = scale
+        check(rnn, x)
+
+
+def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_MOST_KINDS", 2)
+    rnn, x = fusedrnn.Recurrent(Minimal()), sequence(2, 1)
+    for i in range(4):
+        rnn.cell.scale = 1 + i / 8
+        check(rnn, x)
+    assert "attributes" in rnn.explain(x).program
+    rnn.cell.scale = 1.0
+    check(rnn, x)
+    assert is_program(rnn, x)
+    rnn.cell.scale, rnn.compile_cell = 5.0, "require"
+    with pytest.raises(RuntimeError, match="attributes of its modules change"):
+        rnn(x)
+
+
+def test_an_attribute_that_the_step_changes() -> None:
+    class Counts(Minimal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 0
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x, h) / self.steps
+
+    cell, x = Counts(), sequence()
+    made = fusedrnn.Recurrent(cell)(x)
+    assert cell.steps == T
+    cell.steps = 0
+    close(made, loop(cell, x, start()))
+    cell.steps = 0
+    with pytest.raises(RuntimeError, match="steps"):
+        required(cell)(x)
+
+
+def test_the_step_itself_changes() -> None:
+    """Methods of the instance and of its class, functions around it, and submodules."""
+    rnn, x = required(), sequence()
+    cell = rnn.cell
+    check(rnn, x)
+    for factor in (2.0, 3.0, 4.0):  # functions that may get one address, one after the other
+        cell.forward = lambda x, h, factor=factor: type(cell).forward(cell, x, h) / factor
+        check(rnn, x)
+    del cell.forward
+    check(rnn, x)
+    cell.gate = nn.Sequential(nn.Linear(2 * H, H, dtype=F64), nn.Tanh())
+    check(rnn, x)
+    cell.gate[1] = nn.Sigmoid()
+    check(rnn, x)
+
+
+def test_a_method_of_the_class_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rnn, x = required(), sequence()
+    check(rnn, x)
+    old = Minimal.forward
+    monkeypatch.setattr(Minimal, "forward", lambda self, x, h: old(self, x, h) / 2)
+    check(rnn, x)
+
+
+FACTOR = 1.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+def scaled_by_two(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class ByFunction(Minimal):
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return scaled(super().forward(x, h))
+
+
+def test_a_function_of_the_module_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rnn, x = required(ByFunction()), sequence()
+    check(rnn, x)
+    monkeypatch.setitem(globals(), "FACTOR", 0.5)
+    check(rnn, x)
+    monkeypatch.setitem(globals(), "scaled", scaled_by_two)
+    check(rnn, x)
+
+
+class Settings:
+    """Of a class, and in a module of their own."""
+
+    factor = 1.0
+
+
+settings = types.ModuleType("settings")
+settings.FACTOR = 1.0  # type: ignore[attr-defined]
+
+
+class BySettings(Minimal):
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return super().forward(x, h) * Settings.factor * settings.FACTOR  # type: ignore[no-any-return]
+
+
+def test_settings_of_other_classes_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    rnn, x = required(BySettings()), sequence()
+    check(rnn, x)
+    monkeypatch.setattr(Settings, "factor", 0.5)
+    check(rnn, x)
+    monkeypatch.setattr(settings, "FACTOR", 0.5)
+    check(rnn, x)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.inner = 1.0, {"shift": [0.25]}
+
+
+def test_objects_that_change() -> None:
+    class Cell(Minimal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            shift = self.config.inner["shift"][0]
+            return super().forward(x, h) * self.config.scale + shift
+
+    rnn, x = required(Cell()), sequence()
+    check(rnn, x)
+    rnn.cell.config.scale = 0.5
+    check(rnn, x)
+    rnn.cell.config.inner["shift"] = [1.0]
+    check(rnn, x)
+    rnn.cell.config.inner["shift"][0] = 2.0
+    check(rnn, x)
+    rnn.cell.config = Config()
+    check(rnn, x)
+
+
+def test_training_and_evaluation_with_dropout() -> None:
+    class Dropped(Minimal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.dropout(super().forward(x, h))
+
+    rnn, x = required(Dropped()), sequence()
+    for is_training in (True, False, True):
+        rnn.train(is_training)
+        made = rnn(x, generator=torch.Generator().manual_seed(0))
+        expected = loop(rnn.cell, x, start())
+        close(made, expected)
+        close(gradients(made, [x]), gradients(expected, [x]))
+    torch.manual_seed(1)
+    first = rnn(x)[0]
+    assert not torch.equal(rnn(x)[0], first)
+    rnn.cell.dropout.p = 0.0
+    close(rnn(x), loop(rnn.cell, x, start()))
+
+
+def test_a_mode_change_between_forward_and_backward() -> None:
+    rnn, x = required(), sequence()
+    expected = gradients(rnn(x), [x])
+    made = rnn(x)
+    rnn.eval()
+    rnn.cell.scale = 7.0
+    close(gradients(made, [x]), expected)
+
+
+def test_a_buffer_that_changes_between_calls() -> None:
+    class Buffered(Minimal):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(1.0, dtype=F64))
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, h) * self.factor
+
+    rnn, x = required(Buffered()), sequence()
+    for factor in (1.0, 0.5, 3.0):
+        rnn.cell.factor.fill_(factor)
+        check(rnn, x)
+    rnn.cell.factor = torch.tensor(0.25, dtype=F64)
+    check(rnn, x)
+
+
+# Arguments, reasons and errors.
+
+
+@pytest.mark.parametrize("value", ["always", "", "Auto", "ALL"])
+def test_wrong_values(value: str) -> None:
+    with pytest.raises(ValueError, match=r"^fusedrnn: compile must be one of 'auto', 'require'"):
+        fusedrnn.Recurrent(Minimal(), compile=value)
+
+
+@pytest.mark.parametrize("value", [True, None, 3, ["auto"], b"auto"])
+def test_wrong_types(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^fusedrnn: compile must be "):
+        fusedrnn.Recurrent(Minimal(), compile=value)
+
+
+def test_options_that_have_steps_in_python() -> None:
+    for options in ({"mode": "replay"}, {"mode": "parallel"}, {"torch_compile": True}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"^fusedrnn: compile='require' excludes {name}"):
+            required(**options)
+    rnn, x = fusedrnn.Recurrent(Minimal(), mode="replay"), sequence()
+    assert "mode" in rnn.explain(x).program
+    assert not is_program(rnn, x)
+    check(rnn, x)
+    rnn = required()
+    rnn.mode = "replay"  # by the back door
+    with pytest.raises(ValueError, match="excludes mode"):
+        rnn(x)
+
+
+def test_explain() -> None:
+    x = sequence()
+    rnn = required()
+    text = str(rnn.explain(x))
+    assert text.startswith("compiled: ")
+    assert rnn.explain(x).is_program
+    rnn(x)
+    assert rnn.explain(x).is_program
+    rnn.compile_cell = "never"
+    assert "compile says so" in str(rnn.explain(x))
+    with pytest.raises(RuntimeError):
+        rnn(x[:, :, :2])
+    rnn.compile_cell = "auto"
+    with pytest.raises(RuntimeError):
+        rnn(x[:, :, :2])
+    assert rnn.explain(x).is_program
+
+
+def test_reasons_name_operation_and_line() -> None:
+    class Sorts(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, h).cumsum(-1)
+
+    class Looks(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, h) if x.sum() > 0 else h
+
+    text = reason(Sorts())
+    assert "cumsum" in text
+    assert "test_features.py:" in text
+    assert "test_features.py:" in reason(Looks())
+
+
+def test_steps_that_are_not_what_they_seem() -> None:
+    class Twisted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return g * 2
+
+    class Cell(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return Twisted.apply(super().forward(x, h))  # type: ignore[no-any-return]
+
+    class Hooked(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            made = super().forward(x, h)
+            if made.requires_grad:
+                made.register_hook(lambda g: g * 3)
+            return made
+
+    assert reason(Cell())
+    assert reason(Hooked())
+
+
+WRONG: dict[str, Callable[[fusedrnn.Recurrent], Any]] = {
+    "width": lambda rnn: rnn(sequence()[:, :, :2], start()),
+    "dtype": lambda rnn: rnn(sequence().float(), start()),
+    "integers": lambda rnn: rnn(torch.ones(T, B, H, dtype=torch.int64), start()),
+    "state's width": lambda rnn: rnn(sequence(), start()[:, :2]),
+    "state's rows": lambda rnn: rnn(sequence(), start(2)),
+    "state's dtype": lambda rnn: rnn(sequence(), start().float()),
+    "state's form": lambda rnn: rnn(sequence(), (start(), start())),
+    "lengths": lambda rnn: rnn(sequence(), start(), [1, 2]),
+    "too long": lambda rnn: rnn(sequence(), start(), [1, 2, T + 1]),
+    "reset": lambda rnn: rnn(sequence(), start(), reset=torch.ones(T, B)),
+    "no steps": lambda rnn: rnn(sequence()[:0], start()),
+    "two dimensions": lambda rnn: rnn(sequence()[0], start()),
+    "no tensor": lambda rnn: rnn("x", start()),
+    "meta state": lambda rnn: rnn(sequence(), start().to("meta")),
+    "workspace": lambda rnn: setattr(rnn, "workspace_bytes", 1) or rnn(sequence(), start()),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_errors_are_those_of_steps_in_python(kind: str) -> None:
+    cell, found = Minimal(), []
+    for compile in ("auto", "never"):
+        rnn = fusedrnn.Recurrent(cell, compile=compile)
+        rnn(sequence())
+        try:
+            made = WRONG[kind](rnn)
+        except Exception as error:
+            numbers = kind == "workspace"  # which has numbers of its own
+            found.append((type(error), "" if numbers else str(error)))
+        else:
+            found.append(made[0].shape)
+    assert found[0] == found[1]
+
+
+def test_a_helper_of_the_class_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cell(Minimal):
+        def last(self, h: Tensor) -> Tensor:
+            return h
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.last(super().forward(x, h))
+
+    rnn, x = required(Cell()), sequence()
+    check(rnn, x)
+    monkeypatch.setattr(Cell, "last", lambda self, h: h * 0.5)
+    check(rnn, x)

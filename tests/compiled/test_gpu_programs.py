@@ -1,0 +1,145 @@
+"""Compiled cells by the GPU's driver and kernels, emulated, and on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from asked import recurrent
+from gpu_programs import emulate
+from plain import Masks
+from registry import CASES, Case
+from test_published_cells import SEVERAL, B, T, check_call, error, gradients, leaves_of, seeded
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import fusedrnn
+
+SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
+SMOOTH = [case for case in SEVERAL if not case.is_discrete]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+def some_resets(seq_len: int = T, batch: int = B) -> Tensor:
+    """That hit first, last and missing steps."""
+    reset = torch.zeros(seq_len, batch, dtype=torch.bool)
+    reset[0, 0] = reset[2] = reset[4, 1] = reset[4, 2] = True
+    return reset
+
+
+@SOME
+def test_equals_the_loop(emulated: None, case: Case) -> None:
+    check_call(case)
+
+
+@SOME
+@pytest.mark.parametrize("chunk_size", [2, T])
+def test_lengths_and_resets(emulated: None, case: Case, chunk_size: int) -> None:
+    check_call(case, Masks([3, 5, 1], some_resets()), chunk_size=chunk_size)
+
+
+@SOME
+@pytest.mark.parametrize("kind", ["one row", "sequence"])
+def test_other_states_at_resets(emulated: None, case: Case, kind: str) -> None:
+    steps = (T,) if kind == "sequence" else ()
+    to = case.state(case.cell(), 1 if kind == "one row" else B, *steps)
+    check_call(case, Masks([4, 5, 2], some_resets(), to, bool(steps)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.compiles], ids=str)
+def test_all_cells(emulated: None, case: Case) -> None:
+    check_call(case, Masks([3, 5, 1], some_resets()), chunk_size=2)
+
+
+# Against the CPU.
+
+
+def judged(case: Case, cell: Any, device: str, masks: Masks, **options: Any) -> list[list[Tensor]]:
+    """Values and gradients on a device, of the same cell, inputs and state each time."""
+    torch.manual_seed(1)
+    cell = copy.deepcopy(cell).to(device)
+    dtype = next(cell.parameters()).dtype
+    x, state = (
+        pytree.tree_map(lambda t: t.detach().to(device).requires_grad_(t.requires_grad), tree)
+        for tree in (case.inputs(T, B, dtype), case.state(cell.cpu(), B))
+    )
+    cell.to(device)
+    rnn = recurrent(cell, compile="require", **options)
+    reset = None if masks.reset is None else masks.reset.to(device)
+    results = rnn(x, state, masks.lengths, reset, generator=seeded())
+    values = [t for t in pytree.tree_leaves(results) if t.is_floating_point()]
+    found = gradients(cpu(values), leaves_of(x, state, cell))
+    return [cpu(values), cpu(found)]
+
+
+def cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.cpu() for t in tensors]
+
+
+def check_against_the_cpu(case: Case, dtype: torch.dtype, masks: Masks, device: str) -> None:
+    cell = case.cell(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            emulate(patch)
+        ours = judged(case, cell, device, masks, chunk_size=2)
+    theirs = judged(case, cell, "cpu", masks, chunk_size=2)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert error(mine, other) <= 8 * torch.finfo(dtype).eps
+
+
+ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+OF_SMOOTH = pytest.mark.parametrize("case", SMOOTH, ids=str)
+ALL_MASKS = pytest.mark.parametrize(
+    "masks", [Masks(), Masks([3, 5, 1], some_resets())], ids=["whole", "masked"]
+)
+
+
+@ALL_DTYPES
+@OF_SMOOTH
+@ALL_MASKS
+def test_equals_the_cpu(case: Case, dtype: torch.dtype, masks: Masks) -> None:
+    check_against_the_cpu(case, dtype, masks, "cpu")
+
+
+@pytest.mark.cuda
+@ALL_DTYPES
+@OF_SMOOTH
+@ALL_MASKS
+def test_equals_the_cpu_on_a_gpu(case: Case, dtype: torch.dtype, masks: Masks) -> None:
+    check_against_the_cpu(case, dtype, masks, "cuda")
+
+
+# Which programs run where.
+
+
+def test_a_program_runs_only_where_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedrnn._compile import operators
+
+    known = fusedrnn._library.operators
+    cell, x = torch.nn.RNNCell(3, 3), torch.zeros(2, 1, 3)
+    numbers = []
+    add = operators.add_program
+
+    def adding(*args: Any, **named: Any) -> int:
+        numbers.append(add(*args, **named))
+        return numbers[-1]
+
+    monkeypatch.setattr(operators, "add_program", adding)
+    recurrent(cell, compile="require")(x)
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        recurrent(cell, compile="require")(x)
+        of_gpu = fusedrnn._library.operators
+    for run, number in ((known, numbers[1]), (of_gpu, numbers[0])):
+        nothing = {"sequences": [x], "last": [], "kept": [], "saved": []}
+        with pytest.raises(RuntimeError, match=r"fusedrnn: there is no program \d+ for these"):
+            run.program_forward(number, [], [], [], [], [], [], **nothing)

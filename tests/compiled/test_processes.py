@@ -1,0 +1,191 @@
+"""Compiled cells in processes: those that train together, forks, workers, and a call that waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import fusedrnn
+
+T, B, H = 6, 4, 5
+
+
+class Model(nn.Module):
+    """A linear layer, and a cell that must run as a program."""
+
+    def __init__(self, compile: str = "require") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(H, H)
+        self.rnn = fusedrnn.Recurrent(nn.GRUCell(H, H), compile=compile)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.enter(x))[0]  # type: ignore[no-any-return]
+
+
+def rows() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(T, B, H, dtype=torch.float64)
+
+
+def loss_and_gradients(model: nn.Module) -> list[Tensor]:
+    loss = model(rows()).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def expected() -> list[Tensor]:
+    return loss_and_gradients(Model("never"))
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def train(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(folder + "/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(rows().chunk(2, 1)[rank]).square().sum().backward()
+        optimizer.step()
+    torch.save([p.detach() for p in model.parameters()], f"{folder}/weights{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads sometimes abort a process that takes its group down
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_two_processes_start_at_once(folder: Path, tmp_path: Path) -> None:
+    """Both compile the same cell, which nobody has compiled before."""
+    mp.spawn(train, (str(tmp_path),), nprocs=2)
+    model = Model("never")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(model(half).square().sum() for half in rows().chunk(2, 1)).div(2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for rank in range(2):
+        close(torch.load(tmp_path / f"weights{rank}.pt"), [p.detach() for p in model.parameters()])
+    assert len(list(folder.rglob("*.so"))) == 1
+
+
+def in_fork(function: Callable[[], Any], seconds: float = 60) -> None:
+    """Runs a function in a forked process, which must end well."""
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            assert status == 0
+            return
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the forked process hangs")
+
+
+def test_forks(folder: Path) -> None:
+    """Before the first use, after it, and while another thread compiles."""
+    exact, model = expected(), Model()
+    # Without backward: autograd of torch refuses to run in a fork of a process that has used it.
+    inference = torch.no_grad()
+
+    def infer() -> None:
+        with inference:
+            close(model(rows()).square().sum(), exact[0])
+
+    in_fork(infer)
+    close(loss_and_gradients(model), exact)
+    in_fork(infer)
+    thread = threading.Thread(target=lambda: Model().float()(rows().float()))
+    thread.start()
+    for _ in range(3):
+        other = Model()
+
+        def infer_by_another(other: nn.Module = other) -> None:
+            with inference:
+                close(other(rows()).square().sum(), exact[0])
+
+        in_fork(infer_by_another)
+        time.sleep(0.1)
+    thread.join(60)
+    close(loss_and_gradients(model), exact)
+
+
+class Encoded(torch.utils.data.Dataset[Tensor]):
+    """What a model makes of its rows, computed in workers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return B
+
+    def __getitem__(self, i: int) -> Tensor:
+        with torch.no_grad():
+            return self.model(rows()[:, i : i + 1])[:, 0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_loader(start: str, folder: Path) -> None:
+    model = Model()
+    exact = Model("never")(rows()).detach().transpose(0, 1)
+    context = mp.get_context(start)
+    loader = torch.utils.data.DataLoader(
+        Encoded(model), batch_size=2, num_workers=2, multiprocessing_context=context, timeout=100
+    )
+    close(torch.cat(list(loader)), exact)
+
+
+def test_an_interrupt(folder: Path) -> None:
+    """Of a long call: it ends, and so do later calls, with right results."""
+    model = Model()
+    exact = expected()
+    close(loss_and_gradients(model), exact)
+    long = torch.randn(20_000, 16, H, dtype=torch.float64)
+    for seconds in (0.005, 0.05):
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(100):
+                model(long).sum().backward()
+        timer.join()
+        close(loss_and_gradients(model), exact)
+
+
+def test_an_interrupt_of_the_compiler(folder: Path) -> None:
+    """While it traces, and while it builds: nothing is remembered, and the next call compiles."""
+    exact = expected()
+    for seconds in (0.05, 0.5, 1.0):
+        model = Model()
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            for _ in range(1000):
+                model(rows())
+        except KeyboardInterrupt:
+            pass
+        timer.join()
+        close(loss_and_gradients(model), exact)
+    assert not list(folder.rglob("*.tmp"))

@@ -1,0 +1,359 @@
+"""Random cells by compiled steps, against the plain loop: right, or taken in Python for a reason.
+
+Most programs are run by torch, and some by C++ that is compiled for them. What is found is printed
+with the smallest cell that shows it.
+
+Longer than 350 lines, because a trial has many parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compiled.interpreted import interpreted
+from compiled.plain import loop
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fusedrnn
+from fusedrnn.recurrent import calls
+
+from . import Outcome
+from .step_calls import Call
+from .step_source import Source, Writer
+from .step_tricks import TRICKS
+from .step_words import WORDS
+
+TOLERANCE = 1e-8
+BUILT = 20
+"""Of so many cases one is compiled by the C++ compiler."""
+is_shown = False
+
+
+def good_call() -> str:
+    """Nothing here may change what later calls give; the values of each case are compared."""
+    return ""
+
+
+def run(case: int, note: Callable[[str], None]) -> Outcome:
+    """One cell, in one or two calls."""
+    trial = Trial(case)
+    note(trial.text)
+    what, reason, findings = trial.judged()
+    if findings:
+        smaller = shrunk(trial, findings[0][0])
+        findings = [(kind, f"{text}\n{smaller.text}") for kind, text in findings]
+    return Outcome(what, trial.text, findings, reason)
+
+
+def written(rng: random.Random) -> Source:
+    """A cell of a few words, and maybe some tricks."""
+    writer = Writer(rng)
+    chosen = rng.choices([*WORDS], [*WORDS.values()], k=rng.randint(2, 9))
+    for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3])):
+        chosen.insert(rng.randint(0, len(chosen)), *rng.choices([*TRICKS], [*TRICKS.values()]))
+    for word in chosen:
+        writer.use(word)
+    return writer.finish()
+
+
+@dataclass
+class Ran:
+    """What a call gave: its results and gradients, or its error."""
+
+    results: Any = None
+    gradients: Sequence[Tensor] = ()
+    error: Exception | None = None
+
+
+class Trial:
+    """A cell and its calls."""
+
+    def __init__(self, case: int) -> None:
+        rng = random.Random(case)
+        self.case, self.source = case, written(rng)
+        self.calls = [Call.drawn(rng, self.source)]
+        if rng.random() < 0.5:
+            self.calls.append(Call.drawn(rng, self.source))
+            self.calls[1].changes = ["for p in cell.parameters(): p.data.mul_(0.9)"]
+            self.calls[1].changes += self.source.changes
+        self.is_built = case % BUILT == 0
+
+    @property
+    def text(self) -> str:
+        how = "compiled" if self.is_built else "interpreted"
+        return "\n".join([self.source.text, *(f"# {call}" for call in self.calls), f"# {how}"])
+
+    # Runs
+
+    def made(self) -> tuple[nn.Module, dict[str, Any]]:
+        """The cell, and the variables of its module; each time another one."""
+        space: dict[str, Any] = {"__name__": "step"}
+        torch.manual_seed(self.case)
+        exec(compile(self.source.text, "step.py", "exec"), space)
+        return space["Cell"]().double(), space
+
+    def each(self, run: Callable[[nn.Module, Call], Callable[[], Any]]) -> list[Ran]:
+        """All calls of a new cell, one after the other; none after an error."""
+        cell, space = self.made()
+        found: list[Ran] = []
+        for call in self.calls:
+            random.seed(self.case)
+            for change in call.changes:
+                exec(change, {"cell": cell, "space": space, "torch": torch})
+            found.append(ran(cell, call, run))
+            if found[-1].error is not None:
+                break
+        return found
+
+    def by_loop(self, noise: float = 0.0) -> list[Ran]:
+        """noise: changes all weights by so much, relatively."""
+
+        def run(cell: nn.Module, call: Call) -> Any:
+            x, state = arguments = call.arguments()
+            return arguments, lambda: loop(
+                cell, x, state, call.masks, returns_sequence=call.returns_sequence, seed=call.seed
+            )
+
+        def disturbed(cell: nn.Module, call: Call) -> Any:
+            with torch.no_grad():
+                for p in cell.parameters():
+                    p.data.mul_(1 + noise * torch.randn_like(p))
+            return run(cell, call)
+
+        return self.each(disturbed if noise else run)
+
+    def by_recurrent(self, compile: str) -> tuple[list[Ran], list[str]]:
+        """Also why each call took no program, or nothing where it took one."""
+        modules: dict[int, fusedrnn.Recurrent] = {}
+
+        def run(cell: nn.Module, call: Call) -> Any:
+            rnn = modules.setdefault(id(cell), fusedrnn.Recurrent(cell, compile=compile))
+            rnn.chunk_size, rnn.return_sequence = call.chunk_size, call.returns_sequence
+            x, state = arguments = call.arguments()
+            masks = call.masks
+            generator = torch.Generator().manual_seed(call.seed)
+            return arguments, lambda: rnn(
+                x, state, masks.lengths, masks.reset, masks.reset_to, generator=generator
+            )
+
+        with nullcontext() if self.is_built else interpreted(), reasons() as found:
+            return self.each(run), found
+
+    # The verdict
+
+    def judged(self) -> tuple[str, str, list[tuple[str, str]]]:
+        """Outcome, why it was taken in Python, and findings."""
+        ours, found = self.by_recurrent("auto")
+        reason = next((one for one in found if one), "")
+        is_compiled = bool(found) and not found[-1]
+        if "python_random" in self.source.words and not is_compiled:
+            return "fell back", reason, []
+        if any(one.startswith("the compiler raises") for one in found):
+            return "wrong", reason, [("compiler", reason)]
+        theirs = self.by_loop()
+        for i, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
+            difference = differs(mine, their)
+            if not difference:
+                continue
+            if their.error is not None and mine.error is None:
+                return "accepted", reason, []  # autograd refuses what has no graph here
+            return self._explained(i, mine, difference, reason, i < len(found) and not found[i])
+        if any(mine.error is not None for mine in ours):
+            return "raised", reason, []
+        return ("right" if is_compiled else "fell back"), reason, []
+
+    def _explained(
+        self, i: int, mine: Ran, difference: str, reason: str, is_compiled: bool
+    ) -> tuple[str, str, list[tuple[str, str]]]:
+        """Call i differs from the loop."""
+        if mine.error is None and self._is_unstable(i, mine):
+            return "accepted", reason, []  # roundings decide
+        generic, _ = self.by_recurrent("never")
+        other = generic[min(i, len(generic) - 1)]
+        if mine.error is not None and other.error is not None:
+            return "raised", reason, []
+        if is_compiled or differs(mine, other):
+            kind = "crash" if mine.error is not None else "wrong"
+            return "wrong", reason, [(kind, f"call {i}: {difference}")]
+        return "fell back", reason, [("recipe", f"call {i}: {difference}; {reason}")]
+
+    def _is_unstable(self, i: int, mine: Ran) -> bool:
+        """Whether roundings change the results of the loop about as much."""
+        exact = self.by_loop()[i]
+        if exact.error is not None:
+            return False
+        off = distance(mine, exact)
+        for _ in range(3):
+            others = self.by_loop(1e-14)
+            if len(others) <= i or others[i].error is not None:
+                return True
+            if off <= 1e4 * distance(others[i], exact):
+                return True
+        return False
+
+
+def ran(cell: nn.Module, call: Call, run: Callable[[nn.Module, Call], Any]) -> Ran:
+    for p in cell.parameters():
+        p.requires_grad_(call.wanted in ("all", "weights"))
+    try:
+        (x, state), function = run(cell, call)
+        results = function()
+        leaves = [x, state, [p for p in cell.parameters() if p.requires_grad]]
+        return Ran(pytree.tree_map(copied, results), gradients(results, leaves))
+    except Exception as error:
+        return Ran(error=error)
+
+
+def copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def gradients(results: Any, leaves: Any) -> Sequence[Tensor]:
+    """Of random weights of all results."""
+    wanted = [leaf for leaf in pytree.tree_leaves(leaves) if leaf.requires_grad]
+    torch.manual_seed(5)
+    pairs = [(leaf, torch.randn(leaf.shape).double()) for leaf in pytree.tree_leaves(results)]
+    pairs = [(leaf, weight.to(leaf.dtype)) for leaf, weight in pairs if leaf.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        made, weights = zip(*pairs, strict=True)
+        found = torch.autograd.grad(made, wanted, weights, allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for a, g in zip(wanted, found, strict=True)]
+
+
+@contextmanager
+def reasons() -> Iterator[list[str]]:
+    """Why calls took no program; nothing for those that did."""
+    found: list[str] = []
+    choose = calls.choose_program
+
+    def noted(*given: Any) -> Any:
+        program = choose(*given)
+        found.append(program if isinstance(program, str) else "")
+        return program
+
+    calls.choose_program = noted
+    try:
+        yield found
+    finally:
+        calls.choose_program = choose
+
+
+def differs(mine: Ran, other: Ran) -> str:
+    """What differs; nothing if both are the same, or both raise."""
+    if mine.error is not None or other.error is not None:
+        if mine.error is not None and other.error is not None:
+            return ""
+        said = [repr(one.error)[:300] for one in (mine, other)]
+        return f"{said[0]} in place of {said[1]}"
+    a, b = (pytree.tree_structure(one.results) for one in (mine, other))
+    if a != b:
+        return f"structure {a} in place of {b}"
+    for what in ("results", "gradients"):
+        pairs = zip(
+            *(pytree.tree_leaves(getattr(one, what)) for one in (mine, other)), strict=False
+        )
+        for n, (x, y) in enumerate(pairs):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{what} {n}: {x.shape}, {x.dtype} in place of {y.shape}, {y.dtype}"
+            if (off := off_by(x, y)) > TOLERANCE:
+                return f"{what} {n}: off by {off:.1e}"
+    return ""
+
+
+def distance(mine: Ran, other: Ran) -> float:
+    if pytree.tree_structure(mine.results) != pytree.tree_structure(other.results):
+        return math.inf
+    a, b = (pytree.tree_leaves((one.results, one.gradients)) for one in (mine, other))
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        return math.inf
+    return max((off_by(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def off_by(a: Tensor, b: Tensor) -> float:
+    """The largest difference, by the largest number; the same infinities and NaNs are equal."""
+    a, b = a.double(), b.double()
+    if not a.numel():
+        return 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not (a.isfinite() == b.isfinite()).all() or not same[~b.isfinite()].all():
+        return math.inf
+    finite = b[b.isfinite()].abs()
+    scale = 1.0 + (float(finite.max()) if finite.numel() else 0.0)
+    return float((a - b)[~same].abs().max()) / scale if not same.all() else 0.0
+
+
+# Smaller cells
+
+
+def shrunk(trial: Trial, kind: str, most: int = 60) -> Trial:
+    """A trial of fewer statements and options that shows a finding of the same kind."""
+    left = most
+
+    def shows(other: Trial) -> bool:
+        nonlocal left
+        left -= 1
+        try:
+            return any(found == kind for found, _ in other.judged()[2])
+        except Exception:
+            return False
+
+    best = trial
+    for make in [*_without_calls(trial)]:
+        if left > 0 and shows(other := make(best)):
+            best = other
+    for i in reversed(range(len(trial.source.statements))):
+        for way in ("drop", "constant"):
+            other = _without_statement(best, i, way)
+            if left > 0 and shows(other):
+                best = other
+                break
+    for i in reversed(range(len(best.source.setup))):
+        other = _with_source(best)
+        del other.source.setup[i]
+        if left > 0 and shows(other):
+            best = other
+    return best
+
+
+def _without_calls(trial: Trial) -> list[Callable[[Trial], Trial]]:
+    def last(other: Trial) -> Trial:
+        made = copy.copy(other)
+        made.calls = other.calls[:1]
+        return made
+
+    def plain(other: Trial) -> Trial:
+        made = copy.copy(other)
+        made.calls = [copy.copy(call) for call in other.calls]
+        for call in made.calls:
+            call.masks, call.chunk_size, call.returns_sequence = type(call.masks)(), None, True
+            call.wanted = "all"
+        return made
+
+    return [last, plain]
+
+
+def _without_statement(trial: Trial, i: int, way: str) -> Trial:
+    made = _with_source(trial)
+    one = made.source.statements[i]
+    one.text = "" if way == "drop" else one.without_work()
+    return made
+
+
+def _with_source(trial: Trial) -> Trial:
+    """A copy whose source may be changed."""
+    made, source = copy.copy(trial), copy.copy(trial.source)
+    source.statements = [copy.copy(one) for one in source.statements]
+    source.setup = [*source.setup]
+    made.source, made.calls = source, [copy.copy(call) for call in trial.calls]
+    for call in made.calls:
+        call.source = source
+    return made
