@@ -224,7 +224,7 @@ def forward(call: LayerCall, tensors: LayerTensors, *, save_gates: bool) -> Forw
         others["save_gates"] = True
     input, hx, weights, cx = tensors[:4]
     return ForwardResults(
-        *_call(_library.operators.forward, call.index, input, hx, cx, weights, **others)
+        *call_operator(_library.operators.forward, call.index, input, hx, cx, weights, **others)
     )
 
 
@@ -241,7 +241,9 @@ def backward(
     input, hx, weights, cx = tensors[:4]
     arguments = (*grads, call.index, input, hx, cx, weights)
     return Gradients(
-        *_call(_library.operators.backward, *arguments, output=output, needs=needs, **others)
+        *call_operator(
+            _library.operators.backward, *arguments, output=output, needs=needs, **others
+        )
     )
 
 
@@ -258,7 +260,9 @@ def last_states(call: LayerCall, inner_dropout: float, tensors: LayerTensors) ->
     input, hx, weights, cx = tensors[:4]
     arguments = (call.index, input, hx, cx, weights)
     return LastStates(
-        *_call(_library.operators.last_states, *arguments, inner_dropout=inner_dropout, **others)
+        *call_operator(
+            _library.operators.last_states, *arguments, inner_dropout=inner_dropout, **others
+        )
     )
 
 
@@ -284,7 +288,7 @@ def last_states_backward(
     flags = (needed.input, needed.hx, needed.cx, needed.eps, *needed.weights)
     arguments = (*grads, call.index, input, hx, cx, weights)
     return Gradients(
-        *_call(
+        *call_operator(
             _library.operators.last_states_backward,
             *arguments,
             part_h=parts[0],
@@ -309,7 +313,7 @@ def step(
 
     -> h, and c, which is empty if the cell has no cell state. States that are None are zero.
     """
-    results: tuple[Tensor, Tensor] = _call(
+    results: tuple[Tensor, Tensor] = call_operator(
         _library.operators.step,
         CELLS[cell].index,
         input,
@@ -350,7 +354,9 @@ def draw(
         first_step: t of the first step, if these steps are a part of a longer sequence.
     """
     sizes = (first_step, steps, batch, width)
-    drawn: Tensor = _call(_library.operators.draw, seed, *sizes, stream, distribution, dtype)
+    drawn: Tensor = call_operator(
+        _library.operators.draw, seed, *sizes, stream, distribution, dtype
+    )
     return drawn
 
 
@@ -362,7 +368,7 @@ def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return result
 
 
-def _call(operator: Any, *arguments: Any, **named: Any) -> Any:
+def call_operator(operator: Any, *arguments: Any, **named: Any) -> Any:
     """Calls an operator, whose errors are all RuntimeErrors: torch's stable ABI has no others."""
     if is_compiling():
         return operator(*arguments, **named)

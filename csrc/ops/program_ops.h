@@ -126,8 +126,9 @@ WorkspaceBytes program_workspace(const KnownProgram& known, int64_t seq_len, int
   d.inputs.assign(p.inputs.size(), &there);
   d.vectors.assign(p.vectors.size(), &sum);
   Arena forward, backward;
-  typename program::Workspace<Memory>::Forward(c, forward);
   typename program::Workspace<Memory>::Backward(c, d, backward);
+  if (for_any) c.saved.assign(p.arrays.size(), &sum);
+  typename program::Workspace<Memory>::Forward(c, forward);
   return {forward.size_bytes(), backward.size_bytes()};
 }
 

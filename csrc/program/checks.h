@@ -143,9 +143,11 @@ class Checks {
       FUSEDRNN_CHECK(source == Source::Input || source == Source::Carry || source == Source::Value,
                      what, " of a program must multiply an input, a carry or a value");
       check_operand(what, product.operand, product.terms);
-      FUSEDRNN_CHECK(
-          source != Source::Value || program_.values[size_t(product.operand.index)].is_operand,
-          what, " of a program multiplies a value that is no operand");
+      if (source == Source::Value) {
+        const Value& value = program_.values[size_t(product.operand.index)];
+        FUSEDRNN_CHECK(value.is_operand && value.is_read, what,
+                       " of a program multiplies a value that is no operand");
+      }
       check_index(what, "array", product.array, program_.arrays.size());
       check_columns(what, product.offset, product.columns,
                     program_.arrays[size_t(product.array)].columns);

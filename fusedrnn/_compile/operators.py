@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._ops import call_operator
 from .program import Program
 
 _CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
@@ -131,7 +132,8 @@ def forward(
         saved: (seq_len * batch, columns) of each array, as ``kept``; or an empty list. With them
             backward need not repeat products.
     """
-    _library.operators.program_forward(
+    call_operator(
+        _library.operators.program_forward,
         program,
         inputs,
         carries,
@@ -188,7 +190,8 @@ def backward(
         grad_reset_to: (batch, width) in float64 or float32 for a state, also if it is (1, width);
             for a sequence of states as that.
     """
-    _library.operators.program_backward(
+    call_operator(
+        _library.operators.program_backward,
         program,
         inputs,
         carries,

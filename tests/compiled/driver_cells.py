@@ -50,7 +50,12 @@ class Cell:
 
     def number(self, dtype: torch.dtype) -> int:
         """Of the operators."""
-        return _number(self.name, dtype)
+        key = (self.name, dtype, *self.program.numbers())
+        if key not in _numbers:
+            function = ctypes.cast(_library(dtype)[f"stages_of_{self.name}"], ctypes.c_void_p).value
+            assert function is not None
+            _numbers[key] = operators.add_program(self.program, function, dtype=dtype)
+        return _numbers[key]
 
     @property
     def weights(self) -> list[tuple[int, int]]:
@@ -59,11 +64,7 @@ class Cell:
         return [shapes[i] for i in range(len(shapes))]
 
 
-@functools.cache
-def _number(name: str, dtype: torch.dtype) -> int:
-    function = ctypes.cast(_library(dtype)[f"stages_of_{name}"], ctypes.c_void_p).value
-    assert function is not None
-    return operators.add_program(CELLS[name].program, function, dtype=dtype)
+_numbers: dict[object, int] = {}
 
 
 @functools.cache

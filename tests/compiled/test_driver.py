@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,13 +15,15 @@ from driver_calls import (
     STEPS,
     TENSORS,
     ZERO,
+    Memory,
     check,
     expected,
     found,
     random_call,
     resets,
+    run,
 )
-from driver_cells import CELLS, Cell
+from driver_cells import CELLS, Cell, gru
 from torch import Tensor
 
 from fusedrnn._compile import operators
@@ -100,6 +103,7 @@ def test_no_rows(cell: Cell) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_types(cell: Cell, dtype: torch.dtype) -> None:
     """At most twice the error of the loop in the same type, by the norm of each tensor."""
+    slack = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1 / 4)
     for given, chunk in itertools.product(["none", "unsorted"], [2, 7]):
         lengths = LENGTHS[given]
         call = random_call(
@@ -115,7 +119,7 @@ def test_other_types(cell: Cell, dtype: torch.dtype) -> None:
             scale = right[name].norm() + 1e-30
             own = (tensor.double() - right[name]).norm() / scale
             other = (loop[name].double() - right[name]).norm() / scale
-            assert own <= 2 * other + torch.finfo(dtype).eps, (name, own, other)
+            assert own <= 2 * other + slack, (name, own, other)
 
 
 def test_chunks_do_not_matter_in_16_bits(cell: Cell) -> None:
@@ -288,3 +292,20 @@ def test_numbers_that_are_infinite_or_none(cell: Cell) -> None:
         rows = [0, 3]
         mine, theirs = (t[..., rows, :] for t in (results[name], right[name]))
         torch.testing.assert_close(mine, theirs)
+
+
+def test_an_interruption_ends_a_call() -> None:
+    def handler(number: int, frame: object) -> None:
+        raise KeyError("of the handler")
+
+    call = random_call(gru(5, 800), 15_000, 1)  # takes seconds
+    memory = Memory.of(call)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyError, match="of the handler"):
+            run(call, memory)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert memory.sequences[0][-1].isnan().all()  # which is not done

@@ -70,6 +70,7 @@ REFUSED = {
     "weight's shape": (changed(GRU, "products", 0, weight=1), "another shape"),
     "unread weight": (changed(OUTPUT, "products", 3, weight=2), "no product .* reads weight 3"),
     "value is no operand": (changed(SAMPLE, "values", 0, is_operand=False), "is no operand"),
+    "unread operand": (changed(SAMPLE, "values", 0, is_read=False), "is no operand"),
     "value is not read": (changed(NORM, "values", 0, is_read=False), "not to be read"),
     "input's index": (with_input(GRU, 0, 0, **source(Source.ARRAY, 2)), "source 2 of 2"),
     "input's columns": (with_input(GRU, 0, 0, **source(Source.ARRAY, 0, 11)), "5 columns from 11"),
