@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -44,14 +43,14 @@ def runs_of(
     """Codes of one row as runs: of weights, or of columns one after the other, maybe repeated."""
     found: list[Run] = []
     i, n = 0, len(codes)
-    numbers = codes // ROW
+    numbers = (codes // ROW).tolist()
     while i < n:
         source = nodes[int(numbers[i])]
         end = i + 1
         while end < n and numbers[end] == numbers[i]:
             end += 1
         if kinds[source] != "row":
-            columns = tuple(int(c) for c in codes[i:end] % COLUMN)
+            columns = tuple((codes[i:end] % COLUMN).tolist())
             found.append(Run("weights", source, 0, end - i, 1, columns))
             i = end
             continue
@@ -60,12 +59,12 @@ def runs_of(
         while j < len(columns_of):
             first = int(columns_of[j])
             rest = columns_of[j:] - first
-            repeat = _length(rest, np.zeros_like(rest))
-            run = _length(rest, np.arange(len(rest)))
+            repeat = _length(rest, torch.zeros_like(rest))
+            run = _length(rest, torch.arange(len(rest)))
             group = 1
             length = run
             if repeat > 1:
-                grouped = _length(rest, np.arange(len(rest)) // repeat)
+                grouped = _length(rest, torch.arange(len(rest)) // repeat)
                 group, length = repeat, grouped // repeat * repeat
             found.append(Run("columns", source, first, length // group, group))
             j += length
@@ -79,7 +78,7 @@ def runs_of(
 
 def _length(ones: Any, others: Any) -> int:
     """How many elements two arrays have in common from their start on."""
-    differ = np.nonzero(ones != others)[0]
+    differ = (ones != others).nonzero()
     return int(differ[0]) if len(differ) else len(ones)
 
 

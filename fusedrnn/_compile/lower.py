@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -262,7 +261,7 @@ class Lowered:
             differs = (same != first) | ((row_of(other) != row) & (row_of(other) != NO_ROW))
             if differs.any() and not self._are_alike(first[differs], other[differs]):
                 raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
-        return first.numpy()
+        return first
 
     def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
         """Whether different elements of weights are equal numbers, as those of torch.zeros_like."""
@@ -453,7 +452,7 @@ class Lowered:
 
     def _demand_pointwise(self, node: fx.Node, start: int, width: int) -> list[Expression]:
         operands = [
-            self.pieces(read[start : start + width], node) if isinstance(read, np.ndarray) else read
+            self.pieces(read[start : start + width], node) if isinstance(read, Tensor) else read
             for read in self._reads[node]
         ]
         cuts = {0, width}
