@@ -52,6 +52,7 @@ from .worker import Notes, Row, measure_apart
 T = TypeVar("T")
 
 EAGER = (LOOP, CHECKPOINT, OURS, PARALLEL)
+ON_CPU = (LOOP, CHECKPOINT, PROGRAM, OURS, PARALLEL)
 WITH_COMPILER = (COMPILED_LOOP, COMPILED, SCAN)
 ON_CUDA = (*EAGER, GRAPHS, PROGRAM)  # PROGRAM last: nvcc takes seconds before it runs
 ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, COMPILED, COMPILED_GRAPHS, SCAN)
@@ -77,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(run: Run) -> Report:
     """Measures all cells, and the peak of one of them over the length of the sequence."""
     size, cases = _size(run), _cases(run)
-    names = (*EAGER, *WITH_COMPILER) if run.options.compiled else EAGER
+    names = (*ON_CPU, *WITH_COMPILER) if run.options.compiled else ON_CPU
     over = QUICK_OVER_SEQ_LEN if run.quick else OVER_SEQ_LEN
     torch.distributions.Distribution.set_default_validate_args(False)
     task = run.progress.add_task("any_cell", total=len(cases) * len(names) + len(over))
@@ -91,7 +92,7 @@ def run(run: Run) -> Report:
         here = Size(seq_len, size.batch, size.width)
         peaks = {
             name: _warm(Step(name, plotted, here, "cpu"), measure_memory).peak_bytes
-            for name in (LOOP, CHECKPOINT, OURS)
+            for name in (LOOP, CHECKPOINT, OURS, PROGRAM)
         }
         growth.append({"seq_len": seq_len, "peak_bytes": peaks})
         run.progress.advance(task)

@@ -1169,8 +1169,8 @@ def test_reasons_name_operation_and_line() -> None:
 
     text = reason(Sorts())
     assert "cumsum" in text
-    assert "test_features.py:" in text
-    assert "test_features.py:" in reason(Looks())
+    assert "test_torch_features.py:" in text
+    assert "test_torch_features.py:" in reason(Looks())
 
 
 def test_steps_that_are_not_what_they_seem() -> None:
