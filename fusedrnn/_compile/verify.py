@@ -116,7 +116,7 @@ class Trial:
 
     def _constant(self, constant: Tensor, is_trained: bool) -> Tensor:
         """Near the real one: what is zero now hides what is wrong."""
-        value = constant.detach().cpu()
+        value = constant.detach().cpu().clone()
         if not differentiable(value):
             return value
         value = value.double()
@@ -150,6 +150,7 @@ class Trial:
         trial.draws = True
         trial.autocast = (False, torch.float32)
         values = dict(zip(self._names, self.constants, strict=True))
+        before = [constant.detach().clone() for constant in self.constants]
         found = ClosedOver([*run.weights.tensors(), *self.constants, *self.inputs, *self.state])
         changes = [""]
 
@@ -171,6 +172,9 @@ class Trial:
             ) from error
         if changes[0]:
             raise CannotCompile(changes[0])
+        for constant, old in zip(self.constants, before, strict=True):
+            if not torch.equal(constant.detach(), old):  # also what .data hides from versions
+                raise CannotCompile("the step changes a weight or a buffer in place")
         others = [*found.with_gradient.values(), *found.others.values()]
         if others:
             raise CannotCompile(

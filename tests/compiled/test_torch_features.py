@@ -106,7 +106,7 @@ def is_program(rnn: fusedrnn.Recurrent, x: Tensor, h: Tensor | None = None) -> b
 def reason(cell: nn.Module, x: Tensor | None = None, h: Tensor | None = None) -> str:
     """Why a cell is not compiled; and it still computes what the loop does."""
     x = sequence() if x is None else x
-    check(fusedrnn.Recurrent(cell), x, h)
+    check(fusedrnn.Recurrent(cell, compile="auto"), x, h)
     with pytest.raises(RuntimeError, match=r"^fusedrnn: the cell cannot be compiled: ") as error:
         required(cell)(x, start(x.shape[1], x.dtype) if h is None else h)
     return str(error.value).partition("compiled: ")[2]
@@ -141,7 +141,7 @@ def test_fullgraph_and_jit_trace_are_errors() -> None:
     rnn, x = required(), sequence().detach()
     with pytest.raises(Exception, match="fusedrnn"):
         torch.compile(lambda x: rnn(x)[0] + 1, backend="eager", fullgraph=True)(x)
-    auto = fusedrnn.Recurrent(rnn.cell)
+    auto = fusedrnn.Recurrent(rnn.cell, compile="auto")
     with pytest.warns():
         traced = torch.jit.trace(auto, x)
     close(traced(x), auto(x))
@@ -149,7 +149,7 @@ def test_fullgraph_and_jit_trace_are_errors() -> None:
 
 def test_export() -> None:
     allow_tf32(True)  # export refuses what the fixture of all tests sets
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence().detach()
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence().detach()
     rnn(x)
     exported = torch.export.export(rnn, (x,), strict=False)
     close(exported.module()(x), rnn(x))
@@ -157,7 +157,7 @@ def test_export() -> None:
 
 @pytest.mark.filterwarnings("ignore:fusedrnn")
 def test_torch_func() -> None:
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence()
     rnn(x)  # it is compiled, and yet not taken
     parameters = dict(rnn.named_parameters())
 
@@ -226,7 +226,7 @@ def test_batched_gradients() -> None:
 def test_autocast() -> None:
     """Steps in Python, whose products are rounded; in backward as in forward."""
     cell, x = Minimal(torch.float32), sequence(dtype=torch.float32)
-    rnn = fusedrnn.Recurrent(cell)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
     exact = rnn(x)[0]
     leaves = [x, *cell.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +248,7 @@ def test_modes_that_look_at_all_operations() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     cell, x = Minimal(), sequence()
-    rnn = fusedrnn.Recurrent(cell)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
     rnn(x)
     with FlopCounterMode(display=False) as ours:
         rnn(x.detach())
@@ -274,7 +274,7 @@ def test_fake_and_meta_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        fake = fusedrnn.Recurrent(Minimal())
+        fake = fusedrnn.Recurrent(Minimal(), compile="auto")
         x = torch.randn(T, B, H, dtype=F64)
         assert fake(x)[0].shape == (T, B, H)
     for compile in ("auto", "require", "never"):
@@ -323,7 +323,7 @@ class Labelled(Tensor):
 
 
 def test_subclasses_of_tensors() -> None:
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence()
     expected = rnn(x)[0]
     made = rnn(x.detach().as_subclass(Labelled))[0]
     close(made.as_subclass(Tensor), expected)
@@ -586,7 +586,7 @@ def test_hooks_of_modules_within_the_step(kind: str) -> None:
     def hook(*args: Any) -> None:
         counts[0] += 1
 
-    module, rnn = cell.gate, fusedrnn.Recurrent(cell)
+    module, rnn = cell.gate, fusedrnn.Recurrent(cell, compile="auto")
     check(rnn, x)
     if kind == "forward":
         handle = module.register_forward_hook(hook)
@@ -606,7 +606,7 @@ def test_hooks_of_modules_within_the_step(kind: str) -> None:
 
 def test_a_hook_that_changes_what_a_module_returns() -> None:
     cell, x = Minimal(), sequence()
-    rnn = fusedrnn.Recurrent(cell)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
     check(rnn, x)
     handle = cell.gate.register_forward_hook(lambda m, args, out: out * 2)
     check(rnn, x)
@@ -616,7 +616,7 @@ def test_a_hook_that_changes_what_a_module_returns() -> None:
 
 
 def test_hooks_of_all_modules() -> None:
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence()
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence()
     rnn(x)
     counts = [0]
 
@@ -636,7 +636,7 @@ def test_hooks_of_all_modules() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_parametrizations(kind: str) -> None:
     cell, x = Minimal(), sequence()
-    rnn = fusedrnn.Recurrent(cell)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
     check(rnn, x)
     if kind == "weight_norm":
         nn.utils.parametrizations.weight_norm(cell.gate)
@@ -659,7 +659,7 @@ def test_spectral_norm_in_training() -> None:
     cell, x = Minimal(), sequence()
     nn.utils.parametrizations.spectral_norm(cell.gate)
     other = copy.deepcopy(cell)
-    mine, expected = fusedrnn.Recurrent(cell)(x, start()), loop(other, x, start())
+    mine, expected = fusedrnn.Recurrent(cell, compile="auto")(x, start()), loop(other, x, start())
     close(mine, expected)
     close(dict(cell.named_buffers()), dict(other.named_buffers()))
 
@@ -805,7 +805,7 @@ def test_memory_of_a_cell_that_is_gone() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 3), (5, 0), (1, 1), (1, 0)], ids=str)
 def test_small_sizes(sizes: tuple[int, int]) -> None:
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence(*sizes)
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence(*sizes)
     assert is_program(rnn, x) == (sizes[1] > 0)
     never = fusedrnn.Recurrent(rnn.cell, compile="never")
     leaves = [x, *rnn.parameters()]
@@ -850,7 +850,7 @@ class Shared(nn.Module):
 
 def test_results_that_are_the_same_tensor() -> None:
     cell, x = Shared(), sequence()
-    rnn = fusedrnn.Recurrent(cell)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
     state = tuple(torch.randn(B, H, dtype=F64, requires_grad=True) for _ in range(2))
     ours, expected = rnn(x, state), loop(cell, x, state)
     close(ours, expected)
@@ -897,7 +897,7 @@ class Embedded(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_inputs_of_integers(dtype: torch.dtype) -> None:
-    rnn, x = fusedrnn.Recurrent(Embedded()), torch.randint(5, (T, B), dtype=dtype)
+    rnn, x = fusedrnn.Recurrent(Embedded(), compile="auto"), torch.randint(5, (T, B), dtype=dtype)
     check_tokens(rnn, x)
     for wrong in (5, -1, 2**31 - 1):
         bad = x.clone()
@@ -928,7 +928,7 @@ def test_attributes_that_change() -> None:
 
 def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_MOST_KINDS", 2)
-    rnn, x = fusedrnn.Recurrent(Minimal()), sequence(2, 1)
+    rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence(2, 1)
     for i in range(4):
         rnn.cell.scale = 1 + i / 8
         check(rnn, x)
@@ -952,7 +952,7 @@ def test_an_attribute_that_the_step_changes() -> None:
             return super().forward(x, h) / self.steps
 
     cell, x = Counts(), sequence()
-    made = fusedrnn.Recurrent(cell)(x)
+    made = fusedrnn.Recurrent(cell, compile="auto")(x)
     assert cell.steps == T
     cell.steps = 0
     close(made, loop(cell, x, start()))
@@ -1130,7 +1130,7 @@ def test_options_that_have_steps_in_python() -> None:
         (name,) = options
         with pytest.raises(ValueError, match=f"^fusedrnn: compile='require' excludes {name}"):
             required(**options)
-    rnn, x = fusedrnn.Recurrent(Minimal(), mode="replay"), sequence()
+    rnn, x = fusedrnn.Recurrent(Minimal(), mode="replay", compile="auto"), sequence()
     assert "mode" in rnn.explain(x).program
     assert not is_program(rnn, x)
     check(rnn, x)
