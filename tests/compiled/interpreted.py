@@ -7,7 +7,6 @@ and the C++ has something to be compared with.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,25 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fusedrnn._compile
-from fusedrnn import _ops
+from fusedrnn import _compile, _ops
+from fusedrnn._compile import cell
+from fusedrnn._compile.interpret import _Step
 from fusedrnn.recurrent.program_function import KEEP, SEQUENCE, ZERO
 
-NAME = "fusedrnn._compile.operators"
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Programs run by torch; those that are there already stay as they are."""
-    fake = ModuleType(NAME)
+    """New programs are run by torch."""
+    fake = ModuleType("operators")
     for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
-    known, package = sys.modules.get(NAME), fusedrnn._compile
-    if known is None:  # cell.py imports it
-        sys.modules[NAME] = fake
-    from fusedrnn._compile import cell
 
     def compiled(*arguments: Any) -> Any:
         program = cell.lower(*arguments)
@@ -42,12 +37,12 @@ def interpreted() -> Iterator[None]:
         _programs.append(program)
         return program
 
-    before = getattr(package, "operators", None), cell.compiled
-    package.operators, cell.compiled = fake, compiled  # type: ignore[attr-defined]
+    before = _compile.operators, cell.compiled
+    _compile.operators, cell.compiled = fake, compiled  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        package.operators, cell.compiled = before  # type: ignore[attr-defined]
+        _compile.operators, cell.compiled = before  # type: ignore[attr-defined]
 
 
 class _Operators:
@@ -111,8 +106,6 @@ def _run(
     chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    from fusedrnn._compile.interpret import _Step
-
     plan, owner, like = program.plan, program.interpreter, carries[0]
     rows = like.shape[0]
     inputs, carries, weights, vectors, reset_to = (

@@ -103,8 +103,9 @@ def one_loop(
     noise.chunk(0, seq_len, batch)
     outputs, last = {}, None
     longest = max(range(batch), key=lambda row: masks.lengths[row]) if masks.lengths else 0
+    steps = masks.lengths[longest] if masks.lengths else seq_len
     with Watch(noise):
-        for time in range(seq_len)[:: -1 if is_reverse else 1]:
+        for time in range(steps)[:: -1 if is_reverse else 1]:
             noise.step(time)
             active = masks.active(time, batch)
             x, old = at(input, time), masks.started(state, time)
@@ -114,7 +115,10 @@ def one_loop(
             state = chosen(active, new, state)
             last = y if last is None else chosen(active, y, last)
             outputs[time] = masked(y, active)
-    return (stacked([outputs[t] for t in range(seq_len)]) if returns_sequence else last), state
+    if not returns_sequence:
+        return last, state
+    nothing = pytree.tree_map(torch.zeros_like, outputs[0])
+    return stacked([outputs.get(time, nothing) for time in range(seq_len)]), state
 
 
 def loop(

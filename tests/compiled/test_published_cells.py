@@ -204,8 +204,8 @@ def test_batch_first(case: Case, backend: str) -> None:
     check_same((output, last), expected, leaves_of(x, state, one.cell))
 
 
-STACKED = ["LSTMCell", "ForumCell", "late reset, LayerNorm", "zoneout"]
-STACKED += [pytest.param(name, marks=pytest.mark.slow) for name in ("GRUCell", "sLSTM", "MGU")]
+MORE = ["ForumCell", "late reset, LayerNorm", "GRUCell", "sLSTM", "MGU"]
+STACKED = ["LSTMCell", "zoneout", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
 @functools.cache
@@ -234,7 +234,7 @@ def test_layers_and_directions(
     check_same(ours, expected, leaves_of(x, states, *one.cell))
 
 
-@pytest.mark.parametrize("name", ["LSTMCell", "forum", "PlaNet"])
+@pytest.mark.parametrize("name", ["forum", pytest.param("PlaNet", marks=pytest.mark.slow)])
 def test_a_part_of_the_gradients(name: str) -> None:
     """Without those of the input, then without those of the weights, then of one weight alone."""
     case = BY_NAME[name]

@@ -8,9 +8,13 @@ Longer than 350 lines, because a trial has many parts.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import math
+import os
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,16 +29,25 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 from fusedrnn.recurrent import calls
 
-from . import Outcome
+from . import Outcome, step_tricks
 from .step_calls import Call
 from .step_source import Source, Writer
-from .step_tricks import TRICKS
 from .step_words import WORDS
 
+TRICKS = step_tricks.TRICKS
 TOLERANCE = 1e-8
 BUILT = 20
 """Of so many cases one is compiled by the C++ compiler."""
+OF_BATCHES = {"of_batch", "branch", "buffer_of_steps", "attribute", "choice_by_value"}
+"""Words that may mix the rows of a batch."""
 is_shown = False
+
+
+def prepare() -> None:
+    """Libraries of random cells do not go where those of the user are."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["FUSEDRNN_CACHE"] = folder
 
 
 def good_call() -> str:
@@ -114,21 +127,19 @@ class Trial:
         return found
 
     def by_loop(self, noise: float = 0.0) -> list[Ran]:
-        """noise: changes all weights by so much, relatively."""
+        """noise: changes all numbers by so much, relatively."""
 
         def run(cell: nn.Module, call: Call) -> Any:
             x, state = arguments = call.arguments()
+            with torch.no_grad():
+                for leaf in [*cell.parameters(), *pytree.tree_leaves(arguments)] if noise else ():
+                    # Equal numbers stay equal, and zeros stay zeros.
+                    leaf.data.mul_(1 + noise * torch.cos(1e4 * leaf + 1e15 * noise))
             return arguments, lambda: loop(
                 cell, x, state, call.masks, returns_sequence=call.returns_sequence, seed=call.seed
             )
 
-        def disturbed(cell: nn.Module, call: Call) -> Any:
-            with torch.no_grad():
-                for p in cell.parameters():
-                    p.data.mul_(1 + noise * torch.randn_like(p))
-            return run(cell, call)
-
-        return self.each(disturbed if noise else run)
+        return self.each(run)
 
     def by_recurrent(self, compile: str) -> tuple[list[Ran], list[str]]:
         """Also why each call took no program, or nothing where it took one."""
@@ -183,6 +194,8 @@ class Trial:
         if is_compiled or differs(mine, other):
             kind = "crash" if mine.error is not None else "wrong"
             return "wrong", reason, [(kind, f"call {i}: {difference}")]
+        if self.source.words & OF_BATCHES and self.calls[i].masks.lengths:
+            return "accepted", reason, []  # rows that have ended are in their sums, too
         return "fell back", reason, [("recipe", f"call {i}: {difference}; {reason}")]
 
     def _is_unstable(self, i: int, mine: Ran) -> bool:
@@ -191,11 +204,11 @@ class Trial:
         if exact.error is not None:
             return False
         off = distance(mine, exact)
-        for _ in range(3):
-            others = self.by_loop(1e-14)
+        for k in range(1, 5):
+            others = self.by_loop(k * 1e-15)
             if len(others) <= i or others[i].error is not None:
                 return True
-            if off <= 1e4 * distance(others[i], exact):
+            if off <= 1e5 * distance(others[i], exact):
                 return True
         return False
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fuzz import batches, sanitized
+from fuzz import batches, sanitized, steps
 from fuzz.faults import FAULTS, OVERRUN
 
 needs_sanitizer = pytest.mark.skipif(
@@ -10,9 +10,9 @@ needs_sanitizer = pytest.mark.skipif(
 )
 
 
-def check(program, count, is_sanitized=False):
-    records = list(batches.run(program, 0, count, is_sanitized=is_sanitized))
-    assert [record.case for record in records] == list(range(count))
+def check(program, count, is_sanitized=False, first=0):
+    records = list(batches.run(program, first, count, is_sanitized=is_sanitized))
+    assert [record.case for record in records] == list(range(first, first + count))
     wrong = [
         f"python -m fuzz {program} --case {r.case}{' --sanitized' * is_sanitized}: {r.outcome}"
         for r in records
@@ -25,6 +25,22 @@ def check(program, count, is_sanitized=False):
 @pytest.mark.parametrize(("program", "count"), [("valid", 200), ("bad", 800)])
 def test_random_calls(program, count):
     check(program, count)
+
+
+# 2,000 in all, in parts that pytest can spread over its processes.
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 2000, 200))
+def test_random_steps(first):
+    check("steps", 200, first=first)
+
+
+def test_random_steps_are_wrong_without_verification(monkeypatch):
+    """So the judge sees what verification is for; no case is compiled by the C++ compiler."""
+    monkeypatch.setattr("fusedrnn._compile.cell.verify", lambda *given: None)
+    monkeypatch.setattr(steps, "BUILT", 10**9)
+    monkeypatch.setattr(steps, "TRICKS", {steps.step_tricks.hook: 1})
+    kinds = (kind for case in range(1, 20) for kind, _ in steps.Trial(case).judged()[2])
+    assert "wrong" in kinds
 
 
 @pytest.mark.slow

@@ -1,0 +1,172 @@
+"""Operations at their corners: zeros, ties, limits, infinities and NaN, against autograd.
+
+A program is compared to its step on random numbers only, which meet none of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuzz.step_words import BINARY, REDUCING, ROW_WISE, UNARY
+from interpreted import interpreted
+from torch import Tensor, nn
+
+import fusedrnn
+
+INF, NAN = float("inf"), float("nan")
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 6.0, 0.1, -0.3, 0.3, 0.8, 0.7]
+NUMBERS += [0.4, 0.25, 1.5, -1.5, 20.0, -20.0, 89.0, -104.0, 1e-5, 1e5, -1e5, 1e30, INF, -INF, NAN]
+PAIRS = [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, -3.0, 1e5, INF, -INF, NAN]
+ROWS = [[0.0] * 3, [1.0] * 3, [2.0, 2.0, 1.0], [-1.0, 0.0, 1.0], [-0.0, 0.0, 0.0], [1.0, 1.0, -5.0]]
+ROWS += [[INF, 1.0, 2.0], [-INF, 0.0, 1.0], [-INF] * 3, [NAN, 1.0, 2.0], [1e5, 1e-5, 0.0]]
+KINDS = {"unary": UNARY, "binary": BINARY, "row-wise": ROW_WISE, "reducing": REDUCING}
+OPERATIONS = [(kind, text) for kind, block in KINDS.items() for text in block.split()]
+
+
+class Cell(nn.Module):
+    """Operations, each with columns of its own of the two inputs, and an output."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__()
+        self.functions = [
+            eval(f"lambda a, b: {filled(text)}", {"torch": torch, "F": F}) for text in texts
+        ]
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: tuple[Tensor, Tensor], h: Tensor) -> tuple[Any, Tensor]:
+        count = len(self.functions)
+        columns = zip(self.functions, *(leaf.chunk(count, -1) for leaf in x), strict=True)
+        return tuple(function(a, b) for function, a, b in columns), h * self.scale
+
+
+def filled(text: str) -> str:
+    named = text.replace("{a}", "a").replace("{b}", "b").replace("{}", "a")
+    return named.replace("{w}", "3")
+
+
+def corners(kind: str, dtype: torch.dtype, finite: bool) -> tuple[Tensor, Tensor]:
+    """Rows of numbers that all are finite, or not: (rows, width) each."""
+    rows = {"unary": [[number] for number in NUMBERS], "binary": itertools.product(PAIRS, PAIRS)}
+    every = torch.tensor([[*row] for row in rows.get(kind, ROWS)], dtype=dtype)
+    a = every[every.isfinite().all(-1) == finite]
+    return (a[:, :1], a[:, 1:]) if kind == "binary" else (a, a.clone())
+
+
+Results = list[tuple[Tensor, Tensor, Tensor]]
+"""Of each operation the value, and the gradients of its arguments."""
+
+
+def results(cell: Cell, run: Any, x: tuple[Tensor, Tensor]) -> Results:
+    """By a call with (rows, columns) of all operations."""
+    count = len(cell.functions)
+    leaves = [leaf.repeat(1, count).requires_grad_() for leaf in x]
+    values = run(tuple(leaves))
+    wanted = [y for y in values if y.requires_grad]
+    weights = [torch.ones_like(y) for y in wanted]
+    found = torch.autograd.grad(wanted, leaves, weights, allow_unused=True)
+    gradients = [
+        (torch.zeros_like(leaf) if g is None else g).chunk(count, -1)
+        for g, leaf in zip(found, leaves, strict=True)
+    ]
+    flat = [y.detach().reshape(len(leaves[0]), -1) for y in values]
+    return list(zip(flat, *gradients, strict=True))
+
+
+def by_torch(cell: Cell, x: tuple[Tensor, Tensor]) -> Results:
+    h = torch.zeros(len(x[0]), 1, dtype=x[0].dtype)
+    return results(cell, lambda leaves: cell(leaves, h)[0], x)
+
+
+def by_program(cell: Cell, x: tuple[Tensor, Tensor]) -> Results:
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    h = torch.zeros(len(x[0]), 1, dtype=x[0].dtype)
+
+    def run(leaves: Any) -> list[Tensor]:
+        return [y[0] for y in rnn(tuple(leaf[None] for leaf in leaves), h)[0]]
+
+    return results(cell, run, x)
+
+
+def differences(ours: Any, theirs: Any, x: Any, tolerance: float) -> list[str]:
+    """Where a value or a gradient is another one."""
+    found = []
+    for name, mine, right in zip(("value", "gradient of a", "of b"), ours, theirs, strict=True):
+        off = (mine - right).abs() > tolerance * (1 + right.abs())
+        off |= mine.isnan() != right.isnan()
+        off |= (mine.isinf() | right.isinf()) & (mine != right)
+        for row in off.any(-1).nonzero().flatten().tolist()[:4]:
+            at = [leaf[row].tolist() for leaf in x]
+            found.append(f"{name} at {at}: {mine[row].tolist()}, not {right[row].tolist()}")
+    return found
+
+
+@functools.cache
+def obstacle(text: str, kind: str) -> str:
+    """Why an operation has no program; or nothing."""
+    with interpreted():
+        try:
+            by_program(Cell([text]).double(), corners(kind, torch.float64, True))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("numbers", ["finite", "infinite"])
+@pytest.mark.parametrize(("kind", "text"), OPERATIONS)
+def test_derivatives_at_corners(kind: str, text: str, numbers: str) -> None:
+    """By programs that torch runs, so what is wrong here is no matter of C++."""
+    if obstacle(text, kind):
+        pytest.skip(obstacle(text, kind))
+    x, cell = corners(kind, torch.float64, numbers == "finite"), Cell([text]).double()
+    with interpreted():
+        (ours,) = by_program(cell, x)
+    (right,) = by_torch(cell, x)
+    assert not differences(ours, right, x, 1e-9)
+
+
+def groups() -> Iterator[Any]:
+    for kind in KINDS:
+        texts = [text for of, text in OPERATIONS if of == kind]
+        for i in range(0, len(texts), 16):
+            yield pytest.param(kind, texts[i : i + 16], id=f"{kind} {i}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("numbers", ["finite", "infinite"])
+@pytest.mark.parametrize(("kind", "texts"), groups())
+def test_compiled_operations_at_corners(
+    kind: str, texts: list[str], numbers: str, dtype: torch.dtype
+) -> None:
+    """Several operations in one library."""
+    texts = [text for text in texts if not obstacle(text, kind)]
+    x, tolerance = corners(kind, dtype, numbers == "finite"), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
+    ours, theirs = (run(Cell(texts).to(dtype), x) for run in (by_program, by_torch))
+    pairs = zip(texts, ours, theirs, strict=True)
+    wrong = {text: differences(mine, right, x, tolerance) for text, mine, right in pairs}
+    assert not any(wrong.values()), "\n".join(f"{text}: {w}" for text, w in wrong.items() if w)
+
+
+class Watched(nn.Module):
+    """Gives a number to look at, whose derivative is infinite where the state starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        return (h, h.square().sum(-1).sqrt()), torch.tanh(self.linear(x) + h)
+
+
+def test_outputs_without_gradient_have_no_part_in_gradients() -> None:
+    """Not even that of an infinity times 0."""
+    cell, x, h = Watched(), torch.randn(4, 2, 3).double(), torch.zeros(2, 3).double()
+    (y, norm), _ = fusedrnn.Recurrent(cell, compile="require")(x, h.requires_grad_())
+    assert norm[0].eq(0).all()
+    found = torch.autograd.grad(y.sum(), [h, *cell.parameters()])
+    assert all(g.isfinite().all() for g in found)
