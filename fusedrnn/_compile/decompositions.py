@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
@@ -79,20 +80,13 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     largest = _stopped(torch.amax(x, dims, keepdim=True))
+    largest = torch.where(torch.isinf(largest), 0.0, largest)  # inf - inf would be NaN
     found = torch.log(torch.exp(x - largest).sum(dims, keepdim=True)) + largest
     return found if keepdim else found.squeeze(tuple(dims))
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    size = torch.abs(x)  # min(x, 0) by it, for the right derivative at 0
-    return 0.5 * (x - size) - torch.log1p(torch.exp(-size)), x
-
-
-def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    scaled = x * beta
-    size = torch.abs(scaled)  # max(x, 0) by it, for the right derivative at 0
-    smooth = (0.5 * (scaled + size) + torch.log1p(torch.exp(-size))) / beta
-    return torch.where(scaled > threshold, x, smooth)
+    return -F.softplus(-x, 1.0, 40.0), x  # from 40 on, softplus(x) is x in float64, too
 
 
 def _places(x: Tensor, dim: int) -> Tensor:
@@ -137,6 +131,36 @@ def _sinh(x: Tensor) -> Tensor:
     return 0.5 * (less + less / (less + 1))
 
 
+_SIXTH = 0.1666666716337204
+"""As torch has it in every dtype: that of float32."""
+
+
+def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return gradient * (s * (1 + x * (1 - s)))
+
+
+def _shrink_backward(gradient: Tensor, x: Tensor, limit: float) -> Tensor:
+    return torch.where(torch.abs(x) <= limit, 0.0, gradient)
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root, with a derivative of 0 at 0, as norms and deviations have it."""
+    is_zero = squares == 0.0
+    return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, squares)))
+
+
+def _std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    return _root(_var(x, dim, correction=correction, keepdim=keepdim))
+
+
+def _std_mean(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return _root(var), mean
+
+
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -145,9 +169,23 @@ def _vector_norm(
     dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
     if ord == 1:
         return torch.abs(x).sum(dims, keepdim=keepdim)
-    squares = (x * x).sum(dims, keepdim=keepdim)
-    is_zero = squares == 0.0  # where the derivative is 0
-    return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, squares)))
+    return _root((x * x).sum(dims, keepdim=keepdim))
+
+
+_WHOLE = """elu celu leaky_relu silu hardtanh hardsigmoid hardswish gelu softplus xlogy softshrink
+hardshrink threshold sinc smooth_l1_loss huber_loss mse_loss tan sinh cosh log2 log10"""
+WHOLE = frozenset(getattr(aten, name) for name in _WHOLE.split())
+"""Elementwise operations that stay whole until their derivative is taken: torch's own derivative is
+right where that of their parts is not, at limits and where a part overflows."""
+
+
+def in_traces() -> dict[Any, Callable[..., Any]]:
+    """Those that a step is traced with."""
+    return {
+        overload: function
+        for overload, function in decompositions().items()
+        if getattr(overload, "overloadpacket", None) not in WHOLE
+    }
 
 
 @functools.cache
@@ -155,19 +193,10 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= get_decompositions(
         [
-            aten.elu,
-            aten.leaky_relu,
             aten.addcmul,
             aten.addcdiv,
             aten.lerp,
-            aten.silu,
-            aten.mish,
-            aten.hardtanh,
-            aten.hardsigmoid,
-            aten.hardswish,
-            aten.gelu,
             aten.linear,
-            aten.celu,
             aten.baddbmm,
             aten.addmv,
             aten.mv,
@@ -175,14 +204,18 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             aten.rsub,
             aten.glu,
             aten.index_select,
+            *(packet for packet in WHOLE),
+            *(
+                getattr(aten, f"{packet.__name__}_backward")
+                for packet in WHOLE
+                if hasattr(aten, f"{packet.__name__}_backward")
+            ),
         ]
     )
     for name in ("sigmoid_backward", "tanh_backward"):  # known without cancellation
         table.pop(getattr(aten, name).default, None)
     own: dict[Any, Callable[..., Any]] = {
         aten.log_sigmoid_forward.default: _log_sigmoid,
-        aten.log_sigmoid_backward.default: lambda g, x, _: g * torch.sigmoid(-x),
-        aten.softplus.default: _softplus,
         aten.native_layer_norm.default: _layer_norm,
         aten.native_group_norm.default: _group_norm,
         aten._softmax.default: _softmax,
@@ -192,6 +225,16 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.gather.default: _gather,
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
+        aten.mish.default: lambda x: x * torch.tanh(F.softplus(x)),
+        aten.silu.default: lambda x: x * torch.sigmoid(x),
+        aten.silu_backward.default: _silu_backward,
+        aten.hardsigmoid_backward.default: lambda g, x: torch.where(
+            torch.abs(x) < 3.0, g * _SIXTH, 0.0
+        ),
+        aten.softshrink_backward.default: _shrink_backward,
+        aten.hardshrink_backward.default: _shrink_backward,
+        aten.std.correction: _std,
+        aten.std_mean.correction: _std_mean,
         aten.tan.default: lambda x: torch.sin(x) / torch.cos(x),
         aten.sinh.default: _sinh,
         aten.cosh.default: lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),

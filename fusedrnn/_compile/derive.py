@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .decompositions import decompositions
 from .expressions import Expression
 from .plan import Plan, Stage, Value
-from .trace import stop
+from .trace import CannotCompile, stop
 
 aten = torch.ops.aten
 
@@ -67,9 +67,12 @@ def derive(plan: Plan, stage: Stage) -> Derived:
     table = decompositions()
     with torch.enable_grad():
         made = make_fx(dispatch_functionalize(forward), decomposition_table=table)(*numbers)
-        back = make_fx(dispatch_functionalize(backward), decomposition_table=table)(
-            numbers, gradients
-        )
+        try:
+            back = make_fx(dispatch_functionalize(backward), decomposition_table=table)(
+                numbers, gradients
+            )
+        except RuntimeError as error:  # torch has no derivative of an operation
+            raise CannotCompile(f"torch says: {str(error).splitlines()[0]}") from error
     return Derived(_simplified(made), _simplified(back))
 
 

@@ -210,6 +210,8 @@ class _Printer:
         if isinstance(arg, fx.Node):
             if arg in self._constants:
                 return _number(self._constants[arg])
+            if arg in self._masks:  # a mask in arithmetic is 1 or 0
+                return f"math::select({self._text[arg]}, number<A>(1), A{{}})"
             return self._text[arg]
         return _number(arg)
 

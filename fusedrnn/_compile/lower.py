@@ -32,12 +32,13 @@ from .codes import (
     row_of,
     runs_of,
 )
+from .decompositions import WHOLE
 from .expressions import Expression, Expressions, Part
 from .trace import ROWS, CannotCompile, Traced, draw, line_of, stop
 
 aten = torch.ops.aten
 
-POINTWISE = packets(
+POINTWISE = WHOLE | packets(
     """
     add sub rsub mul div neg sigmoid tanh exp log log1p expm1 sqrt rsqrt reciprocal relu abs
     pow where gt lt ge le eq ne minimum maximum clamp clamp_min clamp_max sign sgn square sin
@@ -224,6 +225,9 @@ class Lowered:
     # What computed nodes read, as codes of row 0
 
     def _pointwise(self, node: fx.Node, value: Tensor) -> Tensor:
+        shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
+        if torch.broadcast_shapes(*shapes) != value.shape:  # as losses have it that are summed up
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         given = [
             self.codes(arg).expand(value.shape) if isinstance(arg, fx.Node) else arg
             for arg in node.args

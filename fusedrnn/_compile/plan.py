@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import program as form
+from .decompositions import WHOLE
 from .expressions import Array, Expression, Product, Reduction
 from .lower import Lowered
 from .program import (
@@ -52,6 +53,7 @@ _COSTLY = {
         "pow",
     )
 }
+_COSTLY |= WHOLE
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
 
@@ -189,7 +191,16 @@ class Plan:
                 if e.kind == "value":
                     others.add(id(e.at[0]))
             if not any(self._merge(array, leaves, parents, others) for array in arrays.values()):
-                return
+                return self._copy_sums()
+
+    def _copy_sums(self) -> None:
+        """A sum that is a product's operand as it is has to be made by a stage."""
+        for product in self.lowered.expressions.products.values():
+            e = product.operand
+            if e.kind == "array":
+                product.operand = self.lowered.expressions.operation(
+                    aten.clone.default, e, width=e.width
+                )
 
     def _merge(
         self,

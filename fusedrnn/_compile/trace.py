@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
-from .decompositions import decompositions
+from .decompositions import in_traces
 
 aten = torch.ops.aten
 
@@ -111,7 +111,7 @@ def trace(
             # pytorch's own modes of an outer call would see the tracer's tensors
             made = make_fx(
                 dispatch_functionalize(flat),
-                decomposition_table=decompositions(),
+                decomposition_table=in_traces(),
                 pre_dispatch=False,
             )(*arguments)
     except CannotCompile:

@@ -58,7 +58,10 @@ class Trial:
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
         self.last = [leaf.reshape(BATCH, -1) for leaf in last]
         self.cotangents = [self._normal(*y.shape) for y in (*self.outputs, *self.last)]
-        self.gradients = self.gradients_of([*self.outputs, *self.last])
+        try:
+            self.gradients = self.gradients_of([*self.outputs, *self.last])
+        except RuntimeError as error:
+            raise CannotCompile(f"its backward raises: {str(error).splitlines()[0]}") from error
 
     def leaves(self) -> list[Tensor]:
         return [t for t in (*self.constants, *self.inputs, *self.state) if t.requires_grad]
