@@ -49,8 +49,8 @@ class Recurrent(nn.Module):
             traced, derived, compiled by the C++ compiler of this machine at the first call (a few
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
-            "require" to make the reason an error. "never" is the default, since a few derivatives
-            at corners are known to be wrong (docs/your-own-cell.md). :meth:`explain` says the
+            "require" to make the reason an error. "never" is the default, since gradients
+            beside an output without one may be NaN (docs/your-own-cell.md). :meth:`explain` says the
             reason, with the operation and its line. Plain attributes of modules are constants of
             a program: after a change the cell is traced anew. So are plain variables of the
             modules and classes that its methods belong to. Random numbers are the same either way.

