@@ -172,7 +172,8 @@ _SAME = {
     aten._unsafe_view,
 }
 _FILLED = {aten.full, aten.full_like, aten.scalar_tensor}
-_ZEROS = {aten.zeros_like, aten.zeros, aten.new_zeros}
+# An empty one is there for its shape, and full_like gives it a number.
+_ZEROS = {aten.zeros_like, aten.zeros, aten.new_zeros, aten.empty_permuted}
 _ONES = {aten.ones_like, aten.ones, aten.new_ones}
 
 

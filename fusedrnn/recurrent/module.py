@@ -50,10 +50,11 @@ class Recurrent(nn.Module):
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
             "require" to make the reason an error. "never" is the default, since gradients
-            beside an output without one may be NaN (docs/your-own-cell.md). :meth:`explain` says the
-            reason, with the operation and its line. Plain attributes of modules are constants of
-            a program: after a change the cell is traced anew. So are plain variables of the
-            modules and classes that its methods belong to. Random numbers are the same either way.
+            beside an output without one may be NaN (docs/your-own-cell.md). :meth:`explain` says
+            the reason, with the operation and its line. Plain attributes of modules are
+            constants of a program: after a change the cell is traced anew. So are plain variables
+            of the modules and classes that its methods belong to. Random numbers are the same
+            either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.
