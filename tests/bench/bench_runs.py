@@ -66,7 +66,8 @@ class OnCpu:
     def measure_apart(self, module: str, case: Any, names: Any, **_: float) -> dict[str, Any]:
         """Measures in this process, because replacements by tests exist only here."""
         self.measured.append((module, tuple(names)))
-        return worker.measure_here(importlib.import_module(module).measure, case, names)
+        rows = worker.measure_here(importlib.import_module(module).measure, case, names)
+        return {name: row | {"process": os.getpid()} for name, row in rows.items()}
 
     def training_step(self, name: str, shape: cases.Shape, device: str, dtype: torch.dtype) -> Any:
         assert device == "cuda"
