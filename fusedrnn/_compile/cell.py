@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from .outside import Outside
 from .plan import Plan
 from .program import Out
 from .trace import ROWS, CannotCompile, trace
+from .unused import lowered_without
 from .verify import Trial, examples, verify, verify_library
 
 _tracing = threading.RLock()
@@ -52,17 +54,21 @@ class Program:
     plan: Plan
     derived: list[Derived]
     outside: Outside
+    text: str
+    """Of its library."""
     names: list[str]
     """Of the weights and buffers that the step reads, in the order of its constants."""
     output: Structure
     output_shapes: list[torch.Size]
     """Without the batch."""
     state_shapes: list[torch.Size]
-    text: str
     dtype: torch.dtype
     number: int = -1
     """Of the operators."""
     library: Library | None = None
+    without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)
+    """Programs for backward where some results have no gradients, by which have one; None where
+    there is none."""
 
     @property
     def interpreter(self) -> Interpreter:
@@ -149,22 +155,26 @@ def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
     if traced.module.code != again.module.code:
         raise CannotCompile("the step does not do the same each time")
     _check_held(run, traced.module)
-    plan = Plan(Lowered(traced))
-    derived = [derive(plan, stage) for stage in plan.stages]
+    shapes = [traced.values[node].shape[1:] for node in traced.outputs]
     program = Program(
-        plan,
-        derived,
-        Outside(plan),
+        *_printed(Lowered(traced), dtype, run.device),
         names,
         structures[0],
-        [traced.values[node].shape[1:] for node in traced.outputs],
+        shapes,
         [leaf.shape[1:] for leaf in state],
-        source(plan, derived, dtype, kind_of(run.device)),
         dtype,
     )
-    trial = Trial(run, names, constants, inputs, state)
-    verify(program.interpreter, trial, dtype)
+    trial = Trial.of_step(run, names, constants, inputs, state)
+    verify(program, trial)
     return program, trial
+
+
+def _printed(
+    lowered: Lowered, dtype: torch.dtype, device: torch.device
+) -> tuple[Plan, list[Derived], Outside, str]:
+    plan = Plan(lowered)
+    derived = [derive(plan, stage) for stage in plan.stages]
+    return plan, derived, Outside(plan), source(plan, derived, dtype, kind_of(device))
 
 
 def kind_of(device: torch.device) -> str:
@@ -179,16 +189,69 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         CannotCompile: It has none, or it cannot be built here.
         Busy: Another thread takes too long.
     """
+    with _one_at_a_time():
+        program, trial = _lowered(run, inputs, state)
+    return _ready(program, trial, run.device)
+
+
+def without(
+    program: Program,
+    outputs: Sequence[bool],
+    last: Sequence[bool],
+    constants: Leaves,
+    trained: Sequence[bool],
+    inputs: Leaves,
+    state: Leaves,
+) -> Program:
+    """What takes no derivatives of results without gradients; see unused.py.
+
+    It reads what forward by ``program`` has kept.
+
+    Args:
+        outputs, last: Whether each output, and each state after the last step, has a gradient.
+        trained: Which constants have gradients.
+        inputs, state: As in :func:`lower`.
+
+    Raises:
+        CannotCompile: There is none.
+        Busy: Another thread takes too long.
+    """
+    with _one_at_a_time():
+        lowered = lowered_without(program.plan.lowered.traced, outputs, last)
+        if lowered is None:
+            return program
+        device = state[0].device
+        plan, derived, outside, text = _printed(lowered, program.dtype, device)
+        made = replace(
+            program, plan=plan, derived=derived, outside=outside, text=text, without={}
+        )
+        if plan.places() != program.plan.places():
+            raise CannotCompile("what backward reads is kept in other places")
+        trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))
+        verify(made, trial)
+    return _ready(made, trial, device)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
     lock = _tracing
     if not lock.acquire(timeout=_LONGEST_WAIT):
         raise Busy("another thread is compiling a cell")
     try:
-        program, trial = _lowered(run, inputs, state)
+        yield
     finally:
         lock.release()
-    kind = kind_of(run.device)
+
+
+def _ready(program: Program, trial: Trial, device: torch.device) -> Program:
+    """The program with its library.
+
+    Raises:
+        CannotCompile: It cannot be built here.
+    """
+    kind = kind_of(device)
     try:
-        program.library = build(program.text, device=kind, capability=_capability(run.device))
+        program.library = build(program.text, device=kind, capability=_capability(device))
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
     program.number = operators.add_program(
@@ -197,7 +260,7 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         dtype=program.dtype,
         is_for_gpu=kind == "cuda",
     )
-    verify_library(program, trial, run.device)
+    verify_library(program, trial, device)
     return program
 
 

@@ -119,6 +119,10 @@ class Plan:
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
 
+    def places(self) -> tuple[list[int], list[int], list[Carry]]:
+        """Where forward keeps what backward and the user read."""
+        return self.sequences, self.output_sequences, self.carries
+
     # What reaches what
 
     def _reached(self, results: Iterable[list[Expression]]) -> list[Product]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, differentiable
 from ..recurrent.values import Values
 from . import operators
-from .interpret import Interpreter
 from .trace import CannotCompile
 
 if TYPE_CHECKING:
@@ -42,22 +41,34 @@ class Trial:
     """Tensors for a few steps, and what the untouched step makes of them."""
 
     def __init__(
-        self, run: Run, names: Sequence[str], constants: Leaves, inputs: Leaves, state: Leaves
+        self,
+        constants: Leaves,
+        trained: Sequence[bool],
+        inputs: Leaves,
+        state: Leaves,
+        take_steps: Callable[[Trial], tuple[Sequence[Tensor], Sequence[Tensor]]],
+        used: Sequence[bool] | None = None,
     ) -> None:
+        """
+        Args:
+            trained: Which constants have gradients.
+            take_steps: From a trial with tensors to what the steps return, and to the last state.
+            used: Which of these results have gradients; all by default.
+        """
         self._random = torch.Generator().manual_seed(1)
-        self.constants = [
-            self._constant(c, n in run.weights.trained())
-            for n, c in zip(names, constants, strict=True)
-        ]
+        self.constants = [self._constant(c, t) for c, t in zip(constants, trained, strict=True)]
         self.inputs = [self._input(leaf) for leaf in inputs]
         # Positive, since some states are divided by, or have a logarithm.
         self.state = [self._normal(BATCH, *leaf.shape[1:]).abs().requires_grad_() for leaf in state]
         self.noise = Noise.for_trial()
-        self._names = names
-        outputs, last = self._loop(run)
+        outputs, last = take_steps(self)
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
         self.last = [leaf.reshape(BATCH, -1) for leaf in last]
-        self.cotangents = [self._normal(*y.shape) for y in (*self.outputs, *self.last)]
+        results = (*self.outputs, *self.last)
+        self.cotangents = [
+            self._normal(*y.shape) * is_used
+            for y, is_used in zip(results, used or [True] * len(results), strict=True)
+        ]
         try:
             self.gradients = self.gradients_of([*self.outputs, *self.last])
         except RuntimeError as error:
@@ -137,7 +148,56 @@ class Trial:
             return flat[torch.arange(STEPS * BATCH) % flat.shape[0]].reshape(shape)
         return self._normal(*shape).requires_grad_()
 
-    def _loop(self, run: Run) -> tuple[Leaves, Leaves]:
+    @staticmethod
+    def of_step(
+        run: Run, names: Sequence[str], constants: Leaves, inputs: Leaves, state: Leaves
+    ) -> Trial:
+        """What the untouched step of a run makes. ``names``: of the constants.
+
+        Raises:
+            CannotCompile: It cannot be tried.
+        """
+        trained = run.weights.trained()
+        return Trial(
+            constants,
+            [name in trained for name in names],
+            inputs,
+            state,
+            lambda trial: trial._loop(run, names),
+        )
+
+    @staticmethod
+    def of_program(
+        program: Program,
+        constants: Leaves,
+        trained: Sequence[bool],
+        inputs: Leaves,
+        state: Leaves,
+        used: Sequence[bool],
+    ) -> Trial:
+        """What a program makes that is known to be right.
+
+        Raises:
+            CannotCompile: Its derivatives are not finite.
+        """
+
+        def take_steps(trial: Trial) -> tuple[list[Tensor], list[Tensor]]:
+            return program.interpreter(
+                trial.constants,
+                trial.inputs,
+                trial.state,
+                trial.numbers(program).__getitem__,
+                STEPS,
+            )
+
+        return Trial(constants, trained, inputs, state, take_steps, used)
+
+    def numbers(self, program: Program, dtype: torch.dtype = torch.float64) -> dict[int, Tensor]:
+        """What a program draws in these steps, in a dtype, by the numbers of its draws."""
+        draws = program.plan.lowered.draws
+        return {i: self.draws(d.distribution, i, d.width, dtype) for i, d in enumerate(draws)}
+
+    def _loop(self, run: Run, names: Sequence[str]) -> tuple[Leaves, Leaves]:
         step = copy.copy(run.user_step)
         step.output, step._kinds = None, []
         trial = dataclasses.replace(
@@ -152,7 +212,7 @@ class Trial:
         )
         trial.draws = True
         trial.autocast = (False, torch.float32)
-        values = dict(zip(self._names, self.constants, strict=True))
+        values = dict(zip(names, self.constants, strict=True))
         before = [constant.detach().clone() for constant in self.constants]
         found = ClosedOver([*run.weights.tensors(), *self.constants, *self.inputs, *self.state])
         changes = [""]
@@ -187,23 +247,20 @@ class Trial:
         return result
 
 
-def verify(interpreter: Interpreter, trial: Trial, dtype: torch.dtype) -> None:
+def verify(program: Program, trial: Trial) -> None:
     """Compares a program to the step.
 
     Raises:
         CannotCompile: They differ.
     """
-    plan = interpreter._plan
-    numbers = {
-        i: trial.draws(one.distribution, i, one.width) for i, one in enumerate(plan.lowered.draws)
-    }
+    numbers = trial.numbers(program)
     with torch.enable_grad():
-        outputs, last = interpreter(
+        outputs, last = program.interpreter(
             trial.constants, trial.inputs, trial.state, numbers.__getitem__, STEPS
         )
         results = [*outputs, *last]
         gradients = trial.gradients_of(results)
-    tolerance = _TOLERANCES[dtype]
+    tolerance = _TOLERANCES[program.dtype]
     compare(results, [*trial.outputs, *trial.last], tolerance, "values")
     compare(gradients, trial.gradients, tolerance, "derivatives")
 
@@ -240,11 +297,8 @@ def verify_library(program: Program, trial: Trial, device: torch.device) -> None
 
 
 def _try_library(program: Program, trial: Trial, device: torch.device) -> None:
-    plan, dtype = program.plan, program.dtype
-    numbers = {
-        i: trial.draws(one.distribution, i, one.width, dtype)
-        for i, one in enumerate(plan.lowered.draws)
-    }
+    dtype = program.dtype
+    numbers = trial.numbers(program, dtype)
     with torch.enable_grad():
         outputs, last = program.interpreter(
             trial.constants, trial.inputs, trial.state, numbers.__getitem__, STEPS

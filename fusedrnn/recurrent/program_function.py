@@ -6,7 +6,7 @@ Longer than 350 lines, because forward and backward share what tensors are to a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from .._graphs import never_in_graphs
 from .autograd import is_batched, warn_of_loop, with_graph
 from .forward import like_rows
 from .gradients import Gradients
-from .programs import Masks
+from .programs import Masks, without_unused
 from .runs import Run
 from .trees import Leaves
 from .values import Layout, Values
@@ -75,7 +75,7 @@ class _Program(torch.autograd.Function):
             weights, vectors = program.outside(arguments.constants, like.dtype)
         flat_last = [leaf.view(rows, -1) for leaf in last]
         arguments.forward(weights, vectors, _of_rows_of_steps(call, sequences), flat_last, kept)
-        ctx.call, ctx.count = call, len(tensors)
+        ctx.call, ctx.count, ctx.chunk = call, len(tensors), arguments.chunk
         ctx.save_for_backward(*tensors, *sequences, *kept)
         ctx.set_materialize_grads(False)
         return (*_outputs(call, sequences), *last)
@@ -93,8 +93,37 @@ class _Program(torch.autograd.Function):
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
             return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
-        found = _Backward(call, tensors, rest, needs).gradients(gradients)
+        program = _backward_program(call, tensors, gradients)
+        if program is None:
+            warn_of_loop("Gradients of some results alone")
+            return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
+        call = replace(call, program=program)
+        found = _Backward(call, tensors, rest, needs, ctx.chunk).gradients(gradients)
         return None, *found, *(None,) * frozen
+
+
+def _backward_program(
+    call: _Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Program | None:
+    """The program of forward, or one that takes no derivatives of results without gradients."""
+    used = tuple(gradient is not None for gradient in gradients)
+    if all(used):
+        return call.program
+    run, masks = call.run, call.run.masks
+    assert masks is not None
+    values, constants = _values(call, tensors)
+    trained = [name not in run.frozen for name in call.program.names]
+    own = values.inputs[: masks.inputs]
+    return without_unused(call.program, used, constants, trained, own, values.state)
+
+
+def _values(call: _Call, tensors: Sequence[Tensor]) -> tuple[Values, list[Tensor]]:
+    """Tensors without their graphs as they are in a call, and the constants of the step."""
+    frozen = list(call.run.frozen)
+    tensors = [tensor.detach() for tensor in tensors]
+    values = call.layout.values(tensors[: len(tensors) - len(frozen)])
+    named = values.weights | dict(zip(frozen, tensors[len(tensors) - len(frozen) :], strict=True))
+    return values, [named[name] for name in call.program.names]
 
 
 def _shapes(call: _Call) -> list[Sequence[int]]:
@@ -153,25 +182,22 @@ class _Arguments:
     chunk: int
 
     @classmethod
-    def of(cls, call: _Call, tensors: Sequence[Tensor]) -> _Arguments:
+    def of(cls, call: _Call, tensors: Sequence[Tensor], chunk: int | None = None) -> _Arguments:
+        """Of a call's tensors. ``chunk``: the steps of a chunk, if forward has chosen them."""
         from .._compile import operators
 
         run, program, masks = call.run, call.program, call.run.masks
         assert masks is not None
-        frozen = list(run.frozen)
-        tensors = [tensor.detach() for tensor in tensors]
-        values = call.layout.values(tensors[: len(tensors) - len(frozen)])
-        named = values.weights | dict(
-            zip(frozen, tensors[len(tensors) - len(frozen) :], strict=True)
-        )
-        constants = [named[name] for name in program.names]
+        values, constants = _values(call, tensors)
         dtype = values.state[0].dtype
         own = values.inputs[: masks.inputs]
         with torch.no_grad():
             inputs = program.outside.inputs(constants, own, dtype)
         state = [_flat(leaf, 1, dtype) for leaf in values.state]
         reset_to, kinds = _reset_values(masks, values, dtype)
-        chunk = operators.chunk(program.number, run.seq_len, run.rows, dtype, call.chunk, 0)[0]
+        if chunk is None:
+            most = call.chunk
+            chunk = operators.chunk(program.number, run.seq_len, run.rows, dtype, most, 0)[0]
         return cls(
             call,
             constants,
@@ -293,10 +319,15 @@ class _Backward:
     """Gradients of one call."""
 
     def __init__(
-        self, call: _Call, tensors: Sequence[Tensor], rest: Sequence[Tensor], needs: Sequence[bool]
+        self,
+        call: _Call,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Tensor],
+        needs: Sequence[bool],
+        chunk: int,
     ) -> None:
         assert call.run.masks is not None
-        self._call, self._arguments = call, _Arguments.of(call, tensors)
+        self._call, self._arguments = call, _Arguments.of(call, tensors, chunk)
         self._run, self._program, self._masks = call.run, call.program, call.run.masks
         count = len(call.program.plan.program.sequences)
         self._sequences, self._kept = _of_rows_of_steps(call, rest[:count]), list(rest[count:])

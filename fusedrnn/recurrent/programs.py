@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -84,7 +84,44 @@ class Programs:
 
 def _compiled(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program | str, bool]:
     """A program or why there is none, and whether that is so for the next call, too."""
-    from .._compile.cell import Busy, compiled
+    from .._compile.cell import compiled
+
+    return _made(lambda: compiled(run, inputs, state))
+
+
+def without_unused(
+    program: Program,
+    used: tuple[bool, ...],
+    constants: Leaves,
+    trained: Sequence[bool],
+    inputs: Leaves,
+    state: Leaves,
+) -> Program | None:
+    """The program for backward of a call that used only some of its results; None if there is none.
+
+    Args:
+        used: Of each output, then of each leaf of the last state.
+        trained: Which constants have gradients.
+    """
+    from .._compile.cell import without
+
+    if used in program.without:
+        return program.without[used]
+    if constants and constants[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    count = len(program.output_shapes)
+    found, is_lasting = _made(
+        lambda: without(program, used[:count], used[count:], constants, trained, inputs, state)
+    )
+    made = None if isinstance(found, str) else found
+    if is_lasting:
+        program.without[used] = made
+    return made
+
+
+def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
+    """A program or why there is none, and whether that is so for the next call, too."""
+    from .._compile.cell import Busy
     from .._compile.trace import CannotCompile
 
     try:
@@ -95,7 +132,7 @@ def _compiled(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program | str, b
             torch.device("cpu"),
             _without_saved_hooks(),
         ):
-            return compiled(run, inputs, state), True
+            return make(), True
     except Busy as error:
         return str(error), False
     except CannotCompile as error:

@@ -31,18 +31,17 @@ def interpreted() -> Iterator[None]:
     for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
 
-    def compiled(*arguments: Any) -> Any:
-        program = cell.lower(*arguments)
+    def ready(program: Any, *_: Any) -> Any:
         program.number = len(_programs)
         _programs.append(program)
         return program
 
-    before = _compile.operators, cell.compiled
-    _compile.operators, cell.compiled = fake, compiled  # type: ignore[attr-defined]
+    before = _compile.operators, cell._ready
+    _compile.operators, cell._ready = fake, ready  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _compile.operators, cell.compiled = before  # type: ignore[attr-defined]
+        _compile.operators, cell._ready = before  # type: ignore[attr-defined]
 
 
 class _Operators:

@@ -30,6 +30,8 @@ class Call:
     returns_sequence: bool
     wanted: str
     """Whose gradients."""
+    unused: frozenset[int]
+    """Results that get no gradient, by their place among all leaves."""
     changes: list[str] = field(default_factory=list)
     """What is done before the call."""
 
@@ -38,6 +40,7 @@ class Call:
         seq_len, batch = rng.choice([1, 2, 3, 5, 5, 6]), rng.choice([1, 2, 3, 4, 4])
         seed = rng.getrandbits(31)
         torch.manual_seed(seed)
+        share = rng.choice([0, 0, 0.3, 0.7])
         return cls(
             seed,
             source,
@@ -48,6 +51,7 @@ class Call:
             rng.choice([None, None, 1, 2, 4]),
             rng.random() < 0.85,
             rng.choice(["all"] * 6 + ["weights", "inputs", "states", "none"]),
+            frozenset(i for i in range(12) if rng.random() < share) if share else frozenset(),
         )
 
     def arguments(self) -> tuple[Any, Any]:
@@ -65,6 +69,8 @@ class Call:
             to = "zero" if self.masks.reset_to is None else "a state"
             masks.append(f"resets to {'a sequence' if self.masks.has_steps else to}")
         options = f"chunk_size {self.chunk_size}, sequence {self.returns_sequence}"
+        if self.unused:
+            options += f", results {sorted(self.unused)} without gradient"
         parts = [f"T {self.seq_len}, B {self.batch}, numbers {self.kinds}", *masks, options]
         return ", ".join([*parts, f"gradients of {self.wanted}", *self.changes])
 

@@ -220,7 +220,7 @@ def ran(cell: nn.Module, call: Call, run: Callable[[nn.Module, Call], Any]) -> R
         (x, state), function = run(cell, call)
         results = function()
         leaves = [x, state, [p for p in cell.parameters() if p.requires_grad]]
-        return Ran(pytree.tree_map(copied, results), gradients(results, leaves))
+        return Ran(pytree.tree_map(copied, results), gradients(results, leaves, call.unused))
     except Exception as error:
         return Ran(error=error)
 
@@ -229,12 +229,16 @@ def copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def gradients(results: Any, leaves: Any) -> Sequence[Tensor]:
-    """Of random weights of all results."""
+def gradients(results: Any, leaves: Any, unused: frozenset[int]) -> Sequence[Tensor]:
+    """Of random weights of all results but the unused ones."""
     wanted = [leaf for leaf in pytree.tree_leaves(leaves) if leaf.requires_grad]
     torch.manual_seed(5)
     pairs = [(leaf, torch.randn(leaf.shape).double()) for leaf in pytree.tree_leaves(results)]
-    pairs = [(leaf, weight.to(leaf.dtype)) for leaf, weight in pairs if leaf.requires_grad]
+    pairs = [
+        (leaf, weight.to(leaf.dtype))
+        for i, (leaf, weight) in enumerate(pairs)
+        if leaf.requires_grad and i not in unused
+    ]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if pairs and wanted:
         made, weights = zip(*pairs, strict=True)
@@ -348,7 +352,7 @@ def _without_calls(trial: Trial) -> list[Callable[[Trial], Trial]]:
         made.calls = [copy.copy(call) for call in other.calls]
         for call in made.calls:
             call.masks, call.chunk_size, call.returns_sequence = type(call.masks)(), None, True
-            call.wanted = "all"
+            call.wanted, call.unused = "all", frozenset()
         return made
 
     return [last, plain]

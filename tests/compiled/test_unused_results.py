@@ -1,0 +1,162 @@
+"""Results without gradient have no part in the gradients of others, not even infinity times 0."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedrnn
+from fusedrnn.recurrent import program_function
+
+from interpreted import interpreted
+from plain import loop
+
+T, B, H = 4, 2, 3
+
+
+class Watched(nn.Module):
+    """Results whose derivatives are infinite where the state, or its norm, is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(H, H), nn.Linear(H, H)
+        self.double()
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[object, object]:
+        h, norms = state
+        new = torch.tanh(self.linear(x) + h)
+        norm = h.square().sum(-1, keepdim=True).sqrt()
+        root = (self.head(h) - self.head.bias).abs().sqrt()
+        return (new, torch.cat([h, root], -1), norm), (new, (norms + norm).expand_as(norms))
+
+
+class Entropy(nn.Module):
+    """A state that only an unused output reads, and its logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.double()
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[object, object]:
+        h, p = state
+        new = torch.tanh(self.linear(x) + h)
+        return (new, p * p.log1p()), (new, (p + torch.relu(new)).sqrt())
+
+
+def given(zeros: bool) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(T, B, H).double()
+    if zeros:
+        return x, [torch.zeros(B, H).double().requires_grad_() for _ in range(2)]
+    return x, [torch.rand(B, H).double().requires_grad_() for _ in range(2)]
+
+
+def gradients(
+    results: Sequence[Tensor], used: Sequence[bool], leaves: list[Tensor]
+) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = sum((y * torch.randn_like(y)).sum() for y, u in zip(results, used, strict=True) if u)
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for a, g in zip(leaves, found, strict=True)]
+
+
+def results_of(made: tuple[object, object]) -> list[Tensor]:
+    outputs, last = made
+    return [*outputs, *last]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [Watched, Entropy])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_any_results_may_be_used(kind: type[nn.Module], zeros: bool) -> None:
+    torch.manual_seed(0)
+    cell = kind()
+    x, state = given(zeros)
+    leaves = [*state, *cell.parameters()]
+    theirs = results_of(loop(cell, x, tuple(state)))
+    with interpreted(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # the plain loop would warn
+        rnn = fusedrnn.Recurrent(cell, compile="require")
+        for used in itertools.product([True, False], repeat=len(theirs)):
+            wanted = gradients(results_of(loop(cell, x, tuple(state))), used, leaves)
+            found = gradients(results_of(rnn(x, tuple(state))), used, leaves)
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("returns_sequence", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_library_of_its_own(dtype: torch.dtype, returns_sequence: bool) -> None:
+    """Forward's chunks, noise and results serve the program for backward."""
+    torch.manual_seed(0)
+    cell = Watched().to(dtype)
+    x, (h, norms) = given(zeros=True)
+    x, h, norms = x.to(dtype), h.detach().to(dtype).requires_grad_(), norms.detach().to(dtype)
+    rnn = fusedrnn.Recurrent(
+        cell, compile="require", chunk_size=2, return_sequence=returns_sequence
+    )
+    (y, _, norm), _ = rnn(x, (h, norms))
+    exact = Watched().double()
+    exact.load_state_dict(cell.state_dict())
+    h64 = h.detach().double().requires_grad_()
+    (y64, _, _), _ = loop(
+        exact, x.double(), (h64, norms.double()), returns_sequence=returns_sequence
+    )
+    found = torch.autograd.grad(y.sum(), [h, *cell.linear.parameters()])
+    wanted = torch.autograd.grad(y64.sum(), [h64, *exact.linear.parameters()])
+    if returns_sequence:
+        assert norm[0].eq(0).all()
+    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=off, atol=off * b.abs().max().item())
+
+
+def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    make = program_function.without_unused
+
+    def noted(program: object, *given: object) -> object:
+        calls.append(make(program, *given))  # type: ignore[arg-type]
+        return calls[-1]
+
+    monkeypatch.setattr(program_function, "without_unused", noted)
+    cell = Watched()
+    x, state = given(zeros=True)
+    with interpreted():
+        rnn = fusedrnn.Recurrent(cell, compile="require")
+        for _ in range(2):
+            (y, other, norm), _ = rnn(x, tuple(state))
+            y.sum().backward()
+        (y, other, norm), _ = rnn(x, tuple(state))
+        (y.sum() + norm.sum()).backward()
+    first, again, third = calls
+    assert first is again is not third is not None
+
+
+def test_where_none_can_be_built_steps_are_taken_in_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fusedrnn._compile import cell as compiler
+
+    def fail(*_: object) -> None:
+        raise compiler.CannotCompile("for this test")
+
+    x, state = given(zeros=True)
+    cell = Watched()
+    with interpreted():
+        rnn = fusedrnn.Recurrent(cell, compile="require")
+        (y, _, _), _ = rnn(x, tuple(state))
+        monkeypatch.setattr(compiler, "without", fail)
+        with pytest.warns(UserWarning, match="of some results"):
+            found = torch.autograd.grad(y.sum(), [*state, *cell.linear.parameters()], allow_unused=True)
+    (y, _, _), _ = loop(cell, x, tuple(state))
+    wanted = torch.autograd.grad(y.sum(), [*state, *cell.linear.parameters()], allow_unused=True)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None or not a.any()) if b is None else torch.allclose(a, b)
