@@ -25,7 +25,7 @@ from .plan import Plan
 from .program import Out
 from .trace import ROWS, CannotCompile, trace
 from .unused import lowered_without
-from .verify import Trial, examples, verify, verify_library
+from .verify import CORNERS, Trial, examples, verify, verify_library
 
 _tracing = threading.RLock()
 """Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
@@ -166,6 +166,12 @@ def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
     )
     trial = Trial.of_step(run, names, constants, inputs, state)
     verify(program, trial)
+    for corner in CORNERS:
+        try:
+            special = Trial.of_step(run, names, constants, inputs, state, corner)
+        except CannotCompile:
+            continue  # a step may refuse such numbers, as a distribution does a scale of 0
+        verify(program, special)
     return program, trial
 
 
