@@ -103,14 +103,18 @@ class Program:
             f"kept: {', '.join(kept)}; library of {library.bytes / 1e3:.0f} kB, {origin}"
         )
 
-    def kept_bytes_per_step(self, rows: int, chunk: int) -> int:
-        """Besides outputs, on average over the steps of a chunk."""
+    def kept_bytes_per_step(
+        self, rows: int, chunk: int, *, returns_sequence: bool = True, saves_sums: bool = False
+    ) -> int:
+        """Of a whole sequence besides outputs, on average over the steps of a chunk."""
         form, plan = self.plan.program, self.plan
-        outputs = set(plan.output_sequences)
+        outputs = set(plan.output_sequences) if returns_sequence else ()
         own = [w for i, w in enumerate(form.sequences) if i not in outputs]
         size = self.dtype.itemsize
         of_chunks = [c.width for c in form.carries if c.sequence < 0]
-        return rows * (sum(own) * size + -(-sum(of_chunks) * max(size, 4) // chunk))
+        sums = sum(array.columns for array in form.arrays) if saves_sums else 0
+        wide = sums * max(size, 4) + -(-sum(of_chunks) * max(size, 4) // chunk)
+        return rows * (sum(own) * size + wide)
 
 
 def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -228,9 +232,7 @@ def without(
             return program
         device = state[0].device
         plan, derived, outside, text = _printed(lowered, program.dtype, device)
-        made = replace(
-            program, plan=plan, derived=derived, outside=outside, text=text, without={}
-        )
+        made = replace(program, plan=plan, derived=derived, outside=outside, text=text, without={})
         if plan.places() != program.plan.places():
             raise CannotCompile("what backward reads is kept in other places")
         trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))

@@ -119,9 +119,10 @@ class Plan:
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
 
-    def places(self) -> tuple[list[int], list[int], list[Carry]]:
-        """Where forward keeps what backward and the user read."""
-        return self.sequences, self.output_sequences, self.carries
+    def places(self) -> object:
+        """Where forward keeps what backward and the user read; equal for two plans or not."""
+        products = [(p.array, p.offset, p.terms, p.columns) for p in self.program.products]
+        return self.sequences, self.output_sequences, self.carries, products
 
     # What reaches what
 

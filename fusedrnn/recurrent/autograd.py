@@ -56,23 +56,32 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
     """The steps under autograd as it is, which keeps the intermediates of all of them."""
 
     def take_steps() -> tuple[Leaves, Leaves]:
-        state, outputs = values.state, {}
+        state, outputs = values.state, dict[int, Leaves]()
         for chunk in run.chunks():
             run.enter(chunk)
             for time, x in zip(chunk.times, chunk.steps(chunk.of(values.inputs)), strict=True):
                 state, outputs[time] = run.take(time, state, x, values.constants)
-        times = [outputs[time] for time in range(run.seq_len)]
-        if run.returns_sequence:
-            return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True)), state
-        if run.last is None:
-            return outputs[run.time(run.seq_len - 1)], state
-        last = times[0]
-        for y, flags in zip(times[1:], run.last[1:], strict=True):
-            both = zip(y, last, strict=True)
-            last = tuple(torch.where(like_rows(flags, new), new, old) for new, old in both)
-        return last, state
+        return outputs_of(run, outputs), state
 
     return run.weights.call_with(buffers, take_steps)
+
+
+def outputs_of(run: Run, outputs: dict[int, Leaves]) -> Leaves:
+    """Those of all steps, (seq_len, ...) each, or the last ones alone if the run says so.
+
+    Args:
+        outputs: Of each step, by its time.
+    """
+    times = [outputs[time] for time in range(run.seq_len)]
+    if run.returns_sequence:
+        return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True))
+    if run.last is None:
+        return outputs[run.time(run.seq_len - 1)]
+    last = times[0]
+    for y, flags in zip(times[1:], run.last[1:], strict=True):
+        both = zip(y, last, strict=True)
+        last = tuple(torch.where(like_rows(flags, new), new, old) for new, old in both)
+    return last
 
 
 @dataclass

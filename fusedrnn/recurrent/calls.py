@@ -16,8 +16,10 @@ from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
+from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
 from .program_function import ready_program
+from .program_parts import parts_of
 from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
 from .trees import Leaves
@@ -36,6 +38,7 @@ class Settings:
     torch_compile: bool
     cuda_graphs: bool
     compile: str = NEVER
+    recompute: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str) or self.mode not in MODES:
@@ -45,6 +48,9 @@ class Settings:
         check_flag("torch_compile", self.torch_compile)
         check_flag("cuda_graphs", self.cuda_graphs)
         check_compile(self.compile)
+        check_flag("recompute", self.recompute)
+        if not self.recompute and self._only_recomputes():
+            raise ValueError(f"fusedrnn: recompute=False excludes {self._only_recomputes()}")
         if self.compile == REQUIRE and self.without_program():
             raise ValueError(f"fusedrnn: compile='require' excludes {self.without_program()}")
 
@@ -54,6 +60,19 @@ class Settings:
             return f"mode={self.mode!r}, which says how steps in Python are differentiated"
         if self.torch_compile:
             return "torch_compile=True, which compiles the step in another way"
+        return ""
+
+    def _only_recomputes(self) -> str:
+        """The option that is for steps which backward takes again; or nothing."""
+        if self.mode != AUTO:
+            return f"mode={self.mode!r}, which says how backward takes steps again"
+        if self.cuda_graphs:
+            return "cuda_graphs=True, which records the chunks that backward takes again"
+        if self.compile != NEVER:  # programs have chunks, whatever they keep
+            return ""
+        for name in ("chunk_size", "workspace_bytes"):
+            if getattr(self, name) is not None:
+                return f"{name} with compile='never': the graph of all steps has no chunks"
         return ""
 
 
@@ -141,17 +160,26 @@ def _take(
         return run_sequence(run, *given, is_parallel=False)
     program = program_of(run, settings, memory, inputs, state)
     if not isinstance(program, str):
-        chunk, _ = program_chunk(run, settings, program, state)
-        return ready_program(run, program, chunk, *given)
+        saves_sums = torch.is_grad_enabled() and not settings.recompute
+        parts = parts_of(run, run.returns_sequence or saves_sums)
+        longest = max(part.steps for part in parts)
+        chunk, _ = program_chunk(run, settings, program, state, longest)
+        return ready_program(run, program, chunk, parts, saves_sums, *given)
     known = memory.of(run, *given)
-    run.chunk_size, _ = choose_chunk(run, settings, known, *given)
+    keeps_graph = torch.is_grad_enabled() and not settings.recompute
     is_parallel = False
-    if torch.is_grad_enabled():
-        is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
+    if keeps_graph:
+        run.chunk_size, _ = chunk_steps(run.seq_len, settings.chunk_size, None, 0)
+    else:
+        run.chunk_size, _ = choose_chunk(run, settings, known, *given)
+        if torch.is_grad_enabled():
+            is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
     if settings.torch_compile:
         compiled = memory.compiled(run, *given)
         if not isinstance(compiled, str):
             run.compiled, run.values = compiled, run.weights.trained()
+    if keeps_graph:
+        return run_with_graph(run, *given)
     if not obstacle_of_call(run, settings, known, *given):
         run.graphs = known.graphs
     return run_sequence(run, *given, is_parallel)
@@ -169,23 +197,28 @@ def program_of(
     return choose_program(run, settings.compile, others, memory.programs, inputs, state)
 
 
-def program_chunk(run: Run, settings: Settings, program: Program, state: Leaves) -> tuple[int, int]:
+def program_chunk(
+    run: Run, settings: Settings, program: Program, state: Leaves, steps: int
+) -> tuple[int, int]:
     """Steps of a chunk of a program, and bytes of its workspace in backward.
+
+    Args:
+        steps: Of the whole sequence, or of the part of it that is worked on at a time.
 
     Raises:
         RuntimeError: Even one step does not fit into ``workspace_bytes``.
     """
     from .._compile import operators
 
-    steps, _, backward = operators.chunk(
+    chunk, _, backward = operators.chunk(
         program.number,
-        run.seq_len,
+        steps,
         run.rows,
         state[0].dtype,
         settings.chunk_size or 0,
         settings.workspace_bytes or 0,
     )
-    return steps, backward
+    return chunk, backward
 
 
 def choose_chunk(

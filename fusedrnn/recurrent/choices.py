@@ -14,6 +14,8 @@ from .runs import Run, as_leaf
 from .trees import Leaves
 
 AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
+GRAPH = "graph"
+"""The mode of steps in Python with recompute=False, which is no value of ``mode``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class Explanation:
     """"parallel": backward takes the vector-Jacobian product of each step to its state, and then
     all steps of a chunk at once, as rows of a larger batch, for the gradients of the rest.
     "replay": backward takes the steps of a chunk again under autograd.
+    "graph": forward keeps the graph of all steps, as a loop does.
     "program": backward makes the values of a chunk again by the program's kernels."""
     reason: str
     """Why it is that mode."""

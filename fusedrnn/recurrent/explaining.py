@@ -17,9 +17,10 @@ from .calls import (
     program_chunk,
     program_of,
 )
-from .choices import PARALLEL, Explanation, measure_step
+from .choices import GRAPH, PARALLEL, Explanation, measure_step
 from .graphs import RECORDERS
 from .layers import LayersCall, OneCell, joined
+from .program_parts import parts_of
 from .trees import Leaves
 
 if TYPE_CHECKING:
@@ -80,11 +81,17 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         program = program_of(run, settings, one.memory, one.inputs, one.state)
     if not isinstance(program, str):
         return _of_program(settings, one, program)
-    steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
-    mode, reason = choose_mode(run, settings, known, *one.given)
     measured = measure_step(run, *one.given)
-    state_bytes = sum(leaf.nbytes for leaf in one.state)
-    kept = measured.own_state_bytes if mode == PARALLEL else -(-state_bytes // steps)
+    if settings.recompute:
+        steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
+        mode, reason = choose_mode(run, settings, known, *one.given)
+        state_bytes = sum(leaf.nbytes for leaf in one.state)
+        kept = measured.own_state_bytes if mode == PARALLEL else -(-state_bytes // steps)
+        workspace = measured.bytes * steps
+    else:
+        steps, chunk_reason = run.seq_len, "the whole sequence, of which no step is taken again"
+        mode, reason = GRAPH, "recompute=False says so"
+        kept, workspace = measured.bytes, 0
     faster = []
     if type(cell) in _BETTER:
         name = f"{type(cell).__module__.split('.')[0]}.{type(cell).__name__}"
@@ -93,7 +100,7 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         )
     elif not settings.torch_compile:
         faster.append("torch_compile=True compiles the step")
-    if not settings.cuda_graphs and run.device.type in RECORDERS:
+    if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
     compiled = one.memory.compiled(run, *one.given) if settings.torch_compile else "not asked to"
     run.chunk_size = steps
@@ -111,16 +118,18 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         chunk_reason=chunk_reason,
         step_bytes=measured.bytes,
         kept_bytes_per_step=kept,
-        workspace_bytes=measured.bytes * steps,
+        workspace_bytes=workspace,
         faster=tuple(faster),
     )
 
 
 def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanation:
-    run = one.run
-    chunk, workspace = program_chunk(run, settings, program, one.state)
-    steps, why = run.seq_len, "the whole sequence"
-    if chunk < run.seq_len:
+    run, form, size = one.run, program.plan.program, program.dtype.itemsize
+    parts = parts_of(run, run.returns_sequence or not settings.recompute)
+    longest = max(part.steps for part in parts)
+    chunk, workspace = program_chunk(run, settings, program, one.state, longest)
+    steps, why = longest, "the whole sequence"
+    if chunk < longest:
         steps = chunk
         why = (
             "chunk_size says so"
@@ -130,6 +139,19 @@ def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanati
             else "as many as have 256 rows: with more, a CPU is no faster"
             if run.device.type == "cpu"
             else "at least 8, and as many as have 1024 rows, which keep a GPU at work"
+        )
+    elif len(parts) > 1:
+        why = f"each of {len(parts)} parts, of which backward makes one after the other again"
+    if len(parts) > 1:
+        states = sum(carry.width for carry in form.carries) * size * (len(parts) - 1)
+        kept = run.rows * -(-states // run.seq_len)
+        workspace += run.rows * longest * sum(form.sequences) * size
+    else:
+        kept = program.kept_bytes_per_step(
+            run.rows,
+            steps,
+            returns_sequence=run.returns_sequence,
+            saves_sums=not settings.recompute,
         )
     return Explanation(
         is_program=True,
@@ -143,7 +165,7 @@ def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanati
         chunk_steps=steps,
         chunk_reason=why,
         step_bytes=measure_step(run, *one.given).bytes,
-        kept_bytes_per_step=program.kept_bytes_per_step(run.rows, steps),
+        kept_bytes_per_step=kept,
         workspace_bytes=workspace,
         faster=(),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .compiled import obstacle_to_compile, warn
+from .compiled import CompiledStep, obstacle_to_compile, warn
 from .reads import ClosedOver
 from .runs import Mark, Run, are_equal, as_leaf
 from .trees import Leaves
@@ -24,8 +26,6 @@ def take_first(
     """
     weights, compiled = run.weights, run.compiled
     run.compiled = None  # the compiler would hide what it reads
-    mark = run.mark()
-    has_seed = run.noise.seed.is_drawn
 
     def take() -> tuple[Leaves, Leaves]:
         run.closed_over = {}
@@ -39,15 +39,7 @@ def take_first(
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
 
-    result = take()
-    if not has_seed and run.noise.seed.is_drawn:
-        mark, has_drawn = _with_seed_before(run, mark)
-        if has_drawn:
-            weights.write(mark.buffers)
-            run.python.put_back(mark.variables, run.python.changed(mark.variables))
-            run.noise.forget()
-            result = take()
-    run.draws, run.is_known = bool(run.noise.draws), True
+    result, mark = _after_seed(run, take)
     run.changed_buffers = weights.changed(mark.versions, mark.buffers)
     run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
@@ -59,13 +51,58 @@ def take_first(
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
-    if compiled is not None:
-        obstacle = obstacle_to_compile(run, mark, run.closed_over)
-        if obstacle:
-            warn(obstacle)
-        else:
-            run.compiled = compiled
+    _compile_others(run, compiled, mark)
     return *result, mark
+
+
+def take_first_in_graph(
+    run: Run, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """The new state and the output, for a graph of all steps, in which nothing can be missed."""
+    compiled, run.compiled = run.compiled, None
+
+    def take() -> tuple[Leaves, Leaves]:
+        found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
+        with run.watched(closed_over=found):
+            result = run.take(run.time(0), state, x, constants)
+        run.closed_over = found.with_gradient
+        return result
+
+    result, mark = _after_seed(run, take)
+    _compile_others(run, compiled, mark)
+    return result
+
+
+def _after_seed(
+    run: Run, take: Callable[[], tuple[Leaves, Leaves]]
+) -> tuple[tuple[Leaves, Leaves], Mark]:
+    """``take()``, the first step, before which the seed is drawn if the step needs one.
+
+    Returns:
+        What it returns, and what was so before it.
+    """
+    mark, has_seed = run.mark(), run.noise.seed.is_drawn
+    result = take()
+    if not has_seed and run.noise.seed.is_drawn:
+        mark, has_drawn = _with_seed_before(run, mark)
+        if has_drawn:
+            run.weights.write(mark.buffers)
+            run.python.put_back(mark.variables, run.python.changed(mark.variables))
+            run.noise.forget()
+            result = take()
+    run.draws, run.is_known = bool(run.noise.draws), True
+    return result, mark
+
+
+def _compile_others(run: Run, compiled: CompiledStep | None, mark: Mark) -> None:
+    """Has the other steps run by torch.compile, unless the first one shows what is against it."""
+    if compiled is None:
+        return
+    obstacle = obstacle_to_compile(run, mark, run.closed_over)
+    if obstacle:
+        warn(obstacle)
+    else:
+        run.compiled = compiled
 
 
 def _of_a_graph(leaf: Tensor) -> Tensor:

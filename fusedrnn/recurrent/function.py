@@ -35,6 +35,7 @@ def scan(
     torch_compile: bool = False,
     cuda_graphs: bool = False,
     return_sequence: bool = True,
+    recompute: bool = True,
     generator: torch.Generator | None = None,
 ) -> tuple[Any, Any]:
     """Carries a state through a sequence by a step of your own, in the memory of a few steps.
@@ -55,10 +56,10 @@ def scan(
         params: Tensors, nested likewise, that every step gets.
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
-        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence: As those of
-            :class:`Recurrent`. A step that is defined anew in each call, as inside of a module's
-            forward, is compiled once if all that it reads from around it is modules and plain
-            values; other tensors must then be in ``params``.
+        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence, recompute:
+            As those of :class:`Recurrent`. A step that is defined anew in each call, as inside of a
+            module's forward, is compiled once if all that it reads from around it is modules and
+            plain values; other tensors must then be in ``params``.
         generator: As in the call of a Recurrent.
 
     Returns:
@@ -83,7 +84,9 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
-    settings = Settings(mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs)
+    settings = Settings(
+        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, recompute=recompute
+    )
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
     state_leaves, state_structure = flatten(state, "state")

@@ -66,7 +66,15 @@ class Recurrent(nn.Module):
             CPU.
         return_sequence: False to return the last output alone: that of the step which is taken
             last. With two directions it is the last one that each makes, joined; that of the
-            reverse cell is at the sequence's start.
+            reverse cell is at the sequence's start. Of the others nothing is kept but the state now
+            and then, so memory grows with the root of seq_len; ``mode="parallel"`` keeps all
+            states.
+        recompute: True has backward compute again what forward has not kept. False keeps it, in
+            less time and more memory: of a compiled cell the sums of its products, which backward
+            then need not multiply again, and the whole sequence; of steps in Python the graph, as a
+            loop keeps it, so that backward takes no step again. Results and random numbers are the
+            same either way. Excludes ``mode`` and ``cuda_graphs``, and with ``compile="never"``
+            also ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
 
@@ -108,6 +116,7 @@ class Recurrent(nn.Module):
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
+        recompute: bool = True,
     ) -> None:
         super().__init__()
         is_list = isinstance(cell, list | tuple | nn.ModuleList)
@@ -125,6 +134,7 @@ class Recurrent(nn.Module):
         self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
         self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
+        self.recompute = recompute
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
         self._memories = [Memory() for _ in cells]
@@ -137,6 +147,7 @@ class Recurrent(nn.Module):
             self.torch_compile,
             self.cuda_graphs,
             self.compile_cell,
+            self.recompute,
         )
 
     @property
@@ -154,6 +165,7 @@ class Recurrent(nn.Module):
             "torch_compile": False,
             "cuda_graphs": False,
             "return_sequence": True,
+            "recompute": True,
         }
         values = {name: getattr(self, name) for name in defaults}
         defaults["compile"], values["compile"] = "never", self.compile_cell

@@ -1,12 +1,9 @@
-"""A sequence by a program, as one function of autograd.
-
-Longer than 350 lines, because forward and backward share what tensors are to a program.
-"""
+"""A sequence by a program, as one function of autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,34 +11,33 @@ from torch import Tensor
 
 from .._graphs import never_in_graphs
 from .autograd import is_batched, warn_of_loop, with_graph
-from .forward import like_rows
 from .gradients import Gradients
-from .programs import Masks, without_unused
+from .program_call import SEQUENCE, Arguments, Call, PartCall
+from .program_forward import Kept, forward, take
+from .program_parts import Part, gradient_in
+from .programs import without_unused
 from .runs import Run
 from .trees import Leaves
-from .values import Layout, Values
+from .values import Values
 
 if TYPE_CHECKING:
     from .._compile.cell import Program
 
 
-@dataclass
-class _Call:
-    """What the function gets besides tensors that autograd is to see."""
-
-    run: Run
-    layout: Layout
-    program: Program
-    chunk: int
-
-
 def ready_program(
-    run: Run, program: Program, chunk: int, inputs: Leaves, state: Leaves, constants: Leaves
+    run: Run,
+    program: Program,
+    chunk: int,
+    parts: Sequence[Part],
+    saves_sums: bool,
+    inputs: Leaves,
+    state: Leaves,
+    constants: Leaves,
 ) -> Callable[[], tuple[Leaves, Leaves]]:
     """What computes outputs and the last state, of the weights that modules have now.
 
     Args:
-        chunk: The most steps of a chunk.
+        chunk, parts, saves_sums: As those of :class:`Call`.
     """
     weights, run.user_step.output = run.weights, program.output
     values = Values(inputs, state, constants, weights.trained(), {})
@@ -50,7 +46,7 @@ def ready_program(
     run.draws = bool(program.plan.draws)
     before = run.before()
     run.befores = [before, before]
-    call = _Call(run, values.layout(), program, chunk)
+    call = Call(run, values.layout(), program, program, chunk, parts, saves_sums)
 
     def results() -> tuple[Leaves, Leaves]:
         made = _Program.apply(call, *tensors, *run.frozen.values())
@@ -62,28 +58,17 @@ def ready_program(
 
 class _Program(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        run, program = call.run, call.program
-        arguments = _Arguments.of(call, tensors)
-        like, steps, rows = arguments.state[0], run.seq_len, run.rows
-        has_ends = arguments.lengths is not None
-        make = like.new_zeros if has_ends else like.new_empty
-        sequences = [make(steps, rows, *shape) for shape in _shapes(call)]
-        last = [like.new_empty(rows, *shape) for shape in program.state_shapes]
-        kept = arguments.new_kept()
-        with torch.no_grad():
-            weights, vectors = program.outside(arguments.constants, like.dtype)
-        flat_last = [leaf.view(rows, -1) for leaf in last]
-        arguments.forward(weights, vectors, _of_rows_of_steps(call, sequences), flat_last, kept)
-        ctx.call, ctx.count, ctx.chunk = call, len(tensors), arguments.chunk
-        ctx.save_for_backward(*tensors, *sequences, *kept)
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = forward(Arguments.of(call, tensors))
+        ctx.call, ctx.count = call, len(tensors)
+        ctx.save_for_backward(*tensors, *results.for_backward)
         ctx.set_materialize_grads(False)
-        return (*_outputs(call, sequences), *last)
+        return (*results.outputs, *results.last)
 
     @staticmethod
     @never_in_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         run, layout = call.run, call.layout
         saved = ctx.saved_tensors
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
@@ -93,307 +78,70 @@ class _Program(torch.autograd.Function):
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
             return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
-        program = _backward_program(call, tensors, gradients)
+        program = _backward_program(Arguments.of(call, tensors), gradients)
         if program is None:
             warn_of_loop("Gradients of some results alone")
             return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
-        call = replace(call, program=program)
-        found = _Backward(call, tensors, rest, needs, ctx.chunk).gradients(gradients)
-        return None, *found, *(None,) * frozen
+        found = _Backward(replace(call, program=program), tensors, rest, needs)
+        return None, *found.gradients(gradients), *(None,) * frozen
 
 
-def _backward_program(
-    call: _Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Program | None:
+def _backward_program(arguments: Arguments, gradients: Sequence[Tensor | None]) -> Program | None:
     """The program of forward, or one that takes no derivatives of results without gradients."""
-    used = tuple(gradient is not None for gradient in gradients)
+    call, used = arguments.call, tuple(gradient is not None for gradient in gradients)
     if all(used):
         return call.program
-    run, masks = call.run, call.run.masks
-    assert masks is not None
-    values, constants = _values(call, tensors)
-    trained = [name not in run.frozen for name in call.program.names]
-    own = values.inputs[: masks.inputs]
-    return without_unused(call.program, used, constants, trained, own, values.state)
-
-
-def _values(call: _Call, tensors: Sequence[Tensor]) -> tuple[Values, list[Tensor]]:
-    """Tensors without their graphs as they are in a call, and the constants of the step."""
-    frozen = list(call.run.frozen)
-    tensors = [tensor.detach() for tensor in tensors]
-    values = call.layout.values(tensors[: len(tensors) - len(frozen)])
-    named = values.weights | dict(zip(frozen, tensors[len(tensors) - len(frozen) :], strict=True))
-    return values, [named[name] for name in call.program.names]
-
-
-def _shapes(call: _Call) -> list[Sequence[int]]:
-    """Of sequences in a step, without the batch: as the first output has it that is one.
-
-    What the user gets must be no view, which autograd would not let them change in place.
-    """
-    program = call.program
-    shapes: list[Sequence[int]] = [(width,) for width in program.plan.program.sequences]
-    pairs = zip(program.plan.output_sequences, program.output_shapes, strict=True)
-    for number, shape in reversed(list(pairs)):
-        shapes[number] = shape
-    return shapes
-
-
-def _of_rows_of_steps(call: _Call, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Sequences as operators take them, (seq_len, batch, width) each."""
-    return [sequence.view(call.run.seq_len, call.run.rows, -1) for sequence in sequences]
-
-
-def _outputs(call: _Call, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """What the user gets of sequences; each a tensor of its own."""
-    run, program = call.run, call.program
-    found, seen = [], set[int]()
-    for number, shape in zip(program.plan.output_sequences, program.output_shapes, strict=True):
-        sequence = sequences[number]
-        if run.returns_sequence:
-            is_taken = number in seen
-            found.append(
-                sequence.reshape(run.seq_len, run.rows, *shape).clone() if is_taken else sequence
-            )
-            seen.add(number)
-        elif run.last is None:
-            found.append(sequence[run.time(run.seq_len - 1)].reshape(run.rows, *shape).clone())
-        else:
-            flags, rows = run.last, torch.arange(run.rows, device=sequence.device)
-            picked = sequence[flags.int().argmax(0), rows].reshape(run.rows, *shape)
-            found.append(torch.where(like_rows(flags.any(0), picked), picked, 0))
-    return found
-
-
-@dataclass
-class _Arguments:
-    """Tensors of a call as operators take them."""
-
-    call: _Call
-    constants: list[Tensor]
-    inputs: list[Tensor]
-    """(seq_len, batch, width) each, those that the program reads."""
-    state: list[Tensor]
-    """(batch, width) each."""
-    lengths: Tensor | None
-    reset: Tensor | None
-    reset_to: list[Tensor]
-    kinds: list[int]
-    chunk: int
-
-    @classmethod
-    def of(cls, call: _Call, tensors: Sequence[Tensor], chunk: int | None = None) -> _Arguments:
-        """Of a call's tensors. ``chunk``: the steps of a chunk, if forward has chosen them."""
-        from .._compile import operators
-
-        run, program, masks = call.run, call.program, call.run.masks
-        assert masks is not None
-        values, constants = _values(call, tensors)
-        dtype = values.state[0].dtype
-        own = values.inputs[: masks.inputs]
-        with torch.no_grad():
-            inputs = program.outside.inputs(constants, own, dtype)
-        state = [_flat(leaf, 1, dtype) for leaf in values.state]
-        reset_to, kinds = _reset_values(masks, values, dtype)
-        if chunk is None:
-            most = call.chunk
-            chunk = operators.chunk(program.number, run.seq_len, run.rows, dtype, most, 0)[0]
-        return cls(
-            call,
-            constants,
-            inputs,
-            state,
-            masks.lengths,
-            None if masks.reset is None else masks.reset.contiguous(),
-            reset_to,
-            kinds,
-            chunk,
-        )
-
-    def new_kept(self) -> list[Tensor]:
-        """The carries before each chunk, of those that no sequence keeps."""
-        run, like = self.call.run, self.state[0]
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        chunks = -(-run.seq_len // self.chunk)
-        return [
-            like.new_empty(chunks, run.rows, carry.width, dtype=dtype)
-            for carry in self.call.program.plan.carries
-            if carry.sequence < 0
-        ]
-
-    def _options(self) -> dict[str, Any]:
-        run, program = self.call.run, self.call.program
-        draws = bool(program.plan.draws)
-        return {
-            "lengths": self.lengths,
-            "reset": self.reset,
-            "seed": run.noise.seed.on(run.device) if draws else None,
-            "stream": run.noise.layer,
-            "first_step": 0,
-            "reverse": run.backwards,
-            "chunk": self.chunk,
-        }
-
-    def forward(
-        self,
-        weights: list[Tensor],
-        vectors: list[Tensor],
-        sequences: list[Tensor],
-        last: list[Tensor],
-        kept: list[Tensor],
-    ) -> None:
-        from .._compile import operators
-
-        operators.forward(
-            self.call.program.number,
-            self.inputs,
-            self.state,
-            weights,
-            vectors,
-            self.reset_to,
-            self.kinds,
-            sequences=sequences,
-            last=last,
-            kept=kept,
-            saved=[],
-            **self._options(),
-        )
-
-    def backward(
-        self,
-        weights: list[Tensor],
-        vectors: list[Tensor],
-        sequences: list[Tensor],
-        kept: list[Tensor],
-        **gradients: Any,
-    ) -> None:
-        from .._compile import operators
-
-        operators.backward(
-            self.call.program.number,
-            self.inputs,
-            self.state,
-            weights,
-            vectors,
-            self.reset_to,
-            self.kinds,
-            sequences=sequences,
-            kept=kept,
-            saved=[],
-            **gradients,
-            **self._options(),
-        )
-
-
-def _flat(leaf: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
-    """With one dimension of features after the first ``dims`` dimensions."""
-    leaf = leaf.to(dtype)
-    return leaf if leaf.dim() == dims + 1 else leaf.reshape(*leaf.shape[:dims], -1)
-
-
-ZERO, STATE, SEQUENCE, KEEP = range(4)
-"""What a carry becomes at a reset: zero, a state, that of a sequence of states, what it is."""
-
-
-def _reset_values(
-    masks: Masks, values: Values, dtype: torch.dtype
-) -> tuple[list[Tensor], list[int]]:
-    """For each carry what it becomes at a reset, a tensor that may be empty, and its kind."""
-    nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
-    count = len(values.state)
-    resets = masks.resets
-    if resets is None:
-        return [nothing] * count, [ZERO] * count
-    tensors, kinds = [nothing] * count, [KEEP] * count
-    own = values.inputs[masks.inputs + (masks.lengths is not None) + 1 :]
-    given = own if resets.is_sequence else values.constants
-    for number, i in enumerate(resets.leaves):
-        kinds[i] = ZERO
-        if resets.has_values:
-            kinds[i] = SEQUENCE if resets.is_sequence else STATE
-            tensors[i] = _flat(given[number], 2 if resets.is_sequence else 1, dtype)
-    return tensors, kinds
+    trained = [name not in call.run.frozen for name in call.program.names]
+    values, inputs = arguments.values, arguments.values.inputs[: call.masks.inputs]
+    return without_unused(
+        call.program, used, tuple(arguments.constants), trained, inputs, values.state
+    )
 
 
 class _Backward:
-    """Gradients of one call."""
+    """Gradients of one call: part by part from the last one on, and added up."""
 
     def __init__(
-        self,
-        call: _Call,
-        tensors: Sequence[Tensor],
-        rest: Sequence[Tensor],
-        needs: Sequence[bool],
-        chunk: int,
+        self, call: Call, tensors: Sequence[Tensor], rest: Sequence[Tensor], needs: Sequence[bool]
     ) -> None:
-        assert call.run.masks is not None
-        self._call, self._arguments = call, _Arguments.of(call, tensors, chunk)
-        self._run, self._program, self._masks = call.run, call.program, call.run.masks
-        count = len(call.program.plan.program.sequences)
-        self._sequences, self._kept = _of_rows_of_steps(call, rest[:count]), list(rest[count:])
-        frozen = len(call.run.frozen)
+        self._call, self._rest = call, rest
+        self._run, self._program, self._masks = call.run, call.program, call.masks
+        self._arguments = arguments = Arguments.of(call, tensors)
         self._needs = call.layout.values(needs)  # type: ignore[arg-type]
-        self._given = call.layout.values(tensors[: len(tensors) - frozen])
-        like = self._arguments.state[0]
-        self._dtype, self._nothing = like.dtype, like.new_empty(0)
-        self._sums = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self._no_sums = self._nothing.to(self._sums)
+        self._nothing = arguments.state[0].new_empty(0)
+        self._no_sums = self._nothing.to(arguments.sum_dtype)
+        self._constants, self._named = self._with_needs()
+        with torch.enable_grad():
+            weights, vectors = self._program.outside(self._constants, arguments.dtype)
+        self._weights, self._vectors = weights, vectors
+        # What parts give: of weights and vectors, of constants through inputs that are made of
+        # them, of the step's inputs, and of what carries become at resets.
+        self._sums: dict[int, Tensor] = {}
+        self._of_tables: dict[str, Tensor] = {}
+        self._of_inputs: dict[int, Tensor] = {}
+        self._of_resets: dict[int, Tensor] = {}
 
     def gradients(self, given: Sequence[Tensor | None]) -> Gradients:
         """In the order of the function's arguments."""
-        outside = self._program.outside
-        constants, named = self._constants()
-        own = [
-            x.detach().requires_grad_(bool(need))
-            for x, need in zip(
-                self._given.inputs[: self._masks.inputs], self._needs.inputs, strict=False
-            )
-        ]
-        with torch.enable_grad():
-            weights, vectors = outside(constants, self._dtype)
-            inputs = outside.inputs(constants, own, self._dtype)
-        made = [*weights, *vectors, *inputs]
-        of_made = [
-            *(self._of_weight(w) for w in weights),
-            *(
-                v.new_empty(v.shape, dtype=self._sums) if v.requires_grad else self._no_sums
-                for v in vectors
-            ),
-            *(x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs),
-        ]
-        ends = (len(weights), len(weights) + len(vectors))
-        of_carries = [
-            leaf.new_empty(leaf.shape) if need else self._nothing
-            for leaf, need in zip(self._arguments.state, self._needs.state, strict=True)
-        ]
-        of_resets = self._of_resets()
         count = len(self._program.output_shapes)
-        self._arguments.backward(
-            [w.detach() for w in weights],
-            [v.detach() for v in vectors],
-            self._sequences,
-            self._kept,
-            grad_sequences=self._of_sequences(given[:count]),
-            grad_last=[
-                self._nothing if g is None else g.reshape(self._run.rows, -1).contiguous()
-                for g in given[count:]
-            ],
-            grad_inputs=of_made[ends[1] :],
-            grad_carries=of_carries,
-            grad_weights=of_made[: ends[0]],
-            grad_vectors=of_made[ends[0] : ends[1]],
-            grad_reset_to=of_resets,
-        )
-        leaves = [*named.values(), *(x for x in own if x.requires_grad)]
-        found = dict(zip(map(id, leaves), through(made, of_made, leaves), strict=True))
-        return self._in_order(
-            [found.get(id(x)) for x in own],
-            of_carries,
-            {name: found[id(leaf)] for name, leaf in named.items()},
-            of_resets,
-        )
+        of_state = [
+            self._nothing if g is None else g.reshape(self._run.rows, -1).contiguous()
+            for g in given[count:]
+        ]
+        for index in reversed(range(len(self._call.parts))):
+            of_state = self._pass(index, given[:count], of_state)
+        made = [*self._weights, *self._vectors]
+        sums = [self._sums[i] for i in range(len(made))]
+        of_weights: dict[str, Tensor | None] = {}
+        found = through(made, sums, [*self._named.values()])
+        for (name, leaf), gradient in zip(self._named.items(), found, strict=True):
+            table = self._of_tables.get(name)
+            if table is not None:
+                gradient = (table if gradient is None else table + gradient).to(leaf.dtype)
+            of_weights[name] = gradient
+        return self._in_order(of_state, of_weights)
 
-    def _constants(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _with_needs(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The step's constants, and by name those of them that need a gradient."""
         constants, named = [], {}
         for name, constant in zip(self._program.names, self._arguments.constants, strict=True):
@@ -402,50 +150,121 @@ class _Backward:
             constants.append(constant)
         return constants, named
 
+    def _pass(
+        self, index: int, of_outputs: Sequence[Tensor | None], of_state: list[Tensor]
+    ) -> list[Tensor]:
+        """Gradients of the state before a part, from those of the state after it."""
+        arguments, part = self._arguments, self._call.parts[index]
+        own = [
+            x.detach().requires_grad_(bool(need))
+            for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=False)
+        ]
+        with torch.enable_grad():
+            inputs = self._program.outside.inputs(self._constants, own, arguments.dtype)
+        weights, vectors = self._weights, self._vectors
+        given = ([x.detach() for x in leaves] for leaves in (weights, vectors))
+        state = self._state_before(index)
+        now = arguments.of_part(part, [x.detach() for x in inputs], state, *given)
+        kept = self._kept(now)
+        of_inputs = [x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs]
+        of_weights, of_vectors = map(self._of_weight, weights), map(self._of_vector, vectors)
+        sums = [*of_weights, *of_vectors]
+        of_before = [
+            leaf.new_empty(leaf.shape) if need or index else self._nothing
+            for leaf, need in zip(arguments.state, self._needs.state, strict=True)
+        ]
+        of_resets = self._memory_of_resets(part)
+        now.backward(
+            *kept,
+            grad_sequences=self._of_sequences(of_outputs, now.of_rows(kept.sequences), part),
+            grad_last=of_state,
+            grad_inputs=of_inputs,
+            grad_carries=of_before,
+            grad_weights=sums[: len(weights)],
+            grad_vectors=sums[len(weights) :],
+            grad_reset_to=of_resets,
+        )
+        for i, gradient in enumerate(sums):
+            _add(self._sums, i, gradient)
+        for i, gradient in enumerate(of_resets):
+            if arguments.kinds[i] != SEQUENCE:  # else it is in its place
+                _add(self._of_resets, i, gradient)
+        self._through_inputs(part, own, inputs, of_inputs)
+        return of_before
+
+    def _state_before(self, index: int) -> Sequence[Tensor]:
+        count = len(self._arguments.state)
+        if index == 0:
+            return self._arguments.state
+        return self._rest[(index - 1) * count : index * count]
+
+    def _kept(self, now: PartCall) -> Kept:
+        if self._call.is_whole:
+            return Kept.of(self._call, self._rest)
+        return take(now, saves_sums=False)[0]
+
     def _of_weight(self, weight: Tensor) -> Tensor:
         """Memory for a gradient that lies as the weight does: its columns one after the other."""
         if not weight.requires_grad:
             return self._no_sums
         terms, columns = weight.shape
-        return weight.new_empty((columns, terms), dtype=self._sums).t()
+        return weight.new_empty((columns, terms), dtype=self._no_sums.dtype).t()
 
-    def _of_sequences(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        found = [self._nothing] * len(self._sequences)
+    def _of_vector(self, vector: Tensor) -> Tensor:
+        if not vector.requires_grad:
+            return self._no_sums
+        return vector.new_empty(vector.shape, dtype=self._no_sums.dtype)
+
+    def _of_sequences(
+        self, given: Sequence[Tensor | None], sequences: Sequence[Tensor], part: Part
+    ) -> list[Tensor]:
+        """Of a part's sequences, from those of outputs; an output without one gives nothing."""
+        found = [self._nothing] * len(sequences)
         for number, gradient in zip(self._program.plan.output_sequences, given, strict=True):
+            if gradient is not None and not self._run.returns_sequence:
+                gradient = gradient_in(self._run, part, gradient)
             if gradient is None:
                 continue
-            whole = self._whole(gradient, self._sequences[number])
+            whole = gradient.reshape(sequences[number].shape)
             found[number] = whole if found[number] is self._nothing else found[number] + whole
         return found
 
-    def _whole(self, gradient: Tensor, sequence: Tensor) -> Tensor:
-        """Of a whole sequence, from what the user got of it."""
-        run = self._run
-        if run.returns_sequence:
-            return gradient.reshape(sequence.shape)
-        whole = torch.zeros_like(sequence)
-        rows = gradient.reshape(run.rows, -1)
-        if run.last is None:
-            whole[run.time(run.seq_len - 1)] = rows
-        else:
-            here = torch.where(run.last.any(0)[:, None], rows, 0)
-            whole[run.last.int().argmax(0), torch.arange(run.rows, device=rows.device)] = here
-        return whole
+    def _through_inputs(
+        self, part: Part, own: Sequence[Tensor], made: Sequence[Tensor], of_made: Sequence[Tensor]
+    ) -> None:
+        """From the inputs that the program reads to those of the step, and to constants."""
+        places = [i for i, x in enumerate(own) if x.requires_grad]
+        found = through(made, of_made, [*self._named.values(), *(own[i] for i in places)])
+        for name, gradient in zip(self._named, found, strict=False):
+            if gradient is not None:  # which autograd may have given another leaf, too
+                total = self._of_tables.get(name)
+                gradient = gradient.to(self._no_sums.dtype)
+                self._of_tables[name] = gradient if total is None else total + gradient
+        for i, gradient in zip(places, found[len(self._named) :], strict=True):
+            if gradient is None:
+                continue
+            if self._call.is_whole:
+                self._of_inputs[i] = gradient
+                continue
+            if i not in self._of_inputs:
+                self._of_inputs[i] = own[i].new_empty(self._run.seq_len, *own[i].shape[1:])
+            self._of_inputs[i][part.slice] = gradient
 
-    def _of_resets(self) -> list[Tensor]:
-        """Memory for the gradients of what carries become at resets."""
+    def _memory_of_resets(self, part: Part) -> list[Tensor]:
+        """For the gradients of what carries become at resets."""
         found = []
         needs = {i: need for i, _, need in self._resets()}
-        for i, (tensor, kind) in enumerate(
-            zip(self._arguments.reset_to, self._arguments.kinds, strict=True)
-        ):
-            if kind == SEQUENCE:
-                found.append(tensor.new_empty(tensor.shape) if needs[i] else self._nothing)
-            elif needs.get(i):
-                shape = (self._run.rows, tensor.shape[1])
-                found.append(tensor.new_empty(shape, dtype=self._sums))
+        reset_to, kinds = self._arguments.reset_to, self._arguments.kinds
+        for i, (tensor, kind) in enumerate(zip(reset_to, kinds, strict=True)):
+            if not needs.get(i):
+                found.append(self._nothing if kind == SEQUENCE else self._no_sums)
+            elif kind == SEQUENCE:
+                if i not in self._of_resets:
+                    self._of_resets[i] = tensor.new_empty(tensor.shape)
+                found.append(self._of_resets[i][part.slice])
             else:
-                found.append(self._no_sums)
+                shape = (self._run.rows, tensor.shape[1])
+                found.append(tensor.new_empty(shape, dtype=self._no_sums.dtype))
         return found
 
     def _resets(self) -> list[tuple[int, int, bool]]:
@@ -462,28 +281,30 @@ class _Backward:
         return [(i, n, bool(self._needs.constants[n])) for n, i in enumerate(resets.leaves)]
 
     def _in_order(
-        self,
-        of_own: list[Tensor | None],
-        of_carries: list[Tensor],
-        of_weights: dict[str, Tensor | None],
-        of_resets: list[Tensor],
+        self, of_state: Sequence[Tensor], of_weights: dict[str, Tensor | None]
     ) -> Gradients:
-        shapes = self._given
-        inputs: Gradients = [*of_own, *(None,) * (len(shapes.inputs) - len(of_own))]
-        constants: Gradients = [None] * len(shapes.constants)
+        values = self._arguments.values
+        inputs: Gradients = [self._of_inputs.get(i) for i in range(len(values.inputs))]
+        constants: Gradients = [None] * len(values.constants)
         state = [
             gradient.reshape(leaf.shape) if need else None
-            for leaf, gradient, need in zip(
-                shapes.state, of_carries, self._needs.state, strict=True
-            )
+            for leaf, gradient, need in zip(values.state, of_state, self._needs.state, strict=True)
         ]
         for i, n, need in self._resets():
             if need:
                 assert self._masks.resets is not None
                 is_sequence = self._masks.resets.is_sequence
-                leaf = (shapes.inputs if is_sequence else shapes.constants)[n]
-                (inputs if is_sequence else constants)[n] = _of_rows(of_resets[i], leaf)
-        return [*inputs, *state, *constants, *(of_weights.get(name) for name in shapes.weights)]
+                leaf = (values.inputs if is_sequence else values.constants)[n]
+                (inputs if is_sequence else constants)[n] = _of_rows(self._of_resets[i], leaf)
+        return [*inputs, *state, *constants, *(of_weights.get(name) for name in values.weights)]
+
+
+def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
+    """Adds the gradient of a part, whose memory nobody else has."""
+    if i in sums:
+        sums[i] += gradient
+    else:
+        sums[i] = gradient
 
 
 def through(

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedrnn import _compile, _ops
 from fusedrnn._compile import cell
 from fusedrnn._compile.interpret import _Step
-from fusedrnn.recurrent.program_function import KEEP, SEQUENCE, ZERO
+from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from interpreted import interpreted
+from plain import loop
 from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn.recurrent import program_function
-
-from interpreted import interpreted
-from plain import loop
 
 T, B, H = 4, 2, 3
 
@@ -91,16 +90,21 @@ def test_any_results_may_be_used(kind: type[nn.Module], zeros: bool) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("returns_sequence", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_library_of_its_own(dtype: torch.dtype, returns_sequence: bool) -> None:
+def test_a_library_of_its_own(dtype: torch.dtype, returns_sequence: bool, recompute: bool) -> None:
     """Forward's chunks, noise and results serve the program for backward."""
     torch.manual_seed(0)
     cell = Watched().to(dtype)
     x, (h, norms) = given(zeros=True)
     x, h, norms = x.to(dtype), h.detach().to(dtype).requires_grad_(), norms.detach().to(dtype)
     rnn = fusedrnn.Recurrent(
-        cell, compile="require", chunk_size=2, return_sequence=returns_sequence
+        cell,
+        compile="require",
+        chunk_size=2,
+        return_sequence=returns_sequence,
+        recompute=recompute,
     )
     (y, _, norm), _ = rnn(x, (h, norms))
     exact = Watched().double()
@@ -132,9 +136,9 @@ def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) ->
     with interpreted():
         rnn = fusedrnn.Recurrent(cell, compile="require")
         for _ in range(2):
-            (y, other, norm), _ = rnn(x, tuple(state))
+            (y, _, norm), _ = rnn(x, tuple(state))
             y.sum().backward()
-        (y, other, norm), _ = rnn(x, tuple(state))
+        (y, _, norm), _ = rnn(x, tuple(state))
         (y.sum() + norm.sum()).backward()
     first, again, third = calls
     assert first is again is not third is not None
@@ -150,13 +154,16 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
 
     x, state = given(zeros=True)
     cell = Watched()
+    leaves = [*state, *cell.linear.parameters()]
     with interpreted():
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
         monkeypatch.setattr(compiler, "without", fail)
         with pytest.warns(UserWarning, match="of some results"):
-            found = torch.autograd.grad(y.sum(), [*state, *cell.linear.parameters()], allow_unused=True)
+            found = torch.autograd.grad(
+                y.sum(), [*state, *cell.linear.parameters()], allow_unused=True
+            )
     (y, _, _), _ = loop(cell, x, tuple(state))
-    wanted = torch.autograd.grad(y.sum(), [*state, *cell.linear.parameters()], allow_unused=True)
+    wanted = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
     for a, b in zip(found, wanted, strict=True):
         assert (a is None or not a.any()) if b is None else torch.allclose(a, b)

@@ -1,0 +1,244 @@
+"""A call of a program, and its tensors as the operators take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .program_parts import Part
+from .programs import Masks
+from .runs import Run
+from .trees import Leaves
+from .values import Layout, Values
+
+if TYPE_CHECKING:
+    from .._compile.cell import Program
+
+ZERO, STATE, SEQUENCE, KEEP = range(4)
+"""What a carry becomes at a reset: zero, a state, that of a sequence of states, what it is."""
+
+
+@dataclass
+class Call:
+    """What the function of autograd gets besides tensors that autograd is to see."""
+
+    run: Run
+    layout: Layout
+    program: Program
+    origin: Program
+    """The program of forward, by which chunks are chosen in backward too."""
+    chunk: int
+    """The most steps of a chunk."""
+    parts: Sequence[Part]
+    """In the order of work. If there are several, their sequences are made again in backward."""
+    saves_sums: bool
+    """Whether forward saves the sums of products, which backward then need not multiply again."""
+
+    @property
+    def masks(self) -> Masks:
+        assert self.run.masks is not None
+        return self.run.masks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether sequences of all steps are kept for backward."""
+        return len(self.parts) == 1
+
+    def sequence_shapes(self) -> list[Sequence[int]]:
+        """Of a step, without the batch: as the first output has it that is a sequence.
+
+        What the user gets must be no view, which autograd would not let them change in place.
+        """
+        program = self.program
+        shapes: list[Sequence[int]] = [(width,) for width in program.plan.program.sequences]
+        pairs = zip(program.plan.output_sequences, program.output_shapes, strict=True)
+        for number, shape in reversed(list(pairs)):
+            shapes[number] = shape
+        return shapes
+
+
+@dataclass
+class Arguments:
+    """The tensors of a call, without their graphs."""
+
+    call: Call
+    values: Values
+    constants: list[Tensor]
+    """Of the step, as the program has them."""
+    state: list[Tensor]
+    """(batch, width) each."""
+    reset_to: list[Tensor]
+    """Of each carry what it becomes at a reset, or an empty tensor."""
+    kinds: list[int]
+
+    @classmethod
+    def of(cls, call: Call, tensors: Sequence[Tensor]) -> Arguments:
+        """Of the tensors that the function of autograd gets."""
+        frozen = call.run.frozen
+        tensors = [tensor.detach() for tensor in tensors]
+        own = len(tensors) - len(frozen)
+        values = call.layout.values(tensors[:own])
+        named = values.weights | dict(zip(frozen, tensors[own:], strict=True))
+        constants = [named[name] for name in call.program.names]
+        dtype = values.state[0].dtype
+        state = [_flat(leaf, 1, dtype) for leaf in values.state]
+        return cls(call, values, constants, state, *_reset_values(call.masks, values, dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state[0].dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients of all steps are added up, and in which sums of products are saved."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def inputs(self, part: Part) -> Leaves:
+        """Those of the step itself."""
+        return tuple(leaf[part.slice] for leaf in self.values.inputs[: self.call.masks.inputs])
+
+    def of_part(
+        self,
+        part: Part,
+        inputs: Sequence[Tensor],
+        state: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+    ) -> PartCall:
+        """A call of the operators.
+
+        Args:
+            inputs: That the program reads, (steps, batch, width) each.
+            state: Before the part, (batch, width) each.
+        """
+        from .._compile import operators
+
+        run, program, masks = self.call.run, self.call.program, self.call.masks
+        lengths, reset = masks.lengths, masks.reset
+        if lengths is not None and not self.call.is_whole:
+            lengths = (lengths - part.begin).clamp(0, part.steps)
+        reset_to = [
+            tensor[part.slice] if kind == SEQUENCE else tensor
+            for tensor, kind in zip(self.reset_to, self.kinds, strict=True)
+        ]
+        chunk, _, _ = operators.chunk(
+            self.call.origin.number, part.steps, run.rows, self.dtype, self.call.chunk, 0
+        )
+        options = {
+            "lengths": lengths,
+            "reset": None if reset is None else reset[part.slice].contiguous(),
+            "seed": run.noise.seed.on(run.device) if program.plan.draws else None,
+            "stream": run.noise.layer,
+            "first_step": part.begin,
+            "reverse": run.backwards,
+            "chunk": chunk,
+        }
+        given = (program.number, inputs, state, weights, vectors, reset_to, self.kinds)
+        return PartCall(self, part, given, options)
+
+
+@dataclass
+class PartCall:
+    """A call of the operators for some steps."""
+
+    arguments: Arguments
+    part: Part
+    given: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def new_sequences(self) -> list[Tensor]:
+        """(steps, batch, ...) each."""
+        call, like = self.arguments.call, self.arguments.state[0]
+        make = like.new_empty if self.options["lengths"] is None else like.new_zeros
+        return [make(self.part.steps, call.run.rows, *shape) for shape in call.sequence_shapes()]
+
+    def new_last(self) -> list[Tensor]:
+        """The state after the steps, (batch, ...) each."""
+        call, like = self.arguments.call, self.arguments.state[0]
+        return [like.new_empty(call.run.rows, *shape) for shape in call.program.state_shapes]
+
+    def new_kept(self) -> list[Tensor]:
+        """The carries before each chunk, of those that no sequence keeps."""
+        carries = self.arguments.call.program.plan.carries
+        chunks = -(-self.part.steps // self.options["chunk"])
+        widths = [carry.width for carry in carries if carry.sequence < 0]
+        return [self._new(chunks, self.arguments.call.run.rows, width) for width in widths]
+
+    def new_sums(self) -> list[Tensor]:
+        """The sums of products, of all rows."""
+        arrays, rows = self.arguments.call.program.plan.program.arrays, self.arguments.call.run.rows
+        return [self._new(self.part.steps * rows, array.columns) for array in arrays]
+
+    def _new(self, *shape: int) -> Tensor:
+        return self.arguments.state[0].new_empty(shape, dtype=self.arguments.sum_dtype)
+
+    def forward(
+        self,
+        sequences: Sequence[Tensor],
+        last: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        sums: Sequence[Tensor],
+    ) -> None:
+        """Writes all of these. ``kept`` and ``sums`` may be empty lists."""
+        from .._compile import operators
+
+        operators.forward(
+            *self.given,
+            sequences=self.of_rows(sequences),
+            last=[leaf.view(leaf.shape[0], -1) for leaf in last],
+            kept=kept,
+            saved=sums,
+            **self.options,
+        )
+
+    def backward(
+        self,
+        sequences: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        **gradients: Any,
+    ) -> None:
+        from .._compile import operators
+
+        operators.backward(
+            *self.given,
+            sequences=self.of_rows(sequences),
+            kept=kept,
+            saved=sums,
+            **(gradients | self.options),
+        )
+
+    def of_rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        """Sequences as operators take them, (steps, batch, width) each."""
+        shape = self.part.steps, self.arguments.call.run.rows, -1
+        return [sequence.view(shape) for sequence in sequences]
+
+
+def _flat(leaf: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
+    """With one dimension of features after the first ``dims`` dimensions."""
+    leaf = leaf.to(dtype)
+    return leaf if leaf.dim() == dims + 1 else leaf.reshape(*leaf.shape[:dims], -1)
+
+
+def _reset_values(
+    masks: Masks, values: Values, dtype: torch.dtype
+) -> tuple[list[Tensor], list[int]]:
+    """For each carry what it becomes at a reset, a tensor that may be empty, and its kind."""
+    nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
+    count = len(values.state)
+    resets = masks.resets
+    if resets is None:
+        return [nothing] * count, [ZERO] * count
+    tensors, kinds = [nothing] * count, [KEEP] * count
+    own = values.inputs[masks.inputs + (masks.lengths is not None) + 1 :]
+    given = own if resets.is_sequence else values.constants
+    for number, i in enumerate(resets.leaves):
+        kinds[i] = ZERO
+        if resets.has_values:
+            kinds[i] = SEQUENCE if resets.is_sequence else STATE
+            tensors[i] = _flat(given[number], 2 if resets.is_sequence else 1, dtype)
+    return tensors, kinds

@@ -1,0 +1,104 @@
+"""Forward of a program: a whole sequence at once, or part by part where its end alone is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .program_call import Arguments, Call, PartCall
+from .program_parts import Part, with_last
+
+
+class Results(NamedTuple):
+    outputs: list[Tensor]
+    """What the user gets; each a tensor of its own."""
+    last: list[Tensor]
+    """The state after the last step, (batch, ...) each."""
+    for_backward: list[Tensor]
+    """Of a whole sequence :class:`Kept`; else the states between parts, (batch, width) each."""
+
+
+class Kept(NamedTuple):
+    """What the operator for backward needs of some steps."""
+
+    sequences: Sequence[Tensor]
+    carries: Sequence[Tensor]
+    """Before each chunk."""
+    sums: Sequence[Tensor]
+    """Of products; or none."""
+
+    @classmethod
+    def of(cls, call: Call, tensors: Sequence[Tensor]) -> Kept:
+        """From the tensors in a row."""
+        plan = call.program.plan
+        first = len(plan.program.sequences)
+        second = first + sum(carry.sequence < 0 for carry in plan.carries)
+        return cls(tensors[:first], tensors[first:second], tensors[second:])
+
+
+@torch.no_grad()
+def forward(arguments: Arguments) -> Results:
+    call, outside = arguments.call, arguments.call.program.outside
+    weights, vectors = outside(arguments.constants, arguments.dtype)
+
+    def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
+        inputs = outside.inputs(arguments.constants, arguments.inputs(part), arguments.dtype)
+        return arguments.of_part(part, inputs, state, weights, vectors)
+
+    if call.is_whole:
+        now = call_of(call.parts[0], arguments.state)
+        kept, last = take(now, call.saves_sums)
+        return Results(_outputs(call, kept.sequences), last, [x for own in kept for x in own])
+    outputs: list[Tensor] = []
+    state, between = arguments.state, list[Tensor]()
+    for part in call.parts:
+        now = call_of(part, state)
+        sequences, last = now.new_sequences(), now.new_last()
+        now.forward(sequences, last, [], [])
+        outputs = _last_outputs(call, part, sequences, outputs)
+        state = [leaf.view(leaf.shape[0], -1) for leaf in last]
+        between += state
+        del sequences, now  # before the next part has others
+    return Results(outputs, last, between[: -len(state)])
+
+
+def take(now: PartCall, saves_sums: bool) -> tuple[Kept, list[Tensor]]:
+    """Takes some steps: what backward of them needs, and the state after them."""
+    kept = Kept(now.new_sequences(), now.new_kept(), now.new_sums() if saves_sums else [])
+    last = now.new_last()
+    now.forward(kept.sequences, last, kept.carries, kept.sums)
+    return kept, last
+
+
+def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Of a whole sequence."""
+    run, program = call.run, call.program
+    if not run.returns_sequence:
+        return _last_outputs(call, call.parts[0], sequences, [])
+    found, seen = [], set[int]()
+    for number, shape in zip(program.plan.output_sequences, program.output_shapes, strict=True):
+        sequence = sequences[number]
+        is_taken = number in seen
+        found.append(
+            sequence.reshape(run.seq_len, run.rows, *shape).clone() if is_taken else sequence
+        )
+        seen.add(number)
+    return found
+
+
+def _last_outputs(
+    call: Call, part: Part, sequences: Sequence[Tensor], so_far: Sequence[Tensor]
+) -> list[Tensor]:
+    """Up to a part; nothing as long as no row has made its last output."""
+    run, program = call.run, call.program
+    places = zip(program.plan.output_sequences, program.output_shapes, strict=True)
+    found = []
+    for i, (number, shape) in enumerate(places):
+        sequence = sequences[number].view(part.steps, run.rows, *shape)
+        output = with_last(run, part, sequence, so_far[i] if so_far else None)
+        if output is not None:
+            found.append(output)
+    return found
