@@ -3,7 +3,7 @@
     python -m docs.examples.train_forum_cell --steps 60
 
 The text is the source code of Python's standard library. Three models learn it with the same
-weights at the start: the cell of published_cells.py in a plain loop, the same cell in
+weights at the start: the cell of latent_cells.py in a plain loop, the same cell in
 ``fusedrnn.Recurrent``, and ``fusedrnn.StochasticGRU``, which is this cell in C++ and CUDA. The last
 two see the same noise, so their losses agree; the loop draws noise of its own. Prints the loss, the
 peak memory of a training step, and characters per second of each.
@@ -28,7 +28,7 @@ import fusedrnn
 from bench.clock import measure_memory
 from bench.text import CLASSES, standard_library, windows
 
-from .published_cells import ForumCell
+from .latent_cells import ForumCell
 
 
 class PlainLoop(nn.Module):

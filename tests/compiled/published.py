@@ -1,4 +1,4 @@
-"""Recurrent cells as people publish them, in plain torch; more are in docs/examples.
+"""Recurrent cells as people publish them, in plain torch, besides docs/examples.
 
 Written as their authors write them: in-place operations, a Linear per gate or one for all, views,
 distributions of torch. Longer than 350 lines, because it is a collection.
@@ -6,34 +6,17 @@ distributions of torch. Longer than 350 lines, because it is a collection.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal, OneHotCategorical, kl_divergence
+from torch.distributions import Normal, OneHotCategorical, kl_divergence
 from torch.distributions import OneHotCategoricalStraightThrough as StraightThrough
 
-
-def _examples() -> Any:
-    """docs/examples/published_cells.py as a module."""
-    name = "published_cells"
-    if name not in sys.modules:
-        path = Path(__file__).parents[2] / f"docs/examples/{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-examples: Any = _examples()
+from docs.examples.gated_cells import BlockGRUCell
 
 
 class Cell(nn.Module):
@@ -47,20 +30,6 @@ class Cell(nn.Module):
         like = next(self.parameters())
         zeros = tuple(like.new_zeros(batch, width) for width in self.widths)
         return zeros[0] if len(zeros) == 1 else zeros
-
-
-class MinimalGatedUnit(Cell):
-    """One gate, which forgets and updates. Zhou et al. 2016, "Minimal Gated Unit"."""
-
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__(hidden)
-        self.ih, self.hh = nn.Linear(inputs, 2 * hidden), nn.Linear(hidden, 2 * hidden)
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        x_f, x_n = self.ih(x).chunk(2, -1)
-        h_f, h_n = self.hh(h).chunk(2, -1)
-        f = torch.sigmoid(x_f + h_f)
-        return h + f * (torch.tanh(x_n + f * h_n) - h)
 
 
 class ForumStochasticGRU(Cell):
@@ -99,132 +68,6 @@ class ConcatenatedGRU(Cell):
         r, u = torch.sigmoid(self.r(combined)), torch.sigmoid(self.u(combined))
         n = torch.tanh(self.n(torch.cat((x, r * h), 1)))
         return (1 - u) * h + u * n
-
-
-class DreamerGRU(Cell):
-    """The late reset of Dreamer's ports, with a norm of a given kind before the gates."""
-
-    def __init__(self, inputs: int, hidden: int, norm: type[nn.Module] | None = None) -> None:
-        super().__init__(hidden)
-        self.layer = nn.Linear(inputs + hidden, 3 * hidden, bias=norm is None)
-        self.norm = nn.Identity() if norm is None else norm(3 * hidden, eps=1e-3)
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        parts = self.norm(self.layer(torch.cat([x, h], -1)))
-        reset, cand, update = torch.split(parts, [parts.shape[-1] // 3] * 3, -1)
-        cand = torch.tanh(torch.sigmoid(reset) * cand)
-        update = torch.sigmoid(update + -1)
-        return update * cand + (1 - update) * h
-
-
-class SLSTM(Cell):
-    """Exponential gates with a stabilizer, and a normalizer. Beck et al. 2024, "xLSTM"."""
-
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__(*4 * (hidden,))
-        self.ih, self.hh = nn.Linear(inputs, 4 * hidden), nn.Linear(hidden, 4 * hidden, bias=False)
-
-    def forward(self, x: Tensor, state: Any) -> Any:
-        h, c, n, m = state
-        i, f, z, o = (self.ih(x) + self.hh(h)).chunk(4, -1)
-        log_f = F.logsigmoid(f)
-        m_new = torch.maximum(log_f + m, i)
-        i, f = torch.exp(i - m_new), torch.exp(log_f + m - m_new)
-        c = f * c + i * torch.tanh(z)
-        n = f * n + i
-        return torch.sigmoid(o) * c / n, c, n, m_new
-
-
-class IndRNN(Cell):
-    """A recurrent weight per unit. Li et al. 2018, "Independently Recurrent Neural Network"."""
-
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__(hidden)
-        self.ih, self.u = nn.Linear(inputs, hidden), nn.Parameter(torch.rand(hidden))
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        return F.relu(self.ih(x) + self.u * h)
-
-
-class BlockGRU(Cell):
-    """DreamerV3's GRU: the state in blocks that see the input and themselves, by torch.bmm."""
-
-    def __init__(self, inputs: int, hidden: int, blocks: int) -> None:
-        super().__init__(hidden)
-        self.blocks, block = blocks, hidden // blocks
-        self.weight = nn.Parameter(torch.randn(blocks, block + inputs, 3 * block) * block**-0.5)
-        self.bias = nn.Parameter(torch.zeros(3 * hidden))
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        groups = h.unflatten(-1, (self.blocks, -1))
-        seen = torch.cat([groups, x[:, None].expand(-1, self.blocks, -1)], -1)
-        out = torch.bmm(seen.transpose(0, 1), self.weight).transpose(0, 1)
-        gates = (out.flatten(1) + self.bias).unflatten(-1, (self.blocks, -1)).chunk(3, -1)
-        reset, cand, update = (gate.flatten(1) for gate in gates)
-        cand = torch.tanh(torch.sigmoid(reset) * cand)
-        update = torch.sigmoid(update - 1)
-        return update * cand + (1 - update) * h
-
-
-class DreamerV1(nn.Module):
-    """PlaNet and DreamerV1 as their ports have it: resets by a factor, prior and posterior."""
-
-    def __init__(self, action: int, embed: int, hidden: int, stoch: int, dense: int) -> None:
-        super().__init__()
-        self.hidden, self.stoch = hidden, stoch
-        self.fc_input = nn.Linear(stoch + action, dense)
-        self.rnn = nn.GRUCell(dense, hidden)
-        self.fc_prior, self.prior = nn.Linear(hidden, dense), nn.Linear(dense, 2 * stoch)
-        self.fc_post, self.post = nn.Linear(hidden + embed, dense), nn.Linear(dense, 2 * stoch)
-
-    @staticmethod
-    def _stats(raw: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = torch.chunk(raw, 2, dim=1)
-        return mean, F.softplus(std) + 0.1
-
-    def forward(self, x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:
-        h, z = (state[k] * x["nonterminal"] for k in ("h", "z"))
-        y = F.elu(self.fc_input(torch.cat([z, x["action"]], dim=1)))
-        h = self.rnn(y, h)
-        prior = self._stats(self.prior(F.elu(self.fc_prior(h))))
-        post = self._stats(self.post(F.elu(self.fc_post(torch.cat([h, x["embed"]], dim=1)))))
-        z = Normal(*post).rsample()
-        return {"h": h, "prior": prior, "post": post}, {"h": h, "z": z}
-
-    def initial_state(self, batch: int) -> dict[str, Tensor]:
-        like = self.prior.weight
-        return {"h": like.new_zeros(batch, self.hidden), "z": like.new_zeros(batch, self.stoch)}
-
-
-class DreamerV2(nn.Module):
-    """Categorical latents, straight through, with a layer-normed late-reset GRU."""
-
-    def __init__(self, action: int, embed: int, hidden: int, groups: int, classes: int) -> None:
-        super().__init__()
-        self.hidden, self.groups, self.classes = hidden, groups, classes
-        self.pre = nn.Sequential(nn.Linear(groups * classes + action, hidden), nn.ELU())
-        self.gru = DreamerGRU(hidden, hidden, nn.LayerNorm)
-        self.prior, self.post = (
-            nn.Sequential(nn.Linear(n, hidden), nn.ELU(), nn.Linear(hidden, groups * classes))
-            for n in (hidden, hidden + embed)
-        )
-
-    def forward(self, x: dict[str, Tensor], state: tuple[Tensor, Tensor]) -> Any:
-        deter, stoch = state
-        first = x["is_first"].unsqueeze(-1)
-        deter, stoch = deter.masked_fill(first, 0.0), torch.where(first, 0.0, stoch)
-        y = self.pre(torch.cat([stoch, x["action"]], -1))
-        deter = self.gru(y, deter)
-        prior = self.prior(deter).reshape(-1, self.groups, self.classes)
-        post = self.post(torch.cat([deter, x["embed"]], -1))
-        post = post.reshape(-1, self.groups, self.classes)
-        stoch = Independent(StraightThrough(logits=post), 1).rsample().reshape(len(post), -1)
-        return {"deter": deter, "stoch": stoch, "prior": prior, "post": post}, (deter, stoch)
-
-    def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
-        like = self.gru.layer.weight
-        latent = self.groups * self.classes
-        return like.new_zeros(batch, self.hidden), like.new_zeros(batch, latent)
 
 
 class SampledByHand(Cell):
@@ -270,7 +113,7 @@ class DreamerV3(nn.Module):
         latent = groups * classes
         self.in_deter = self._layer(hidden, hidden, nn.RMSNorm)
         self.in_stoch = self._layer(latent + action, hidden, nn.RMSNorm)
-        self.gru = BlockGRU(2 * hidden, hidden, 2)
+        self.gru = BlockGRUCell(2 * hidden, hidden, 2)
         self.obs, self.obs_logits = self._layer(hidden + embed, hidden), nn.Linear(hidden, latent)
         self.img, self.img_logits = self._layer(hidden, hidden), nn.Linear(hidden, latent)
         self.first_h = nn.Parameter(torch.zeros(1, hidden))
@@ -357,25 +200,6 @@ class VRNNByDistributions(Cell):
         likely = Normal(self.dec(torch.cat([z, h], -1)), 0.5).log_prob(x).sum(-1)
         state = self.rnn(torch.cat([x, z], -1), state)
         return (kl_divergence(post, prior).sum(-1), likely), state
-
-
-class LFADSGenerator(Cell):
-    """LFADS' GRU in its port: a forget bias, the reset before the product, a clipped state."""
-
-    def __init__(self, inputs: int, hidden: int, clip: float = 0.5) -> None:
-        super().__init__(hidden)
-        self.clip = clip
-        self.x2ru, self.h2ru = (
-            nn.Linear(n, 2 * hidden, bias=n == hidden) for n in (inputs, hidden)
-        )
-        self.x2c, self.rh2c = nn.Linear(inputs, hidden, bias=False), nn.Linear(hidden, hidden)
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        r_x, u_x = torch.split(self.x2ru(x), split_size_or_sections=h.shape[1], dim=1)
-        r_h, u_h = torch.split(self.h2ru(h), split_size_or_sections=h.shape[1], dim=1)
-        r, u = torch.sigmoid(r_x + r_h), torch.sigmoid(u_x + u_h + 1.0)
-        c = torch.tanh(self.x2c(x) + self.rh2c(r * h))
-        return torch.clamp(u * h + (1.0 - u) * c, min=-self.clip, max=self.clip)
 
 
 class MogrifierLSTM(Cell):
@@ -641,7 +465,3 @@ class PhasedLSTM(Cell):
         k = torch.where(phase < 0.25, up, torch.where(phase < 0.5, down, 0.001 * phase))
         h, c = self.lstm(x["value"], state)
         return k * h + (1 - k) * state[0], k * c + (1 - k) * state[1]
-
-
-def with_norm(norm: type[nn.Module] | None) -> Callable[[], nn.Module]:
-    return lambda: DreamerGRU(4, 6, norm)

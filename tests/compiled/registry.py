@@ -9,9 +9,10 @@ from typing import Any
 import published
 import torch
 import written
-from published import examples
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from docs.examples import published_cells as examples
 
 
 @dataclass(frozen=True)
@@ -111,28 +112,28 @@ CASES = [
     Case("LSTMCell", lambda: nn.LSTMCell(I, H), I),
     Case("forum", lambda: published.ForumStochasticGRU(I, H, 3), I, draws=True),
     Case("ForumCell", lambda: examples.ForumCell(I, H, 5), I, draws=True),
-    Case("MGU", lambda: published.MinimalGatedUnit(I, H), I),
+    Case("MGU", lambda: examples.MinimalGatedUnitCell(I, H), I),
     Case("reset before", lambda: examples.ResetBeforeGRUCell(I, H), I),
     Case("reset before, concatenated", lambda: published.ConcatenatedGRU(I, H), I),
-    Case("late reset", published.with_norm(None), I),
-    Case("late reset, LayerNorm", published.with_norm(nn.LayerNorm), I),
-    Case("late reset, RMSNorm", published.with_norm(nn.RMSNorm), I),
+    Case("late reset", lambda: examples.LateResetGRUCell(I, H, None), I),
+    Case("late reset, LayerNorm", lambda: examples.LateResetGRUCell(I, H, nn.LayerNorm), I),
+    Case("late reset, RMSNorm", lambda: examples.LateResetGRUCell(I, H, nn.RMSNorm), I),
     Case("LayerNorm LSTM", lambda: examples.LayerNormLSTMCell(I, H), I),
     Case("peephole LSTM", lambda: examples.PeepholeLSTMCell(I, H), I),
-    Case("sLSTM", lambda: published.SLSTM(I, H), I),
-    Case("IndRNN", lambda: published.IndRNN(I, H), I),
-    Case("block GRU", lambda: published.BlockGRU(I, H, 3), I),
+    Case("sLSTM", lambda: examples.SLSTMCell(I, H), I),
+    Case("IndRNN", lambda: examples.IndRNNCell(I, H), I),
+    Case("block GRU", lambda: examples.BlockGRUCell(I, H, 3), I),
     Case("PlaNet", lambda: examples.PlaNetCell(I, 2, H, 3), WORLD, draws=True),
     Case(
         "DreamerV1",
-        lambda: published.DreamerV1(2, I, H, 3, 5),
-        {"action": 2, "embed": I, "nonterminal": Flags(shape=(1,))},
+        lambda: examples.DreamerV1Cell(I, 2, H, 3),
+        {**WORLD, "is_first": Flags(is_bool=True)},
         draws=True,
     ),
     Case(
         "DreamerV2",
-        lambda: published.DreamerV2(2, I, H, 3, 4),
-        {"action": 2, "embed": I, "is_first": Flags(is_bool=True)},
+        lambda: examples.DreamerV2Cell(I, 2, H, 3, 4),
+        {**WORLD, "is_first": Flags(is_bool=True)},
         draws=True,
         is_discrete=True,
     ),
@@ -169,7 +170,7 @@ CASES = [
     Case("VRNN", lambda: published.VRNN(I, H, 3), Unit(I), draws=True),
     Case("VRNN by distributions", lambda: published.VRNNByDistributions(I, H, 3), I, draws=True),
     Case("VRNN of the examples", lambda: examples.VRNNCell(I, H, 3), I, draws=True),
-    Case("LFADS generator", lambda: published.LFADSGenerator(I, H), I),
+    Case("LFADS generator", lambda: examples.LFADSGeneratorCell(I, H, 0.5), I),
     Case("LFADS", lambda: examples.LFADSCell(I, H, 3, 2), I, draws=True),
     Case("mogrifier LSTM", lambda: published.MogrifierLSTM(I, H), I),
     Case("multiplicative LSTM", lambda: published.MultiplicativeLSTM(I, H), I),
@@ -197,6 +198,7 @@ CASES = [
     ),
     Case("dropout inside", lambda: written.Dropped(I, H), I, draws=True),
     Case("dropout inside, eval", lambda: written.Dropped(I, H).eval(), I),
+    Case("recurrent dropout", lambda: examples.RecurrentDropoutLSTMCell(I, H), I, draws=True),
     Case("zoneout", lambda: written.Zoneout(I, H), I, draws=True),
     Case("zoneout, eval", lambda: written.Zoneout(I, H).eval(), I),
     Case("zoneout by dropout", lambda: written.ZoneoutByDropout(I, H), I, draws=True),

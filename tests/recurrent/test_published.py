@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +10,7 @@ from loops import check_same, generator, leaves_with_gradient, loss_of, plain_lo
 from torch import nn
 
 import fusedrnn
-
-PATH = Path(__file__).parents[2] / "docs/examples/published_cells.py"
-SPEC = importlib.util.spec_from_file_location("published_cells", PATH)
-assert SPEC is not None and SPEC.loader is not None
-published: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["published_cells"] = published
-SPEC.loader.exec_module(published)
+from docs.examples import published_cells as published
 
 T, B, WIDTH = 11, 3, 16
 

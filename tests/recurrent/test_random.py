@@ -10,11 +10,11 @@ import pytest
 import torch
 from loops import at, check_same, generator, leaves_with_gradient, loss_of, stack
 from recorders import Repeated
-from test_published import published
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from docs.examples import published_cells as published
 from fusedrnn.recurrent import graphs
 from fusedrnn.recurrent.noise import Noise, Seed
 from fusedrnn.recurrent.reads import Watch

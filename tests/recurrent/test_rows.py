@@ -7,10 +7,7 @@ Longer than 350 lines, because its tests are of one topic.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +16,7 @@ from loops import MODES, Unseen, check_same, loss_of, plain_loop
 from torch import Tensor, nn
 
 import fusedrnn
-
-PATH = Path(__file__).parents[2] / "docs/examples/published_cells.py"
-SPEC = importlib.util.spec_from_file_location("published_cells", PATH)
-assert SPEC is not None and SPEC.loader is not None
-published: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["published_cells"] = published
-SPEC.loader.exec_module(published)
+from docs.examples import published_cells as published
 
 T, B, H = 40, 3, 4
 Step = Callable[[Any, Tensor, Tensor], Any]
