@@ -68,11 +68,11 @@ class Settings:
             return f"mode={self.mode!r}, which says how backward takes steps again"
         if self.cuda_graphs:
             return "cuda_graphs=True, which records the chunks that backward takes again"
-        if self.compile != NEVER:  # programs have chunks, whatever they keep
+        if self.compile == REQUIRE:  # programs have chunks, whatever they keep
             return ""
         for name in ("chunk_size", "workspace_bytes"):
             if getattr(self, name) is not None:
-                return f"{name} with compile='never': the graph of all steps has no chunks"
+                return f"{name} unless compile='require': the graph of steps has no chunks"
         return ""
 
 

@@ -49,12 +49,10 @@ class Recurrent(nn.Module):
             traced, derived, compiled by the C++ compiler of this machine at the first call (a few
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
-            "require" to make the reason an error. "never" is the default, since gradients
-            beside an output without one may be NaN (docs/your-own-cell.md). :meth:`explain` says
-            the reason, with the operation and its line. Plain attributes of modules are
-            constants of a program: after a change the cell is traced anew. So are plain variables
-            of the modules and classes that its methods belong to. Random numbers are the same
-            either way.
+            "require" to make the reason an error; "never". :meth:`explain` says the reason, with
+            the operation and its line. Plain attributes of modules are constants of a program:
+            after a change the cell is traced anew. So are plain variables of the modules and
+            classes that its methods belong to. Random numbers are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.
@@ -63,7 +61,7 @@ class Recurrent(nn.Module):
             kind on. The step must not wait for values of tensors, as ``tensor.item()`` does and
             torch.distributions does unless ``validate_args=False``, and must do the same in each
             step; else it runs without graphs, and :meth:`explain` says why. Without effect on a
-            CPU.
+            CPU, and on compiled cells, which ``compile="never"`` excludes.
         return_sequence: False to return the last output alone: that of the step which is taken
             last. With two directions it is the last one that each makes, joined; that of the
             reverse cell is at the sequence's start. Of the others nothing is kept but the state now
@@ -73,7 +71,7 @@ class Recurrent(nn.Module):
             less time and more memory: of a compiled cell the sums of its products, which backward
             then need not multiply again, and the whole sequence; of steps in Python the graph, as a
             loop keeps it, so that backward takes no step again. Results and random numbers are the
-            same either way. Excludes ``mode`` and ``cuda_graphs``, and with ``compile="never"``
+            same either way. Excludes ``mode`` and ``cuda_graphs``, and unless ``compile="require"``
             also ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
@@ -112,7 +110,7 @@ class Recurrent(nn.Module):
         mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
-        compile: str = "never",
+        compile: str = "auto",
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
@@ -168,7 +166,7 @@ class Recurrent(nn.Module):
             "recompute": True,
         }
         values = {name: getattr(self, name) for name in defaults}
-        defaults["compile"], values["compile"] = "never", self.compile_cell
+        defaults["compile"], values["compile"] = "auto", self.compile_cell
         return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
 
     @never_in_graphs
