@@ -201,7 +201,7 @@ static py::dict facts_of(const fusedrnn::Cell& cell) {
     weights.append(py::make_tuple(p.name, name_of(width)));
   }
   py::dict facts;
-  facts["index"] = &cell - fusedrnn::kCells;
+  facts["index"] = &cell - fusedrnn::kCells.data();
   facts["has_cell_state"] = fusedrnn::has_cell_state(cell);
   facts["has_latent"] = has_latent;
   facts["is_projected"] = fusedrnn::is_projected(cell);
