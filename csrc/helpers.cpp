@@ -12,11 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "cell/sized_program.h"
 #include "cpu/memory.h"
 #include "cuda/memory.h"
 #include "driver/parts.h"
 #include "driver/planner.h"
 #include "driver/tuning.h"
+#include "program/numbers.h"
 
 namespace py = pybind11;
 
@@ -201,7 +203,7 @@ static py::dict facts_of(const fusedrnn::Cell& cell) {
     weights.append(py::make_tuple(p.name, name_of(width)));
   }
   py::dict facts;
-  facts["index"] = &cell - fusedrnn::kCells;
+  facts["index"] = &cell - fusedrnn::kCells.data();
   facts["has_cell_state"] = fusedrnn::has_cell_state(cell);
   facts["has_latent"] = has_latent;
   facts["is_projected"] = fusedrnn::is_projected(cell);
@@ -270,6 +272,25 @@ PYBIND11_MODULE(_helpers, m) {
       },
       py::arg("cell"), py::arg("hidden_size"), py::arg("latent_size"), py::arg("noise"),
       "Numbers per step and row of the batch that recompute=False saves for backward.");
+  m.def(
+      "cell_program",
+      [](const std::string& name, int64_t input_size, int64_t hidden_size, int64_t latent_size,
+         int64_t output_size, bool bias, bool noise) {
+        const auto index = &cell_named(name) - fusedrnn::kCells.data();
+        const fusedrnn::cells::Program& cell = fusedrnn::cells::kPrograms[index];
+        py::list stages;
+        for (const fusedrnn::cells::Stage& stage : cell.stages) {
+          stages.append(
+              fusedrnn::name_of(noise ? stage.kind : fusedrnn::without_noise(stage.kind)));
+        }
+        const fusedrnn::Sizes sizes{input_size, hidden_size, latent_size, output_size};
+        return py::make_tuple(fusedrnn::program::write(fusedrnn::sized(cell, sizes, bias, noise)),
+                              py::tuple(stages));
+      },
+      py::kw_only(), py::arg("cell"), py::arg("input_size"), py::arg("hidden_size"),
+      py::arg("latent_size"), py::arg("output_size"), py::arg("bias"), py::arg("noise"),
+      "The program of a cell as a list of numbers, and its stages: names of structs of "
+      "csrc/cell/stages.h.");
   // Operators take indices into these two.
   py::dict cells;
   py::list backends;

@@ -18,6 +18,16 @@ def layer_layout(
     output_size: int,
     bias: bool,
 ) -> list[tuple[str, tuple[int, ...]]]: ...
+def cell_program(
+    *,
+    cell: str,
+    input_size: int,
+    hidden_size: int,
+    latent_size: int,
+    output_size: int,
+    bias: bool,
+    noise: bool,
+) -> tuple[list[int], tuple[str, ...]]: ...
 def check_sizes(
     *,
     cell: str,

@@ -1,105 +1,21 @@
-// The table of cells: which projections a cell has, which stages they feed, and where each weight
-// lies in the flat buffer.  A new cell is one more row here, and its stages in stages.h.
+// The table of cells, and where each weight lies in the flat buffer.  All of it follows from the
+// programs of programs.h.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "../base/checked.h"
-#include "stages.h"
+#include "chain.h"
 
 namespace fusedrnn {
 
-constexpr int kMaxStages = 2;
-constexpr int kMaxProjections = 3;
-
-enum class Width { Input, Hidden, Latent, Output };
-
-// output: the features of h; equal to hidden unless the cell projects h.
-struct Sizes {
-  int64_t input, hidden, latent, output;
-  int64_t operator[](Width width) const {
-    switch (width) {
-      case Width::Input: return input;
-      case Width::Hidden: return hidden;
-      case Width::Latent: return latent;
-      case Width::Output: return output;
-    }
-    return 0;
-  }
-};
-
-// weight_<name> has shape (blocks * size(to), size(from)); bias_<name> has (blocks * size(to)).
-struct Projection {
-  const char* name;
-  int blocks;
-  Width to, from;
-  bool has_bias = true;
-};
-
-// A stage and the projection that feeds it.
-struct CellStage {
-  StageKind kind;
-  int projection;
-};
-
-// Projection 0 always reads the layer's input; it makes the input gates of the recurrent stage, the
-// one stage with a carry.  The result of the last stage, h, is the layer's output.  Stages after
-// the recurrent one are linear, and only a cell with a cell state has them.
-struct Cell {
-  const char* name;
-  int num_projections;
-  Projection projections[kMaxProjections];
-  int num_stages;
-  CellStage stages[kMaxStages];
-};
-
-constexpr Cell kCells[] = {
-    {"stochastic_gru",
-     3,
-     {{"ih", 3, Width::Hidden, Width::Input},
-      {"zh", 3, Width::Hidden, Width::Latent},
-      {"hz", 2, Width::Latent, Width::Hidden}},
-     2,
-     {{StageKind::Sample, 2}, {StageKind::Gru, 1}}},
-    {"gru",
-     2,
-     {{"ih", 3, Width::Hidden, Width::Input}, {"hh", 3, Width::Hidden, Width::Hidden}},
-     1,
-     {{StageKind::Gru, 1}}},
-    {"lstm",
-     2,
-     {{"ih", 4, Width::Hidden, Width::Input}, {"hh", 4, Width::Hidden, Width::Hidden}},
-     1,
-     {{StageKind::Lstm, 1}}},
-    {"projected_lstm",
-     3,
-     {{"ih", 4, Width::Hidden, Width::Input},
-      {"hh", 4, Width::Hidden, Width::Output},
-      {"hr", 1, Width::Output, Width::Hidden, false}},
-     2,
-     {{StageKind::Lstm, 1}, {StageKind::Linear, 2}}},
-};
-
-inline int recurrent_stage(const Cell& cell) {
-  int s = 0;
-  while (!traits(cell.stages[s].kind).has_carry) ++s;
-  return s;
-}
-
-inline bool has_cell_state(const Cell& cell) {
-  return traits(cell.stages[recurrent_stage(cell)].kind).has_cell_state;
-}
-inline bool is_projected(const Cell& cell) { return recurrent_stage(cell) < cell.num_stages - 1; }
-
-// The cell that takes z = loc instead of a sample.
-inline Cell without_noise(Cell cell) {
-  for (CellStage& stage : cell.stages) {
-    if (stage.kind == StageKind::Sample) stage.kind = StageKind::Linear;
-  }
-  return cell;
-}
+constexpr auto kCells = [] {
+  std::array<Cell, std::size(cells::kPrograms)> chains{};
+  for (size_t i = 0; i < chains.size(); ++i) chains[i] = chain_of(cells::kPrograms[i]);
+  return chains;
+}();
 
 // Pre-activations per step and row of the batch, which forward saves if backward is not to
 // recompute them.  Stages after the recurrent one need none.

@@ -36,6 +36,7 @@ enum class StageKind { Sample, Linear, Gru, Lstm };
 // hidden_gates and pre: loc, logvar.
 struct Sample {
   static constexpr StageKind kKind = StageKind::Sample;
+  static constexpr const char* kName = "Sample";
   static constexpr int kInputGates = 0, kShared = 0, kHiddenGates = 2, kPre = 2;
   static constexpr bool kCarry = false, kNoise = true, kFactors = true;
   static constexpr bool kCellState = false, kResult = false, kLinear = false;
@@ -73,6 +74,7 @@ struct Sample {
 // proj_size in torch.nn.LSTM).
 struct Linear {
   static constexpr StageKind kKind = StageKind::Linear;
+  static constexpr const char* kName = "Linear";
   static constexpr int kInputGates = 0, kShared = 0, kHiddenGates = 1, kPre = 1;
   static constexpr bool kCarry = false, kNoise = false, kFactors = false;
   static constexpr bool kCellState = false, kResult = true, kLinear = true;
@@ -100,6 +102,7 @@ struct Linear {
 // input_gates: x_r, x_u, x_n.  hidden_gates: g_r, g_u, g_n.  pre: x_r + g_r, x_u + g_u, x_n, g_n.
 struct Gru {
   static constexpr StageKind kKind = StageKind::Gru;
+  static constexpr const char* kName = "Gru";
   static constexpr int kInputGates = 3, kShared = 2, kHiddenGates = 3, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
   static constexpr bool kCellState = false, kResult = true, kLinear = false;
@@ -141,6 +144,7 @@ struct Gru {
 // input_gates and hidden_gates: for i, f, g, o.  pre: their sums.  The cell state is c.
 struct Lstm {
   static constexpr StageKind kKind = StageKind::Lstm;
+  static constexpr const char* kName = "Lstm";
   static constexpr int kInputGates = 4, kShared = 4, kHiddenGates = 4, kPre = 4;
   static constexpr bool kCarry = true, kNoise = false, kFactors = false;
   static constexpr bool kCellState = true, kResult = true, kLinear = false;
@@ -183,7 +187,7 @@ inline constexpr int kInputGatesAlone = Stage::kInputGates - Stage::kShared;
 
 // Calls f(Stage{}) for the stage that `kind` names.  No other code switches on the kind.
 template <class F>
-void dispatch_stage(StageKind kind, const F& f) {
+constexpr void dispatch_stage(StageKind kind, const F& f) {
   switch (kind) {
     case StageKind::Sample: return f(Sample{});
     case StageKind::Linear: return f(Linear{});
@@ -194,17 +198,28 @@ void dispatch_stage(StageKind kind, const F& f) {
 
 struct StageTraits {
   int input_blocks, shared_blocks, hidden_blocks, pre_blocks;
-  bool has_carry, has_factors, has_cell_state;
+  bool has_carry, has_noise, has_factors, has_cell_state, is_result, is_linear;
 };
 
-inline StageTraits traits(StageKind kind) {
+constexpr StageTraits traits(StageKind kind) {
   StageTraits t{};
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    t = {Stage::kInputGates, Stage::kShared,  Stage::kHiddenGates, Stage::kPre,
-         Stage::kCarry,      Stage::kFactors, Stage::kCellState};
+    t = {Stage::kInputGates, Stage::kShared,  Stage::kHiddenGates, Stage::kPre,    Stage::kCarry,
+         Stage::kNoise,      Stage::kFactors, Stage::kCellState,   Stage::kResult, Stage::kLinear};
   });
   return t;
+}
+
+constexpr const char* name_of(StageKind kind) {
+  const char* name = nullptr;
+  dispatch_stage(kind, [&](auto stage) { name = decltype(stage)::kName; });
+  return name;
+}
+
+// The stage where noise is left out.
+constexpr StageKind without_noise(StageKind kind) {
+  return kind == StageKind::Sample ? StageKind::Linear : kind;
 }
 
 }  // namespace fusedrnn

@@ -8,7 +8,7 @@
 
 #include "../base/checked.h"
 #include "../program/flow.h"
-#include "../program/read.h"
+#include "../program/numbers.h"
 #include "stable.h"
 
 namespace fusedrnn {

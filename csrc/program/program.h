@@ -2,7 +2,7 @@
 //
 // A step reads inputs and carries (the state before it), and makes values, of which some are its
 // outputs and the carries of the next step.  Python writes the program as a list of numbers;
-// read.h checks every one of them, since the driver's pointers follow from them.
+// numbers.h checks every one of them, since the driver's pointers follow from them.
 #pragma once
 #include <algorithm>
 #include <cstdint>

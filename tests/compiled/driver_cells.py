@@ -80,7 +80,8 @@ def _text(dtype: torch.dtype) -> str:
     functions = ""
     for cell in CELLS.values():
         cases = "".join(
-            f"    case {i}: return run<{TYPES[dtype]}, {stage}>(backward != 0, *a, first, last);\n"
+            f"    case {i}: return run<{TYPES[dtype]}, program::{stage}>"
+            "(backward != 0, *a, first, last);\n"
             for i, stage in enumerate(cell.stages)
         )
         functions += f"""

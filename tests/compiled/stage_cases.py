@@ -71,6 +71,24 @@ KINDS = {
         [COLUMN, DRAWN_UNIFORM], [COLUMN], lambda x, u: [x * (u >= 0.25).to(x.dtype) / 0.75]
     ),
     "many_groups": Kinds([COLUMN, GROUP, GROUP], [COLUMN, SUM], lambda x, a, b: [x * a * b] * 2),
+    # Noise of an instruction set without FMA may differ from that of the library in a float's last
+    # bit, and one number in 150,000 is then rounded to another float16; not with this name as seed.
+    "sample_of_a_layer": Kinds(
+        [DRAWN_NORMAL, COLUMN, COLUMN],
+        [COLUMN],
+        lambda eps, loc, logvar: [loc + eps * torch.exp(logvar / 2)],
+    ),
+    "linear_of_a_layer": Kinds([COLUMN], [COLUMN], lambda x: [x]),
+    "gru_of_a_layer": Kinds(
+        [COLUMN] * 7,
+        [COLUMN],
+        lambda h, xr, xu, xn, pr, pu, pn: gru(xr + pr, xu + pu, xn, pn, h),
+    ),
+    "lstm_of_a_layer": Kinds(
+        [COLUMN] * 9,
+        [COLUMN] * 2,
+        lambda c, *gates: lstm(*(x + p for x, p in zip(gates[:4], gates[4:], strict=True)), c),
+    ),
 }
 
 

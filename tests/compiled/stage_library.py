@@ -203,7 +203,7 @@ def instruction_sets() -> list[str]:
 @functools.cache
 def headers() -> bytes:
     """The digest of all that a library may include."""
-    names = ("base/*.h", "cpu/vector.h", "persistent/device.h", "program/*.h")
+    names = ("base/*.h", "cell/*.h", "cpu/vector.h", "persistent/device.h", "program/*.h")
     paths = [path for name in names for path in CSRC.glob(name)]
     paths += [HERE / "stages.h", HERE.parent / "emulator/fibers.h"]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).digest()

@@ -1,6 +1,7 @@
 // Stages in the form of those that Python prints, written by hand, for tests of the loops around
-// them.  Included after stage_loop.h or stage_kernel.h.
+// them; and those of the built-in cells.  Included after stage_loop.h or stage_kernel.h.
 #pragma once
+#include "../../csrc/cell/printed.h"
 
 namespace fusedrnn::program {
 
@@ -227,6 +228,19 @@ struct ManyGroups {
   }
 };
 
+struct BuiltInSample : Printed<fusedrnn::Sample> {
+  static constexpr const char* kName = "sample_of_a_layer";
+};
+struct BuiltInLinear : Printed<fusedrnn::Linear> {
+  static constexpr const char* kName = "linear_of_a_layer";
+};
+struct BuiltInGru : Printed<fusedrnn::Gru> {
+  static constexpr const char* kName = "gru_of_a_layer";
+};
+struct BuiltInLstm : Printed<fusedrnn::Lstm> {
+  static constexpr const char* kName = "lstm_of_a_layer";
+};
+
 // Calls f(stage) for each stage, in the order of their numbers.
 template <class F>
 void for_each_stage(const F& f) {
@@ -241,6 +255,10 @@ void for_each_stage(const F& f) {
   f(OneHot{});
   f(Dropout{});
   f(ManyGroups{});
+  f(BuiltInSample{});
+  f(BuiltInLinear{});
+  f(BuiltInGru{});
+  f(BuiltInLstm{});
 }
 
 }  // namespace fusedrnn::program

@@ -1,5 +1,5 @@
 // Plans for each cell: a persistent kernel that exists, or a reason for none; the workspace of
-// matrix products; and the length of chunks.
+// matrix products; and the length of chunks.  And which programs are chains.
 #include <cstdio>
 #include <iterator>
 
@@ -220,6 +220,75 @@ static void check_remembered() {
   expect("plans that would be others now", wrong, 0);
 }
 
+// A program that is not in the table.
+constexpr cells::Program kStochasticLstm = {
+    "stochastic_lstm",
+    /*inputs=*/{Width::Input},
+    /*sequences=*/{Width::Hidden},
+    /*carries=*/{{Width::Hidden, 0}, {Width::Hidden}},
+    /*values=*/{{Width::Latent}, {Width::Hidden, 0, 0}, {Width::Hidden, cells::kNone, 1}},
+    /*products=*/
+    {{"ih", cells::input(0), 4, Width::Hidden},
+     {"zh", cells::value(0), 4, Width::Hidden},
+     {"hz", cells::carry(0), 2, Width::Latent, false}},
+    /*stages=*/
+    {{StageKind::Sample, {cells::draw(0), cells::array(2)}, {0}},
+     {StageKind::Lstm, {cells::carry(1), cells::array(0), cells::array(1)}, {1, 2}}}};
+constexpr Cell kChain = chain_of(kStochasticLstm);
+static_assert(kChain.num_projections == 3 && kChain.num_stages == 2);
+static_assert(kChain.projections[1].from == Width::Latent && !kChain.projections[2].has_bias);
+static_assert(kChain.stages[0].kind == StageKind::Sample && kChain.stages[0].projection == 2);
+static_assert(recurrent_stage(kChain) == 1 && has_cell_state(kChain) && !is_projected(kChain));
+
+// Expects that a program is no chain, by a rule whose text begins so.
+static void refuse(const cells::Program& program, const std::string& rule) {
+  std::string why;
+  try {
+    chain_of(program);
+  } catch (const std::runtime_error& error) {
+    why = error.what();
+  }
+  const std::string expected = std::string("fusedrnn: ") + program.name + " is no chain: " + rule;
+  if (why.compare(0, expected.size(), expected) != 0) ++failures;
+  std::printf("%s, expected %s\n", why.c_str(), expected.c_str());
+}
+
+static void check_rules_of_chains() {
+  using namespace cells;
+  const auto with = [](const auto& change) {
+    cells::Program program = kStochasticLstm;
+    change(program);
+    return program;
+  };
+  const auto stages = [&](const cells::Stage& first, const cells::Stage& second) {
+    return with([&](auto& program) { program.stages = {first, second}; });
+  };
+  const cells::Stage sample = kStochasticLstm.stages[0], lstm = kStochasticLstm.stages[1];
+  refuse(with([](auto& p) { p.inputs = {Width::Input, Width::Hidden}; }), "it must have one input");
+  refuse(with([&](auto& p) { p.stages = {lstm}; }), "it must have one or two stages");
+  refuse(with([](auto& p) {
+           p.products = {p.products[0], p.products[1], {"xz", input(0), 2, Width::Latent}};
+         }),
+         "product 0, and no other");
+  refuse(with([](auto& p) {
+           p.products = {p.products[0], {"zh", value(0), 3, Width::Hidden}, p.products[2]};
+         }),
+         "a stage must have as many columns");
+  refuse(stages(sample, {StageKind::Lstm, {carry(1), array(0), array(1)}, {1}}),
+         "a stage must read and make");
+  refuse(stages(sample, {StageKind::Lstm, {value(0), array(0), array(1)}, {1, 2}}),
+         "a stage must read its carry");
+  refuse(stages(sample, {StageKind::Lstm, {carry(1), array(1), array(1)}, {1, 2}}),
+         "input gates must be");
+  refuse(stages({StageKind::Sample, {draw(0), array(0)}, {0}}, lstm), "hidden gates must be");
+  refuse(stages({StageKind::Sample, {draw(0), array(1)}, {0}}, lstm), "the first stage must read");
+  refuse(stages(sample, {StageKind::Linear, {array(1)}, {1}}), "one stage must have a carry");
+  refuse(stages(sample, {StageKind::Lstm, {carry(0), array(0), array(1)}, {1, 2}}),
+         "the one carry besides h");
+  refuse(with([](auto& p) { p.values = {p.values[0], {Width::Hidden}, p.values[2]}; }),
+         "the result of the last stage");
+}
+
 int main() {
   check_gemm_workspace();
   check_remembered();
@@ -229,10 +298,7 @@ int main() {
     check(cell, true);
     check(without_noise(cell), true);
   }
-  // A row of the table without compiled kernels.
-  Cell stochastic_lstm = *find_cell("stochastic_gru");
-  stochastic_lstm.name = "stochastic_lstm";
-  stochastic_lstm.stages[1].kind = StageKind::Lstm;
-  check(stochastic_lstm, false);
+  check(kChain, false);  // there are no kernels for its stages
+  check_rules_of_chains();
   return failures;
 }

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 # A file includes files of its own layer's folders and of lower ones.
 CPP_LAYERS = {
-    0: ["base/*", "cell/*"],  # numbers, memory, and what a cell computes
+    # numbers, memory, what a cell computes, and the form in which programs say it
+    0: ["base/*", "cell/*", "program/program.h", "program/stage.h"],
     # one step, as plain data, and its body; what happens between two steps of a program
     1: ["step/*", "program/carries.h"],
     2: ["cpu/*", "persistent/*", "cuda/*"],  # steps carried out

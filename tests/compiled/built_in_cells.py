@@ -1,0 +1,189 @@
+"""The built-in cells as programs: by the driver of programs, and by that of the built-in layers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from driver_calls import SEED, Call, Results
+from driver_cells import Cell
+from stage_library import TARGETS, TYPES, compiled, instruction_sets
+
+from fusedrnn import _helpers as helpers
+from fusedrnn import _ops
+from fusedrnn._compile import operators
+from fusedrnn._compile.program import Program
+from fusedrnn.cells import CELLS, Sizes
+
+
+def read(numbers: list[int]) -> Program:
+    """The inverse of :meth:`Program.numbers`."""
+    left = iter(numbers)
+    program: Program = _read(Program, left)
+    assert next(left, None) is None
+    return program
+
+
+def _read(kind: typing.Any, left: Iterator[int]) -> typing.Any:
+    if typing.get_origin(kind) is list:
+        return [_read(typing.get_args(kind)[0], left) for _ in range(next(left))]
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(part, left) for part in typing.get_args(kind))
+    if dataclasses.is_dataclass(kind):
+        types = typing.get_type_hints(kind)
+        return kind(*(_read(types[f.name], left) for f in dataclasses.fields(kind)))
+    return kind(next(left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn(Cell):
+    """A built-in cell of some sizes; ``name`` is that of the table of cells."""
+
+    sizes: Sizes
+    bias: bool
+    noise: bool
+
+    @classmethod
+    def of(cls, name: str, sizes: Sizes, *, bias: bool = True, noise: bool = True) -> BuiltIn:
+        numbers, stages = helpers.cell_program(
+            cell=name,
+            input_size=sizes.input,
+            hidden_size=sizes.hidden,
+            latent_size=sizes.latent,
+            output_size=sizes.output,
+            bias=bias,
+            noise=noise,
+        )
+        program = read(numbers)
+        draws = (sizes.latent,) * len(program.streams)
+        return cls(name, program, stages, _no_step, draws, sizes=sizes, bias=bias, noise=noise)
+
+    def number(self, dtype: torch.dtype) -> int:
+        """Of the operators."""
+        return _number(tuple(self.program.numbers()), self.stages, dtype)
+
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the layer's parameters, in their order."""
+        sizes = (self.sizes.input, self.sizes.hidden, self.sizes.latent, self.sizes.output)
+        return helpers.layer_layout(self.name, *sizes, self.bias)
+
+    def places(self) -> dict[str, tuple[str, int]]:
+        """By the name of each parameter, which weight or vector of the program it is."""
+        weights = [name for name, _ in CELLS[self.name].weights]
+        parameters = {name for name, _ in self.layout()}
+        biases = [name.replace("weight", "bias") for name in weights]
+        biases = [name for name in biases if name in parameters]
+        places = {name: ("weight", i) for i, name in enumerate(weights)}
+        return places | {name: ("vector", i) for i, name in enumerate(biases)}
+
+
+def _no_step(*_: object) -> typing.NoReturn:
+    raise NotImplementedError("built-in cells have no step in Python")
+
+
+@functools.cache
+def _number(numbers: tuple[int, ...], stages: tuple[str, ...], dtype: torch.dtype) -> int:
+    name = "_".join(("stages", *stages))
+    function = ctypes.cast(_library(dtype)[name], ctypes.c_void_p).value
+    assert function is not None
+    return operators.add_program(read(list(numbers)), function, dtype=dtype)
+
+
+ALL_STAGES = (("Gru",), ("Lstm",), ("Lstm", "Linear"), ("Sample", "Gru"), ("Linear", "Gru"))
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL:
+    """With a function for the stages of each cell."""
+    isa = instruction_sets()[-1]
+    target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
+    functions = ""
+    for stages in ALL_STAGES:
+        cases = "".join(
+            f"    case {i}: return run<{TYPES[dtype]}, Printed<fusedrnn::{stage}>>"
+            "(backward != 0, *a, first, last);\n"
+            for i, stage in enumerate(stages)
+        )
+        functions += f"""
+extern "C" __attribute__((visibility("default"))) void {"_".join(("stages", *stages))}(
+    int64_t stage, int64_t backward, const StageArgs* a, int64_t first, int64_t last) {{
+  switch (stage) {{
+{cases}  }}
+}}
+"""
+    text = f"""#define FUSEDRNN_ISA {isa}
+{target}#include "program/stage_loop.h"
+#include "cell/printed.h"
+using namespace fusedrnn;
+using namespace fusedrnn::program;
+{functions}"""
+    return ctypes.CDLL(str(compiled(f"built_in_{TYPES[dtype]}", text)))
+
+
+def by_layer(call: Call) -> Results:
+    """The same as driver_calls.found() by the operators of built-in layers, of call.weights."""
+    cell = call.cell
+    assert isinstance(cell, BuiltIn)
+    places = cell.places()
+    weights = []
+    for name, shape in cell.layout():
+        kind, i = places[name]
+        given = call.weights[i].t() if kind == "weight" else call.vectors[i]
+        rest = torch.full((shape[0] - given.shape[0], *given.shape[1:]), 0.5, dtype=call.dtype)
+        weights.append(torch.cat([given, rest]))
+    has_state = CELLS[cell.name].has_cell_state
+    tensors = _ops.LayerTensors(
+        call.inputs[0],
+        call.carries[0][None],
+        weights,
+        call.carries[1][None] if has_state else None,
+        seed=torch.tensor([SEED]) if cell.draws else None,
+        lengths=call.lengths,
+        reset=call.reset,
+    )
+    layer = _ops.LayerCall(
+        cell=cell.name,
+        noise_stream=call.stream,
+        first_step=call.first_step,
+        reverse=call.reverse,
+        chunk_size=call.chunk,
+    )
+    made = _ops.forward(layer, tensors, save_gates=call.saves)
+    flags: typing.Any = _ops.LayerTensors(True, True, [True] * len(weights), has_state)
+    gradients = _ops.backward(
+        layer,
+        _ops.needs_of(flags),
+        _ops.Cotangents(
+            call.grad_sequences[0],
+            call.grad_last[0][None],
+            call.grad_last[1][None] if has_state else None,
+        ),
+        _ops.Saved(
+            made.output,
+            made.saved_gates if call.saves else None,
+            made.chunk_cell_states if has_state else None,
+        ),
+        tensors,
+    )
+    results = {
+        "sequence 0": made.output,
+        "last 0": made.h_n[0],
+        "grad input 0": gradients.input,
+        "grad carry 0": gradients.hx[0],
+    }
+    if has_state:
+        results |= {"last 1": made.c_n[0], "grad carry 1": gradients.cx[0]}
+    at = 0
+    for (name, _), weight in zip(cell.layout(), weights, strict=True):
+        kind, i = places[name]
+        gradient = gradients.weights[at : at + weight.numel()].view(weight.shape)
+        at += weight.numel()
+        given = call.weights[i].t() if kind == "weight" else call.vectors[i]
+        gradient = gradient[: given.shape[0]]
+        results[f"grad {kind} {i}"] = gradient.t() if kind == "weight" else gradient
+    return results
