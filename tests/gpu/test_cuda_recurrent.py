@@ -38,6 +38,11 @@ class Noisy(nn.Module):
 
 
 @pytest.fixture(autouse=True)
+def steps_in_python(monkeypatch):
+    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")  # compiled/test_gpu_programs.py has the others
+
+
+@pytest.fixture(autouse=True)
 def no_warnings():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "fusedrnn")
