@@ -5,6 +5,8 @@ which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on
 CUDA graphs. With --compiled also with steps by torch.compile, and by torch's own ``scan``, which
 takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
 
+On the CPU also seconds of the first use of a compiled cell: any_cell_first.py.
+
 On a GPU each cell has a process of its own, and allocations are not counted.
 """
 
@@ -21,6 +23,7 @@ import torch
 
 from docs.examples.published_cells import CASES, Case
 
+from . import any_cell_first
 from .any_cell_steps import (
     BUILT_IN,
     CHECKPOINT,
@@ -91,7 +94,13 @@ def run(run: Run) -> Report:
     names = (*ON_CPU, *WITH_COMPILER) if run.options.compiled else ON_CPU
     over = QUICK_OVER_SEQ_LEN if run.quick else OVER_SEQ_LEN
     torch.distributions.Distribution.set_default_validate_args(False)
-    task = run.progress.add_task("any_cell", total=len(cases) * len(names) + len(over))
+    first_cases = cases[:1] if run.quick else cases
+    total = len(cases) * len(names) + len(first_cases) + len(over)
+    task = run.progress.add_task("any_cell", total=total)
+    first = {}
+    for case in first_cases:
+        first[case.name] = any_cell_first.first_uses(case, size)
+        run.progress.advance(task)
     results: dict[str, dict[str, Row]] = {}
     for case in cases:
         here = contenders(case, names)
@@ -109,7 +118,7 @@ def run(run: Run) -> Report:
         run.progress.advance(task)
     _plot(run, growth, size)
     left_out = () if run.options.compiled else ("what needs --compiled",)
-    return _report(size, names, results, growth, left_out)
+    return _report(size, names, results, growth, first, left_out)
 
 
 def run_on_cuda(run: Run) -> Report:
@@ -213,6 +222,7 @@ def _report(
     names: Sequence[str],
     rows: dict[str, dict[str, Row]],
     growth: Sequence[dict[str, Any]] = (),
+    first: dict[str, dict[str, Row]] | None = None,
     left_out: Sequence[str] = (),
 ) -> Report:
     results = {cell: _with_ratios(of_cell) for cell, of_cell in rows.items()}
@@ -230,6 +240,11 @@ def _report(
         for name, row in result.items()
         if name.startswith("Recurrent") and "error" in row
     ]
+    if first:
+        content["first_use"] = first
+        tables.append(any_cell_first.table(first, size))
+        targets += any_cell_first.targets(first, size)
+        failures += any_cell_first.failures(first)
     shown = [table for table in tables if table]
     return Report("any_cell", content, shown, targets, failures, left_out)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import any_cell, readme, report
+from bench import any_cell, any_cell_first, readme, report
 from bench.any_cell_steps import BUILT_IN, BUILT_IN_LAYERS, LOOP, OURS, PROGRAM, Size, Step
 from docs.examples.published_cells import CASES
 
@@ -78,3 +78,24 @@ def test_the_document_shows_the_contenders_that_there_are(tmp_path: Path) -> Non
         "| ForumCell | 0.0 MiB, 4 ms | 1.00, 0.50 | 1.00, 0.25 | 1.00, 2.00 |",
         "| sLSTM | 0.0 MiB, 4 ms | 1.00, 0.50 | – | 1.00, 2.00 |",
     ]
+
+
+def test_the_first_use_is_built_once_and_found_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has its process; why a process has no seconds is a failure, or that of the cell."""
+    found = any_cell_first.first_uses(next(c for c in CASES if c.name == "IndRNN"), SIZE)
+    built, cached = (found[name] for name in (any_cell_first.BUILT, any_cell_first.CACHED))
+    assert built["process"] != cached["process"]
+    assert built["seconds"] > 0 < cached["seconds"]
+    assert built["libraries"] > 0 == cached["libraries"]
+    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")
+    unable = any_cell_first.first_uses(CASES[0], SIZE)
+    assert "FUSEDRNN_COMPILE=0" in unable[any_cell_first.BUILT]["unable"]
+    failed = {any_cell_first.BUILT: {"seconds": 12.0}, any_cell_first.CACHED: {"error": "broken"}}
+    rows = {LOOP: {"unable": "no"}}
+    all_of_it = {"IndRNN": found, "RNNCell": unable, "sLSTM": failed}
+    result = any_cell._report(SIZE, (LOOP,), {"sLSTM": rows}, first=all_of_it)
+    assert result.failures == ["The first use of sLSTM, from the cache: broken"]
+    assert [t.passed for t in result.targets][1:] == [False]
+    assert [row[1:] for row in result.tables[-1].rows][1:] == [["-", "-"], ["12.0", "-"]]
