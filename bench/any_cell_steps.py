@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,18 @@ PROGRAM = "Recurrent, compiled cell"
 OURS, PARALLEL, COMPILED = "Recurrent, loop", "Recurrent, parallel", "Recurrent, torch.compile"
 GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, compiled step, CUDA graphs"
 SCAN = "torch's scan"
+BUILT_IN = "built-in"
+BUILT_IN_LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "ForumCell": lambda width: fusedrnn.StochasticGRU(width, width, width),
+    "GRUCell": lambda width: fusedrnn.GRU(width, width),
+    "LSTMCell": lambda width: fusedrnn.LSTM(width, width),
+}
+"""From the name of a cell to the layer of this package that computes the same, if there is one."""
+
+
+def contenders(case: Case, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that there are for a cell."""
+    return [name for name in names if name != BUILT_IN or case.name in BUILT_IN_LAYERS]
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,9 @@ class Step:
         self.state = start_of(self.cell, size, device)
         self.structure = pytree.tree_structure(self.state)
         self.chunk = round(size.seq_len**0.5)
-        self.forward = self._forwards()[name]
+        self.forward = (
+            self._built_in(case.name, size) if name == BUILT_IN else self._forwards()[name]
+        )
         self.gradients: list[Tensor] | None = None
 
     def _forwards(self) -> dict[str, Callable[[], Any]]:
@@ -65,6 +79,15 @@ class Step:
             COMPILED_GRAPHS: ours(torch_compile=True, cuda_graphs=True),
             SCAN: self._scan,
         }
+
+    def _built_in(self, name: str, size: Size) -> Callable[[], Any]:
+        """Forward of the layer with the weights of the cell, in whose place it is trained."""
+        layer = BUILT_IN_LAYERS[name](size.width).to(self.inputs.device)
+        weights = {f"{key}_l0": value for key, value in self.cell.state_dict().items()}
+        layer.load_state_dict(weights)
+        self.cell = layer
+        state = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), self.state)  # one layer's
+        return lambda: layer(self.inputs, state)[0]
 
     def train(self) -> None:
         """Forward and backward, with the same gradient of every output in all calls."""

@@ -48,6 +48,14 @@ GPU_PAIRS = (
     (OURS, LOOP, GRAPHED),
 )
 
+# Contenders for cells that users write, as they are shown; results may lack some.
+ANY_CELL = (
+    *("Recurrent, compiled cell", "built-in"),
+    *("Recurrent", "Recurrent, loop", "Recurrent, parallel", "checkpoint per chunk"),
+    *("Recurrent, compiled step", "Recurrent, torch.compile", "loop, compiled step"),
+    "torch's scan",
+)
+
 
 def afterwards(run: Run) -> None:
     """Writes readme.md next to the other results of a run that measured everything."""
@@ -179,15 +187,14 @@ def _split(text: str, name: str) -> tuple[str, str, str]:
 def any_cell_table(results: Path) -> str:
     """Peak memory and time of cells that users write, as multiples of the plain loop's."""
     content = _load(results, "any_cell")
-    names = ["Recurrent", "Recurrent, parallel", "checkpoint per chunk"]
-    compiled = ["Recurrent, compiled step", "loop, compiled step", "torch's scan"]
-    names += [name for name in compiled if all(name in c for c in content["cells"].values())]
+    cells = content["cells"]
+    names = [name for name in ANY_CELL if any(name in rows for rows in cells.values())]
     rows = []
-    for cell, measured in content["cells"].items():
+    for cell, measured in cells.items():
         loop = measured["plain loop"]
         row = [cell, f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms"]
         for name in names:
-            other = measured[name]
+            other = measured.get(name, {})
             ratios = "–"
             if "ms" in other:
                 ratios = f"{other['peak_ratio']:.2f}, {other['time_ratio']['median']:.2f}"
