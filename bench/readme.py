@@ -1,8 +1,8 @@
 """Puts measured numbers into README.md and docs/gpu.md: ``python -m bench.readme``.
 
 Reads what benchmarks left in bench/results, writes bench/results/readme.md (the three rows and the
-sentence about a GPU in the README), gpu-h100.md (the table in docs/gpu.md) and any_cell.md (that in
-docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
+sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), gpu-h100.md
+(the table in docs/gpu.md) and any_cell.md (that in docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
 `python -m bench --all --out bench/results` does, and then writes readme.md too.
 """
 
@@ -209,8 +209,23 @@ def any_cell_table(results: Path) -> str:
     )
 
 
+def own_cell_line(results: Path) -> str:
+    """Peak memory and time of a cell in Python that is compiled, as multiples of its loop's."""
+    content = _load(results, "any_cell")
+    row, about = content["cells"]["ForumCell"]["Recurrent, compiled cell"], content["environment"]
+    size = content["size"]
+    return (
+        "**Your own cell**, written in plain PyTorch, is compiled at its first call: "
+        f"`fusedrnn.Recurrent(cell)` trains a stochastic GRU in **{row['peak_ratio']:.2f}** of its "
+        f"loop's memory and {row['time_ratio']['median']:.2f} of its time (T={size['seq_len']} "
+        f"B={size['batch']} H={size['width']}, float32, {machine(about)}, {about['date'][:10]}): "
+        "[docs/your-own-cell.md](docs/your-own-cell.md).\n"
+    )
+
+
 DOCUMENTS: dict[str, tuple[Callable[[Path], str], Path]] = {
     "readme": (summary, ROOT / "README.md"),
+    "own_cell": (own_cell_line, ROOT / "README.md"),
     GPU: (gpu_table, ROOT / "docs/gpu.md"),
     "any_cell": (any_cell_table, ROOT / "docs/any-cells.md"),
 }

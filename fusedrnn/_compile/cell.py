@@ -27,7 +27,7 @@ from .plan import Plan
 from .program import Out
 from .trace import ROWS, CannotCompile, trace
 from .unused import lowered_without
-from .verify import CORNERS, Trial, examples, verify, verify_library
+from .verify import CORNERS, MOST_ROWS, Trial, examples, verify, verify_library
 
 _tracing = threading.RLock()
 """Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
@@ -142,6 +142,10 @@ def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
                 f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
             )
 
+    for leaf in inputs:
+        if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
+            raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
+
     structures: list[Structure] = []
 
     def step(
@@ -183,8 +187,9 @@ def _lowered(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program, Trial]:
         return replace(program, **printed, dtype=torch.float64)
 
     for corner in CORNERS:
+        batch = min(run.rows, MOST_ROWS) if corner.batch is None else corner.batch
         try:
-            special = Trial.of_step(run, names, constants, inputs, state, corner)
+            special = Trial.of_step(run, names, constants, inputs, state, corner.numbers, batch)
         except CannotCompile:
             continue  # a step may refuse such numbers, as a distribution does a scale of 0
         try:

@@ -78,6 +78,38 @@ _FILLED = packets(
 )
 
 
+_COMPARISONS = packets("eq ne ge le gt lt")
+_SAME_ROUNDINGS = packets(
+    "add sub rsub neg mul where clone detach abs maximum minimum _to_copy square"
+) | {stop}
+"""Operations that a step may undo, or do on both sides of a comparison."""
+
+
+def _is_largest(e: Expression) -> bool:
+    """Whether an expression is the largest of some numbers, or made of it by simple operations."""
+    left, seen = [e], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen or one.is_mask:
+            continue
+        seen.add(id(one))
+        if one.kind == "reduced":
+            reduction = one.at[0]
+            if reduction.kind != "sum":
+                return True
+            # The first of the largest numbers is the sum of it and of zeros.
+            source = reduction.source
+            if source.packet is aten.where and any(
+                a.kind == "index" for mask in source.operands for a in mask.operands
+            ):
+                return True
+        elif one.kind == "value":
+            left.append(one.at[0])
+        elif one.kind == "op" and one.packet in _SAME_ROUNDINGS:
+            left += one.operands
+    return False
+
+
 class Lookup(NamedTuple):
     """Rows of a table of weights, which become an input of the program."""
 
@@ -105,6 +137,7 @@ class Lowered:
         self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
         self.new_carries = [self._result(node, "state") for node in traced.new_carries]
         self.outputs = [self._result(node, "output") for node in traced.outputs]
+        self._refuse_equal_by_making()
 
     # What depends on what
 
@@ -132,6 +165,18 @@ class Lowered:
                 self.kinds[node] = max(
                     kinds, key=("number", "weight", "row").index, default="number"
                 )
+
+    def _refuse_equal_by_making(self) -> None:
+        """Refuses comparisons to a largest number, which is equal to one of those it is of: their
+        roundings in backward, and in 16 bits in forward too, may be others."""
+        for e in self.expressions:
+            if e.kind != "op" or e.packet not in _COMPARISONS:
+                continue
+            if any(one.kind == "index" for one in e.operands):
+                continue
+            if any(map(_is_largest, e.operands)):
+                where = line_of(e.node) if e.node is not None else ""
+                raise CannotCompile(f"the step compares numbers to the largest of them{where}")
 
     def value(self, node: fx.Node) -> Any:
         return self.traced.values[node]
@@ -578,15 +623,14 @@ class Lowered:
             zeros = x.constant(0.0, e.width)
             only = operation(aten.where.self, here, e, zeros, width=e.width, node=node)
             return x.reduced("sum", only, size)
-        # amax shares its derivative between equal numbers.
-        largest = x.lift(x.reduced("max", e, size), size)
         if all(packet_of(user) is stop for user in node.users):
             return x.reduced("max", e, size)
-        here = operation(aten.eq.Tensor, e, largest, width=e.width, is_mask=True, node=node)
-        zeros = x.constant(0.0, e.width)
-        count = x.reduced("sum", self._number(here), size)
-        total = x.reduced("sum", operation(aten.where.self, here, e, zeros, width=e.width), size)
-        return operation(aten.div.Tensor, total, count, width=width, node=node)
+        # A sum that backward makes again may differ from forward's in its last bit, and is then
+        # not equal to the largest number that forward has found.
+        raise CannotCompile(
+            f"{name_of(node)} shares its derivative between equal numbers, which backward would "
+            f"have to find again{line_of(node)}; torch.max(x, dim).values does not"
+        )
 
     def _places(self, width: int, size: int) -> Expression:
         return self.expressions.make("index", at=(0,), width=width, group=size, level=0)

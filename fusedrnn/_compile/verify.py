@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,14 +37,28 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 3e-2, t
 """Relative: a step may have numbers that depend on the dtype of its weights, such as an eps."""
 
 
-Corner = Callable[[Tensor], Tensor]
+Numbers = Callable[[Tensor], Tensor]
 """Makes special numbers of random ones."""
-CORNERS: tuple[Corner, ...] = (
-    torch.zeros_like,
-    lambda x: x[..., :1].expand_as(x).clone(),
-    lambda x: 100 * x,
+
+
+class Corner(NamedTuple):
+    """What a step is tried with, too."""
+
+    numbers: Numbers
+    batch: int | None
+    """None for that of the call."""
+
+
+MOST_ROWS = 64
+CORNERS = (
+    Corner(torch.zeros_like, 2),
+    Corner(lambda x: x[..., :1].expand_as(x).clone(), 5),
+    Corner(lambda x: 100 * x, 2),
+    Corner(torch.clone, 1),
+    Corner(torch.clone, None),
 )
-"""Zeros, columns that are equal, and large numbers: where functions have limits and kinks."""
+"""Zeros, columns that are equal, and large numbers, where functions have limits and kinks; and
+batches of other sizes, by which a step may decide."""
 
 
 class Trial:
@@ -58,7 +72,8 @@ class Trial:
         state: Leaves,
         take_steps: Callable[[Trial], tuple[Sequence[Tensor], Sequence[Tensor]]],
         used: Sequence[bool] | None = None,
-        corner: Corner | None = None,
+        corner: Numbers | None = None,
+        batch: int = BATCH,
     ) -> None:
         """
         Args:
@@ -66,16 +81,17 @@ class Trial:
             take_steps: From a trial with tensors to what the steps return, and to the last state.
             used: Which of these results have gradients; all by default.
             corner: What inputs and states are; constants are then as they come.
+            batch: Rows.
         """
         self._random = torch.Generator().manual_seed(1)
-        self._corner = corner
+        self._corner, self.batch = corner, batch
         self.constants = [self._constant(c, t) for c, t in zip(constants, trained, strict=True)]
         self.inputs = [self._input(leaf) for leaf in inputs]
         self.state = [self._state(leaf) for leaf in state]
         self.noise = Noise.for_trial()
         outputs, last = take_steps(self)
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
-        self.last = [leaf.reshape(BATCH, -1) for leaf in last]
+        self.last = [leaf.reshape(batch, -1) for leaf in last]
         results = (*self.outputs, *self.last)
         self.cotangents = [
             self._normal(*y.shape) * is_used
@@ -134,7 +150,7 @@ class Trial:
         return _ops.draw(
             self.noise.seed.on(torch.device("cpu")),
             STEPS,
-            BATCH,
+            self.batch,
             width,
             stream=number * MOST_DRAWS,
             distribution=distribution,
@@ -158,17 +174,17 @@ class Trial:
         return value.requires_grad_(is_trained)
 
     def _input(self, leaf: Tensor) -> Tensor:
-        shape = (STEPS, BATCH, *leaf.shape[2:])
+        shape = (STEPS, self.batch, *leaf.shape[2:])
         if leaf.dtype == torch.bool:
             return torch.rand(shape, generator=self._random) < 0.5
         if not leaf.is_floating_point():  # maybe places in a table: only what came is safe
             flat = leaf.detach().cpu().reshape(-1, *leaf.shape[2:])
-            return flat[torch.arange(STEPS * BATCH) % flat.shape[0]].reshape(shape)
+            return flat[torch.arange(STEPS * self.batch) % flat.shape[0]].reshape(shape)
         made = self._normal(*shape)
         return (made if self._corner is None else self._corner(made)).requires_grad_()
 
     def _state(self, leaf: Tensor) -> Tensor:
-        made = self._normal(BATCH, *leaf.shape[1:])
+        made = self._normal(self.batch, *leaf.shape[1:])
         # Positive, since some states are divided by, or have a logarithm.
         made = made.abs() if self._corner is None else self._corner(made)
         return made.requires_grad_()
@@ -180,7 +196,8 @@ class Trial:
         constants: Leaves,
         inputs: Leaves,
         state: Leaves,
-        corner: Corner | None = None,
+        corner: Numbers | None = None,
+        batch: int = BATCH,
     ) -> Trial:
         """What the untouched step of a run makes. ``names``: of the constants.
 
@@ -195,6 +212,7 @@ class Trial:
             state,
             lambda trial: trial._loop(run, names),
             corner=corner,
+            batch=batch,
         )
 
     @staticmethod
@@ -235,7 +253,7 @@ class Trial:
             run.for_trial(STEPS),
             step=step,
             user_step=step,
-            rows=BATCH,
+            rows=self.batch,
             backwards=False,
             compiled=None,
             noise=self.noise,
@@ -440,7 +458,7 @@ def compare(
         scale = b.abs().max().item() if b.numel() else 0.0
         difference = (a - b).abs().max().item() if b.numel() else 0.0
         if not difference <= tolerance * (1 + scale):
-            where = " on zeros, equal or large numbers" if is_corner else ""
+            where = " on zeros, equal or large numbers, or in another batch" if is_corner else ""
             hint = (
                 ""
                 if what == "values" or is_corner
