@@ -2,8 +2,9 @@
 
 Reads what benchmarks left in bench/results, writes bench/results/readme.md (the three rows and the
 sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), gpu-h100.md
-(the table in docs/gpu.md) and any_cell.md (that in docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
-`python -m bench --all --out bench/results` does, and then writes readme.md too.
+(the table in docs/gpu.md) and any_cell.md (that in docs/any-cells.md), and copies them between the
+markers of these documents. Measures nothing: `python -m bench --all --out bench/results` does, and
+then writes readme.md too.
 """
 
 from __future__ import annotations
@@ -216,9 +217,10 @@ def own_cell_line(results: Path) -> str:
     size = content["size"]
     return (
         "**Your own cell**, written in plain PyTorch, is compiled at its first call: "
-        f"`fusedrnn.Recurrent(cell)` trains a stochastic GRU in **{row['peak_ratio']:.2f}** of its "
-        f"loop's memory and {row['time_ratio']['median']:.2f} of its time (T={size['seq_len']} "
-        f"B={size['batch']} H={size['width']}, float32, {machine(about)}, {about['date'][:10]}): "
+        '`fusedrnn.Recurrent(cell, compile="auto")` trains a stochastic GRU in '
+        f"**{row['peak_ratio']:.2f}** of its loop's memory and {row['time_ratio']['median']:.2f} "
+        f"of its time (T={size['seq_len']} B={size['batch']} H={size['width']}, float32, "
+        f"{machine(about)}, {about['date'][:10]}): "
         "[docs/your-own-cell.md](docs/your-own-cell.md).\n"
     )
 

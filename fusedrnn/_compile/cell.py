@@ -68,6 +68,8 @@ class Program:
     number: int = -1
     """Of the operators."""
     library: Library | None = None
+    unread: frozenset[str] = frozenset()
+    """Names of weights that have no part in results with gradients."""
     without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)
     """Programs for backward where some results have no gradients, by which have one; None where
     there is none."""
@@ -249,11 +251,13 @@ def without(
         Busy: Another thread takes too long.
     """
     with _one_at_a_time():
-        lowered = lowered_without(program.plan.lowered.traced, outputs, last)
+        lowered, read = lowered_without(program.plan.lowered.traced, outputs, last)
+        unread = {name for i, name in enumerate(program.names) if i not in read}
+        made = replace(program, unread=frozenset(unread), without={})
         if lowered is None:
-            return program
+            return made
         device = state[0].device
-        made = replace(program, **_printed(lowered, program.dtype, device), without={})
+        made = replace(made, **_printed(lowered, program.dtype, device))
         if made.plan.places() != program.plan.places():
             raise CannotCompile("what backward reads is kept in other places")
         trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))

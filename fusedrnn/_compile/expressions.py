@@ -32,7 +32,7 @@ class Expression:
     """Of a leaf: each number is read by as many neighbouring columns; 0 for one each."""
     level: int
     """How many products and reductions come one after the other before it."""
-    number: int
+    number: float
     """In the order in which expressions are made: operands come first."""
     is_mask: bool = False
     node: fx.Node | None = None

@@ -95,13 +95,14 @@ def _is_largest(e: Expression) -> bool:
         seen.add(id(one))
         if one.kind == "reduced":
             reduction = one.at[0]
-            if reduction.kind != "sum":
+            if reduction.kind == "max":
                 return True
             # The first of the largest numbers is the sum of it and of zeros.
             source = reduction.source
-            if source.packet is aten.where and any(
+            is_picked = source.packet is aten.where and any(
                 a.kind == "index" for mask in source.operands for a in mask.operands
-            ):
+            )
+            if reduction.kind == "sum" and is_picked:
                 return True
         elif one.kind == "value":
             left.append(one.at[0])
@@ -171,8 +172,6 @@ class Lowered:
         roundings in backward, and in 16 bits in forward too, may be others."""
         for e in self.expressions:
             if e.kind != "op" or e.packet not in _COMPARISONS:
-                continue
-            if any(one.kind == "index" for one in e.operands):
                 continue
             if any(map(_is_largest, e.operands)):
                 where = line_of(e.node) if e.node is not None else ""

@@ -9,14 +9,15 @@ backward comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
+from torch import fx
 
 from .codes import packets
 from .expressions import Expression
 from .lower import Lowered
-from .plan import below
+from .plan import below, within
 from .trace import Traced, stop
 
 aten = torch.ops.aten
@@ -35,42 +36,82 @@ _BOUNDED = packets(
 
 def lowered_without(
     traced: Traced, outputs: Sequence[bool], last: Sequence[bool]
-) -> Lowered | None:
+) -> tuple[Lowered | None, set[int]]:
     """Expressions of a step in which results without gradient are stopped; None if none has to be.
+    And which constants of the step other results depend on.
 
     Args:
         outputs, last: Whether each output, and each state after the last step, has a gradient.
     """
     lowered = Lowered(traced)
+    for product in lowered.expressions.products.values():
+        product.array.products = [product]
     live = _live(lowered, outputs, last)
-    is_any = False
-    for pieces in (*lowered.outputs, *lowered.new_carries):
-        for i, piece in enumerate(pieces):
-            if any(map(_is_unbounded, _needed([piece], live))):
-                pieces[i] = lowered.expressions.operation(
-                    stop.default, piece, width=piece.width, is_mask=piece.is_mask
-                )
-                is_any = True
-    return lowered if is_any else None
+    results = [*lowered.outputs, *lowered.new_carries]
+    dead = _needed([e for pieces in results for e in pieces], live)
+    read = _constants(lowered, live)
+    if not any(map(_is_unbounded, dead)):
+        return None, read
+
+    def stopped(e: Expression) -> Expression:
+        if e.packet is stop or id(e) in live or not any(map(_is_unbounded, within(e))):
+            return e
+        made = lowered.expressions.operation(stop.default, e, width=e.width, is_mask=e.is_mask)
+        made.number = e.number + 0.5  # before what has read the operand until now
+        return made
+
+    # Wherever a stage gets gradients, which are zeros for what is not live.
+    for pieces in results:
+        pieces[:] = map(stopped, pieces)
+    for e in dead:
+        if e.kind == "array":
+            for product in e.at[0].products:
+                product.operand = stopped(product.operand)
+        elif e.kind == "reduced":
+            e.at[0].source = stopped(e.at[0].source)
+        elif e.kind == "value":
+            e.at = (stopped(e.at[0]), *e.at[1:])
+    return lowered, read
 
 
-def _live(lowered: Lowered, outputs: Sequence[bool], last: Sequence[bool]) -> set[int]:
+def _constants(lowered: Lowered, live: dict[int, Expression]) -> set[int]:
+    """Which constants of the step these expressions are made of, also by products and tables."""
+    left: list[fx.Node | None] = []
+    count = len(lowered.traced.inputs)
+    for e in live.values():
+        if e.kind == "array":
+            parts = [part for product in e.at[0].products for part in product.parts]
+            left += [node for part in parts for node in (part.weight, part.bias)]
+        elif e.kind == "vector":
+            left.append(e.at[0])
+        elif e.kind == "input" and e.at[0] >= count:
+            left.append(lowered.lookups[e.at[0] - count].table)
+    seen: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    return {i for i, node in enumerate(lowered.traced.constants) if node in seen}
+
+
+def _live(lowered: Lowered, outputs: Sequence[bool], last: Sequence[bool]) -> dict[int, Expression]:
     """The expressions that get a gradient in some step: of used results, and of states that these
     depend on."""
     results = [
         *(y for y, is_used in zip(lowered.outputs, outputs, strict=True) if is_used),
         *(y for y, is_used in zip(lowered.new_carries, last, strict=True) if is_used),
     ]
-    live: set[int] = set()
+    live: dict[int, Expression] = {}
     while results:
         found = _needed([e for pieces in results for e in pieces], live)
-        live |= set(map(id, found))
+        live |= {id(e): e for e in found}
         read = {e.at[0] for e in found if e.kind == "carry"}
         results = [lowered.new_carries[j] for j in read]
     return live
 
 
-def _needed(roots: Iterable[Expression], known: set[int]) -> list[Expression]:
+def _needed(roots: Iterable[Expression], known: Container[int]) -> list[Expression]:
     """Expressions that these are made of, themselves included, without the known ones."""
     found: dict[int, Expression] = {}
     left = list(roots)

@@ -49,10 +49,11 @@ class Recurrent(nn.Module):
             traced, derived, compiled by the C++ compiler of this machine at the first call (a few
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
-            "require" to make the reason an error; "never". :meth:`explain` says the reason, with
-            the operation and its line. Plain attributes of modules are constants of a program:
-            after a change the cell is traced anew. So are plain variables of the modules and
-            classes that its methods belong to. Random numbers are the same either way.
+            "require" to make the reason an error. "never" is the default as long as compiled cells
+            are new. :meth:`explain` says the reason, with the operation and its line. Plain
+            attributes of modules are constants of a program: after a change the cell is traced
+            anew. So are plain variables of the modules and classes that its methods belong to.
+            Random numbers are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.
@@ -110,7 +111,7 @@ class Recurrent(nn.Module):
         mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
-        compile: str = "auto",
+        compile: str = "never",
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
@@ -166,7 +167,7 @@ class Recurrent(nn.Module):
             "recompute": True,
         }
         values = {name: getattr(self, name) for name in defaults}
-        defaults["compile"], values["compile"] = "auto", self.compile_cell
+        defaults["compile"], values["compile"] = "never", self.compile_cell
         return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
 
     @never_in_graphs

@@ -39,6 +39,8 @@ def ready_program(
     Args:
         chunk, parts, saves_sums: As those of :class:`Call`.
     """
+    assert run.masks is not None
+    inputs = run.masks.within_ends(inputs)
     weights, run.user_step.output = run.weights, program.output
     values = Values(inputs, state, constants, weights.trained(), {})
     tensors = values.leaves()
@@ -296,7 +298,10 @@ class _Backward:
                 is_sequence = self._masks.resets.is_sequence
                 leaf = (values.inputs if is_sequence else values.constants)[n]
                 (inputs if is_sequence else constants)[n] = _of_rows(self._of_resets[i], leaf)
-        return [*inputs, *state, *constants, *(of_weights.get(name) for name in values.weights)]
+        # As autograd does it, what unused results alone have read gets none, and no zeros.
+        unread = self._program.unread
+        weights = [None if n in unread else of_weights.get(n) for n in values.weights]
+        return [*inputs, *state, *constants, *weights]
 
 
 def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:

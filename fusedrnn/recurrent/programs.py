@@ -57,6 +57,18 @@ class Masks:
     resets: Resets | None
     """Which leaves of the state are set, and whether a sequence of values is among the inputs."""
 
+    def within_ends(self, inputs: Leaves) -> Leaves:
+        """Inputs with 0 for integers behind the ends of rows, where there may be anything."""
+        if self.lengths is None:
+            return inputs
+        made = list(inputs)
+        for i, leaf in enumerate(made[: self.inputs]):
+            if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+                times = torch.arange(leaf.shape[0], device=leaf.device)[:, None]
+                ended = times >= self.lengths.to(leaf.device)
+                made[i] = leaf.masked_fill(ended.view(*ended.shape, *(1,) * (leaf.dim() - 2)), 0)
+        return tuple(made)
+
 
 class Programs:
     """The programs of one cell, by all that makes its step another one."""
@@ -114,6 +126,8 @@ def without_unused(
         lambda: without(program, used[:count], used[count:], constants, trained, inputs, state)
     )
     made = None if isinstance(found, str) else found
+    if made is None:
+        print(used, found)
     if is_lasting:
         program.without[used] = made
     return made
@@ -270,7 +284,7 @@ def choose_program(
     found = others or _obstacle(run, inputs, state)
     if not found:
         assert run.masks is not None
-        found = programs.of(run, inputs[: run.masks.inputs], state)
+        found = programs.of(run, run.masks.within_ends(inputs)[: run.masks.inputs], state)
     if compile == REQUIRE and isinstance(found, str):
         raise RuntimeError(f"fusedrnn: the cell{run.place} cannot be compiled: {found}")
     return found

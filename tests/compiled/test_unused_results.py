@@ -30,7 +30,7 @@ class Watched(nn.Module):
         h, norms = state
         new = torch.tanh(self.linear(x) + h)
         norm = h.square().sum(-1, keepdim=True).sqrt()
-        root = (self.head(h) - self.head.bias).abs().sqrt()
+        root = self.head((self.head(h) - self.head.bias).abs().sqrt())
         return (new, torch.cat([h, root], -1), norm), (new, (norms + norm).expand_as(norms))
 
 
@@ -120,6 +120,42 @@ def test_a_library_of_its_own(dtype: torch.dtype, returns_sequence: bool, recomp
     off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=off, atol=off * b.abs().max().item())
+
+
+def test_weights_of_unused_results_have_no_gradient() -> None:
+    """As in a loop: zeros would have optimizers decay such weights."""
+    x, state = given(zeros=False)
+    cell = Watched()
+    with interpreted():
+        (y, root, _), _ = fusedrnn.Recurrent(cell, compile="require")(x, tuple(state))
+        y.sum().backward(retain_graph=True)
+        assert cell.head.weight.grad is None is cell.head.bias.grad
+        assert cell.linear.weight.grad is not None
+        root.sum().backward()
+        assert cell.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("pad", [-100, 7])
+def test_integers_behind_ends_are_not_looked_at(pad: int) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.cell = nn.Embedding(7, H), nn.GRUCell(H, H)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return self.cell(self.table(x), h)
+
+    lengths = [T, 1]
+    tokens = torch.randint(7, (T, B))
+    padded = tokens.clone()
+    padded[1:, 1] = pad
+    for first in (padded, tokens):
+        with interpreted():
+            rnn = fusedrnn.Recurrent(Tokens().double(), compile="require")
+            h = torch.zeros(B, H).double()
+            rnn(first, h, lengths)
+            ours, theirs = (rnn(given, h, lengths)[0] for given in (padded, tokens))
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
