@@ -216,17 +216,34 @@ def _user_line() -> str:
     return ""
 
 
+_ASSIGNMENTS = {
+    f"__i{name}__"
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
+}
+_ASSIGNMENTS |= {"__setitem__"}
+
+
+def _changes(function: Any) -> bool:
+    """Whether a function of torch's changes its first argument, which it has not just made."""
+    name: str = getattr(function, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith(("__", "requires_grad_"))
+    return (is_in_place or name in _ASSIGNMENTS) and function not in DRAWS
+
+
 class _Seen(TorchFunctionMode):
     """Draws, and what cuts derivatives, become operations; every operation gets its line."""
 
     def __init__(self, source: _Draws) -> None:
         super().__init__()
-        self._source = source
+        self._source, self._has_stopped = source, False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._has_stopped and _changes(function):
+            # A stop is a copy, and what it is a copy of shares its memory with the original.
+            raise CannotCompile(f"the step changes a tensor in place after a detach{_line()}")
         fx_traceback.current_meta["stack_trace"] = _user_line()
         drawn = DRAWS.get(function)
         if drawn is not None:
@@ -236,6 +253,7 @@ class _Seen(TorchFunctionMode):
         else:
             result = function(*args, **kwargs)
         if function is torch.Tensor.detach or not torch.is_grad_enabled():
+            self._has_stopped |= function is torch.Tensor.detach
             with torch._C.DisableTorchFunction():
                 result = pytree.tree_map_only(
                     Tensor, lambda t: stop(t) if t.is_floating_point() else t, result

@@ -40,7 +40,8 @@ class Call:
         seq_len, batch = rng.choice([1, 2, 3, 5, 5, 6]), rng.choice([1, 2, 3, 4, 4])
         seed = rng.getrandbits(31)
         torch.manual_seed(seed)
-        share = rng.choice([0, 0, 0.3, 0.7])
+        own = random.Random(seed)
+        share = own.choice([0, 0, 0.3, 0.7])
         return cls(
             seed,
             source,
@@ -51,7 +52,7 @@ class Call:
             rng.choice([None, None, 1, 2, 4]),
             rng.random() < 0.85,
             rng.choice(["all"] * 6 + ["weights", "inputs", "states", "none"]),
-            frozenset(i for i in range(12) if rng.random() < share) if share else frozenset(),
+            frozenset(i for i in range(12) if own.random() < share),
         )
 
     def arguments(self) -> tuple[Any, Any]:
