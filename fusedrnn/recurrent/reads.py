@@ -133,7 +133,9 @@ class Weights(nn.Module):
 
     def trained(self) -> dict[str, Tensor]:
         """By name; a parameter with several names has the first one here."""
-        return {name: p for name, p in self.used.named_parameters("used") if p.requires_grad}
+        with self.locked():  # else it may be what another thread has put there for a while
+            named = [*self.used.named_parameters("used")]
+        return {name: p for name, p in named if p.requires_grad}
 
     def buffer_versions(self) -> dict[str, tuple[int, int]]:
         """What differs once a buffer has been written or replaced."""
@@ -181,9 +183,10 @@ class Weights(nn.Module):
 
     def frozen(self) -> dict[str, Tensor]:
         """Parameters without gradient, and buffers, by name."""
-        named = dict(self.used.named_parameters("used"))
-        found = {name: p for name, p in named.items() if not p.requires_grad}
-        return found | dict(self.used.named_buffers("used"))
+        with self.locked():
+            named = dict(self.used.named_parameters("used"))
+            buffers = dict(self.used.named_buffers("used"))
+        return {name: p for name, p in named.items() if not p.requires_grad} | buffers
 
     def moved(self, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those that are no longer in their places, as after torch.func.functional_call."""

@@ -694,9 +694,6 @@ def test_other_dtypes_between_calls() -> None:
     check(rnn, x)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="while one thread traces a cell, others may see the tracer's weights"
-)
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_threads(with_gradient: bool) -> None:
     """That all start with the first call of one module, and some with one of their own."""
