@@ -126,8 +126,6 @@ def without_unused(
         lambda: without(program, used[:count], used[count:], constants, trained, inputs, state)
     )
     made = None if isinstance(found, str) else found
-    if made is None:
-        print(used, found)
     if is_lasting:
         program.without[used] = made
     return made
