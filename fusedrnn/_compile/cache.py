@@ -170,12 +170,17 @@ def _remove_folder(process: int, path: Path) -> None:
 
 def is_whole(path: Path) -> bool:
     """Whether a file is there, and is a library as it was stored. Raises Unusable."""
+    return bool(read(path))
+
+
+def read(path: Path) -> bytes | None:
+    """What was stored in a file; None if it is not there, or is not whole. Raises Unusable."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             state = os.fstat(number)
             if not stat.S_ISREG(state.st_mode):
-                return False
+                return None
             _check_owner(path, state)
             if _others_write(state):
                 raise Unusable(f"other users can write to {path}")
@@ -184,9 +189,25 @@ def is_whole(path: Path) -> bool:
         finally:
             os.close(number)
     except OSError:
-        return False
-    library, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
-    return bool(library) and seal == _seal_of(library)
+        return None
+    stored, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
+    return stored if seal == _seal_of(stored) else None
+
+
+def write(path: Path, content: bytes) -> None:
+    """Stores a file for :func:`read`, whole or not at all. Raises Unusable."""
+    try:
+        number, name = tempfile.mkstemp(prefix=_WORK, dir=path.parent)
+        try:
+            with open(number, "wb") as file:
+                file.write(content + _seal_of(content))
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise Unusable(f"{path.parent} cannot be used ({error.strerror})") from None
 
 
 def _seal_of(library: bytes) -> bytes:
@@ -199,7 +220,7 @@ def working_folder(folder: Path) -> Iterator[Path]:
     for path in folder.glob(_WORK + "*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     work = Path(tempfile.mkdtemp(prefix=_WORK, dir=folder))
     try:
         yield work

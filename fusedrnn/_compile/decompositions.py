@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
 
 aten = torch.ops.aten
 
@@ -190,6 +189,8 @@ def in_traces() -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._decomp import core_aten_decompositions, get_decompositions  # these take a while
+
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= get_decompositions(
         [

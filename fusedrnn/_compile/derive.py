@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._subclasses.functional_tensor import dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .decompositions import decompositions
 from .expressions import Expression
@@ -44,6 +41,14 @@ class Derived:
 
 
 def derive(plan: Plan, stage: Stage) -> Derived:
+    """
+    Raises:
+        CannotCompile: torch has no derivative of an operation.
+    """
+    # These import torch's compiler, which takes most of a second.
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
         known = {_id(leaf): given for leaf, given in zip(stage.inputs, inputs, strict=True)}
         return tuple(_evaluated(v.expression, known, plan, stage) for v in stage.results)
@@ -115,6 +120,8 @@ _SHAPES = (aten.expand, aten.view, aten._unsafe_view, aten.reshape, aten.sum_to_
 
 def _simplified(module: fx.GraphModule) -> fx.GraphModule:
     """Without what is computed twice, and without shapes, which single numbers do not have."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
     for node in list(module.graph.nodes):
         if getattr(node.target, "overloadpacket", None) in _SHAPES:
             node.replace_all_uses_with(node.args[0])

@@ -28,7 +28,7 @@ class _StageFunction(torch.autograd.Function):
         ctx.derived = derived
         ctx.save_for_backward(*inputs)
         made = derived.forward(*inputs)
-        shape = torch.broadcast_shapes(*(x.shape for x in inputs)) if inputs else ()
+        shape = torch.broadcast_tensors(*inputs)[0].shape if inputs else ()
         return tuple(y.expand(shape).clone() for y in made)
 
     @staticmethod

@@ -111,6 +111,12 @@ def _is_largest(e: Expression) -> bool:
     return False
 
 
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
+    """As torch.broadcast_shapes, which imports torch's compiler."""
+    numbers = torch.empty(())
+    return torch.broadcast_tensors(*(numbers.expand(shape) for shape in shapes))[0].shape
+
+
 class Lookup(NamedTuple):
     """Rows of a table of weights, which become an input of the program."""
 
@@ -270,7 +276,7 @@ class Lowered:
 
     def _pointwise(self, node: fx.Node, value: Tensor) -> Tensor:
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
-        if torch.broadcast_shapes(*shapes) != value.shape:  # as losses have it that are summed up
+        if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
             raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
         given = [
             self.codes(arg).expand(value.shape) if isinstance(arg, fx.Node) else arg

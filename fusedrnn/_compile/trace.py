@@ -11,21 +11,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
-from torch._subclasses.functional_tensor import dispatch_functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
-from .decompositions import in_traces
 
 aten = torch.ops.aten
 
@@ -80,61 +76,87 @@ Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[An
 """Constants, inputs and carries to new carries and outputs."""
 
 
-def trace(
-    step: Step, constants: Sequence[Tensor], inputs: Sequence[Tensor], carries: Sequence[Tensor]
-) -> Traced:
-    """The graph of a step.
+class FlatStep:
+    """A step from one list of tensors to another one, with its draws and stops as operations."""
 
-    Args:
-        inputs, carries: Of ROWS rows.
+    def __init__(
+        self,
+        step: Step,
+        constants: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        carries: Sequence[Tensor],
+    ) -> None:
+        """
+        Args:
+            inputs, carries: Of ROWS rows.
+        """
+        self._step = step
+        self.ends = (len(constants), len(constants) + len(inputs))
+        self.arguments = [leaf.detach().clone() for leaf in (*constants, *inputs, *carries)]
+        self.draws: list[DrawnNumbers] = []
+        self.count = 0
+        """Of results that are states; outputs come behind them."""
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        first, second = self.ends
+        source = _Draws(given[first] if len(given) > first else given[0])
+        validates = torch.distributions.Distribution._validate_args
+        torch.distributions.Distribution.set_default_validate_args(False)
+        try:
+            with torch.enable_grad(), _Seen(source):
+                new, y = self._step(given[:first], given[first:second], given[second:])
+        finally:
+            torch.distributions.Distribution.set_default_validate_args(validates)
+        self.draws, self.count = source.draws, len(new)
+        return (*new, *y)
+
+
+def trace(step: FlatStep) -> Traced:
+    """The graph of a step.
 
     Raises:
         CannotCompile: The step cannot be traced.
     """
-    arguments = [leaf.detach().clone() for leaf in (*constants, *inputs, *carries)]
-    sizes = (len(constants), len(constants) + len(inputs))
-    source = _Draws()
-    counts = [0]
+    # These import torch's compiler, which takes most of a second.
+    from torch._subclasses.functional_tensor import dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    def flat(*given: Tensor) -> tuple[Tensor, ...]:
-        source.begin(given[sizes[0]] if len(given) > sizes[0] else given[0])
-        with torch.enable_grad(), _Seen(source):
-            new, y = step(given[: sizes[0]], given[sizes[0] : sizes[1]], given[sizes[1] :])
-        counts[0] = len(new)
-        return (*new, *y)
+    from .decompositions import in_traces
 
-    validates = torch.distributions.Distribution._validate_args
     try:
-        torch.distributions.Distribution.set_default_validate_args(False)
-        with ExitStack() as stack:
-            stack.enter_context(fx_traceback.preserve_node_meta())
+        with fx_traceback.preserve_node_meta():
             # pytorch's own modes of an outer call would see the tracer's tensors
             made = make_fx(
-                dispatch_functionalize(flat),
+                dispatch_functionalize(step),
                 decomposition_table=in_traces(),
                 pre_dispatch=False,
-            )(*arguments)
+            )(*step.arguments)
     except CannotCompile:
         raise
     except Exception as error:
         raise CannotCompile(_reason(error)) from error
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(validates)
     made.graph.eliminate_dead_code()
-    nodes = list(made.graph.nodes)
-    found = [node for node in nodes if node.op == "placeholder"]
-    (results,) = next(node for node in nodes if node.op == "output").args
+    (results,) = next(node for node in made.graph.nodes if node.op == "output").args
     if not all(isinstance(node, fx.Node) for node in results):
         raise CannotCompile("a result of the step is no tensor")
+    return of_graph(made, step)
+
+
+def of_graph(module: fx.GraphModule, step: FlatStep) -> Traced:
+    """The graph of a step that has run, as it is used from here on."""
+    nodes = list(module.graph.nodes)
+    found = [node for node in nodes if node.op == "placeholder"]
+    (results,) = next(node for node in nodes if node.op == "output").args
+    first, second = step.ends
     return Traced(
-        made,
-        found[: sizes[0]],
-        found[sizes[0] : sizes[1]],
-        found[sizes[1] :],
-        list(results[: counts[0]]),
-        list(results[counts[0] :]),
-        source.draws,
-        _Values(made).of(arguments),
+        module,
+        found[:first],
+        found[first:second],
+        found[second:],
+        list(results[: step.count]),
+        list(results[step.count :]),
+        step.draws,
+        _Values(module).of(step.arguments),
     )
 
 
@@ -176,12 +198,9 @@ def line_of(node: fx.Node) -> str:
 class _Draws(Source):
     """Random numbers as operations of the graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Tensor) -> None:
         self.draws: list[DrawnNumbers] = []
-
-    def begin(self, like: Tensor) -> None:
         self._like = like
-        self.draws.clear()
 
     def _draw(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype

@@ -115,9 +115,9 @@ class Trial:
         leaves = self.leaves()
         if not pairs:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        found = torch.autograd.grad(
-            [y for y, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True
-        )
+        # A sum, because torch imports its compiler for the gradients of several results.
+        total = torch.stack([(y * g).sum() for y, g in pairs]).sum()
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
         return [
             torch.zeros_like(leaf) if g is None else g
             for leaf, g in zip(leaves, found, strict=True)

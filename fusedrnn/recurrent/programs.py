@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,7 @@ class Programs:
     def of(self, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         """The program of a run, or why there is none."""
         kind = _kind(run, inputs, state)
-        key = (kind, _python(run))
+        key = (kind, described_by(run))
         found = self._known.get(key)
         if found is None:
             if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -96,7 +96,7 @@ class Programs:
 
 def _compiled(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program | str, bool]:
     """A program or why there is none, and whether that is so for the next call, too."""
-    from .._compile.cell import compiled
+    from .._compile.first_use import compiled
 
     return _made(lambda: compiled(run, inputs, state))
 
@@ -115,7 +115,7 @@ def without_unused(
         used: Of each output, then of each leaf of the last state.
         trained: Which constants have gradients.
     """
-    from .._compile.cell import without
+    from .._compile.first_use import without
 
     if used in program.without:
         return program.without[used]
@@ -133,7 +133,7 @@ def without_unused(
 
 def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
     """A program or why there is none, and whether that is so for the next call, too."""
-    from .._compile.cell import Busy
+    from .._compile.first_use import Busy
     from .._compile.trace import CannotCompile
 
     try:
@@ -141,7 +141,7 @@ def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.device("cpu"),
+            _new_on_cpu(),
             _without_saved_hooks(),
         ):
             return make(), True
@@ -153,6 +153,12 @@ def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
         raise
     except Exception as error:  # of the compiler itself: the steps in Python are right
         return f"the compiler raises {type(error).__name__}: {error}", True
+
+
+def _new_on_cpu() -> AbstractContextManager[Any]:
+    """Within, new tensors are on the CPU. torch's own way of saying so slows every operation."""
+    is_so = torch.empty(0).device.type == "cpu"
+    return nullcontext() if is_so else torch.device("cpu")
 
 
 @contextmanager
@@ -181,7 +187,7 @@ def _kind(run: Run, inputs: Leaves, state: Leaves) -> Any:
     )
 
 
-def _python(run: Run) -> Any:
+def described_by(run: Run) -> Any:
     """What Python may decide by: modes, attributes, and variables of classes and modules."""
     modules = list(run.weights.used.modules())
     kinds = tuple((type(m), m.training) for m in modules)
@@ -193,7 +199,7 @@ def _python(run: Run) -> Any:
     return torch.get_default_dtype(), kinds, attributes, around
 
 
-class _Same:
+class Same:
     """Equal for one object, as long as it lives: another one may have its id then."""
 
     __slots__ = ("_hash", "_value")
@@ -209,10 +215,14 @@ class _Same:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
+        if not isinstance(other, Same):
             return False
-        value = self._value()
-        return value is not None and value is other._value()
+        value = self.get()
+        return value is not None and value is other.get()
+
+    def get(self) -> Any:
+        """The object, or None if it lives no more."""
+        return self._value()
 
 
 def _plain(value: Any) -> Any:
@@ -222,7 +232,7 @@ def _plain(value: Any) -> Any:
         return tuple((repr(k), _plain(v)) for k, v in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(map(_plain, value))
-    return _Same(value)
+    return Same(value)
 
 
 _names: dict[type, tuple[tuple[Any, tuple[str, ...]], ...]] = {}

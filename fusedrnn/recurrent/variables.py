@@ -35,7 +35,7 @@ class Namespace(NamedTuple):
     """How errors call a variable of it, with a place for the variable's name."""
     variables: dict[Any, Any]
     """Variables by name, or the cells that hold them."""
-    only: frozenset[str] | None = None
+    only: tuple[str, ...] | None = None
     """The names that count; None for all that a user may have given."""
 
     def names(self) -> Iterable[str]:
@@ -74,8 +74,8 @@ def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
     found = []
     for function in functions:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        names = frozenset(names_in(function.__code__))
-        found.append(Namespace("the variable {!r}", cells, frozenset(cells)))
+        names = tuple(sorted(names_in(function.__code__)))  # the same order in each process
+        found.append(Namespace("the variable {!r}", cells, tuple(cells)))
         found.append(Namespace("the variable {!r}", function.__globals__, names))
     return found
 

@@ -17,7 +17,7 @@ from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import cell
+from fusedrnn._compile import first_use
 from fusedrnn._compile.build import CannotBuild, Library
 
 
@@ -45,8 +45,8 @@ def take(
 
     use(patch, operators)
     patch.setattr(_library, "cuda", ctypes.CDLL(str(path)))
-    patch.setattr(cell, "kind_of", lambda device: "cuda")
-    patch.setattr(cell, "build", build)
+    patch.setattr(first_use, "kind_of", lambda device: "cuda")
+    patch.setattr(first_use, "build", build)
 
 
 def library_of(text: str) -> Path:
@@ -66,8 +66,8 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
 
     module, inputs = case.cell(dtype), case.inputs(2, 2, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cell, "kind_of", lambda device: "cuda")
-        patch.setattr(cell, "build", taken)
+        patch.setattr(first_use, "kind_of", lambda device: "cuda")
+        patch.setattr(first_use, "build", taken)
         with pytest.raises(RuntimeError, match="it has been taken"):
             fusedrnn.Recurrent(module, compile="require")(inputs, case.state(module, 2))
     return texts[0]

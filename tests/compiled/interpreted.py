@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn import _compile, _ops
-from fusedrnn._compile import cell
+from fusedrnn._compile import first_use
 from fusedrnn._compile.interpret import _Step
 from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
 
@@ -36,12 +36,12 @@ def interpreted() -> Iterator[None]:
         _programs.append(program)
         return program
 
-    before = _compile.operators, cell._ready
-    _compile.operators, cell._ready = fake, ready  # type: ignore[attr-defined]
+    before = _compile.operators, first_use._ready
+    _compile.operators, first_use._ready = fake, ready  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _compile.operators, cell._ready = before  # type: ignore[attr-defined]
+        _compile.operators, first_use._ready = before  # type: ignore[attr-defined]
 
 
 class _Operators:

@@ -183,7 +183,7 @@ def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_none_can_be_built_steps_are_taken_in_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fusedrnn._compile import cell as compiler
+    from fusedrnn._compile import first_use as compiler
 
     def fail(*_: object) -> None:
         raise compiler.CannotCompile("for this test")

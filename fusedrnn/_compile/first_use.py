@@ -1,0 +1,314 @@
+"""First uses: a step becomes a program that is verified and has a library."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..recurrent.runs import Run
+from ..recurrent.trees import Leaves, Structure
+from . import operators, records
+from .build import CannotBuild, build
+from .cell import Program, printed
+from .derive import Derived
+from .emit import STORAGE
+from .log import log_of
+from .lower import Lowered
+from .trace import ROWS, CannotCompile, FlatStep, Traced, of_graph, trace
+from .unused import lowered_without
+from .verify import (
+    BATCH,
+    CORNERS,
+    MOST_ROWS,
+    Numbers,
+    Trial,
+    examples,
+    verify,
+    verify_library,
+)
+
+_tracing = threading.RLock()
+"""Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
+_LONGEST_WAIT = 60.0
+"""Seconds, which no trace takes: another thread's may need a module that this one has locked."""
+
+
+def _renew_lock() -> None:
+    """In a process that was forked while another thread had it."""
+    global _tracing
+    _tracing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Busy(Exception):
+    """Why there is no program now, though there may be one later."""
+
+
+def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
+    """The program of a run's step, verified, but not compiled.
+
+    Args:
+        inputs: (seq_len, batch, ...) each.
+        state: (batch, ...) each.
+
+    Raises:
+        CannotCompile: It has none.
+    """
+    return _FirstUse(run, inputs, state).verified()[0]
+
+
+class _FirstUse:
+    """A step that is to become a program."""
+
+    def __init__(self, run: Run, inputs: Leaves, state: Leaves) -> None:
+        self._run, self._inputs, self._state = run, inputs, state
+        self._dtype = _dtype(state)
+        weights = run.weights.trained() | run.weights.frozen()
+        self._names, self._constants = list(weights), tuple(weights.values())
+        self._batch = min(run.rows, MOST_ROWS)
+        self._structure: Structure | None = None
+        """Of the output, when the step has run."""
+
+    def verified(self) -> tuple[Program, Trial]:
+        """The program, and the trial that it has passed.
+
+        Raises:
+            CannotCompile: There is none.
+        """
+        self._check_dtypes()
+        step = self._flat(torch.clone)
+        key = self._key(step)
+        known = records.find(key)
+        if known is not None:
+            try:
+                program = self._program(of_graph(known.module, step), known.derived)
+                return program, self._passed(program)
+            except Exception:  # of a record that is damaged, or the step is another one after all
+                pass
+        program = self._program(self._run.aside(lambda: trace(step)))
+        trial = self._passed(program)
+        self._try_corners(program)
+        program.key = key
+        return program, trial
+
+    def _check_dtypes(self) -> None:
+        dtype = self._dtype
+        for name, constant in zip(self._names, self._constants, strict=True):
+            if constant.is_floating_point() and constant.dtype != dtype:
+                raise CannotCompile(
+                    f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
+                )
+        for leaf in self._inputs:
+            if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
+                raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
+
+    def _flat(self, of: Callable[[Tensor], Tensor]) -> FlatStep:
+        """The step on a few rows. ``of``: what the numbers in its arguments become."""
+        arguments = (
+            [constant.detach().cpu() for constant in self._constants],
+            examples(self._inputs, ROWS, True),
+            examples(self._state, ROWS, False),
+        )
+        given = [[of(x) if x.is_floating_point() else x for x in leaves] for leaves in arguments]
+        return FlatStep(self._step, *given)
+
+    def _step(
+        self, constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
+    ) -> tuple[Leaves, Leaves]:
+        own = copy.copy(self._run.user_step)
+        own.output, own._kinds = None, []
+        values = dict(zip(self._names, constants, strict=True))
+        made = self._run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
+        self._structure = own.output_structure()
+        return made
+
+    def _key(self, step: FlatStep) -> str:
+        """The name of the step's record.
+
+        Raises:
+            CannotCompile: The step raises, or does something else each time.
+        """
+        run = self._run
+        try:
+            logs = [run.aside(lambda: log_of(step)) for _ in range(2)]
+        except Exception:
+            run.aside(lambda: trace(step))  # which says why, with the line
+            raise
+        if logs[0] != logs[1]:
+            raise CannotCompile("the step does not do the same each time")
+        others = [self._names, list(run.weights.trained()), self._batch]
+        return records.key_of(run, logs[0], others)
+
+    def _program(self, traced: Traced, derived: list[Derived] | None = None) -> Program:
+        _check_held(self._run, traced.module)
+        assert self._structure is not None
+        return Program(
+            **printed(Lowered(traced), self._dtype, kind_of(self._run.device), derived),
+            names=self._names,
+            output=self._structure,
+            output_shapes=[traced.values[node].shape[1:] for node in traced.outputs],
+            state_shapes=[leaf.shape[1:] for leaf in self._state],
+            dtype=self._dtype,
+        )
+
+    def _trial(self, corner: Numbers | None = None, batch: int = BATCH) -> Trial:
+        given = self._names, self._constants, self._inputs, self._state
+        return Trial.of_step(self._run, *given, corner, batch)
+
+    def _passed(self, program: Program) -> Trial:
+        """The trial on random numbers."""
+        trial = self._trial()
+        verify(program, trial)
+        return trial
+
+    def _try_corners(self, program: Program) -> None:
+        @functools.cache
+        def exact() -> Program:
+            """The step's program in float64, with constants such as an eps as it has them there."""
+            traced = self._run.aside(lambda: trace(self._flat(Tensor.double)))
+            fields = printed(Lowered(traced), torch.float64, kind_of(self._run.device))
+            return replace(program, **fields, dtype=torch.float64)
+
+        for corner in CORNERS:
+            try:
+                batch = self._batch if corner.batch is None else corner.batch
+                trial = self._trial(corner.numbers, batch)
+            except CannotCompile:
+                continue  # a step may refuse such numbers, as a distribution does a scale of 0
+            try:
+                verify(program, trial)
+            except CannotCompile:
+                if self._dtype == torch.float64:
+                    raise
+                verify(exact(), trial)
+
+
+def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
+    """The same, with a library.
+
+    Raises:
+        CannotCompile: It has none, or it cannot be built here.
+        Busy: Another thread takes too long.
+    """
+    with _one_at_a_time():
+        program, trial = _FirstUse(run, inputs, state).verified()
+    return _ready(program, trial, run.device)
+
+
+def without(
+    program: Program,
+    outputs: Sequence[bool],
+    last: Sequence[bool],
+    constants: Leaves,
+    trained: Sequence[bool],
+    inputs: Leaves,
+    state: Leaves,
+) -> Program:
+    """What takes no derivatives of results without gradients; see unused.py.
+
+    It reads what forward by ``program`` has kept.
+
+    Args:
+        outputs, last: Whether each output, and each state after the last step, has a gradient.
+        trained: Which constants have gradients.
+        inputs, state: As in :func:`lower`.
+
+    Raises:
+        CannotCompile: There is none.
+        Busy: Another thread takes too long.
+    """
+    with _one_at_a_time():
+        lowered, read = lowered_without(program.plan.lowered.traced, outputs, last)
+        unread = {name for i, name in enumerate(program.names) if i not in read}
+        made = replace(program, unread=frozenset(unread), without={}, key="")
+        if lowered is None:
+            return made
+        device = state[0].device
+        made = replace(made, **printed(lowered, program.dtype, kind_of(device)))
+        if made.plan.places() != program.plan.places():
+            raise CannotCompile("what backward reads is kept in other places")
+        trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))
+        verify(made, trial)
+    return _ready(made, trial, device)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    lock = _tracing
+    if not lock.acquire(timeout=_LONGEST_WAIT):
+        raise Busy("another thread is compiling a cell")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _ready(program: Program, trial: Trial, device: torch.device) -> Program:
+    """The program with its library.
+
+    Raises:
+        CannotCompile: It cannot be built here.
+    """
+    kind = kind_of(device)
+    try:
+        program.library = build(program.text, device=kind, capability=_capability(device))
+    except CannotBuild as error:
+        raise CannotCompile(str(error)) from error
+    program.number = operators.add_program(
+        program.plan.program,
+        program.library.function,
+        dtype=program.dtype,
+        is_for_gpu=kind == "cuda",
+    )
+    verify_library(program, trial, device)
+    if program.key:
+        module = program.plan.lowered.traced.module
+        records.keep(program.key, records.Record(module, program.derived))
+    return program
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of library that computes on a device: "cpu" or "cuda"."""
+    return device.type
+
+
+def _capability(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _dtype(state: Leaves) -> torch.dtype:
+    kinds = {leaf.dtype for leaf in state}
+    if len(kinds) > 1 or not kinds <= STORAGE.keys():
+        raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
+    return kinds.pop()
+
+
+def _check_held(run: Run, module: torch.fx.GraphModule) -> None:
+    """Refuses tensors that the trace has found in attributes: the next call may have others."""
+    held = {
+        tensor.untyped_storage().data_ptr()
+        for value in run.python.values().values()
+        for tensor in value.tensors()
+        if tensor.numel()
+    }
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in held:
+                raise CannotCompile(
+                    f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
+                    "register it as a buffer"
+                )

@@ -1,0 +1,90 @@
+"""What a step does, as text: all operations that torch runs in it, in their order.
+
+This takes a thousandth of a second where a trace takes fifty, so a step that another process has
+traced is recognised by it, and two logs show whether a step does the same each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .trace import FlatStep
+
+
+def log_of(step: FlatStep) -> str:
+    """Runs a step and says what it has done.
+
+    What it raises is that of the step.
+    """
+    log = _Log()
+    for tensor in step.arguments:
+        log.know(tensor)
+    with log:
+        results = step(*step.arguments)
+    log.lines += [log.described(results), str(step.count), str(step.draws)]
+    return "\n".join(log.lines)
+
+
+class _Log(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._numbers: dict[int, int] = {}
+        """Of storages, by their addresses."""
+        self._kept: list[Tensor] = []
+        """So that no storage takes the address of another one."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for that. Nothing here runs in its graphs."""
+        return False
+
+    def know(self, tensor: Tensor) -> None:
+        """What comes into the step: not its numbers, but its shape."""
+        number = self._numbers.setdefault(tensor.untyped_storage()._cdata, len(self._numbers))
+        self._kept.append(tensor)
+        self.lines.append(f"{number} {self._layout(tensor)}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before it runs: a tensor from elsewhere may be changed in place.
+        line = f"{func} {self.described(args)} {self.described(kwargs or {})}"
+        result = func(*args, **(kwargs or {}))
+        self.lines.append(line)
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor):
+                self.know(tensor)
+        return result
+
+    def described(self, value: Any) -> str:
+        """A value without addresses of this process."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(self.described, value))}]"
+        if isinstance(value, dict):
+            return self.described([[name, value[name]] for name in sorted(value)])
+        return repr(value)
+
+    def _tensor(self, tensor: Tensor) -> str:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            self.know(tensor)
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                return f"{self._layout(tensor)} {_digest(tensor)}"
+        return f"{number} {self._layout(tensor)}"
+
+    @staticmethod
+    def _layout(tensor: Tensor) -> str:
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        return f"{tensor.dtype} {sizes} {strides} {tensor.storage_offset()} {tensor.device}"
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of the numbers of a tensor that the step has not made."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

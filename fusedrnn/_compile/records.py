@@ -1,0 +1,104 @@
+"""What first uses of steps have found, beside their libraries, for later processes.
+
+A trace of a step, derivatives of its stages and trials at corners take most of the time of a first
+use whose library is there. A record has the graphs of a step that has passed every trial. It is
+found by all that the step does, and by the code that does it; the trial on random numbers, which
+shows what no log of operations can, is made in each process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..recurrent.programs import Same, described_by
+from ..recurrent.runs import Run
+from . import cache
+from .derive import Derived
+from .graphs import CannotStore, from_json, to_json
+
+
+class Record(NamedTuple):
+    module: fx.GraphModule
+    """Of the step."""
+    derived: list[Derived]
+    """Of each stage."""
+
+
+def key_of(run: Run, log: str, others: Sequence[Any]) -> str:
+    """The name of a step's record.
+
+    Args:
+        log: What the step does.
+        others: What else trials and graphs depend on.
+    """
+    parts = [_package(), torch.__version__, log, _text(described_by(run)), _text(others)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+
+
+def find(key: str) -> Record | None:
+    """The record of this name, if there is one that can be read."""
+    try:
+        content = cache.read(_path(key))
+        if content is None:
+            return None
+        stored = json.loads(content)
+        derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
+        return Record(from_json(stored["module"]), derived)
+    except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def keep(key: str, record: Record) -> None:
+    """Stores a record if it can be."""
+    try:
+        derived = [[to_json(d.forward), to_json(d.backward)] for d in record.derived]
+        content = json.dumps({"module": to_json(record.module), "derived": derived})
+        cache.write(_path(key), content.encode())
+    except (cache.Unusable, CannotStore):
+        pass
+
+
+def _path(key: str) -> Path:
+    return cache.open_folder(cache.wanted_folder()) / f"{key}.step"
+
+
+@functools.cache
+def _package() -> str:
+    """All code that makes graphs, and programs of them."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted([*folder.glob("_compile/*.py"), *folder.glob("recurrent/*.py")]):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """A value in words that are the same in each process."""
+    if isinstance(value, Same):
+        value = value.get()
+        return _code(value) if isinstance(value, FunctionType) else _name(type(value))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    return _name(value) if isinstance(value, type) else repr(value)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _code(function: FunctionType) -> str:
+    return _of_code(function.__code__)
+
+
+def _of_code(code: CodeType) -> str:
+    constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return repr([code.co_code.hex(), code.co_names, code.co_varnames, constants])

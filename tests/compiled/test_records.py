@@ -1,0 +1,305 @@
+"""First uses whose step another process has compiled before: what is found, and what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import interpreted as runner
+import pytest
+import torch
+from interpreted import interpreted
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fusedrnn
+from bench.any_cell_steps import Size, start_of
+from docs.examples.published_cells import CASES, Case
+from fusedrnn._compile import cache, cell, first_use, graphs, records
+
+T, B, H = 4, 3, 8
+
+
+class Traced(Exception):
+    """A step is traced, or a stage derived."""
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Says what is traced and derived, as often as it is."""
+    found: list[str] = []
+
+    def noted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*given: Any) -> Any:
+            found.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(first_use, "trace")
+    noted(cell, "derive")
+    yield found
+
+
+class Scaled(nn.Module):
+    """A GRU with what a test changes about it."""
+
+    def __init__(self, scale: float = 2.0, shift: float = 0.0) -> None:
+        super().__init__()
+        self.gru, self.scale = nn.GRUCell(H, H), scale
+        self.shift = shift
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.gru(x + torch.tensor([self.shift], dtype=x.dtype), h) * self.scale
+
+
+def numbers(module: nn.Module, batch: int = B, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Results and gradients of a cell as a program, always for the same weights and inputs."""
+    torch.manual_seed(0)
+    module = module.to(dtype)
+    for p in module.parameters():
+        nn.init.uniform_(p, -0.4, 0.4)
+    x = torch.randn(T, batch, H, dtype=dtype, requires_grad=True)
+    y, last = fusedrnn.Recurrent(module, compile="require")(x, torch.zeros(batch, H, dtype=dtype))
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    return [y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), leaves)]
+
+
+def steps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.step"))
+
+
+COMPILED = [case for case in CASES if case.name != "AttentionDecoder"]
+"""Which reads a tensor that is another one in each call."""
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+def test_records_have_the_same_programs(case: Case, folder: Path, traces: list[str]) -> None:
+    """Of all published cells: bit for bit, and nothing is traced or derived."""
+    torch.manual_seed(0)
+    module, inputs = case.cell(H, B), case.inputs(T, B, H)
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        made, last = fusedrnn.Recurrent(module, compile="require")(
+            inputs, start_of(module, Size(T, B, H), "cpu")
+        )
+        leaves = [leaf for leaf in pytree.tree_leaves((made, last)) if leaf.requires_grad]
+        weights = list(module.parameters())
+        gradients = torch.autograd.grad(leaves, weights, [y.cos() for y in leaves])
+        return [*leaves, *gradients]
+
+    with interpreted():
+        first = results()
+        assert "trace" in traces and "derive" in traces
+        program = runner._programs[-1]
+        assert program.key
+        traced = program.plan.lowered.traced.module
+        records.keep(program.key, records.Record(traced, program.derived))
+        traces.clear()
+        second = results()
+    assert not traces
+    assert runner._programs[-1].text == program.text
+    for ours, theirs in zip(second, first, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_first_use_stores_a_record(folder: Path, traces: list[str]) -> None:
+    first = numbers(Scaled())
+    (record,) = steps(folder)
+    assert record.stat().st_mode & 0o777 == 0o644
+    traces.clear()
+    second = numbers(Scaled())
+    assert not traces and steps(folder) == [record]
+    assert all(map(torch.equal, first, second))
+
+
+def _frozen() -> nn.Module:
+    module = Scaled()
+    module.gru.bias_hh.requires_grad_(False)
+    return module
+
+
+def _doubled() -> nn.Module:
+    """A class of the same name whose code is another one, though it does the same operations."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.scale, self.shift = nn.GRUCell(H, H), 2.0, 0.0
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            h = self.gru(x + torch.tensor([self.shift], dtype=x.dtype), h) * self.scale
+            if h.requires_grad:
+                h.register_hook(lambda g: g.clamp(-1e6, 1e6))
+            return h
+
+    return Scaled()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: Scaled(3.0), {}),
+        (lambda: Scaled(shift=1.0), {}),
+        (_frozen, {}),
+        (_doubled, {}),
+        (Scaled, {"batch": 5}),
+        (Scaled, {"dtype": torch.float32}),
+    ],
+    ids=["a number", "a constant tensor", "a frozen weight", "code", "batch", "dtype"],
+)
+def test_other_steps_have_other_records(
+    make: Any, options: dict[str, Any], folder: Path, traces: list[str]
+) -> None:
+    numbers(Scaled())
+    traces.clear()
+    numbers(make(), **options)
+    assert "trace" in traces
+    assert len(steps(folder)) == 2
+
+
+def test_another_version_of_the_compiler(
+    folder: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers(Scaled())
+    traces.clear()
+    monkeypatch.setattr(records, "_package", lambda: "another one")
+    numbers(Scaled())
+    assert "trace" in traces
+
+
+def _truncated(record: Path) -> None:
+    record.write_bytes(record.read_bytes()[:-40])
+
+
+def _no_json(record: Path) -> None:
+    cache.write(record, b"{")
+
+
+def _changed(change: Any) -> Any:
+    def damage(record: Path) -> None:
+        stored = json.loads(cache.read(record) or b"")
+        change(stored)
+        cache.write(record, json.dumps(stored).encode())
+
+    return damage
+
+
+def _of_other_operations(stored: dict[str, Any]) -> None:
+    for forward, _ in stored["derived"]:
+        for node in forward["nodes"]:
+            if node["target"] == "aten.tanh.default":
+                node["target"] = "aten.sin.default"
+
+
+def _of_unknown_operations(stored: dict[str, Any]) -> None:
+    stored["module"]["nodes"][-2]["target"] = "os.system.default"
+
+
+def _without_derivatives(stored: dict[str, Any]) -> None:
+    for pair in stored["derived"]:
+        (results,) = pair[1]["nodes"][-1]["args"]["tuple"]
+        results["tuple" if "tuple" in results else "list"].reverse()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _no_json,
+        _changed(lambda stored: stored.pop("derived")),
+        _changed(lambda stored: stored["derived"].clear()),
+        _changed(lambda stored: stored["derived"].extend(stored["derived"])),
+        _changed(lambda stored: stored["module"]["nodes"].pop(3)),
+        _changed(_of_other_operations),
+        _changed(_of_unknown_operations),
+        _changed(_without_derivatives),
+        lambda record: record.chmod(0o666),
+    ],
+)
+def test_damaged_records_are_made_anew(damage: Any, folder: Path, traces: list[str]) -> None:
+    first = numbers(Scaled())
+    (record,) = steps(folder)
+    damage(record)
+    traces.clear()
+    second = numbers(Scaled())
+    assert "trace" in traces
+    assert all(map(torch.equal, first, second))
+    traces.clear()
+    numbers(Scaled())
+    assert not traces  # it is whole again
+
+
+class Hooked(Scaled):
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        h = super().forward(x, h)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * float(os.environ.get("FACTOR", "1")))
+        return h
+
+
+def test_derivatives_are_tried_in_each_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the operations of a step nor its code show all of them."""
+    numbers(Hooked())
+    monkeypatch.setenv("FACTOR", "2")
+    with pytest.raises(RuntimeError, match="derivatives of the program are not those"):
+        numbers(Hooked())
+
+
+def test_steps_that_are_not_the_same_each_time(folder: Path) -> None:
+    class Counting(Scaled):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            with open(folder.parent / "count", "a+") as file:
+                file.write("x")
+                return self.gru(x, h) * float(file.tell())
+
+    with pytest.raises(RuntimeError, match="does not do the same each time"):
+        numbers(Counting())
+
+
+def test_folders_that_cannot_be_used(folder: Path, traces: list[str]) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="other users can write"):
+        numbers(Scaled())
+    assert not steps(folder)
+
+
+def test_graphs_with_other_code_are_not_stored() -> None:
+    for function in (lambda x: x + 1, lambda x: x.sin()):
+        with pytest.raises(graphs.CannotStore):
+            graphs.to_json(torch.fx.symbolic_trace(function))
+
+
+PROGRAM = """
+import sys, torch, fusedrnn
+rnn = fusedrnn.Recurrent(torch.nn.GRUCell(4, 4), compile="require")
+y, _ = rnn(torch.randn(3, 2, 4))
+y.sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_torch_s_compiler_is_not_imported(folder: Path) -> None:
+    """It takes most of a second, and nothing needs it where there is a record."""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert said == ["True", "False"]
