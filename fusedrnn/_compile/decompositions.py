@@ -7,7 +7,6 @@ as the largest logit of a softmax does, is stopped: its derivative is zero.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,7 +171,7 @@ def _vector_norm(
 
 
 _WHOLE = """elu celu leaky_relu silu hardtanh hardsigmoid hardswish gelu softplus xlogy softshrink
-hardshrink threshold sinc smooth_l1_loss huber_loss mse_loss tan sinh cosh log2 log10"""
+hardshrink threshold sinc smooth_l1_loss huber_loss mse_loss tan sinh cosh"""
 WHOLE = frozenset(getattr(aten, name) for name in _WHOLE.split())
 """Elementwise operations that stay whole until their derivative is taken: torch's own derivative is
 right where that of their parts is not, at limits and where a part overflows."""
@@ -239,8 +238,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.tan.default: lambda x: torch.sin(x) / torch.cos(x),
         aten.sinh.default: _sinh,
         aten.cosh.default: lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
-        aten.log2.default: lambda x: torch.log(x) * (1 / math.log(2)),
-        aten.log10.default: lambda x: torch.log(x) * (1 / math.log(10)),
         aten.linalg_vector_norm.default: _vector_norm,
     }
     if hasattr(aten, "_fused_rms_norm"):

@@ -327,6 +327,9 @@ class _Printer:
         return None
 
     def _arithmetic(self, node: fx.Node, op: Any, args: list[Any]) -> str:
+        options = {name: value for name, value in node.kwargs.items() if value is not None}
+        if options.keys() - {"alpha", "rounding_mode", "approximate"}:
+            raise CannotCompile(f"{op} with {', '.join(options)}")
         v = [self._value(a) for a in args if isinstance(a, fx.Node | int | float)]
         alpha = node.kwargs.get("alpha", 1)
 

@@ -46,6 +46,8 @@ POINTWISE = WHOLE | packets(
     bitwise_xor erf floor ceil round trunc frac isnan isinf xlogy
     """
 )
+_OPTIONS = {"alpha", "approximate", "rounding_mode"}
+"""Of elementwise operations, by keyword."""
 MOVES = packets(
     """
     view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select cat
@@ -124,6 +126,8 @@ class Lookup(NamedTuple):
     table: fx.Node
     input: int
     """Which input has the numbers of the rows."""
+    padding: int
+    """Of the row that gets no gradient; negative if all do."""
 
 
 class Lowered:
@@ -275,6 +279,11 @@ class Lowered:
     # What computed nodes read, as codes of row 0
 
     def _pointwise(self, node: fx.Node, value: Tensor) -> Tensor:
+        for name, option in node.kwargs.items():
+            # torch corrects a floored quotient, as Python does: 1 // 0.1 is 9.
+            is_known = name in _OPTIONS or packet_of(node) not in POINTWISE
+            if option == "floor" or not (option is None or is_known):
+                raise CannotCompile(f"{name_of(node)} with {name}={option!r}{line_of(node)}")
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
         if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
             raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
@@ -417,7 +426,8 @@ class Lowered:
             raise CannotCompile(f"{name_of(node)} of a part of an input{line_of(node)}")
         if any(node.args[3:]) or any(node.kwargs.values()):
             raise CannotCompile(f"{name_of(node)} with options{line_of(node)}")
-        self.lookups.append(Lookup(node, table, self.traced.inputs.index(source)))
+        padding: Any = node.args[2] if len(node.args) > 2 else -1
+        self.lookups.append(Lookup(node, table, self.traced.inputs.index(source), padding))
         return row_of(codes)[..., None].expand(value.shape).clone()
 
     # Expressions

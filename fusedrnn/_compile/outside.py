@@ -45,7 +45,8 @@ class Outside:
                 made = inputs[i]
             else:
                 lookup = self._plan.lowered.lookups[i - count]
-                made = F.embedding(inputs[lookup.input], evaluate(lookup.table))
+                padding = lookup.padding if lookup.padding >= 0 else None
+                made = F.embedding(inputs[lookup.input], evaluate(lookup.table), padding)
             made = made.to(dtype)
             found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
         return found

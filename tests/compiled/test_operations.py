@@ -41,8 +41,6 @@ OTHER_AT_INFINITY = {
 }
 """Those that give NaN, or a number for NaN, in another place than torch where an argument is
 infinite or NaN. docs/your-own-cell.md says so."""
-FLOORED = 'torch.div({a},{b}.abs()+1,rounding_mode="floor")'
-"""A compiled one floors the quotient, so that -1 by infinity is 0 where torch has -1."""
 
 
 class Cell(nn.Module):
@@ -167,7 +165,7 @@ def test_compiled_operations_at_corners(
     """Several operations in one library."""
     texts = [text for text in texts if not obstacle(text, kind)]
     if numbers == "infinite":
-        texts = [text for text in texts if text not in OTHER_AT_INFINITY | {FLOORED}]
+        texts = [text for text in texts if text not in OTHER_AT_INFINITY]
     x, tolerance = corners(kind, dtype, numbers == "finite"), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
     ours, theirs = (run(Cell(texts).to(dtype), x) for run in (by_program, by_torch))
     pairs = zip(texts, ours, theirs, strict=True)

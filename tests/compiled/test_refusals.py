@@ -51,6 +51,21 @@ def test_comparisons_to_the_largest_of_some_numbers(name: str, dtype: torch.dtyp
     assert "the largest of them" in reason or "between equal numbers" in reason
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda h, x: torch.floor(torch.log2(h.abs() + 1)), "aten.log2"),
+        (lambda h, x: torch.floor(torch.log10(h.abs() + 1)), "aten.log10"),
+        (lambda h, x: h // 0.1, "aten.div with rounding_mode='floor'"),
+        (lambda h, x: torch.where(h > 0.99, h.round(decimals=1), h), "aten.round with decimals=1"),
+    ],
+)
+def test_operations_that_jump_elsewhere_than_those_of_torch(
+    function: Callable[[Tensor, Tensor], Tensor], reason: str
+) -> None:
+    assert reason in refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
+
+
 def test_softmax_and_choices_are_compiled() -> None:
     def function(h: Tensor, x: Tensor) -> Tensor:
         probabilities = torch.softmax(h, -1)

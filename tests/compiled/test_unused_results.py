@@ -135,6 +135,33 @@ def test_weights_of_unused_results_have_no_gradient() -> None:
         assert cell.head.weight.grad is not None
 
 
+@pytest.mark.parametrize("padding", [0, 6, -1])
+def test_rows_of_padding_have_no_gradient(padding: int) -> None:
+    """Of an embedding, wherever a sequence has them; the first steps have none."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, H, padding_idx=padding)
+            self.other, self.cell = nn.Embedding(7, H), nn.GRUCell(H, H)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            shared = torch.nn.functional.embedding(x, self.other.weight, padding_idx=2)
+            return self.cell(self.table(x) + self.other(x) * shared, h)
+
+    cell = Tokens().double()
+    tokens = torch.randint(1, 6, (T, B))
+    tokens[T - 1, 0] = padding % 7
+    h, found = torch.zeros(B, H).double(), []
+    for compile in ("require", "never"):
+        with interpreted():
+            y, _ = fusedrnn.Recurrent(cell, compile=compile)(tokens, h)
+            found.append(torch.autograd.grad(y.square().sum(), [*cell.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert not found[0][0][padding].any()
+
+
 @pytest.mark.parametrize("pad", [-100, 7])
 def test_integers_behind_ends_are_not_looked_at(pad: int) -> None:
     class Tokens(nn.Module):
