@@ -562,14 +562,15 @@ class Lowered:
             if source.is_floating_point():
                 raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
             return e
-        own = self._dtype()
+        own = self.dtype
         if value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32):
             return e
         raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
 
-    def _dtype(self) -> torch.dtype:
-        carried = [self.value(node).dtype for node in self.traced.carries]
-        return carried[0]
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the state."""
+        return self.value(self.traced.carries[0]).dtype
 
     def _demand_reduced(self, node: fx.Node, start: int, width: int) -> list[Expression]:
         kind, reads = self._reads[node]

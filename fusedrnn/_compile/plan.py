@@ -30,6 +30,7 @@ from .program import (
     StageInput,
     StageOutput,
 )
+from .roundings import check_roundings
 from .trace import ROWS, CannotCompile
 
 aten = torch.ops.aten
@@ -102,7 +103,7 @@ class Plan:
         self._carries_of: dict[int, frozenset[int]] = {}
         self._merge_arrays()
         self.products = self._reached(lowered.new_carries + lowered.outputs)
-        self._values: dict[tuple[int, str, int], Value] = {}
+        self.values: dict[tuple[int, str, int], Value] = {}
         in_steps = self._reached(lowered.new_carries)
         self._after = {id(p) for p in self.products if id(p) not in {id(q) for q in in_steps}}
         self._after = {
@@ -115,6 +116,7 @@ class Plan:
         self._make_values()
         while self._find_stages():
             pass
+        check_roundings(self)
         self.draws = sorted(set(self._read("draw")))
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
@@ -285,7 +287,7 @@ class Plan:
 
     def _kept_place(self, carry: int, pieces: list[Expression]) -> tuple[int, int] | None:
         """Where outputs keep a carry as it is, all columns side by side."""
-        values = [self._values.get((id(e), "column", 0)) for e in pieces]
+        values = [self.values.get((id(e), "column", 0)) for e in pieces]
         first = values[0]
         if first is None:
             return None
@@ -309,9 +311,9 @@ class Plan:
 
     def _own(self, e: Expression) -> Value:
         """A value that is kept nowhere else."""
-        known = self._values.get((id(e), "column", 0))
+        known = self.values.get((id(e), "column", 0))
         if e.kind != "op" or known is not None:
-            number = len(self._values)
+            number = len(self.values)
             e = self.lowered.expressions.operation(
                 aten.clone.default, e, width=e.width, kwargs=(("copy", number),), is_mask=e.is_mask
             )
@@ -321,9 +323,9 @@ class Plan:
 
     def _value(self, e: Expression, kind: str = "column", group: int = 0) -> Value:
         key = (id(e), kind, group)
-        if key not in self._values:
-            self._values[key] = Value(e, kind, group, (self._phase(e), e.level, e.width, 0))
-        return self._values[key]
+        if key not in self.values:
+            self.values[key] = Value(e, kind, group, (self._phase(e), e.level, e.width, 0))
+        return self.values[key]
 
     def _make_values(self) -> None:
         for product in self.products:
@@ -344,7 +346,7 @@ class Plan:
         """True if something is to be handed from stage to stage, and all is to be done again."""
         stages: dict[Key, Stage] = {}
         used: dict[int, tuple[Expression, set[Key]]] = {}
-        for value in sorted(self._values.values(), key=lambda v: v.expression.number):
+        for value in sorted(self.values.values(), key=lambda v: v.expression.number):
             stage = stages.setdefault(value.stage, Stage(value.stage))
             stage.results.append(value)
         for stage in stages.values():
@@ -359,7 +361,7 @@ class Plan:
                 len(keys) > 1
                 and not e.is_mask
                 and self._is_costly(e)
-                and (id(e), "column", 0) not in self._values
+                and (id(e), "column", 0) not in self.values
                 and natural in keys
             ):
                 self._value(e)
@@ -378,9 +380,9 @@ class Plan:
             )
         half = len(stage.results) // 2
         number = stage.key[3]
-        later = {v.stage[3] for v in self._values.values() if v.stage[:3] == stage.key[:3]}
+        later = {v.stage[3] for v in self.values.values() if v.stage[:3] == stage.key[:3]}
         shift = {n: n + (n > number) for n in later}
-        for value in self._values.values():  # those behind it make room
+        for value in self.values.values():  # those behind it make room
             if value.stage[:3] == stage.key[:3]:
                 value.stage = (*value.stage[:3], shift[value.stage[3]])
         for value in stage.results[half:]:
@@ -395,7 +397,7 @@ class Plan:
             if id(e) in seen:
                 continue
             seen.add(id(e))
-            value = self._values.get((id(e), "column", 0))
+            value = self.values.get((id(e), "column", 0))
             if value is not None and value.stage != stage.key:
                 if id(value) not in known:
                     known.add(id(value))

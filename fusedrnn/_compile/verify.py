@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .. import _ops
 from ..recurrent.autograd import plain_loop
@@ -268,7 +269,7 @@ class Trial:
 
         def take_steps() -> tuple[Leaves, Leaves]:
             mark = trial.mark()
-            with torch.enable_grad(), trial.watched(closed_over=found):
+            with torch.enable_grad(), trial.watched(closed_over=found), _WithoutHooks():
                 given = Values(tuple(self.inputs), tuple(self.state), (), {}, {})
                 result = plain_loop(trial, given, {})
             changes[0] = trial.change(mark)
@@ -278,6 +279,8 @@ class Trial:
 
         try:
             result = run.aside(lambda: run.weights.call_with(values, take_steps))
+        except CannotCompile:
+            raise
         except Exception as error:
             raise CannotCompile(
                 f"in float64 it raises {type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -294,6 +297,23 @@ class Trial:
                 "buffer, input or state of it; register it as a buffer"
             )
         return result
+
+
+class _WithoutHooks(TorchFunctionMode):
+    """Within, the step has no hooks for backward: they may do something to rare gradients alone."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_hook = function is Tensor.register_hook
+        if is_hook or (function == _GRAD_FN.__get__ and result is not None):
+            raise CannotCompile("the step has a hook for backward" if is_hook else _OF_GRAPH)
+        return result
+
+
+_GRAD_FN: Any = Tensor.grad_fn
+_OF_GRAPH = "the step looks at the graph of autograd"
 
 
 def verify(program: Program, trial: Trial) -> None:

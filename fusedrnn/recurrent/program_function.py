@@ -301,7 +301,7 @@ class _Backward:
         # As autograd does it, what unused results alone have read gets none, and no zeros.
         unread = self._program.unread
         weights = [None if n in unread else of_weights.get(n) for n in values.weights]
-        return [*inputs, *state, *constants, *weights]
+        return _apart([*inputs, *state, *constants, *weights])
 
 
 def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
@@ -321,6 +321,28 @@ def through(
         return [None] * len(leaves)
     results, gradients = zip(*pairs, strict=True)
     return torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+
+
+def _apart(gradients: Gradients) -> Gradients:
+    """The same numbers, each in memory of its own.
+
+    autograd has one tensor for both terms of a sum. A leaf's ``grad`` is what comes here, and is
+    changed in place when gradients are accumulated or clipped.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    made: Gradients = []
+    for gradient in gradients:
+        if gradient is not None and gradient.numel():
+            first = int(gradient.storage_offset())
+            steps = zip(gradient.shape, gradient.stride(), strict=True)
+            last = first + sum(int((size - 1) * stride) for size, stride in steps)
+            places = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
+            if any(a <= last and first <= b for a, b in places):
+                gradient = gradient.clone()
+            else:
+                places.append((first, last))
+        made.append(gradient)
+    return made
 
 
 def _of_rows(gradient: Tensor, leaf: Tensor) -> Tensor:

@@ -317,7 +317,11 @@ def _obstacle(run: Run, inputs: Leaves, state: Leaves) -> str:
     hook = _hook(run)
     if hook:
         return hook
-    leaves = (*inputs, *state, *run.weights.trained().values(), *run.weights.frozen().values())
+    frozen = run.weights.frozen()
+    for name, buffer in frozen.items():
+        if buffer.requires_grad:
+            return f"the buffer {name.split('.', 2)[-1]} has a gradient"
+    leaves = (*inputs, *state, *run.weights.trained().values(), *frozen.values())
     for leaf in leaves:
         if type(leaf) not in (Tensor, nn.Parameter, nn.Buffer):
             return f"a tensor is a {type(leaf).__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fusedrnn
 
 H = 5
+ZEROS = torch.zeros(2, H, dtype=torch.float64)
 
 
 class Cell(nn.Module):
@@ -64,6 +66,128 @@ def test_operations_that_jump_elsewhere_than_those_of_torch(
     function: Callable[[Tensor, Tensor], Tensor], reason: str
 ) -> None:
     assert reason in refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
+
+
+@pytest.mark.parametrize("of", ["a tensor", "a node"])
+def test_hooks_that_trials_may_not_reach(of: str) -> None:
+    """Such as one that clips rare gradients."""
+
+    def function(h: Tensor, x: Tensor) -> Tensor:
+        if h.requires_grad and of == "a tensor":
+            h.register_hook(lambda gradient: gradient.clamp(-100, 100))
+        elif h.grad_fn is not None:
+            h.grad_fn.register_prehook(lambda gradients: (gradients[0].clamp(-100, 100),))
+        return h
+
+    reason = refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
+    assert "a hook" in reason or "the graph of autograd" in reason
+
+
+def test_buffers_with_a_gradient() -> None:
+    class Buffered(Cell):
+        def __init__(self) -> None:
+            super().__init__(lambda h, x: h * self.scale)
+            self.register_buffer("scale", torch.ones(H).requires_grad_())
+
+    cell, x, h = Buffered(), torch.randn(3, 2, H), torch.zeros(2, H)
+    assert "the buffer scale has a gradient" in refused(cell, x, h)
+    fusedrnn.Recurrent(cell, compile="auto")(x, h)[0].sum().backward()
+    assert cell.scale.grad is not None
+
+
+def clamped(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Steps whose state is a part of a sum, and that compare the two behind a product of it."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            made = self.ih(x) + self.hh(h)
+            h = made.clamp(-0.5, 0.5)
+            gate = torch.sigmoid(self.hh(h))
+            return gate * function(h, made, gate), h
+
+    return Clamped
+
+
+EQUAL = {
+    "equal": lambda h, made, gate: (h == made).to(h.dtype),
+    "absolute": lambda h, made, gate: (h - made).abs(),
+    "stopped": lambda h, made, gate: nn.functional.relu(made - h.detach()),
+    "loss": lambda h, made, gate: nn.functional.l1_loss(h, made.detach(), reduction="none"),
+    "largest": lambda h, made, gate: torch.maximum(h, made),
+    "norm": lambda h, made, gate: ((h - made) * gate).norm(dim=-1, keepdim=True),
+    "root": lambda h, made, gate: torch.sqrt(((h - made) * gate).square().sum(-1) + 1e-12)[:, None],
+    "quotient": lambda h, made, gate: h / (h - made + 1e-9),
+    "sign": lambda h, made, gate: torch.sign(2 * h - 2 * made),
+    "scaled": lambda h, made, gate: torch.floor(h / made),
+}
+APART = {
+    "difference": lambda h, made, gate: h - made,
+    "mean": lambda h, made, gate: h - made.mean(-1, keepdim=True),
+    "norm of a layer": lambda h, made, gate: nn.functional.layer_norm(h + made, [H]),
+    "choice": lambda h, made, gate: torch.where(made > 0.1, h, made),
+    "absolute": lambda h, made, gate: h.abs() + made.abs(),
+    "softmax": lambda h, made, gate: nn.functional.softmax(h, -1) * torch.log_softmax(made, -1),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_equal_by_its_making(name: str) -> None:
+    """The state is kept, and the sum is made again, with another rounding."""
+    reason = refused(clamped(EQUAL[name])().double(), torch.randn(3, 2, H).double(), ZEROS)
+    assert "which backward makes again with another rounding" in reason
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_not_compared_to_what_it_is_made_of(name: str) -> None:
+    cell, x = clamped(APART[name])().double(), torch.randn(30, 2, H, dtype=torch.float64)
+    found = []
+    for compile in ("require", "never"):
+        with interpreted():
+            y, _ = fusedrnn.Recurrent(cell, compile=compile)(x, ZEROS)
+            found.append([y, *torch.autograd.grad(y.square().sum(), [*cell.parameters()])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_states_that_are_equal_by_their_making() -> None:
+    """One is in the output, and the other is kept before each chunk alone."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
+
+        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+            h, made = state
+            y = torch.where(h == made, h * x, made)
+            made = self.ih(x) + self.hh(h)
+            return y, (made.clamp(-0.5, 0.5), made)
+
+    with interpreted(), pytest.raises(RuntimeError, match="with another rounding"):
+        rnn = fusedrnn.Recurrent(Two().double(), compile="require")
+        rnn(torch.randn(3, 2, H).double(), (ZEROS, ZEROS + 1))
+
+
+def test_values_that_16_bits_round() -> None:
+    """An operand of a product is rounded to its dtype, and what it is made of is not."""
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            made = self.ih(x) + self.hh(h)
+            new = made.clamp(-10, 10)
+            gate = torch.sigmoid(self.hh(new))
+            return ((new - made) * gate).norm(dim=-1, keepdim=True), 0.5 * new
+
+    cell, x, h = Rounded().to(torch.bfloat16), torch.randn(3, 2, H).bfloat16(), ZEROS.bfloat16()
+    assert "with another rounding" in refused(cell, x, h)
 
 
 def test_softmax_and_choices_are_compiled() -> None:

@@ -1245,3 +1245,21 @@ def test_a_helper_of_the_class_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     check(rnn, x)
     monkeypatch.setattr(Cell, "last", lambda self, h: h * 0.5)
     check(rnn, x)
+
+
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_gradients_have_memory_of_their_own(cell: type[nn.RNNCellBase]) -> None:
+    """autograd has one tensor for two biases that are added, and an optimizer changes each."""
+    module, x = cell(3, 5).double(), torch.randn(4, 2, 3, dtype=torch.float64)
+    h = torch.zeros(2, 5, dtype=torch.float64)
+    found = []
+    for compile in ("require", "never"):
+        rnn = fusedrnn.Recurrent(module, compile=compile)
+        module.zero_grad()
+        for _ in range(3):
+            y, _ = rnn(x, (h, h.clone()) if cell is nn.LSTMCell else h)
+            y.square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        found.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
