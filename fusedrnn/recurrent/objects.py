@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import sys
 import weakref
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _MOST_BYTES = 2**20
@@ -75,6 +76,22 @@ def names_of(code: CodeType) -> frozenset[str]:
         elif isinstance(constant, str) and constant.isidentifier():
             names.add(constant)
     return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_of(code: CodeType) -> tuple[str, ...]:
+    """Python modules that a function itself imports; of relative ones the name without dots."""
+    inner = [_imports_of(one) for one in code.co_consts if isinstance(one, CodeType)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
+    return tuple(dict.fromkeys([*own, *(name for names in inner for name in names)]))
+
+
+def imported_by(function: FunctionType) -> list[ModuleType]:
+    """Python modules that a function itself imports, as far as they are known."""
+    names = _imports_of(function.__code__)
+    around = function.__globals__.get("__package__") or ""
+    whole = [name for own in names for name in (own, f"{around}.{own}") if name in sys.modules]
+    return [sys.modules[name] for name in whole]
 
 
 def contents(function: FunctionType) -> list[Any]:

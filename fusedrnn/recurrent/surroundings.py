@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -38,6 +39,7 @@ from .objects import (
     contents,
     has_bytes,
     holds_attributes,
+    imported_by,
     is_installed,
     is_number_of_numpy,
     names_of,
@@ -159,6 +161,7 @@ class _Walk:
         elif isinstance(value, type | ModuleType):
             self._is(Same(value))
             self._spaces += [(base, _MAKING, set()) for base in self._bases(value)]
+            self._class(kind)  # a metaclass
         elif isinstance(value, property | functools.cached_property):
             self._has(*(getattr(value, name, None) for name in ("fget", "func")))
         elif isinstance(value, staticmethod | classmethod):
@@ -167,6 +170,8 @@ class _Walk:
             self._has(value.func, value.args, value.keywords)
         elif isinstance(value, weakref.ref):
             self._has(value())
+        elif kind is ContextVar:
+            self._has(value.get(None))
         elif kind is MappingProxyType:
             self._has(*value.items())
         elif kind is _CachedFunction:
@@ -201,7 +206,7 @@ class _Walk:
         self._is(*found)
         cells = contents(function)
         kept = (function.__defaults__, function.__kwdefaults__, own or None)
-        self._has(*kept, *cells, *(around[name] for name in found))
+        self._has(*kept, *cells, *(around[name] for name in found), *imported_by(function))
 
     def _object(self, value: Any, kind: type) -> None:
         """Any other: what it contains, its attributes, and what a call of its methods reads."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import array
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
 import re
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -154,6 +156,12 @@ def deepest(one: Data) -> Data:
     return deepest(one.a) if isinstance(one.a, Data) else one
 
 
+def itself() -> types.SimpleNamespace:
+    one = types.SimpleNamespace(a=1.0)
+    one.b = {"b": one}
+    return one
+
+
 def function_of(a: float) -> Any:
     def function(*, b: float = 1.0, c: dict[str, float] = {"a": 1.0}) -> float:  # noqa: B006
         return a * b * c["a"] * vars(function).get("d", 1.0)
@@ -245,6 +253,17 @@ HELD: dict[str, tuple[Callable[[], Any], Read, Callable[[Any], Any]]] = {
         lambda d: next(iter(d)).a,
         lambda d: set_a(next(iter(d))),
     ),
+    "variable of a context": (
+        lambda: contextvars.ContextVar("one", default=1.0),
+        lambda v: v.get(),
+        lambda v: v.set(2.0),
+    ),
+    "metaclass": (
+        lambda: types.new_class("Class", (), {"metaclass": type("Meta", (type,), {"a": 1.0})}),
+        lambda v: v.a,
+        lambda v: set_a(type(v)),
+    ),
+    "what contains itself": (itself, lambda o: o.b["b"].a, set_a),
     "callable object": (Called, lambda f: f(), set_a),
     "bound method": (lambda: Called().__call__, lambda f: f(), lambda f: set_a(f.__self__)),
     "variable around a function": (
@@ -418,6 +437,18 @@ def test_variables_of_python_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for change in changes.values():
         check(cell, change)
+
+
+class Imports(Base):
+    def read(self) -> Any:
+        from imported_in_a_step import A  # type: ignore[import-not-found]
+
+        return A
+
+
+def test_a_python_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imported_in_a_step", other)
+    check(Imports(), lambda: monkeypatch.setattr(other, "A", 2.0))
 
 
 def counted(function: Any) -> Any:
