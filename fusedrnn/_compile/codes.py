@@ -5,6 +5,7 @@ Operations that only move numbers move codes in the same way, so torch itself fo
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def runs_of(
             j += length
             if len(found) > 4 * MOST_PIECES:
                 raise CannotCompile(
-                    f"{name_of(node)} puts columns into another order{line_of(node)}"
+                    f"{name_of(node)} puts columns into another order{place_of(node)}"
                 )
         i = end
     return found
@@ -122,8 +123,16 @@ def packet_of(node: Any) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
-    target = packet_of(node)
-    return str(target).replace("_operator.", "") if node.op == "call_function" else node.name
+    """What messages call an operation, or a tensor that Lowered has named."""
+    if node.op != "call_function":
+        return str(node.meta.get("called", node.name))
+    source = node.args[0] if node.target is operator.getitem else node
+    return str(packet_of(source if isinstance(source, fx.Node) else node))
+
+
+def place_of(node: fx.Node) -> str:
+    """The user's line of an operation, or of the first one that reads a tensor; or nothing."""
+    return next(filter(None, map(line_of, (node, *node.users))), "")
 
 
 def packets(names: str) -> frozenset[Any]:

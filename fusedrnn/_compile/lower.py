@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -28,13 +28,17 @@ from .codes import (
     name_of,
     packet_of,
     packets,
+    place_of,
     ranks,
     row_of,
     runs_of,
 )
 from .decompositions import WHOLE
 from .expressions import Expression, Expressions, Part
-from .trace import ROWS, CannotCompile, Traced, draw, line_of, stop
+from .trace import ROWS, CannotCompile, Traced, draw, stop
+
+if TYPE_CHECKING:
+    from ..recurrent.chunks import Names
 
 aten = torch.ops.aten
 
@@ -119,6 +123,13 @@ def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
     return torch.broadcast_tensors(*(numbers.expand(shape) for shape in shapes))[0].shape
 
 
+def _call(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
+    """Gives nodes of arguments the names that messages have."""
+    for i, node in enumerate(nodes):
+        number = f"{what} {i}" if len(nodes) > 1 else f"the {what}"
+        node.meta["called"] = names[i] if i < len(names) else number
+
+
 class Lookup(NamedTuple):
     """Rows of a table of weights, which become an input of the program."""
 
@@ -133,8 +144,11 @@ class Lookup(NamedTuple):
 class Lowered:
     """The expressions of a step."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, names: Names | None = None) -> None:
+        """``names``: what messages call inputs and states; None for their numbers."""
         self.traced, self.draws = traced, traced.draws
+        _call("input", traced.inputs, [] if names is None else names.input)
+        _call("state", traced.carries, [] if names is None else names.state)
         self.expressions = Expressions()
         self._nodes = {node: i for i, node in enumerate(traced.module.graph.nodes)}
         self._list = list(self._nodes)
@@ -146,8 +160,8 @@ class Lowered:
         self._codes: dict[fx.Node, Any] = {}
         self._reads: dict[fx.Node, Any] = {}
         self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
-        self.new_carries = [self._result(node, "state") for node in traced.new_carries]
-        self.outputs = [self._result(node, "output") for node in traced.outputs]
+        self.new_carries = self._results(traced.new_carries, "state")
+        self.outputs = self._results(traced.outputs, "output")
         self._refuse_equal_by_making()
 
     # What depends on what
@@ -167,7 +181,7 @@ class Lowered:
                 if torch.Tag.nondeterministic_seeded in tags:
                     raise CannotCompile(
                         f"{name_of(node)} draws random numbers that backward could not draw "
-                        f"again{line_of(node)}"
+                        f"again{place_of(node)}"
                     )
                 if packet_of(node) in _FILLED:  # of an input they read only the shape
                     self.kinds[node] = "number"
@@ -184,7 +198,7 @@ class Lowered:
             if e.kind != "op" or e.packet not in _COMPARISONS:
                 continue
             if any(map(_is_largest, e.operands)):
-                where = line_of(e.node) if e.node is not None else ""
+                where = place_of(e.node) if e.node is not None else ""
                 raise CannotCompile(f"the step compares numbers to the largest of them{where}")
 
     def value(self, node: fx.Node) -> Any:
@@ -209,7 +223,7 @@ class Lowered:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
                     raise CannotCompile(
-                        f"{name_of(node)} by an index that is computed{line_of(node)}"
+                        f"{name_of(node)} by an index that is computed{place_of(node)}"
                     )
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
@@ -221,24 +235,24 @@ class Lowered:
         args = [codes(arg, i in places) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
         if packet_of(node) is aten.constant_pad_nd:
-            raise CannotCompile(f"{name_of(node)} is not known{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} is not known{place_of(node)}")
         try:
             if packet_of(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
             if packet_of(node) is aten.copy:
                 if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
-                    raise CannotCompile(f"a copy to another dtype{line_of(node)}")
+                    raise CannotCompile(f"{name_of(node)} to another dtype{place_of(node)}")
                 return args[1].expand(args[0].shape)
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except CannotCompile:
             raise
         except Exception as error:
-            raise CannotCompile(f"{name_of(node)} cannot be followed{line_of(node)}") from error
+            raise CannotCompile(f"{name_of(node)} cannot be followed{place_of(node)}") from error
 
     def _own(self, node: fx.Node) -> Any:
         value = self.value(node)
         if not isinstance(value, Tensor):
-            raise CannotCompile(f"{name_of(node)} returns no tensor{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} returns no tensor{place_of(node)}")
         base = self._nodes[node] * ROW
         if self.kinds[node] != "row":
             return (base + NO_ROW * COLUMN + torch.arange(value.numel())).reshape(value.shape)
@@ -252,7 +266,9 @@ class Lowered:
             return numbers // (value.numel() // ROWS)
         if node.op == "placeholder":
             if not value.dim() or value.shape[0] != ROWS:
-                raise CannotCompile("a state or an input has no row for each row of the batch")
+                raise CannotCompile(
+                    f"{name_of(node)} has no row for each row of the batch{place_of(node)}"
+                )
             shape = (ROWS, *(1,) * (value.dim() - 1))
             return torch.arange(ROWS).reshape(shape).expand(value.shape).clone()
         self._dtype_is_known(node, value)
@@ -269,12 +285,12 @@ class Lowered:
             return self._lookup(node, value)
         raise CannotCompile(
             f"{name_of(node)} is neither linear, nor elementwise, nor a reduction over features, "
-            f"nor a choice of columns{line_of(node)}"
+            f"nor a choice of columns{place_of(node)}"
         )
 
     def _dtype_is_known(self, node: fx.Node, value: Tensor) -> None:
         if value.is_complex() or value.is_sparse or value.is_nested:
-            raise CannotCompile(f"{name_of(node)} makes a tensor of {value.dtype}{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} makes a tensor of {value.dtype}{place_of(node)}")
 
     # What computed nodes read, as codes of row 0
 
@@ -283,10 +299,10 @@ class Lowered:
             # torch corrects a floored quotient, as Python does: 1 // 0.1 is 9.
             is_known = name in _OPTIONS or packet_of(node) not in POINTWISE
             if option == "floor" or not (option is None or is_known):
-                raise CannotCompile(f"{name_of(node)} with {name}={option!r}{line_of(node)}")
+                raise CannotCompile(f"{name_of(node)} with {name}={option!r}{place_of(node)}")
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
         if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         given = [
             self.codes(arg).expand(value.shape) if isinstance(arg, fx.Node) else arg
             for arg in node.args
@@ -304,7 +320,7 @@ class Lowered:
             rows = row_of(one)
             clash = (known != NO_ROW) & (rows != NO_ROW) & (known != rows)
             if clash.any():
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
             known = torch.where(known == NO_ROW, rows, known)
         return filled(known)
 
@@ -319,11 +335,11 @@ class Lowered:
         for row in range(1, ROWS):
             other = codes[flat == row]
             if other.shape != first.shape:
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
             same = torch.where(row_of(other) == row, other - row * COLUMN, other)
             differs = (same != first) | ((row_of(other) != row) & (row_of(other) != NO_ROW))
             if differs.any() and not self._are_alike(first[differs], other[differs]):
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         return first
 
     def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
@@ -342,10 +358,10 @@ class Lowered:
         kind = _REDUCTIONS.get(packet)
         source = node.args[0]
         if kind is None or not isinstance(source, fx.Node):
-            raise CannotCompile(f"{name_of(node)} is not known{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} is not known{place_of(node)}")
         codes = self.codes(source)
         if kind.endswith("with place") and len(node.args) < 2:
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         if dims is None or dims == []:
             dims = list(range(codes.dim()))
@@ -359,7 +375,7 @@ class Lowered:
             else all_rows
         )
         if moved.dim() < 2 or not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, moved)
         kind = ("argmax" if "max" in kind else "argmin") if which == 1 else kind
@@ -378,12 +394,12 @@ class Lowered:
         if packet is aten.addmm and (
             node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
         ):
-            raise CannotCompile(f"addmm with beta or alpha{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} with beta or alpha{place_of(node)}")
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         is_swapped = self.kinds[left] != "row"
         weight, operand = (left, right) if is_swapped else (right, left)
         if self.kinds[weight] == "row":
-            raise CannotCompile(f"{name_of(node)} is a product of two activations{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} is a product of two activations{place_of(node)}")
         codes = self.codes(operand)
         if is_swapped:
             codes = codes.transpose(-1, -2)
@@ -393,13 +409,15 @@ class Lowered:
         all_rows = row_of(codes)
         rows = filled(all_rows)
         if not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, codes)
         where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
         columns = value.shape[-2] if is_swapped else value.shape[-1]
         if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
-            raise CannotCompile(f"addmm of another activation{line_of(node)}")
+            raise CannotCompile(
+                f"{name_of(node)} adds a product to another activation{place_of(node)}"
+            )
         self._reads[node] = (
             weight,
             is_swapped,
@@ -420,31 +438,40 @@ class Lowered:
         codes = self.codes(places)
         source = self._list[int(codes.reshape(-1)[0]) // ROW]
         if self.kinds[table] == "row" or source not in self.traced.inputs:
-            raise CannotCompile(f"{name_of(node)} of numbers that are computed{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} of numbers that are computed{place_of(node)}")
         whole = self.codes(source)
         if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
-            raise CannotCompile(f"{name_of(node)} of a part of an input{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} of a part of {name_of(source)}{place_of(node)}")
         if any(node.args[3:]) or any(node.kwargs.values()):
-            raise CannotCompile(f"{name_of(node)} with options{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} with options{place_of(node)}")
         padding: Any = node.args[2] if len(node.args) > 2 else -1
         self.lookups.append(Lookup(node, table, self.traced.inputs.index(source), padding))
         return row_of(codes)[..., None].expand(value.shape).clone()
 
     # Expressions
 
+    def _results(self, nodes: Sequence[fx.Node], what: str) -> list[list[Expression]]:
+        article = "an" if what == "output" else "a new"
+        return [
+            self._result(node, f"{what} {i}" if len(nodes) > 1 else f"{article} {what}")
+            for i, node in enumerate(nodes)
+        ]
+
     def _result(self, node: fx.Node, what: str) -> list[Expression]:
         """The expressions that make a result, side by side."""
         value = self.value(node)
         if not value.is_floating_point():
-            raise CannotCompile(f"an {what} of the step is of {value.dtype}{line_of(node)}")
+            raise CannotCompile(f"{what} of the step is of {value.dtype}{place_of(node)}")
         if not value.dim() or value.shape[0] != ROWS:
-            raise CannotCompile(f"an {what} of the step has no row for each row of the batch")
+            raise CannotCompile(
+                f"{what} of the step has no row for each row of the batch{place_of(node)}"
+            )
         codes = self.codes(node)
         shape = (ROWS, *(1,) * (value.dim() - 1))
         rows = torch.arange(ROWS).reshape(shape).expand(value.shape)
         own = row_of(codes)
         if ((own != rows) & (own != NO_ROW)).any():
-            raise CannotCompile(f"an {what} of the step mixes the rows of the batch{line_of(node)}")
+            raise CannotCompile(f"{what} of the step mixes the rows of the batch{place_of(node)}")
         first = self._of_first_row(node, rows.contiguous(), codes)
         return self.pieces(first, node)
 
@@ -455,12 +482,13 @@ class Lowered:
             if part.kind == "weights":
                 found.append(self._vector(part.source, part.columns))
                 continue
+            self._check_read(part.source, node)
             made = self.demand(part.source, part.first, part.count)
             if part.group > 1:
                 made = [self.expressions.lift(e, part.group) for e in made]
             found += made
         if len(found) > MOST_PIECES:
-            raise CannotCompile(f"{name_of(node)} puts columns into another order{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} puts columns into another order{place_of(node)}")
         return found
 
     def _vector(self, node: fx.Node, columns: tuple[int, ...]) -> Expression:
@@ -503,16 +531,21 @@ class Lowered:
             return self._demand_reduced(node, start, width)
         return self._demand_pointwise(node, start, width)
 
-    def _as_read(self, leaf: Expression, value: Tensor, node: fx.Node) -> Expression:
-        if value.dtype == torch.bool:
-            return self.expressions.operation(
-                aten.ne.Scalar, leaf, 0, width=leaf.width, is_mask=True, node=node
-            )
-        if not value.is_floating_point():
+    def _check_read(self, node: fx.Node, reader: fx.Node) -> None:
+        """Refuses integers of an input or of the state that an operation computes with."""
+        dtype = self.value(node).dtype
+        if node.op == "placeholder" and not dtype.is_floating_point and dtype != torch.bool:
             raise CannotCompile(
-                f"{name_of(node)} of {value.dtype} is used in arithmetic{line_of(node)}"
+                f"{name_of(node)} of {dtype} is used in arithmetic, by {name_of(reader)}"
+                f"{place_of(reader)}"
             )
-        return leaf
+
+    def _as_read(self, leaf: Expression, value: Tensor, node: fx.Node) -> Expression:
+        if value.dtype != torch.bool:
+            return leaf
+        return self.expressions.operation(
+            aten.ne.Scalar, leaf, 0, width=leaf.width, is_mask=True, node=node
+        )
 
     def _demand_pointwise(self, node: fx.Node, start: int, width: int) -> list[Expression]:
         operands = [
@@ -527,7 +560,7 @@ class Lowered:
                     at += piece.width
                     cuts.add(at)
         if len(cuts) > MOST_PIECES:
-            raise CannotCompile(f"{name_of(node)} puts columns into another order{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} puts columns into another order{place_of(node)}")
         if len(cuts) > 2:  # ask for less, so that pieces match
             # Constants and vectors can be cut anywhere; others are asked for anew.
             ends = sorted(cuts)
@@ -542,7 +575,7 @@ class Lowered:
             return self._cast(node, args[0], value, width)
         kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
         if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
-            raise CannotCompile(f"{name_of(node)} with tensors by name{line_of(node)}")
+            raise CannotCompile(f"{name_of(node)} with tensors by name{place_of(node)}")
         return operation(node.target, *args, width=width, kwargs=kwargs, is_mask=is_mask, node=node)
 
     def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
@@ -560,12 +593,12 @@ class Lowered:
             return e  # places are counted in floating point here
         if not value.is_floating_point():
             if source.is_floating_point():
-                raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
+                raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
             return e
         own = self.dtype
         if value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32):
             return e
-        raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{line_of(node)}")
+        raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -596,7 +629,9 @@ class Lowered:
                 total = operation(aten.mul.Tensor, total, 1.0 / size, width=1, node=node)
             return total
         if kind in ("any", "all"):
-            raise CannotCompile(f"{name_of(node)} of parts{line_of(node)}")
+            raise CannotCompile(
+                f"{name_of(node)} of columns that are computed apart{place_of(node)}"
+            )
         if kind in ("max", "min"):
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
@@ -604,7 +639,7 @@ class Lowered:
             for one in best[1:]:
                 found = operation(pick, found, one, width=1, node=node)
             return found
-        raise CannotCompile(f"{name_of(node)} of parts that are computed apart{line_of(node)}")
+        raise CannotCompile(f"{name_of(node)} of columns that are computed apart{place_of(node)}")
 
     def _reduced(self, kind: str, e: Expression, size: int, node: fx.Node) -> Expression:
         x, operation = self.expressions, self.expressions.operation
@@ -645,7 +680,7 @@ class Lowered:
         # not equal to the largest number that forward has found.
         raise CannotCompile(
             f"{name_of(node)} shares its derivative between equal numbers, which backward would "
-            f"have to find again{line_of(node)}; torch.max(x, dim).values does not"
+            f"have to find again{place_of(node)}; torch.max(x, dim).values does not"
         )
 
     def _places(self, width: int, size: int) -> Expression:

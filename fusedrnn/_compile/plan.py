@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import program as form
+from .codes import name_of, place_of
 from .decompositions import WHOLE
 from .expressions import Array, Expression, Product, Reduction
 from .lower import Lowered
@@ -375,8 +376,10 @@ class Plan:
 
     def _split(self, stage: Stage) -> None:
         if len(stage.results) == 1:
+            made = [e.node for e in within(stage.results[0].expression) if e.node is not None]
+            what, place = (name_of(made[0]), place_of(made[0])) if made else ("a value", "")
             raise CannotCompile(
-                f"a part of the step reads more than {MOST_INPUTS} values in each column"
+                f"{what} is made of more than {MOST_INPUTS} values in each column{place}"
             )
         half = len(stage.results) // 2
         number = stage.key[3]

@@ -13,13 +13,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ..recurrent.programs import Same, described_by
+from ..recurrent.objects import Same
+from ..recurrent.programs import described_by
 from ..recurrent.runs import Run
 from . import cache
 from .derive import Derived
@@ -85,7 +86,7 @@ def _text(value: Any) -> str:
     """A value in words that are the same in each process."""
     if isinstance(value, Same):
         value = value.get()
-        return _code(value) if isinstance(value, FunctionType) else _name(type(value))
+        return _of_code(value) if isinstance(value, CodeType) else _name(type(value))
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return _name(value) if isinstance(value, type) else repr(value)
@@ -93,10 +94,6 @@ def _text(value: Any) -> str:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _code(function: FunctionType) -> str:
-    return _of_code(function.__code__)
 
 
 def _of_code(code: CodeType) -> str:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .codes import packets
+from .codes import packets, place_of
 from .expressions import Expression
-from .trace import CannotCompile, line_of, stop
+from .trace import CannotCompile, stop
 
 if TYPE_CHECKING:
     from .plan import Plan, Stage, Value
@@ -73,7 +73,7 @@ def check_roundings(plan: Plan) -> None:
     found = _Roundings(plan).first_error()
     if found is not None:
         name = getattr(found.packet, "__name__", found.kind)
-        where = line_of(found.node) if found.node is not None else ""
+        where = place_of(found.node) if found.node is not None else ""
         raise CannotCompile(
             f"{name} of a state or an output and of what this is made of, which backward makes "
             f"again with another rounding{where}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
 from .program_function import ready_program
-from .program_parts import parts_of
+from .program_parts import Part, parts_of
 from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
 from .trees import Leaves
@@ -158,15 +158,12 @@ def _take(
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
         return run_sequence(run, *given, is_parallel=False)
-    program = program_of(run, settings, memory, inputs, state)
-    if not isinstance(program, str):
-        saves_sums = torch.is_grad_enabled() and not settings.recompute
-        parts = parts_of(run, run.returns_sequence or saves_sums)
-        longest = max(part.steps for part in parts)
-        chunk, _ = program_chunk(run, settings, program, state, longest)
-        return ready_program(run, program, chunk, parts, saves_sums, *given)
+    keeps_graph = torch.is_grad_enabled() and not settings.recompute  # or a program's sums
+    planned = plan_program(run, settings, memory, inputs, state, keeps_graph)
+    if not isinstance(planned, str):
+        program, parts, chunk, _ = planned
+        return ready_program(run, program, chunk, parts, keeps_graph, *given)
     known = memory.of(run, *given)
-    keeps_graph = torch.is_grad_enabled() and not settings.recompute
     is_parallel = False
     if keeps_graph:
         run.chunk_size, _ = chunk_steps(run.seq_len, settings.chunk_size, None, 0)
@@ -185,40 +182,52 @@ def _take(
     return run_sequence(run, *given, is_parallel)
 
 
-def program_of(
-    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves
-) -> Program | str:
+class Planned(NamedTuple):
+    """A program, and how a call runs it."""
+
+    program: Program
+    parts: Sequence[Part]
+    """In the order of work."""
+    chunk: int
+    """The most steps of a chunk."""
+    workspace_bytes: int
+    """Of backward."""
+
+
+def plan_program(
+    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, saves_sums: bool
+) -> Planned | str:
     """The program that takes the steps, or why none does.
 
+    Args:
+        saves_sums: Whether forward saves the sums of products, and the whole sequence.
+
     Raises:
-        RuntimeError: There is none, and ``compile`` is "require".
+        RuntimeError: There is none, or it does not fit into ``workspace_bytes``, and ``compile`` is
+            "require".
     """
     others = settings.without_program()
-    return choose_program(run, settings.compile, others, memory.programs, inputs, state)
-
-
-def program_chunk(
-    run: Run, settings: Settings, program: Program, state: Leaves, steps: int
-) -> tuple[int, int]:
-    """Steps of a chunk of a program, and bytes of its workspace in backward.
-
-    Args:
-        steps: Of the whole sequence, or of the part of it that is worked on at a time.
-
-    Raises:
-        RuntimeError: Even one step does not fit into ``workspace_bytes``.
-    """
+    program = choose_program(run, settings.compile, others, memory.programs, inputs, state)
+    if isinstance(program, str):
+        return program
     from .._compile import operators
 
-    chunk, _, backward = operators.chunk(
-        program.number,
-        steps,
-        run.rows,
-        state[0].dtype,
-        settings.chunk_size or 0,
-        settings.workspace_bytes or 0,
-    )
-    return chunk, backward
+    parts = parts_of(run, run.returns_sequence or saves_sums)
+    longest = max(part.steps for part in parts)
+    try:
+        chunk, _, workspace = operators.chunk(
+            program.number,
+            longest,
+            run.rows,
+            state[0].dtype,
+            settings.chunk_size or 0,
+            settings.workspace_bytes or 0,
+        )
+    except RuntimeError as error:  # less memory than one of its steps takes: steps in Python may do
+        if settings.compile == REQUIRE:
+            raise
+        return str(error).split("\n")[0].removeprefix("fusedrnn: ")
+    return Planned(program, parts, chunk, workspace)
 
 
 def choose_chunk(

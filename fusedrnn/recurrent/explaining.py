@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from .. import modules
 from .autograd import run_sequence
 from .calls import (
+    Planned,
     Settings,
     choose_chunk,
     choose_mode,
     obstacle_of_call,
-    program_chunk,
-    program_of,
+    plan_program,
 )
 from .choices import GRAPH, PARALLEL, Explanation, measure_step
 from .graphs import RECORDERS
 from .layers import LayersCall, OneCell, joined
-from .program_parts import parts_of
 from .trees import Leaves
-
-if TYPE_CHECKING:
-    from .._compile.cell import Program
 
 _STEPS = 3
 
@@ -78,9 +72,10 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     run, settings = one.run, call.settings
     known = one.memory.of(run, *one.given)
     with run.weights.locked():
-        program = program_of(run, settings, one.memory, one.inputs, one.state)
-    if not isinstance(program, str):
-        return _of_program(settings, one, program)
+        saves_sums = not settings.recompute
+        planned = plan_program(run, settings, one.memory, one.inputs, one.state, saves_sums)
+    if not isinstance(planned, str):
+        return _of_program(settings, one, planned)
     measured = measure_step(run, *one.given)
     if settings.recompute:
         steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
@@ -107,7 +102,7 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     obstacle = obstacle_of_call(run, settings, known, *one.given)
     return Explanation(
         is_program=False,
-        program=program,
+        program=planned,
         mode=mode,
         reason=reason,
         is_compiled=not isinstance(compiled, str),
@@ -123,11 +118,10 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     )
 
 
-def _of_program(settings: Settings, one: OneCell, program: Program) -> Explanation:
+def _of_program(settings: Settings, one: OneCell, planned: Planned) -> Explanation:
+    program, parts, chunk, workspace = planned
     run, form, size = one.run, program.plan.program, program.dtype.itemsize
-    parts = parts_of(run, run.returns_sequence or not settings.recompute)
     longest = max(part.steps for part in parts)
-    chunk, workspace = program_chunk(run, settings, program, one.state, longest)
     steps, why = longest, "the whole sequence"
     if chunk < longest:
         steps = chunk

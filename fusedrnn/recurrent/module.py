@@ -50,10 +50,10 @@ class Recurrent(nn.Module):
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
             "require" to make the reason an error. "never" is the default as long as compiled cells
-            are new. :meth:`explain` says the reason, with the operation and its line. Plain
-            attributes of modules are constants of a program: after a change the cell is traced
-            anew. So are plain variables of the modules and classes that its methods belong to.
-            Random numbers are the same either way.
+            are new. :meth:`explain` says the reason, with the operation and its line. What the step
+            reads in Python is constant in a program: attributes of modules and of objects in them,
+            functions, variables of classes and Python modules. Each call looks at it, and after a
+            change the cell is traced anew. Random numbers are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.

@@ -6,11 +6,9 @@ Everything that traces, lowers and builds is imported when the first program is 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor, nn
 
 from .. import _library
 from ..options import text_of
+from .objects import TooMuch
 from .runs import Run
+from .surroundings import surroundings
 from .trees import Leaves
-from .variables import names_in
 
 if TYPE_CHECKING:
     from .._compile.cell import Program
@@ -31,7 +30,6 @@ AUTO, REQUIRE, NEVER = COMPILE = ("auto", "require", "never")
 _MOST_KINDS = 8
 """Programs of one cell that differ in nothing but what Python decides: more would be built anew in
 each call."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def check_compile(value: Any) -> None:
@@ -80,18 +78,45 @@ class Programs:
     def of(self, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         """The program of a run, or why there is none."""
         kind = _kind(run, inputs, state)
-        key = (kind, described_by(run))
-        found = self._known.get(key)
-        if found is None:
-            if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return "a CUDA graph is being captured, and no call before it has made the program"
-            count = self._kinds.get(kind, 0)
-            if count >= _MOST_KINDS:
-                return "attributes of its modules change from call to call"
+        try:
+            key = _key(kind, run)
+            found = self._known.get(key)
+            return found if found is not None else self._new(kind, key, run, inputs, state)
+        except TooMuch as error:
+            return str(error)
+
+    def _new(self, kind: Any, key: Any, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
+        if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, and no call before it has made the program"
+        count = self._kinds.get(kind, 0)
+        if count >= _MOST_KINDS:
+            return "attributes of its modules change from call to call"
+        found, is_lasting = _compiled(run, inputs, state)
+        before, key = key, key if isinstance(found, str) else _key(kind, run)
+        if key != before:  # maybe the step keeps what it computes once
             found, is_lasting = _compiled(run, inputs, state)
-            if is_lasting:
-                self._known[key], self._kinds[kind] = found, count + 1
+            if _key(kind, run) != key:
+                self._kinds[kind] = count + _MOST_KINDS // 2
+                return (
+                    "the step changes what it reads in Python: an object in another one, an array, "
+                    "or a variable of a class or of a Python module"
+                )
+        if is_lasting:
+            self._known[key], self._kinds[kind] = found, count + 1
         return found
+
+
+def _key(kind: Any, run: Run) -> Any:
+    return kind, described_by(run)
+
+
+def described_by(run: Run) -> Any:
+    """What Python may decide by.
+
+    Raises:
+        TooMuch: It is too much to look at.
+    """
+    return torch.get_default_dtype(), surroundings(run.weights.held.modules)
 
 
 def _compiled(run: Run, inputs: Leaves, state: Leaves) -> tuple[Program | str, bool]:
@@ -185,94 +210,6 @@ def _kind(run: Run, inputs: Leaves, state: Leaves) -> Any:
         tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in weights.items()),
         run.device,
     )
-
-
-def described_by(run: Run) -> Any:
-    """What Python may decide by: modes, attributes, and variables of classes and modules."""
-    modules = list(run.weights.used.modules())
-    kinds = tuple((type(m), m.training) for m in modules)
-    attributes = tuple(
-        (key, _plain(value.value if value.entries is None else value.entries))
-        for key, value in run.python.values().items()
-    )
-    around = tuple(part for kind in dict.fromkeys(map(type, modules)) for part in _around(kind))
-    return torch.get_default_dtype(), kinds, attributes, around
-
-
-class Same:
-    """Equal for one object, as long as it lives: another one may have its id then."""
-
-    __slots__ = ("_hash", "_value")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._value: Any = weakref.ref(value)
-        except TypeError:  # of a type without weak references
-            self._value = lambda: value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return False
-        value = self.get()
-        return value is not None and value is other.get()
-
-    def get(self) -> Any:
-        """The object, or None if it lives no more."""
-        return self._value()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, dict):
-        return tuple((repr(k), _plain(v)) for k, v in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return tuple(map(_plain, value))
-    return Same(value)
-
-
-_names: dict[type, tuple[tuple[Any, tuple[str, ...]], ...]] = {}
-
-
-def _around(kind: type[nn.Module]) -> Iterator[Any]:
-    """Methods of a class of the user's, and plain values that it has or that they find around
-    them."""
-    if kind not in _names:
-        found: list[tuple[Any, tuple[str, ...]]] = []
-        for base in kind.__mro__:
-            if base.__module__.startswith(("torch.", "fusedrnn.", "builtins")):
-                continue
-            own = [n for n, v in vars(base).items() if isinstance(v, (*_PLAIN, FunctionType))]
-            found.append((base, tuple(own)))
-            for function in vars(base).values():
-                if isinstance(function, FunctionType):
-                    found.append((function.__globals__, tuple(sorted(names_in(function.__code__)))))
-        _names[kind] = tuple(found)
-    for space, names in _names[kind]:
-        variables = space if isinstance(space, dict) else vars(space)
-        for name in names:
-            value = variables.get(name)
-            if isinstance(value, (*_PLAIN, FunctionType)):
-                yield name, _plain(value)
-            elif isinstance(value, ModuleType | type) and space is not value:
-                yield from _attributes(value, names)
-
-
-def _attributes(value: ModuleType | type, names: Sequence[str]) -> Iterator[Any]:
-    """Plain values in another module or class that methods name, as a module of settings."""
-    place: str = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    if place.split(".")[0] in ("torch", "fusedrnn", "builtins", "math", "typing"):
-        return
-    for space in [value] if isinstance(value, ModuleType) else value.__mro__:
-        variables = vars(space)
-        for name in names:
-            found = variables.get(name)
-            if name in variables and isinstance(found, _PLAIN):
-                yield place, name, _plain(found)
 
 
 def choose_program(

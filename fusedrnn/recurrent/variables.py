@@ -24,7 +24,7 @@ _MOST_ENTRIES = 1000
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, deque, OrderedDict, dict, set)
-_OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"])
+OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"])
 """The last two are torch.nn.RNNBase's, and follow its weights."""
 
 
@@ -44,7 +44,7 @@ class Namespace(NamedTuple):
         return [
             name
             for name in self.variables
-            if name not in _OF_EVERY_MODULE and not str(name).startswith("_fusedrnn_")
+            if name not in OF_EVERY_MODULE and not str(name).startswith("_fusedrnn_")
         ]
 
     def read(self, name: str) -> Any:

@@ -297,7 +297,24 @@ def marked(case: Case, dtype: torch.dtype) -> Any:
 def test_errors_are_at_most_twice_those_of_the_loop(
     case: Case, dtype: torch.dtype, backend: str
 ) -> None:
-    """Against float64 on the same numbers: all results together, and all gradients together."""
+    """Against float64 on the same numbers: all results together, and all gradients together.
+
+    The median of several calls where errors are a matter of luck.
+    """
+    ours, theirs = [], []
+    for _ in range(9 if case.has_kinks else 1):
+        mine, others = errors(case, dtype, backend)
+        ours.append(mine)
+        theirs.append(others)
+    unit = torch.finfo(dtype).eps
+    pairs = zip(*(torch.tensor(found).median(0).values for found in (ours, theirs)), strict=True)
+    for mine, other in pairs:
+        allowed = 2 * other + unit / 8  # where the loop is exact by luck
+        assert mine <= allowed, (ours, theirs)
+
+
+def errors(case: Case, dtype: torch.dtype, backend: str) -> tuple[list[float], list[float]]:
+    """Of a program and of the loop: those of results and of gradients."""
     seq_len, batch = 6, 64
     one = ready(case, backend, dtype)
     cell, rnn = one.cell, one.with_options()
@@ -312,10 +329,11 @@ def test_errors_are_at_most_twice_those_of_the_loop(
     leaves = leaves_of(x, state, cell)
     ours = judged(lambda: rnn(x, state, generator=seeded()), leaves)
     theirs = judged(lambda: loop(cell, x, state), leaves)
-    unit = torch.finfo(dtype).eps
-    for mine, other, right in zip(ours, theirs, exact, strict=True):
-        allowed = 2 * error(other, right) + unit / 8  # where the loop is exact by luck
-        assert error(mine, right) <= allowed, (error(mine, right), error(other, right))
+    mine, others = (
+        [error(found, right) for found, right in zip(run, exact, strict=True)]
+        for run in (ours, theirs)
+    )
+    return mine, others
 
 
 def copied(tree: Any, dtype: torch.dtype) -> Any:

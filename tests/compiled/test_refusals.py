@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ LARGEST = {
 }
 
 
-def refused(cell: nn.Module, x: Tensor, h: Tensor) -> str:
+def refused(cell: nn.Module, x: Any, h: Tensor) -> str:
     with interpreted(), pytest.raises(RuntimeError, match="cannot be compiled") as error:
         fusedrnn.Recurrent(cell, compile="require")(x, h)
     return str(error.value)
@@ -208,6 +209,74 @@ def test_inputs_that_would_be_rounded(wide: torch.dtype, narrow: torch.dtype) ->
     x, h = torch.randn(3, 2, H, dtype=wide), torch.zeros(2, H, dtype=narrow)
     cell = Cell(lambda h, x: (x - 300.5 > 0).to(h.dtype)).to(narrow)
     assert f"an input is of {wide}" in refused(cell, x, h)
+
+
+class Step(nn.Module):
+    """A GRU, and an output of all that a step gets and of a table."""
+
+    def __init__(self, function: Callable[[Any, Tensor, nn.Embedding], Any]) -> None:
+        super().__init__()
+        self.gru, self.table, self.function = nn.GRUCell(H, H), nn.Embedding(5, H), function
+
+    def forward(self, x: Any, h: Tensor) -> Any:
+        return self.function(x, h, self.table), self.gru(h, h)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.ones(3, 2, *shape, dtype=torch.int64)
+
+
+Function = Callable[[Any, Tensor, nn.Embedding], Any]
+NAMED: dict[str, tuple[Function, Any, str]] = {
+    "integers": (
+        lambda x, h, table: x + h,
+        numbers(1),
+        r"the input of torch\.int64 is used in arithmetic, by aten\.add",
+    ),
+    "some integers": (
+        lambda x, h, table: (x["n"] > 0) * h,
+        {"x": torch.randn(3, 2, H), "n": numbers(1)},
+        r"input 1 of torch\.int64 is used in arithmetic, by aten\.gt",
+    ),
+    "a cast": (lambda x, h, table: x.to(h.dtype) @ table.weight, numbers(5), r"aten\._to_copy"),
+    "an output": (lambda x, h, table: h > 0, numbers(), r"an output of the step is of torch\.bool"),
+    "of several outputs": (lambda x, h, table: (h, h > 0), numbers(), "output 1 of the step is of"),
+    "mixed rows": (lambda x, h, table: h.flip(0), numbers(), "an output of the step mixes"),
+    "a part of an input": (
+        lambda x, h, table: table(x[:, 0]),
+        numbers(2),
+        r"aten\.embedding of a part of the input",
+    ),
+    "a factor": (
+        lambda x, h, table: torch.addmm(h, h, table.weight.t() @ table.weight, beta=2),
+        numbers(),
+        r"aten\.addmm with beta or alpha",
+    ),
+    "a sum": (
+        lambda x, h, table: torch.addmm(h, h, table.weight.t() @ table.weight),
+        numbers(),
+        r"aten\.addmm adds a product to another activation",
+    ),
+    "parts": (
+        lambda x, h, table: torch.cat([h > 0, h.flip(1) > 1], -1).any(-1, keepdim=True) * h,
+        numbers(),
+        r"aten\.any of columns that are computed apart",
+    ),
+    "many values": (
+        lambda x, h, table: sum(x[:, i : i + 1].tanh() * h[:, i % H, None] for i in range(40)),
+        torch.randn(3, 2, 40),
+        r"aten\.\w+ is made of more than 32 values in each column",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_reasons_name_what_the_user_knows(name: str) -> None:
+    """The operation, or the input or output, and the line; nothing that only a graph has."""
+    function, x, text = NAMED[name]
+    reason = refused(Step(function), x, torch.zeros(2, H))
+    assert re.search(rf"{text}.* \(test_refusals\.py:\d+\)$", reason), reason
+    assert not re.search(r"arg\d|_\d", reason)
 
 
 @pytest.mark.parametrize("rows", [1, 7])

@@ -55,9 +55,9 @@ def device_of(backend: str) -> str:
 
 
 def check(stage: str, dtype: torch.dtype, sizes: Sizes, rng: random.Random, backend: str) -> None:
-    case = Case(stage, dtype, sizes, rng, device=device_of(backend))
+    case = Case(stage, dtype, sizes, rng, backend)
     case.hide_rows_that_take_no_step()
-    case.run(backend)
+    case.run()
     case.check()
 
 

@@ -34,8 +34,8 @@ def test_values_and_gradients(dtype: torch.dtype, isa: str, stage: str) -> None:
     for width in [*WIDTHS, 300]:
         for _ in range(6):
             groups = tuple(rng.sample([*GROUPS, width], 2))
-            case = Case(stage, dtype, Sizes(width, groups=groups), rng)
-            case.run(isa)
+            case = Case(stage, dtype, Sizes(width, groups=groups), rng, isa)
+            case.run()
             case.check()
 
 
@@ -44,9 +44,9 @@ def test_rows_that_take_no_step(dtype: torch.dtype, isa: str, stage: str) -> Non
     rng = random.Random(stage)
     for width in WIDTHS:
         lengths = [3, 0, 10, 4]
-        case = Case(stage, dtype, Sizes(width, groups=(3, 16), lengths=lengths), rng)
+        case = Case(stage, dtype, Sizes(width, groups=(3, 16), lengths=lengths), rng, isa)
         case.hide_rows_that_take_no_step()
-        case.run(isa)
+        case.run()
         case.check()
 
 
@@ -56,8 +56,8 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, isa: str, stage
         found = []
         for pieces in ([], [1, 2, 7, 7, 11]):
             torch.manual_seed(1)
-            case = Case(stage, dtype, Sizes(width, groups=(3, 32)), random.Random(width))
-            case.run(isa, pieces=pieces)
+            case = Case(stage, dtype, Sizes(width, groups=(3, 32)), random.Random(width), isa)
+            case.run(pieces=pieces)
             found.append(case.found())
         for whole, in_pieces in zip(*found, strict=True):
             assert torch.equal(whole, in_pieces)
@@ -146,7 +146,7 @@ def test_draws_of_float16_and_all_lanes(dtype: torch.dtype) -> None:
     found = []
     for isa in instruction_sets():
         torch.manual_seed(2)
-        case = Case("draws", dtype, Sizes(333, steps=1, batch=1), random.Random(5))
+        case = Case("draws", dtype, Sizes(333, steps=1, batch=1), random.Random(5), isa)
         case.call.outputs[:] = [Output(torch.empty(1, 333, dtype=dtype)) for _ in range(2)]
         case.call.run(isa, 0, 1, backward=False)
         found.append(torch.cat([output.data for output in case.call.outputs]))  # type: ignore[misc]

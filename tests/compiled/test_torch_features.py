@@ -1140,6 +1140,22 @@ def test_options_that_have_steps_in_python() -> None:
         rnn(x)
 
 
+def test_a_workspace_that_is_too_small_for_the_program() -> None:
+    """Steps in Python have the call if they can keep to it."""
+    x, cell = sequence(), Minimal()
+    program = fusedrnn.Recurrent(cell, compile="require", chunk_size=1).explain(x).workspace_bytes
+    steps = fusedrnn.Recurrent(cell, chunk_size=1).explain(x).step_bytes
+    assert steps < program
+    rnn = fusedrnn.Recurrent(cell, compile="auto", workspace_bytes=steps)
+    check(rnn, x)
+    assert "workspace_bytes must be at least" in rnn.explain(x).program
+    rnn.compile_cell = "require"
+    with pytest.raises(RuntimeError, match=r"^fusedrnn: workspace_bytes must be at least"):
+        rnn(x)
+    rnn.workspace_bytes = 2 * program
+    check(rnn, x)
+
+
 def test_explain() -> None:
     x = sequence()
     rnn = required()
@@ -1226,8 +1242,7 @@ def test_errors_are_those_of_steps_in_python(kind: str) -> None:
         try:
             made = WRONG[kind](rnn)
         except Exception as error:
-            numbers = kind == "workspace"  # which has numbers of its own
-            found.append((type(error), "" if numbers else str(error)))
+            found.append((type(error), str(error)))
         else:
             found.append(made[0].shape)
     assert found[0] == found[1]

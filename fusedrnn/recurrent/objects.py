@@ -1,0 +1,152 @@
+"""Objects of Python as somebody sees them from outside: whose they are, and what they contain."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import sys
+import weakref
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_MOST_BYTES = 2**20
+"""Of an array that is looked at."""
+_WITH_ATTRIBUTES = ("argparse", "collections", "dataclasses", "enum", "functools", "types")
+"""Modules of the standard library whose objects hold what users put there."""
+
+
+class TooMuch(Exception):
+    """Why there is no key, a sentence without a stop."""
+
+
+class Same:
+    """Equal for one object, as long as it lives: another one may have its id then."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:  # of a type without weak references
+            self._value = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        value = self.get()
+        return value is not None and value is other.get()
+
+    def get(self) -> Any:
+        """The object, or None if it lives no more."""
+        return self._value()
+
+
+def package(name: str) -> str:
+    """The outermost one that a Python module is in."""
+    return name.partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(name: str) -> bool:
+    """Whether a Python module belongs to a package that somebody else has written."""
+    top = package(name)
+    if top in ("torch", "fusedrnn", "numpy") or top in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def holds_attributes(kind: type) -> bool:
+    """Whether objects of an installed class hold what users put there, as settings do."""
+    name = str(kind.__module__)
+    top = package(name)
+    if top == "torch":
+        return name.startswith("torch.distributions")
+    return top in _WITH_ATTRIBUTES or (top != "numpy" and top not in sys.stdlib_module_names)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> frozenset[str]:
+    """What a function and those within it name, also as text for ``getattr``."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_of(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            names.add(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports_of(code: CodeType) -> tuple[str, ...]:
+    """Python modules that a function itself imports; of relative ones the name without dots."""
+    inner = [_imports_of(one) for one in code.co_consts if isinstance(one, CodeType)]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
+    return tuple(dict.fromkeys([*own, *(name for names in inner for name in names)]))
+
+
+def imported_by(function: FunctionType) -> list[ModuleType]:
+    """Python modules that a function itself imports, as far as they are known."""
+    names = _imports_of(function.__code__)
+    around = function.__globals__.get("__package__") or ""
+    whole = [name for own in names for name in (own, f"{around}.{own}") if name in sys.modules]
+    return [sys.modules[name] for name in whole]
+
+
+def contents(function: FunctionType) -> list[Any]:
+    """What a function reads from the functions around it."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not yet assigned
+            found.append(...)
+    return found
+
+
+def as_list(value: Any) -> list[Any]:
+    """The entries of a container, keys of a dict before each value."""
+    if isinstance(value, dict):
+        return [one for pair in list(value.items()) for one in pair]
+    return list(value)
+
+
+def is_number_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
+
+
+def has_bytes(value: Any) -> bool:
+    """Whether it is an array of numbers of whatever library."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return True
+    try:
+        memoryview(value).release()
+    except (TypeError, ValueError, BufferError):
+        return False
+    return not isinstance(value, bytes)
+
+
+def bytes_of(value: Any) -> tuple[Any, ...]:
+    """What tells an array from others.
+
+    Raises:
+        TooMuch: It is too large to look at in each call, or has no bytes.
+    """
+    if hasattr(value, "dtype") and value.dtype.hasobject:
+        raise TooMuch("an array in an attribute of its modules holds objects, which may change")
+    size = value.nbytes if hasattr(value, "nbytes") else memoryview(value).nbytes
+    if size > _MOST_BYTES:
+        raise TooMuch(
+            f"an array of {size:,} bytes in an attribute of its modules may change; register it "
+            "as a buffer"
+        )
+    form = (str(value.dtype), value.shape) if hasattr(value, "dtype") else memoryview(value).format
+    data = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+    return form, hashlib.blake2b(data, digest_size=16).digest() if size > 64 else data

@@ -1,0 +1,587 @@
+"""What a step reads in Python and somebody changes between two calls: the next call has it.
+
+Longer than 350 lines, because there are many places from which a step may read.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import re
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import interpreted
+from plain import loop
+from registry import CASES
+from torch import Tensor, nn
+
+import fusedrnn
+from fusedrnn.recurrent import surroundings
+
+H = 3
+F64 = torch.float64
+Read = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def by_torch() -> Iterator[None]:
+    with interpreted():
+        yield
+
+
+class Base(nn.Module):
+    """A cell that multiplies by what it reads somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2 * H, H, dtype=F64)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.gate(torch.cat([x, h], -1))) * self.read()
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+
+class Holds(Base):
+    """Reads an attribute."""
+
+    def __init__(self, held: Any, read: Read) -> None:
+        super().__init__()
+        self.held, self.by = held, read
+
+    def read(self) -> Any:
+        return self.by(self.held)
+
+
+def check(cell: nn.Module, change: Callable[[], Any], compile: str = "require") -> None:
+    """Before a change and after it a call gives what the loop gives, which is not the same."""
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    rnn = fusedrnn.Recurrent(cell, compile=compile)
+    before = loop(cell, x, h)[0]
+    torch.testing.assert_close(rnn(x, h)[0], before)
+    change()
+    after = loop(cell, x, h)[0]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(rnn(x, h)[0], after)
+
+
+def scaled(x: float, scale: float = 1.0) -> float:
+    return x * scale
+
+
+@dataclasses.dataclass
+class Data:
+    a: Any = 1.0
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("a",)
+    a: float
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1.0, 2.0
+
+
+class Silent(float, enum.Enum):
+    """Its members all have one text."""
+
+    ONE, TWO = 1.0, 2.0
+
+    def __repr__(self) -> str:
+        return "a number"
+
+
+class Mutable(enum.Enum):
+    ONE = types.SimpleNamespace(a=1.0)
+
+
+class List(list[float]):
+    a = 1.0
+
+
+class Dict(dict[str, float]):
+    a = 1.0
+
+
+class Float(float):
+    a = 1.0
+
+
+Named = collections.namedtuple("Named", "a")
+
+
+class Called:
+    def __init__(self) -> None:
+        self.a = 1.0
+
+    def __call__(self) -> float:
+        return self.a
+
+
+def set_a(one: Any) -> None:
+    one.a = 2.0
+
+
+def set_first(one: Any) -> None:
+    one[0] = 2
+
+
+def set_key(one: Any) -> None:
+    one["a"] = 2.0
+
+
+def set_scale(one: Any) -> None:
+    one.keywords["scale"] = 2.0
+
+
+def deep(levels: int) -> Data:
+    return Data() if levels == 0 else Data(deep(levels - 1))
+
+
+def deepest(one: Data) -> Data:
+    return deepest(one.a) if isinstance(one.a, Data) else one
+
+
+def itself() -> types.SimpleNamespace:
+    one = types.SimpleNamespace(a=1.0)
+    one.b = {"b": one}
+    return one
+
+
+def function_of(a: float) -> Any:
+    def function(*, b: float = 1.0, c: dict[str, float] = {"a": 1.0}) -> float:  # noqa: B006
+        return a * b * c["a"] * vars(function).get("d", 1.0)
+
+    def set_variable() -> None:
+        nonlocal a
+        a = 2.0
+
+    function.set_variable = set_variable  # type: ignore[attr-defined]
+    return function
+
+
+def two() -> float:
+    return 2.0
+
+
+HELD: dict[str, tuple[Callable[[], Any], Read, Callable[[Any], Any]]] = {
+    "partial": (lambda: functools.partial(scaled, scale=1.0), lambda p: p(1.0), set_scale),
+    "partial in a partial": (
+        lambda: functools.partial(functools.partial(scaled, 1.0), scale=1.0),
+        lambda p: p(),
+        set_scale,
+    ),
+    "partial in a list": (
+        lambda: [functools.partial(scaled, scale=1.0)],
+        lambda v: v[0](1.0),
+        lambda v: set_scale(v[0]),
+    ),
+    "argument of a partial": (
+        lambda: functools.partial(max, [1.0]),
+        lambda p: p(),
+        lambda p: set_first(p.args[0]),
+    ),
+    "dataclass": (Data, lambda o: o.a, set_a),
+    "slots": (lambda: Slots(1.0), lambda o: o.a, set_a),
+    "dataclass in dicts": (
+        lambda: [{"k": Data()}],
+        lambda v: v[0]["k"].a,
+        lambda v: set_a(v[0]["k"]),
+    ),
+    "dataclass in others": (lambda: deep(6), lambda o: deepest(o).a, lambda o: set_a(deepest(o))),
+    "namespace": (lambda: types.SimpleNamespace(a=1.0), lambda o: o.a, set_a),
+    "value of an enum": (lambda: Mutable.ONE, lambda o: o.value.a, lambda o: set_a(o.value)),
+    "deque": (lambda: collections.deque([1.0]), lambda d: d[0], set_first),
+    "deque in a list": (
+        lambda: [collections.deque([1.0])],
+        lambda v: v[0][0],
+        lambda v: set_first(v[0]),
+    ),
+    "defaultdict": (lambda: collections.defaultdict(float, a=1.0), lambda d: d["a"], set_key),
+    "default of a dict": (
+        lambda: collections.defaultdict(lambda: 1.0),
+        lambda d: d.copy()["b"],
+        lambda d: setattr(d, "default_factory", two),
+    ),
+    "order of a dict": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        lambda d: next(iter(d.values())),
+        lambda d: d.move_to_end("a"),
+    ),
+    "ChainMap": (lambda: collections.ChainMap({"a": 1.0}), lambda d: d["a"], set_key),
+    "view of a dict": (
+        lambda: (lambda d: [types.MappingProxyType(d), d])({"a": 1.0}),
+        lambda v: v[0]["a"],
+        lambda v: set_key(v[1]),
+    ),
+    "array of NumPy": (lambda: np.ones(1), lambda a: float(a[0]), set_first),
+    "array of NumPy in an object": (
+        lambda: Data(np.ones(1)),
+        lambda o: float(o.a[0]),
+        lambda o: set_first(o.a),
+    ),
+    "bytes": (lambda: bytearray(b"\1"), lambda b: float(b[0]), set_first),
+    "array": (lambda: array.array("d", [1.0]), lambda a: a[0], set_first),
+    "set": (lambda: {1}, lambda s: 1.0 + (1 in s), lambda s: s.clear()),
+    "long list": (lambda: [1.0] * 20_000, lambda v: v[0], set_first),
+    "attribute of a list": (lambda: List(), lambda o: o.a, set_a),
+    "attribute of a dict": (lambda: Dict(), lambda o: o.a, set_a),
+    "attribute of a number": (lambda: Float(1.0), lambda o: o.a, set_a),
+    "tensor as a number": (lambda: torch.tensor(1.0), float, lambda t: t.fill_(2.0)),
+    "namedtuple": (lambda: Named([1.0]), lambda n: n.a[0], lambda n: set_first(n.a)),
+    "weak reference": (
+        lambda: (lambda o: [weakref.ref(o), o])(Data()),
+        lambda v: v[0]().a,
+        lambda v: set_a(v[1]),
+    ),
+    "key of a dict": (
+        lambda: {Called(): 1},
+        lambda d: next(iter(d)).a,
+        lambda d: set_a(next(iter(d))),
+    ),
+    "variable of a context": (
+        lambda: contextvars.ContextVar("one", default=1.0),
+        lambda v: v.get(),
+        lambda v: v.set(2.0),
+    ),
+    "metaclass": (
+        lambda: types.new_class("Class", (), {"metaclass": type("Meta", (type,), {"a": 1.0})}),
+        lambda v: v.a,
+        lambda v: set_a(type(v)),
+    ),
+    "what contains itself": (itself, lambda o: o.b["b"].a, set_a),
+    "callable object": (Called, lambda f: f(), set_a),
+    "bound method": (lambda: Called().__call__, lambda f: f(), lambda f: set_a(f.__self__)),
+    "variable around a function": (
+        lambda: function_of(1.0),
+        lambda f: f(),
+        lambda f: f.set_variable(),
+    ),
+    "default of a function": (
+        lambda: function_of(1.0),
+        lambda f: f(),
+        lambda f: f.__kwdefaults__.update(b=2.0),
+    ),
+    "dict as a default": (
+        lambda: function_of(1.0),
+        lambda f: f(),
+        lambda f: set_key(f.__kwdefaults__["c"]),
+    ),
+    "attribute of a function": (
+        lambda: function_of(1.0),
+        lambda f: f(),
+        lambda f: setattr(f, "d", 2.0),
+    ),
+    "a function's code": (
+        lambda: types.FunctionType((lambda: 1.0).__code__, {}),
+        lambda f: f(),
+        lambda f: setattr(f, "__code__", two.__code__),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_changes_in_an_attribute(name: str) -> None:
+    make, read, change = HELD[name]
+    held = make()
+    kept = Mutable.ONE.value.a if held is Mutable.ONE else None
+    try:
+        check(Holds(held, read), lambda: change(held))
+    finally:
+        if kept is not None:
+            Mutable.ONE.value.a = kept
+
+
+EXCHANGED: dict[str, tuple[Any, Any, Read]] = {
+    "enum": (Kind.ONE, Kind.TWO, lambda o: o.value),
+    "enum of one text": (Silent.ONE, Silent.TWO, lambda o: o * 1.0),
+    "number of NumPy": (np.float32(1), np.float32(2), float),
+    "bytes of another dtype": ([np.int32(2**30)], [np.float32(2)], lambda v: float(v[0] == 2)),
+    "pattern": (re.compile("a"), re.compile("b"), lambda p: 1.0 if p.match("a") else 2.0),
+    "list and tuple": ([1.0], (1.0,), lambda v: 1.0 + isinstance(v, list)),
+    "kinds of dicts": ({}, collections.OrderedDict(), lambda v: 1.0 + (type(v) is dict)),
+    "range": (range(1), range(2), lambda r: float(r.stop)),
+    "number and flag": (1, True, lambda v: 1.0 + (v is True)),
+    "zeros": (0.0, -0.0, lambda v: 2.0 + np.copysign(1.0, v)),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_another_object_in_an_attribute(name: str) -> None:
+    old, new, read = EXCHANGED[name]
+    cell = Holds(old, read)
+    check(cell, lambda: setattr(cell, "held", new))
+
+
+# Classes and Python modules.
+
+
+class Settings:
+    a: Any = 1.0
+    d: Any = {"a": 1.0}  # noqa: RUF012
+
+    def get(self) -> float:
+        return 1.0
+
+
+class Of(Base):
+    a: Any = 1.0
+    d: Any = {"a": 1.0}  # noqa: RUF012
+    o: Any = Data()
+    by_property = property(lambda self: 1.0)
+
+    @staticmethod
+    def static() -> float:
+        return 1.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return 1.0
+
+    def with_default(self, a: float = 1.0, d: dict[str, float] = {"a": 1.0}) -> float:  # noqa: B006
+        return a * d["a"]
+
+    def read(self) -> Any:
+        made = self.a * self.d["a"] * self.o.a * self.by_property * self.static()
+        return made * self.of_class() * self.with_default()
+
+
+class Below(Of):
+    pass
+
+
+def test_attributes_and_methods_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed in place or replaced, in the class itself or below it."""
+    cell = Below()
+    changes: dict[str, Callable[[], Any]] = {
+        "a dict": lambda: monkeypatch.setitem(Of.d, "a", 2.0),
+        "an object": lambda: monkeypatch.setattr(Of.o, "a", 2.0),
+        "another object": lambda: monkeypatch.setattr(Of, "o", Data(3.0)),
+        "a property": lambda: monkeypatch.setattr(Of, "by_property", property(lambda self: 2.0)),
+        "a static method": lambda: monkeypatch.setattr(Of, "static", staticmethod(two)),
+        "a class method": lambda: monkeypatch.setattr(Of, "of_class", classmethod(lambda c: 2.0)),
+        "a default": lambda: monkeypatch.setattr(
+            Of.with_default, "__defaults__", (2.0, {"a": 1.0})
+        ),
+        "in a default": lambda: set_key((Of.with_default.__defaults__ or ())[1]),
+        "below": lambda: monkeypatch.setattr(Below, "a", 2.0, raising=False),
+    }
+    for change in changes.values():
+        check(cell, change)
+
+
+def test_attributes_and_methods_of_an_objects_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Holds(Settings(), lambda o: o.a * o.d["a"] * o.get())
+    check(cell, lambda: monkeypatch.setattr(Settings, "a", 2.0))
+    check(cell, lambda: monkeypatch.setitem(Settings.d, "a", 2.0))
+    check(cell, lambda: monkeypatch.setattr(Settings, "get", lambda self: 2.0))
+
+
+NUMBER, DICT, OBJECT, PARTIAL = 1.0, {"a": 1.0}, Data(), functools.partial(scaled, scale=1.0)
+other = types.ModuleType("other")
+exec(
+    """
+A, D = 1.0, {"a": 1.0}
+class Settings:
+    a, d = 1.0, {"a": 1.0}
+def read():
+    return A * D["a"] * Settings.a * Settings.d["a"]
+""",
+    vars(other),
+)
+imported = other.read
+
+
+def helper() -> Any:
+    return NUMBER * DICT["a"]
+
+
+def by_helper() -> Any:
+    return helper() * OBJECT.a * PARTIAL(1.0)
+
+
+class Around(Base):
+    def read(self) -> Any:
+        return by_helper() * other.read() * other.Settings.a * imported()
+
+
+def test_variables_of_python_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cell's own and of another one, read by helpers of helpers."""
+    cell, here = Around(), globals()
+    changes: dict[str, Callable[[], Any]] = {
+        "a number": lambda: monkeypatch.setitem(here, "NUMBER", 2.0),
+        "a dict": lambda: monkeypatch.setitem(DICT, "a", 2.0),
+        "an object": lambda: monkeypatch.setattr(OBJECT, "a", 2.0),
+        "another object": lambda: monkeypatch.setitem(here, "OBJECT", Data(3.0)),
+        "a partial": lambda: monkeypatch.setitem(PARTIAL.keywords, "scale", 2.0),
+        "of another module": lambda: monkeypatch.setattr(other, "A", 2.0),
+        "a dict of another module": lambda: monkeypatch.setitem(other.D, "a", 2.0),
+        "a class": lambda: monkeypatch.setattr(other.Settings, "a", 2.0),
+        "a dict of a class": lambda: monkeypatch.setitem(other.Settings.d, "a", 2.0),
+        "a function": lambda: monkeypatch.setattr(other, "read", two),
+        "a helper": lambda: monkeypatch.setitem(here, "helper", two),
+    }
+    for change in changes.values():
+        check(cell, change)
+
+
+class Imports(Base):
+    def read(self) -> Any:
+        from imported_in_a_step import A  # type: ignore[import-not-found]
+
+        return A
+
+
+def test_a_python_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imported_in_a_step", other)
+    check(Imports(), lambda: monkeypatch.setattr(other, "A", 2.0))
+
+
+def counted(function: Any) -> Any:
+    state = {"a": 1.0}
+
+    @functools.wraps(function)
+    def wrapper(self: Any) -> Any:
+        return function(self) * state["a"]
+
+    wrapper.state = state  # type: ignore[attr-defined]
+    return wrapper
+
+
+class Decorated(Base):
+    @counted
+    def read(self) -> Any:
+        return 1.0
+
+
+def test_what_a_decorator_holds() -> None:
+    check(Decorated(), lambda: set_key(Decorated.read.state))
+
+
+class Made:
+    a = 1.0
+
+    def __init__(self) -> None:
+        self.b = self.a
+
+
+class Makes(Base):
+    def read(self) -> Any:
+        return Made().b
+
+
+def test_what_a_step_makes_objects_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(
+        Makes(), lambda: monkeypatch.setattr(Made, "__init__", lambda self: setattr(self, "b", 2.0))
+    )
+
+
+# What the step itself changes.
+
+COUNT = {"a": 1.0}
+
+
+class Counts(Base):
+    """Where ``run.aside`` does not look."""
+
+    total = 0.0
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.data, self.array = place, deep(3), np.zeros(1)
+
+    def read(self) -> Any:
+        if self.place == "object":
+            deepest(self.data).a += 1
+        elif self.place == "array":
+            self.array += 1
+        elif self.place == "class":
+            Counts.total += 1
+        elif self.place == "module":
+            COUNT["a"] += 1
+        return 1.0
+
+
+@pytest.mark.parametrize("place", ["object", "array", "class", "module"])
+def test_a_step_that_counts(place: str) -> None:
+    """A program would not count."""
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    with pytest.raises(RuntimeError, match="the step changes what it reads in Python"):
+        fusedrnn.Recurrent(Counts(place), compile="require")(x, h)
+    cell = Counts(place)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
+    for _ in range(4):
+        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+    cell.place = "nowhere"
+    rnn.compile_cell = "require"
+    with pytest.raises(RuntimeError, match="attributes of its modules change"):
+        rnn(x, h)
+
+
+class Lazy:
+    @functools.cached_property
+    def factor(self) -> float:
+        return 2.0
+
+
+def test_what_a_step_computes_once() -> None:
+    lazy = Lazy()
+    cell = Holds(Data(Data(lazy)), lambda o: o.a.a.factor)
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    ours = rnn(x, h)[0]
+    assert "factor" in vars(lazy)
+    torch.testing.assert_close(ours, loop(cell, x, h)[0])
+    check(cell, lambda: vars(lazy).update(factor=3.0))
+
+
+# What is not looked at.
+
+TOO_MUCH: dict[str, tuple[Any, Read, Callable[[Any], Any], str]] = {
+    "objects": (
+        [Data() for _ in range(200)],
+        lambda v: v[150].a,
+        lambda v: set_a(v[150]),
+        "more than 100 values",
+    ),
+    "large array": (
+        np.ones(2**18),
+        lambda v: float(v[9]),
+        lambda v: v.fill(2),
+        "of 2,097,152 bytes",
+    ),
+    "array of objects": (np.array([Data()]), lambda v: v[0].a, lambda v: set_a(v[0]), "an array"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_would_take_too_long_to_look_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are taken in Python, which see all changes."""
+    monkeypatch.setattr(surroundings, "_MOST", 100)
+    held, read, change, reason = TOO_MUCH[name]
+    cell, x, h = Holds(held, read), torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    with pytest.raises(RuntimeError, match=f"cannot be compiled: .*{reason}"):
+        fusedrnn.Recurrent(cell, compile="require")(x, h)
+    check(cell, lambda: change(held), compile="auto")
+
+
+def test_the_key_of_a_step_stays_the_same() -> None:
+    for case in CASES:
+        cell = case.cell()
+        first, second = (surroundings.surroundings([cell]) for _ in range(2))
+        assert first == second, case
+        assert hash(first) == hash(second)
