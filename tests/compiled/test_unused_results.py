@@ -45,7 +45,7 @@ class Entropy(nn.Module):
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[object, object]:
         h, p = state
         new = torch.tanh(self.linear(x) + h)
-        return (new, p * p.log1p()), (new, (p + torch.relu(new)).sqrt())
+        return (new, p * p.log1p()), (new, (p + torch.relu(x)).sqrt())
 
 
 def given(zeros: bool) -> tuple[Tensor, list[Tensor]]:
