@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,14 @@ from .lower import Lowered
 from .outside import Outside
 from .plan import Plan
 from .program import Out
+
+
+class Unread(NamedTuple):
+    """What has no part in results with gradients."""
+
+    weights: frozenset[str] = frozenset()
+    inputs: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -39,8 +47,7 @@ class Program:
     number: int = -1
     """Of the operators."""
     library: Library | None = None
-    unread: frozenset[str] = frozenset()
-    """Names of weights that have no part in results with gradients."""
+    unread: Unread = field(default_factory=Unread)
     without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)
     """Programs for backward where some results have no gradients, by which have one; None where
     there is none."""

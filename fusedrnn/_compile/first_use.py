@@ -17,7 +17,7 @@ from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, Structure
 from . import operators, records
 from .build import CannotBuild, build
-from .cell import Program, printed
+from .cell import Program, Unread, printed
 from .derive import Derived
 from .emit import STORAGE
 from .log import log_of
@@ -230,8 +230,12 @@ def without(
     """
     with _one_at_a_time():
         lowered, read = lowered_without(program.plan.lowered.traced, outputs, last)
-        unread = {name for i, name in enumerate(program.names) if i not in read}
-        made = replace(program, unread=frozenset(unread), without={}, key="")
+        unread = Unread(
+            frozenset(name for i, name in enumerate(program.names) if i not in read.constants),
+            frozenset(range(len(inputs))) - read.inputs,
+            frozenset(range(len(state))) - read.carries,
+        )
+        made = replace(program, unread=unread, without={}, key="")
         if lowered is None:
             return made
         device = state[0].device

@@ -10,6 +10,7 @@ backward comes first.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -34,11 +35,19 @@ _BOUNDED = packets(
 """Operations whose derivative is finite where their operands are."""
 
 
+class Read(NamedTuple):
+    """What results with gradients depend on."""
+
+    constants: set[int]
+    inputs: set[int]
+    carries: set[int]
+
+
 def lowered_without(
     traced: Traced, outputs: Sequence[bool], last: Sequence[bool]
-) -> tuple[Lowered | None, set[int]]:
+) -> tuple[Lowered | None, Read]:
     """Expressions of a step in which results without gradient are stopped; None if none has to be.
-    And which constants of the step other results depend on.
+    And what the other results depend on.
 
     Args:
         outputs, last: Whether each output, and each state after the last step, has a gradient.
@@ -49,7 +58,10 @@ def lowered_without(
     live = _live(lowered, outputs, last)
     results = [*lowered.outputs, *lowered.new_carries]
     dead = _needed([e for pieces in results for e in pieces], live)
-    read = _constants(lowered, live)
+    carries = {e.at[0] for e in live.values() if e.kind == "carry"}
+    carries |= {j for j, is_used in enumerate(last) if is_used}  # as it is, if a row has no steps
+    inputs = {e.at[0] for e in live.values() if e.kind == "input"}
+    read = Read(_constants(lowered, live), inputs, carries)
     if not any(map(_is_unbounded, dead)):
         return None, read
 

@@ -288,12 +288,18 @@ class _Backward:
     def _in_order(
         self, of_state: Sequence[Tensor], of_weights: dict[str, Tensor | None]
     ) -> Gradients:
-        values = self._arguments.values
-        inputs: Gradients = [self._of_inputs.get(i) for i in range(len(values.inputs))]
+        # As autograd does it, what unused results alone have read gets none, and no zeros.
+        values, unread = self._arguments.values, self._program.unread
+        inputs: Gradients = [
+            None if i in unread.inputs else self._of_inputs.get(i)
+            for i in range(len(values.inputs))
+        ]
         constants: Gradients = [None] * len(values.constants)
         state = [
-            gradient.reshape(leaf.shape) if need else None
-            for leaf, gradient, need in zip(values.state, of_state, self._needs.state, strict=True)
+            gradient.reshape(leaf.shape) if need and j not in unread.state else None
+            for j, (leaf, gradient, need) in enumerate(
+                zip(values.state, of_state, self._needs.state, strict=True)
+            )
         ]
         for i, n, need in self._resets():
             if need:
@@ -301,9 +307,7 @@ class _Backward:
                 is_sequence = self._masks.resets.is_sequence
                 leaf = (values.inputs if is_sequence else values.constants)[n]
                 (inputs if is_sequence else constants)[n] = _of_rows(self._of_resets[i], leaf)
-        # As autograd does it, what unused results alone have read gets none, and no zeros.
-        unread = self._program.unread
-        weights = [None if n in unread else of_weights.get(n) for n in values.weights]
+        weights = [None if n in unread.weights else of_weights.get(n) for n in values.weights]
         return _apart([*inputs, *state, *constants, *weights])
 
 

@@ -135,6 +135,33 @@ def test_weights_of_unused_results_have_no_gradient() -> None:
         assert cell.head.weight.grad is not None
 
 
+def test_inputs_and_states_of_unused_results_have_no_gradient() -> None:
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.ModuleList([nn.GRUCell(H, H) for _ in range(2)])
+            self.double()
+
+        def forward(self, x: Sequence[Tensor], state: Sequence[Tensor]) -> object:
+            new = [cell(*given) for cell, *given in zip(self.cells, x, state, strict=True)]
+            return tuple(new), tuple(new)
+
+    x = [torch.randn(T, B, H).double().requires_grad_() for _ in range(2)]
+    state = [torch.randn(B, H).double().requires_grad_() for _ in range(2)]
+    cell, found = Apart(), []
+    for compile in ("require", "never"):
+        with interpreted():
+            (_, y), _ = fusedrnn.Recurrent(cell, compile=compile)(tuple(x), tuple(state))
+            leaves = [*x, *state, *cell.parameters()]
+            found.append(torch.autograd.grad(y.square().sum(), leaves, allow_unused=True))
+    assert found[0][0] is None is found[0][2] and found[0][1] is not None is not found[0][3]
+    for ours, theirs in zip(*found, strict=True):
+        if ours is None:
+            assert theirs is None or not theirs.any()
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("padding", [0, 6, -1])
 def test_rows_of_padding_have_no_gradient(padding: int) -> None:
     """Of an embedding, wherever a sequence has them; the first steps have none."""
