@@ -8,12 +8,13 @@ import hashlib
 import sys
 import weakref
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST_BYTES = 2**20
 """Of an array that is looked at."""
 _WITH_ATTRIBUTES = ("argparse", "collections", "dataclasses", "enum", "functools", "types")
 """Modules of the standard library whose objects hold what users put there."""
+_READS_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 class TooMuch(Exception):
@@ -70,29 +71,34 @@ def holds_attributes(kind: type) -> bool:
     return top in _WITH_ATTRIBUTES or (top != "numpy" and top not in sys.stdlib_module_names)
 
 
-@functools.lru_cache(maxsize=4096)
-def names_of(code: CodeType) -> frozenset[str]:
-    """What a function and those within it name, also as text for ``getattr``."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_of(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            names.add(constant)
-    return frozenset(names)
+class Names(NamedTuple):
+    """What a function and those within it read by name."""
+
+    attributes: frozenset[str]
+    """Also those in texts, for ``getattr``."""
+    variables: tuple[str, ...]
+    """Of its Python module, which may have others that are called like an attribute."""
+    imports: tuple[str, ...]
+    """Python modules that it imports itself; of relative ones the name without dots."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _imports_of(code: CodeType) -> tuple[str, ...]:
-    """Python modules that a function itself imports; of relative ones the name without dots."""
-    inner = [_imports_of(one) for one in code.co_consts if isinstance(one, CodeType)]
-    own = [one.argval for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
-    return tuple(dict.fromkeys([*own, *(name for names in inner for name in names)]))
+def names_of(code: CodeType) -> Names:
+    inner = [names_of(one) for one in code.co_consts if isinstance(one, CodeType)]
+    texts = {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
+    own = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    variables = {name for operation, name in own if operation in _READS_VARIABLE}
+    imports = {name for operation, name in own if operation == "IMPORT_NAME"}
+    return Names(
+        frozenset(texts.union(code.co_names, *(one.attributes for one in inner))),
+        tuple(sorted(variables.union(*(one.variables for one in inner)))),
+        tuple(sorted(imports.union(*(one.imports for one in inner)))),
+    )
 
 
 def imported_by(function: FunctionType) -> list[ModuleType]:
     """Python modules that a function itself imports, as far as they are known."""
-    names = _imports_of(function.__code__)
+    names = names_of(function.__code__).imports
     around = function.__globals__.get("__package__") or ""
     whole = [name for own in names for name in (own, f"{around}.{own}") if name in sys.modules]
     return [sys.modules[name] for name in whole]

@@ -199,10 +199,10 @@ class _Walk:
             return self._is(Same(function))
         code, around = function.__code__, function.__globals__
         names = names_of(code)
-        self._names |= names
+        self._names |= names.attributes
         self._is(Same(code))
         own = {k: v for k, v in vars(function).items() if not k.startswith("_fusedrnn_")}
-        found = [name for name in sorted(names) if name in around]
+        found = [name for name in names.variables if name in around]
         self._is(*found)
         cells = contents(function)
         kept = (function.__defaults__, function.__kwdefaults__, own or None)

@@ -135,8 +135,25 @@ class Value(NamedTuple):
         if isinstance(self.value, Tensor):
             return [self.value]
         held = self.value if isinstance(self.value, tuple) else self.entries
-        leaves = pytree.tree_leaves(held) if held else ()
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return _tensors_in(held) if held else []
+
+
+def _tensors_in(held: Any) -> list[Tensor]:
+    """Of containers in containers, which may contain themselves."""
+    try:
+        return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
+    except RecursionError:
+        found, seen, waiting = list[Tensor](), set[int](), [held]
+        while waiting:
+            one = waiting.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, Tensor):
+                found.append(one)
+            elif isinstance(one, (*_CONTAINERS, tuple)):
+                waiting += one.values() if isinstance(one, dict) else one
+        return found
 
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -579,6 +579,19 @@ def test_what_would_take_too_long_to_look_at(name: str, monkeypatch: pytest.Monk
     check(cell, lambda: change(held), compile="auto")
 
 
+held = 0  # called like the attribute
+
+
+def test_variables_that_are_called_like_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not read: the training loop of a script may change them all the time."""
+    cell = Holds(1.0, lambda v: v)
+    before = surroundings.surroundings([cell])
+    monkeypatch.setitem(globals(), "held", 1)
+    assert surroundings.surroundings([cell]) == before
+    cell.held = 2.0
+    assert surroundings.surroundings([cell]) != before
+
+
 def test_the_key_of_a_step_stays_the_same() -> None:
     for case in CASES:
         cell = case.cell()

@@ -477,6 +477,24 @@ def test_a_scan_over_a_part_of_the_cell_itself(mode: str) -> None:
     check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), [x, h, *cell.parameters()])
 
 
+def test_a_list_that_contains_itself() -> None:
+    """As nodes of a tree that know their parents; what is set in it is put back for backward."""
+
+    def read(cell: Any, h: Tensor) -> Tensor:
+        cell.seen[1] = cell.seen[1] + 1
+        return h * cell.seen[0][1] * cell.seen[2]
+
+    cell, (x, h) = Cell(read), given()
+    results = []
+    for run in (fusedrnn.Recurrent(cell), lambda x, h: plain_loop(cell, x, h)):
+        cell.seen = [None, 1.0, torch.ones(H, dtype=F64)]
+        cell.seen[0] = cell.seen
+        output, state = run(x, h)
+        gradients = torch.autograd.grad(output.square().sum(), [x, *cell.parameters()])
+        results.append([output, state, *gradients, cell.seen[1]])
+    torch.testing.assert_close(*results)
+
+
 # Steps of scan
 
 
