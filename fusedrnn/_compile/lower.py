@@ -130,6 +130,11 @@ def _call(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
         node.meta["called"] = names[i] if i < len(names) else number
 
 
+def _check_columns(node: fx.Node, codes: Tensor) -> None:
+    if not codes.numel():
+        raise CannotCompile(f"{name_of(node)} of no columns{place_of(node)}")
+
+
 class Lookup(NamedTuple):
     """Rows of a table of weights, which become an input of the program."""
 
@@ -374,6 +379,7 @@ class Lowered:
             if moved.dim() > 1
             else all_rows
         )
+        _check_columns(node, codes)
         if moved.dim() < 2 or not (rows == rows[..., :1]).all():
             raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
         rows = rows[..., 0]
@@ -405,6 +411,7 @@ class Lowered:
             codes = codes.transpose(-1, -2)
         if codes.dim() == 2:
             codes = codes[None]
+        _check_columns(node, codes)
         stacks, count, _ = codes.shape
         all_rows = row_of(codes)
         rows = filled(all_rows)
@@ -466,6 +473,8 @@ class Lowered:
             raise CannotCompile(
                 f"{what} of the step has no row for each row of the batch{place_of(node)}"
             )
+        if not value.numel():
+            raise CannotCompile(f"{what} of the step has no columns{place_of(node)}")
         codes = self.codes(node)
         shape = (ROWS, *(1,) * (value.dim() - 1))
         rows = torch.arange(ROWS).reshape(shape).expand(value.shape)

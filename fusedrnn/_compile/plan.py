@@ -151,15 +151,18 @@ class Plan:
 
     def carries_of(self, e: Expression) -> frozenset[int]:
         """The carries that an expression depends on."""
-        if id(e) not in self._carries_of:
-            for one in self._all([e]):
-                if id(one) in self._carries_of:
-                    continue
-                own = frozenset([one.at[0]]) if one.kind == "carry" else frozenset[int]()
-                for other in below(one):
-                    own |= self._carries_of.get(id(other), frozenset())
-                self._carries_of[id(one)] = own
-        return self._carries_of[id(e)]
+        known, left = self._carries_of, [e]
+        while left:
+            one = left[-1]
+            # Not by number: what a product reads may have been made after it, see _copy_sums().
+            missing = [other for other in below(one) if id(other) not in known]
+            if missing:
+                left += missing
+                continue
+            left.pop()
+            own = frozenset([one.at[0]]) if one.kind == "carry" else frozenset[int]()
+            known[id(one)] = own.union(*(known[id(other)] for other in below(one)))
+        return known[id(e)]
 
     def _is_after(self, e: Expression) -> bool:
         return any(

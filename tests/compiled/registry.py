@@ -220,6 +220,7 @@ CASES = [
     Case("frozen", lambda: written.Frozen(I, H), I),
     Case("in place", lambda: written.InPlace(I, H), I),
     Case("detached", lambda: written.Detached(I, H), I, is_discrete=True),
+    Case("low rank", lambda: written.LowRank(I, H), I),
     Case("wrapped", lambda: written.Wrapped(I, H), I),
     Case("counting", lambda: written.Counting(I, H), I, compiles=False),
 ]

@@ -223,6 +223,18 @@ class Detached(Cell):
         return rounded, torch.tanh(y / norm)
 
 
+class LowRank(Cell):
+    """A linear system of low rank: a product of a sum of products, with nothing in between."""
+
+    def __init__(self, inputs: int, hidden: int, rank: int = 3) -> None:
+        super().__init__(hidden)
+        self.of_input, self.down = nn.Linear(inputs, rank), nn.Linear(hidden, rank)
+        self.up = nn.Linear(rank, hidden)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.up(self.of_input(x) + self.down(h))
+
+
 class Wrapped(nn.Module):
     """A model of several modules with a state of layers, as policies have it."""
 
