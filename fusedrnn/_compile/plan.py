@@ -357,7 +357,7 @@ class Plan:
             self._find_inputs(stage, used)
         for stage in stages.values():
             if len(stage.inputs) > MOST_INPUTS or len(stage.results) > MOST_RESULTS:
-                self._split(stage)
+                self._split_in_halves(stage)
                 return True
         for e, keys in used.values():
             natural = (self._phase(e), e.level, e.width, 0)
@@ -375,23 +375,41 @@ class Plan:
             for leaf in stage.inputs:
                 if isinstance(leaf, Value):
                     leaf.is_read = True
-        return False
+        return any(map(self._split_by_waiting, self.stages))
 
-    def _split(self, stage: Stage) -> None:
+    def _split_by_waiting(self, stage: Stage) -> bool:
+        """Splits a stage if backward makes some of its results later, and others are read."""
+        waiting = [v for v in stage.results if self._waits(v)]
+        others = [v for v in stage.results if not self._waits(v)]
+        if not waiting or not any(v.is_read or v.is_operand for v in others):
+            return False
+        self._split(stage, waiting)
+        return True
+
+    def _waits(self, value: Value) -> bool:
+        """Whether it depends on a carry that backward makes step by step."""
+        return value.stage[0] == Phase.STEP and any(
+            self.carries[j].sequence < 0 for j in self.carries_of(value.expression)
+        )
+
+    def _split_in_halves(self, stage: Stage) -> None:
         if len(stage.results) == 1:
             made = [e.node for e in within(stage.results[0].expression) if e.node is not None]
             what, place = (name_of(made[0]), place_of(made[0])) if made else ("a value", "")
             raise CannotCompile(
                 f"{what} is made of more than {MOST_INPUTS} values in each column{place}"
             )
-        half = len(stage.results) // 2
+        self._split(stage, stage.results[len(stage.results) // 2 :])
+
+    def _split(self, stage: Stage, last: list[Value]) -> None:
+        """Makes another stage of some results, which comes next."""
         number = stage.key[3]
         later = {v.stage[3] for v in self.values.values() if v.stage[:3] == stage.key[:3]}
         shift = {n: n + (n > number) for n in later}
         for value in self.values.values():  # those behind it make room
             if value.stage[:3] == stage.key[:3]:
                 value.stage = (*value.stage[:3], shift[value.stage[3]])
-        for value in stage.results[half:]:
+        for value in last:
             value.stage = (*stage.key[:3], number + 1)
 
     def _find_inputs(self, stage: Stage, used: dict[int, tuple[Expression, set[Key]]]) -> None:
@@ -420,12 +438,9 @@ class Plan:
     # The program
 
     def _program(self) -> Program:
-        kept = {j for j, carry in enumerate(self.carries) if carry.sequence < 0}
         ordered = self.stages
         for stage in ordered:
-            stage.is_sequential = stage.key[0] == Phase.STEP and any(
-                kept & self.carries_of(v.expression) for v in stage.results
-            )
+            stage.is_sequential = any(map(self._waits, stage.results))
         values = [v for stage in ordered for v in stage.results]
         for i, value in enumerate(values):
             value.index = i
