@@ -221,6 +221,7 @@ CASES = [
     Case("in place", lambda: written.InPlace(I, H), I),
     Case("detached", lambda: written.Detached(I, H), I, is_discrete=True),
     Case("low rank", lambda: written.LowRank(I, H), I),
+    Case("two speeds", lambda: written.TwoSpeeds(I, H), I),
     Case("wrapped", lambda: written.Wrapped(I, H), I),
     Case("counting", lambda: written.Counting(I, H), I, compiles=False),
 ]

@@ -235,6 +235,21 @@ class LowRank(Cell):
         return self.up(self.of_input(x) + self.down(h))
 
 
+class TwoSpeeds(Cell):
+    """A slow state beside a fast one, whose new value a product and a sum read, too."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__(hidden, hidden)
+        self.ih, self.hh = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        h, slow = state
+        h = torch.tanh(self.ih(x) + self.hh(h))
+        y = self.out(h) * slow + h.square().sum(-1, keepdim=True)
+        return y, (h, 0.5 * slow + h)
+
+
 class Wrapped(nn.Module):
     """A model of several modules with a state of layers, as policies have it."""
 
