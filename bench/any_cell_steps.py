@@ -75,7 +75,7 @@ class Step:
             OURS: ours(compile="never"),
             PARALLEL: ours(mode="parallel"),
             COMPILED: ours(torch_compile=True),
-            GRAPHS: ours(cuda_graphs=True),
+            GRAPHS: ours(compile="never", cuda_graphs=True),
             COMPILED_GRAPHS: ours(torch_compile=True, cuda_graphs=True),
             SCAN: self._scan,
         }

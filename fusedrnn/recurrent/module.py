@@ -49,9 +49,9 @@ class Recurrent(nn.Module):
             traced, derived, compiled by the C++ compiler of this machine at the first call (a few
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
-            "require" to make the reason an error. "never" is the default as long as compiled cells
-            are new. :meth:`explain` says the reason, with the operation and its line. What the step
-            reads in Python is constant in a program: attributes of modules and of objects in them,
+            "require" to make the reason an error; "never" to take all steps in Python.
+            :meth:`explain` says the reason, with the operation and its line. What the step reads in
+            Python is constant in a program: attributes of modules and of objects in them,
             functions, variables of classes and Python modules. Each call looks at it, and after a
             change the cell is traced anew. Random numbers are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
@@ -111,7 +111,7 @@ class Recurrent(nn.Module):
         mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
-        compile: str = "never",
+        compile: str = "auto",
         torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
@@ -167,7 +167,7 @@ class Recurrent(nn.Module):
             "recompute": True,
         }
         values = {name: getattr(self, name) for name in defaults}
-        defaults["compile"], values["compile"] = "never", self.compile_cell
+        defaults["compile"], values["compile"] = "auto", self.compile_cell
         return ", ".join(f"{n}={v!r}" for n, v in values.items() if v != defaults[n])
 
     @never_in_graphs
