@@ -217,7 +217,7 @@ def own_cell_line(results: Path) -> str:
     size = content["size"]
     return (
         "**Your own cell**, written in plain PyTorch, is compiled at its first call: "
-        '`fusedrnn.Recurrent(cell)` trains a stochastic GRU in '
+        "`fusedrnn.Recurrent(cell)` trains a stochastic GRU in "
         f"**{row['peak_ratio']:.2f}** of its loop's memory and {row['time_ratio']['median']:.2f} "
         f"of its time (T={size['seq_len']} B={size['batch']} H={size['width']}, float32, "
         f"{machine(about)}, {about['date'][:10]}): "

@@ -42,6 +42,8 @@ class Program:
     """Without the batch."""
     state_shapes: list[torch.Size]
     dtype: torch.dtype
+    log: str
+    """Of the operations that the step does."""
     key: str = ""
     """Of the record that is to be stored when the library is verified."""
     number: int = -1

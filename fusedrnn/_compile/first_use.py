@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..recurrent.programs import described_by
 from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, Structure
 from . import operators, records
@@ -23,36 +22,19 @@ from .emit import STORAGE
 from .log import log_of
 from .lower import Lowered
 from .trace import ROWS, CannotCompile, FlatStep, Traced, of_graph, trace
+from .turns import one_at_a_time
 from .unused import lowered_without
 from .verify import (
     BATCH,
     CORNERS,
     MOST_ROWS,
+    Corner,
     Numbers,
     Trial,
     examples,
     verify,
     verify_library,
 )
-
-_tracing = threading.RLock()
-"""Tracers exchange functions of torch for the time of a trace, so there is one at a time."""
-_LONGEST_WAIT = 60.0
-"""Seconds, which no trace takes: another thread's may need a module that this one has locked."""
-
-
-def _renew_lock() -> None:
-    """In a process that was forked while another thread had it."""
-    global _tracing
-    _tracing = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-class Busy(Exception):
-    """Why there is no program now, though there may be one later."""
 
 
 def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -88,15 +70,17 @@ class _FirstUse:
         """
         self._check_dtypes()
         step = self._flat(torch.clone)
-        key = self._key(step)
+        log = self._log(step)
+        others = [self._names, list(self._run.weights.trained()), self._batch]
+        key = records.key_of(log, described_by(self._run), others)
         known = records.find(key)
         if known is not None:
             try:
-                program = self._program(of_graph(known.module, step), known.derived)
+                program = self._program(of_graph(known.module, step), log, known.derived)
                 return program, self._passed(program)
             except Exception:  # of a record that is damaged, or the step is another one after all
                 pass
-        program = self._program(self._run.aside(lambda: trace(step)))
+        program = self._program(self._run.aside(lambda: trace(step)), log)
         trial = self._passed(program)
         self._try_corners(program)
         program.key = key
@@ -133,8 +117,16 @@ class _FirstUse:
         self._structure = own.output_structure()
         return made
 
-    def _key(self, step: FlatStep) -> str:
-        """The name of the step's record.
+    def log(self) -> str:
+        """What the step does, and the structure of its output.
+
+        Raises:
+            CannotCompile: The step raises, or does something else each time.
+        """
+        return self._log(self._flat(torch.clone))
+
+    def _log(self, step: FlatStep) -> str:
+        """The same of a step on a few rows.
 
         Raises:
             CannotCompile: The step raises, or does something else each time.
@@ -142,24 +134,28 @@ class _FirstUse:
         run = self._run
         try:
             logs = [run.aside(lambda: log_of(step)) for _ in range(2)]
+        except CannotCompile:
+            raise
         except Exception:
             run.aside(lambda: trace(step))  # which says why, with the line
             raise
         if logs[0] != logs[1]:
             raise CannotCompile("the step does not do the same each time")
-        others = [self._names, list(run.weights.trained()), self._batch]
-        return records.key_of(run, logs[0], others)
+        return f"{logs[0]}\n{self._structure}"
 
-    def _program(self, traced: Traced, derived: list[Derived] | None = None) -> Program:
+    def _program(self, traced: Traced, log: str, derived: list[Derived] | None = None) -> Program:
         _check_held(self._run, traced.module)
         assert self._structure is not None
         return Program(
-            **printed(Lowered(traced), self._dtype, kind_of(self._run.device), derived),
+            **printed(
+                Lowered(traced, self._run.names), self._dtype, kind_of(self._run.device), derived
+            ),
             names=self._names,
             output=self._structure,
             output_shapes=[traced.values[node].shape[1:] for node in traced.outputs],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
+            log=log,
         )
 
     def _trial(self, corner: Numbers | None = None, batch: int = BATCH) -> Trial:
@@ -181,17 +177,23 @@ class _FirstUse:
             return replace(program, **fields, dtype=torch.float64)
 
         for corner in CORNERS:
+            batch = self._batch if corner.batch is None else corner.batch
+
+            def again(scale: float, corner: Corner = corner, batch: int = batch) -> Trial | None:
+                try:
+                    return self._trial(lambda x: scale * corner.numbers(x), batch)
+                except CannotCompile:
+                    return None  # a step may refuse such numbers, as a distribution a scale of 0
+
+            trial = again(1.0)
+            if trial is None:
+                continue
             try:
-                batch = self._batch if corner.batch is None else corner.batch
-                trial = self._trial(corner.numbers, batch)
-            except CannotCompile:
-                continue  # a step may refuse such numbers, as a distribution does a scale of 0
-            try:
-                verify(program, trial)
+                verify(program, trial, again)
             except CannotCompile:
                 if self._dtype == torch.float64:
                     raise
-                verify(exact(), trial)
+                verify(exact(), trial, again)
 
 
 def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
@@ -201,9 +203,21 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         CannotCompile: It has none, or it cannot be built here.
         Busy: Another thread takes too long.
     """
-    with _one_at_a_time():
+    with one_at_a_time():
         program, trial = _FirstUse(run, inputs, state).verified()
     return _ready(program, trial, run.device)
+
+
+def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves) -> Program | None:
+    """The one of these programs, of the same widths and dtypes, that a run's step does, too.
+
+    Raises:
+        CannotCompile: The step raises, or does something else each time.
+        Busy: Another thread takes too long.
+    """
+    with one_at_a_time():
+        log = _FirstUse(run, inputs, state).log()
+    return next((program for program in programs if program.log == log), None)
 
 
 def without(
@@ -228,7 +242,7 @@ def without(
         CannotCompile: There is none.
         Busy: Another thread takes too long.
     """
-    with _one_at_a_time():
+    with one_at_a_time():
         lowered, read = lowered_without(program.plan.lowered.traced, outputs, last)
         unread = Unread(
             frozenset(name for i, name in enumerate(program.names) if i not in read.constants),
@@ -238,24 +252,19 @@ def without(
         made = replace(program, unread=unread, without={}, key="")
         if lowered is None:
             return made
-        device = state[0].device
-        made = replace(made, **printed(lowered, program.dtype, kind_of(device)))
+        device, kind = state[0].device, kind_of(state[0].device)
+        key = records.key_of(program.log, None, [program.names, trained, outputs, last])
+        known, fields = records.find(key), None
+        if known is not None:
+            with suppress(ValueError, LookupError):  # of a record that is damaged
+                fields = printed(lowered, program.dtype, kind, known.derived)
+        made = replace(made, **(fields or printed(lowered, program.dtype, kind)))
         if made.plan.places() != program.plan.places():
             raise CannotCompile("what backward reads is kept in other places")
         trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))
         verify(made, trial)
+        made.key = "" if fields else key
     return _ready(made, trial, device)
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    lock = _tracing
-    if not lock.acquire(timeout=_LONGEST_WAIT):
-        raise Busy("another thread is compiling a cell")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _ready(program: Program, trial: Trial, device: torch.device) -> Program:

@@ -7,13 +7,17 @@ traced is recognised by it, and two logs show whether a step does the same each 
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .trace import FlatStep
+from .trace import CannotCompile, FlatStep, is_own
 
 
 def log_of(step: FlatStep) -> str:
@@ -24,10 +28,38 @@ def log_of(step: FlatStep) -> str:
     log = _Log()
     for tensor in step.arguments:
         log.know(tensor)
-    with log:
+    with _without_questions(), log:
         results = step(*step.arguments)
     log.lines += [log.described(results), str(step.count), str(step.draws)]
     return "\n".join(log.lines)
+
+
+_QUESTIONS = ("is_grad_enabled", "is_inference_mode_enabled")
+
+
+@contextmanager
+def _without_questions() -> Iterator[None]:
+    """Within, the step may not ask whether gradients are wanted: a program serves both.
+
+    Other threads, and torch itself, ask as before.
+    """
+    thread, before = threading.get_ident(), [getattr(torch, name) for name in _QUESTIONS]
+
+    def watched(name: str, ask: Callable[[], bool]) -> Callable[[], bool]:
+        def question() -> bool:
+            if threading.get_ident() == thread and not is_own(sys._getframe(1).f_code.co_filename):
+                raise CannotCompile(f"the step asks torch.{name}()")
+            return ask()
+
+        return question
+
+    try:
+        for name, ask in zip(_QUESTIONS, before, strict=True):
+            setattr(torch, name, watched(name, ask))
+        yield
+    finally:
+        for name, ask in zip(_QUESTIONS, before, strict=True):
+            setattr(torch, name, ask)
 
 
 class _Log(TorchDispatchMode):

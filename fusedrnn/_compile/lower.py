@@ -421,6 +421,11 @@ class Lowered:
         reads = self._of_first_row(node, rows, codes)
         where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
         columns = value.shape[-2] if is_swapped else value.shape[-1]
+        if is_swapped and len(where) > 1:  # results lie side by side only one by one
+            raise CannotCompile(
+                f"{name_of(node)} multiplies a matrix of activations by weights from the left"
+                f"{place_of(node)}"
+            )
         if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
             raise CannotCompile(
                 f"{name_of(node)} adds a product to another activation{place_of(node)}"

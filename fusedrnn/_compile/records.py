@@ -13,18 +13,18 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ..recurrent.objects import Same
-from ..recurrent.programs import described_by
-from ..recurrent.runs import Run
 from . import cache
 from .derive import Derived
 from .graphs import CannotStore, from_json, to_json
+
+_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Record(NamedTuple):
@@ -34,19 +34,29 @@ class Record(NamedTuple):
     """Of each stage."""
 
 
-def key_of(run: Run, log: str, others: Sequence[Any]) -> str:
-    """The name of a step's record.
+class _Opaque(Exception):
+    """An object that cannot be told from others of its type."""
+
+
+def key_of(log: str, around: Any, others: Sequence[Any]) -> str:
+    """The name of a step's record; nothing if there can be none.
 
     Args:
         log: What the step does.
+        around: What is around it in Python; see surroundings.py.
         others: What else trials and graphs depend on.
     """
-    parts = [_package(), torch.__version__, log, _text(described_by(run)), _text(others)]
+    try:
+        parts = [_package(), torch.__version__, log, _text(around), _text(others)]
+    except _Opaque:
+        return ""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
 
 def find(key: str) -> Record | None:
     """The record of this name, if there is one that can be read."""
+    if not key:
+        return None
     try:
         content = cache.read(_path(key))
         if content is None:
@@ -85,14 +95,25 @@ def _package() -> str:
 def _text(value: Any) -> str:
     """A value in words that are the same in each process."""
     if isinstance(value, Same):
-        value = value.get()
-        return _of_code(value) if isinstance(value, CodeType) else _name(type(value))
+        return _of_object(value.get())
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return _name(value) if isinstance(value, type) else repr(value)
 
 
-def _name(kind: type) -> str:
+def _of_object(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _of_code(value)
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return _name(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    raise _Opaque
+
+
+def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -59,7 +59,10 @@ class _Facts:
     made: frozenset[Hashable] = frozenset()
     """What backward makes again."""
     has_difference: bool = False
-    """Whether there is a difference of something kept and of what it is made of in it."""
+    """Whether there is a difference of something kept and of what it is made of in it, which is
+    near 0."""
+    has_ratio: bool = False
+    """Whether there is a quotient of the two in it, or the exponential of a difference."""
 
 
 _NOTHING = _Facts()
@@ -158,8 +161,10 @@ class _Roundings:
         own = self._facts.get((id(value.expression), value.stage), _NOTHING)
         if value.kind == "column":
             return self._kept([id(value)]) if self._is_kept(value) else own
-        if value.kind == "argmax" or (value.kind == "sum" and not _picks(value.expression)):
-            return _Facts(has_difference=own.has_difference)  # equal to no number by its making
+        if value.kind == "argmax":  # a place: a ratio's last bit seldom decides about it
+            return _Facts(has_difference=own.has_difference)
+        if value.kind == "sum" and not _picks(value.expression):  # equal to none by its making
+            return _Facts(has_difference=own.has_difference, has_ratio=own.has_ratio)
         return own
 
     def _is_kept(self, value: Value) -> bool:
@@ -172,15 +177,22 @@ class _Roundings:
 
     def _of_operation(self, e: Expression, stage: Stage) -> _Facts:
         operands = [self._facts[id(a), stage.key] for a in e.operands]
-        is_difference = e.packet in _DIFFERENCES and any(
-            self._is_related(a, b) for a in operands for b in operands if a is not b
-        )
-        # The exponential of a difference, as a softmax takes it, is near 1, where all is smooth.
-        has_difference = e.packet is not aten.exp and any(a.has_difference for a in operands)
+        are_related = any(self._is_related(a, b) for a in operands for b in operands if a is not b)
+        has_difference = any(a.has_difference for a in operands)
+        has_ratio = any(a.has_ratio for a in operands)
+        if e.packet is aten.exp:  # near 1, where no pole is
+            has_difference, has_ratio = False, has_ratio or has_difference
+        elif e.packet in _DIFFERENCES:  # also with the number that a ratio is near to
+            has_difference = has_difference or has_ratio or are_related
+        elif e.packet is aten.log:
+            has_difference, has_ratio = has_difference or has_ratio, False
+        elif e.packet is aten.div:
+            has_ratio = has_ratio or are_related
         return _Facts(
             frozenset[Hashable]().union(*(a.kept for a in operands)),
             frozenset[Hashable]().union(*(a.made for a in operands)),
-            is_difference or has_difference,
+            has_difference,
+            has_ratio,
         )
 
     def _of_array(self, e: Expression) -> _Facts:
@@ -204,7 +216,8 @@ class _Roundings:
             return self._kept(map(_earlier, self._values_of_carry(j)))
         after = self._carries[j]
         made = frozenset([("carry", j), *map(_earlier, after.made)])
-        return _Facts(frozenset(map(_earlier, after.kept)), made, after.has_difference)
+        kept = frozenset(map(_earlier, after.kept))
+        return _Facts(kept, made, after.has_difference, after.has_ratio)
 
     def _values_of_carry(self, j: int) -> Iterator[int]:
         return (id(value) for value in self._plan.values.values() if value.carry == j)
@@ -220,6 +233,7 @@ class _Roundings:
             frozenset[Hashable]().union(*(one.kept for one in found)),
             frozenset[Hashable]().union(*(one.made for one in found)),
             any(one.has_difference for one in found),
+            any(one.has_ratio for one in found),
         )
 
     def _set_origins(self, value: Value) -> None:
@@ -253,11 +267,14 @@ class _Roundings:
         operands = e.operands
         if e.packet is aten.div and isinstance(e.args[0], Expression):
             operands = operands[1:]
-        return any(
-            self._facts[id(a), stage.key].has_difference
-            and not (e.packet in _POLES | {aten.div} and _is_shifted(a))
-            for a in operands
-        )
+        has_pole = e.packet in _POLES or e.packet is aten.div
+        for a in operands:
+            facts = self._facts[id(a), stage.key]
+            if facts.has_ratio and not has_pole:
+                return True
+            if facts.has_difference and not (has_pole and _is_shifted(a)):
+                return True
+        return False
 
 
 def _earlier(what: Hashable) -> Hashable:

@@ -135,11 +135,25 @@ def trace(step: FlatStep) -> Traced:
         raise
     except Exception as error:
         raise CannotCompile(_reason(error)) from error
+    _check_sizes(made.graph)
     made.graph.eliminate_dead_code()
     (results,) = next(node for node in made.graph.nodes if node.op == "output").args
     if not all(isinstance(node, fx.Node) for node in results):
         raise CannotCompile("a result of the step is no tensor")
     return of_graph(made, step)
+
+
+def _check_sizes(graph: fx.Graph) -> None:
+    """Refuses sizes that numbers decide, of which a program would have those of the trace."""
+    for node in graph.nodes:
+        if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+            continue
+        tensors = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
+        is_index = node.target in (aten.index.Tensor, aten.index_put.default)
+        if is_index and all(t.dtype not in (torch.bool, torch.uint8) for t in tensors[1:]):
+            continue
+        name = getattr(node.target, "overloadpacket", node.target)
+        raise CannotCompile(f"numbers decide about the size of what {name} makes{line_of(node)}")
 
 
 def of_graph(module: fx.GraphModule, step: FlatStep) -> Traced:
@@ -172,10 +186,15 @@ def _reason(error: Exception) -> str:
     )
     if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
         return f"the step looks at values of tensors, as if, float() and .item() do{where}"
-    return f"tracing it raises {type(error).__name__}: {text[:200]}{where}"
+    return f"with a batch of {ROWS} it raises {type(error).__name__}: {text[:200]}{where}"
 
 
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of Python is torch's or this package's, or none."""
+    return file.startswith((*_OWN, "<"))
 
 
 def _line_of(error: BaseException) -> str:
@@ -183,7 +202,7 @@ def _line_of(error: BaseException) -> str:
     found, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((*_OWN, "<")):
+        if not is_own(name):
             found = f" ({os.path.basename(name)}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
@@ -229,7 +248,7 @@ def _user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*_OWN, "<")):
+        if not is_own(name):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -92,7 +92,14 @@ def _constants(lowered: Lowered, live: dict[int, Expression]) -> set[int]:
     count = len(lowered.traced.inputs)
     for e in live.values():
         if e.kind == "array":
-            parts = [part for product in e.at[0].products for part in product.parts]
+            first = e.at[1]
+            last = first + e.width // max(e.group, 1)
+            parts = [
+                part
+                for product in e.at[0].products
+                for part in product.parts
+                if part.offset < last and first < part.offset + part.columns
+            ]
             left += [node for part in parts for node in (part.weight, part.bias)]
         elif e.kind == "vector":
             left.append(e.at[0])

@@ -126,6 +126,12 @@ class Recurrent(nn.Module):
                     f"fusedrnn: cell must be a torch.nn.Module or a list of them, "
                     f"got {kind_of(one)}; a function goes to fusedrnn.scan"
                 )
+            if isinstance(one, nn.RNNBase):
+                raise TypeError(
+                    f"fusedrnn: cell must take one step, got {type(one).__name__}, which takes all "
+                    f"steps of a sequence: torch.nn.{type(one).__name__}Cell takes one, and "
+                    "fusedrnn.convert exchanges such layers"
+                )
         self.bidirectional = check_flag("bidirectional", bidirectional)
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)

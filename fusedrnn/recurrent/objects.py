@@ -66,6 +66,8 @@ def holds_attributes(kind: type) -> bool:
     """Whether objects of an installed class hold what users put there, as settings do."""
     name = str(kind.__module__)
     top = package(name)
+    if top == "fusedrnn":
+        return False
     if top == "torch":
         return name.startswith("torch.distributions")
     return top in _WITH_ATTRIBUTES or (top != "numpy" and top not in sys.stdlib_module_names)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ def check_compile(value: Any) -> None:
     if not isinstance(value, str) or value not in COMPILE:
         names = ", ".join(map(repr, COMPILE))
         raise ValueError(f"fusedrnn: compile must be one of {names}, got {text_of(value)}")
+
+
+_MOST_KEYS = 64
+"""By which programs are found: more would be those of values that each call has only once."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +78,36 @@ class Programs:
     def __init__(self) -> None:
         self._known: dict[Any, Program | str] = {}
         self._kinds: dict[Any, int] = {}
+        self._too_much = ""
+        """Why none is looked for."""
 
     def of(self, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         """The program of a run, or why there is none."""
+        if self._too_much:
+            return self._too_much
         kind = _kind(run, inputs, state)
         try:
             key = _key(kind, run)
             found = self._known.get(key)
-            return found if found is not None else self._new(kind, key, run, inputs, state)
-        except TooMuch as error:
-            return str(error)
+        except TooMuch as error:  # which took a while to find out
+            self._too_much = str(error)
+            return self._too_much
+        except Exception as error:  # of an object that does not let itself be looked at
+            return f"looking at what its modules hold raises {type(error).__name__}: {error}"
+        return found if found is not None else self._new(kind, key, run, inputs, state)
 
     def _new(self, kind: Any, key: Any, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         if run.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, and no call before it has made the program"
         count = self._kinds.get(kind, 0)
         if count >= _MOST_KINDS:
-            return "attributes of its modules change from call to call"
+            return (
+                "numbers or objects that it reads in Python change from call to call; make them "
+                "buffers or inputs"
+            )
+        same = self._same(kind, run, inputs, state)
+        if same is not None:
+            return self._keep(key, same)
         found, is_lasting = _compiled(run, inputs, state)
         before, key = key, key if isinstance(found, str) else _key(kind, run)
         if key != before:  # maybe the step keeps what it computes once
@@ -102,7 +119,24 @@ class Programs:
                     "or a variable of a class or of a Python module"
                 )
         if is_lasting:
-            self._known[key], self._kinds[kind] = found, count + 1
+            self._kinds[kind] = count + 1
+            self._keep(key, found)
+        return found
+
+    def _same(self, kind: Any, run: Run, inputs: Leaves, state: Leaves) -> Program | None:
+        """A program of a step that does the same, though something has changed in Python."""
+        others = [p for (k, _), p in self._known.items() if k == kind and not isinstance(p, str)]
+        if not others:
+            return None
+        from .._compile.first_use import same_as
+
+        found, _ = _made(lambda: same_as(others, run, inputs, state))
+        return None if isinstance(found, str) else found
+
+    def _keep(self, key: Any, found: Program | str) -> Program | str:
+        self._known[key] = found
+        if len(self._known) > _MOST_KEYS:
+            del self._known[next(iter(self._known))]
         return found
 
 
@@ -156,16 +190,20 @@ def without_unused(
     return made
 
 
-def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
+T = TypeVar("T")
+
+
+def _made(make: Callable[[], T]) -> tuple[T | str, bool]:
     """A program or why there is none, and whether that is so for the next call, too."""
-    from .._compile.first_use import Busy
     from .._compile.trace import CannotCompile
+    from .._compile.turns import Busy
 
     try:
         # What surrounds the call is not part of the step, and a trial needs gradients.
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),  # which tracers do not pass
             _new_on_cpu(),
             _without_saved_hooks(),
         ):
@@ -177,7 +215,8 @@ def _made(make: Callable[[], Program]) -> tuple[Program | str, bool]:
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:  # of the compiler itself: the steps in Python are right
-        return f"the compiler raises {type(error).__name__}: {error}", True
+        is_lasting = not isinstance(error, RecursionError)  # how deep the call was
+        return f"the compiler raises {type(error).__name__}: {error}", is_lasting
 
 
 def _new_on_cpu() -> AbstractContextManager[Any]:
@@ -237,7 +276,10 @@ def choose_program(
 
 def _obstacle(run: Run, inputs: Leaves, state: Leaves) -> str:
     """Why a call takes no program, whatever its step is; or nothing."""
-    if os.environ.get("FUSEDRNN_COMPILE") == "0":
+    allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
+    if allowed not in ("0", "1"):
+        raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
+    if allowed == "0":
         return "FUSEDRNN_COMPILE=0 says so"
     if run.masks is None:
         return "programs are for Recurrent"

@@ -47,6 +47,8 @@ from .objects import (
 )
 from .variables import OF_EVERY_MODULE, versions_of
 
+_MOST_ATOMS = 100_000
+"""Of a container of numbers and texts, which also take some milliseconds."""
 _MOST = 10_000
 """Values that are looked at in a call, which then takes some milliseconds."""
 
@@ -138,9 +140,13 @@ class _Walk:
         self._held.append(value)
         self._is(kind)
         if kind in _CONTAINERS:
-            entries = as_list(value)
-            if _ATOM_KINDS.issuperset(map(type, entries)):  # all at once
+            entries = as_list(value) if len(value) <= _MOST_ATOMS else []
+            if entries and _ATOM_KINDS.issuperset(map(type, entries)):  # all at once
                 return self._is(marshal.dumps(entries, 2))
+            if len(value) > _MOST:
+                raise TooMuch(
+                    f"a {kind.__name__} of {len(value):,} entries that its modules hold may change"
+                )
             return self._has(*entries)
         self._look_at_one(value, kind)
 
@@ -188,7 +194,9 @@ class _Walk:
         own = [
             (name, value)
             for name, value in list(vars(module).items())
-            if name not in OF_EVERY_MODULE and not str(name).startswith("_fusedrnn_")
+            if name not in OF_EVERY_MODULE
+            and not str(name).startswith("_fusedrnn_")
+            and not (name == "_memories" and type(module).__module__.startswith("fusedrnn."))
         ]
         self._is(*(name for name, _ in own))
         self._has(*(value for _, value in own), module._modules)

@@ -27,7 +27,8 @@ from registry import CASES
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import surroundings
+from fusedrnn._compile import first_use
+from fusedrnn.recurrent import programs, surroundings
 
 H = 3
 F64 = torch.float64
@@ -528,7 +529,7 @@ def test_a_step_that_counts(place: str) -> None:
         torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
     cell.place = "nowhere"
     rnn.compile_cell = "require"
-    with pytest.raises(RuntimeError, match="attributes of its modules change"):
+    with pytest.raises(RuntimeError, match="change from call to call"):
         rnn(x, h)
 
 
@@ -556,7 +557,7 @@ TOO_MUCH: dict[str, tuple[Any, Read, Callable[[Any], Any], str]] = {
         [Data() for _ in range(200)],
         lambda v: v[150].a,
         lambda v: set_a(v[150]),
-        "more than 100 values",
+        "200 entries",
     ),
     "large array": (
         np.ones(2**18),
@@ -580,6 +581,89 @@ def test_what_would_take_too_long_to_look_at(name: str, monkeypatch: pytest.Monk
 
 
 held = 0  # called like the attribute
+
+
+@pytest.mark.parametrize(
+    "held",
+    [[0] * 200_000, dict.fromkeys(range(200_000)), {i: [i] for i in range(20_000)}],
+    ids=["a list", "a dict", "lists in a dict"],
+)
+def test_large_containers_have_steps_taken_in_python(held: Any) -> None:
+    """And are looked at once, not in each call."""
+    cell = Holds(held, lambda held: 2.0)
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    with pytest.MonkeyPatch.context() as patch:
+        looked = []
+        look = programs.surroundings
+        patch.setattr(programs, "surroundings", lambda m: (looked.append(1), look(m))[1])
+        for _ in range(3):
+            rnn(x, h)
+    assert len(looked) == 1
+
+
+class Hostile:
+    """What says that it is a number, and is none."""
+
+    __class__ = int  # type: ignore[assignment]
+
+
+class Nameless(type):
+    """Classes that cannot be put into a set."""
+
+    def __eq__(cls, other: object) -> bool:
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Unhashable(metaclass=Nameless):
+    scale = 2.0
+
+
+@pytest.mark.parametrize("held", [Hostile(), Unhashable()], ids=["a number", "no hash"])
+def test_objects_that_do_not_let_themselves_be_looked_at(held: Any) -> None:
+    cell = Holds(held, lambda held: 2.0)
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    output, _ = fusedrnn.Recurrent(cell)(x, h)
+    torch.testing.assert_close(output, loop(cell, x, h)[0])
+
+
+def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a count of epochs that a training loop sets."""
+    traced = []
+    trace = first_use.trace
+    monkeypatch.setattr(first_use, "trace", lambda step: (traced.append(1), trace(step))[1])
+    cell = Holds(2.0, lambda held: held)
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    for epoch in range(100):
+        cell.epoch = epoch  # type: ignore[assignment]
+        output, _ = rnn(x, h)
+    torch.testing.assert_close(output, loop(cell, x, h)[0])
+    assert len(traced) == 1
+    assert len(rnn._memories[0].programs._known) < 100
+    cell.held = 3.0
+    torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+    assert len(traced) == 2
+
+
+def test_outputs_of_another_structure_are_another_program() -> None:
+    """Though the step does the same."""
+
+    class Named(Base):
+        name = "a"
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            h = torch.tanh(self.gate(torch.cat([x, h], -1)))
+            return {self.name: h}, h
+
+    cell = Named()
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    for name in ("a", "b", "a"):
+        cell.name = name
+        assert list(rnn(x, h)[0]) == [name]
 
 
 def test_variables_that_are_called_like_attributes(monkeypatch: pytest.MonkeyPatch) -> None:

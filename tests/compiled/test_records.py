@@ -208,6 +208,34 @@ def _without_derivatives(stored: dict[str, Any]) -> None:
         results["tuple" if "tuple" in results else "list"].reverse()
 
 
+def test_objects_that_only_their_type_tells_apart_have_no_records(
+    folder: Path, traces: list[str]
+) -> None:
+    """A step may decide by them where only the trial of one row looks."""
+
+    class Held(Scaled):
+        def __init__(self, held: object) -> None:
+            super().__init__()
+            self.held = held
+
+    numbers(Held(range(2)))
+    assert not steps(folder)
+    numbers(Held(torch.float16))
+    assert len(steps(folder)) == 1
+
+
+def test_the_walk_does_not_enter_this_package(folder: Path, traces: list[str]) -> None:
+    """Where programs are kept, which the first call changes."""
+
+    class Held(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = fusedrnn.Recurrent(nn.GRUCell(H, H))._memories
+
+    numbers(Held())
+    assert traces.count("trace") == 1
+
+
 @pytest.mark.parametrize(
     "damage",
     [

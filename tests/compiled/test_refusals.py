@@ -12,6 +12,7 @@ from interpreted import interpreted
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn._compile import verify
 
 H = 5
 ZEROS = torch.zeros(2, H, dtype=torch.float64)
@@ -84,6 +85,53 @@ def test_hooks_that_trials_may_not_reach(of: str) -> None:
     assert "a hook" in reason or "the graph of autograd" in reason
 
 
+class Graph(nn.Module):
+    """Nodes, whose features weights mix, and which buffers mix or choose."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(H, H), function
+        self.register_buffer("zeros", torch.zeros(4, 4))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x + self.function(self, h)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda self, h: self.zeros @ h, "by weights from the left"),
+        (lambda self, h: torch.einsum("nm,bmf->bnf", self.zeros, h), "by weights from the left"),
+        (lambda self, h: h * self.mask.nonzero().shape[0], "size of what aten.nonzero makes"),
+        (lambda self, h: h * h[:, self.mask].sum((1, 2), keepdim=True), "of what aten.index makes"),
+    ],
+)
+def test_what_buffers_hide_at_the_first_call(
+    function: Callable[[Any, Tensor], Tensor], reason: str
+) -> None:
+    """Zeros hide what is multiplied by them, and a mask says how long its choice is."""
+    assert reason in refused(Graph(function), torch.randn(3, 2, 4, H), torch.zeros(2, 4, H))
+
+
+def test_buffers_of_zeros_are_tried_with_other_numbers() -> None:
+    trial = verify.Trial(
+        (torch.zeros(H), torch.ones(H)), [False, False], (), (), lambda _: ((), ())
+    )
+    zeros, ones = trial.constants
+    assert (zeros > 0).all() and (ones > 0.5).all()
+
+
+def test_steps_that_ask_whether_gradients_are_wanted() -> None:
+    def function(h: Tensor, x: Tensor) -> Tensor:
+        return h if torch.is_grad_enabled() else h.round()
+
+    before = torch.is_grad_enabled
+    reason = refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
+    assert "asks torch.is_grad_enabled()" in reason
+    assert torch.is_grad_enabled is before
+
+
 def test_buffers_with_a_gradient() -> None:
     class Buffered(Cell):
         def __init__(self) -> None:
@@ -123,6 +171,8 @@ EQUAL = {
     "root": lambda h, made, gate: torch.sqrt(((h - made) * gate).square().sum(-1) + 1e-12)[:, None],
     "quotient": lambda h, made, gate: h / (h - made + 1e-9),
     "sign": lambda h, made, gate: torch.sign(2 * h - 2 * made),
+    "ratio": lambda h, made, gate: (h / made.detach() - 1).abs(),
+    "ratio of logarithms": lambda h, made, gate: torch.exp(h - made.detach()).clamp(0.8, 1.0),
     "scaled": lambda h, made, gate: torch.floor(h / made),
 }
 APART = {
@@ -131,6 +181,7 @@ APART = {
     "norm of a layer": lambda h, made, gate: nn.functional.layer_norm(h + made, [H]),
     "choice": lambda h, made, gate: torch.where(made > 0.1, h, made),
     "absolute": lambda h, made, gate: h.abs() + made.abs(),
+    "quotient": lambda h, made, gate: torch.tanh(h / (made.abs() + 1)),
     "softmax": lambda h, made, gate: nn.functional.softmax(h, -1) * torch.log_softmax(made, -1),
 }
 
@@ -231,12 +282,12 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
     "integers": (
         lambda x, h, table: x + h,
         numbers(1),
-        r"the input of torch\.int64 is used in arithmetic, by aten\.add",
+        r"input of torch\.int64 is used in arithmetic, by aten\.add",
     ),
     "some integers": (
         lambda x, h, table: (x["n"] > 0) * h,
         {"x": torch.randn(3, 2, H), "n": numbers(1)},
-        r"input 1 of torch\.int64 is used in arithmetic, by aten\.gt",
+        r"input\['n'\] of torch\.int64 is used in arithmetic, by aten\.gt",
     ),
     "a cast": (lambda x, h, table: x.to(h.dtype) @ table.weight, numbers(5), r"aten\._to_copy"),
     "an output": (lambda x, h, table: h > 0, numbers(), r"an output of the step is of torch\.bool"),
@@ -245,7 +296,7 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
     "a part of an input": (
         lambda x, h, table: table(x[:, 0]),
         numbers(2),
-        r"aten\.embedding of a part of the input",
+        r"aten\.embedding of a part of input",
     ),
     "a factor": (
         lambda x, h, table: torch.addmm(h, h, table.weight.t() @ table.weight, beta=2),

@@ -38,7 +38,7 @@ def test_random_steps_are_wrong_without_verification(monkeypatch):
     """So the judge sees what verification is for; no case is compiled by the C++ compiler."""
     monkeypatch.setattr("fusedrnn._compile.first_use.verify", lambda *given: None)
     monkeypatch.setattr(steps, "BUILT", 10**9)
-    monkeypatch.setattr(steps, "TRICKS", {steps.step_tricks.hook: 1})
+    monkeypatch.setattr(steps, "TRICKS", {steps.step_tricks.custom_function: 1})
     kinds = (kind for case in range(1, 20) for kind, _ in steps.Trial(case).judged()[2])
     assert "wrong" in kinds
 

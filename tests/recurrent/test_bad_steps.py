@@ -249,6 +249,11 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         ),
         (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
         (lambda: fusedrnn.Recurrent(3), TypeError, "cell must be a torch.nn.Module or a list"),
+        (
+            lambda: fusedrnn.Recurrent(nn.GRU(3, 3)),
+            TypeError,
+            "must take one step, got GRU, which takes all",
+        ),
         (lambda: fusedrnn.Recurrent([]), ValueError, "at least one cell, got 0"),
         (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), True), ValueError, "two cells per layer"),
         (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), 1), TypeError, "bidirectional must be a"),
