@@ -32,6 +32,7 @@ from .verify import (
     Numbers,
     Trial,
     examples,
+    look_like,
     verify,
     verify_library,
 )
@@ -112,6 +113,7 @@ class _FirstUse:
     ) -> tuple[Leaves, Leaves]:
         own = copy.copy(self._run.user_step)
         own.output, own._kinds = None, []
+        look_like(self._constants, constants)
         values = dict(zip(self._names, constants, strict=True))
         made = self._run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
         self._structure = own.output_structure()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _ops
@@ -86,7 +86,7 @@ class Trial:
             batch: Rows.
         """
         self._random = torch.Generator().manual_seed(1)
-        self._corner, self.batch = corner, batch
+        self._corner, self.batch, self._originals = corner, batch, constants
         self.constants = [self._constant(c, t) for c, t in zip(constants, trained, strict=True)]
         self.inputs = [self._input(leaf) for leaf in inputs]
         self.state = [self._state(leaf) for leaf in state]
@@ -265,6 +265,7 @@ class Trial:
         )
         trial.draws = True
         trial.autocast = (False, torch.float32)
+        look_like(self._originals, self.constants)
         values = dict(zip(names, self.constants, strict=True))
         before = [constant.detach().clone() for constant in self.constants]
         found = ClosedOver([*run.weights.tensors(), *self.constants, *self.inputs, *self.state])
@@ -522,6 +523,13 @@ def compare(
             raise CannotCompile(
                 f"{what} of the program are not those of the step itself{where}{hint}"
             )
+
+
+def look_like(weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Has tensors in the place of parameters be parameters for a step that asks ``isinstance``."""
+    for weight, other in zip(weights, others, strict=True):
+        if isinstance(weight, nn.Parameter):
+            other._is_param = True
 
 
 def examples(leaves: Sequence[Tensor], rows: int, of_steps: bool) -> list[Tensor]:
