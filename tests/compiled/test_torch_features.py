@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import allow_tf32
+from interpreted import interpreted
 from plain import loop
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -1278,3 +1279,22 @@ def test_gradients_have_memory_of_their_own(cell: type[nn.RNNCellBase]) -> None:
         found.append([p.grad.clone() for p in module.parameters()])  # type: ignore[union-attr]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_weights_are_parameters_for_the_step() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(3, 5)
+            self.scale = nn.Parameter(torch.ones(5), requires_grad=False)
+            self.register_buffer("buffer", torch.ones(5))
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            tensors = (self.cell.weight_hh, self.scale, self.buffer)
+            return self.cell(x, h) * sum(2.0 for t in tensors if isinstance(t, nn.Parameter))
+
+    module = Asking().double()
+    x, h = torch.randn(4, 2, 3, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
+    with interpreted():
+        y, _ = fusedrnn.Recurrent(module, compile="require")(x, h)
+    torch.testing.assert_close(y, loop(module, x, h)[0])
