@@ -51,6 +51,9 @@ def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
     return _FirstUse(run, inputs, state).verified()[0]
 
 
+_OTHER_ROWS = sorted({BATCH, *(corner.batch for corner in CORNERS if corner.batch is not None)})
+
+
 class _FirstUse:
     """A step that is to become a program."""
 
@@ -98,15 +101,16 @@ class _FirstUse:
             if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
                 raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
 
-    def _flat(self, of: Callable[[Tensor], Tensor]) -> FlatStep:
+    def _flat(self, of: Callable[[Tensor], Tensor], count: int = ROWS) -> FlatStep:
         """The step on a few rows. ``of``: what the numbers in its arguments become."""
         arguments = (
             [constant.detach().cpu() for constant in self._constants],
-            examples(self._inputs, ROWS, True),
-            examples(self._state, ROWS, False),
+            examples(self._inputs, count, True),
+            examples(self._state, count, False),
         )
         given = [[of(x) if x.is_floating_point() else x for x in leaves] for leaves in arguments]
-        return FlatStep(self._step, *given)
+        constants, inputs, state = given
+        return FlatStep(self._step, constants, inputs, state, count)
 
     def _step(
         self, constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
@@ -143,7 +147,17 @@ class _FirstUse:
             raise
         if logs[0] != logs[1]:
             raise CannotCompile("the step does not do the same each time")
-        return f"{logs[0]}\n{self._structure}"
+        structure = self._structure
+        others = [self._log_of_rows(count) for count in _OTHER_ROWS]
+        self._structure = structure
+        return "\n".join([logs[0], str(structure), *others])
+
+    def _log_of_rows(self, count: int) -> str:
+        """What the step does with another number of rows, by which it may decide."""
+        try:
+            return self._run.aside(lambda: log_of(self._flat(torch.clone, count)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
     def _program(self, traced: Traced, log: str, derived: list[Derived] | None = None) -> Program:
         _check_held(self._run, traced.module)

@@ -85,12 +85,13 @@ class FlatStep:
         constants: Sequence[Tensor],
         inputs: Sequence[Tensor],
         carries: Sequence[Tensor],
+        rows: int = ROWS,
     ) -> None:
         """
         Args:
-            inputs, carries: Of ROWS rows.
+            rows: Of inputs and carries; a trace is of ROWS.
         """
-        self._step = step
+        self._step, self._rows = step, rows
         self.ends = (len(constants), len(constants) + len(inputs))
         self.arguments = [leaf.detach().clone() for leaf in (*constants, *inputs, *carries)]
         self.draws: list[DrawnNumbers] = []
@@ -99,7 +100,7 @@ class FlatStep:
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         first, second = self.ends
-        source = _Draws(given[first] if len(given) > first else given[0])
+        source = _Draws(given[first] if len(given) > first else given[0], self._rows)
         validates = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)
         try:
@@ -217,16 +218,16 @@ def line_of(node: fx.Node) -> str:
 class _Draws(Source):
     """Random numbers as operations of the graph."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, rows: int) -> None:
         self.draws: list[DrawnNumbers] = []
-        self._like = like
+        self._like, self._rows = like, rows
 
     def _draw(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         if math.prod(shape) == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
-        if not shape or shape[0] % ROWS:
+        if not shape or shape[0] % self._rows:
             raise CannotCompile(
                 f"the step draws numbers of shape {tuple(shape)}, which has no row for each row of "
                 f"the batch{_line()}"
@@ -234,7 +235,7 @@ class _Draws(Source):
         number = len(self.draws)
         if number >= MOST_DRAWS:
             raise CannotCompile("the step draws too often")
-        self.draws.append(DrawnNumbers(distribution, math.prod(shape) // ROWS))
+        self.draws.append(DrawnNumbers(distribution, math.prod(shape) // self._rows))
         made: Tensor = draw(self._like, number, list(shape), dtype)
         return made
 

@@ -648,6 +648,26 @@ def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.Monke
     assert len(traced) == 2
 
 
+def test_what_decides_by_the_number_of_rows_is_another_step() -> None:
+    """Though it does the same with the rows of a trace."""
+
+    class Rows(Base):
+        factor = 1.0
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            h = torch.tanh(self.gate(torch.cat([x, h], -1)))
+            return h * self.factor if len(x) == 1 else h * 1.0
+
+    cell = Rows()
+    rnn = fusedrnn.Recurrent(cell)
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    rnn(x, h)
+    (program,) = rnn._memories[0].programs._known.values()
+    assert not isinstance(program, str)
+    cell.factor = 2.0
+    torch.testing.assert_close(rnn(x[:, :1], h[:1])[0], loop(cell, x[:, :1], h[:1])[0])
+
+
 def test_outputs_of_another_structure_are_another_program() -> None:
     """Though the step does the same."""
 

@@ -25,10 +25,6 @@ from fusedrnn._compile import cache, cell, first_use, graphs, records
 T, B, H = 4, 3, 8
 
 
-class Traced(Exception):
-    """A step is traced, or a stage derived."""
-
-
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Says what is traced and derived, as often as it is."""
