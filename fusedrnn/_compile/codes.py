@@ -6,6 +6,7 @@ Operations that only move numbers move codes in the same way, so torch itself fo
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, fx
 
 from .trace import ROWS, CannotCompile, line_of
 
-COLUMN = 1 << 32
-ROW = COLUMN * (ROWS + 1)
+_COLUMN_BITS, _ROW_BITS = 32, ROWS.bit_length()
+COLUMN = 1 << _COLUMN_BITS
+NODE = COLUMN << _ROW_BITS
+"""A code is NODE * node + COLUMN * row + column."""
 NO_ROW = ROWS
 """In the place of a row: an element of weights, which all rows read."""
 
@@ -44,22 +47,26 @@ def runs_of(
     """Codes of one row as runs: of weights, or of columns one after the other, maybe repeated."""
     found: list[Run] = []
     i, n = 0, len(codes)
-    numbers = (codes // ROW).tolist()
+    if n and torch.equal(codes, codes[0] + torch.arange(n)):
+        first = int(codes[0])
+        if kinds[nodes[node_of(first)]] == "row":
+            return [Run("columns", nodes[node_of(first)], column_of(first), n, 1)]
+    numbers = node_of(codes).tolist()
     while i < n:
         source = nodes[int(numbers[i])]
         end = i + 1
         while end < n and numbers[end] == numbers[i]:
             end += 1
         if kinds[source] != "row":
-            columns = tuple((codes[i:end] % COLUMN).tolist())
+            columns = tuple(column_of(codes[i:end]).tolist())
             found.append(Run("weights", source, 0, end - i, 1, columns))
             i = end
             continue
-        columns_of = codes[i:end] % COLUMN
+        columns_here = column_of(codes[i:end])
         j = 0
-        while j < len(columns_of):
-            first = int(columns_of[j])
-            rest = columns_of[j:] - first
+        while j < len(columns_here):
+            first = int(columns_here[j])
+            rest = columns_here[j:] - first
             repeat = _length(rest, torch.zeros_like(rest))
             run = _length(rest, torch.arange(len(rest)))
             group = 1
@@ -83,8 +90,26 @@ def _length(ones: Any, others: Any) -> int:
     return int(differ[0]) if len(differ) else len(ones)
 
 
-def row_of(codes: Tensor) -> Tensor:
-    return codes // COLUMN % (ROWS + 1)
+def node_of(codes: Any) -> Any:
+    """Which node of the graph elements come from. ``codes``: a tensor, or one as an int."""
+    return codes >> _COLUMN_BITS + _ROW_BITS
+
+
+def row_of(codes: Any) -> Any:
+    return codes >> _COLUMN_BITS & (1 << _ROW_BITS) - 1
+
+
+def column_of(codes: Any) -> Any:
+    return codes & COLUMN - 1
+
+
+def rows_in_order(shape: Sequence[int]) -> Tensor:
+    """The rows of elements of a value whose first dimension is the batch."""
+    return torch.arange(ROWS).reshape(ROWS, *(1,) * (len(shape) - 1)).expand(*shape)
+
+
+def are_in_order(rows: Tensor) -> bool:
+    return rows.dim() > 0 and rows.shape[0] == ROWS and rows.equal(rows_in_order(rows.shape))
 
 
 def filled(rows: Tensor) -> Tensor:
@@ -108,6 +133,8 @@ def filled(rows: Tensor) -> Tensor:
 
 def ranks(rows: Tensor) -> Tensor:
     """The number of each element among those of its row."""
+    if are_in_order(rows):
+        return torch.arange(rows.numel() // ROWS).reshape(rows.shape[1:]).expand(rows.shape)
     flat = rows.reshape(-1)
     found = torch.zeros_like(flat)
     for row in range(ROWS + 1):

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from .decompositions import decompositions
 from .expressions import Expression
+from .graphs import Operations
 from .plan import Plan, Stage, Value
 from .trace import CannotCompile, stop
 
@@ -26,9 +27,9 @@ _CHOICES |= {getattr(aten, name) for name in ("floor", "ceil", "round", "trunc",
 class Derived:
     """Graphs of numbers: of one column of a stage."""
 
-    forward: fx.GraphModule
+    forward: Operations
     """Inputs to results; of a reduction what it is of."""
-    backward: fx.GraphModule
+    backward: Operations
     """Inputs and the gradients of results to the gradients of inputs."""
 
     def has_choices(self) -> bool:
@@ -118,7 +119,7 @@ def _operation(e: Expression, known: dict[int, Any]) -> Any:
 _SHAPES = (aten.expand, aten.view, aten._unsafe_view, aten.reshape, aten.sum_to_size)
 
 
-def _simplified(module: fx.GraphModule) -> fx.GraphModule:
+def _simplified(module: fx.GraphModule) -> Operations:
     """Without what is computed twice, and without shapes, which single numbers do not have."""
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -128,4 +129,4 @@ def _simplified(module: fx.GraphModule) -> fx.GraphModule:
             module.graph.erase_node(node)
     graph = fx_graph_cse(module.graph)
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return Operations.of(module, graph)

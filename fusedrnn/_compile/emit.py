@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .derive import Derived
+from .graphs import Operations
 from .plan import Plan, Stage
 from .program import In, Out
 from .trace import CannotCompile
@@ -190,7 +191,7 @@ class _Printer:
         self._lines: list[str] = []
         self._count = 0
 
-    def body(self, module: fx.GraphModule, results: str) -> str:
+    def body(self, module: Operations, results: str) -> str:
         inputs = iter(self._names)
         for node in module.graph.nodes:
             if node.op == "placeholder":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from .build import CannotBuild, build
 from .cell import Program, Unread, printed
 from .derive import Derived
 from .emit import STORAGE
+from .graphs import Operations
 from .log import log_of
 from .lower import Lowered
 from .trace import ROWS, CannotCompile, FlatStep, Traced, of_graph, trace
@@ -73,7 +74,7 @@ class _FirstUse:
             CannotCompile: There is none.
         """
         self._check_dtypes()
-        step = self._flat(torch.clone)
+        step = self._flat()
         log = self._log(step)
         others = [self._names, list(self._run.weights.trained()), self._batch]
         key = records.key_of(log, described_by(self._run), others)
@@ -84,6 +85,8 @@ class _FirstUse:
                 return program, self._passed(program)
             except Exception:  # of a record that is damaged, or the step is another one after all
                 pass
+        if self._log(step) != log:
+            raise CannotCompile("the step does not do the same each time")
         program = self._program(self._run.aside(lambda: trace(step)), log)
         trial = self._passed(program)
         self._try_corners(program)
@@ -101,16 +104,19 @@ class _FirstUse:
             if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
                 raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
 
-    def _flat(self, of: Callable[[Tensor], Tensor], count: int = ROWS) -> FlatStep:
-        """The step on a few rows. ``of``: what the numbers in its arguments become."""
-        arguments = (
-            [constant.detach().cpu() for constant in self._constants],
-            examples(self._inputs, count, True),
-            examples(self._state, count, False),
-        )
-        given = [[of(x) if x.is_floating_point() else x for x in leaves] for leaves in arguments]
-        constants, inputs, state = given
-        return FlatStep(self._step, constants, inputs, state, count)
+    @functools.cached_property
+    def _copies(self) -> list[Tensor]:
+        """Of the constants, for steps that look at what is done and not at the numbers."""
+        return [constant.detach().cpu().clone() for constant in self._constants]
+
+    def _flat(self, count: int = ROWS, in_float64: bool = False) -> FlatStep:
+        """The step on a few rows."""
+
+        def own(leaves: Sequence[Tensor]) -> list[Tensor]:
+            return [x.double() if in_float64 and x.is_floating_point() else x for x in leaves]
+
+        inputs, state = examples(self._inputs, count, True), examples(self._state, count, False)
+        return FlatStep(self._step, own(self._copies), own(inputs), own(state), count)
 
     def _step(
         self, constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
@@ -127,35 +133,33 @@ class _FirstUse:
         """What the step does, and the structure of its output.
 
         Raises:
-            CannotCompile: The step raises, or does something else each time.
+            CannotCompile: The step raises.
         """
-        return self._log(self._flat(torch.clone))
+        return self._log(self._flat())
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
 
         Raises:
-            CannotCompile: The step raises, or does something else each time.
+            CannotCompile: The step raises.
         """
         run = self._run
         try:
-            logs = [run.aside(lambda: log_of(step)) for _ in range(2)]
+            log = run.aside(lambda: log_of(step))
         except CannotCompile:
             raise
         except Exception:
             run.aside(lambda: trace(step))  # which says why, with the line
             raise
-        if logs[0] != logs[1]:
-            raise CannotCompile("the step does not do the same each time")
         structure = self._structure
         others = [self._log_of_rows(count) for count in _OTHER_ROWS]
         self._structure = structure
-        return "\n".join([logs[0], str(structure), *others])
+        return "\n".join([log, str(structure), *others])
 
     def _log_of_rows(self, count: int) -> str:
         """What the step does with another number of rows, by which it may decide."""
         try:
-            return self._run.aside(lambda: log_of(self._flat(torch.clone, count)))
+            return self._run.aside(lambda: log_of(self._flat(count)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -188,7 +192,7 @@ class _FirstUse:
         @functools.cache
         def exact() -> Program:
             """The step's program in float64, with constants such as an eps as it has them there."""
-            traced = self._run.aside(lambda: trace(self._flat(Tensor.double)))
+            traced = self._run.aside(lambda: trace(self._flat(in_float64=True)))
             fields = printed(Lowered(traced), torch.float64, kind_of(self._run.device))
             return replace(program, **fields, dtype=torch.float64)
 
@@ -228,7 +232,7 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
     """The one of these programs, of the same widths and dtypes, that a run's step does, too.
 
     Raises:
-        CannotCompile: The step raises, or does something else each time.
+        CannotCompile: The step raises.
         Busy: Another thread takes too long.
     """
     with one_at_a_time():
@@ -259,7 +263,7 @@ def without(
         Busy: Another thread takes too long.
     """
     with one_at_a_time():
-        lowered, read = lowered_without(program.plan.lowered.traced, outputs, last)
+        lowered, read = lowered_without(program.plan.lowered, outputs, last)
         unread = Unread(
             frozenset(name for i, name in enumerate(program.names) if i not in read.constants),
             frozenset(range(len(inputs))) - read.inputs,
@@ -325,7 +329,7 @@ def _dtype(state: Leaves) -> torch.dtype:
     return kinds.pop()
 
 
-def _check_held(run: Run, module: torch.fx.GraphModule) -> None:
+def _check_held(run: Run, module: Operations) -> None:
     """Refuses tensors that the trace has found in attributes: the next call may have others."""
     held = {
         tensor.untyped_storage().data_ptr()

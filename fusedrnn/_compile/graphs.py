@@ -1,4 +1,4 @@
-"""Graphs of operations as JSON, in which another process can read them.
+"""Graphs of operations, and as JSON, in which another process can read them.
 
 There are operators of torch in them and getitem, and no other code.
 """
@@ -6,10 +6,12 @@ There are operators of torch in them and getitem, and no other code.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 _MOST_NUMBERS = 1 << 16
 """Of a constant tensor."""
@@ -27,7 +29,45 @@ class CannotStore(Exception):
     """A graph has something of another kind in it."""
 
 
-def to_json(module: fx.GraphModule) -> dict[str, Any]:
+class Operations(nn.Module):
+    """A graph with its constant tensors.
+
+    A torch.fx.GraphModule writes Python of the graph and compiles it, which takes longer than all
+    runs of a first use.
+    """
+
+    def __init__(self, graph: fx.Graph, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.graph = graph
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    @staticmethod
+    def of(module: nn.Module, graph: fx.Graph) -> Operations:
+        """A graph whose tensors a module has."""
+        names = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        return Operations(graph, {name: getattr(module, name) for name in names})
+
+    def forward(self, *given: Tensor) -> Any:
+        """The results."""
+        values = self.values_of(*given)
+        return next(values[node] for node in reversed(self.graph.nodes) if node.op == "output")
+
+    def values_of(self, *given: Tensor) -> dict[fx.Node, Any]:
+        """What each node is."""
+        left, found = iter(given), dict[fx.Node, Any]()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = next(left)
+            elif node.op == "get_attr":
+                found[node] = getattr(self, node.target)
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
+                found[node] = args[0] if node.op == "output" else node.target(*args, **kwargs)
+        return found
+
+
+def to_json(module: Operations) -> dict[str, Any]:
     """What json.dumps takes.
 
     Raises:
@@ -52,7 +92,7 @@ def to_json(module: fx.GraphModule) -> dict[str, Any]:
     return {"nodes": nodes, "tensors": tensors}
 
 
-def from_json(stored: dict[str, Any]) -> fx.GraphModule:
+def from_json(stored: dict[str, Any]) -> Operations:
     """
     Raises:
         LookupError, TypeError, ValueError, AttributeError: It is no graph as :func:`to_json` has
@@ -67,7 +107,7 @@ def from_json(stored: dict[str, Any]) -> fx.GraphModule:
             node.meta["stack_trace"] = one["line"]
         nodes.append(node)
     tensors = {name: _to_tensor(given) for name, given in stored["tensors"].items()}
-    return fx.GraphModule(tensors, graph)
+    return Operations(graph, tensors)
 
 
 def _of_target(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """What a step does, as text: all operations that torch runs in it, in their order.
 
 This takes a thousandth of a second where a trace takes fifty, so a step that another process has
-traced is recognised by it, and two logs show whether a step does the same each time.
+traced is recognised by it, and logs show whether a step does the same each time.
 """
 
 from __future__ import annotations

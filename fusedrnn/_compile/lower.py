@@ -11,6 +11,7 @@ together.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,14 +24,18 @@ from .codes import (
     COLUMN,
     MOST_PIECES,
     NO_ROW,
-    ROW,
+    NODE,
+    are_in_order,
+    column_of,
     filled,
     name_of,
+    node_of,
     packet_of,
     packets,
     place_of,
     ranks,
     row_of,
+    rows_in_order,
     runs_of,
 )
 from .decompositions import WHOLE
@@ -154,7 +159,6 @@ class Lowered:
         self.traced, self.draws = traced, traced.draws
         _call("input", traced.inputs, [] if names is None else names.input)
         _call("state", traced.carries, [] if names is None else names.state)
-        self.expressions = Expressions()
         self._nodes = {node: i for i, node in enumerate(traced.module.graph.nodes)}
         self._list = list(self._nodes)
         self.kinds: dict[fx.Node, str] = {}
@@ -164,10 +168,20 @@ class Lowered:
         """They come behind the inputs of the step."""
         self._codes: dict[fx.Node, Any] = {}
         self._reads: dict[fx.Node, Any] = {}
+        self._make_expressions()
+
+    def _make_expressions(self) -> None:
+        self.expressions = Expressions()
         self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
-        self.new_carries = self._results(traced.new_carries, "state")
-        self.outputs = self._results(traced.outputs, "output")
+        self.new_carries = self._results(self.traced.new_carries, "state")
+        self.outputs = self._results(self.traced.outputs, "output")
         self._refuse_equal_by_making()
+
+    def again(self) -> Lowered:
+        """The same with expressions of its own, which a plan or others may change."""
+        made = copy.copy(self)
+        made._make_expressions()
+        return made
 
     # What depends on what
 
@@ -258,7 +272,7 @@ class Lowered:
         value = self.value(node)
         if not isinstance(value, Tensor):
             raise CannotCompile(f"{name_of(node)} returns no tensor{place_of(node)}")
-        base = self._nodes[node] * ROW
+        base = self._nodes[node] * NODE
         if self.kinds[node] != "row":
             return (base + NO_ROW * COLUMN + torch.arange(value.numel())).reshape(value.shape)
         rows = self._rows(node, value)
@@ -274,8 +288,7 @@ class Lowered:
                 raise CannotCompile(
                     f"{name_of(node)} has no row for each row of the batch{place_of(node)}"
                 )
-            shape = (ROWS, *(1,) * (value.dim() - 1))
-            return torch.arange(ROWS).reshape(shape).expand(value.shape).clone()
+            return rows_in_order(value.shape).clone()
         self._dtype_is_known(node, value)
         packet = packet_of(node)
         if packet in POINTWISE or packet in (stop, aten.detach, aten._to_copy):
@@ -320,9 +333,11 @@ class Lowered:
 
     def _common_rows(self, node: fx.Node, codes: Sequence[Tensor]) -> Tensor:
         """The rows of elements that are made of elements with these codes."""
-        known = torch.full(codes[0].shape, NO_ROW)
-        for one in codes:
+        known = row_of(codes[0])
+        for one in codes[1:]:
             rows = row_of(one)
+            if rows.equal(known):
+                continue
             clash = (known != NO_ROW) & (rows != NO_ROW) & (known != rows)
             if clash.any():
                 raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
@@ -334,6 +349,14 @@ class Lowered:
 
         ``codes``: of the elements of the node, maybe with further dimensions for what each reads.
         """
+        if are_in_order(rows):
+            by_row = codes.reshape(ROWS, rows[0].numel(), *codes.shape[rows.dim() :])
+            first, found = by_row[0], row_of(by_row[0])
+            own = found == 0
+            if (own | (found == NO_ROW)).all() and all(
+                by_row[row].equal(first + row * COLUMN * own) for row in range(1, ROWS)
+            ):
+                return first
         flat, rest = rows.reshape(-1), codes.shape[rows.dim() :]
         codes = codes.reshape(-1, *rest)
         first = codes[flat == 0]
@@ -350,11 +373,11 @@ class Lowered:
     def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
         """Whether different elements of weights are equal numbers, as those of torch.zeros_like."""
         for a, b in zip(ones.reshape(-1).tolist(), others.reshape(-1).tolist(), strict=True):
-            node_a, node_b = self._list[a // ROW], self._list[b // ROW]
+            node_a, node_b = self._list[node_of(a)], self._list[node_of(b)]
             if node_a is not node_b or self.kinds[node_a] != "number":
                 return False
             values = self.value(node_a).reshape(-1)
-            if values[a % COLUMN] != values[b % COLUMN]:
+            if values[column_of(a)] != values[column_of(b)]:
                 return False
         return True
 
@@ -448,7 +471,7 @@ class Lowered:
         table, places = node.args[:2]
         assert isinstance(table, fx.Node) and isinstance(places, fx.Node)
         codes = self.codes(places)
-        source = self._list[int(codes.reshape(-1)[0]) // ROW]
+        source = self._list[node_of(int(codes.reshape(-1)[0]))]
         if self.kinds[table] == "row" or source not in self.traced.inputs:
             raise CannotCompile(f"{name_of(node)} of numbers that are computed{place_of(node)}")
         whole = self.codes(source)
@@ -481,8 +504,7 @@ class Lowered:
         if not value.numel():
             raise CannotCompile(f"{what} of the step has no columns{place_of(node)}")
         codes = self.codes(node)
-        shape = (ROWS, *(1,) * (value.dim() - 1))
-        rows = torch.arange(ROWS).reshape(shape).expand(value.shape)
+        rows = rows_in_order(value.shape)
         own = row_of(codes)
         if ((own != rows) & (own != NO_ROW)).any():
             raise CannotCompile(f"{what} of the step mixes the rows of the batch{place_of(node)}")

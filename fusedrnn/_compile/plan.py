@@ -101,7 +101,7 @@ class Plan:
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
-        self._carries_of: dict[int, frozenset[int]] = {}
+        self._known_sources: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         self._merge_arrays()
         self.products = self._reached(lowered.new_carries + lowered.outputs)
         self.values: dict[tuple[int, str, int], Value] = {}
@@ -151,26 +151,30 @@ class Plan:
 
     def carries_of(self, e: Expression) -> frozenset[int]:
         """The carries that an expression depends on."""
-        known, left = self._carries_of, [e]
+        return self._sources(e)[0]
+
+    def _is_after(self, e: Expression) -> bool:
+        return not self._after.isdisjoint(self._sources(e)[1])
+
+    def _sources(self, e: Expression) -> tuple[frozenset[int], frozenset[int]]:
+        """The carries and the products, these by id, that an expression depends on."""
+        known, left = self._known_sources, [e]
         while left:
             one = left[-1]
             # Not by number: what a product reads may have been made after it, see _copy_sums().
-            missing = [other for other in below(one) if id(other) not in known]
+            others = below(one)
+            missing = [other for other in others if id(other) not in known]
             if missing:
                 left += missing
                 continue
             left.pop()
-            own = frozenset([one.at[0]]) if one.kind == "carry" else frozenset[int]()
-            known[id(one)] = own.union(*(known[id(other)] for other in below(one)))
+            carries = [one.at[0]] if one.kind == "carry" else []
+            products = [id(p) for p in one.at[0].products] if one.kind == "array" else []
+            known[id(one)] = (
+                frozenset(carries).union(*(known[id(other)][0] for other in others)),
+                frozenset(products).union(*(known[id(other)][1] for other in others)),
+            )
         return known[id(e)]
-
-    def _is_after(self, e: Expression) -> bool:
-        return any(
-            id(p) in self._after
-            for one in self._all([e])
-            if one.kind == "array"
-            for p in one.at[0].products
-        )
 
     def _phase(self, e: Expression) -> Phase:
         if not self.carries_of(e):

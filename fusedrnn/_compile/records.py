@@ -17,18 +17,17 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from ..recurrent.objects import Same
 from . import cache
 from .derive import Derived
-from .graphs import CannotStore, from_json, to_json
+from .graphs import CannotStore, Operations, from_json, to_json
 
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Record(NamedTuple):
-    module: fx.GraphModule
+    module: Operations
     """Of the step."""
     derived: list[Derived]
     """Of each stage."""

@@ -7,6 +7,7 @@ then gone. What leaves nothing in such a graph becomes an operation of its own: 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
+from .graphs import Operations
 
 aten = torch.ops.aten
 
@@ -60,7 +62,7 @@ class DrawnNumbers:
 class Traced:
     """The graph, and what its inputs and results are."""
 
-    module: fx.GraphModule
+    module: Operations
     constants: list[fx.Node]
     """The same in all steps and rows: weights, and what a scan's steps get as params."""
     inputs: list[fx.Node]
@@ -93,7 +95,7 @@ class FlatStep:
         """
         self._step, self._rows = step, rows
         self.ends = (len(constants), len(constants) + len(inputs))
-        self.arguments = [leaf.detach().clone() for leaf in (*constants, *inputs, *carries)]
+        self.arguments = [*constants, *inputs, *carries]
         self.draws: list[DrawnNumbers] = []
         self.count = 0
         """Of results that are states; outputs come behind them."""
@@ -141,7 +143,7 @@ def trace(step: FlatStep) -> Traced:
     (results,) = next(node for node in made.graph.nodes if node.op == "output").args
     if not all(isinstance(node, fx.Node) for node in results):
         raise CannotCompile("a result of the step is no tensor")
-    return of_graph(made, step)
+    return of_graph(Operations.of(made, made.graph), step)
 
 
 def _check_sizes(graph: fx.Graph) -> None:
@@ -157,12 +159,14 @@ def _check_sizes(graph: fx.Graph) -> None:
         raise CannotCompile(f"numbers decide about the size of what {name} makes{line_of(node)}")
 
 
-def of_graph(module: fx.GraphModule, step: FlatStep) -> Traced:
+def of_graph(module: Operations, step: FlatStep) -> Traced:
     """The graph of a step that has run, as it is used from here on."""
     nodes = list(module.graph.nodes)
     found = [node for node in nodes if node.op == "placeholder"]
     (results,) = next(node for node in nodes if node.op == "output").args
     first, second = step.ends
+    with torch.no_grad():
+        values = module.values_of(*step.arguments)
     return Traced(
         module,
         found[:first],
@@ -171,7 +175,7 @@ def of_graph(module: fx.GraphModule, step: FlatStep) -> Traced:
         list(results[: step.count]),
         list(results[step.count :]),
         step.draws,
-        _Values(module).of(step.arguments),
+        values,
     )
 
 
@@ -193,6 +197,7 @@ def _reason(error: Exception) -> str:
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """Whether a file of Python is torch's or this package's, or none."""
     return file.startswith((*_OWN, "<"))
@@ -298,18 +303,3 @@ class _Seen(TorchFunctionMode):
                     Tensor, lambda t: stop(t) if t.is_floating_point() else t, result
                 )
         return result
-
-
-class _Values(fx.Interpreter):
-    """What every node is, on the rows of the trace."""
-
-    def of(self, arguments: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        self._found: dict[fx.Node, Any] = {}
-        self.garbage_collect_values = False
-        with torch.no_grad():
-            self.run(*arguments)
-        return self._found
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._found[n] = super().run_node(n)
-        return self._found[n]

@@ -19,7 +19,7 @@ from .codes import packets
 from .expressions import Expression
 from .lower import Lowered
 from .plan import below, within
-from .trace import Traced, stop
+from .trace import stop
 
 aten = torch.ops.aten
 
@@ -44,15 +44,16 @@ class Read(NamedTuple):
 
 
 def lowered_without(
-    traced: Traced, outputs: Sequence[bool], last: Sequence[bool]
+    whole: Lowered, outputs: Sequence[bool], last: Sequence[bool]
 ) -> tuple[Lowered | None, Read]:
     """Expressions of a step in which results without gradient are stopped; None if none has to be.
     And what the other results depend on.
 
     Args:
+        whole: All of the step, which is not changed.
         outputs, last: Whether each output, and each state after the last step, has a gradient.
     """
-    lowered = Lowered(traced)
+    lowered = whole.again()
     for product in lowered.expressions.products.values():
         product.array.products = [product]
     live = _live(lowered, outputs, last)

@@ -136,6 +136,11 @@ class Seed:
         self._drawn = _seeds.draw(self._generator, self._drawn.device)
 
 
+def trial_seed() -> Seed:
+    """Of steps whose results nobody gets; takes nothing from torch's generators."""
+    return Seed(torch.Generator().manual_seed(0))
+
+
 class Noise(Source):
     """The numbers that the steps of one layer and direction draw."""
 
@@ -153,8 +158,8 @@ class Noise(Source):
 
     @classmethod
     def for_trial(cls) -> Noise:
-        """Of steps whose results nobody gets; takes nothing from torch's generators."""
-        return cls(Seed(torch.Generator().manual_seed(0)), 0)
+        """Of steps whose results nobody gets."""
+        return cls(trial_seed(), 0)
 
     def chunk(self, first: int, steps: int, rows: int) -> None:
         """The steps from ``first`` on come next, for a batch of ``rows``."""
