@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,27 +30,15 @@ from .verify import (
     CORNERS,
     MOST_ROWS,
     Corner,
+    Differs,
     Numbers,
     Trial,
     examples,
     look_like,
     verify,
+    verify_known,
     verify_library,
 )
-
-
-def lower(run: Run, inputs: Leaves, state: Leaves) -> Program:
-    """The program of a run's step, verified, but not compiled.
-
-    Args:
-        inputs: (seq_len, batch, ...) each.
-        state: (batch, ...) each.
-
-    Raises:
-        CannotCompile: It has none.
-    """
-    return _FirstUse(run, inputs, state).verified()[0]
-
 
 _OTHER_ROWS = sorted({BATCH, *(corner.batch for corner in CORNERS if corner.batch is not None)})
 
@@ -66,31 +54,42 @@ class _FirstUse:
         self._batch = min(run.rows, MOST_ROWS)
         self._structure: Structure | None = None
         """Of the output, when the step has run."""
+        self._key = ""
+        """Of its record."""
 
-    def verified(self) -> tuple[Program, Trial]:
-        """The program, and the trial that it has passed.
+    def known(self) -> tuple[Program, Trial] | None:
+        """The program that another process has made of it, and a trial of the step; None if there
+        is no record.
+
+        Raises:
+            CannotCompile: There is no program.
+        """
+        self._check_dtypes()
+        others = [self._names, list(self._run.weights.trained()), self._batch]
+        self._key = records.key_of(self._first_log, described_by(self._run), others)
+        known = records.find(self._key)
+        if known is None:
+            return None
+        try:
+            program = self._program(of_graph(known.module, self._example), known.derived)
+            return program, self._trial()
+        except Exception:  # of a record that is damaged, or the step is another one after all
+            return None
+
+    def new(self) -> tuple[Program, Trial]:
+        """A program, and the trial that it has passed.
 
         Raises:
             CannotCompile: There is none.
         """
-        self._check_dtypes()
-        step = self._flat()
-        log = self._log(step)
-        others = [self._names, list(self._run.weights.trained()), self._batch]
-        key = records.key_of(log, described_by(self._run), others)
-        known = records.find(key)
-        if known is not None:
-            try:
-                program = self._program(of_graph(known.module, step), log, known.derived)
-                return program, self._passed(program)
-            except Exception:  # of a record that is damaged, or the step is another one after all
-                pass
-        if self._log(step) != log:
+        step = self._example
+        if self._log(step) != self._first_log:
             raise CannotCompile("the step does not do the same each time")
-        program = self._program(self._run.aside(lambda: trace(step)), log)
-        trial = self._passed(program)
+        program = self._program(self._run.aside(lambda: trace(step)))
+        trial = self._trial()
+        verify(program, trial)
         self._try_corners(program)
-        program.key = key
+        program.key = self._key
         return program, trial
 
     def _check_dtypes(self) -> None:
@@ -129,13 +128,21 @@ class _FirstUse:
         self._structure = own.output_structure()
         return made
 
+    @functools.cached_property
+    def _example(self) -> FlatStep:
+        return self._flat()
+
+    @functools.cached_property
+    def _first_log(self) -> str:
+        return self._log(self._example)
+
     def log(self) -> str:
         """What the step does, and the structure of its output.
 
         Raises:
             CannotCompile: The step raises.
         """
-        return self._log(self._flat())
+        return self._first_log
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
@@ -163,7 +170,7 @@ class _FirstUse:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _program(self, traced: Traced, log: str, derived: list[Derived] | None = None) -> Program:
+    def _program(self, traced: Traced, derived: list[Derived] | None = None) -> Program:
         _check_held(self._run, traced.module)
         assert self._structure is not None
         return Program(
@@ -175,18 +182,12 @@ class _FirstUse:
             output_shapes=[traced.values[node].shape[1:] for node in traced.outputs],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=log,
+            log=self._first_log,
         )
 
     def _trial(self, corner: Numbers | None = None, batch: int = BATCH) -> Trial:
         given = self._names, self._constants, self._inputs, self._state
         return Trial.of_step(self._run, *given, corner, batch)
-
-    def _passed(self, program: Program) -> Trial:
-        """The trial on random numbers."""
-        trial = self._trial()
-        verify(program, trial)
-        return trial
 
     def _try_corners(self, program: Program) -> None:
         @functools.cache
@@ -217,15 +218,25 @@ class _FirstUse:
 
 
 def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
-    """The same, with a library.
+    """The program of a run's step, verified, with a library.
+
+    Args:
+        inputs: (seq_len, batch, ...) each.
+        state: (batch, ...) each.
 
     Raises:
         CannotCompile: It has none, or it cannot be built here.
         Busy: Another thread takes too long.
     """
+    use = _FirstUse(run, inputs, state)
     with one_at_a_time():
-        program, trial = _FirstUse(run, inputs, state).verified()
-    return _ready(program, trial, run.device)
+        made = use.known()
+    if made is not None:
+        with suppress(Differs):
+            return _ready(*made, run.device, verify_known)
+    with one_at_a_time():
+        made = use.new()
+    return _ready(*made, run.device)
 
 
 def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves) -> Program | None:
@@ -287,11 +298,16 @@ def without(
     return _ready(made, trial, device)
 
 
-def _ready(program: Program, trial: Trial, device: torch.device) -> Program:
-    """The program with its library.
+def _ready(
+    program: Program,
+    trial: Trial,
+    device: torch.device,
+    check: Callable[[Program, Trial, torch.device], None] = verify_library,
+) -> Program:
+    """The program with its library, which has passed a check.
 
     Raises:
-        CannotCompile: It cannot be built here.
+        CannotCompile: It cannot be built here, or what the check raises.
     """
     kind = kind_of(device)
     try:
@@ -304,7 +320,7 @@ def _ready(program: Program, trial: Trial, device: torch.device) -> Program:
         dtype=program.dtype,
         is_for_gpu=kind == "cuda",
     )
-    verify_library(program, trial, device)
+    check(program, trial, device)
     if program.key:
         module = program.plan.lowered.traced.module
         records.keep(program.key, records.Record(module, program.derived))

@@ -403,6 +403,33 @@ _CHUNK = 2
 """Steps of a chunk: STEPS make a whole chunk and a shorter one."""
 
 
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""The same where a library is compared to the step itself."""
+
+
+class Differs(CannotCompile):
+    """A program that is known from a record is not that of the step after all."""
+
+
+def verify_known(program: Program, trial: Trial, device: torch.device) -> None:
+    """Compares what the library of a program computes, that has passed every trial in another
+    process, to the step: at once in 32 and 64 bits, where both have the same numbers.
+
+    Raises:
+        Differs: They differ.
+    """
+    tolerance = _CLOSE.get(program.dtype)
+    try:
+        if tolerance is None:
+            verify(program, trial)
+            verify_library(program, trial, device)
+        else:
+            of_step = [*trial.outputs, *trial.last], trial.gradients
+            _compare_library(program, trial, device, of_step, tolerance)
+    except CannotCompile as error:
+        raise Differs(str(error)) from error
+
+
 def verify_library(program: Program, trial: Trial, device: torch.device) -> None:
     """Compares what a program's library computes, on its device and in its dtype, to the program.
 
@@ -413,28 +440,36 @@ def verify_library(program: Program, trial: Trial, device: torch.device) -> None
     failure: CannotCompile | None = None
     for number in range(_TRIALS if has_choices else 1):
         try:
-            return _try_library(program, trial.rounded(program.dtype, 1 - number / 8), device)
+            rounded = trial.rounded(program.dtype, 1 - number / 8)
+            exact, tolerance = rounded.by_interpreter(program), _LIBRARY_TOLERANCES[program.dtype]
+            return _compare_library(program, rounded, device, exact, tolerance)
         except CannotCompile as error:
             failure = failure or error
     assert failure is not None
     raise failure
 
 
-def _try_library(program: Program, trial: Trial, device: torch.device) -> None:
+def _compare_library(
+    program: Program,
+    trial: Trial,
+    device: torch.device,
+    exact: tuple[list[Tensor], list[Tensor]],
+    tolerance: float,
+) -> None:
+    """``exact``: results, and gradients of the leaves."""
     dtype = program.dtype
-    exact, exact_gradients = trial.by_interpreter(program)
     results, gradients = _by_operators(program, trial, device)
     off = _OFF.get(dtype, 0.0) if program.has_choices() else 0.0
-    for ours, theirs in ((results, exact), (gradients, exact_gradients)):
+    for ours, theirs in ((results, exact[0]), (gradients, exact[1])):
         for a, b in zip(ours, theirs, strict=True):
             a, b = a.detach().double().cpu().reshape(b.shape), b.detach()
             scale = _largest(b)
             if not math.isfinite(scale):
                 raise CannotCompile(f"its numbers in {dtype} are not finite")
-            difference, tolerance = a - b, _LIBRARY_TOLERANCES[dtype] * (1 + scale)
-            if _largest(difference) <= tolerance:
+            difference, most = a - b, tolerance * (1 + scale)
+            if _largest(difference) <= most:
                 continue
-            wrong = ~(difference.abs() <= tolerance)
+            wrong = ~(difference.abs() <= most)
             if int(wrong.sum()) > off * wrong.numel():
                 raise CannotCompile(
                     f"the library does not compute what the program does in {dtype} on {device}"
