@@ -60,6 +60,8 @@ class Step:
             self._built_in(case.name, size) if name == BUILT_IN else self._forwards()[name]
         )
         self.gradients: list[Tensor] | None = None
+        self.output_bytes = 0
+        """Of what the last call has returned, in which there may be a sequence of states."""
 
     def _forwards(self) -> dict[str, Callable[[], Any]]:
         def ours(**named: Any) -> Callable[[], Any]:
@@ -95,6 +97,7 @@ class Step:
         if memory is not None:
             self.cell.attend(memory)  # its graph is of one backward only
         outputs = [leaf for leaf in pytree.tree_leaves(self.forward()) if leaf.requires_grad]
+        self.output_bytes = sum(leaf.nbytes for leaf in outputs)
         if self.gradients is None:
             self.gradients = [torch.ones_like(leaf) for leaf in outputs]
         torch.autograd.backward(outputs, self.gradients)

@@ -193,7 +193,8 @@ def any_cell_table(results: Path) -> str:
     rows = []
     for cell, measured in cells.items():
         loop = measured["plain loop"]
-        row = [cell, f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms"]
+        row = [cell, f"{mib(loop['output_bytes'])} MiB"]
+        row.append(f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms")
         for name in names:
             other = measured.get(name, {})
             ratios = "–"
@@ -202,7 +203,7 @@ def any_cell_table(results: Path) -> str:
             row.append(ratios)
         rows.append(row)
     about, size = content["environment"], content["size"]
-    columns = ["peak memory, time", "plain loop", *names]
+    columns = ["peak memory, time", "outputs", "plain loop", *names]
     return (
         f"{markdown_rows(Table('', columns, rows))}\n"
         f"A training step at T={size['seq_len']} B={size['batch']}, width {size['width']}, "

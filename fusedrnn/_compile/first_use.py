@@ -19,10 +19,9 @@ from .build import CannotBuild, build
 from .cell import Program, Unread, printed
 from .derive import Derived
 from .emit import STORAGE
-from .graphs import Operations
 from .log import log_of
 from .lower import Lowered
-from .trace import ROWS, CannotCompile, FlatStep, Traced, of_graph, trace
+from .trace import ROWS, CannotCompile, FlatStep, Traced, check_held, of_graph, trace
 from .turns import one_at_a_time
 from .unused import lowered_without
 from .verify import (
@@ -54,8 +53,8 @@ class _FirstUse:
         self._batch = min(run.rows, MOST_ROWS)
         self._structure: Structure | None = None
         """Of the output, when the step has run."""
-        self._key = ""
-        """Of its record."""
+        self._first_log = self._key = ""
+        """What it does, and the name of its record; see known()."""
 
     def known(self) -> tuple[Program, Trial] | None:
         """The program that another process has made of it, and a trial of the step; None if there
@@ -65,24 +64,26 @@ class _FirstUse:
             CannotCompile: There is no program.
         """
         self._check_dtypes()
+        step = self._flat()
+        self._first_log = self._log(step)
         others = [self._names, list(self._run.weights.trained()), self._batch]
         self._key = records.key_of(self._first_log, described_by(self._run), others)
         known = records.find(self._key)
         if known is None:
             return None
         try:
-            program = self._program(of_graph(known.module, self._example), known.derived)
+            program = self._program(of_graph(known.module, step), known.derived)
             return program, self._trial()
         except Exception:  # of a record that is damaged, or the step is another one after all
             return None
 
     def new(self) -> tuple[Program, Trial]:
-        """A program, and the trial that it has passed.
+        """A program, and the trial that it has passed. Comes after known().
 
         Raises:
             CannotCompile: There is none.
         """
-        step = self._example
+        step = self._flat()
         if self._log(step) != self._first_log:
             raise CannotCompile("the step does not do the same each time")
         program = self._program(self._run.aside(lambda: trace(step)))
@@ -128,21 +129,13 @@ class _FirstUse:
         self._structure = own.output_structure()
         return made
 
-    @functools.cached_property
-    def _example(self) -> FlatStep:
-        return self._flat()
-
-    @functools.cached_property
-    def _first_log(self) -> str:
-        return self._log(self._example)
-
     def log(self) -> str:
         """What the step does, and the structure of its output.
 
         Raises:
             CannotCompile: The step raises.
         """
-        return self._first_log
+        return self._log(self._flat())
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
@@ -171,7 +164,7 @@ class _FirstUse:
             return f"{type(error).__name__}: {error}"
 
     def _program(self, traced: Traced, derived: list[Derived] | None = None) -> Program:
-        _check_held(self._run, traced.module)
+        check_held(self._run, traced.module)
         assert self._structure is not None
         return Program(
             **printed(
@@ -343,21 +336,3 @@ def _dtype(state: Leaves) -> torch.dtype:
     if len(kinds) > 1 or not kinds <= STORAGE.keys():
         raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
     return kinds.pop()
-
-
-def _check_held(run: Run, module: Operations) -> None:
-    """Refuses tensors that the trace has found in attributes: the next call may have others."""
-    held = {
-        tensor.untyped_storage().data_ptr()
-        for value in run.python.values().values()
-        for tensor in value.tensors()
-        if tensor.numel()
-    }
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            tensor = getattr(module, node.target)
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in held:
-                raise CannotCompile(
-                    f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
-                    "register it as a buffer"
-                )

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
+from ..recurrent.runs import Run
 from .graphs import Operations
 
 aten = torch.ops.aten
@@ -177,6 +178,24 @@ def of_graph(module: Operations, step: FlatStep) -> Traced:
         step.draws,
         values,
     )
+
+
+def check_held(run: Run, module: Operations) -> None:
+    """Refuses tensors that the trace has found in attributes: the next call may have others."""
+    held = {
+        tensor.untyped_storage().data_ptr()
+        for value in run.python.values().values()
+        for tensor in value.tensors()
+        if tensor.numel()
+    }
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in held:
+                raise CannotCompile(
+                    f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
+                    "register it as a buffer"
+                )
 
 
 def _reason(error: Exception) -> str:

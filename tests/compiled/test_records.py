@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES, Case
-from fusedrnn._compile import cache, cell, first_use, graphs, records
+from fusedrnn._compile import cache, cell, first_use, graphs, records, verify
 
 T, B, H = 4, 3, 8
 
@@ -170,14 +170,6 @@ def test_another_version_of_the_compiler(
     assert "trace" in traces
 
 
-def _truncated(record: Path) -> None:
-    record.write_bytes(record.read_bytes()[:-40])
-
-
-def _no_json(record: Path) -> None:
-    cache.write(record, b"{")
-
-
 def _changed(change: Any) -> Any:
     def damage(record: Path) -> None:
         stored = json.loads(cache.read(record) or b"")
@@ -235,8 +227,8 @@ def test_the_walk_does_not_enter_this_package(folder: Path, traces: list[str]) -
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncated,
-        _no_json,
+        lambda record: record.write_bytes(record.read_bytes()[:-40]),
+        lambda record: cache.write(record, b"{"),
         _changed(lambda stored: stored.pop("derived")),
         _changed(lambda stored: stored["derived"].clear()),
         _changed(lambda stored: stored["derived"].extend(stored["derived"])),
@@ -260,14 +252,47 @@ def test_damaged_records_are_made_anew(damage: Any, folder: Path, traces: list[s
     assert not traces  # it is whole again
 
 
-def test_each_process_tries_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On random numbers, and the library, since neither operations nor code show all."""
-    numbers(Scaled())
-    tried: list[str] = []
-    for name in ("verify", "verify_library"):
-        monkeypatch.setattr(first_use, name, lambda *_, name=name: tried.append(name))
-    numbers(Scaled())
-    assert tried == ["verify", "verify_library"]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_process_compares_the_library_to_the_step(
+    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By way of the interpreter in 16 bits. Neither operations nor code show all."""
+    numbers(Scaled(), dtype=dtype)
+    found: list[str] = []
+    for owner, name in ((verify, "_compare_library"), (verify.Trial, "by_interpreter")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *g, n=name, c=call: found.append(n) or c(*g))
+    numbers(Scaled(), dtype=dtype)
+    assert found[-1] == "_compare_library"
+    assert ("by_interpreter" in found) == (dtype.itemsize == 2)
+
+
+@pytest.mark.parametrize("damage", [_of_other_operations, _without_derivatives])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_record_of_another_step_in_each_dtype(
+    damage: Any, dtype: torch.dtype, folder: Path, traces: list[str]
+) -> None:
+    first = numbers(Scaled(), dtype=dtype)
+    (record,) = steps(folder)
+    _changed(damage)(record)
+    traces.clear()
+    second = numbers(Scaled(), dtype=dtype)
+    assert "trace" in traces
+    assert all(map(torch.equal, first, second))
+
+
+def test_roundings_that_change_a_choice(
+    folder: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that is off at once is compared as it is at a first use without a record."""
+    numbers(Scaled(), dtype=torch.float32)
+    traces.clear()
+    monkeypatch.setitem(verify._CLOSE, torch.float32, 0.0)
+    numbers(Scaled(), dtype=torch.float32)
+    assert not traces
 
 
 def test_steps_that_are_not_the_same_each_time(folder: Path) -> None:

@@ -116,7 +116,12 @@ def test_what_buffers_hide_at_the_first_call(
 
 def test_buffers_of_zeros_are_tried_with_other_numbers() -> None:
     trial = verify.Trial(
-        (torch.zeros(H), torch.ones(H)), [False, False], (), (), lambda _: ((), ())
+        (torch.zeros(H), torch.ones(H)),
+        [False, False],
+        (),
+        (),
+        lambda _: ((), ()),
+        dtype=torch.float32,
     )
     zeros, ones = trial.constants
     assert (zeros > 0).all() and (ones > 0.5).all()
