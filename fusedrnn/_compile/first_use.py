@@ -54,7 +54,7 @@ class _FirstUse:
         self._structure: Structure | None = None
         """Of the output, when the step has run."""
         self._first_log = self._key = ""
-        """What it does, and the name of its record; see known()."""
+        """What it does with a few rows, and the name of its record; see known()."""
 
     def known(self) -> tuple[Program, Trial] | None:
         """The program that another process has made of it, and a trial of the step; None if there
@@ -72,8 +72,8 @@ class _FirstUse:
         if known is None:
             return None
         try:
-            program = self._program(of_graph(known.module, step), known.derived)
-            return program, self._trial()
+            traced = of_graph(known.module, step)
+            return self._program(traced, known.log, known.derived), self._trial()
         except Exception:  # of a record that is damaged, or the step is another one after all
             return None
 
@@ -86,7 +86,8 @@ class _FirstUse:
         step = self._flat()
         if self._log(step) != self._first_log:
             raise CannotCompile("the step does not do the same each time")
-        program = self._program(self._run.aside(lambda: trace(step)))
+        log = self._with_other_rows(self._first_log)
+        program = self._program(self._run.aside(lambda: trace(step)), log)
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
@@ -135,7 +136,7 @@ class _FirstUse:
         Raises:
             CannotCompile: The step raises.
         """
-        return self._log(self._flat())
+        return self._with_other_rows(self._log(self._flat()))
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
@@ -151,19 +152,22 @@ class _FirstUse:
         except Exception:
             run.aside(lambda: trace(step))  # which says why, with the line
             raise
+        return f"{log}\n{self._structure}"
+
+    def _with_other_rows(self, log: str) -> str:
+        """What it does with other numbers of rows, too, by which it may decide."""
         structure = self._structure
         others = [self._log_of_rows(count) for count in _OTHER_ROWS]
         self._structure = structure
-        return "\n".join([log, str(structure), *others])
+        return "\n".join([log, *others])
 
     def _log_of_rows(self, count: int) -> str:
-        """What the step does with another number of rows, by which it may decide."""
         try:
             return self._run.aside(lambda: log_of(self._flat(count)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _program(self, traced: Traced, derived: list[Derived] | None = None) -> Program:
+    def _program(self, traced: Traced, log: str, derived: list[Derived] | None = None) -> Program:
         check_held(self._run, traced.module)
         assert self._structure is not None
         return Program(
@@ -175,7 +179,7 @@ class _FirstUse:
             output_shapes=[traced.values[node].shape[1:] for node in traced.outputs],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=self._first_log,
+            log=log,
         )
 
     def _trial(self, corner: Numbers | None = None, batch: int = BATCH) -> Trial:
@@ -316,7 +320,7 @@ def _ready(
     check(program, trial, device)
     if program.key:
         module = program.plan.lowered.traced.module
-        records.keep(program.key, records.Record(module, program.derived))
+        records.keep(program.key, records.Record(module, program.derived, program.log))
     return program
 
 

@@ -31,6 +31,8 @@ class Record(NamedTuple):
     """Of the step."""
     derived: list[Derived]
     """Of each stage."""
+    log: str
+    """What the step does; see first_use.py."""
 
 
 class _Opaque(Exception):
@@ -62,7 +64,7 @@ def find(key: str) -> Record | None:
             return None
         stored = json.loads(content)
         derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
-        return Record(from_json(stored["module"]), derived)
+        return Record(from_json(stored["module"]), derived, str(stored["log"]))
     except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError):
         return None
 
@@ -71,7 +73,8 @@ def keep(key: str, record: Record) -> None:
     """Stores a record if it can be."""
     try:
         derived = [[to_json(d.forward), to_json(d.backward)] for d in record.derived]
-        content = json.dumps({"module": to_json(record.module), "derived": derived})
+        stored = {"module": to_json(record.module), "derived": derived, "log": record.log}
+        content = json.dumps(stored)
         cache.write(_path(key), content.encode())
     except (cache.Unusable, CannotStore):
         pass

@@ -183,7 +183,7 @@ class Trial:
         value = value.to(self._dtype)
         noise = self._normal(*value.shape, dtype=self._dtype)
         if is_trained:
-            value = torch.add(value, noise, alpha=0.05)
+            value = noise.mul_(0.05).add_(value)
         else:  # maybe a variance, so it stays positive; zeros are filled, which would hide an error
             value = torch.where(value == 0, 0.05 * noise.abs(), value * (1 + 0.1 * noise.tanh()))
         return value.double().requires_grad_(is_trained)
@@ -463,11 +463,11 @@ def _compare_library(
     off = _OFF.get(dtype, 0.0) if program.has_choices() else 0.0
     for ours, theirs in ((results, exact[0]), (gradients, exact[1])):
         for a, b in zip(ours, theirs, strict=True):
-            a, b = a.detach().double().cpu().reshape(b.shape), b.detach()
+            a, b = a.detach().cpu().to(torch.float64, copy=True).reshape(b.shape), b.detach()
             scale = _largest(b)
             if not math.isfinite(scale):
                 raise CannotCompile(f"its numbers in {dtype} are not finite")
-            difference, most = a - b, tolerance * (1 + scale)
+            difference, most = a.sub_(b), tolerance * (1 + scale)
             if _largest(difference) <= most:
                 continue
             wrong = ~(difference.abs() <= most)

@@ -98,7 +98,7 @@ def test_records_have_the_same_programs(case: Case, folder: Path, traces: list[s
         program = runner._programs[-1]
         assert program.key
         traced = program.plan.lowered.traced.module
-        records.keep(program.key, records.Record(traced, program.derived))
+        records.keep(program.key, records.Record(traced, program.derived, program.log))
         traces.clear()
         second = results()
     assert not traces
