@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Source(IntEnum):
@@ -38,22 +39,20 @@ class Out(IntEnum):
     ARG_MAX = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # because tuples have an index of their own
 class Operand:
     source: Source
     index: int
     offset: int
 
 
-@dataclass(frozen=True)
-class Carry:
+class Carry(NamedTuple):
     width: int
     sequence: int
     offset: int
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     columns: int
     sequence: int
     offset: int
@@ -63,14 +62,12 @@ class Value:
     is_read: bool
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     columns: int
     bias: int
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     operand: Operand
     weight: int
     terms: int
@@ -81,22 +78,19 @@ class Product:
     phase: Phase
 
 
-@dataclass(frozen=True)
-class StageInput:
+class StageInput(NamedTuple):
     operand: Operand
     kind: In
     group: int
 
 
-@dataclass(frozen=True)
-class StageOutput:
+class StageOutput(NamedTuple):
     value: int
     kind: Out
     group: int
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     width: int
     phase: Phase
     is_sequential: bool
@@ -104,8 +98,7 @@ class Stage:
     outputs: list[StageOutput]
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     inputs: list[int]
     sequences: list[int]
     vectors: list[int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import typing
 from collections.abc import Iterator
@@ -34,10 +33,9 @@ def _read(kind: typing.Any, left: Iterator[int]) -> typing.Any:
         return [_read(typing.get_args(kind)[0], left) for _ in range(next(left))]
     if typing.get_origin(kind) is tuple:
         return tuple(_read(part, left) for part in typing.get_args(kind))
-    if dataclasses.is_dataclass(kind):
-        types = typing.get_type_hints(kind)
-        return kind(*(_read(types[f.name], left) for f in dataclasses.fields(kind)))
-    return kind(next(left))
+    if issubclass(kind, int):
+        return kind(next(left))
+    return kind(*(_read(part, left) for part in typing.get_type_hints(kind).values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,19 +25,19 @@ def add(program: Program) -> int:
 def changed(program: Program, part: str, index: int, **fields: Any) -> Program:
     """With other fields in an item of a list."""
     items = list(getattr(program, part))
-    items[index] = replace(items[index], **fields)
-    return replace(program, **{part: items})
+    items[index] = items[index]._replace(**fields)
+    return program._replace(**{part: items})
 
 
 def with_input(program: Program, stage: int, index: int, **fields: Any) -> Program:
     inputs = list(program.stages[stage].inputs)
-    inputs[index] = replace(inputs[index], **fields)
+    inputs[index] = inputs[index]._replace(**fields)
     return changed(program, "stages", stage, inputs=inputs)
 
 
 def with_result(program: Program, stage: int, index: int, **fields: Any) -> Program:
     outputs = list(program.stages[stage].outputs)
-    outputs[index] = replace(outputs[index], **fields)
+    outputs[index] = outputs[index]._replace(**fields)
     return changed(program, "stages", stage, outputs=outputs)
 
 
@@ -47,9 +46,9 @@ def source(kind: Source, index: int, offset: int = 0) -> dict[str, Operand]:
 
 
 REFUSED = {
-    "width": (replace(GRU, inputs=[0]), "positive number of columns below 2"),
-    "large width": (replace(GRU, inputs=[1 << 31]), "positive number of columns below 2"),
-    "stream": (replace(SAMPLE, streams=[1 << 32]), "stream"),
+    "width": (GRU._replace(inputs=[0]), "positive number of columns below 2"),
+    "large width": (GRU._replace(inputs=[1 << 31]), "positive number of columns below 2"),
+    "stream": (SAMPLE._replace(streams=[1 << 32]), "stream"),
     "carry's sequence": (changed(GRU, "carries", 0, sequence=1), "sequence 1 of 1"),
     "carry's columns": (changed(GRU, "carries", 0, offset=1), "5 columns from 1 on of 5"),
     "value's columns": (changed(GRU, "values", 0, columns=4), "kept where|no value writes"),
@@ -85,11 +84,11 @@ REFUSED = {
     "made twice": (with_result(NORM, 0, 1, value=0), "result of 2 stages"),
     "no results": (changed(GRU, "stages", 0, outputs=[]), "1 to 16 results"),
     "many inputs": (changed(GRU, "stages", 0, inputs=GRU.stages[0].inputs * 7), "up to 32 inputs"),
-    "item twice": (replace(GRU, order=[*GRU.order, (True, 0)]), "an item 2 times"),
-    "item left out": (replace(GRU, order=GRU.order[1:]), "an item 0 times"),
-    "no such item": (replace(GRU, order=[*GRU.order, (True, 1)]), "stage 1 of 1"),
-    "product too late": (replace(GRU, order=[*GRU.order[:2], (True, 0), (False, 2)]), "before it"),
-    "value too late": (replace(NORM, order=[*NORM.order[:2], *NORM.order[:1:-1]]), "before it is"),
+    "item twice": (GRU._replace(order=[*GRU.order, (True, 0)]), "an item 2 times"),
+    "item left out": (GRU._replace(order=GRU.order[1:]), "an item 0 times"),
+    "no such item": (GRU._replace(order=[*GRU.order, (True, 1)]), "stage 1 of 1"),
+    "product too late": (GRU._replace(order=[*GRU.order[:2], (True, 0), (False, 2)]), "before it"),
+    "value too late": (NORM._replace(order=[*NORM.order[:2], *NORM.order[:1:-1]]), "before it is"),
     "adds to nothing": (changed(GRU, "products", 2, adds=True), "must add to columns"),
     "does not add": (changed(GRU, "products", 1, adds=False), "must add to columns"),
     "carry before the steps": (changed(GRU, "products", 1, phase=Phase.BEFORE), "before the steps"),
@@ -100,7 +99,7 @@ REFUSED = {
         "is not sequential|add",
     ),
     "sequential before": (changed(EMBED, "stages", 0, is_sequential=True), "but not in a step"),
-    "nothing": (replace(GRU, arrays=[], products=[], stages=[], order=[]), "result of 0 stages"),
+    "nothing": (GRU._replace(arrays=[], products=[], stages=[], order=[]), "result of 0 stages"),
 }
 
 
