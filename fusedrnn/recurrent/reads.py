@@ -96,17 +96,29 @@ class ClosedOver:
     def look(self, args: Any, kwargs: Any) -> None:
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise ValueError(_GENERATOR)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._known:
+        for leaf in _tensors((*args, *kwargs.values())):
+            if id(leaf) not in self._known:
                 if leaf.requires_grad:
                     self.with_gradient[id(leaf)] = leaf
                 elif leaf.dim():
                     self.others[id(leaf)] = leaf
 
     def add_known(self, result: Any) -> None:
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.with_gradient:
+        for leaf in _tensors((result,)):
+            if id(leaf) not in self.with_gradient:
                 self._known[id(leaf)] = leaf
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All in these; most values of functions are tensors or plain, which a tree need not walk."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif not isinstance(value, _PLAIN):
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 _locks: WeakKeyDictionary[nn.Module, CallerLock] = WeakKeyDictionary()
