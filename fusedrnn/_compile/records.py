@@ -119,6 +119,11 @@ def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+_PARTS = ["code", "flags", "argcount", "posonlyargcount", "kwonlyargcount", "exceptiontable"]
+_PARTS += ["names", "varnames", "freevars", "cellvars"]
+"""Of code, all but where it stands in a file."""
+
+
 def _of_code(code: CodeType) -> str:
     constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr([code.co_code.hex(), code.co_names, code.co_varnames, constants])
+    return repr([*(getattr(code, f"co_{part}", None) for part in _PARTS), constants])

@@ -160,6 +160,12 @@ def test_other_steps_have_other_records(
     assert len(steps(folder)) == 2
 
 
+def test_functions_that_differ_in_their_arguments_alone() -> None:
+    one, several = (eval(f"lambda {given}: len(a)").__code__ for given in ("a", "*a"))
+    assert one.co_code == several.co_code
+    assert records._of_code(one) != records._of_code(several)
+
+
 def test_another_version_of_the_compiler(
     folder: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
