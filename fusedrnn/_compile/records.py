@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..recurrent.objects import Same
+from ..recurrent.objects import Same, Unordered
 from . import cache
 from .derive import Derived
 from .graphs import CannotStore, Operations, from_json, to_json
@@ -98,6 +98,11 @@ def _text(value: Any) -> str:
     """A value in words that are the same in each process."""
     if isinstance(value, Same):
         return _of_object(value.get())
+    if isinstance(value, CodeType):
+        return _of_code(value)
+    if isinstance(value, Unordered | frozenset):  # the log shows the order if it matters
+        entries = value.entries if isinstance(value, Unordered) else value
+        return f"{{{', '.join(sorted(map(_text, entries)))}}}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return _name(value) if isinstance(value, type) else repr(value)
@@ -105,7 +110,7 @@ def _text(value: Any) -> str:
 
 def _of_object(value: Any) -> str:
     if isinstance(value, CodeType):
-        return _of_code(value)
+        return _text(value)
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return _name(value)
     if isinstance(value, ModuleType):
@@ -125,5 +130,5 @@ _PARTS += ["names", "varnames", "freevars", "cellvars"]
 
 
 def _of_code(code: CodeType) -> str:
-    constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr([*(getattr(code, f"co_{part}", None) for part in _PARTS), constants])
+    parts = [getattr(code, f"co_{part}", None) for part in _PARTS]
+    return _text([*parts, *code.co_consts])

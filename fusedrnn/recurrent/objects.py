@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import marshal
 import sys
 import weakref
 from types import CodeType, FunctionType, ModuleType
@@ -45,6 +46,22 @@ class Same:
     def get(self) -> Any:
         """The object, or None if it lives no more."""
         return self._value()
+
+
+class Unordered:
+    """Entries of a set, numbers and texts: in this process equal in the same order alone, in which
+    a step may take them; another process has them in another order."""
+
+    __slots__ = ("_bytes", "entries")
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries, self._bytes = entries, marshal.dumps(entries, 2)
+
+    def __hash__(self) -> int:
+        return hash(self._bytes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unordered) and self._bytes == other._bytes
 
 
 def package(name: str) -> str:

@@ -34,6 +34,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .objects import (
     Same,
     TooMuch,
+    Unordered,
     as_list,
     bytes_of,
     contents,
@@ -142,7 +143,8 @@ class _Walk:
         if kind in _CONTAINERS:
             entries = as_list(value) if len(value) <= _MOST_ATOMS else []
             if entries and _ATOM_KINDS.issuperset(map(type, entries)):  # all at once
-                return self._is(marshal.dumps(entries, 2))
+                is_set = kind in (set, frozenset)
+                return self._is(Unordered(entries) if is_set else marshal.dumps(entries, 2))
             if len(value) > _MOST:
                 raise TooMuch(
                     f"a {kind.__name__} of {len(value):,} entries that its modules hold may change"
