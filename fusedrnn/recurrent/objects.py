@@ -134,6 +134,14 @@ def contents(function: FunctionType) -> list[Any]:
     return found
 
 
+def wrapped_by(value: Any) -> list[Any]:
+    """What an object that decorates says it stands for."""
+    try:
+        return [value.__wrapped__]
+    except Exception:  # of any kind: most objects have none, and some compute it
+        return []
+
+
 def as_list(value: Any) -> list[Any]:
     """The entries of a container, keys of a dict before each value."""
     if isinstance(value, dict):

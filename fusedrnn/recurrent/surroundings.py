@@ -45,6 +45,7 @@ from .objects import (
     is_number_of_numpy,
     names_of,
     package,
+    wrapped_by,
 )
 from .variables import OF_EVERY_MODULE, versions_of
 
@@ -70,6 +71,8 @@ _IMPLICIT = frozenset(
 _MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 """Also called of a class that a step makes objects of."""
 _CachedFunction = type(functools.lru_cache(len))
+_DECORATED = (FunctionType, MethodType, MappingProxyType, functools.partial, _CachedFunction)
+"""What a decorator of another package has around a function of the user's."""
 
 
 def surroundings(modules: Iterable[nn.Module]) -> Any:
@@ -206,7 +209,9 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> None:
         if not self._is_of_user(function):
-            return self._is(Same(function))
+            self._is(Same(function))
+            held = (*contents(function), *vars(function).values())
+            return self._has(*(value for value in held if isinstance(value, _DECORATED)))
         code, around = function.__code__, function.__globals__
         names = names_of(code)
         self._names |= names.attributes
@@ -232,6 +237,7 @@ class _Walk:
         attributes = list(self._attributes(value, kind))
         if not attributes and not inner and atom is None:
             self._is(Same(value))
+            inner += wrapped_by(value)
         self._is(*(name for name, _ in attributes))
         self._has(*inner, *(one for _, one in attributes))
         self._class(kind)

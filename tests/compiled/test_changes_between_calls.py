@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -471,6 +472,45 @@ class Decorated(Base):
 
 def test_what_a_decorator_holds() -> None:
     check(Decorated(), lambda: set_key(Decorated.read.state))
+
+
+def _decorated(decorate: Callable[..., Any]) -> tuple[Callable[[], float], dict[str, float]]:
+    numbers = {"a": 1.0}
+
+    @decorate
+    def read(*_: float) -> float:
+        return numbers["a"]
+
+    return (lambda: read(0.0)), numbers
+
+
+class Wrapper:
+    """As other packages have decorators that are objects."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+
+    def __call__(self, *given: Any) -> Any:
+        return self.__wrapped__(*given)
+
+
+Wrapper.__module__ = "numpy.wrapper"
+
+DECORATORS: dict[str, Callable[..., Any]] = {
+    "no_grad": torch.no_grad(),
+    "no_grad by itself": torch.no_grad,
+    "functools": functools.singledispatch,
+    "both": lambda f: torch.no_grad()(functools.singledispatch(f)),
+    "a partial": lambda f: torch.no_grad()(functools.partial(f, 1.0)),
+    "contextlib": contextlib.contextmanager(lambda: iter([None]))(),
+    "an object": Wrapper,
+}
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+def test_what_decorators_of_other_packages_decorate(name: str) -> None:
+    read, numbers = _decorated(DECORATORS[name])
+    check(Holds(read, lambda f: f()), lambda: numbers.update(a=2.0))
 
 
 class Made:
