@@ -147,6 +147,18 @@ def prepare(
     return made
 
 
+def kind_of(device: torch.device) -> str:
+    """The kind of library that computes on a device: "cpu" or "cuda"."""
+    return device.type
+
+
+def capability_of(device: torch.device) -> str | None:
+    """That of a GPU, or nothing for a CPU."""
+    if device.type != "cuda":
+        return None
+    return "{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 _SETTINGS = ("FUSEDRNN_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR", "FUSEDRNN_COMPILE_SECONDS")
 # What this process has built or failed to build. A process that was forked has no use for locks
 # that its parent's threads may hold.

@@ -44,6 +44,8 @@ class Program:
     dtype: torch.dtype
     log: str
     """Of the operations that the step does."""
+    logs: dict[int, str] = field(default_factory=dict)
+    """The same by batch size, where a step was found to be the same in a call of that size."""
     key: str = ""
     """Of the record that is to be stored when the library is verified."""
     number: int = -1

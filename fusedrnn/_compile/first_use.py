@@ -15,7 +15,7 @@ from ..recurrent.programs import described_by
 from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, Structure
 from . import operators, records
-from .build import CannotBuild, build
+from .build import CannotBuild, build, capability_of, kind_of
 from .cell import Program, Unread, printed
 from .derive import Derived
 from .emit import STORAGE
@@ -29,7 +29,6 @@ from .verify import (
     CORNERS,
     MOST_ROWS,
     Corner,
-    Differs,
     Numbers,
     Trial,
     examples,
@@ -138,6 +137,20 @@ class _FirstUse:
         """
         return self._with_other_rows(self._log(self._flat()))
 
+    def is_in_its_batch(self, program: Program) -> bool:
+        """Whether the step is a program's with as many rows as the call has, too."""
+        batch = self._batch
+        if batch in (ROWS, *_OTHER_ROWS):
+            return True
+        log = self._log_of_rows(batch)
+        if batch not in program.logs:
+            try:
+                verify(program, self._trial(batch=batch))
+            except CannotCompile:
+                return False
+            program.logs[batch] = log
+        return program.logs[batch] == log
+
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
 
@@ -229,8 +242,12 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
     with one_at_a_time():
         made = use.known()
     if made is not None:
-        with suppress(Differs):
+        try:
             return _ready(*made, run.device, verify_known)
+        except MemoryError:
+            raise
+        except Exception:  # of a record that is damaged, or the step is another one after all
+            pass
     with one_at_a_time():
         made = use.new()
     return _ready(*made, run.device)
@@ -244,8 +261,9 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
         Busy: Another thread takes too long.
     """
     with one_at_a_time():
-        log = _FirstUse(run, inputs, state).log()
-    return next((program for program in programs if program.log == log), None)
+        use = _FirstUse(run, inputs, state)
+        log = use.log()
+        return next((p for p in programs if p.log == log and use.is_in_its_batch(p)), None)
 
 
 def without(
@@ -308,7 +326,7 @@ def _ready(
     """
     kind = kind_of(device)
     try:
-        program.library = build(program.text, device=kind, capability=_capability(device))
+        program.library = build(program.text, device=kind, capability=capability_of(device))
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
     program.number = operators.add_program(
@@ -322,17 +340,6 @@ def _ready(
         module = program.plan.lowered.traced.module
         records.keep(program.key, records.Record(module, program.derived, program.log))
     return program
-
-
-def kind_of(device: torch.device) -> str:
-    """The kind of library that computes on a device: "cpu" or "cuda"."""
-    return device.type
-
-
-def _capability(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return "{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -65,7 +65,7 @@ def find(key: str) -> Record | None:
         stored = json.loads(content)
         derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
         return Record(from_json(stored["module"]), derived, str(stored["log"]))
-    except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError):
+    except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
 
 

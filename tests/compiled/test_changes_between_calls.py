@@ -688,7 +688,8 @@ def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.Monke
     assert len(traced) == 2
 
 
-def test_what_decides_by_the_number_of_rows_is_another_step() -> None:
+@pytest.mark.parametrize("batch", [1, 6])
+def test_what_decides_by_the_number_of_rows_is_another_step(batch: int) -> None:
     """Though it does the same with the rows of a trace."""
 
     class Rows(Base):
@@ -696,16 +697,18 @@ def test_what_decides_by_the_number_of_rows_is_another_step() -> None:
 
         def forward(self, x: Tensor, h: Tensor) -> Tensor:
             h = torch.tanh(self.gate(torch.cat([x, h], -1)))
-            return h * self.factor if len(x) == 1 else h * 1.0
+            return h * self.factor if len(x) == batch else h * 1.0
 
     cell = Rows()
     rnn = fusedrnn.Recurrent(cell)
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    x, h = torch.randn(3, 7, H, dtype=F64), torch.zeros(7, H, dtype=F64)
     rnn(x, h)
     (program,) = rnn._memories[0].programs._known.values()
     assert not isinstance(program, str)
-    cell.factor = 2.0
-    torch.testing.assert_close(rnn(x[:, :1], h[:1])[0], loop(cell, x[:, :1], h[:1])[0])
+    x, h = x[:, :batch], h[:batch]
+    for factor in (1.5, 2.0, 1.0):
+        cell.factor = factor
+        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
 
 
 def test_outputs_of_another_structure_are_another_program() -> None:
