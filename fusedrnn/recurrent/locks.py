@@ -25,11 +25,15 @@ class CallerLock:
         self._depth = 0
 
     def __enter__(self) -> None:
-        caller = _caller()
-        with self._changes:
-            self._changes.wait_for(lambda: self._holder in (None, caller))
-            self._holder = caller
-            self._depth += 1
+        caller = _enter()
+        try:
+            with self._changes:
+                self._changes.wait_for(lambda: self._holder in (None, caller))
+                self._holder = caller
+                self._depth += 1
+        except BaseException:  # KeyboardInterrupt
+            _exit()
+            raise
 
     def __exit__(
         self,
@@ -42,14 +46,34 @@ class CallerLock:
             if not self._depth:
                 self._holder = None
                 self._changes.notify()
+        _exit()
 
 
-def _caller() -> object:
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.caller = object()
+        self.depth = 0
+        """Of the locks that it has entered or waits for, unless it works for another thread."""
+
+
+_thread = _Thread()
+# torch 2.11 does not have it: a thread that ends while the interpreter is gone may then abort it.
+_remove = getattr(torch._C, "_remove_obj_from_tls", lambda key: None)
+
+
+def _enter() -> object:
     """The same for a thread and for those that work for it."""
-    if not torch._C._is_key_in_tls(_KEY):
-        caller = object()
-        # torch 2.11 gives back a reference that it has not taken, so it gets one more to give.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(caller))
-        torch._C._stash_obj_in_tls(_KEY, caller)
-        return caller
+    if _thread.depth or not torch._C._is_key_in_tls(_KEY):
+        _thread.depth += 1
+        if _thread.depth == 1:
+            # torch 2.11 gives back a reference that it has not taken, so it gets one more to give.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(_thread.caller))
+            torch._C._stash_obj_in_tls(_KEY, _thread.caller)
     return torch._C._get_obj_in_tls(_KEY)
+
+
+def _exit() -> None:
+    if _thread.depth:
+        _thread.depth -= 1
+        if not _thread.depth:
+            _remove(_KEY)

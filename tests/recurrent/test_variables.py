@@ -453,13 +453,25 @@ def test_a_lock_lets_those_pass_who_work_for_its_holder() -> None:
             done.append(caller)
 
     with lock, lock:
-        threads = [threading.Thread(target=work, args=(c,)) for c in (locks._caller(), None)]
+        caller = torch._C._get_obj_in_tls(locks._KEY)
+        threads = [threading.Thread(target=work, args=(c,)) for c in (caller, None)]
         for thread in threads:
             thread.start()
         threads[0].join(30)
-        assert done == [locks._caller()]
+        assert done == [caller]
     threads[1].join(30)
     assert done[1:] == [None]
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="of a later torch")
+def test_a_thread_keeps_nothing_of_a_lock() -> None:
+    """At its end torch would ask for the interpreter, and abort if that is gone by then."""
+    first, second = locks.CallerLock(), locks.CallerLock()
+    with first:
+        with second, first:
+            pass
+        assert torch._C._is_key_in_tls(locks._KEY)
+    assert not torch._C._is_key_in_tls(locks._KEY)
 
 
 @pytest.mark.parametrize("mode", MODES)
