@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ from . import cache
 from .derive import Derived
 from .graphs import CannotStore, Operations, from_json, to_json
 
-_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
 
 class Record(NamedTuple):
     module: Operations
@@ -33,6 +31,14 @@ class Record(NamedTuple):
     """Of each stage."""
     log: str
     """What the step does; see first_use.py."""
+
+
+_PLAIN = (
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+    *(range, PurePath, type(vars(Record)["module"])),
+)
+"""Whose ``repr`` is all of them."""
 
 
 class _Opaque(Exception):
