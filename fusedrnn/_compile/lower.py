@@ -393,7 +393,8 @@ class Lowered:
         dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         if dims is None or dims == []:
             dims = list(range(codes.dim()))
-        dims = [d % codes.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        dims = sorted(d % codes.dim() for d in dims)  # in the order of columns
         others = [d for d in range(codes.dim()) if d not in dims]
         moved = codes.permute(*others, *dims).reshape(*(codes.shape[d] for d in others), -1)
         all_rows = row_of(moved)

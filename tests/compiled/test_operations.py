@@ -191,3 +191,24 @@ def test_outputs_without_gradient_have_no_part_in_gradients() -> None:
     assert norm[0].eq(0).all()
     found = torch.autograd.grad(y.sum(), [h, *cell.parameters()])
     assert all(g.isfinite().all() for g in found)
+
+
+@pytest.mark.parametrize("dims", [(-1, -2), (-2, -1), (2, 1), (1, 2)])
+def test_sums_over_several_dimensions_in_any_order(dims: tuple[int, int]) -> None:
+    """Of as many columns as cannot be put into another order."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(256, 256, dtype=torch.float64)
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            h = torch.tanh(self.linear(x) + h)
+            groups = h.unflatten(-1, (16, 16))
+            return (groups.mean(dims), groups.square().sum(dims, keepdim=True)), h
+
+    cell, x, h = Sums(), torch.randn(4, 2, 256).double(), torch.zeros(2, 256).double()
+    with interpreted():
+        ours, _ = fusedrnn.Recurrent(cell, compile="require")(x, h)
+    theirs, _ = fusedrnn.Recurrent(cell, compile="never")(x, h)
+    torch.testing.assert_close(ours, theirs)
