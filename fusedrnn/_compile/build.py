@@ -24,8 +24,8 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -74,8 +74,7 @@ _INSTRUCTION_SETS = {
 }
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     function: int
     """The address of fusedrnn_stage, or of fusedrnn_stage_launch."""
     path: Path
@@ -88,8 +87,7 @@ class Library:
     """The size of the file."""
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A text for one target: an instruction set of the CPU, or a GPU's architecture."""
 
     text: str

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..recurrent.trees import Structure
+from . import program as numbers
 from .build import Library
-from .derive import Derived, derive
-from .emit import source
-from .interpret import Interpreter
-from .lower import Lowered
 from .outside import Outside
-from .plan import Plan
-from .program import Out
+
+if TYPE_CHECKING:
+    from .derive import Derived
+    from .interpret import Interpreter
+    from .plan import Plan
 
 
 class Unread(NamedTuple):
@@ -26,15 +27,40 @@ class Unread(NamedTuple):
     state: frozenset[int] = frozenset()
 
 
+class Made(NamedTuple):
+    """What a program was made by."""
+
+    plan: Plan
+    derived: list[Derived]
+    """Of each stage."""
+
+
+class Printed(NamedTuple):
+    """What runs a program, as records have it, too."""
+
+    form: numbers.Program
+    output_sequences: list[int]
+    """Which sequence each output is."""
+    outside: Outside
+    text: str
+    """Of the library."""
+    has_choices: bool
+    """Whether a rounding may change results altogether."""
+
+    def places(self) -> object:
+        """Where forward keeps what backward and the user read; equal for two programs or not."""
+        form = self.form
+        products = [(p.array, p.offset, p.terms, p.columns) for p in form.products]
+        return form.sequences, self.output_sequences, form.carries, products
+
+
 @dataclass
 class Program:
     """What runs a step of one kind: structure, widths, dtype, and all that Python decided."""
 
-    plan: Plan
-    derived: list[Derived]
-    outside: Outside
-    text: str
-    """Of its library."""
+    printed: Printed
+    made: Callable[[], Made]
+    """What it was made by, which is made again if it comes from a record."""
     names: list[str]
     """Of the weights and buffers that the step reads, in the order of its constants."""
     output: Structure
@@ -57,21 +83,20 @@ class Program:
     there is none."""
 
     @property
-    def interpreter(self) -> Interpreter:
-        return Interpreter(self.plan, self.derived)
+    def form(self) -> numbers.Program:
+        return self.printed.form
 
-    def has_choices(self) -> bool:
-        """Whether a rounding may change its results altogether."""
-        places = {Out.MAX, Out.ARG_MAX}
-        return any(one.has_choices() for one in self.derived) or any(
-            output.kind in places for stage in self.plan.program.stages for output in stage.outputs
-        )
+    @property
+    def interpreter(self) -> Interpreter:
+        from .interpret import Interpreter
+
+        return Interpreter(self.made(), self.printed.outside)
 
     def summary(self) -> str:
         """For users: its size, what it keeps, and its library."""
-        form, library = self.plan.program, self.library
+        form, library = self.form, self.library
         assert library is not None
-        outputs = set(self.plan.output_sequences)
+        outputs = set(self.printed.output_sequences)
         kept = [
             f"state {j} "
             + (
@@ -93,30 +118,14 @@ class Program:
         self, rows: int, chunk: int, *, returns_sequence: bool = True, saves_sums: bool = False
     ) -> int:
         """Of a whole sequence besides outputs, on average over the steps of a chunk."""
-        form, plan = self.plan.program, self.plan
-        outputs = set(plan.output_sequences) if returns_sequence else ()
+        form = self.form
+        outputs = set(self.printed.output_sequences) if returns_sequence else ()
         own = [w for i, w in enumerate(form.sequences) if i not in outputs]
         size = self.dtype.itemsize
         of_chunks = [c.width for c in form.carries if c.sequence < 0]
         sums = sum(array.columns for array in form.arrays) if saves_sums else 0
         wide = sums * max(size, 4) + -(-sum(of_chunks) * max(size, 4) // chunk)
         return rows * (sum(own) * size + wide)
-
-
-def printed(
-    lowered: Lowered,
-    dtype: torch.dtype,
-    kind: str,
-    derived: list[Derived] | None = None,
-) -> dict[str, Any]:
-    """Fields of a program, for a "cpu" or a "cuda" library, from known derivatives if there are."""
-    plan = Plan(lowered)
-    if derived is None:
-        derived = [derive(plan, stage) for stage in plan.stages]
-    if len(derived) != len(plan.stages):
-        raise ValueError(f"{len(derived)} derivatives of {len(plan.stages)} stages")
-    text = source(plan, derived, dtype, kind)
-    return {"plan": plan, "derived": derived, "outside": Outside(plan), "text": text}
 
 
 def _count(number: int, what: str) -> str:

@@ -10,9 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from . import headers
 
@@ -21,8 +20,7 @@ class CannotBuild(Exception):
     """A library cannot be built or loaded; the text is the reason that users read."""
 
 
-@dataclass(frozen=True)
-class Compiler:
+class Compiler(NamedTuple):
     command: tuple[str, ...]
     """An absolute path, and the arguments that CXX adds."""
     identity: str

@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..recurrent.chunks import Names
 from ..recurrent.programs import described_by
 from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, Structure
-from . import operators, records
-from .build import CannotBuild, build, capability_of, kind_of
-from .cell import Program, Unread, printed
-from .derive import Derived
-from .emit import STORAGE
+from . import ready, records
+from .build import kind_of
+from .cell import Made, Printed, Program
 from .log import log_of
-from .lower import Lowered
-from .trace import ROWS, CannotCompile, FlatStep, Traced, check_held, of_graph, trace
+from .trace import ROWS, CannotCompile, FlatStep, check_held, of_graph, trace
 from .turns import one_at_a_time
-from .unused import lowered_without
 from .verify import (
     BATCH,
     CORNERS,
@@ -35,9 +31,9 @@ from .verify import (
     look_like,
     verify,
     verify_known,
-    verify_library,
 )
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OTHER_ROWS = sorted({BATCH, *(corner.batch for corner in CORNERS if corner.batch is not None)})
 
 
@@ -50,8 +46,8 @@ class _FirstUse:
         weights = run.weights.trained() | run.weights.frozen()
         self._names, self._constants = list(weights), tuple(weights.values())
         self._batch = min(run.rows, MOST_ROWS)
-        self._structure: Structure | None = None
-        """Of the output, when the step has run."""
+        self._output: tuple[Structure, list[torch.Size]] | None = None
+        """Its structure, and shapes without the batch, when the step has run."""
         self._first_log = self._key = ""
         """What it does with a few rows, and the name of its record; see known()."""
 
@@ -65,14 +61,18 @@ class _FirstUse:
         self._check_dtypes()
         step = self._flat()
         self._first_log = self._log(step)
-        others = [self._names, list(self._run.weights.trained()), self._batch]
+        kind = kind_of(self._run.device)
+        others = [self._names, list(self._run.weights.trained()), self._batch, kind]
         self._key = records.key_of(self._first_log, described_by(self._run), others)
         known = records.find(self._key)
         if known is None:
             return None
         try:
-            traced = of_graph(known.module, step)
-            return self._program(traced, known.log, known.derived), self._trial()
+            if known.printed is None:
+                return None
+            again = functools.partial(_made_again, known, step.without_weights(), self._run.names)
+            program = self._program(known.printed, functools.cache(again), known.log)
+            return program, self._trial(is_known=True)
         except Exception:  # of a record that is damaged, or the step is another one after all
             return None
 
@@ -82,11 +82,18 @@ class _FirstUse:
         Raises:
             CannotCompile: There is none.
         """
+        from .lower import Lowered
+        from .printing import printed
+
         step = self._flat()
         if self._log(step) != self._first_log:
             raise CannotCompile("the step does not do the same each time")
         log = self._with_other_rows(self._first_log)
-        program = self._program(self._run.aside(lambda: trace(step)), log)
+        traced = self._run.aside(lambda: trace(step))
+        check_held(self._run, traced.module)
+        lowered = Lowered(traced, self._run.names)
+        fields = printed(lowered, self._dtype, self._run.device)
+        program = self._program(*fields, log)
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
@@ -126,7 +133,7 @@ class _FirstUse:
         look_like(self._constants, constants)
         values = dict(zip(self._names, constants, strict=True))
         made = self._run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
-        self._structure = own.output_structure()
+        self._output = own.output_structure(), [y.shape[1:] for y in made[1]]
         return made
 
     def log(self) -> str:
@@ -165,13 +172,14 @@ class _FirstUse:
         except Exception:
             run.aside(lambda: trace(step))  # which says why, with the line
             raise
-        return f"{log}\n{self._structure}"
+        assert self._output is not None
+        return f"{log}\n{self._output[0]}"
 
     def _with_other_rows(self, log: str) -> str:
         """What it does with other numbers of rows, too, by which it may decide."""
-        structure = self._structure
+        output = self._output
         others = [self._log_of_rows(count) for count in _OTHER_ROWS]
-        self._structure = structure
+        self._output = output
         return "\n".join([log, *others])
 
     def _log_of_rows(self, count: int) -> str:
@@ -180,32 +188,35 @@ class _FirstUse:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _program(self, traced: Traced, log: str, derived: list[Derived] | None = None) -> Program:
-        check_held(self._run, traced.module)
-        assert self._structure is not None
+    def _program(self, printed: Printed, made: Callable[[], Made], log: str) -> Program:
+        assert self._output is not None
         return Program(
-            **printed(
-                Lowered(traced, self._run.names), self._dtype, kind_of(self._run.device), derived
-            ),
+            printed,
+            made,
             names=self._names,
-            output=self._structure,
-            output_shapes=[traced.values[node].shape[1:] for node in traced.outputs],
+            output=self._output[0],
+            output_shapes=self._output[1],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
             log=log,
         )
 
-    def _trial(self, corner: Numbers | None = None, batch: int = BATCH) -> Trial:
+    def _trial(
+        self, corner: Numbers | None = None, batch: int = BATCH, is_known: bool = False
+    ) -> Trial:
         given = self._names, self._constants, self._inputs, self._state
-        return Trial.of_step(self._run, *given, corner, batch)
+        return Trial.of_step(self._run, *given, corner, batch, is_known)
 
     def _try_corners(self, program: Program) -> None:
+        from .lower import Lowered
+        from .printing import printed
+
         @functools.cache
         def exact() -> Program:
             """The step's program in float64, with constants such as an eps as it has them there."""
             traced = self._run.aside(lambda: trace(self._flat(in_float64=True)))
-            fields = printed(Lowered(traced), torch.float64, kind_of(self._run.device))
-            return replace(program, **fields, dtype=torch.float64)
+            fields = printed(Lowered(traced), torch.float64, self._run.device)
+            return replace(program, printed=fields[0], made=fields[1], dtype=torch.float64)
 
         for corner in CORNERS:
             batch = self._batch if corner.batch is None else corner.batch
@@ -243,14 +254,16 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         made = use.known()
     if made is not None:
         try:
-            return _ready(*made, run.device, verify_known)
+            return ready.with_library(*made, run.device, verify_known)
         except MemoryError:
             raise
         except Exception:  # of a record that is damaged, or the step is another one after all
             pass
     with one_at_a_time():
         made = use.new()
-    return _ready(*made, run.device)
+    program = ready.with_library(*made, run.device)
+    records.keep(program, program.made().plan.lowered.traced.module)
+    return program
 
 
 def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves) -> Program | None:
@@ -266,84 +279,22 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
         return next((p for p in programs if p.log == log and use.is_in_its_batch(p)), None)
 
 
-def without(
-    program: Program,
-    outputs: Sequence[bool],
-    last: Sequence[bool],
-    constants: Leaves,
-    trained: Sequence[bool],
-    inputs: Leaves,
-    state: Leaves,
-) -> Program:
-    """What takes no derivatives of results without gradients; see unused.py.
-
-    It reads what forward by ``program`` has kept.
-
-    Args:
-        outputs, last: Whether each output, and each state after the last step, has a gradient.
-        trained: Which constants have gradients.
-        inputs, state: As in :func:`lower`.
-
-    Raises:
-        CannotCompile: There is none.
-        Busy: Another thread takes too long.
-    """
-    with one_at_a_time():
-        lowered, read = lowered_without(program.plan.lowered, outputs, last)
-        unread = Unread(
-            frozenset(name for i, name in enumerate(program.names) if i not in read.constants),
-            frozenset(range(len(inputs))) - read.inputs,
-            frozenset(range(len(state))) - read.carries,
-        )
-        made = replace(program, unread=unread, without={}, key="")
-        if lowered is None:
-            return made
-        device, kind = state[0].device, kind_of(state[0].device)
-        key = records.key_of(program.log, None, [program.names, trained, outputs, last])
-        known, fields = records.find(key), None
-        if known is not None:
-            with suppress(ValueError, LookupError):  # of a record that is damaged
-                fields = printed(lowered, program.dtype, kind, known.derived)
-        made = replace(made, **(fields or printed(lowered, program.dtype, kind)))
-        if made.plan.places() != program.plan.places():
-            raise CannotCompile("what backward reads is kept in other places")
-        trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))
-        verify(made, trial)
-        made.key = "" if fields else key
-    return _ready(made, trial, device)
-
-
-def _ready(
-    program: Program,
-    trial: Trial,
-    device: torch.device,
-    check: Callable[[Program, Trial, torch.device], None] = verify_library,
-) -> Program:
-    """The program with its library, which has passed a check.
-
-    Raises:
-        CannotCompile: It cannot be built here, or what the check raises.
-    """
-    kind = kind_of(device)
-    try:
-        program.library = build(program.text, device=kind, capability=capability_of(device))
-    except CannotBuild as error:
-        raise CannotCompile(str(error)) from error
-    program.number = operators.add_program(
-        program.plan.program,
-        program.library.function,
-        dtype=program.dtype,
-        is_for_gpu=kind == "cuda",
-    )
-    check(program, trial, device)
-    if program.key:
-        module = program.plan.lowered.traced.module
-        records.keep(program.key, records.Record(module, program.derived, program.log))
-    return program
-
-
 def _dtype(state: Leaves) -> torch.dtype:
     kinds = {leaf.dtype for leaf in state}
-    if len(kinds) > 1 or not kinds <= STORAGE.keys():
+    if len(kinds) > 1 or not kinds.issubset(_DTYPES):
         raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
     return kinds.pop()
+
+
+def _made_again(known: records.Record, step: FlatStep, names: Names) -> Made:
+    """What a record's program was made by.
+
+    Raises:
+        Exception: The record is damaged.
+    """
+    from .lower import Lowered
+    from .printing import made_again
+
+    module, derived = known.graphs()
+    assert module is not None and known.printed is not None
+    return made_again(Lowered(of_graph(module, step), names), derived, known.printed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-_MOST_NUMBERS = 1 << 16
+_MOST_NUMBERS = 1 << 18
 """Of a constant tensor."""
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _GETITEM = "getitem"
@@ -180,9 +180,13 @@ def _of_tensor(tensor: Any) -> dict[str, Any]:
         raise CannotStore("a constant that is large, or of another type than most")
     dtype = str(tensor.dtype).removeprefix("torch.")
     # In its dtype: floating-point numbers of 16 and 32 bits are exact in float64, as JSON has them.
-    return {"dtype": dtype, "shape": list(tensor.shape), "numbers": tensor.reshape(-1).tolist()}
+    numbers = tensor.reshape(-1).tolist()
+    if len(set(map(repr, numbers))) == 1:  # repr tells zeros of two signs apart
+        numbers = numbers[:1]
+    return {"dtype": dtype, "shape": list(tensor.shape), "numbers": numbers}
 
 
 def _to_tensor(stored: dict[str, Any]) -> Tensor:
     dtype = _named("dtype", stored["dtype"])
-    return torch.tensor(stored["numbers"], dtype=dtype).reshape(stored["shape"])
+    flat, shape = torch.tensor(stored["numbers"], dtype=dtype), stored["shape"]
+    return flat[0].expand(shape).clone() if flat.numel() == 1 else flat.reshape(shape)

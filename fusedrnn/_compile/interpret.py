@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cell import Made
 from .derive import Derived
 from .outside import Outside
-from .plan import Plan
 from .program import In, Operand, Out, Source, StageInput
 
 Draws = Callable[[int], Tensor]
@@ -43,10 +43,10 @@ class _StageFunction(torch.autograd.Function):
 
 
 class Interpreter:
-    """Runs a plan."""
+    """Runs what a program was made by."""
 
-    def __init__(self, plan: Plan, derived: Sequence[Derived]) -> None:
-        self._plan, self._derived, self._outside = plan, derived, Outside(plan)
+    def __init__(self, made: Made, outside: Outside) -> None:
+        self._plan, self._derived, self._outside = made.plan, made.derived, outside
 
     def __call__(
         self,

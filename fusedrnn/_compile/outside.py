@@ -1,118 +1,236 @@
 """What is computed outside of the recurrence: the weights of products, and vectors of stages.
 
-They are functions of weights alone, which torch computes under its autograd.
+They are functions of weights alone, which torch computes under its autograd. How is a small graph
+of its own, which a record can have without the rest of the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .expressions import Array, Part, Product
-from .plan import Plan
+from .graphs import Operations, from_json, to_json
 
-aten = torch.ops.aten
+
+class Part(NamedTuple):
+    """Some columns of a product's weight; as expressions.Part."""
+
+    weight: fx.Node
+    member: int | None
+    """Of a stack of weights."""
+    is_transposed: bool
+    first: int
+    columns: int
+    bias: fx.Node | None
+
+
+class Weight(NamedTuple):
+    """The weight of a product: parts side by side."""
+
+    terms: int
+    parts: list[Part]
+
+
+class Bias(NamedTuple):
+    """A vector that is the sum of biases of products."""
+
+    products: list[int]
+
+
+class Columns(NamedTuple):
+    """A vector of numbers of a tensor, which is read as if it had one dimension."""
+
+    source: fx.Node
+    first: int
+    width: int
+    step: int
+    """0 or 1, or -1 if the numbers are at ``places``."""
+    places: list[int]
+
+
+class Table(NamedTuple):
+    """An input that consists of rows of a table of weights."""
+
+    table: fx.Node
+    input: int
+    padding: int
+    """Of the row that gets no gradient; negative if all do."""
 
 
 class Outside:
-    """Computes weights and vectors of a plan from a step's constants."""
+    """Computes weights, vectors and inputs of a program from a step's constants and inputs."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._traced = plan.lowered.traced
+    def __init__(
+        self,
+        module: Operations,
+        constants: Sequence[int],
+        weights: Sequence[Weight],
+        vectors: Sequence[Bias | Columns],
+        inputs: Sequence[int | Table],
+    ) -> None:
+        """
+        Args:
+            module: A graph of constants, with no result of its own.
+            constants: Which constants of the step its placeholders are.
+            inputs: Which inputs of the step the program reads, or tables of which rows.
+        """
+        self._module, self._constants = module, constants
+        self._weights, self._vectors, self._inputs = weights, vectors, inputs
 
     def __call__(
         self, constants: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Weights, (terms, columns) each, and vectors, (width,) each."""
         evaluate = self._evaluation(constants, dtype)
-        weights = [self._weight(product, evaluate) for product in self._plan.products]
-        vectors = [self._vector(item, evaluate) for item in self._plan.vectors]
+        weights = [self._weight(weight, evaluate) for weight in self._weights]
+        vectors = [
+            self._bias(vector, evaluate)
+            if isinstance(vector, Bias)
+            else self._columns(vector, evaluate)
+            for vector in self._vectors
+        ]
         return weights, vectors
 
     def inputs(
         self, constants: Sequence[Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
     ) -> list[Tensor]:
         """The inputs that a program reads, (seq_len, batch, width) each."""
-        count, found = len(inputs), []
-        evaluate = self._evaluation(constants, dtype)
-        for i in self._plan.read_inputs:
-            if i < count:
-                made = inputs[i]
+        evaluate, found = self._evaluation(constants, dtype), []
+        for one in self._inputs:
+            if isinstance(one, Table):
+                padding = one.padding if one.padding >= 0 else None
+                made = F.embedding(inputs[one.input], evaluate(one.table), padding)
             else:
-                lookup = self._plan.lowered.lookups[i - count]
-                padding = lookup.padding if lookup.padding >= 0 else None
-                made = F.embedding(inputs[lookup.input], evaluate(lookup.table), padding)
+                made = inputs[one]
             made = made.to(dtype)
             found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
         return found
 
     def _evaluation(self, constants: Sequence[Tensor], dtype: torch.dtype) -> _Evaluation:
-        known: dict[fx.Node, Any] = {
-            node: constant.to(dtype) if constant.is_floating_point() else constant
-            for node, constant in zip(self._traced.constants, constants, strict=True)
-        }
         device = constants[0].device if constants else torch.device("cpu")
-        for node, kind in self._plan.lowered.kinds.items():
-            value = self._traced.values.get(node)
-            if kind == "number" and isinstance(value, Tensor):
-                value = value.to(device)
-                known[node] = value.to(dtype) if value.is_floating_point() else value
-        return _Evaluation(known, dtype, device)
+        return _Evaluation(self._module, [constants[i] for i in self._constants], dtype, device)
 
-    def _weight(self, product: Product, evaluate: _Evaluation) -> Tensor:
-        parts = [self._part(part, product.terms, evaluate) for part in product.parts]
+    def _weight(self, weight: Weight, evaluate: _Evaluation) -> Tensor:
+        parts = [self._part(part, weight.terms, evaluate) for part in weight.parts]
         # Side by side in the way in which torch's linear layers have their weights.
         return parts[0] if len(parts) == 1 else torch.cat([part.t() for part in parts]).t()
 
     def _part(self, part: Part, terms: int, evaluate: _Evaluation) -> Tensor:
         weight: Tensor = evaluate(part.weight)
-        if part.index is not None:
-            weight = weight[part.index]
+        if part.member is not None:
+            weight = weight[part.member]
         if part.is_transposed:
             weight = weight.t()
         weight = weight.to(evaluate.dtype)
         return weight if weight.shape[0] == terms else weight.narrow(0, part.first, terms)
 
-    def _vector(self, item: tuple[str, Any, Any], evaluate: _Evaluation) -> Tensor:
-        kind, source, places = item
-        if kind == "bias":
-            return self._bias(source, evaluate)
-        flat = evaluate(source).reshape(-1).to(evaluate.dtype)
-        first, count = places[0], len(places)
-        if places == tuple(range(first, first + count)):
+    def _columns(self, columns: Columns, evaluate: _Evaluation) -> Tensor:
+        flat = evaluate(columns.source).reshape(-1).to(evaluate.dtype)
+        first, count = columns.first, columns.width
+        if columns.step == 1:
             return flat if count == flat.numel() else flat.narrow(0, first, count)
-        if all(place == first for place in places):
+        if columns.step == 0:
             return flat.narrow(0, first, 1).expand(count)
-        return flat.index_select(0, torch.tensor(places, device=flat.device))
+        return flat.index_select(0, torch.tensor(columns.places, device=flat.device))
 
-    def _bias(self, array: Array, evaluate: _Evaluation) -> Tensor:
+    def _bias(self, vector: Bias, evaluate: _Evaluation) -> Tensor:
         total: Tensor | None = None
-        for product in array.products:
-            if all(part.bias is None for part in product.parts):
-                continue
+        for i in vector.products:
             parts = [
                 evaluate(part.bias).to(evaluate.dtype).reshape(-1).expand(part.columns)
                 if part.bias is not None
                 else torch.zeros(part.columns, dtype=evaluate.dtype, device=evaluate.device)
-                for part in product.parts
+                for part in self._weights[i].parts
             ]
             bias = parts[0] if len(parts) == 1 else torch.cat(parts)
             total = bias if total is None else total + bias
         assert total is not None
         return total
 
+    # As JSON, in which nodes are their places in the graph.
+
+    def to_json(self) -> dict[str, Any]:
+        """What json.dumps takes.
+
+        Raises:
+            CannotStore: It has something that cannot be stored.
+        """
+        numbers = {node: i for i, node in enumerate(self._module.graph.nodes)}
+
+        def stored(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return numbers[value]
+            return list(map(stored, value)) if isinstance(value, list | tuple) else value
+
+        return {
+            "module": to_json(self._module),
+            "constants": list(self._constants),
+            "weights": stored(self._weights),
+            "vectors": [
+                {"bias": vector.products} if isinstance(vector, Bias) else stored(vector)
+                for vector in self._vectors
+            ],
+            "inputs": stored(self._inputs),
+        }
+
+    @staticmethod
+    def from_json(stored: dict[str, Any]) -> Outside:
+        """
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError, RuntimeError: It is nothing that
+                :meth:`to_json` makes.
+        """
+        module = from_json(stored["module"])
+        nodes = list(module.graph.nodes)
+
+        def part(fields: list[Any]) -> Part:
+            bias = fields[-1]
+            return Part._make(
+                [nodes[fields[0]], *fields[1:-1], None if bias is None else nodes[bias]]
+            )
+
+        return Outside(
+            module,
+            stored["constants"],
+            [Weight(terms, list(map(part, parts))) for terms, parts in stored["weights"]],
+            [
+                Bias(vector["bias"])
+                if isinstance(vector, dict)
+                else Columns(nodes[vector[0]], *vector[1:])
+                for vector in stored["vectors"]
+            ],
+            [
+                Table(nodes[one[0]], *one[1:]) if isinstance(one, list) else one
+                for one in stored["inputs"]
+            ],
+        )
+
 
 class _Evaluation:
-    """Values of nodes that depend on constants alone."""
+    """Values of nodes of a graph of constants, each made when somebody asks."""
 
-    def __init__(self, known: dict[fx.Node, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._known = known
+    def __init__(
+        self,
+        module: Operations,
+        constants: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.dtype, self.device = dtype, device
+        self._known: dict[fx.Node, Any] = {}
+        left = iter(constants)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self._known[node] = self._own(next(left))
+            elif node.op == "get_attr":
+                self._known[node] = self._own(getattr(module, node.target).to(device))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def __call__(self, node: fx.Node) -> Any:
         left = [node]

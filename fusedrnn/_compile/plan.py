@@ -122,11 +122,6 @@ class Plan:
         self.vectors: list[tuple[str, object, object]] = []
         self.program = self._program()
 
-    def places(self) -> object:
-        """Where forward keeps what backward and the user read; equal for two plans or not."""
-        products = [(p.array, p.offset, p.terms, p.columns) for p in self.program.products]
-        return self.sequences, self.output_sequences, self.carries, products
-
     # What reaches what
 
     def _reached(self, results: Iterable[list[Expression]]) -> list[Product]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
 class Source(IntEnum):
@@ -114,6 +115,22 @@ class Program(NamedTuple):
         """All of it in the order of the fields, each list preceded by its length."""
         return list(_numbers(self))
 
+    @staticmethod
+    def of_numbers(numbers: Sequence[int]) -> Program:
+        """The program that has these.
+
+        Raises:
+            TypeError, ValueError: None has.
+        """
+        left = iter(numbers)
+        try:
+            found: Program = _read(Program, left)
+        except StopIteration:
+            raise ValueError("too few numbers for a program") from None
+        if next(left, None) is not None:
+            raise ValueError("too many numbers for a program")
+        return found
+
 
 def _numbers(part: object) -> Iterator[int]:
     if isinstance(part, int):
@@ -124,3 +141,20 @@ def _numbers(part: object) -> Iterator[int]:
     parts = part if isinstance(part, list | tuple) else vars(part).values()
     for smaller in parts:
         yield from _numbers(smaller)
+
+
+def _read(kind: Any, left: Iterator[int]) -> Any:
+    """A part of some type, from the numbers that come next."""
+    if isinstance(kind, type) and issubclass(kind, int):
+        return kind(next(left))
+    if get_origin(kind) is list:
+        (one,) = get_args(kind)
+        return [_read(one, left) for _ in range(next(left))]
+    if get_origin(kind) is tuple:
+        return tuple([_read(one, left) for one in get_args(kind)])
+    return kind(*[_read(one, left) for one in _parts(kind)])
+
+
+@functools.cache
+def _parts(kind: Any) -> list[Any]:
+    return list(get_type_hints(kind).values())

@@ -1,9 +1,10 @@
 """What first uses of steps have found, beside their libraries, for later processes.
 
 A trace of a step, derivatives of its stages and trials at corners take most of the time of a first
-use whose library is there. A record has the graphs of a step that has passed every trial. It is
-found by all that the step does, and by the code that does it; the trial on random numbers, which
-shows what no log of operations can, is made in each process.
+use whose library is there. A record has what runs a step that has passed every trial, and the
+graphs that it was made by, which few processes need. It is found by all that the step does, and by
+the code that does it; the trial on random numbers, which shows what no log of operations can, is
+made in each process.
 """
 
 from __future__ import annotations
@@ -14,29 +15,58 @@ import json
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..recurrent.objects import Same, Unordered
 from . import cache
-from .derive import Derived
+from .cell import Printed, Program, Unread
 from .graphs import CannotStore, Operations, from_json, to_json
+from .outside import Outside
+from .program import Program as Form
+
+if TYPE_CHECKING:
+    from .derive import Derived
+
+
+class Graphs(NamedTuple):
+    """What a program was made by."""
+
+    module: Operations | None
+    """Of the step; None if another program has it."""
+    derived: list[Derived]
+    """Of each stage."""
 
 
 class Record(NamedTuple):
-    module: Operations
-    """Of the step."""
-    derived: list[Derived]
-    """Of each stage."""
+    printed: Printed | None
+    """What runs the program; None for that of all results, which runs these results, too."""
     log: str
     """What the step does; see first_use.py."""
+    unread: Unread
+    library: str
+    """The name of the library that has passed its check."""
+    stored_graphs: str
+    """As JSON: most processes do not read it."""
+
+    def graphs(self) -> Graphs:
+        """
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError, RuntimeError: It is damaged.
+        """
+        from .derive import Derived
+
+        stored = json.loads(self.stored_graphs)
+        derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
+        module = stored["module"]
+        return Graphs(None if module is None else from_json(module), derived)
 
 
 _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
-    *(range, PurePath, type(vars(Record)["module"])),
+    *(range, PurePath, type(vars(Record)["log"])),
 )
 """Whose ``repr`` is all of them."""
 
@@ -69,21 +99,57 @@ def find(key: str) -> Record | None:
         if content is None:
             return None
         stored = json.loads(content)
-        derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
-        return Record(from_json(stored["module"]), derived, str(stored["log"]))
+        unread = Unread(*map(frozenset, stored["unread"]))
+        fixed = [str(stored[name]) for name in ("library", "graphs")]
+        return Record(_to_printed(stored["printed"]), str(stored["log"]), unread, *fixed)
     except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
 
 
-def keep(key: str, record: Record) -> None:
-    """Stores a record if it can be."""
+def keep(program: Program, module: Operations | None = None, is_same: bool = False) -> None:
+    """Stores a record of a verified program if it can be.
+
+    Args:
+        module: The step's graph, or None for programs without unused results.
+        is_same: Whether the program of all results runs without these, too.
+    """
+    if not program.key or program.library is None:
+        return
     try:
-        derived = [[to_json(d.forward), to_json(d.backward)] for d in record.derived]
-        stored = {"module": to_json(record.module), "derived": derived, "log": record.log}
-        content = json.dumps(stored)
-        cache.write(_path(key), content.encode())
+        derived = [] if is_same else program.made().derived
+        graphs = {
+            "module": None if module is None else to_json(module),
+            "derived": [[to_json(d.forward), to_json(d.backward)] for d in derived],
+        }
+        stored = {
+            "printed": None if is_same else _of_printed(program.printed),
+            "log": program.log,
+            "unread": [sorted(part) for part in program.unread],
+            "library": program.library.key,
+            "graphs": json.dumps(graphs),
+        }
+        cache.write(_path(program.key), json.dumps(stored).encode())
     except (cache.Unusable, CannotStore):
         pass
+
+
+def _of_printed(printed: Printed) -> dict[str, Any]:
+    return printed._asdict() | {
+        "form": printed.form.numbers(),
+        "outside": printed.outside.to_json(),
+    }
+
+
+def _to_printed(stored: dict[str, Any] | None) -> Printed | None:
+    if stored is None:
+        return None
+    return Printed(
+        Form.of_numbers(stored["form"]),
+        stored["output_sequences"],
+        Outside.from_json(stored["outside"]),
+        stored["text"],
+        stored["has_choices"],
+    )
 
 
 def _path(key: str) -> Path:

@@ -7,13 +7,13 @@ then gone. What leaves nothing in such a graph becomes an operation of its own: 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -50,8 +50,7 @@ class CannotCompile(Exception):
     """Why a step has to be taken in Python, a sentence without a stop."""
 
 
-@dataclass
-class DrawnNumbers:
+class DrawnNumbers(NamedTuple):
     """One draw of the step, in the order in which it draws."""
 
     distribution: int
@@ -59,8 +58,7 @@ class DrawnNumbers:
     """Numbers for each row of the batch."""
 
 
-@dataclass
-class Traced:
+class Traced(NamedTuple):
     """The graph, and what its inputs and results are."""
 
     module: Operations
@@ -77,6 +75,10 @@ class Traced:
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Any, Any]]
 """Constants, inputs and carries to new carries and outputs."""
+
+
+def _no_step(*_: object) -> Any:
+    raise AssertionError("this step is there for its arguments alone")
 
 
 class FlatStep:
@@ -113,6 +115,14 @@ class FlatStep:
             torch.distributions.Distribution.set_default_validate_args(validates)
         self.draws, self.count = source.draws, len(new)
         return (*new, *y)
+
+    def without_weights(self) -> FlatStep:
+        """For :func:`of_graph`, some day: with zeros for weights, and without the step itself."""
+        made = copy.copy(self)
+        made._step, first = _no_step, self.ends[0]
+        zeros = [torch.empty_like(t, device="meta") for t in self.arguments[:first]]
+        made.arguments = [*zeros, *self.arguments[first:]]
+        return made
 
 
 def trace(step: FlatStep) -> Traced:
@@ -166,8 +176,9 @@ def of_graph(module: Operations, step: FlatStep) -> Traced:
     found = [node for node in nodes if node.op == "placeholder"]
     (results,) = next(node for node in nodes if node.op == "output").args
     first, second = step.ends
-    with torch.no_grad():
-        values = module.values_of(*step.arguments)
+    arguments = [torch.zeros_like(t, device="cpu") if t.is_meta else t for t in step.arguments]
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph has its casts
+        values = module.values_of(*arguments)
     return Traced(
         module,
         found[:first],

@@ -33,10 +33,11 @@ from .trace import CannotCompile
 
 if TYPE_CHECKING:
     from .cell import Program
-    from .plan import Plan
 
 STEPS, BATCH = 3, 2
 """The batch is another one than that of the trace, in case that its size is in the graph."""
+_FEW = 16381
+"""Normal numbers that are added to weights."""
 _NEARBY = 1 + 1e-12
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Relative: a step may have numbers that depend on the dtype of its weights, such as an eps."""
@@ -94,7 +95,8 @@ class Trial:
         """
         self._random = torch.Generator().manual_seed(1)
         self._dtype = torch.float32 if dtype == torch.float32 else torch.float64
-        self._made: tuple[Plan, list[Tensor], list[Tensor]] | None = None
+        self._few: Tensor | None = None
+        self._made: tuple[Any, list[Tensor], list[Tensor]] | None = None
         self._corner, self.batch, self._originals = corner, batch, constants
         self.constants = [self._constant(c, t) for c, t in zip(constants, trained, strict=True)]
         self.inputs = [self._input(leaf) for leaf in inputs]
@@ -173,6 +175,15 @@ class Trial:
         # Drawn in float32, because float64 takes six times longer.
         return torch.randn(shape, generator=self._random).to(dtype)
 
+    def _noise_like(self, weight: Tensor) -> Tensor:
+        """A few normal numbers again and again: to draw one for each weight takes longer than the
+        steps. Their count is prime, so rows and columns of weights differ."""
+        if self._few is None:
+            self._few = self._normal(_FEW, dtype=self._dtype)
+        first, count = int(torch.randint(_FEW, (), generator=self._random)), weight.numel()
+        repeated = self._few.repeat(-(-(first + count) // _FEW))
+        return repeated[first : first + count].view(weight.shape)
+
     def _constant(self, constant: Tensor, is_trained: bool) -> Tensor:
         """Near the real one: what is zero now hides what is wrong."""
         value = constant.detach().cpu()
@@ -181,7 +192,7 @@ class Trial:
         if self._corner is not None:
             return value.to(torch.float64, copy=True).requires_grad_(is_trained)
         value = value.to(self._dtype)
-        noise = self._normal(*value.shape, dtype=self._dtype)
+        noise = self._noise_like(value)
         if is_trained:
             value = noise.mul_(0.05).add_(value)
         else:  # maybe a variance, so it stays positive; zeros are filled, which would hide an error
@@ -213,8 +224,13 @@ class Trial:
         state: Leaves,
         corner: Numbers | None = None,
         batch: int = BATCH,
+        is_known: bool = False,
     ) -> Trial:
-        """What the untouched step of a run makes. ``names``: of the constants.
+        """What the untouched step of a run makes.
+
+        Args:
+            names: Of the constants.
+            is_known: The step has a record, which one that changes weights in place never has.
 
         Raises:
             CannotCompile: It cannot be tried.
@@ -225,7 +241,7 @@ class Trial:
             [name in trained for name in names],
             inputs,
             state,
-            lambda trial: trial._loop(run, names),
+            lambda trial: trial._loop(run, names, is_known),
             corner=corner,
             batch=batch,
             dtype=state[0].dtype,
@@ -259,12 +275,12 @@ class Trial:
 
     def numbers(self, program: Program) -> dict[int, Tensor]:
         """What a program draws in these steps, by the numbers of its draws."""
-        draws = program.plan.lowered.draws
+        draws = program.made().plan.lowered.draws
         return {i: self._draws(d.distribution, i, d.width) for i, d in enumerate(draws)}
 
     def by_interpreter(self, program: Program) -> tuple[list[Tensor], list[Tensor]]:
         """What a program makes of the same, and gradients of the leaves."""
-        if self._made is None or self._made[0] is not program.plan:
+        if self._made is None or self._made[0] is not program.printed:
             numbers = self.numbers(program)
             with torch.enable_grad():
                 outputs, last = program.interpreter(
@@ -272,10 +288,10 @@ class Trial:
                 )
                 results = [*outputs, *last]
                 gradients = self.gradients_of(results)
-            self._made = program.plan, [y.detach() for y in results], gradients
+            self._made = program.printed, [y.detach() for y in results], gradients
         return self._made[1:]
 
-    def _loop(self, run: Run, names: Sequence[str]) -> tuple[Leaves, Leaves]:
+    def _loop(self, run: Run, names: Sequence[str], is_known: bool) -> tuple[Leaves, Leaves]:
         step = copy.copy(run.user_step)
         step.output, step._kinds = None, []
         trial = dataclasses.replace(
@@ -292,7 +308,7 @@ class Trial:
         trial.autocast = (False, torch.float32)
         look_like(self._originals, self.constants)
         values = dict(zip(names, self.constants, strict=True))
-        before = [constant.detach().clone() for constant in self.constants]
+        before = [] if is_known else [constant.detach().clone() for constant in self.constants]
         found = ClosedOver([*run.weights.tensors(), *self.constants, *self.inputs, *self.state])
         changes = [""]
 
@@ -316,7 +332,7 @@ class Trial:
             ) from error
         if changes[0]:
             raise CannotCompile(changes[0])
-        for constant, old in zip(self.constants, before, strict=True):
+        for constant, old in zip(self.constants, before, strict=not is_known):
             if not torch.equal(constant.detach(), old):  # also what .data hides from versions
                 raise CannotCompile("the step changes a weight or a buffer in place")
         others = [*found.with_gradient.values(), *found.others.values()]
@@ -431,7 +447,7 @@ def verify_library(program: Program, trial: Trial, device: torch.device) -> None
     Raises:
         CannotCompile: They differ.
     """
-    has_choices = program.has_choices()
+    has_choices = program.printed.has_choices
     failure: CannotCompile | None = None
     for number in range(_TRIALS if has_choices else 1):
         try:
@@ -454,7 +470,7 @@ def _compare_library(
     """``exact``: results, and gradients of the leaves."""
     dtype = program.dtype
     results, gradients = _by_operators(program, trial, device)
-    off = _OFF.get(dtype, 0.0) if program.has_choices() else 0.0
+    off = _OFF.get(dtype, 0.0) if program.printed.has_choices else 0.0
     for ours, theirs in ((results, exact[0]), (gradients, exact[1])):
         for a, b in zip(ours, theirs, strict=True):
             a, b = a.detach().cpu().to(torch.float64, copy=True).reshape(b.shape), b.detach()
@@ -475,7 +491,7 @@ def _by_operators(
     program: Program, trial: Trial, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Results, and gradients of a trial's leaves, as the interpreter and the trial give them."""
-    plan, dtype = program.plan, program.dtype
+    form, outputs, dtype = program.form, program.printed.output_sequences, program.dtype
     sums = torch.float64 if dtype == torch.float64 else torch.float32
 
     def own(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -491,19 +507,20 @@ def _by_operators(
 
     constants, inputs, state = own(trial.constants), own(trial.inputs), own(trial.state)
     with torch.enable_grad():
-        weights, vectors = program.outside(constants, dtype)
-        made = [*weights, *vectors, *program.outside.inputs(constants, inputs, dtype)]
+        outside = program.printed.outside
+        weights, vectors = outside(constants, dtype)
+        made = [*weights, *vectors, *outside.inputs(constants, inputs, dtype)]
     ends = len(weights), len(weights) + len(vectors)
     given = [t.detach() for t in made]
     carries = [leaf.detach().reshape(BATCH, -1) for leaf in state]
     chunks = -(-STEPS // _CHUNK)
-    sequences = [new(STEPS, BATCH, width) for width in plan.program.sequences]
+    sequences = [new(STEPS, BATCH, width) for width in form.sequences]
     last = [torch.empty_like(carry) for carry in carries]
-    kept = [new(chunks, BATCH, c.width, dtype=sums) for c in plan.carries if c.sequence < 0]
+    kept = [new(chunks, BATCH, c.width, dtype=sums) for c in form.carries if c.sequence < 0]
     call: Any = (program.number, given[ends[1] :], carries, given[: ends[0]])
     call += (given[ends[0] : ends[1]], [], [])
     options: dict[str, Any] = {
-        "seed": trial.noise.seed.on(device) if plan.draws else None,
+        "seed": trial.noise.seed.on(device) if form.streams else None,
         "chunk": _CHUNK,
         "sequences": sequences,
         "kept": kept,
@@ -511,9 +528,9 @@ def _by_operators(
     }
     operators.forward(*call, **options, last=last)
     cotangents = [g.to(device, dtype) for g in trial.cotangents]
-    count = len(plan.output_sequences)
+    count = len(outputs)
     of_sequences = [new(0) for _ in sequences]
-    for i, gradient in zip(plan.output_sequences, cotangents[:count], strict=True):
+    for i, gradient in zip(outputs, cotangents[:count], strict=True):
         of_sequences[i] = gradient if not of_sequences[i].numel() else of_sequences[i] + gradient
     of_made = [
         new(*t.shape, dtype=sums if i < ends[1] else dtype)
@@ -538,7 +555,7 @@ def _by_operators(
         torch.zeros_like(leaf) if g is None else g
         for leaf, g in zip(leaves, through(made, of_made, leaves), strict=True)
     ]
-    results = [*(sequences[i] for i in plan.output_sequences), *last]
+    results = [*(sequences[i] for i in outputs), *last]
     return results, [*found, *of_carries]
 
 

@@ -120,7 +120,7 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
 
 def _of_program(settings: Settings, one: OneCell, planned: Planned) -> Explanation:
     program, parts, chunk, workspace = planned
-    run, form, size = one.run, program.plan.program, program.dtype.itemsize
+    run, form, size = one.run, program.form, program.dtype.itemsize
     longest = max(part.steps for part in parts)
     steps, why = longest, "the whole sequence"
     if chunk < longest:

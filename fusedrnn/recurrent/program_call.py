@@ -54,8 +54,8 @@ class Call:
         What the user gets must be no view, which autograd would not let them change in place.
         """
         program = self.program
-        shapes: list[Sequence[int]] = [(width,) for width in program.plan.program.sequences]
-        pairs = zip(program.plan.output_sequences, program.output_shapes, strict=True)
+        shapes: list[Sequence[int]] = [(width,) for width in program.form.sequences]
+        pairs = zip(program.printed.output_sequences, program.output_shapes, strict=True)
         for number, shape in reversed(list(pairs)):
             shapes[number] = shape
         return shapes
@@ -131,7 +131,7 @@ class Arguments:
         options = {
             "lengths": lengths,
             "reset": None if reset is None else reset[part.slice].contiguous(),
-            "seed": run.noise.seed.on(run.device) if program.plan.draws else None,
+            "seed": run.noise.seed.on(run.device) if program.form.streams else None,
             "stream": run.noise.layer,
             "first_step": part.begin,
             "reverse": run.backwards,
@@ -163,14 +163,14 @@ class PartCall:
 
     def new_kept(self) -> list[Tensor]:
         """The carries before each chunk, of those that no sequence keeps."""
-        carries = self.arguments.call.program.plan.carries
+        carries = self.arguments.call.program.form.carries
         chunks = -(-self.part.steps // self.options["chunk"])
         widths = [carry.width for carry in carries if carry.sequence < 0]
         return [self._new(chunks, self.arguments.call.run.rows, width) for width in widths]
 
     def new_sums(self) -> list[Tensor]:
         """The sums of products, of all rows."""
-        arrays, rows = self.arguments.call.program.plan.program.arrays, self.arguments.call.run.rows
+        arrays, rows = self.arguments.call.program.form.arrays, self.arguments.call.run.rows
         return [self._new(self.part.steps * rows, array.columns) for array in arrays]
 
     def _new(self, *shape: int) -> Tensor:

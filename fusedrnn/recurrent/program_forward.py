@@ -33,15 +33,15 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, call: Call, tensors: Sequence[Tensor]) -> Kept:
         """From the tensors in a row."""
-        plan = call.program.plan
-        first = len(plan.program.sequences)
-        second = first + sum(carry.sequence < 0 for carry in plan.carries)
+        form = call.program.form
+        first = len(form.sequences)
+        second = first + sum(carry.sequence < 0 for carry in form.carries)
         return cls(tensors[:first], tensors[first:second], tensors[second:])
 
 
 @torch.no_grad()
 def forward(arguments: Arguments) -> Results:
-    call, outside = arguments.call, arguments.call.program.outside
+    call, outside = arguments.call, arguments.call.program.printed.outside
     weights, vectors = outside(arguments.constants, arguments.dtype)
 
     def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
@@ -79,7 +79,7 @@ def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     if not run.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
     found, seen = [], set[int]()
-    for number, shape in zip(program.plan.output_sequences, program.output_shapes, strict=True):
+    for number, shape in zip(program.printed.output_sequences, program.output_shapes, strict=True):
         sequence = sequences[number]
         is_taken = number in seen
         found.append(
@@ -94,7 +94,7 @@ def _last_outputs(
 ) -> list[Tensor]:
     """Up to a part; nothing as long as no row has made its last output."""
     run, program = call.run, call.program
-    places = zip(program.plan.output_sequences, program.output_shapes, strict=True)
+    places = zip(program.printed.output_sequences, program.output_shapes, strict=True)
     found = []
     for i, (number, shape) in enumerate(places):
         sequence = sequences[number].view(part.steps, run.rows, *shape)

@@ -48,7 +48,7 @@ def ready_program(
     values = Values(inputs, state, constants, weights.trained(), {})
     tensors = values.leaves()
     run.frozen, run.training = weights.frozen(), weights.training_flags()
-    run.draws = bool(program.plan.draws)
+    run.draws = bool(program.form.streams)
     before = run.before()
     run.befores = [before, before]
     call = Call(run, values.layout(), program, program, chunk, parts, saves_sums)
@@ -117,7 +117,7 @@ class _Backward:
         self._no_sums = self._nothing.to(arguments.sum_dtype)
         self._constants, self._named = self._with_needs()
         with torch.enable_grad():
-            weights, vectors = self._program.outside(self._constants, arguments.dtype)
+            weights, vectors = self._program.printed.outside(self._constants, arguments.dtype)
         self._weights, self._vectors = weights, vectors
         # What parts give: of weights and vectors, of constants through inputs that are made of
         # them, of the step's inputs, and of what carries become at resets.
@@ -165,7 +165,7 @@ class _Backward:
             for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=False)
         ]
         with torch.enable_grad():
-            inputs = self._program.outside.inputs(self._constants, own, arguments.dtype)
+            inputs = self._program.printed.outside.inputs(self._constants, own, arguments.dtype)
         weights, vectors = self._weights, self._vectors
         given = ([x.detach() for x in leaves] for leaves in (weights, vectors))
         state = self._state_before(index)
@@ -225,7 +225,7 @@ class _Backward:
     ) -> list[Tensor]:
         """Of a part's sequences, from those of outputs; an output without one gives nothing."""
         found = [self._nothing] * len(sequences)
-        for number, gradient in zip(self._program.plan.output_sequences, given, strict=True):
+        for number, gradient in zip(self._program.printed.output_sequences, given, strict=True):
             if gradient is not None and not self._run.returns_sequence:
                 gradient = gradient_in(self._run, part, gradient)
             if gradient is None:

@@ -174,7 +174,7 @@ def without_unused(
         used: Of each output, then of each leaf of the last state.
         trained: Which constants have gradients.
     """
-    from .._compile.first_use import without
+    from .._compile.without import without
 
     if used in program.without:
         return program.without[used]

@@ -17,7 +17,7 @@ from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import first_use
+from fusedrnn._compile import first_use, printing, ready
 from fusedrnn._compile.build import CannotBuild, Library
 
 
@@ -45,8 +45,13 @@ def take(
 
     use(patch, operators)
     patch.setattr(_library, "cuda", ctypes.CDLL(str(path)))
-    patch.setattr(first_use, "kind_of", lambda device: "cuda")
-    patch.setattr(first_use, "build", build)
+    _print_for_gpus(patch)
+    patch.setattr(ready, "build", build)
+
+
+def _print_for_gpus(patch: pytest.MonkeyPatch) -> None:
+    for module in (first_use, printing, ready):
+        patch.setattr(module, "kind_of", lambda device: "cuda")
 
 
 def library_of(text: str) -> Path:
@@ -66,8 +71,8 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
 
     module, inputs = case.cell(dtype), case.inputs(2, 2, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_use, "kind_of", lambda device: "cuda")
-        patch.setattr(first_use, "build", taken)
+        _print_for_gpus(patch)
+        patch.setattr(ready, "build", taken)
         with pytest.raises(RuntimeError, match="it has been taken"):
             fusedrnn.Recurrent(module, compile="require")(inputs, case.state(module, 2))
     return texts[0]

@@ -7,8 +7,9 @@ and the C++ has something to be compared with.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fusedrnn import _compile, _ops
-from fusedrnn._compile import first_use
+from fusedrnn._compile import ready, records
+from fusedrnn._compile.cell import Printed
+from fusedrnn._compile.graphs import CannotStore
 from fusedrnn._compile.interpret import _Step
 from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
 
@@ -31,17 +34,27 @@ def interpreted() -> Iterator[None]:
     for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
 
-    def ready(program: Any, *_: Any) -> Any:
+    def with_library(program: Any, *_: Any) -> Any:
+        with suppress(CannotStore):
+            program.printed = _stored(program.printed)
         program.number = len(_programs)
         _programs.append(program)
         return program
 
-    before = _compile.operators, first_use._ready
-    _compile.operators, first_use._ready = fake, ready  # type: ignore[attr-defined]
+    before = _compile.operators, ready.with_library
+    _compile.operators, ready.with_library = fake, with_library  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _compile.operators, first_use._ready = before  # type: ignore[attr-defined]
+        _compile.operators, ready.with_library = before  # type: ignore[attr-defined]
+
+
+def _stored(printed: Printed) -> Printed:
+    """As a record has it."""
+    found = records._to_printed(json.loads(json.dumps(records._of_printed(printed))))
+    assert found is not None
+    assert found._replace(outside=None) == printed._replace(outside=None)  # type: ignore[arg-type]
+    return found
 
 
 class _Operators:
@@ -105,7 +118,7 @@ def _run(
     chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    plan, owner, like = program.plan, program.interpreter, carries[0]
+    plan, owner, like = program.made().plan, program.interpreter, carries[0]
     rows = like.shape[0]
     inputs, carries, weights, vectors, reset_to = (
         [leaf.double() for leaf in leaves]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import first_use, operators
+from fusedrnn._compile import operators, ready
 
 SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
 QUICK = {"LSTMCell", "forum", "late reset, LayerNorm"}
@@ -160,13 +160,13 @@ def test_a_library_that_computes_something_else(
     """Such as one of a compiler with a bug: values, or gradients alone."""
     if runs == "emulated":
         emulate(monkeypatch)
-    build = first_use.build
+    build = ready.build
 
     def build_wrong(text: str, **named: Any) -> Any:
         assert right in text
         return build(text.replace(right, wrong), **named)
 
-    monkeypatch.setattr(first_use, "build", build_wrong)
+    monkeypatch.setattr(ready, "build", build_wrong)
     rnn = fusedrnn.Recurrent(torch.nn.RNNCell(3, 3), compile="require")
     with pytest.raises(RuntimeError, match="the library does not compute what the program does"):
         rnn(torch.zeros(2, 1, 3))

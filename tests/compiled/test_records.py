@@ -24,7 +24,17 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES, Case
-from fusedrnn._compile import cache, cell, first_use, graphs, records, verify
+from fusedrnn._compile import (
+    build,
+    cache,
+    first_use,
+    graphs,
+    printing,
+    ready,
+    records,
+    unused,
+    verify,
+)
 
 T, B, H = 4, 3, 8
 
@@ -44,7 +54,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(module, name, call)
 
     noted(first_use, "trace")
-    noted(cell, "derive")
+    noted(printing, "derive")
     yield found
 
 
@@ -57,7 +67,8 @@ class Scaled(nn.Module):
         self.shift = shift
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        return self.gru(x + torch.tensor([self.shift], dtype=x.dtype), h) * self.scale
+        x = x + torch.tensor([self.shift], dtype=x.dtype)
+        return self.gru(x * torch.arange(1, H + 1, dtype=x.dtype), h) * self.scale
 
 
 def numbers(module: nn.Module, batch: int = B, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -101,12 +112,14 @@ def test_records_have_the_same_programs(case: Case, folder: Path, traces: list[s
         assert "trace" in traces and "derive" in traces
         program = runner._programs[-1]
         assert program.key
-        traced = program.plan.lowered.traced.module
-        records.keep(program.key, records.Record(traced, program.derived, program.log))
+        program.library = build.Library(0, Path(), "", True, 0.0, 0)
+        records.keep(program, program.made().plan.lowered.traced.module)
         traces.clear()
         second = results()
     assert not traces
-    assert runner._programs[-1].text == program.text
+    again = runner._programs[-1].printed
+    assert again.outside is not program.printed.outside
+    assert again._replace(outside=None) == program.printed._replace(outside=None)
     for ours, theirs in zip(second, first, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -164,6 +177,23 @@ def test_other_steps_have_other_records(
     assert len(steps(folder)) == 2
 
 
+def test_a_record_is_of_one_kind_of_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries for GPUs are of another text."""
+    numbers(Scaled())
+    texts: list[str] = []
+
+    def taken(text: str, *, device: str, capability: str | None) -> None:
+        texts.append(text)
+        raise build.CannotBuild("it has been taken")
+
+    for module in (first_use, printing, ready):
+        monkeypatch.setattr(module, "kind_of", lambda device: "cuda")
+    monkeypatch.setattr(ready, "build", taken)
+    with pytest.raises(RuntimeError, match="it has been taken"):
+        numbers(Scaled())
+    assert texts and all("fusedrnn_stage_launch" in text for text in texts)
+
+
 def test_functions_that_differ_in_their_arguments_alone() -> None:
     one, several = (eval(f"lambda {given}: len(a)").__code__ for given in ("a", "*a"))
     assert one.co_code == several.co_code
@@ -189,32 +219,61 @@ def _changed(change: Any) -> Any:
     return damage
 
 
+def _changed_graphs(change: Any) -> Any:
+    def damage(stored: dict[str, Any]) -> None:
+        inner = json.loads(stored["graphs"])
+        change(inner)
+        stored["graphs"] = json.dumps(inner)
+
+    return _changed(damage)
+
+
 def _of_other_operations(stored: dict[str, Any]) -> None:
-    for forward, _ in stored["derived"]:
+    text = stored["printed"]["text"]
+    assert "math::tanh(" in text
+    stored["printed"]["text"] = text.replace("math::tanh(", "math::sigmoid(")
+
+
+def _of_other_derivatives(stored: dict[str, Any]) -> None:
+    text = stored["printed"]["text"]
+    assert "din[0] = " in text
+    stored["printed"]["text"] = text.replace("din[0] = ", "din[0] = 1.5f * ")
+
+
+def _of_other_weights(stored: dict[str, Any]) -> None:
+    stored["printed"]["outside"]["weights"].reverse()
+
+
+def _of_unknown_operations(stored: dict[str, Any]) -> None:
+    nodes = stored["printed"]["outside"]["module"]["nodes"]
+    node = next(node for node in nodes if node["op"] == "call_function")
+    node["target"] = "os.system.default"
+
+
+def _of_another_constant(stored: dict[str, Any]) -> None:
+    tensors = stored["printed"]["outside"]["module"]["tensors"]
+    assert tensors
+    for tensor in tensors.values():
+        tensor["shape"], tensor["numbers"] = [3], [1.0, 2.0]
+
+
+def _graphs_of_other_operations(graphs: dict[str, Any]) -> None:
+    for forward, _ in graphs["derived"]:
         for node in forward["nodes"]:
             if node["target"] == "aten.tanh.default":
                 node["target"] = "aten.sin.default"
 
 
-def _of_unknown_operations(stored: dict[str, Any]) -> None:
-    stored["module"]["nodes"][-2]["target"] = "os.system.default"
-
-
-def _without_derivatives(stored: dict[str, Any]) -> None:
-    for pair in stored["derived"]:
+def _graphs_without_derivatives(graphs: dict[str, Any]) -> None:
+    for pair in graphs["derived"]:
         (results,) = pair[1]["nodes"][-1]["args"]["tuple"]
         results["tuple" if "tuple" in results else "list"].reverse()
 
 
-def _with_fewer_derivatives(stored: dict[str, Any]) -> None:
-    for pair in stored["derived"]:
+def _graphs_with_fewer_derivatives(graphs: dict[str, Any]) -> None:
+    for pair in graphs["derived"]:
         (results,) = pair[1]["nodes"][-1]["args"]["tuple"]
         results["tuple" if "tuple" in results else "list"].pop()
-
-
-def _of_another_constant(stored: dict[str, Any]) -> None:
-    for tensor in stored["module"]["tensors"].values():
-        tensor["shape"] = [100_000]
 
 
 def test_objects_that_only_their_type_tells_apart_have_no_records(
@@ -252,14 +311,25 @@ def test_the_walk_does_not_enter_this_package(folder: Path, traces: list[str]) -
     [
         lambda record: record.write_bytes(record.read_bytes()[:-40]),
         lambda record: cache.write(record, b"{"),
-        _changed(lambda stored: stored.pop("derived")),
-        _changed(lambda stored: stored["derived"].clear()),
-        _changed(lambda stored: stored["derived"].extend(stored["derived"])),
-        _changed(lambda stored: stored["module"]["nodes"].pop(3)),
+        *(
+            _changed(lambda stored, name=name: stored.pop(name))
+            for name in ("printed", "log", "unread", "library", "graphs")
+        ),
+        *(
+            _changed(lambda stored, name=name: stored["printed"].pop(name))
+            for name in ("form", "output_sequences", "outside", "text", "has_choices")
+        ),
+        _changed(lambda stored: stored.update(printed=None)),
+        _changed(lambda stored: stored["printed"]["form"].pop()),
+        _changed(lambda stored: stored["printed"]["form"].append(0)),
+        _changed(lambda stored: stored["printed"].update(output_sequences=[7])),
+        _changed(lambda stored: stored["printed"].update(text="no C++")),
+        _changed(lambda stored: stored["printed"]["outside"]["weights"].pop()),
+        _changed(lambda stored: stored["printed"]["outside"]["vectors"].pop()),
+        _changed(_of_other_weights),
         _changed(_of_other_operations),
+        _changed(_of_other_derivatives),
         _changed(_of_unknown_operations),
-        _changed(_without_derivatives),
-        _changed(_with_fewer_derivatives),
         _changed(_of_another_constant),
         lambda record: record.chmod(0o666),
     ],
@@ -295,7 +365,7 @@ def test_each_process_compares_the_library_to_the_step(
     assert ("by_interpreter" in found) == (dtype.itemsize == 2)
 
 
-@pytest.mark.parametrize("damage", [_of_other_operations, _without_derivatives])
+@pytest.mark.parametrize("damage", [_of_other_operations, _of_other_derivatives])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_record_of_another_step_in_each_dtype(
     damage: Any, dtype: torch.dtype, folder: Path, traces: list[str]
@@ -309,6 +379,30 @@ def test_a_record_of_another_step_in_each_dtype(
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda graphs: graphs.pop("derived"),
+        lambda graphs: graphs["derived"].clear(),
+        lambda graphs: graphs["derived"].extend(graphs["derived"]),
+        lambda graphs: graphs["module"]["nodes"].pop(3),
+        lambda graphs: graphs.update(module=None),
+        _graphs_of_other_operations,
+        _graphs_without_derivatives,
+        _graphs_with_fewer_derivatives,
+    ],
+)
+def test_damaged_graphs_of_records(damage: Any, folder: Path, traces: list[str]) -> None:
+    """Nobody reads them but who needs the interpreter, as trials in 16 bits do."""
+    first = numbers(Scaled(), dtype=torch.bfloat16)
+    (record,) = steps(folder)
+    _changed_graphs(damage)(record)
+    traces.clear()
+    second = numbers(Scaled(), dtype=torch.bfloat16)
+    assert "trace" in traces
+    assert all(map(torch.equal, first, second))
+
+
 def test_roundings_that_change_a_choice(
     folder: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +412,73 @@ def test_roundings_that_change_a_choice(
     monkeypatch.setitem(verify._CLOSE, torch.float32, 0.0)
     numbers(Scaled(), dtype=torch.float32)
     assert not traces
+
+
+class Norms(nn.Module):
+    """A second output that nothing with a gradient reads, and whose derivative may be infinite."""
+
+    def __init__(self, is_bounded: bool) -> None:
+        super().__init__()
+        self.linear, self.other, self.is_bounded = nn.Linear(H, H), nn.Linear(H, H), is_bounded
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[object, object]:
+        new = torch.tanh(self.linear(x) + h)
+        other = self.other(h)
+        return (new, other if self.is_bounded else other.abs().sqrt()), new
+
+
+def _of_one_output(is_bounded: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    module = Norms(is_bounded)
+    x = torch.randn(T, B, H, requires_grad=True)
+    (y, _), _ = fusedrnn.Recurrent(module, compile="require")(x, torch.zeros(B, H))
+    y.sin().sum().backward()
+    return [y, x.grad, *(p.grad for p in module.parameters())]
+
+
+def _same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        _changed(lambda stored: stored.pop("printed")),
+        _changed(lambda stored: stored.update(library="of another compiler")),
+        _changed(lambda stored: stored["printed"]["form"].pop()),
+        _changed(lambda stored: stored["printed"].update(output_sequences=[1, 0])),
+    ],
+)
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_programs_without_unused_results(
+    is_bounded: bool, damage: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have records of their own, which say, too, what has no gradient."""
+    found: list[bool] = []
+    make = unused.lowered_without
+
+    def noted(*given: Any) -> Any:
+        made = make(*given)
+        found.append(made[0] is not None)
+        return made
+
+    monkeypatch.setattr(unused, "lowered_without", noted)
+    first = _of_one_output(is_bounded)
+    assert found == [not is_bounded]
+    assert [value is None for value in first] == [*[False] * 4, True, True]
+    for record in steps(folder):
+        stored = json.loads(cache.read(record) or b"")
+        whole = json.loads(stored["graphs"])["module"] is not None
+        if damage is not None and not whole and stored["printed"]:
+            damage(record)
+    found.clear()
+    assert _same(_of_one_output(is_bounded), first)
+    assert bool(found) == (damage is not None and not is_bounded)
+    found.clear()
+    assert _same(_of_one_output(is_bounded), first)
+    assert not found  # it is whole again
 
 
 def test_steps_that_are_not_the_same_each_time(folder: Path) -> None:
@@ -354,13 +515,13 @@ class Cell(torch.nn.GRUCell):
 rnn = fusedrnn.Recurrent(Cell(4, 4), compile="require")
 y, _ = rnn(torch.randn(3, 2, 4))
 y.sum().backward()
-print("torch._dynamo" in sys.modules)
+print(*(name in sys.modules for name in ("torch._dynamo", "fusedrnn._compile.lower")))
 """
 
 
-def test_torch_s_compiler_is_not_imported(folder: Path) -> None:
-    """It takes most of a second, and nothing needs it where there is a record."""
-    for seed, said in (("1", "True"), ("2", "False")):
+def test_no_compiler_is_imported(folder: Path) -> None:
+    """torch's takes most of a second, and nothing needs one where there is a record."""
+    for seed, said in (("1", "True True"), ("2", "False False")):
         env = os.environ | {"PYTHONHASHSEED": seed}
         output = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True, env=env)
         assert output.strip() == said

@@ -237,10 +237,11 @@ def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_none_can_be_built_steps_are_taken_in_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fusedrnn._compile import first_use as compiler
+    from fusedrnn._compile import without
+    from fusedrnn._compile.trace import CannotCompile
 
     def fail(*_: object) -> None:
-        raise compiler.CannotCompile("for this test")
+        raise CannotCompile("for this test")
 
     x, state = given(zeros=True)
     cell = Watched()
@@ -248,7 +249,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
     with interpreted():
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
-        monkeypatch.setattr(compiler, "without", fail)
+        monkeypatch.setattr(without, "without", fail)
         with pytest.warns(UserWarning, match="of some results"):
             found = torch.autograd.grad(
                 y.sum(), [*state, *cell.linear.parameters()], allow_unused=True
