@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,6 +81,7 @@ class Trial:
         batch: int = BATCH,
         *,
         dtype: torch.dtype,
+        computes_in: torch.dtype = torch.float64,
     ) -> None:
         """
         Args:
@@ -92,9 +92,11 @@ class Trial:
             batch: Rows.
             dtype: Of the program. But at corners, numbers are such as float32 has, if it is that;
                 so its library is compared to the same trial.
+            computes_in: The dtype of all floating-point tensors.
         """
         self._random = torch.Generator().manual_seed(1)
         self._dtype = torch.float32 if dtype == torch.float32 else torch.float64
+        self._computes_in = computes_in
         self._few: Tensor | None = None
         self._made: tuple[Any, list[Tensor], list[Tensor]] | None = None
         self._corner, self.batch, self._originals = corner, batch, constants
@@ -171,9 +173,9 @@ class Trial:
             dtype=self._dtype,
         ).double()
 
-    def _normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    def _normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         # Drawn in float32, because float64 takes six times longer.
-        return torch.randn(shape, generator=self._random).to(dtype)
+        return torch.randn(shape, generator=self._random).to(dtype or self._computes_in)
 
     def _noise_like(self, weight: Tensor) -> Tensor:
         """A few normal numbers again and again: to draw one for each weight takes longer than the
@@ -190,14 +192,14 @@ class Trial:
         if not differentiable(value):
             return value.clone()
         if self._corner is not None:
-            return value.to(torch.float64, copy=True).requires_grad_(is_trained)
+            return value.to(self._computes_in, copy=True).requires_grad_(is_trained)
         value = value.to(self._dtype)
         noise = self._noise_like(value)
         if is_trained:
             value = noise.mul_(0.05).add_(value)
         else:  # maybe a variance, so it stays positive; zeros are filled, which would hide an error
             value = torch.where(value == 0, 0.05 * noise.abs(), value * (1 + 0.1 * noise.tanh()))
-        return value.double().requires_grad_(is_trained)
+        return value.to(self._computes_in).requires_grad_(is_trained)
 
     def _input(self, leaf: Tensor) -> Tensor:
         shape = (STEPS, self.batch, *leaf.shape[2:])
@@ -230,12 +232,13 @@ class Trial:
 
         Args:
             names: Of the constants.
-            is_known: The step has a record, which one that changes weights in place never has.
+            is_known: The step has a record, which one that changes weights in place never has. So
+                that is not looked for, and float32 is computed in float32.
 
         Raises:
             CannotCompile: It cannot be tried.
         """
-        trained = run.weights.trained()
+        trained, dtype = run.weights.trained(), state[0].dtype
         return Trial(
             constants,
             [name in trained for name in names],
@@ -244,7 +247,8 @@ class Trial:
             lambda trial: trial._loop(run, names, is_known),
             corner=corner,
             batch=batch,
-            dtype=state[0].dtype,
+            dtype=dtype,
+            computes_in=dtype if is_known and dtype == torch.float32 else torch.float64,
         )
 
     @staticmethod
@@ -421,24 +425,22 @@ _CHUNK = 2
 
 
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""The same where a library is compared to the step itself."""
+"""The same where a library is compared to the step itself, in the same dtype."""
 
 
-def verify_known(program: Program, trial: Trial, device: torch.device) -> None:
-    """Compares what the library of a program computes, that has passed every trial in another
-    process, to the step: at once in 32 and 64 bits, where both have the same numbers.
+def is_close(program: Program, trial: Trial, device: torch.device) -> bool:
+    """Whether the library of a program that has passed every trial in another process computes what
+    the step itself does, to a few roundings. In 16 bits they are too large to say so.
 
     Raises:
-        CannotCompile: They differ.
         Exception: The program is of other shapes.
     """
-    tolerance = _CLOSE.get(program.dtype)
-    if tolerance is not None:
-        of_step = [*trial.outputs, *trial.last], trial.gradients
-        with suppress(CannotCompile):  # a rounding may have made a choice another one
-            return _compare_library(program, trial, device, of_step, tolerance)
-    verify(program, trial)
-    verify_library(program, trial, device)
+    of_step = [*trial.outputs, *trial.last], trial.gradients
+    try:
+        _compare_library(program, trial, device, of_step, _CLOSE[program.dtype])
+    except CannotCompile:  # or a rounding has made a choice another one
+        return False
+    return True
 
 
 def verify_library(program: Program, trial: Trial, device: torch.device) -> None:
