@@ -26,6 +26,8 @@ def outside_of(plan: Plan) -> Outside:
 
 
 class _Constants:
+    """Makes that graph, node by node as they are asked for."""
+
     def __init__(self, plan: Plan) -> None:
         self._plan, self._lowered = plan, plan.lowered
         self._places = {node: i for i, node in enumerate(plan.lowered.traced.constants)}

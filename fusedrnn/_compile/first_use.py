@@ -18,6 +18,7 @@ from . import ready, records
 from .build import kind_of
 from .cell import Made, Printed, Program
 from .log import log_of
+from .operators import CODES
 from .trace import ROWS, CannotCompile, FlatStep, check_held, of_graph, trace
 from .turns import Busy, one_at_a_time
 from .verify import (
@@ -34,7 +35,6 @@ from .verify import (
     verify_library,
 )
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OTHER_ROWS = sorted({BATCH, *(corner.batch for corner in CORNERS if corner.batch is not None)})
 
 
@@ -298,7 +298,7 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
 
 def _dtype(state: Leaves) -> torch.dtype:
     kinds = {leaf.dtype for leaf in state}
-    if len(kinds) > 1 or not kinds.issubset(_DTYPES):
+    if len(kinds) > 1 or not kinds <= CODES.keys():
         raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
     return kinds.pop()
 

@@ -16,7 +16,7 @@ from .. import _library
 from .._ops import call_operator
 from .program import Program
 
-_CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
+CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
 """As Programs::dtype_of in csrc/ops/programs.h has them."""
 
 _FIRST_ON_GPU = 1 << 32
@@ -220,9 +220,9 @@ def backward(
 
 
 def _code(dtype: torch.dtype) -> int:
-    if dtype not in _CODES:
+    if dtype not in CODES:
         raise TypeError(f"fusedrnn: a program must be of a floating dtype, got {dtype}")
-    return _CODES[dtype]
+    return CODES[dtype]
 
 
 def _checked(function: ctypes._NamedFuncPointer, *arguments: object) -> int:

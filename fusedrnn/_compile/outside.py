@@ -1,7 +1,7 @@
 """What is computed outside of the recurrence: the weights of products, and vectors of stages.
 
-They are functions of weights alone, which torch computes under its autograd. How is a small graph
-of its own, which a record can have without the rest of the plan.
+They are functions of weights alone, which torch computes under its autograd. A small graph of
+its own says how, so a record can have that without the rest of the plan.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def without(
     Args:
         outputs, last: Whether each output, and each state after the last step, has a gradient.
         trained: Which constants have gradients.
-        inputs, state: As in :func:`lower`.
+        inputs: (seq_len, batch, ...) each.
+        state: (batch, ...) each.
 
     Raises:
         CannotCompile: There is none.
