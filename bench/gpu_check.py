@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of results; those of earlier runs go")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--group", choices=GROUPS, default="first", help="of parts (first)")
-    chosen.add_argument("--parts", help="names of parts with commas between them, of any group")
+    chosen.add_argument("--parts", help="names of parts, of any group: A,B+C runs B and C together")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all ({MINUTES:g})")
     options = parser.parse_args()
     out: Path = options.out.absolute()
@@ -218,8 +218,8 @@ def main() -> None:
     known = parts(out)
     stages: Sequence[Sequence[str]] = GROUPS[options.group]
     if options.parts is not None:
-        stages = [[name] for name in options.parts.split(",")]
-        if unknown := [name for (name,) in stages if name not in known]:
+        stages = [names.split("+") for names in options.parts.split(",")]
+        if unknown := [name for names in stages for name in names if name not in known]:
             got = ", ".join(map(repr, unknown))
             parser.error(f"--parts must be of {', '.join(known)}, got {got}")
     out.mkdir(parents=True, exist_ok=True)

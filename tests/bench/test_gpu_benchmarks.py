@@ -6,6 +6,7 @@ Longer than 350 lines, because its tests are of one topic and share their fixtur
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench_runs import LOOP, LSTM, OURS, OnCpu, load, run_bench
 
 from bench import (
     any_cell,
+    any_cell_first,
     calls,
     cases,
     chunks,
@@ -389,6 +391,11 @@ def test_cells_that_users_write_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on_cpu
             raise RuntimeError("CUDA error: an illegal memory access")
         return step(name, case, size, "cpu")
 
+    def first_uses(*given: Any, end: float, **named: Any) -> dict[str, Any]:
+        first = {any_cell_first.BY_NVCC: {"seconds": 3.0, "libraries": 1, "step_s": 0.1}}
+        return first if time.monotonic() < end else {}
+
+    monkeypatch.setattr(any_cell_first, "measure_apart", first_uses)
     monkeypatch.setattr(any_cell, "measure_apart", on_cpu.measure_apart)
     monkeypatch.setattr(any_cell, "set_up_torch", lambda: None)
     monkeypatch.setattr(any_cell, "Step", on_a_cpu)
@@ -405,6 +412,8 @@ def test_cells_that_users_write_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on_cpu
     assert rows[failing]["error"].startswith("RuntimeError: CUDA error")
     assert [f for f in result.failures if failing in f] == result.failures != []
     assert [target.what for target in result.targets if any_cell.OURS in target.what] != []
+    assert result.tables[-1].columns[1:] == [any_cell_first.BY_NVCC]
+    assert result.tables[-1].rows == [["AttentionDecoder", "3.00"]]
     run = on_cpu.run(budget_s=-1)
     run.options.cell, run.options.compiled = None, True
     late = any_cell.run_on_cuda(run)

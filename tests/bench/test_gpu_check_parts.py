@@ -153,7 +153,7 @@ def test_gpu_check_runs_the_parts_that_are_chosen(
     for options in (
         [],
         ["--group", "deep"],
-        ["--parts", "memory,build", "--minutes", "2"],
+        ["--parts", "memory,build+fit", "--minutes", "2"],
         ["--parts", "built,speed"],
     ):
         monkeypatch.setattr(sys, "argv", ["gpu_check", str(tmp_path), *options])
@@ -162,7 +162,7 @@ def test_gpu_check_runs_the_parts_that_are_chosen(
     assert ran == [
         ([*parts.GROUPS["first"]], 540),
         ([*parts.GROUPS["deep"]], 540),
-        ([("memory",), ("build",)], 120),
+        ([("memory",), ("build", "fit")], 120),
     ]
     everything = ", ".join(parts.parts(tmp_path))
     assert capsys.readouterr().err.endswith(f"must be of {everything}, got 'built'\n")
