@@ -5,10 +5,8 @@ which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on
 CUDA graphs. With --compiled also with steps by torch.compile, and by torch's own ``scan``, which
 takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
 
-Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU first uses come first,
-many at the same time, and nvcc builds all libraries.
-
-On a GPU each cell has a process of its own, and allocations are not counted.
+Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU these come first, so
+nvcc has built all libraries; each cell has a process of its own, and allocations are not counted.
 """
 
 from __future__ import annotations
@@ -266,13 +264,12 @@ def _with_ratios(rows: dict[str, Row]) -> dict[str, Row]:
             continue
         each = row.pop("each_ms")
         row["ms"] = median(each)
+        compared = ratio_of_medians if "process" in row else ratio
         if "each_ms" in loop:
-            compared = ratio_of_medians if "process" in row else ratio
             row["time_ratio"] = asdict(compared(each, loop["each_ms"]))
             row["peak_ratio"] = row["peak_bytes"] / loop["peak_bytes"]
         built_in = rows.get(BUILT_IN, {})
         if name == PROGRAM and "each_ms" in built_in:
-            compared = ratio_of_medians if "process" in row else ratio
             row["time_to_built_in"] = asdict(compared(each, built_in["each_ms"]))
             row["peak_to_built_in"] = row["peak_bytes"] / built_in["peak_bytes"]
     return found

@@ -60,8 +60,8 @@ class set_chunk_replay(_Setting):
     A call then spends less time on launching small kernels, and no bit of a result changes. The
     default is off, because CUDA lets no thread synchronise a device while another thread records,
     as ``torch.cuda.synchronize`` does: turn it on where no other thread needs that. In a call that
-    a CUDA graph captures anyway, by ``torch.cuda.graph`` or ``torch.compile``, and on the CPU it
-    has no effect.
+    a CUDA graph captures anyway, by ``torch.cuda.graph`` or ``torch.compile``, in those of cells
+    written in Python, and on the CPU it has no effect.
 
     Works as a function, and as a context manager::
 

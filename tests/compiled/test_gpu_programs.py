@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -115,6 +115,27 @@ ALL_MASKS = pytest.mark.parametrize(
 @ALL_MASKS
 def test_equals_the_cpu(case: Case, dtype: torch.dtype, masks: Masks) -> None:
     check_against_the_cpu(case, dtype, masks, "cpu")
+
+
+@pytest.mark.parametrize("runs", ["compiled", "emulated"])
+@OF_SMOOTH
+@ALL_MASKS
+def test_fresh_memory_is_written_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: Callable[[bool], None],
+    runs: str,
+    case: Case,
+    masks: Masks,
+) -> None:
+    """Numbers of fresh memory, which is full of NaN here, get nowhere."""
+    if runs == "emulated":
+        emulate(monkeypatch)
+    cell = case.cell(torch.bfloat16)
+    expected = judged(case, cell, "cpu", masks, chunk_size=2)
+    deterministic(True)
+    found = judged(case, cell, "cpu", masks, chunk_size=2)
+    for mine, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, other))
 
 
 @pytest.mark.cuda

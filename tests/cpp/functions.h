@@ -82,6 +82,8 @@ struct Function {
   using Same = void;
   static constexpr const char* kUnit = " ulp";
   static FUSEDRNN_HD bool covers(float) { return true; }
+  // Whether CPU and GPU promise the same bits.
+  static FUSEDRNN_HD bool is_alike(float) { return true; }
   static FUSEDRNN_HD double error(double exact, float y) { return ulp_error(exact, y); }
 };
 
@@ -317,7 +319,14 @@ struct Erf : OfStages {
   static FUSEDRNN_HD double exact(double x) { return ::erf(x); }
 };
 
-struct Sin : OfStages {
+// The C library of either reduces large angles.
+struct OfAngle : OfStages {
+  static FUSEDRNN_HD bool is_alike(float x) {
+    return x >= -program::math::detail::kLargeAngle && x <= program::math::detail::kLargeAngle;
+  }
+};
+
+struct Sin : OfAngle {
   static constexpr const char* kName = "sin";
   static constexpr double kBound = 1.6;
   template <class F>
@@ -327,7 +336,7 @@ struct Sin : OfStages {
   static FUSEDRNN_HD double exact(double x) { return ::sin(x); }
 };
 
-struct Cos : OfStages {
+struct Cos : OfAngle {
   static constexpr const char* kName = "cos";
   static constexpr double kBound = 1.6;
   template <class F>
@@ -341,6 +350,7 @@ struct Rsqrt : OfStages {
   static constexpr const char* kName = "rsqrt";
   static constexpr double kBound = 2;
   static FUSEDRNN_HD bool covers(float x) { return Sqrt::covers(x); }
+  static FUSEDRNN_HD bool is_alike(float) { return false; }  // a GPU has an instruction
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
     return program::math::rsqrt(x);

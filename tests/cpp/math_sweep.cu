@@ -1,7 +1,7 @@
 // Every function of functions.h on a GPU, judged there: `math_sweep STRIDE` takes every STRIDE-th
 // float. Prints what it measured and exits with 1 if a bound is broken, or if bits differ from
-// those of the CPU where both round alike. A compiler for the CPU makes a loop of the launch, by
-// which it is seen without a GPU that this file judges as it should.
+// those of the CPU where they are to be the same. A compiler for the CPU makes a loop of the launch,
+// by which it is seen without a GPU that this file judges as it should.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -99,7 +99,8 @@ uint32_t differences(const float* y) {
   uint32_t count = 0;
   for (uint32_t k = 0; k < kSamples; ++k) {
     const float x = Traits<float>::from_bits(k * kSampled);
-    if (Function::covers(x)) count += !same(y[k], Function::apply(x));
+    if (!Function::covers(x) || !Function::is_alike(x)) continue;
+    count += !same(y[k], Function::apply(x));
   }
   return count;
 }

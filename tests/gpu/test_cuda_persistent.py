@@ -9,13 +9,13 @@ import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
 from checks import assert_no_worse, assert_same, with_bits
-from emulator import emulated_operators
+from emulator import emulated_operators, use
 from persistent_cases import BASE, CASES, FLOAT_CASES, IN_PLACE
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, tf32_allowed
 from tf32 import rounded_truth
 
 import fusedrnn
-from fusedrnn import _library, tuning
+from fusedrnn import tuning
 
 pytestmark = pytest.mark.cuda
 
@@ -72,7 +72,7 @@ def test_the_emulation_is_the_kernel(monkeypatch, case):
     on_gpu = results(case)
     operators = emulated_operators()
     operators.control(False, "", 132, 1)
-    monkeypatch.setattr(_library, "operators", operators)
+    use(monkeypatch, operators)
     emulated = results(case, device="cpu")
     same = [torch.equal(on_gpu[name].cpu(), value) for name, value in emulated.items()]
     print(f"{sum(same)} of {len(same)} results have the same bits")
@@ -89,7 +89,7 @@ def test_integers_give_the_same_bits_as_the_emulation(monkeypatch):
     output, _ = fusedrnn.gru(input.cuda(), [w.cuda() for w in weights], hx.cuda(), **options)
     operators = emulated_operators()
     operators.control(False, "", 132, 1)
-    monkeypatch.setattr(_library, "operators", operators)
+    use(monkeypatch, operators)
     expected, _ = fusedrnn.gru(input, weights, hx, **options)
     assert torch.equal(output[0].cpu(), expected[0])
 
