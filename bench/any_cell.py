@@ -251,8 +251,7 @@ def _report(
         tables.append(any_cell_first.table(first, size))
         targets += any_cell_first.targets(first, size)
         failures += any_cell_first.failures(first)
-    shown = [table for table in tables if table]
-    return Report("any_cell", content, shown, targets, failures, left_out)
+    return Report("any_cell", content, [t for t in tables if t], targets, failures, left_out)
 
 
 def _with_ratios(rows: dict[str, Row]) -> dict[str, Row]:
