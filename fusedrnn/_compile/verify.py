@@ -33,8 +33,9 @@ from .trace import CannotCompile
 if TYPE_CHECKING:
     from .cell import Program
 
-STEPS, BATCH = 3, 2
-"""The batch is another one than that of the trace, in case that its size is in the graph."""
+STEPS, BATCH, STEPS_OF_KNOWN = 3, 2, 2
+"""The batch is another one than that of the trace, in case that its size is in the graph. A step
+that has a record has passed all trials before."""
 _FEW = 16381
 """Normal numbers that are added to weights."""
 _NEARBY = 1 + 1e-12
@@ -81,6 +82,7 @@ class Trial:
         batch: int = BATCH,
         *,
         dtype: torch.dtype,
+        steps: int = STEPS,
         computes_in: torch.dtype = torch.float64,
     ) -> None:
         """
@@ -92,6 +94,7 @@ class Trial:
             batch: Rows.
             dtype: Of the program. But at corners, numbers are such as float32 has, if it is that;
                 so its library is compared to the same trial.
+            steps: How many are taken.
             computes_in: The dtype of all floating-point tensors.
         """
         self._random = torch.Generator().manual_seed(1)
@@ -99,7 +102,7 @@ class Trial:
         self._computes_in = computes_in
         self._few: Tensor | None = None
         self._made: tuple[Any, list[Tensor], list[Tensor]] | None = None
-        self._corner, self.batch, self._originals = corner, batch, constants
+        self._corner, self.batch, self.steps, self._originals = corner, batch, steps, constants
         self.constants = [self._constant(c, t) for c, t in zip(constants, trained, strict=True)]
         self.inputs = [self._input(leaf) for leaf in inputs]
         self.state = [self._state(leaf) for leaf in state]
@@ -165,7 +168,7 @@ class Trial:
         """What the loop has drawn, (seq_len, batch, width), or what a program draws."""
         return _ops.draw(
             self.noise.seed.on(torch.device("cpu")),
-            STEPS,
+            self.steps,
             self.batch,
             width,
             stream=number * MOST_DRAWS,
@@ -202,12 +205,12 @@ class Trial:
         return value.to(self._computes_in).requires_grad_(is_trained)
 
     def _input(self, leaf: Tensor) -> Tensor:
-        shape = (STEPS, self.batch, *leaf.shape[2:])
+        shape = (self.steps, self.batch, *leaf.shape[2:])
         if leaf.dtype == torch.bool:
             return torch.rand(shape, generator=self._random) < 0.5
         if not leaf.is_floating_point():  # maybe places in a table: only what came is safe
             flat = leaf.detach().cpu().reshape(-1, *leaf.shape[2:])
-            return flat[torch.arange(STEPS * self.batch) % flat.shape[0]].reshape(shape)
+            return flat[torch.arange(self.steps * self.batch) % flat.shape[0]].reshape(shape)
         made = self._normal(*shape)
         return (made if self._corner is None else self._corner(made)).requires_grad_()
 
@@ -233,7 +236,7 @@ class Trial:
         Args:
             names: Of the constants.
             is_known: The step has a record, which one that changes weights in place never has. So
-                that is not looked for, and float32 is computed in float32.
+                that is not looked for, fewer steps are taken, and float32 is computed in float32.
 
         Raises:
             CannotCompile: It cannot be tried.
@@ -248,6 +251,7 @@ class Trial:
             corner=corner,
             batch=batch,
             dtype=dtype,
+            steps=STEPS_OF_KNOWN if is_known else STEPS,
             computes_in=dtype if is_known and dtype == torch.float32 else torch.float64,
         )
 
@@ -272,7 +276,7 @@ class Trial:
                 trial.inputs,
                 trial.state,
                 trial.numbers(program).__getitem__,
-                STEPS,
+                trial.steps,
             )
 
         return Trial(constants, trained, inputs, state, take_steps, used, dtype=program.dtype)
@@ -288,7 +292,7 @@ class Trial:
             numbers = self.numbers(program)
             with torch.enable_grad():
                 outputs, last = program.interpreter(
-                    self.constants, self.inputs, self.state, numbers.__getitem__, STEPS
+                    self.constants, self.inputs, self.state, numbers.__getitem__, self.steps
                 )
                 results = [*outputs, *last]
                 gradients = self.gradients_of(results)
@@ -299,7 +303,7 @@ class Trial:
         step = copy.copy(run.user_step)
         step.output, step._kinds = None, []
         trial = dataclasses.replace(
-            run.for_trial(STEPS),
+            run.for_trial(self.steps),
             step=step,
             user_step=step,
             rows=self.batch,
@@ -420,9 +424,6 @@ _TRIALS = 4
 _OFF = {torch.bfloat16: 0.25, torch.float16: 0.25}
 """A rounding may make a choice another one, or a derivative at a kink. So steps with choices are
 tried several times, and in 16 bits a share of the numbers may be off."""
-_CHUNK = 2
-"""Steps of a chunk: STEPS make a whole chunk and a shorter one."""
-
 
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """The same where a library is compared to the step itself, in the same dtype."""
@@ -515,15 +516,15 @@ def _by_operators(
     ends = len(weights), len(weights) + len(vectors)
     given = [t.detach() for t in made]
     carries = [leaf.detach().reshape(BATCH, -1) for leaf in state]
-    chunks = -(-STEPS // _CHUNK)
-    sequences = [new(STEPS, BATCH, width) for width in form.sequences]
+    steps, chunk, chunks = trial.steps, trial.steps - 1, 2  # three make a whole and a shorter one
+    sequences = [new(steps, BATCH, width) for width in form.sequences]
     last = [torch.empty_like(carry) for carry in carries]
     kept = [new(chunks, BATCH, c.width, dtype=sums) for c in form.carries if c.sequence < 0]
     call: Any = (program.number, given[ends[1] :], carries, given[: ends[0]])
     call += (given[ends[0] : ends[1]], [], [])
     options: dict[str, Any] = {
         "seed": trial.noise.seed.on(device) if form.streams else None,
-        "chunk": _CHUNK,
+        "chunk": chunk,
         "sequences": sequences,
         "kept": kept,
         "saved": [],
