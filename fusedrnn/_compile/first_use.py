@@ -19,13 +19,13 @@ from .build import kind_of
 from .cell import Made, Printed, Program
 from .log import log_of
 from .operators import CODES
-from .trace import ROWS, CannotCompile, FlatStep, check_held, of_graph, trace
+from .trace import ROWS, CannotCompile, FlatStep, Refused, check_held, of_graph, trace
 from .turns import Busy, one_at_a_time
 from .verify import (
     BATCH,
     CORNERS,
     MOST_ROWS,
-    Corner,
+    ROWS_OF_KNOWN,
     Numbers,
     Trial,
     examples,
@@ -49,8 +49,11 @@ class _FirstUse:
         self._batch = min(run.rows, MOST_ROWS)
         self._output: tuple[Structure, list[torch.Size]] | None = None
         """Its structure, and shapes without the batch, when the step has run."""
-        self._first_log = self._key = ""
-        """What it does with a few rows, and the name of its record; see known()."""
+        self._first_log = self._whole_log = self._key = ""
+        """What it does with a few rows, and with other numbers of rows, too; and the name of its
+        record. See known()."""
+        self._own_log = ""
+        """What it does with as many rows as the call has."""
 
     def known(self) -> Program | None:
         """The program that another process has made of it; None if there is no record.
@@ -61,9 +64,13 @@ class _FirstUse:
         self._check_dtypes()
         step = self._flat()
         self._first_log = self._log(step)
+        self._whole_log = self._with_other_rows(self._first_log)
+        if not self._is_usual(self._batch):
+            self._own_log = self._log_of_rows(self._batch)
         kind = kind_of(self._run.device)
         others = [self._names, list(self._run.weights.trained()), self._batch, kind]
-        self._key = records.key_of(self._first_log, described_by(self._run), others)
+        logs = f"{self._whole_log}\n{self._own_log}"  # Python may decide by what no key shows
+        self._key = records.key_of(logs, described_by(self._run), others)
         known = records.find(self._key)
         if known is None:
             return None
@@ -71,7 +78,7 @@ class _FirstUse:
             if known.printed is None:
                 return None
             again = functools.partial(_made_again, known, step.without_weights(), self._run.names)
-            return self._program(known.printed, functools.cache(again), known.log)
+            return self._program(known.printed, functools.cache(again))
         except Exception:  # of a record that is damaged, or the step is another one after all
             return None
 
@@ -85,7 +92,8 @@ class _FirstUse:
         """
         if self._dtype.itemsize > 2:
             with one_at_a_time():
-                trial = self._trial(is_known=True)
+                batch = self._batch if self._batch <= ROWS_OF_KNOWN else BATCH
+                trial = self._trial(batch=batch, is_known=True)
             if is_close(program, trial, device):
                 return
         with one_at_a_time():
@@ -105,12 +113,11 @@ class _FirstUse:
         step = self._flat()
         if self._log(step) != self._first_log:
             raise CannotCompile("the step does not do the same each time")
-        log = self._with_other_rows(self._first_log)
         traced = self._run.aside(lambda: trace(step))
         check_held(self._run, traced.module)
         lowered = Lowered(traced, self._run.names)
         fields = printed(lowered, self._dtype, self._run.device)
-        program = self._program(*fields, log)
+        program = self._program(*fields)
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
@@ -164,7 +171,7 @@ class _FirstUse:
     def is_in_its_batch(self, program: Program) -> bool:
         """Whether the step is a program's with as many rows as the call has, too."""
         batch = self._batch
-        if batch in (ROWS, *_OTHER_ROWS):
+        if self._is_usual(batch):
             return True
         log = self._log_of_rows(batch)
         if batch not in program.logs:
@@ -174,6 +181,11 @@ class _FirstUse:
                 return False
             program.logs[batch] = log
         return program.logs[batch] == log
+
+    @staticmethod
+    def _is_usual(batch: int) -> bool:
+        """Whether every log is of this number of rows, too."""
+        return batch in (ROWS, *_OTHER_ROWS)
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
@@ -205,9 +217,9 @@ class _FirstUse:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _program(self, printed: Printed, made: Callable[[], Made], log: str) -> Program:
+    def _program(self, printed: Printed, made: Callable[[], Made]) -> Program:
         assert self._output is not None
-        return Program(
+        program = Program(
             printed,
             made,
             names=self._names,
@@ -215,8 +227,11 @@ class _FirstUse:
             output_shapes=self._output[1],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=log,
+            log=self._whole_log,
         )
+        if self._own_log:
+            program.logs[self._batch] = self._own_log
+        return program
 
     def _trial(
         self, corner: Numbers | None = None, batch: int = BATCH, is_known: bool = False
@@ -238,15 +253,21 @@ class _FirstUse:
         for corner in CORNERS:
             batch = self._batch if corner.batch is None else corner.batch
 
-            def again(scale: float, corner: Corner = corner, batch: int = batch) -> Trial | None:
-                try:
-                    return self._trial(lambda x: scale * corner.numbers(x), batch)
-                except CannotCompile:
-                    return None  # a step may refuse such numbers, as a distribution a scale of 0
+            numbers = corner.numbers
+            try:
+                trial = self._trial(numbers, batch)
+            except Refused:  # such numbers, as a distribution does a scale of 0
+                if corner.batch is not None:
+                    continue
+                numbers = torch.abs
+                trial = self._trial(numbers, batch)  # the call's own batch is tried in any case
 
-            trial = again(1.0)
-            if trial is None:
-                continue
+            def again(scale: float, numbers: Numbers = numbers, batch: int = batch) -> Trial | None:
+                try:
+                    return self._trial(lambda x: scale * numbers(x), batch)
+                except Refused:
+                    return None
+
             try:
                 verify(program, trial, again)
             except CannotCompile:
@@ -290,10 +311,17 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
         CannotCompile: The step raises.
         Busy: Another thread takes too long.
     """
+    use = _FirstUse(run, inputs, state)
     with one_at_a_time():
-        use = _FirstUse(run, inputs, state)
         log = use.log()
-        return next((p for p in programs if p.log == log and use.is_in_its_batch(p)), None)
+        same = [p for p in programs if p.log == log and use.is_in_its_batch(p)]
+    if not same:
+        return None
+    try:
+        use.check_known(same[0], None, run.device)  # what it does in backward, which no log shows
+    except CannotCompile:
+        return None
+    return same[0]
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -28,6 +28,7 @@ def printed(
     )
     text = source(plan, made.derived, dtype, kind_of(device))
     outputs_at, outside = plan.output_sequences, outside_of(plan)
+    lowered.traced.forget_weights()
     return Printed(plan.program, outputs_at, outside, text, has_choices), lambda: made
 
 
@@ -40,4 +41,5 @@ def made_again(lowered: Lowered, derived: list[Derived], printed: Printed) -> Ma
     plan = Plan(lowered)
     if plan.program != printed.form or len(derived) != len(plan.stages):
         raise ValueError("the graph of a record is not that of its program")
+    lowered.traced.forget_weights()
     return Made(plan, derived)

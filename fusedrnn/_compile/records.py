@@ -42,8 +42,6 @@ class Graphs(NamedTuple):
 class Record(NamedTuple):
     printed: Printed | None
     """What runs the program; None for that of all results, which runs these results, too."""
-    log: str
-    """What the step does; see first_use.py."""
     unread: Unread
     library: str
     """The name of the library that has passed its check."""
@@ -66,7 +64,7 @@ class Record(NamedTuple):
 _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
-    *(range, PurePath, type(vars(Record)["log"])),
+    *(range, PurePath, type(vars(Record)["library"])),
 )
 """Whose ``repr`` is all of them."""
 
@@ -101,7 +99,7 @@ def find(key: str) -> Record | None:
         stored = json.loads(content)
         unread = Unread(*map(frozenset, stored["unread"]))
         fixed = [str(stored[name]) for name in ("library", "graphs")]
-        return Record(_to_printed(stored["printed"]), str(stored["log"]), unread, *fixed)
+        return Record(_to_printed(stored["printed"]), unread, *fixed)
     except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
 
@@ -123,7 +121,6 @@ def keep(program: Program, module: Operations | None = None, is_same: bool = Fal
         }
         stored = {
             "printed": None if is_same else _of_printed(program.printed),
-            "log": program.log,
             "unread": [sorted(part) for part in program.unread],
             "library": program.library.key,
             "graphs": json.dumps(graphs),

@@ -50,6 +50,10 @@ class CannotCompile(Exception):
     """Why a step has to be taken in Python, a sentence without a stop."""
 
 
+class Refused(CannotCompile):
+    """The step itself raises, maybe for the numbers that it was tried with."""
+
+
 class DrawnNumbers(NamedTuple):
     """One draw of the step, in the order in which it draws."""
 
@@ -71,6 +75,19 @@ class Traced(NamedTuple):
     draws: list[DrawnNumbers]
     values: dict[fx.Node, Any]
     """What each node is on the rows of the trace."""
+
+    def forget_weights(self) -> None:
+        """Keeps only shapes of weights and of what is made of them alone: where a program has been
+        made, nobody reads these numbers, and they take as much memory as the weights."""
+        of_weights = set(self.constants)
+        for node in self.module.graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "call_function" and inputs and of_weights.issuperset(inputs):
+                of_weights.add(node)
+        for node in of_weights:
+            self.values[node] = pytree.tree_map_only(
+                Tensor, lambda t: t.detach().to("meta"), self.values[node]
+            )
 
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Any, Any]]
@@ -229,8 +246,11 @@ _OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file_
 
 @functools.cache
 def is_own(file: str) -> bool:
-    """Whether a file of Python is torch's or this package's, or none."""
-    return file.startswith((*_OWN, "<"))
+    """Whether a file of Python is torch's or this package's.
+
+    What has no file is mostly the user's: the standard input, a cell of a notebook, text for exec.
+    """
+    return file.startswith((*_OWN, "<frozen ", "<eval_with_key>"))
 
 
 def _line_of(error: BaseException) -> str:

@@ -28,14 +28,16 @@ from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, differentiable
 from ..recurrent.values import Values
 from . import operators
-from .trace import CannotCompile
+from .trace import CannotCompile, Refused
 
 if TYPE_CHECKING:
     from .cell import Program
 
-STEPS, BATCH, STEPS_OF_KNOWN = 3, 2, 2
-"""The batch is another one than that of the trace, in case that its size is in the graph. A step
-that has a record has passed all trials before."""
+STEPS, BATCH = 3, 2
+"""The batch is another one than that of the trace, in case that its size is in the graph."""
+STEPS_OF_KNOWN, ROWS_OF_KNOWN = 2, 8
+"""A step that has a record has passed all trials before. It is tried with the rows of the call if
+these are no more."""
 _FEW = 16381
 """Normal numbers that are added to weights."""
 _NEARBY = 1 + 1e-12
@@ -118,7 +120,7 @@ class Trial:
         try:
             self.gradients = self.gradients_of([*self.outputs, *self.last])
         except RuntimeError as error:
-            raise CannotCompile(f"its backward raises: {str(error).splitlines()[0]}") from error
+            raise Refused(f"its backward raises: {str(error).splitlines()[0]}") from error
 
     @property
     def is_at_corner(self) -> bool:
@@ -335,7 +337,7 @@ class Trial:
         except CannotCompile:
             raise
         except Exception as error:
-            raise CannotCompile(
+            raise Refused(
                 f"in float64 it raises {type(error).__name__}: {str(error).splitlines()[0][:200]}"
             ) from error
         if changes[0]:
@@ -509,17 +511,18 @@ def _by_operators(
         return torch.empty(shape, dtype=dtype, device=device)
 
     constants, inputs, state = own(trial.constants), own(trial.inputs), own(trial.state)
+    batch = trial.batch
     with torch.enable_grad():
         outside = program.printed.outside
         weights, vectors = outside(constants, dtype)
         made = [*weights, *vectors, *outside.inputs(constants, inputs, dtype)]
     ends = len(weights), len(weights) + len(vectors)
     given = [t.detach() for t in made]
-    carries = [leaf.detach().reshape(BATCH, -1) for leaf in state]
+    carries = [leaf.detach().reshape(batch, -1) for leaf in state]
     steps, chunk, chunks = trial.steps, trial.steps - 1, 2  # three make a whole and a shorter one
-    sequences = [new(steps, BATCH, width) for width in form.sequences]
+    sequences = [new(steps, batch, width) for width in form.sequences]
     last = [torch.empty_like(carry) for carry in carries]
-    kept = [new(chunks, BATCH, c.width, dtype=sums) for c in form.carries if c.sequence < 0]
+    kept = [new(chunks, batch, c.width, dtype=sums) for c in form.carries if c.sequence < 0]
     call: Any = (program.number, given[ends[1] :], carries, given[: ends[0]])
     call += (given[ends[0] : ends[1]], [], [])
     options: dict[str, Any] = {

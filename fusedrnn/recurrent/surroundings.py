@@ -70,6 +70,8 @@ _IMPLICIT = frozenset(
 """What is called without its name in any code of the user's."""
 _MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 """Also called of a class that a step makes objects of."""
+_DERIVING = frozenset(["backward", "vjp", "jvp", "setup_context"])
+"""The same of an autograd.Function, which autograd calls."""
 _CachedFunction = type(functools.lru_cache(len))
 _DECORATED = (FunctionType, MethodType, MappingProxyType, functools.partial, _CachedFunction)
 """What a decorator of another package has around a function of the user's."""
@@ -171,7 +173,9 @@ class _Walk:
             self._has(None if isinstance(own, ModuleType) else own)
         elif isinstance(value, type | ModuleType):
             self._is(Same(value))
-            self._spaces += [(base, _MAKING, set()) for base in self._bases(value)]
+            is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+            own = _MAKING | _DERIVING if is_function else _MAKING
+            self._spaces += [(base, own, set()) for base in self._bases(value)]
             self._class(kind)  # a metaclass
         elif isinstance(value, property | functools.cached_property):
             self._has(*(getattr(value, name, None) for name in ("fget", "func")))

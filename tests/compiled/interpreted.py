@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fusedrnn import _compile, _ops
-from fusedrnn._compile import ready, records
+from fusedrnn._compile import ready, records, verify
 from fusedrnn._compile.cell import Printed
 from fusedrnn._compile.graphs import CannotStore
 from fusedrnn._compile.interpret import _Step
@@ -41,12 +42,14 @@ def interpreted() -> Iterator[None]:
         _programs.append(program)
         return program
 
-    before = _compile.operators, ready.with_library
-    _compile.operators, ready.with_library = fake, with_library  # type: ignore[attr-defined]
-    try:
+    def by_interpreter(program: Any, trial: verify.Trial, *_: Any) -> Any:
+        return trial.by_interpreter(program)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile, "operators", fake)
+        patch.setattr(ready, "with_library", with_library)
+        patch.setattr(verify, "_by_operators", by_interpreter)
         yield
-    finally:
-        _compile.operators, ready.with_library = before  # type: ignore[attr-defined]
 
 
 def _stored(printed: Printed) -> Printed:

@@ -745,3 +745,67 @@ def test_the_key_of_a_step_stays_the_same() -> None:
         first, second = (surroundings.surroundings([cell]) for _ in range(2))
         assert first == second, case
         assert hash(first) == hash(second)
+
+
+class _Reversed(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number, or by a global one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float | None) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * (BACKWARD_FACTOR if ctx.factor is None else ctx.factor), None
+
+
+BACKWARD_FACTOR = 1.0
+
+
+def _with_hook(h: Tensor, held: Any) -> Tensor:
+    if held and h.requires_grad:
+        h.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    return h
+
+
+def _detached(h: Tensor, held: Any) -> Tensor:
+    z = h.clone()
+    if held:
+        z.detach_()
+    return h + z
+
+
+DERIVATIVES = {
+    "a hook": (_with_hook, False, True),
+    "a function": (lambda h, held: h + _Reversed.apply(h, held), 0.0, 0.5),
+    "detach_": (_detached, False, True),
+    "a global": (lambda h, held: h + _Reversed.apply(h, None), 0.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_what_only_derivatives_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward is the same after the change, to the last operation."""
+    of, first, second = DERIVATIVES[name]
+
+    class Derives(Base):
+        held: Any = first
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return of(torch.tanh(self.gate(torch.cat([x, h], -1))), self.held)  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(globals(), "BACKWARD_FACTOR", first)
+    cell = Derives()
+    rnn = fusedrnn.Recurrent(cell)
+    x, h = torch.randn(3, 2, H, dtype=F64, requires_grad=True), torch.zeros(2, H, dtype=F64)
+    found = []
+    for held in (first, second, first):
+        cell.held = held
+        monkeypatch.setitem(globals(), "BACKWARD_FACTOR", held)
+        (gradient,) = torch.autograd.grad(rnn(x, h)[0].sum(), x)
+        (expected,) = torch.autograd.grad(loop(cell, x, h)[0].sum(), x)
+        torch.testing.assert_close(gradient, expected)
+        found.append(gradient)
+    assert not torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])

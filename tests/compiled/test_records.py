@@ -313,7 +313,7 @@ def test_the_walk_does_not_enter_this_package(folder: Path, traces: list[str]) -
         lambda record: cache.write(record, b"{"),
         *(
             _changed(lambda stored, name=name: stored.pop(name))
-            for name in ("printed", "log", "unread", "library", "graphs")
+            for name in ("printed", "unread", "library", "graphs")
         ),
         *(
             _changed(lambda stored, name=name: stored["printed"].pop(name))
@@ -525,3 +525,36 @@ def test_no_compiler_is_imported(folder: Path) -> None:
         env = os.environ | {"PYTHONHASHSEED": seed}
         output = subprocess.check_output([sys.executable, "-c", PROGRAM], text=True, env=env)
         assert output.strip() == said
+
+
+class Fitted(Scaled):
+    """Decides by a buffer's number, where it has one row."""
+
+    def __init__(self, is_fitted: bool) -> None:
+        super().__init__()
+        self.register_buffer("fitted", torch.tensor(is_fitted))
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        if len(x) == 1 and self.fitted:
+            x = 3 * x
+        return super().forward(x, h)
+
+
+def test_a_step_that_differs_in_the_batch_of_the_call(folder: Path) -> None:
+    """By something that no key shows."""
+    first = numbers(Fitted(False), batch=1)
+    with pytest.raises(RuntimeError, match="in another batch"):
+        numbers(Fitted(True), batch=1)
+    assert all(map(torch.equal, first, numbers(Fitted(False), batch=1)))
+    assert len(steps(folder)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_hold_no_weights(folder: Path, dtype: torch.dtype) -> None:
+    """Neither those that are made, nor those of records, which in 16 bits are made again."""
+    for _ in range(2):
+        rnn = fusedrnn.Recurrent(Scaled().to(dtype), compile="require")
+        rnn(torch.zeros(T, B, H, dtype=dtype), torch.zeros(B, H, dtype=dtype))
+        (program,) = rnn._memories[0].programs._known.values()
+        traced = program.made().plan.lowered.traced  # type: ignore[union-attr]
+        assert all(traced.values[node].is_meta for node in traced.constants)

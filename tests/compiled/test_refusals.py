@@ -1,4 +1,7 @@
-"""Steps whose programs would be wrong where the trial with random numbers does not look."""
+"""Steps whose programs would be wrong where the trial with random numbers does not look.
+
+Longer than 350 lines, because it is one list of what is refused.
+"""
 
 from __future__ import annotations
 
@@ -127,10 +130,11 @@ def test_buffers_of_zeros_are_tried_with_other_numbers() -> None:
     assert (zeros > 0).all() and (ones > 0.5).all()
 
 
-def test_steps_that_ask_whether_gradients_are_wanted() -> None:
-    def function(h: Tensor, x: Tensor) -> Tensor:
-        return h if torch.is_grad_enabled() else h.round()
-
+@pytest.mark.parametrize("file", ["step.py", "<stdin>", "<ipython-input-3-1f0c>", "<string>"])
+def test_steps_that_ask_whether_gradients_are_wanted(file: str) -> None:
+    """Wherever they were written."""
+    text = "lambda h, x: h if torch.is_grad_enabled() else h.round()"
+    function = eval(compile(text, file, "eval"), {"torch": torch})
     before = torch.is_grad_enabled
     reason = refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
     assert "asks torch.is_grad_enabled()" in reason
@@ -339,3 +343,32 @@ def test_reasons_name_what_the_user_knows(name: str) -> None:
 def test_steps_that_decide_by_the_number_of_rows(rows: int) -> None:
     cell = Cell(lambda h, x: 2 * h if len(h) == rows else h)
     assert "in another batch" in refused(cell, torch.randn(3, rows, H), torch.zeros(rows, H))
+
+
+TABLE = torch.ones(H)
+OF_ONE_ROW = {
+    "a tensor": (lambda cell, h: h * TABLE, "reads a tensor of shape"),
+    "an attribute": (lambda cell, h: cell.counted() * h, "changes"),
+    "a hook": (lambda cell, h: (h.register_hook(torch.sign), h)[1], "hook"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_ROW)
+def test_what_a_step_does_with_the_rows_of_the_call_alone(name: str) -> None:
+    """A trial that raises for its numbers is left out, but not for any other reason."""
+    special, words = OF_ONE_ROW[name]
+
+    class Special(Cell):
+        calls = 0
+
+        def counted(self) -> float:
+            self.calls += 1
+            return 2.0
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            y, h = super().forward(x, h)
+            return special(self, y) if len(x) == 1 and y.requires_grad else y, h
+
+    cell = Special(lambda h, x: h + 1)
+    reason = refused(cell, torch.randn(3, 1, H), torch.zeros(1, H, requires_grad=True))
+    assert words in reason
