@@ -314,14 +314,14 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
     use = _FirstUse(run, inputs, state)
     with one_at_a_time():
         log = use.log()
-        same = [p for p in programs if p.log == log and use.is_in_its_batch(p)]
-    if not same:
+        same = next((p for p in programs if p.log == log and use.is_in_its_batch(p)), None)
+    if same is None:
         return None
     try:
-        use.check_known(same[0], None, run.device)  # what it does in backward, which no log shows
+        use.check_known(same, None, run.device)  # what it does in backward, which no log shows
     except CannotCompile:
         return None
-    return same[0]
+    return same
 
 
 def _dtype(state: Leaves) -> torch.dtype:
