@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .trace import ROWS, CannotCompile, line_of
+from .lines import line_of
+from .trace import ROWS, CannotCompile
 
 _COLUMN_BITS, _ROW_BITS = 32, ROWS.bit_length()
 COLUMN = 1 << _COLUMN_BITS

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .trace import CannotCompile, FlatStep, is_own
+from .lines import is_own
+from .trace import CannotCompile, FlatStep
 
 
 def log_of(step: FlatStep) -> str:

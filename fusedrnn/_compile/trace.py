@@ -8,10 +8,7 @@ then gone. What leaves nothing in such a graph becomes an operation of its own: 
 from __future__ import annotations
 
 import copy
-import functools
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
 from ..recurrent.runs import Run
 from .graphs import Operations
+from .lines import line, line_of, line_of_error, user_line
 
 aten = torch.ops.aten
 
@@ -228,7 +226,7 @@ def check_held(run: Run, module: Operations) -> None:
 
 def _reason(error: Exception) -> str:
     text = str(error).split("\n")[0]
-    where = _line_of(error)
+    where = line_of_error(error)
     looks = (
         "value out of a tracing tensor",
         "data-dependent",
@@ -239,35 +237,6 @@ def _reason(error: Exception) -> str:
     if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
         return f"the step looks at values of tensors, as if, float() and .item() do{where}"
     return f"with a batch of {ROWS} it raises {type(error).__name__}: {text[:200]}{where}"
-
-
-_OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-
-
-@functools.cache
-def is_own(file: str) -> bool:
-    """Whether a file of Python is torch's or this package's.
-
-    What has no file is mostly the user's: the standard input, a cell of a notebook, text for exec.
-    """
-    return file.startswith((*_OWN, "<frozen ", "<eval_with_key>"))
-
-
-def _line_of(error: BaseException) -> str:
-    """The last line of the user's in a traceback."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not is_own(name):
-            found = f" ({os.path.basename(name)}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return found
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line that a node comes from, in brackets; or nothing."""
-    where = node.meta.get("stack_trace") or ""
-    return f" ({where})" if where else ""
 
 
 class _Draws(Source):
@@ -285,7 +254,7 @@ class _Draws(Source):
         if not shape or shape[0] % self._rows:
             raise CannotCompile(
                 f"the step draws numbers of shape {tuple(shape)}, which has no row for each row of "
-                f"the batch{_line()}"
+                f"the batch{line()}"
             )
         number = len(self.draws)
         if number >= MOST_DRAWS:
@@ -293,21 +262,6 @@ class _Draws(Source):
         self.draws.append(DrawnNumbers(distribution, math.prod(shape) // self._rows))
         made: Tensor = draw(self._like, number, list(shape), dtype)
         return made
-
-
-def _line() -> str:
-    where = _user_line()
-    return f" ({where})" if where else ""
-
-
-def _user_line() -> str:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_own(name):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 _ASSIGNMENTS = {
@@ -337,8 +291,8 @@ class _Seen(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._has_stopped and _changes(function):
             # A stop is a copy, and what it is a copy of shares its memory with the original.
-            raise CannotCompile(f"the step changes a tensor in place after a detach{_line()}")
-        fx_traceback.current_meta["stack_trace"] = _user_line()
+            raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
+        fx_traceback.current_meta["stack_trace"] = user_line()
         drawn = DRAWS.get(function)
         if drawn is not None:
             kwargs.pop("generator", None)
