@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..recurrent.chunks import Names
-from ..recurrent.programs import described_by
+from ..recurrent.programs import MOST_ROWS, described_by
 from ..recurrent.runs import Run
 from ..recurrent.trees import Leaves, Structure
 from . import ready, records
@@ -24,7 +24,6 @@ from .turns import Busy, one_at_a_time
 from .verify import (
     BATCH,
     CORNERS,
-    MOST_ROWS,
     ROWS_OF_KNOWN,
     Numbers,
     Trial,
@@ -34,8 +33,6 @@ from .verify import (
     verify,
     verify_library,
 )
-
-_OTHER_ROWS = sorted({BATCH, *(corner.batch for corner in CORNERS if corner.batch is not None)})
 
 
 class _FirstUse:
@@ -49,11 +46,9 @@ class _FirstUse:
         self._batch = min(run.rows, MOST_ROWS)
         self._output: tuple[Structure, list[torch.Size]] | None = None
         """Its structure, and shapes without the batch, when the step has run."""
-        self._first_log = self._whole_log = self._key = ""
-        """What it does with a few rows, and with other numbers of rows, too; and the name of its
-        record. See known()."""
-        self._own_log = ""
-        """What it does with as many rows as the call has."""
+        self._first_log = self._own_log = self._key = ""
+        """What it does with a few rows, and with those of the call; and the name of its record. See
+        known()."""
 
     def known(self) -> Program | None:
         """The program that another process has made of it; None if there is no record.
@@ -64,12 +59,10 @@ class _FirstUse:
         self._check_dtypes()
         step = self._flat()
         self._first_log = self._log(step)
-        self._whole_log = self._with_other_rows(self._first_log)
-        if not self._is_usual(self._batch):
-            self._own_log = self._log_of_rows(self._batch)
+        self._own_log = self._log_of_rows(self._batch)
         kind = kind_of(self._run.device)
         others = [self._names, list(self._run.weights.trained()), self._batch, kind]
-        logs = f"{self._whole_log}\n{self._own_log}"  # Python may decide by what no key shows
+        logs = f"{self._first_log}\n{self._own_log}"  # Python may decide by what no key shows
         self._key = records.key_of(logs, described_by(self._run), others)
         known = records.find(self._key)
         if known is None:
@@ -90,14 +83,17 @@ class _FirstUse:
             Busy: Another thread takes too long.
             Exception: The program is of other shapes.
         """
+        self._compare(program, device, self._batch <= ROWS_OF_KNOWN)
+
+    def _compare(self, program: Program, device: torch.device, in_own_batch: bool) -> None:
+        batch = self._batch if in_own_batch else BATCH
         if self._dtype.itemsize > 2:
             with one_at_a_time():
-                batch = self._batch if self._batch <= ROWS_OF_KNOWN else BATCH
                 trial = self._trial(batch=batch, is_known=True)
             if is_close(program, trial, device):
                 return
         with one_at_a_time():
-            trial = self._trial()
+            trial = self._trial(batch=batch)
         verify(program, trial)
         verify_library(program, trial, device)
 
@@ -160,32 +156,26 @@ class _FirstUse:
         self._output = own.output_structure(), [y.shape[1:] for y in made[1]]
         return made
 
-    def log(self) -> str:
-        """What the step does, and the structure of its output.
+    def is_same(self, program: Program, device: torch.device) -> bool:
+        """Whether the step is a program's: by its operations, and by what autograd makes of them,
+        which no log shows.
 
         Raises:
             CannotCompile: The step raises.
+            Busy: Another thread takes too long.
         """
-        return self._with_other_rows(self._log(self._flat()))
-
-    def is_in_its_batch(self, program: Program) -> bool:
-        """Whether the step is a program's with as many rows as the call has, too."""
-        batch = self._batch
-        if self._is_usual(batch):
-            return True
-        log = self._log_of_rows(batch)
-        if batch not in program.logs:
-            try:
-                verify(program, self._trial(batch=batch))
-            except CannotCompile:
-                return False
-            program.logs[batch] = log
-        return program.logs[batch] == log
-
-    @staticmethod
-    def _is_usual(batch: int) -> bool:
-        """Whether every log is of this number of rows, too."""
-        return batch in (ROWS, *_OTHER_ROWS)
+        with one_at_a_time():
+            log = self._log(self._flat())
+            own_log = self._log_of_rows(self._batch)
+        is_new = self._batch not in program.logs
+        if program.log != log or not (is_new or program.logs[self._batch] == own_log):
+            return False
+        try:
+            self._compare(program, device, is_new)
+        except CannotCompile:
+            return False
+        program.logs[self._batch] = own_log
+        return True
 
     def _log(self, step: FlatStep) -> str:
         """The same of a step on a few rows.
@@ -204,22 +194,19 @@ class _FirstUse:
         assert self._output is not None
         return f"{log}\n{self._output[0]}"
 
-    def _with_other_rows(self, log: str) -> str:
-        """What it does with other numbers of rows, too, by which it may decide."""
-        output = self._output
-        others = [self._log_of_rows(count) for count in _OTHER_ROWS]
-        self._output = output
-        return "\n".join([log, *others])
-
     def _log_of_rows(self, count: int) -> str:
+        """What it does with another number of rows, by which Python may decide."""
+        output = self._output
         try:
-            return self._run.aside(lambda: log_of(self._flat(count)))
+            return self._log(self._flat(count))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            self._output = output
 
     def _program(self, printed: Printed, made: Callable[[], Made]) -> Program:
         assert self._output is not None
-        program = Program(
+        return Program(
             printed,
             made,
             names=self._names,
@@ -227,11 +214,9 @@ class _FirstUse:
             output_shapes=self._output[1],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=self._whole_log,
+            log=self._first_log,
+            logs={self._batch: self._own_log},
         )
-        if self._own_log:
-            program.logs[self._batch] = self._own_log
-        return program
 
     def _trial(
         self, corner: Numbers | None = None, batch: int = BATCH, is_known: bool = False
@@ -312,16 +297,7 @@ def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves
         Busy: Another thread takes too long.
     """
     use = _FirstUse(run, inputs, state)
-    with one_at_a_time():
-        log = use.log()
-        same = next((p for p in programs if p.log == log and use.is_in_its_batch(p)), None)
-    if same is None:
-        return None
-    try:
-        use.check_known(same, None, run.device)  # what it does in backward, which no log shows
-    except CannotCompile:
-        return None
-    return same
+    return next((program for program in programs if use.is_same(program, run.device)), None)
 
 
 def _dtype(state: Leaves) -> torch.dtype:

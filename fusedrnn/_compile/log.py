@@ -30,7 +30,7 @@ def log_of(step: FlatStep) -> str:
     for tensor in step.arguments:
         log.know(tensor)
     with _without_questions(), log:
-        results = step(*step.arguments)
+        results = step(*step.arguments, notes_lines=False)
     log.lines += [log.described(results), str(step.count), str(step.draws)]
     return "\n".join(log.lines)
 
@@ -69,8 +69,9 @@ class _Log(TorchDispatchMode):
         self.lines: list[str] = []
         self._numbers: dict[int, int] = {}
         """Of storages, by their addresses."""
-        self._kept: list[Tensor] = []
-        """So that no storage takes the address of another one."""
+        self._known: dict[int, tuple[Tensor, str]] = {}
+        """Tensors by their ids, which they keep here, and what is said of each. So no storage takes
+        the address of another one, either."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,8 +81,9 @@ class _Log(TorchDispatchMode):
     def know(self, tensor: Tensor) -> None:
         """What comes into the step: not its numbers, but its shape."""
         number = self._numbers.setdefault(tensor.untyped_storage()._cdata, len(self._numbers))
-        self._kept.append(tensor)
-        self.lines.append(f"{number} {self._layout(tensor)}")
+        said = f"{number} {_layout(tensor)}"
+        self._known[id(tensor)] = tensor, said
+        self.lines.append(said)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Before it runs: a tensor from elsewhere may be changed in place.
@@ -96,7 +98,8 @@ class _Log(TorchDispatchMode):
     def described(self, value: Any) -> str:
         """A value without addresses of this process."""
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            known = self._known.get(id(value))
+            return self._tensor(value) if known is None else known[1]
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(self.described, value))}]"
         if isinstance(value, dict):
@@ -108,13 +111,13 @@ class _Log(TorchDispatchMode):
         if number is None:
             self.know(tensor)
             with torch.no_grad(), torch._C._DisableTorchDispatch():
-                return f"{self._layout(tensor)} {_digest(tensor)}"
-        return f"{number} {self._layout(tensor)}"
+                return f"{_layout(tensor)} {_digest(tensor)}"
+        return f"{number} {_layout(tensor)}"
 
-    @staticmethod
-    def _layout(tensor: Tensor) -> str:
-        sizes, strides = tuple(tensor.shape), tensor.stride()
-        return f"{tensor.dtype} {sizes} {strides} {tensor.storage_offset()} {tensor.device}"
+
+def _layout(tensor: Tensor) -> str:
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    return f"{tensor.dtype} {sizes} {strides} {tensor.storage_offset()} {tensor.device}"
 
 
 def _digest(tensor: Tensor) -> str:

@@ -118,13 +118,17 @@ class FlatStep:
         self.count = 0
         """Of results that are states; outputs come behind them."""
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *given: Tensor, notes_lines: bool = True) -> tuple[Tensor, ...]:
+        """
+        Args:
+            notes_lines: Whether operations get their lines, which takes as long as a small one.
+        """
         first, second = self.ends
         source = _Draws(given[first] if len(given) > first else given[0], self._rows)
         validates = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)
         try:
-            with torch.enable_grad(), _Seen(source):
+            with torch.enable_grad(), _Seen(source, notes_lines):
                 new, y = self._step(given[:first], given[first:second], given[second:])
         finally:
             torch.distributions.Distribution.set_default_validate_args(validates)
@@ -281,9 +285,9 @@ def _changes(function: Any) -> bool:
 class _Seen(TorchFunctionMode):
     """Draws, and what cuts derivatives, become operations; every operation gets its line."""
 
-    def __init__(self, source: _Draws) -> None:
+    def __init__(self, source: _Draws, notes_lines: bool) -> None:
         super().__init__()
-        self._source, self._has_stopped = source, False
+        self._source, self._notes_lines, self._has_stopped = source, notes_lines, False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -292,7 +296,8 @@ class _Seen(TorchFunctionMode):
         if self._has_stopped and _changes(function):
             # A stop is a copy, and what it is a copy of shares its memory with the original.
             raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
-        fx_traceback.current_meta["stack_trace"] = user_line()
+        if self._notes_lines:
+            fx_traceback.current_meta["stack_trace"] = user_line()
         drawn = DRAWS.get(function)
         if drawn is not None:
             kwargs.pop("generator", None)

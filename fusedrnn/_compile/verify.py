@@ -57,7 +57,6 @@ class Corner(NamedTuple):
     """None for that of the call."""
 
 
-MOST_ROWS = 64
 CORNERS = (
     Corner(torch.zeros_like, 2),
     Corner(lambda x: x[..., :1].expand_as(x).clone(), 5),

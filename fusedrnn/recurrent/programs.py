@@ -42,8 +42,10 @@ def check_compile(value: Any) -> None:
         raise ValueError(f"fusedrnn: compile must be one of {names}, got {text_of(value)}")
 
 
-_MOST_KEYS = 64
+_MOST_KEYS = 128
 """By which programs are found: more would be those of values that each call has only once."""
+MOST_ROWS = 64
+"""Of a batch by whose size a step may decide: larger ones count as this one."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class Programs:
 
     def _same(self, kind: Any, run: Run, inputs: Leaves, state: Leaves) -> Program | None:
         """A program of a step that does the same, though something has changed in Python."""
-        others = [p for (k, _), p in self._known.items() if k == kind and not isinstance(p, str)]
+        known = [p for (k, *_), p in self._known.items() if k == kind and not isinstance(p, str)]
+        others = list({id(program): program for program in known}.values())
         if not others:
             return None
         from .._compile.first_use import same_as
@@ -141,7 +144,7 @@ class Programs:
 
 
 def _key(kind: Any, run: Run) -> Any:
-    return kind, described_by(run)
+    return kind, described_by(run), min(run.rows, MOST_ROWS)
 
 
 def described_by(run: Run) -> Any:

@@ -677,12 +677,12 @@ def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.Monke
     cell = Holds(2.0, lambda held: held)
     rnn = fusedrnn.Recurrent(cell, compile="require")
     x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
-    for epoch in range(100):
+    for epoch in range(150):
         cell.epoch = epoch  # type: ignore[assignment]
         output, _ = rnn(x, h)
     torch.testing.assert_close(output, loop(cell, x, h)[0])
     assert len(traced) == 1
-    assert len(rnn._memories[0].programs._known) < 100
+    assert len(rnn._memories[0].programs._known) < 150
     cell.held = 3.0
     torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
     assert len(traced) == 2
@@ -809,3 +809,27 @@ def test_what_only_derivatives_show(name: str, monkeypatch: pytest.MonkeyPatch) 
         found.append(gradient)
     assert not torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], found[2])
+
+
+def test_every_batch_is_looked_at_when_it_comes_first() -> None:
+    """Also one that no trial had; only in that batch is the step taken in Python."""
+
+    class Many(Base):
+        def read(self) -> Any:
+            return 1.0
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            h = super().forward(x, h)
+            return 2 * h if len(x) > 6 else h
+
+    cell = Many()
+    rnn = fusedrnn.Recurrent(cell)
+    for batch in (4, 7, 3, 7):
+        x, h = torch.randn(3, batch, H, dtype=F64), torch.zeros(batch, H, dtype=F64)
+        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+    known = rnn._memories[0].programs._known
+    assert {batch: isinstance(found, str) for (_, _, batch), found in known.items()} == {
+        4: False,
+        7: True,
+        3: False,
+    }
