@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 
 _MOST_BYTES = 2**20
 """Of an array that is looked at."""
-_WITH_ATTRIBUTES = ("argparse", "collections", "dataclasses", "enum", "functools", "types")
-"""Modules of the standard library whose objects hold what users put there."""
+_WITH_ATTRIBUTES = (
+    *("_thread", "argparse", "collections", "configparser", "dataclasses", "enum", "functools"),
+    *("multiprocessing", "threading", "types"),
+)
+"""Modules of the standard library whose objects hold what users put there. Those of others, as
+loggers, lead to all that a process has."""
+_OF_TORCH = ("torch.distributions", "torch.optim", "torch.utils.data")
+"""The same of torch: schedulers and samplers count epochs."""
 _READS_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
@@ -86,7 +92,7 @@ def holds_attributes(kind: type) -> bool:
     if top == "fusedrnn":
         return False
     if top == "torch":
-        return name.startswith("torch.distributions")
+        return name.startswith(_OF_TORCH)
     return top in _WITH_ATTRIBUTES or (top != "numpy" and top not in sys.stdlib_module_names)
 
 

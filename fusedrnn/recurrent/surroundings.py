@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import marshal
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -249,8 +250,10 @@ class _Walk:
     def _attributes(self, value: Any, kind: type) -> Iterator[tuple[str, Any]]:
         if not self._is_of_user(kind) and not holds_attributes(kind):
             return
+        is_of_thread = isinstance(value, threading.local)
+        read: Any = type(value).__getattribute__ if is_of_thread else object.__getattribute__
         with suppress(AttributeError):
-            yield from list(object.__getattribute__(value, "__dict__").items())
+            yield from list(read(value, "__dict__").items())
         for base in kind.__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:

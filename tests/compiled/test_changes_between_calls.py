@@ -14,6 +14,7 @@ import enum
 import functools
 import re
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -833,3 +834,46 @@ def test_every_batch_is_looked_at_when_it_comes_first() -> None:
         7: True,
         3: False,
     }
+
+
+def _scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
+
+
+def _next(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    scheduler.optimizer.step()
+    scheduler.step()
+
+
+def _of_thread(factor: float) -> threading.local:
+    made = threading.local()
+    made.factor = factor
+    return made
+
+
+OBJECTS = {
+    "a scheduler": (_scheduler, lambda held: held.get_last_lr()[0], _next),
+    "an optimizer": (
+        lambda: _scheduler().optimizer,
+        lambda held: held.param_groups[0]["lr"],
+        lambda held: held.param_groups[0].update(lr=0.7),
+    ),
+    "a thread's": (
+        lambda: _of_thread(2.0),
+        lambda held: held.factor,
+        lambda held: setattr(held, "factor", 3.0),
+    ),
+    "an event": (
+        threading.Event,
+        lambda held: 2.0 if held.is_set() else 1.0,
+        lambda held: held.set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_torch_and_of_python(name: str) -> None:
+    make, read, change = OBJECTS[name]
+    cell = Holds(make(), read)
+    check(cell, lambda: change(cell.held))
