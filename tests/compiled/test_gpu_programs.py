@@ -118,7 +118,7 @@ def test_equals_the_cpu(case: Case, dtype: torch.dtype, masks: Masks) -> None:
 
 
 @pytest.mark.parametrize("runs", ["compiled", "emulated"])
-@OF_SMOOTH
+@pytest.mark.parametrize("case", [case for case in SEVERAL if case.name in QUICK], ids=str)
 @ALL_MASKS
 def test_fresh_memory_is_written_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
