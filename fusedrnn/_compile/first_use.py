@@ -83,10 +83,8 @@ class _FirstUse:
             Busy: Another thread takes too long.
             Exception: The program is of other shapes.
         """
-        self._compare(program, device, self._batch <= ROWS_OF_KNOWN)
-
-    def _compare(self, program: Program, device: torch.device, in_own_batch: bool) -> None:
-        batch = self._batch if in_own_batch else BATCH
+        own_batch = self._batch not in program.logs or self._batch <= ROWS_OF_KNOWN
+        batch = self._batch if own_batch else BATCH
         if self._dtype.itemsize > 2:
             with one_at_a_time():
                 trial = self._trial(batch=batch, is_known=True)
@@ -167,11 +165,10 @@ class _FirstUse:
         with one_at_a_time():
             log = self._log(self._flat())
             own_log = self._log_of_rows(self._batch)
-        is_new = self._batch not in program.logs
-        if program.log != log or not (is_new or program.logs[self._batch] == own_log):
+        if program.log != log or program.logs.get(self._batch, own_log) != own_log:
             return False
         try:
-            self._compare(program, device, is_new)
+            self.check_known(program, None, device)
         except CannotCompile:
             return False
         program.logs[self._batch] = own_log

@@ -37,7 +37,7 @@ STEPS, BATCH = 3, 2
 """The batch is another one than that of the trace, in case that its size is in the graph."""
 STEPS_OF_KNOWN, ROWS_OF_KNOWN = 2, 8
 """A step that has a record has passed all trials before. It is tried with the rows of the call if
-these are no more."""
+these are no more, or if no call had as many."""
 _FEW = 16381
 """Normal numbers that are added to weights."""
 _NEARBY = 1 + 1e-12

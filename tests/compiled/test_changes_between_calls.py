@@ -785,21 +785,24 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_what_only_derivatives_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward is the same after the change, to the last operation."""
+def test_what_only_derivatives_show(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward is the same after the change, to the last operation. Other batches know no change."""
     of, first, second = DERIVATIVES[name]
 
     class Derives(Base):
         held: Any = first
 
         def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            return of(torch.tanh(self.gate(torch.cat([x, h], -1))), self.held)  # type: ignore[no-any-return]
+            held = self.held if len(x) == batch else first
+            return of(torch.tanh(self.gate(torch.cat([x, h], -1))), held)  # type: ignore[no-any-return]
 
     monkeypatch.setitem(globals(), "BACKWARD_FACTOR", first)
     cell = Derives()
     rnn = fusedrnn.Recurrent(cell)
-    x, h = torch.randn(3, 2, H, dtype=F64, requires_grad=True), torch.zeros(2, H, dtype=F64)
+    x = torch.randn(3, batch, H, dtype=F64, requires_grad=True)
+    h = torch.zeros(batch, H, dtype=F64)
     found = []
     for held in (first, second, first):
         cell.held = held
