@@ -69,9 +69,9 @@ class Program:
     state_shapes: list[torch.Size]
     dtype: torch.dtype
     log: str
-    """Of the operations that the step does."""
+    """A digest of the operations that the step does with a few rows."""
     logs: dict[int, str] = field(default_factory=dict)
-    """The same by batch size, where a step was found to be the same in a call of that size."""
+    """The same with the rows of calls, for each number of rows with which it was tried."""
     key: str = ""
     """Of the record that is to be stored when the library is verified."""
     number: int = -1

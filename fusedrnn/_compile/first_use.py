@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -46,9 +47,8 @@ class _FirstUse:
         self._batch = min(run.rows, MOST_ROWS)
         self._output: tuple[Structure, list[torch.Size]] | None = None
         """Its structure, and shapes without the batch, when the step has run."""
-        self._first_log = self._own_log = self._key = ""
-        """What it does with a few rows, and with those of the call; and the name of its record. See
-        known()."""
+        self._own_log = self._key = ""
+        """What it does with the rows of the call, and the name of its record. See known()."""
 
     def known(self) -> Program | None:
         """The program that another process has made of it; None if there is no record.
@@ -57,21 +57,23 @@ class _FirstUse:
             CannotCompile: There is no program.
         """
         self._check_dtypes()
-        step = self._flat()
-        self._first_log = self._log(step)
-        self._own_log = self._log_of_rows(self._batch)
+        own = self._flat(self._batch)
+        self._own_log = self._log_or_error(own)
+        if self._output is None:  # it raises
+            return None
         kind = kind_of(self._run.device)
         others = [self._names, list(self._run.weights.trained()), self._batch, kind]
-        logs = f"{self._first_log}\n{self._own_log}"  # Python may decide by what no key shows
-        self._key = records.key_of(logs, described_by(self._run), others)
+        # Python may decide by what no key shows, so the log is a part of it.
+        self._key = records.key_of(self._own_log, described_by(self._run), others)
         known = records.find(self._key)
         if known is None:
             return None
         try:
             if known.printed is None:
                 return None
-            again = functools.partial(_made_again, known, step.without_weights(), self._run.names)
-            return self._program(known.printed, functools.cache(again))
+            few = own.without_step(self._flat().arguments)
+            again = functools.partial(_made_again, known, few, self._run.names)
+            return self._program(known.printed, functools.cache(again), known.log)
         except Exception:  # of a record that is damaged, or the step is another one after all
             return None
 
@@ -105,13 +107,14 @@ class _FirstUse:
         from .printing import printed
 
         step = self._flat()
-        if self._log(step) != self._first_log:
+        log = self._log_or_reason(step)
+        if self._log(step) != log:
             raise CannotCompile("the step does not do the same each time")
         traced = self._run.aside(lambda: trace(step))
         check_held(self._run, traced.module)
         lowered = Lowered(traced, self._run.names)
         fields = printed(lowered, self._dtype, self._run.device)
-        program = self._program(*fields)
+        program = self._program(*fields, log)
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
@@ -163,8 +166,8 @@ class _FirstUse:
             Busy: Another thread takes too long.
         """
         with one_at_a_time():
-            log = self._log(self._flat())
-            own_log = self._log_of_rows(self._batch)
+            log = self._log_or_reason(self._flat())
+            own_log = self._log_or_error(self._flat(self._batch))
         if program.log != log or program.logs.get(self._batch, own_log) != own_log:
             return False
         try:
@@ -175,33 +178,34 @@ class _FirstUse:
         return True
 
     def _log(self, step: FlatStep) -> str:
-        """The same of a step on a few rows.
+        """A digest of what a step does.
 
+        What it raises is that of the step.
+        """
+        log = self._run.aside(lambda: log_of(step))
+        assert self._output is not None
+        return hashlib.sha256(f"{log}\n{self._output[0]}".encode()).hexdigest()
+
+    def _log_or_reason(self, step: FlatStep) -> str:
+        """
         Raises:
             CannotCompile: The step raises.
         """
-        run = self._run
         try:
-            log = run.aside(lambda: log_of(step))
+            return self._log(step)
         except CannotCompile:
             raise
         except Exception:
-            run.aside(lambda: trace(step))  # which says why, with the line
+            self._run.aside(lambda: trace(step))  # which says why, with the line
             raise
-        assert self._output is not None
-        return f"{log}\n{self._output[0]}"
 
-    def _log_of_rows(self, count: int) -> str:
-        """What it does with another number of rows, by which Python may decide."""
-        output = self._output
+    def _log_or_error(self, step: FlatStep) -> str:
         try:
-            return self._log(self._flat(count))
+            return self._log(step)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        finally:
-            self._output = output
 
-    def _program(self, printed: Printed, made: Callable[[], Made]) -> Program:
+    def _program(self, printed: Printed, made: Callable[[], Made], log: str) -> Program:
         assert self._output is not None
         return Program(
             printed,
@@ -211,7 +215,7 @@ class _FirstUse:
             output_shapes=self._output[1],
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=self._first_log,
+            log=log,
             logs={self._batch: self._own_log},
         )
 

@@ -45,6 +45,8 @@ class Record(NamedTuple):
     unread: Unread
     library: str
     """The name of the library that has passed its check."""
+    log: str
+    """What the step does with a few rows; see Program."""
     stored_graphs: str
     """As JSON: most processes do not read it."""
 
@@ -98,7 +100,7 @@ def find(key: str) -> Record | None:
             return None
         stored = json.loads(content)
         unread = Unread(*map(frozenset, stored["unread"]))
-        fixed = [str(stored[name]) for name in ("library", "graphs")]
+        fixed = [str(stored[name]) for name in ("library", "log", "graphs")]
         return Record(_to_printed(stored["printed"]), unread, *fixed)
     except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
@@ -123,6 +125,7 @@ def keep(program: Program, module: Operations | None = None, is_same: bool = Fal
             "printed": None if is_same else _of_printed(program.printed),
             "unread": [sorted(part) for part in program.unread],
             "library": program.library.key,
+            "log": program.log,
             "graphs": json.dumps(graphs),
         }
         cache.write(_path(program.key), json.dumps(stored).encode())

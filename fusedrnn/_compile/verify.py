@@ -200,7 +200,7 @@ class Trial:
         value = value.to(self._dtype)
         noise = self._noise_like(value)
         if is_trained:
-            value = noise.mul_(0.05).add_(value)
+            value = torch.add(value, noise, alpha=0.05, out=noise)
         else:  # maybe a variance, so it stays positive; zeros are filled, which would hide an error
             value = torch.where(value == 0, 0.05 * noise.abs(), value * (1 + 0.1 * noise.tanh()))
         return value.to(self._computes_in).requires_grad_(is_trained)
@@ -477,7 +477,7 @@ def _compare_library(
     off = _OFF.get(dtype, 0.0) if program.printed.has_choices else 0.0
     for ours, theirs in ((results, exact[0]), (gradients, exact[1])):
         for a, b in zip(ours, theirs, strict=True):
-            a, b = a.detach().cpu().to(torch.float64, copy=True).reshape(b.shape), b.detach()
+            a, b = a.detach().cpu().to(b.dtype, copy=True).reshape(b.shape), b.detach()
             scale = _largest(b)
             if not math.isfinite(scale):
                 raise CannotCompile(f"its numbers in {dtype} are not finite")

@@ -313,7 +313,7 @@ def test_the_walk_does_not_enter_this_package(folder: Path, traces: list[str]) -
         lambda record: cache.write(record, b"{"),
         *(
             _changed(lambda stored, name=name: stored.pop(name))
-            for name in ("printed", "unread", "library", "graphs")
+            for name in ("printed", "unread", "library", "log", "graphs")
         ),
         *(
             _changed(lambda stored, name=name: stored["printed"].pop(name))
@@ -528,14 +528,15 @@ def test_no_compiler_is_imported(folder: Path) -> None:
 
 
 class Fitted(Scaled):
-    """Decides by a buffer's number, where it has one row."""
+    """Decides by a buffer's number, where it has so many rows."""
 
-    def __init__(self, is_fitted: bool) -> None:
+    def __init__(self, is_fitted: bool, rows: int = 1) -> None:
         super().__init__()
         self.register_buffer("fitted", torch.tensor(is_fitted))
+        self.rows = rows
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        if len(x) == 1 and self.fitted:
+        if len(x) == self.rows and self.fitted:
             x = 3 * x
         return super().forward(x, h)
 
@@ -547,6 +548,26 @@ def test_a_step_that_differs_in_the_batch_of_the_call(folder: Path) -> None:
         numbers(Fitted(True), batch=1)
     assert all(map(torch.equal, first, numbers(Fitted(False), batch=1)))
     assert len(steps(folder)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_step_that_differs_in_the_batch_of_a_later_call(
+    rows: int, folder: Path, traces: list[str]
+) -> None:
+    """A record is found by what the step does in the first call, whose batch is another one."""
+    numbers(Fitted(False, rows), batch=4)
+    traces.clear()
+    rnns = [
+        fusedrnn.Recurrent(Fitted(True, rows).double(), compile=compile)
+        for compile in ("auto", "never")
+    ]
+    rnns[1].load_state_dict(rnns[0].state_dict())
+    for number, batch in enumerate((4, rows, 4)):
+        x = torch.randn(T, batch, H, dtype=torch.float64)
+        made = [rnn(x, torch.zeros(batch, H, dtype=torch.float64))[0] for rnn in rnns]
+        torch.testing.assert_close(made[0], made[1], rtol=1e-12, atol=1e-12)
+        if number == 0:
+            assert not traces or rows == 2  # those with which records are tried
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
