@@ -214,6 +214,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     )
     for name in ("sigmoid_backward", "tanh_backward"):  # known without cancellation
         table.pop(getattr(aten, name).default, None)
+    for eye in (aten.eye.default, aten.eye.m):  # theirs asks for numbers in uint16
+        table.pop(eye, None)
     own: dict[Any, Callable[..., Any]] = {
         aten.log_sigmoid_forward.default: _log_sigmoid,
         aten.native_layer_norm.default: _layer_norm,

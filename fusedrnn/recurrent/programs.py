@@ -6,6 +6,7 @@ Everything that traces, lowers and builds is imported when the first program is 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ AUTO, REQUIRE, NEVER = COMPILE = ("auto", "require", "never")
 _MOST_KINDS = 8
 """Programs of one cell that differ in nothing but what Python decides: more would be built anew in
 each call."""
+_CHANGING = (
+    "numbers or objects that it reads in Python change from call to call; make them buffers or "
+    "inputs"
+)
 
 
 def check_compile(value: Any) -> None:
@@ -82,6 +87,7 @@ class Programs:
         self._kinds: dict[Any, int] = {}
         self._too_much = ""
         """Why none is looked for."""
+        self._has_warned = False
 
     def of(self, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         """The program of a run, or why there is none."""
@@ -103,10 +109,7 @@ class Programs:
             return "a CUDA graph is being captured, and no call before it has made the program"
         count = self._kinds.get(kind, 0)
         if count >= _MOST_KINDS:
-            return (
-                "numbers or objects that it reads in Python change from call to call; make them "
-                "buffers or inputs"
-            )
+            return _CHANGING
         same = self._same(kind, run, inputs, state)
         if same is not None:
             return self._keep(key, same)
@@ -135,6 +138,14 @@ class Programs:
 
         found, _ = _made(lambda: same_as(others, run, inputs, state))
         return None if isinstance(found, str) else found
+
+    def warn_once(self, reason: str, place: str) -> None:
+        """Of a cell that was compiled before, and is no longer."""
+        if reason == _CHANGING and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"fusedrnn: the cell{place} is no longer compiled, because {reason}", stacklevel=2
+            )
 
     def _keep(self, key: Any, found: Program | str) -> Program | str:
         self._known[key] = found
@@ -274,6 +285,8 @@ def choose_program(
         found = programs.of(run, run.masks.within_ends(inputs)[: run.masks.inputs], state)
     if compile == REQUIRE and isinstance(found, str):
         raise RuntimeError(f"fusedrnn: the cell{run.place} cannot be compiled: {found}")
+    if isinstance(found, str):
+        programs.warn_once(found, run.place)
     return found
 
 

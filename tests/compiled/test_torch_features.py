@@ -11,6 +11,7 @@ import io
 import math
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -932,7 +933,10 @@ def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> No
     rnn, x = fusedrnn.Recurrent(Minimal(), compile="auto"), sequence(2, 1)
     for i in range(4):
         rnn.cell.scale = 1 + i / 8
-        check(rnn, x)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            check(rnn, x)
+        assert ["is no longer compiled" in str(w.message) for w in said] == [True] * (i == 2)
     assert "change from call to call" in rnn.explain(x).program
     rnn.cell.scale = 1.0
     check(rnn, x)
@@ -1298,3 +1302,23 @@ def test_weights_are_parameters_for_the_step() -> None:
     with interpreted():
         y, _ = fusedrnn.Recurrent(module, compile="require")(x, h)
     torch.testing.assert_close(y, loop(module, x, h)[0])
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "eye": lambda h: h @ torch.eye(H, dtype=h.dtype),
+    "eye(300)": lambda h: (h[:, :1] + torch.eye(300, H, dtype=h.dtype)[:1]) * 0.5,
+    "arange(300)": lambda h: h * torch.arange(300, dtype=h.dtype)[-H:] / 300,
+    "linspace": lambda h: h * torch.linspace(-1, 1, H, dtype=h.dtype),
+    "triu": lambda h: h @ torch.ones(H, H, dtype=h.dtype).triu(),
+    "full": lambda h: h + torch.full((H,), 0.25, dtype=h.dtype),
+    "tensor": lambda h: h * torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=h.dtype),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_numbers_that_are_made_in_the_step(made: Callable[[Tensor], Tensor]) -> None:
+    class Makes(Minimal):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return super().forward(x, made(h))
+
+    check(required(Makes()), sequence())
