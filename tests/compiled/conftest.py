@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,3 +34,11 @@ def readable() -> Iterator[Path]:
         if not all(folder.stat().st_mode & 0o001 for folder in path.parents):
             pytest.skip("other users cannot read temporary folders")
         yield path
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Shells start commands in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -83,6 +83,7 @@ def test_a_compiler_that_hangs(folder: Path, tmp_path: Path, monkeypatch: Patch)
     assert not list(folder.glob("work-*"))
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_build_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -159,6 +159,7 @@ def test_workers_of_a_loader(start: str, folder: Path) -> None:
     close(torch.cat(list(loader)), exact)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt(folder: Path) -> None:
     """Of a long call: it ends, and so do later calls, with right results."""
     model = Model()
@@ -175,6 +176,7 @@ def test_an_interrupt(folder: Path) -> None:
         close(loss_and_gradients(model), exact)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_compiler(folder: Path) -> None:
     """While it traces, and while it builds: nothing is remembered, and the next call compiles."""
     exact = expected()
