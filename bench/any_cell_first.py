@@ -2,14 +2,16 @@
 
 This is what the first training step takes beyond the second one: once with an empty cache, so that
 g++ or nvcc builds the library, and on the CPU also with what that has left there, the median of
-three processes. Each process has trained a layer of torch before, so what torch loads at its first
+five processes. Each process has trained a layer of torch before, so what torch loads at its first
 backward does not count; tracing, derivation and trials do, with all that they import. The package's
-files are compiled, as pip does it when it installs them.
+files are compiled, as pip does it when it installs them. Python collects no garbage meanwhile, as
+in timeit: it would go through all objects of torch, in whichever step its time has come.
 """
 
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import tempfile
 import time
@@ -34,8 +36,8 @@ from .worker import Notes, Row, measure_apart
 BUILT, CACHED, BY_NVCC = "built by g++", "from the cache", "built by nvcc"
 LIMITS_S = {BUILT: 10.0, CACHED: 0.1}
 STALL_S, CELL_S = 300.0, 600.0  # without a note from a process, and for all of a cell
-CACHED_TIMES = 3  # processes that find a library in the cache
-SEQ_LEN = 16  # few, because the seconds are to be those of the first use alone
+CACHED_TIMES = 5  # processes that find a library in the cache
+SEQ_LEN = 4  # few, because the seconds are to be those of the first use alone
 
 
 def first_uses(case: Case, size: Size) -> dict[str, Row]:
@@ -109,6 +111,7 @@ def measure(job: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
         _seconds(torch.nn.GRU(8, 8, device=device), torch.randn(2, 2, 8, device=device))
         rnn = fusedrnn.Recurrent(cell, compile="require")
         before = _libraries(job["cache"])
+        gc.disable()
         try:
             first = _seconds(rnn, inputs, state)
         except RuntimeError as error:

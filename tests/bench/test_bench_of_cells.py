@@ -90,7 +90,7 @@ def test_the_first_use_is_built_once_and_found_by_the_next_process(
     assert built["process"] != cached["process"]
     assert built["seconds"] > 0 < cached["seconds"]
     assert built["libraries"] > 0 == cached["libraries"]
-    assert sorted(cached["each_s"])[1] == cached["seconds"]
+    assert sorted(cached["each_s"])[any_cell_first.CACHED_TIMES // 2] == cached["seconds"]
     monkeypatch.setenv("FUSEDRNN_COMPILE", "0")
     unable = any_cell_first.first_uses(CASES[0], SIZE)
     assert "FUSEDRNN_COMPILE=0" in unable[any_cell_first.BUILT]["unable"]
