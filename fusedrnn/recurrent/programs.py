@@ -141,11 +141,14 @@ class Programs:
 
     def warn_once(self, reason: str, place: str) -> None:
         """Of a cell that was compiled before, and is no longer."""
-        if reason == _CHANGING and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"fusedrnn: the cell{place} is no longer compiled, because {reason}", stacklevel=2
-            )
+        if reason != _CHANGING or self._has_warned:
+            return
+        if all(isinstance(known, str) for known in self._known.values()):
+            return  # as of any cell that never was: explain() says why
+        self._has_warned = True
+        warnings.warn(
+            f"fusedrnn: the cell{place} is no longer compiled, because {reason}", stacklevel=2
+        )
 
     def _keep(self, key: Any, found: Program | str) -> Program | str:
         self._known[key] = found

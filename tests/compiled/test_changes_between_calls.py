@@ -558,6 +558,7 @@ class Counts(Base):
         return 1.0
 
 
+@pytest.mark.filterwarnings("error:fusedrnn")  # none says that it is no longer compiled
 @pytest.mark.parametrize("place", ["object", "array", "class", "module"])
 def test_a_step_that_counts(place: str) -> None:
     """A program would not count."""

@@ -570,6 +570,32 @@ def test_a_step_that_differs_in_the_batch_of_a_later_call(
             assert not traces or rows == 2  # those with which records are tried
 
 
+class ByEnvironment(Scaled):
+    """Decides by what no key shows, where it has as many rows as a trace."""
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        if len(x) == 3 and os.environ.get("FUSEDRNN_OF_THIS_TEST"):
+            x = 3 * x
+        return super().forward(x, h)
+
+
+def test_a_step_that_differs_in_the_rows_of_a_trace(
+    folder: Path, traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is taken for other rows, and a call with these is another step's."""
+    first = numbers(ByEnvironment(), batch=4)
+    monkeypatch.setenv("FUSEDRNN_OF_THIS_TEST", "1")
+    traces.clear()
+    assert all(map(torch.equal, first, numbers(ByEnvironment(), batch=4)))
+    assert not traces
+    cell = ByEnvironment().double()
+    rnns = [fusedrnn.Recurrent(cell, compile=compile) for compile in ("auto", "never")]
+    for batch in (4, 3, 4):
+        x = torch.randn(T, batch, H, dtype=torch.float64)
+        made = [rnn(x, x[0]) for rnn in rnns]
+        torch.testing.assert_close(*made, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_programs_hold_no_weights(folder: Path, dtype: torch.dtype) -> None:
     """Neither those that are made, nor those of records, which in 16 bits are made again."""
