@@ -8,23 +8,36 @@ VENV ?= .venv
 OUT ?= build/gpu-check/$(GROUP)
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROGRESS := build_backend/progress.sh
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*/*.cu tests/*/*.cpp)
 CPP += $(wildcard bench/*.h bench/*.cu)
+LINTERS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 
 WHEELS := build/wheels
 
-.PHONY: test test-all test-exhaustive fuzz stress bench gpu-check lint format clean FORCE
-.PHONY: test-cuda test-torch test-oldest test-newest test-wheels wheel
+.PHONY: test test-slow test-nightly test-exhaustive fuzz stress bench gpu-check lint format clean FORCE
+.PHONY: test-cuda test-torch test-oldest test-newest test-wheels wheel venvs
 
 # A process for each core, and one thread in each process. PYTEST takes more options of pytest.
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist=worksteal
+# What tests need from a C++ compiler: it is built before they begin, and a failure stops them.
+BUILD = $(BIN)/python tests/builds.py
 
-# The quick tests; `test-all` runs the slow ones too.
+# The quick tests. CI runs the slow ones too, and test-nightly all that is left.
 test: $(VENV)/test.stamp
-	$(RUN_TESTS) -m 'not slow' $(PYTEST)
-test-all: $(VENV)/test.stamp
-	$(RUN_TESTS) $(PYTEST)
+	$(BUILD) quick
+	$(RUN_TESTS) -m 'not slow and not nightly' $(PYTEST)
+test-slow: $(VENV)/test.stamp
+	$(BUILD) slow
+	$(RUN_TESTS) -m 'not nightly' --times $(PYTEST)
+# Takes hours: for a change of kernels, of the tracer or of the build, and before a release.
+test-nightly: $(VENV)/test.stamp
+	$(BUILD) nightly
+	$(RUN_TESTS) -m nightly --timeout=7200 --times $(PYTEST)
+	$(MAKE) wheel
+	if [ -x '$(NVCC)' ]; then TORCH_CUDA_ARCH_LIST='8.0;9.0a;10.0' $(MAKE) wheel $(CUDA); fi
+	$(MAKE) test-newest
 
 # Every float, and every option with every hostile change of the arguments, where `test` takes a
 # sample. Prints what it counted, and takes hours.
@@ -36,6 +49,7 @@ test-exhaustive: $(VENV)/test.stamp
 MINUTES ?= 10
 SEED ?= 1
 fuzz: $(VENV)/test.stamp
+	$(BUILD) slow
 	cd tests && PYTHONPATH=.. $(abspath $(BIN))/python -m fuzz all --minutes $(MINUTES) --seed $(SEED)
 
 # The long form of tests/stress/test_stress.py: many steps and calls, threads, processes, and no
@@ -45,35 +59,47 @@ stress: $(VENV)/test.stamp
 	cd tests && $(abspath $(BIN))/python -m stress
 
 # What can be tested of CUDA without a GPU, where there is nvcc: the tests whose results depend on
-# torch, with a torch for CUDA; then both wheels with the oldest torch and with the newest. Kernels
-# for one GPU are enough where there is none: `test-all` compiles them for the others.
-test-cuda: export TORCH_CUDA_ARCH_LIST ?= 9.0
+# torch, with a torch for CUDA, and wheels for CPU and CUDA, which test-oldest tries with the oldest
+# torch. Kernels for one GPU are enough: `test-nightly` compiles them for others.
 test-cuda: wheel
-	FUSEDRNN_CUDA=1 $(MAKE) test-torch wheel VENV=.venv-cuda TORCH=torch==2.14.1
-	$(MAKE) --jobs=2 --output-sync=target test-oldest test-newest
+	TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0} $(MAKE) test-torch wheel $(CUDA)
+
+NVCC := $(or $(shell command -v nvcc),$(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)
+CUDA := VENV=.venv-cuda TORCH=torch==2.14.1 FUSEDRNN_CUDA=1
+# Kernels that this machine has compiled before are not compiled again.
+CUDA += PYTORCH_NVCC='$(CURDIR)/.venv-cuda/bin/python $(CURDIR)/tests/cached_nvcc.py $(NVCC)'
+OLDEST := VENV=.venv-oldest TORCH=torch==2.11.0
+NEWEST := VENV=.venv-newest TORCH=torch==2.15.0
 
 test-oldest:
-	$(MAKE) test-wheels VENV=.venv-oldest TORCH=torch==2.11.0
+	$(MAKE) test-wheels $(OLDEST)
 test-newest:
-	$(MAKE) test-wheels VENV=.venv-newest TORCH=torch==2.15.0
+	$(MAKE) test-wheels $(NEWEST)
+
+# The torches of test-cuda. CI installs them while other things run.
+venvs:
+	$(MAKE) .venv-cuda/torch.txt $(CUDA)
+	$(MAKE) .venv-oldest/torch.txt $(OLDEST)
 
 # Leaves out the emulation and the math, which use nothing of torch that differs between its versions.
-test-torch: OF_TORCH := api values gpu/test_cuda_library.py gpu/test_fake_cuda.py
-test-torch: OF_TORCH += project/test_packaging.py
+test-torch: OF_TORCH := api values gpu/test_cuda_library.py project/test_packaging.py
 test-torch: $(VENV)/test.stamp
-	$(RUN_TESTS) -m 'not slow and not emulated' --ignore=tests/values/test_math.py \
-	    $(addprefix tests/,$(OF_TORCH))
+	$(RUN_TESTS) -m 'not slow and not nightly and not emulated' --times \
+	    --ignore=tests/values/test_math.py $(addprefix tests/,$(OF_TORCH))
 
 wheel: $(VENV)/test.stamp
 	rm -rf $(WHEELS)/$(notdir $(VENV))
-	$(PIP) wheel --no-deps --wheel-dir $(WHEELS)/$(notdir $(VENV)) .
+	@echo 'building a wheel with $(VENV)'
+	@$(PROGRESS) $(VENV)/wheel.log \
+	    $(PIP) wheel --verbose --no-deps --wheel-dir $(WHEELS)/$(notdir $(VENV)) .
 
 # Values, operators and torch.compile with a wheel that was built elsewhere. Runs from another
 # folder, because `import fusedrnn` must not find the source tree.
 test-wheels: OF_WHEELS := values/test_any_sizes.py api/test_compile.py gpu/test_cuda_library.py
 test-wheels: $(VENV)/torch.txt
-	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); for wheel in $$wheels; do \
-	    $(PIP) install --force-reinstall --no-deps "$$wheel"; $(PIP) install "$$wheel[test]"; \
+	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); test -n "$$wheels"; for wheel in $$wheels; do \
+	    $(PIP) install --quiet --force-reinstall --no-deps "$$wheel"; \
+	    $(PIP) install --quiet "$$wheel[test]"; \
 	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -m 'not emulated' \
 	        $(addprefix $(CURDIR)/tests/,$(OF_WHEELS))); \
 	done
@@ -87,13 +113,13 @@ GROUP ?= first
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(OUT) --group $(GROUP)
 
-lint: $(VENV)/lint.stamp
+lint: $(VENV)/lint.txt
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy fusedrnn
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
-format: $(VENV)/lint.stamp
+format: $(VENV)/lint.txt
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
@@ -102,10 +128,18 @@ clean: # keeps downloads
 	rm -rf .venv*/*.stamp build *.egg-info fusedrnn/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# One stamp per extra. Only what runs the compiled code has to wait for it.
+# One stamp per extra. Only what runs the compiled code has to wait for it. pip shows nothing of a
+# build, so its words go to a file, which is shown if it fails; make says how far it is.
 $(VENV)/test.stamp $(VENV)/bench.stamp: $(CPP) build/built-for.txt
 $(VENV)/%.stamp: $(VENV)/torch.txt setup.py pyproject.toml $(wildcard build_backend/*.py)
-	$(PIP) install --editable '.[$*]'
+	@echo 'installing fusedrnn[$*] into $(VENV): it is compiled, which takes minutes'
+	@$(PROGRESS) $(VENV)/install.log $(PIP) install --verbose --editable '.[$*]'
+	@touch $@
+
+# mypy reads torch's types, and needs nothing of ours compiled.
+$(VENV)/lint.txt: $(VENV)/torch.txt Makefile
+	@echo 'installing $(LINTERS) into $(VENV)'
+	@$(PIP) install --quiet $(LINTERS)
 	@touch $@
 
 # Records which environment built the libraries in the source tree: another one builds its own.
@@ -114,10 +148,13 @@ build/built-for.txt: FORCE
 
 # Records which torch is installed. torch comes first, because the package is compiled against it.
 $(VENV)/torch.txt: FORCE | $(BIN)/python
-	@echo '$(TORCH)' | cmp --quiet - $@ || \
-	    { $(PIP) install '$(TORCH)' 'setuptools>=77' ninja pybind11 && echo '$(TORCH)' > $@; }
+	@echo '$(TORCH)' | cmp --quiet - $@ || { \
+	    echo 'installing $(TORCH) into $(VENV): hundreds of megabytes, or gigabytes with CUDA'; \
+	    $(PROGRESS) $(VENV)/torch.log \
+	        $(PIP) install '$(TORCH)' 'setuptools>=77' ninja pybind11 && echo '$(TORCH)' > $@; }
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or \
 	    sys.exit("fusedrnn: Python 3.10 or newer is needed, found %d.%d" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
+	@echo 'making $(VENV)'
+	@$(PYTHON) -m venv $(VENV)

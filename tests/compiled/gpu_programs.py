@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import BUILD, emulated_operators, use
+from emulator import EMULATED, emulated_operators, use
 from nvcc import NVCC
 from registry import Case
 from stage_library import COMPILER, CSRC, FLAGS, HERE, built
@@ -23,7 +23,7 @@ from fusedrnn._compile.build import CannotBuild, Library
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
     """Has programs for CPU tensors run by the GPU's driver, on the emulation of its kernels."""
-    take(patch, emulated_operators(), BUILD / "fusedrnn_emulated/fusedrnn_emulated.so", library_of)
+    take(patch, emulated_operators(), EMULATED.make(), library_of)
 
 
 def take(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import BUILD, fake_operators
+from fake_cuda import LIBRARY, fake_operators
 from gpu_programs import library_of, take
 from plain import Masks
 from registry import BY_NAME, Case
@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 
-OPERATORS = BUILD / "fusedrnn_fake_cuda.so"
 QUEUED = """
 namespace {
 struct Launch {
@@ -52,7 +51,7 @@ def queued_library_of(text: str) -> Path:
     """A library whose launches go to the fake GPU."""
     assert text.count("fusedrnn_stage_launch") == 1
     path = library_of(text.replace("fusedrnn_stage_launch", "launch_at_once") + QUEUED)
-    enqueue = ctypes.cast(ctypes.CDLL(str(OPERATORS)).fake_enqueue, ctypes.c_void_p)
+    enqueue = ctypes.cast(ctypes.CDLL(str(LIBRARY.make())).fake_enqueue, ctypes.c_void_p)
     ctypes.c_void_p.in_dll(ctypes.CDLL(str(path)), "fake_enqueue").value = enqueue.value
     return path
 
@@ -118,7 +117,7 @@ def test_values(gpu: Any, name: str, order: int, dtype: torch.dtype, masks: Mask
     try:
         cell, *given = drawn(case, dtype)
         with pytest.MonkeyPatch.context() as patch:
-            take(patch, LengthsOnHost(gpu), OPERATORS, queued_library_of)
+            take(patch, LengthsOnHost(gpu), LIBRARY.make(), queued_library_of)
             gpu.control(order=order, own_stream=True)
             ours = results(fusedrnn.Recurrent(cell, compile="require", chunk_size=2), given, masks)
             assert gpu.counts()[0] > 0
@@ -137,7 +136,7 @@ def test_a_call_in_a_cuda_graph(gpu: Any, name: str) -> None:
         cell, x, state = drawn(case, torch.float64)
         others = torch.randn_like(x)
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            take(patch, LengthsOnHost(gpu), OPERATORS, queued_library_of)
+            take(patch, LengthsOnHost(gpu), LIBRARY.make(), queued_library_of)
             gpu.control(order=2)
             rnn = fusedrnn.Recurrent(cell, compile="require", chunk_size=2)
             rnn(x, state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import DTYPES, OPTIONS, Case
 from checks import allocations
-from emulator import FOLDER, build_sanitized
+from emulator import FOLDER, SANITIZED
 
 import fusedrnn
 from fusedrnn import tuning
@@ -183,7 +183,7 @@ def test_no_access_outside_of_a_tensor():
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONPATH": str(FOLDER.parent),
     }
-    command = [sys.executable, str(FOLDER / "sanitized.py"), str(build_sanitized())]
+    command = [sys.executable, str(FOLDER / "sanitized.py"), str(SANITIZED.make())]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from cases import OPERATOR_CELLS
-from emulator.persistent import FLAGS, FOLDER, PACKETS, compiled
+from emulator.persistent import FLAGS, FOLDER, PACKETS, program
 from emulator.seeded_bugs import seeded_sources
 
 pytestmark = pytest.mark.slow  # compiles a dozen programs
@@ -49,13 +49,13 @@ FLOAT_PROBLEMS = [Problem(FORWARD, cell, "float") for cell in OPERATOR_CELLS]
 def run(problem, kind, flags, exchange, schedule=1, bug=0):
     """The exit status of a program, and what it prints: a hash of all results."""
     folder = seeded_sources() if kind == "seeded" else FOLDER
-    path = compiled(
+    path = program(
         f"{kind}_{problem.program}_{problem.element}",
         "-g1",
         *flags,
         f"-DFUSEDRNN_ELEMENT={problem.element}",
         source=folder / f"{problem.program}.cpp",
-    )
+    ).make()
     command = [path, problem.cell, *map(str, (*problem.words, exchange, schedule, bug))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Makes calls of every kind by the library given as argument: see ``build_sanitized``."""
+"""Makes calls of every kind by the library given as argument: see ``emulator.SANITIZED``."""
 
 import itertools
 import sys

@@ -1,0 +1,208 @@
+"""What tests compile with the C++ compiler, from one list: ``python tests/builds.py slow``.
+
+make calls this before pytest, so that no test waits for a compiler, and a build that fails stops
+the run with the compiler's own words. A library is written under a temporary name and renamed when
+it is whole. Its name has a digest of all that it is made from, so a file that is there is never
+stale. Tests that are started without make build what they need themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import include_paths
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+FOLDER = ROOT / "build" / "tests"
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+# Every library includes headers of these; one that it does not need only costs a build.
+HEADERS = (ROOT / "csrc", TESTS / "emulator", TESTS / "fake_cuda")
+TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020b000000000000", "-fvisibility=hidden")
+PROCESSES = len(os.sched_getaffinity(0))
+_may_run = threading.BoundedSemaphore(PROCESSES)  # more compilers than cores only take memory
+
+
+class BuildError(Exception):
+    """A compiler failed; the message has its command and its words."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A library or a program.
+
+    Attributes:
+        flags: For compiling and linking.
+        links: For linking alone, after the objects.
+        with_torch: Whether it uses torch's headers and libraries.
+        is_program: Whether it is a program; otherwise it is a shared library.
+        headers: Folders of headers in the place of HEADERS.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    with_torch: bool = True
+    is_program: bool = False
+    headers: tuple[Path, ...] = HEADERS
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """Where the result is, or will be."""
+        content = hashlib.sha256(compiler_version().encode())
+        words = [*self._compile_flags(), *self._link_flags(), str(self.is_program)]
+        content.update(" ".join(words).replace(str(ROOT), "").encode())
+        headers = (path for folder in self.headers for path in folder.rglob("*.h"))
+        for path in sorted({*self.sources, *headers}):
+            content.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+        return (
+            FOLDER / f"{self._prefix}{content.hexdigest()[:16]}{'' if self.is_program else '.so'}"
+        )
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.name}-torch{torch.__version__}-"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been built."""
+        return self.path.exists()
+
+    def make(self, say: bool = False) -> Path:
+        """Builds it if it is not there; of several processes one builds, and the others wait.
+
+        Raises:
+            BuildError: The compiler failed.
+        """
+        if self.is_there:
+            return self.path
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with (FOLDER / f"{self.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.is_there:
+                self._build(say)
+        return self.path
+
+    def _build(self, say: bool) -> None:
+        begin, count = time.monotonic(), len(self.sources)
+        for old in FOLDER.glob(f"{self._prefix}*"):  # of other sources
+            old.unlink()
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            objects = [Path(folder, f"{i}.o") for i in range(count)]
+            with ThreadPoolExecutor(count) as pool:
+                jobs = map(partial(pool.submit, self._compile), self.sources, objects)
+                for done, job in enumerate(as_completed(list(jobs)), 1):
+                    job.result()
+                    if say:
+                        tell(f"  {self.name}: {done} of {count} sources", begin)
+            whole = Path(folder, "whole")
+            shared = [] if self.is_program else ["-shared"]
+            run([*COMPILER, *shared, *map(str, objects), *self._link_flags(), "-o", str(whole)])
+            whole.replace(self.path)
+
+    def _compile(self, source: Path, target: Path) -> None:
+        language = ["-x", "c++"] if source.suffix == ".cu" else []
+        run([*self._compile_flags(), *language, "-c", str(source), "-o", str(target)])
+
+    def _compile_flags(self) -> list[str]:
+        torchs = ["-std=c++20", *TORCH_FLAGS] if self.with_torch else []
+        torchs += [f"-isystem{path}" for path in include_paths()] if self.with_torch else []
+        return [*COMPILER, "-fPIC", *torchs, *self.flags]
+
+    def _link_flags(self) -> list[str]:
+        torchs = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+        return [*self.flags, *(torchs if self.with_torch else []), *self.links]
+
+
+_failures: list[BuildError] = []
+
+
+def run(command: Sequence[str]) -> None:
+    """Runs a compiler, unless one has failed.
+
+    Raises:
+        BuildError: This one failed, or one before it.
+    """
+    with _may_run:
+        if not _failures:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                words = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+                _failures.append(BuildError(words))
+    if _failures:
+        raise _failures[0]
+
+
+@functools.cache
+def compiler_version() -> str:
+    """What the compiler and torch are."""
+    if shutil.which(COMPILER[0]) is None:
+        raise BuildError(f"no C++ compiler: {COMPILER[0]!r} was not found; name one in CXX")
+    said = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True).stdout
+    return f"{platform.machine()} torch {torch.__version__} {said}"
+
+
+def tell(what: str, begin: float) -> None:
+    """Prints how far a build is."""
+    print(f"{what}, {time.monotonic() - begin:.0f} s", flush=True)
+
+
+SPEEDS = ("quick", "slow", "nightly")
+
+
+def builds(speed: str) -> list[Build]:
+    """All that the tests of a speed need, and those of the faster ones."""
+    import emulator
+    import fake_cuda
+
+    found = [emulator.EMULATED]
+    if speed != "quick":
+        found += [fake_cuda.LIBRARY, emulator.SANITIZED, emulator.seeded()]
+    return found
+
+
+def make_all(wanted: Iterable[Build]) -> None:
+    """Builds what is not there, on all cores.
+
+    Raises:
+        BuildError: The first failure; no compiler is started after it.
+    """
+    if missing := [build for build in wanted if not build.is_there]:
+        names = ", ".join(build.name for build in missing)
+        print(f"compiling for tests, once: {names}", flush=True)
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            for job in [pool.submit(build.make, say=True) for build in missing]:
+                job.result()
+
+
+def main() -> None:
+    """Builds for a speed of tests; ends with status 1 and the compiler's words if one fails."""
+    speed = sys.argv[1] if len(sys.argv) == 2 else ""
+    if speed not in SPEEDS:
+        sys.exit(f"usage: python tests/builds.py {'|'.join(SPEEDS)}")
+    try:
+        make_all(builds(speed))
+    except BuildError as error:
+        sys.exit(f"fusedrnn: a library for tests cannot be built:\n{error}")
+
+
+if __name__ == "__main__":
+    main()
