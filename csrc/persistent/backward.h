@@ -70,11 +70,14 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
         next_ = load(has_more ? t : t - 1, has_more ? tile + 1 : 0);
       }
       typename Product::Operand x = product_.ask(has_product, source_step(t), tile);
+      block_.clock.at(kIndex, Point::Question);
       float* turn = block_.next_turn();
-      product_.multiply(has_product, source_step(t), tile, x, turn);
+      product_.multiply(has_product, source_step(t), tile, x, turn, kIndex);
       sync_block();
+      block_.clock.at(kIndex, Point::Barrier);
       if (!thread().computes()) continue;
       const float sum = has_product ? product_.total(turn) : 0.0f;
+      block_.clock.after(kIndex, Point::Sums, sum);
       if (ends) {
         finish(tile, sum);
       } else {
@@ -174,7 +177,9 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
       dout += preloaded.grad_output;
       d = apply(preloaded, dout, dstate);
     }
+    block_.clock.after(kIndex, Point::Gates, d.dhidden_gates);
     send(args().steps - 1 - t, tile, d.dhidden_gates);
+    block_.clock.at(kIndex, Point::Store);
     if (!preloaded.is_there) return;
     if constexpr (kIsLast) {  // the product of the first stage adds the rest
       const float dh = kCarriesResult<Stage> ? d.dinput : d.dh;
@@ -287,6 +292,7 @@ FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentB
   All::recompute_cell_states(block);
   All stages(block);
   sync_block();  // weights were transposed in the memory that is going to hold sums
+  block.clock.start();
   for (int t = args.steps - 1; t >= -1; --t) stages.run(t);
   end(args);
 }

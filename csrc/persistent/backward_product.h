@@ -60,8 +60,10 @@ class BackwardProduct {
     for (int gate = 0; gate < kAhead; ++gate) load(is_asked, i, gate, tile, x.packet[gate]);
     return x;
   }
-  // Writes this warp's part of the product to `turn`.  is_wanted: as in ask().
-  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int tile, Operand& x, float* turn) const {
+  // Writes this warp's part of the product to `turn`.  is_wanted: as in ask().  reader: the stage
+  // that reads the product.
+  FUSEDRNN_DEVICE void multiply(bool is_wanted, int i, int tile, Operand& x, float* turn,
+                                int reader) const {
     const bool is_asked = is_wanted && args().exchange == Exchange::Packets;
     const bool is_counted = is_wanted && !is_asked;
     if (is_counted) {
@@ -70,19 +72,23 @@ class BackwardProduct {
       for (int gate = 0; gate < kAhead; ++gate) load_sent(i, gate, tile, x.packet[gate]);
     }
     float sums[kChains][4] = {};
+    uint32_t questions = 1;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      if (is_asked) block_.wait_for(x.packet[gate], from(i, gate, tile));
+      if (is_asked) questions += block_.wait_for(x.packet[gate], from(i, gate, tile));
+      if (gate == kGates - 1) block_.clock.at(reader, Point::Arrival);
       sync_warp();  // mma is for lanes that are together, and some may have waited longer
       FUSEDRNN_UNROLL
       for (int d = 0; d < kDepth; ++d) {
         if (d < depth_) multiply(sums, gate, d, x.packet[gate][d]);
       }
       if (gate + kAhead < kGates) {
+        ++questions;
         load(is_asked, i, gate + kAhead, tile, x.packet[gate + kAhead]);
         if (is_counted) load_sent(i, gate + kAhead, tile, x.packet[gate + kAhead]);
       }
     }
+    if (is_asked) block_.clock.asked(reader, questions);
     FUSEDRNN_UNROLL
     for (int n = 0; n < 4; ++n) {
       float sum = sums[0][n];

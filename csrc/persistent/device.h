@@ -26,11 +26,13 @@ struct alignas(16) Packet {
 #include <cassert>
 
 #define FUSEDRNN_DEVICE __device__ __forceinline__
+#define FUSEDRNN_DEVICE_MEMORY static __device__
 
 namespace fusedrnn::cuda {
 
 FUSEDRNN_DEVICE int thread_index() { return int(threadIdx.x); }
 FUSEDRNN_DEVICE int block_index() { return int(blockIdx.x); }
+FUSEDRNN_DEVICE int grid_blocks() { return int(gridDim.x); }
 
 // The block's shared memory, of the size that its launch has asked for.
 FUSEDRNN_DEVICE unsigned char* shared_memory() {
@@ -150,6 +152,27 @@ FUSEDRNN_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// The last 32 bits of the multiprocessor's clock, read as soon as the thread has `bits`: the read
+// depends on a test of them.  0 if they happen to be 0x7fbadbad.
+FUSEDRNN_DEVICE uint32_t clock_after(uint32_t bits) {
+  uint64_t clock = 0;
+  asm volatile(
+      "{ .reg .pred is_read; setp.ne.u32 is_read, %1, 0x7fbadbad;"
+      " @is_read mov.u64 %0, %%clock64; }"
+      : "+l"(clock)
+      : "r"(bits)
+      : "memory");
+  return uint32_t(clock);
+}
+// Stores two words at p if is_wanted, without a branch.
+FUSEDRNN_DEVICE void store_if(bool is_wanted, uint32_t* p, uint32_t first, uint32_t second) {
+  asm volatile(
+      "{ .reg .pred is_wanted; setp.ne.s32 is_wanted, %0, 0;"
+      " @is_wanted st.global.v2.u32 [%1], {%2, %3}; }" ::"r"(int(is_wanted)),
+      "l"(p), "r"(first), "r"(second)
+      : "memory");
 }
 
 // Called between two reads of memory that another block is going to write.

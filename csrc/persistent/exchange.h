@@ -10,6 +10,7 @@
 #pragma once
 #include "arguments.h"
 #include "device.h"
+#include "phase_clock.h"
 
 namespace fusedrnn::cuda {
 
@@ -104,6 +105,7 @@ struct BlockOfGroup {
 
   uint32_t first_t;  // of the chunk's first step, counted from the start of the sequence
   float* shared;
+  PhaseClock clock;
 
   FUSEDRNN_DEVICE BlockOfGroup(const Args& args, unsigned char* shared)
       : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
@@ -150,15 +152,15 @@ struct BlockOfGroup {
   // Packets: reads again the packets (every fourth one from `from` on) that have not arrived. Many
   // lanes wait most of the time and would use up the bandwidth of the L2 cache if each read all
   // packets that it misses.  So a lane reads only the first missing one, and once that has arrived,
-  // all others at once.
+  // all others at once.  Returns how often it has read, each time after the answer.
   template <int kCount>
-  FUSEDRNN_DEVICE void wait_for(Packet (&x)[kCount], const Packet* from) const {
+  FUSEDRNN_DEVICE uint32_t wait_for(Packet (&x)[kCount], const Packet* from) const {
     int asked_for = kCount;
     for (uint32_t spins = 0;; ++spins) {
       int first = kCount;  // the first that is missing
       FUSEDRNN_UNROLL
       for (int d = kCount - 1; d >= 0; --d) first = has_arrived(x[d]) ? first : d;
-      if (first == kCount || !may_spin(args, spins)) return;
+      if (first == kCount || !may_spin(args, spins)) return spins;
       pause();
       const bool has_come = first > asked_for;
       FUSEDRNN_UNROLL

@@ -112,6 +112,7 @@ class PersistentStage {
       }
       if constexpr (!kAsksFirst) x = ask(t, tile);
       wait_for(t, tile, x);
+      clock().at(kIndex, Point::Arrival);
       sync_warp();  // mma is for lanes that are together, and some may have waited longer
       float sums[kGates][4] = {};
       multiply(sums, x);
@@ -121,6 +122,7 @@ class PersistentStage {
         for (int i = 0; i < 4; ++i) part(turn, thread().warp, gate, i) = sums[gate][i];
       }
       sync_block();
+      clock().at(kIndex, Point::Barrier);
       if (thread().computes()) compute(t, tile, preloaded, turn);
     }
   }
@@ -144,6 +146,7 @@ class PersistentStage {
   FUSEDRNN_DEVICE const PersistentForward<T>& args() const { return block_.args; }
   FUSEDRNN_DEVICE const ForwardStep<T, T>& step() const { return args().step[kIndex]; }
   FUSEDRNN_DEVICE const Thread& thread() const { return block_.thread; }
+  FUSEDRNN_DEVICE PhaseClock& clock() const { return block_.clock; }
   FUSEDRNN_DEVICE bool has_units() const { return first_unit_ < width_; }
   FUSEDRNN_DEVICE int unit() const { return first_unit_ + thread().unit(); }
   // The first of the columns that this lane multiplies in block d of its warp; a packet holds them.
@@ -223,12 +226,14 @@ class PersistentStage {
     for (int d = 0; d < kDepth; ++d) {
       load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x.packet[d]);
     }
+    clock().at(kIndex, Point::Question);
     return x;
   }
 
   FUSEDRNN_DEVICE void wait_for(int t, int tile, Operand& x) const {
     if (is_sent(t) && args().exchange == Exchange::Packets) {
-      return block_.wait_for(x.packet, from(t, tile));
+      clock().asked(kIndex, 1 + block_.wait_for(x.packet, from(t, tile)));
+      return;
     }
     if (is_sent(t)) {
       block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step(t), tile,
@@ -281,6 +286,7 @@ class PersistentStage {
       FUSEDRNN_UNROLL
       for (int w = 0; w < kWarps; ++w) hidden_gates[gate] += part(turn, w, gate, thread().warp);
     }
+    clock().after(kIndex, Point::Sums, hidden_gates);
     float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < Stage::kInputGates; ++gate) {
@@ -306,6 +312,7 @@ class PersistentStage {
       result.carry = given.input;
       if constexpr (kIsLast) result.next = kHoldsH ? given.h : given.input;
     }
+    clock().after(kIndex, Point::Gates, result.next);
     const T next = narrow<T>(preloaded.is_there ? result.next : 0.0f);
     send(t, tile, next);
     if (!preloaded.is_there) return;
@@ -332,6 +339,7 @@ class PersistentStage {
       Packet* to =
           block_.sent(kIndex, t, row, packets_of(width_, Of::kInPacket)) + unit() / Of::kInPacket;
       block_.store(to, packet);
+      clock().at(kIndex, Point::Store);
       if (args().next != 0) store_plain(to + args().next, not_sent());
     }
     block_.count_sent(kIndex, t, tile);
@@ -372,6 +380,7 @@ FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentFo
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   PersistentBlock<T> block(args, shared);
   PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
+  block.clock.start();
   for (int t = 0; t < args.steps; ++t) stages.run(t);
   end(args);
 }

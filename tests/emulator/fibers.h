@@ -37,6 +37,7 @@
 // The sanitizer must not watch the emulator's own memory.
 #define FUSEDRNN_UNSEEN __attribute__((noinline, no_sanitize_thread))
 #define FUSEDRNN_DEVICE inline
+#define FUSEDRNN_DEVICE_MEMORY inline
 
 namespace fusedrnn::cuda {
 namespace emulated {
@@ -91,6 +92,7 @@ struct Grid {
   void* scheduler_tsan;
   uint64_t random;
   uint64_t events;  // events that others may wait for
+  uint32_t clock;   // how often a thread has read it
   char end;         // orders the kernel before what the host does next
   char failure[200];
 };
@@ -109,6 +111,7 @@ FUSEDRNN_UNSEEN inline Fiber& self() { return *grid.current; }
 FUSEDRNN_UNSEEN inline Warp& warp() { return self().block->warps[self().thread / kWarpSize]; }
 FUSEDRNN_UNSEEN inline Lane& lane() { return warp().lanes[self().thread % kWarpSize]; }
 FUSEDRNN_UNSEEN inline void count_event() { ++grid.events; }
+FUSEDRNN_UNSEEN inline uint32_t read_clock() { return ++grid.clock; }
 FUSEDRNN_UNSEEN inline void count_word() { ++self().traffic.words; }
 
 FUSEDRNN_UNSEEN inline void leave() {
@@ -343,6 +346,7 @@ FUSEDRNN_UNSEEN inline unsigned char* shared_memory() { return self().block->sha
 
 FUSEDRNN_UNSEEN inline int thread_index() { return emulated::self().thread; }
 FUSEDRNN_UNSEEN inline int block_index() { return emulated::self().block->index; }
+FUSEDRNN_UNSEEN inline int grid_blocks() { return emulated::grid.blocks; }
 FUSEDRNN_UNSEEN inline unsigned char* shared_memory() { return emulated::shared_memory(); }
 
 inline void sync_block() {
@@ -386,6 +390,13 @@ inline uint32_t round_to_tf32(float x) {
 template <class T>
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated::mma<T>(d, a, b0, b1);
+}
+
+inline uint32_t clock_after(uint32_t) { return emulated::read_clock(); }
+inline void store_if(bool is_wanted, uint32_t* p, uint32_t first, uint32_t second) {
+  if (!is_wanted) return;
+  p[0] = first;
+  p[1] = second;
 }
 
 inline void pause() { emulated::poll(); }

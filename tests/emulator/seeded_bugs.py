@@ -42,14 +42,14 @@ MUTATIONS = [
     Mutation(
         1,
         "forward.h",
-        "sync_block();\n      if (thread().computes())",
-        "if (!BUG) sync_block();\n      if (thread().computes())",
+        "sync_block();\n      clock().at(",
+        "if (!BUG) sync_block();\n      clock().at(",
     ),
     Mutation(
         1,
         "backward.h",
-        "sync_block();\n      if (!thread().computes())",
-        "if (!BUG) sync_block();\n      if (!thread().computes())",
+        "sync_block();\n      block_.clock.at(",
+        "if (!BUG) sync_block();\n      block_.clock.at(",
     ),
     # No barrier after flags are seen.
     Mutation(
@@ -114,7 +114,7 @@ MUTATIONS = [
         10,
         "exchange.h",
         "int asked_for = kCount;",
-        "if (BUG) return;\n    int asked_for = kCount;",
+        "if (BUG) return 0;\n    int asked_for = kCount;",
     ),
     # Packets may hold the NaN that marks memory as not sent.
     Mutation(
