@@ -1,7 +1,7 @@
 """The programs of bench.phases: built for a GPU, which need not be there, and run.
 
 Each has one persistent kernel, with clocks or without (phases.h), or measures what an exchange is
-made of (probes.cu, smoke.cu).
+made of (probes.cu, smoke.cu). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def ready(architecture: str) -> Programs:
     """The programs that were built before from these sources; else they are built here."""
     for folder in (BUILT_BEFORE, BUILT_HERE):
         if fits(folder, architecture):
+            for name in commands():
+                (folder / name).chmod(0o755)  # a copy may not be executable
             return Programs(folder)
     print(f"no programs in {BUILT_BEFORE.relative_to(ROOT)} fit: building them here", flush=True)
     return build(BUILT_HERE, architecture)

@@ -127,7 +127,7 @@ def test_programs_are_built_for_the_sources_and_the_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nvcc = tmp_path / "nvcc"
-    script(nvcc, 'for name; do :; done; touch "$name"')
+    script(nvcc, 'for name; do :; done; printf "#!/bin/sh\necho built" >"$name"')
     monkeypatch.setattr(phase_programs, "cuda_tool", lambda name: str(nvcc))
     folder = tmp_path / "programs"
     assert phase_programs.build(folder, "90") == Programs(folder)
@@ -135,6 +135,7 @@ def test_programs_are_built_for_the_sources_and_the_gpu(
     assert phase_programs.fits(folder, "90") and not phase_programs.fits(folder, "80")
     monkeypatch.setattr(phase_programs, "BUILT_BEFORE", folder)
     assert phase_programs.ready("90") == Programs(folder)
+    assert Programs(folder).run("smoke", end=time.monotonic() + 600) == {"said": ["built"]}
 
     script(nvcc, 'echo "error: $*"; case "$*" in *lstm*) exit 1; esac; ' + nvcc.read_text())
     found = phase_programs.build(folder, "90")
