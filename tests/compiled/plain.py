@@ -43,7 +43,8 @@ class Masks:
     """Whether ``reset_to`` is a sequence of states."""
 
     def active(self, time: int, batch: int) -> Tensor:
-        return torch.tensor([time < n for n in self.lengths or [time + 1] * batch])
+        lengths = self.lengths or [time + 1] * batch
+        return torch.tensor([time < n for n in lengths], dtype=torch.bool)
 
     def started(self, state: Any, time: int) -> Any:
         """A state with its rows reset; ``reset_to`` may have some keys only."""

@@ -1,4 +1,4 @@
-"""The plain loop over a cell, which Recurrent must equal, and small cells to run."""
+"""What Recurrent must equal: the plain loop over a cell or a step; small cells to run."""
 
 from __future__ import annotations
 
@@ -7,41 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from compiled.plain import at, stacked
+from compiled.plain import loop as plain_loop
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedrnn.recurrent.noise import Noise, Seed
-from fusedrnn.recurrent.reads import Watch
+import fusedrnn
 
 MODES = ["replay", "parallel"]
+WAYS: dict[str, dict[str, Any]] = {
+    "replay": {"mode": "replay"},
+    "parallel": {"mode": "parallel"},
+    "chunks of 1": {"chunk_size": 1},
+    "parallel chunks of 3": {"mode": "parallel", "chunk_size": 3},
+    "one chunk": {"chunk_size": 100},
+    "last output": {"return_sequence": False},
+    "last output, parallel": {"return_sequence": False, "mode": "parallel", "chunk_size": 3},
+    # By a recorder for the CPU, where a test has set it; for at least three chunks.
+    "graphs": {"cuda_graphs": True, "chunk_size": 2},
+    "no recomputation": {"recompute": False},
+}
+"""Options that leave numbers alone: any step by each of them is the plain loop."""
+F64 = torch.float64
 
 
-def at(tree: Any, time: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[time], tree)
+def double(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64, requires_grad=True)
 
 
-def stack(trees: Sequence[Any]) -> Any:
-    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
-
-
-def plain_loop(
-    cell: nn.Module, input: Any, state: Any, *, reverse: bool = False, seed: int = 0
+def scan_loop(
+    step: Callable[..., Any], state: Any, inputs: Any, *params: Any, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Outputs and last state. A cell that returns its state alone has its first leaf as output."""
-    seq_len, batch = pytree.tree_leaves(input)[0].shape[:2]
-    noise = Noise(Seed(torch.Generator().manual_seed(seed)), 0)
-    noise.chunk(0, seq_len, batch)
-    structure = pytree.tree_structure(state)
+    """As fusedrnn.scan."""
     outputs = {}
-    with Watch(noise):
-        for time in range(seq_len)[:: -1 if reverse else 1]:
-            noise.step(time)
-            result = cell(at(input, time), state)
-            if pytree.tree_structure(result) == structure:
-                state, outputs[time] = result, pytree.tree_leaves(result)[0]
-            else:
-                outputs[time], state = result
-    return stack([outputs[time] for time in range(seq_len)]), state
+    times = range(len(pytree.tree_leaves(inputs)[0]))
+    for time in times[:: -1 if reverse else 1]:
+        state, outputs[time] = step(state, at(inputs, time), *params)
+    return state, stacked([outputs[time] for time in times])
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -69,16 +71,19 @@ def check_same(
     leaves: Sequence[Tensor],
     tolerance: float = 1e-10,
     unused_is_zero: bool = False,
+    their_leaves: Sequence[Tensor] | None = None,
 ) -> None:
     """Results and gradients of all ``leaves``.
 
     Args:
         unused_is_zero: Whether a leaf without gradient may have one of zeros.
+        their_leaves: The leaves of ``expected`` where they are others, as those of a copied cell.
     """
     got, wanted = run(), expected()
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
     gradients = torch.autograd.grad(loss_of(*got), leaves, allow_unused=True, retain_graph=True)
-    exact = torch.autograd.grad(loss_of(*wanted), leaves, allow_unused=True)
+    other = leaves if their_leaves is None else their_leaves
+    exact = torch.autograd.grad(loss_of(*wanted), other, allow_unused=True, retain_graph=True)
     for mine, theirs in zip(gradients, exact, strict=True):
         if unused_is_zero:
             given = next((g for g in (mine, theirs) if g is not None), torch.zeros(()))
@@ -86,6 +91,49 @@ def check_same(
         assert (mine is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def check_cell(cell: nn.Module, x: Any, h: Any, *more: Any, **options: Any) -> fusedrnn.Recurrent:
+    """Recurrent is the plain loop over a cell, for all that needs a gradient; ``more`` as well.
+
+    In two calls: the second one has what the first one has found, and takes CUDA graphs. Numbers
+    of torch's generator are the same, and it is left as the loop leaves it.
+    """
+    rnn = fusedrnn.Recurrent(cell, **options)
+    states: list[Tensor] = []
+
+    def seeded(run: Callable[[], Any]) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        output, state = run()
+        states.append(torch.get_rng_state())
+        return output, state
+
+    def expected() -> tuple[Any, Any]:
+        output, state = seeded(lambda: plain_loop(cell, x, h))
+        return output if options.get("return_sequence", True) else at(output, -1), state
+
+    leaves = leaves_with_gradient(x, h, list(cell.parameters()), more)
+    for _ in range(2):
+        check_same(lambda: seeded(lambda: rnn(x, h, generator=generator())), expected, leaves)
+        states.append(torch.get_rng_state())
+        assert all(torch.equal(states[-1], state) for state in states)
+    return rnn
+
+
+def check_scan(
+    step: Callable[..., Any], h: Any, xs: Any, *params: Any, more: Any = (), **options: Any
+) -> None:
+    """``scan`` is the loop over a step, for all that needs a gradient; ``more`` as well."""
+
+    def expected() -> tuple[Any, Any]:
+        reverse = options.get("reverse", False)
+        state, output = scan_loop(step, h, xs, *params, reverse=reverse)
+        last = at(output, 0 if reverse else -1)
+        return state, output if options.get("return_sequence", True) else last
+
+    leaves = leaves_with_gradient(h, xs, params, more)
+    for _ in range(2):
+        check_same(lambda: fusedrnn.scan(step, h, xs, *params, **options), expected, leaves)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -107,6 +155,19 @@ class Unseen:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class By(nn.Module):
+    """A step by any function of the cell, its input and its state, with attributes to read."""
+
+    def __init__(self, function: Callable[[Any, Any, Any], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any, state: Any) -> Any:
+        return self.function(self, x, state)
 
 
 class Mixed(nn.Module):

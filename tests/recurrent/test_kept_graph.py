@@ -59,18 +59,6 @@ def test_the_seed_is_drawn_before_other_numbers() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_scan() -> None:
-    weight = torch.randn(H, H, dtype=torch.float64, requires_grad=True)
-
-    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(x + h @ weight)
-        return h, h.sum(-1)
-
-    x, h = torch.randn(T, B, H).double(), torch.zeros(B, H).double()
-    kept, again = (lambda r=r: fusedrnn.scan(step, h, x, recompute=r) for r in (False, True))
-    check_same(kept, again, [weight])
-
-
 @pytest.mark.parametrize("options", [{"mode": "replay"}, {"cuda_graphs": True}, {"chunk_size": 3}])
 def test_what_it_excludes(options: Any) -> None:
     (name,) = options

@@ -1,27 +1,166 @@
-"""Results and gradients of Recurrent, against torch.nn and against the plain loop."""
+"""Results and gradients: any cell by any way is the plain loop; layers are those of torch.nn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from loops import MODES, Mixed, Noisy, check_same, generator, leaves_with_gradient, plain_loop
-from torch import nn
+from loops import F64, MODES, WAYS, By, Mixed, Noisy, check_cell, check_same, double
+from recorders import Repeated
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn.recurrent import graphs
 
+pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
+T, B, H = 11, 3, 4
 PAIRS = [(nn.RNNCell, nn.RNN), (nn.GRUCell, nn.GRU), (nn.LSTMCell, nn.LSTM)]
 
 
-def copied(layer: Any, cell_type: Any, directions: int) -> list[nn.Module]:
-    """The cells of a layer of torch.nn, with its weights."""
+def linear() -> nn.Linear:
+    return nn.Linear(H, H, dtype=F64)
+
+
+def two_layers(change: Callable[[Any], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        cell = By(lambda c, x, h: torch.tanh(c.a(x) + c.b(h)), a=linear(), b=linear())
+        change(cell)
+        return cell.eval()  # else spectral_norm changes buffers
+
+    return make
+
+
+def tie(cell: Any) -> None:
+    cell.b.weight = cell.a.weight
+
+
+def lstm() -> tuple[Any, ...]:
+    return nn.LSTMCell(H, H, dtype=F64), double(T, B, H), (double(B, H), double(B, H))
+
+
+def of_size(seq_len: int, batch: int) -> Callable[[], Any]:
+    return lambda: (lstm()[0], double(seq_len, batch, H), (double(batch, H), double(batch, H)))
+
+
+def mixed() -> tuple[Any, ...]:
+    x = {"x": double(T, B, 3), "scale": double(T, B)}
+    return Mixed(), x, Mixed().initial_state(B)
+
+
+def descending(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    """A gradient inside of the step: a leaf that it makes is not taken for one from outside."""
+    with torch.enable_grad():
+        z = h.detach().requires_grad_()
+        energy = torch.tanh(c.linear(z)).square().sum()
+        (slope,) = torch.autograd.grad(energy, z, create_graph=True)
+    return torch.tanh(x + h - 0.1 * slope)
+
+
+def scanning(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    """A scan over a part of the cell itself."""
+
+    def step(s: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.tanh(c.linear(s) + u)
+        return s, s
+
+    return torch.tanh(c.linear(fusedrnn.scan(step, h, torch.stack([h, 2 * h]))[0]) + x)
+
+
+def rescaled(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    return torch.tanh(x + h * torch.rand_like(h))
+
+
+def attending(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    """Its dropout draws from torch's generator."""
+    both = torch.stack([x, h], 1)
+    return c.attention(both, both, both, need_weights=False)[0][:, 0]  # type: ignore[no-any-return]
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(H, 2, 0.5, batch_first=True, dtype=F64)
+
+
+def beside_attention() -> By:
+    """Numbers of both kinds, and a built-in cell."""
+    return By(
+        lambda c, x, h: c.dropout(c.cell(x, h)) + attending(c, x, h),
+        attention=attention(),
+        cell=fusedrnn.StochasticGRUCell(H, H, dtype=F64),
+        dropout=nn.Dropout(0.3),
+    )
+
+
+def nested() -> By:
+    """A sequence inside of a step, with noise of its own."""
+    inner = By(lambda c, x, h: c.gru(x + torch.randn_like(x), h), gru=nn.GRUCell(H, H, dtype=F64))
+    return By(
+        lambda c, x, h: c.gru(c.inner(x.expand(3, -1, -1), h)[0][-1], h),
+        inner=fusedrnn.Recurrent(inner),
+        gru=nn.GRUCell(H, H, dtype=F64),
+    )
+
+
+NOT_PARALLEL = ("old", "torch's", "beside", "nested")
+"""Cells whose hooks set attributes, and those that draw other numbers for several steps at once."""
+CELLS: dict[str, Callable[[], Any]] = {
+    "torch's numbers": lambda: By(
+        lambda c, x, h: torch.tanh(attending(c, x, h) + torch.randint(3, h.shape) * h),
+        attention=attention(),
+    ),
+    "beside attention": beside_attention,
+    "nested": nested,
+    "RNNCell": lambda: nn.RNNCell(H, H, dtype=F64),
+    "GRUCell": lambda: nn.GRUCell(H, H, dtype=F64),
+    "LSTMCell": lstm,
+    "one step": of_size(1, 3),
+    "no rows": of_size(5, 0),
+    "one step of one row": of_size(1, 1),
+    "trees, a count of integers": mixed,
+    "all kinds of draws": Noisy,
+    "draws of no rows": lambda: (By(rescaled), double(T, 0, H), double(0, H)),
+    "a gradient inside": lambda: By(descending, linear=linear()),
+    "a scan inside": lambda: By(scanning, linear=linear()),
+    "weight_norm": two_layers(lambda c: nn.utils.parametrizations.weight_norm(c.b)),
+    "spectral_norm": two_layers(lambda c: nn.utils.parametrizations.spectral_norm(c.b)),
+    "old weight_norm": two_layers(lambda c: nn.utils.weight_norm(c.b)),
+    "old spectral_norm": two_layers(lambda c: nn.utils.spectral_norm(c.b)),
+    "tied": two_layers(tie),
+    "half frozen": two_layers(lambda c: c.b.requires_grad_(False)),
+}
+
+
+RECORDED = ("RNN", "GRU", "LSTM", "trees", "a gradient", "weight", "spectral", "tied", "half")
+"""Cells that a CUDA graph can repeat, with as many steps as that takes."""
+PAIRED = [
+    (name, way)
+    for name in CELLS
+    for way in WAYS
+    if not (name.startswith(NOT_PARALLEL) and "parallel" in way)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), PAIRED)
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_cells(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    monkeypatch.setattr(Repeated, "count", 0)
+    made = CELLS[name]()
+    cell, x, h = made if isinstance(made, tuple) else (made, double(T, B, H), double(B, H))
+    check_cell(cell, x, h, **WAYS[way])
+    is_recorded = way == "graphs" and name.startswith(RECORDED)
+    assert Repeated.count == (2 if is_recorded else 0)  # forward and backward of the second call
+
+
+def copied(layer: Any, cell_type: Any) -> list[nn.Module]:
+    """The cells of a layer of torch.nn in two directions, with its weights."""
     cells = []
-    for i in range(layer.num_layers * directions):
-        ending = f"_l{i // directions}{'_reverse' if i % directions else ''}"
+    for i in range(layer.num_layers * 2):
+        ending = f"_l{i // 2}{'_reverse' if i % 2 else ''}"
         width = getattr(layer, "weight_ih" + ending).shape[1]
-        cell = cell_type(width, layer.hidden_size, dtype=torch.float64)
+        cell = cell_type(width, layer.hidden_size, dtype=F64)
         for name, _ in list(cell.named_parameters()):
             setattr(cell, name, getattr(layer, name + ending))  # the same parameter
         cells.append(cell)
@@ -29,46 +168,22 @@ def copied(layer: Any, cell_type: Any, directions: int) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 100])
-@pytest.mark.parametrize(("cell_type", "layer_type"), PAIRS)
-def test_torch_nn(cell_type: Any, layer_type: Any, mode: str, chunk_size: int | None) -> None:
-    """One cell is torch.nn's layer."""
-    layer = layer_type(3, 5, dtype=torch.float64)
-    (cell,) = copied(layer, cell_type, 1)
-    rnn = fusedrnn.Recurrent(cell, mode=mode, chunk_size=chunk_size)
-    x = torch.randn(11, 2, 3, dtype=torch.float64, requires_grad=True)
-
-    def expected() -> tuple[Any, Any]:
-        output, state = layer(x)
-        return output, pytree.tree_map(lambda leaf: leaf[0], state)
-
-    check_same(lambda: rnn(x), expected, [x, *layer.parameters()])
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["plain", "batch_first", "packed", "unbatched"])
 @pytest.mark.parametrize(("cell_type", "layer_type"), PAIRS)
 def test_layers_and_directions(cell_type: Any, layer_type: Any, form: str, mode: str) -> None:
     """A list of cells is torch.nn's stack, in all forms of input and with given states."""
-    batch_first = form == "batch_first"
-    layer = layer_type(
-        3, 4, num_layers=2, bidirectional=True, batch_first=batch_first, dtype=torch.float64
-    )
-    cells = copied(layer, cell_type, 2)
-    rnn = fusedrnn.Recurrent(cells, bidirectional=True, batch_first=batch_first, mode=mode)
-    x = torch.randn(7, 7, 3, dtype=torch.float64, requires_grad=True)
+    options: Any = {"bidirectional": True, "batch_first": form == "batch_first"}
+    layer = layer_type(3, H, num_layers=2, dtype=F64, **options)
+    rnn = fusedrnn.Recurrent(copied(layer, cell_type), mode=mode, **options)
+    x = double(7, 7, 3)
     rows = () if form == "unbatched" else (7,)
     count = 2 if layer_type is nn.LSTM else 1
-    start = [
-        torch.randn(4, *rows, 4, dtype=torch.float64, requires_grad=True) for _ in range(count)
-    ]
+    start = [double(4, *rows, H) for _ in range(count)]
 
     def input() -> Any:
-        if form == "unbatched":
-            return x[:, 0]
-        if form != "packed":
-            return x
-        return nn.utils.rnn.pack_padded_sequence(x, [3, 7, 1, 4, 4, 2, 6], enforce_sorted=False)
+        if form == "packed":
+            return nn.utils.rnn.pack_padded_sequence(x, [3, 7, 1, 4, 4, 2, 6], enforce_sorted=False)
+        return x[:, 0] if form == "unbatched" else x
 
     def unpacked(output: Any) -> Any:
         if form != "packed":
@@ -78,49 +193,11 @@ def test_layers_and_directions(cell_type: Any, layer_type: Any, form: str, mode:
     def run() -> tuple[Any, Any]:
         states = [tuple(leaf[i] for leaf in start) for i in range(4)]
         output, state = rnn(input(), tuple(s if count == 2 else s[0] for s in states))
-        stacked = [
-            torch.stack(leaves) for leaves in zip(*map(pytree.tree_leaves, state), strict=True)
-        ]
-        return unpacked(output), tuple(stacked)
+        leaves = zip(*map(pytree.tree_leaves, state), strict=True)
+        return unpacked(output), tuple(torch.stack(each) for each in leaves)
 
     def expected() -> tuple[Any, Any]:
         output, state = layer(input(), tuple(start) if count == 2 else start[0])
         return unpacked(output), tuple(pytree.tree_leaves(state))
 
     check_same(run, expected, [x, *start, *layer.parameters()])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("return_sequence", [True, False])
-def test_trees(mode: str, return_sequence: bool) -> None:
-    """Nested inputs, states and outputs, one of them of integers."""
-    cell = Mixed()
-    rnn = fusedrnn.Recurrent(cell, mode=mode, return_sequence=return_sequence)
-    input = {
-        "x": torch.randn(9, 3, 3, dtype=torch.float64, requires_grad=True),
-        "scale": torch.randn(9, 3, dtype=torch.float64, requires_grad=True),
-    }
-
-    def expected() -> tuple[Any, Any]:
-        output, state = plain_loop(cell, input, cell.initial_state(3))
-        if not return_sequence:
-            output = pytree.tree_map(lambda leaf: leaf[-1], output)
-        return output, state
-
-    check_same(lambda: rnn(input), expected, [*leaves_with_gradient(input), *cell.parameters()])
-    assert rnn(input)[1]["rest"][0].tolist() == [9, 9, 9]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunk_size", [None, 1, 3, 20])
-def test_noise(mode: str, chunk_size: int | None) -> None:
-    """All kinds of draws: the same numbers in forward and backward, for chunks of any size."""
-    cell = Noisy()
-    rnn = fusedrnn.Recurrent(cell, mode=mode, chunk_size=chunk_size)
-    x = torch.randn(13, 3, 4, dtype=torch.float64, requires_grad=True)
-    h = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    check_same(
-        lambda: rnn(x, h, generator=generator()),
-        lambda: plain_loop(cell, x, h),
-        [x, h, *cell.parameters()],
-    )
