@@ -34,19 +34,11 @@ class Cell(nn.Module):
         return self.function(x, state, self.weight)
 
 
-def changes_state(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
-    return h.add_(x @ w)
-
-
-def changes_input(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
-    return x.add_(h @ w)
-
-
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (changes_state, RuntimeError, "changes state in place, at time 0"),
-        (changes_input, RuntimeError, "changes input in place, at time 0"),
+        (lambda x, h, w: h.add_(x @ w), RuntimeError, "changes state in place, at time 0"),
+        (lambda x, h, w: x.add_(h @ w), RuntimeError, "changes input in place, at time 0"),
         (lambda x, h, w: [h @ w], ValueError, r"must return its state, like tensor, or"),
         (lambda x, h, w: (h, h, h), ValueError, r"got \(tensor, tensor, tensor\)"),
         (lambda x, h, w: (x @ w)[:, :2], ValueError, r"return state as it gets it.*\(3, 2\)"),
@@ -59,9 +51,8 @@ def changes_input(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
     ],
 )
 def test_results(function: Any, error: type[Exception], message: str) -> None:
-    x, start = X.clone(), START.clone()
     with pytest.raises(error, match=message) as raised:
-        fusedrnn.Recurrent(Cell(function))(x, start)
+        fusedrnn.Recurrent(Cell(function))(X.clone(), START.clone())
     assert "time 0" in notes_of(raised.value)
 
 
@@ -137,11 +128,8 @@ def test_a_tensor_of_the_batch_is_an_obstacle() -> None:
 
 def test_a_step_that_does_not_repeat() -> None:
     counts = itertools.count()
-
-    def counts_calls(x: Tensor, h: Tensor, w: Tensor) -> Tensor:
-        return x @ w + next(counts)
-
-    output, _ = fusedrnn.Recurrent(Cell(counts_calls), mode="replay")(X, START)
+    cell = Cell(lambda x, h, w: x @ w + next(counts))
+    output, _ = fusedrnn.Recurrent(cell, mode="replay")(X, START)
     with pytest.raises(RuntimeError, match=r"taken again for backward.*another state"):
         output.sum().backward()
 
@@ -185,12 +173,17 @@ def test_a_generator_inside_of_a_step() -> None:
             fusedrnn.Recurrent(Cell(function))(X, START)
 
 
-GRU = fusedrnn.Recurrent(nn.GRUCell(H, H))
-BOTH = fusedrnn.Recurrent([nn.GRUCell(H, H), nn.GRUCell(H, H)], bidirectional=True)
-OTHER = fusedrnn.Recurrent(Cell(lambda x, h, w: x @ w))
-MIXED = fusedrnn.Recurrent(Mixed())
+R, CELL = fusedrnn.Recurrent, nn.GRUCell(H, H)
+GRU = R(CELL)
+BOTH = R([CELL, nn.GRUCell(H, H)], bidirectional=True)
+OTHER = R(Cell(lambda x, h, w: x @ w))
+MIXED = R(Mixed())
 SCAN = partial(fusedrnn.scan, lambda h, x, p=None: (h, h))
 FLAGS = torch.zeros(T, B, dtype=torch.bool)
+
+
+def reset_to(value: Any) -> Any:
+    return GRU(X, reset=FLAGS, reset_to=value)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +197,7 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: GRU(X[:0]), RuntimeError, "at least one step"),
         (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first dim"),
         (lambda: GRU((X, X.to("meta"))), RuntimeError, r"input\[1\] must be on cpu"),
-        (
-            lambda: GRU(X, START[:2]),
-            RuntimeError,
-            r"state must have the 3 rows.*\(2, 4\); fusedrnn.scan takes states of any shape",
-        ),
+        (lambda: GRU(X, START[:2]), RuntimeError, r"the 3 rows.*\(2, 4\); fusedrnn.scan takes"),
         (lambda: GRU(X, START.to("meta")), RuntimeError, "state must be on cpu"),
         (lambda: GRU(X.to("meta")), RuntimeError, "input must have numbers, got.*meta"),
         (lambda: GRU(X.to_sparse()), RuntimeError, "input must be a dense tensor, got.*sparse"),
@@ -224,21 +213,17 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: GRU(X, reset=FLAGS[:2]), RuntimeError, r"reset must have shape \(6, 3\)"),
         (lambda: GRU(X, reset=FLAGS.float()), ValueError, "reset must be torch.bool"),
         (lambda: GRU(X, reset_to=START), ValueError, "reset_to must be given together"),
-        (lambda: GRU(X, reset=FLAGS, reset_to=START[:2]), RuntimeError, r"got \(2, 4\)"),
-        (lambda: GRU(X, reset=FLAGS, reset_to=(START,)), ValueError, "like the state"),
-        (lambda: GRU(X, reset=FLAGS, reset_to={"h": START}), ValueError, "got 'h'"),
+        (lambda: reset_to(START[:2]), RuntimeError, r"got \(2, 4\)"),
+        (lambda: reset_to((START,)), ValueError, "like the state"),
+        (lambda: reset_to({"h": START}), ValueError, "got 'h'"),
         (
-            lambda: GRU(X, reset=FLAGS, reset_to=START.double()),
+            lambda: reset_to(START.double()),
             RuntimeError,
-            "reset_to must be torch.float32 as the state is, got torch.float64",
+            r"be torch.float32 as .* got torch.float64",
         ),
+        (lambda: reset_to(START.to_sparse()), RuntimeError, "reset_to must be a dense tensor"),
         (
-            lambda: GRU(X, reset=FLAGS, reset_to=START.to_sparse()),
-            RuntimeError,
-            "reset_to must be a dense tensor",
-        ),
-        (
-            lambda: GRU(X, reset=FLAGS, reset_to=START.to("meta")),
+            lambda: reset_to(START.to("meta")),
             RuntimeError,
             "reset_to must be on cpu as the state is",
         ),
@@ -248,37 +233,21 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
             "reset_to must have at least one tensor",
         ),
         (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
-        (lambda: fusedrnn.Recurrent(3), TypeError, "cell must be a torch.nn.Module or a list"),
-        (
-            lambda: fusedrnn.Recurrent(nn.GRU(3, 3)),
-            TypeError,
-            "must take one step, got GRU, which takes all",
-        ),
-        (lambda: fusedrnn.Recurrent([]), ValueError, "at least one cell, got 0"),
-        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), True), ValueError, "two cells per layer"),
-        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), 1), TypeError, "bidirectional must be a"),
-        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), mode="fast"), ValueError, "'replay', got"),
-        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), mode=None), ValueError, "mode must be"),
-        (lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), chunk_size=0), ValueError, "positive"),
-        (
-            lambda: fusedrnn.Recurrent(nn.GRUCell(1, 1), chunk_size=1, workspace_bytes=1),
-            ValueError,
-            "exclude each other",
-        ),
-        (
-            lambda: fusedrnn.Recurrent(nn.GRUCell(H, H), workspace_bytes=10)(X),
-            RuntimeError,
-            "workspace_bytes must be at least",
-        ),
+        (lambda: R(3), TypeError, "cell must be a torch.nn.Module or a list"),
+        (lambda: R(nn.GRU(3, 3)), TypeError, "must take one step, got GRU, which takes all"),
+        (lambda: R([]), ValueError, "at least one cell, got 0"),
+        (lambda: R(CELL, True), ValueError, "two cells per layer"),
+        (lambda: R(CELL, 1), TypeError, "bidirectional must be a"),
+        (lambda: R(CELL, mode="fast"), ValueError, "'replay', got"),
+        (lambda: R(CELL, mode=None), ValueError, "mode must be"),
+        (lambda: R(CELL, chunk_size=0), ValueError, "positive"),
+        (lambda: R(CELL, chunk_size=1, workspace_bytes=1), ValueError, "exclude each other"),
+        (lambda: R(CELL, workspace_bytes=10)(X), RuntimeError, "workspace_bytes must be at least"),
         (lambda: fusedrnn.scan(3, START, X), TypeError, "step must be callable, got int"),
         (lambda: fusedrnn.scan(lambda h, x: h, START, X), ValueError, "got Tensor"),
         (lambda: fusedrnn.scan(lambda h, x: (h,), START, X), ValueError, "tuple of length 1"),
         (lambda: fusedrnn.scan(lambda h, x: (h, x), (), X), ValueError, "state must have at"),
-        (
-            lambda: SCAN(START, ()),
-            ValueError,
-            "inputs must have at least one tensor, or length be given",
-        ),
+        (lambda: SCAN(START, ()), ValueError, "at least one tensor, or length be given"),
         (lambda: SCAN(START), ValueError, "inputs must have.*or length be given"),
         (lambda: SCAN(START, X, length=5), ValueError, "length must be that of inputs, 6, got 5"),
         (lambda: SCAN(START, length=True), TypeError, "length must be an int, got bool"),
@@ -295,16 +264,8 @@ FLAGS = torch.zeros(T, B, dtype=torch.bool)
         (lambda: SCAN(START, X, [X.to("meta")]), RuntimeError, r"params\[0\] must be on cpu"),
         (lambda: SCAN(START.to("meta"), X), RuntimeError, "state must have numbers"),
         (lambda: SCAN(START, X.to_sparse()), RuntimeError, "inputs must be a dense tensor"),
-        (
-            lambda: fusedrnn.scan(lambda h, x: (h, h), START, (X, X[:2])),
-            ValueError,
-            r"inputs\[1\] must have the steps as its first dimension",
-        ),
-        (
-            lambda: fusedrnn.scan(lambda h, x: (h, h), START, X[:0]),
-            ValueError,
-            "at least one",
-        ),
+        (lambda: SCAN(START, (X, X[:2])), ValueError, r"inputs\[1\] must have the steps as"),
+        (lambda: SCAN(START, X[:0]), ValueError, "at least one"),
     ],
 )
 def test_calls(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -328,3 +289,46 @@ class Pair:
 def test_outputs_that_are_no_trees(output: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         fusedrnn.scan(lambda h, x: (h + x, output(h)), START, X)
+
+
+# Draws that torch refuses are refused where fusedrnn gives the numbers, too.
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: torch.multinomial(torch.ones(B, H), 0), "at least 1 and at most 4, got 0"),
+        (lambda: torch.ones(H).multinomial(H + 1), "at least 1 and at most 4, got 5"),
+        (lambda: torch.multinomial(torch.ones(B, H), -1, True), "any number, got -1"),
+        (lambda: torch.multinomial(torch.ones(B, H).long(), 1), "floats, got torch.int64"),
+        (lambda: torch.multinomial(torch.ones(B, H, 2), 1), r"1 or 2 dim.*\(3, 4, 2\)"),
+        (lambda: torch.multinomial(torch.ones(()), 1), r"1 or 2 dimensions, got shape \(\)"),
+        (lambda: torch.bernoulli(torch.ones(B, H).long()), "floats, got torch.int64"),
+        (lambda: torch.ones(B, H).bool().bernoulli(), "floats, got torch.bool"),
+        (lambda: torch.empty(B, H).bernoulli_(torch.ones(B, H).int()), "floats, got torch.int32"),
+        (lambda: torch.multinomial(-torch.ones(B, H), 1), "expects"),
+        (lambda: torch.multinomial(torch.ones(B, H) * torch.nan, 1), "expects"),
+        (lambda: torch.multinomial(torch.zeros(B, H), 1), "expects"),
+        (lambda: torch.bernoulli(torch.ones(B, H) * 3), "expects"),
+        (lambda: torch.empty(3).bernoulli_(-0.5), "expects"),
+        (lambda: torch.normal(torch.ones(B, H), -torch.ones(B, H)), "expects"),
+        (lambda: torch.normal(torch.ones(B, H), -1.0), "expects"),
+        (lambda: torch.ones(B, H).normal_(0, -1), "expects"),
+        (lambda: torch.ones(B, H).exponential_(-1), "expects"),
+        (lambda: torch.ones(B, H).uniform_(2, 1), "expects"),
+    ],
+)
+def test_draws_that_torch_refuses(draw: Callable[[], Tensor], message: str) -> None:
+    with pytest.raises(RuntimeError):
+        draw()
+    with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{message}"):
+        fusedrnn.scan(lambda h, x: (h + x, draw()), START, X)
+
+
+def test_probabilities_of_other_types() -> None:
+    """A number may fill tensors of any dtype, as in torch."""
+    _, ones = fusedrnn.scan(
+        lambda h, x: (h, torch.bernoulli(torch.zeros(B, H).long(), 1.0)), START, X
+    )
+    assert ones.dtype == torch.int64
+    assert ones.all()

@@ -1,22 +1,22 @@
-"""Modules that a step holds in some way: each of their buffers is written once per step."""
+"""Modules and variables around a step: each of them is written once per step."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from loops import loss_of
+from loops import F64, By, check_same, double, scan_loop
 from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn.recurrent.closures import held_by
 
 T, B, H = 5, 3, 4
-F64 = torch.float64
 
 
 def taken(norm: nn.Module, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,27 +61,6 @@ class Hidden(nn.Module):
         return taken(norm, h, x)
 
 
-def of_two_dicts(norm: nn.Module) -> Any:
-    """Many containers one after the other, of which each must be looked at."""
-    dicts = [{"a": {}}, {"b": {}}, {"c": {"norm": norm}}]
-    return lambda h, x: taken(dicts[2]["c"]["norm"], h, x)
-
-
-def of_namespace(norm: nn.Module) -> Any:
-    space = SimpleNamespace(norm=norm)
-    return lambda h, x: taken(space.norm, h, x)
-
-
-def of_slots(norm: nn.Module) -> Any:
-    held = Slots(norm)
-    return lambda h, x: taken(held.norm, h, x)
-
-
-def of_method(norm: nn.Module) -> Any:
-    inner = Plain(norm).step
-    return lambda h, x: inner(h, x)
-
-
 def of_default(norm: nn.Module) -> Any:
     def step(h: Tensor, x: Tensor, *, held: Any = SimpleNamespace(norm=norm)) -> Any:  # noqa: B008
         return taken(held.norm, h, x)
@@ -89,17 +68,29 @@ def of_default(norm: nn.Module) -> Any:
     return step
 
 
-HOLDERS = {
+def around(step: Any) -> Any:
+    return lambda h, x: step(h, x)
+
+
+def by(held: Any, found: Callable[[Any], nn.Module]) -> Any:
+    """A step that finds its module in ``held``, which is around it."""
+    return lambda h, x: taken(found(held), h, x)
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "closure": lambda norm: by(norm, lambda held: held),
+    "partial closure": lambda norm: partial(by(norm, lambda held: held)),
     "method": lambda norm: Plain(norm).step,
     "instance": Plain,
     "nested": lambda norm: Nested(norm).step,
     "partial": lambda norm: partial(taken, norm),
     "list in a module": lambda norm: Hidden(norm, lambda norm: [norm]),
     "object in a module": lambda norm: Hidden(norm, Plain),
-    "dicts": of_two_dicts,
-    "namespace": of_namespace,
-    "slots": of_slots,
-    "method in a closure": of_method,
+    # Many containers one after the other, of which each must be looked at.
+    "dicts": lambda norm: by([{"a": {}}, {"b": {}}, {"c": norm}], lambda held: held[2]["c"]),
+    "namespace": lambda norm: by(SimpleNamespace(norm=norm), lambda held: held.norm),
+    "slots": lambda norm: by(Slots(norm), lambda held: held.norm),
+    "method in a closure": lambda norm: around(Plain(norm).step),
     "default": of_default,
 }
 
@@ -108,33 +99,21 @@ HOLDERS = {
 def test_statistics_of_batch_norm(hold: Any) -> None:
     """Backward takes the steps again, and must leave no trace."""
     norms = [nn.BatchNorm1d(H, dtype=F64) for _ in range(2)]
-    x = torch.randn(T, B, H, dtype=F64, requires_grad=True)
-    start = torch.randn(B, H, dtype=F64)
-    results = []
-    for norm, run in zip(norms, (fusedrnn.scan, loop), strict=True):
-        output = run(hold(norm), start, x)[1]
-        results.append(torch.autograd.grad(loss_of(output), [x, *norm.parameters()]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
+    x, start = double(T, B, H), torch.randn(B, H, dtype=F64)
+    check_same(
+        lambda: fusedrnn.scan(hold(norms[0]), start, x),
+        lambda: scan_loop(hold(norms[1]), start, x),
+        [x, *norms[0].parameters()],
+        their_leaves=[x, *norms[1].parameters()],
+    )
     torch.testing.assert_close(norms[0].state_dict(), norms[1].state_dict(), rtol=0, atol=0)
     assert norms[0].num_batches_tracked == T
 
 
-def loop(step: Any, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    outputs = []
-    for x in inputs:
-        state, y = step(state, x)
-        outputs.append(y)
-    return state, torch.stack(outputs)
-
-
 def test_recurrent_finds_them_too() -> None:
-    class Cell(Hidden):
-        def forward(self, x: Tensor, h: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(h, x)[0]
-
     norm = nn.BatchNorm1d(H)
-    x, start = torch.randn(T, B, H), torch.zeros(B, H)
-    fusedrnn.Recurrent(Cell(norm, Plain))(x, start)[0].sum().backward()
+    cell = By(lambda c, x, h: torch.tanh(c.holder.norm(h) + x), holder=Plain(norm))
+    fusedrnn.Recurrent(cell)(torch.randn(T, B, H), torch.zeros(B, H))[0].sum().backward()
     assert norm.num_batches_tracked == T
 
 
@@ -149,3 +128,46 @@ def test_the_search_ends() -> None:
     assert held_by(lambda h, x: (ring, deep, data)).modules == []
     ring.norm = norm
     assert held_by(lambda h, x: (ring, deep, data)).modules == [norm]
+
+
+# Variables around a function
+
+
+def test_variables_around_a_function() -> None:
+    """A count, a list, and a tensor that is set anew, in a closure and in what it calls."""
+    x, h = double(T, B, H), double(B, H)
+
+    def results(run: Callable[..., Any]) -> list[Any]:
+        count, seen, mean = 0, [], torch.zeros(H, dtype=F64)
+
+        def factor() -> float:
+            seen.append(count)
+            return 1 + 0.1 * len(seen)
+
+        def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal count, mean
+            count += 1
+            mean = 0.9 * mean + 0.1 * h.detach().mean(0)
+            h = torch.tanh((h.detach() if count % 4 == 0 else h) * factor() + mean + x)
+            return h, h * count
+
+        state, ys = run(step, h, x)
+        gradients = torch.autograd.grad(state.sum() + ys.square().sum(), [x, h])
+        return [state, ys, *gradients, count, seen, mean]
+
+    torch.testing.assert_close(results(fusedrnn.scan), results(scan_loop))
+
+
+def test_a_loss_in_a_list_around_a_function() -> None:
+    x, h = double(T, B, H), double(B, H)
+    losses = []
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h + x)
+        losses.append(h.square().mean())
+        return h, h
+
+    _, ys = fusedrnn.scan(step, h, x)
+    assert len(losses) == T
+    with pytest.raises(RuntimeError, match="the variable 'losses' has no gradient"):
+        (ys.sum() + sum(losses)).backward()
