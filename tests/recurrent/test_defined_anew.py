@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import check_same
+from loops import F64, check_same, counted, double, scan_loop
 from recorders import Repeated
-from test_compiled import counted
 from torch import Tensor, nn
 
 import fusedrnn
@@ -24,7 +23,6 @@ from fusedrnn.recurrent.memories import memory_of
 from fusedrnn.recurrent.probe import Obstacle
 
 T, B, H = 12, 3, 4
-F64 = torch.float64
 
 
 class Model(nn.Module):
@@ -35,26 +33,24 @@ class Model(nn.Module):
         self.linear = nn.Linear(H, H, dtype=F64)
         self.options = options
 
-    def forward(self, x: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, scale: float = 1.0, bias: Tensor | None = None, run: Any = None
+    ) -> Any:
         def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             h = torch.tanh(self.linear(h) * scale + x)
             return h, h if bias is None else h + bias
 
+        if run is not None:
+            return run(step, x.new_zeros(B, H), x)
         return fusedrnn.scan(step, x.new_zeros(B, H), x, **self.options)
 
-    def loop(self, x: Tensor, scale: float = 1.0) -> Any:
-        h, outputs = x.new_zeros(B, H), []
-        for one in x:
-            h = torch.tanh(self.linear(h) * scale + one)
-            outputs.append(h)
-        return h, torch.stack(outputs)
-
     def check(self, scale: float = 1.0) -> None:
-        x = torch.randn(T, B, H, dtype=F64, requires_grad=True)
+        x = double(T, B, H)
         leaves = [x, *self.parameters()]
-        check_same(lambda: self(x, scale), lambda: self.loop(x, scale), leaves)
+        check_same(lambda: self(x, scale), lambda: self(x, scale, run=scan_loop), leaves)
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each plain value that the step reads, and for each module."""
     counter = counted(monkeypatch)
@@ -99,8 +95,7 @@ def test_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("always")
         for _ in range(4):
             before, bias = counter.frame_count, torch.randn(H, dtype=F64)
-            _, output = model(x, bias=bias)
-            torch.testing.assert_close(output, model.loop(x)[1] + bias)
+            torch.testing.assert_close(model(x, bias=bias), model(x, bias=bias, run=scan_loop))
             assert counter.frame_count > before
     messages = [str(one.message) for one in caught if "compiled 3 times" in str(one.message)]
     assert len(messages) == 1
@@ -120,11 +115,7 @@ def test_trials_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Model(mode="parallel"), torch.randn(T, B, H, dtype=F64)
 
     def counts(*biases: Tensor) -> list[int]:
-        found = []
-        for bias in biases:
-            model(x, bias=bias)
-            found.append(len(trials))
-        return found
+        return [model(x, bias=bias) and len(trials) for bias in biases]
 
     biases = [torch.randn(H, dtype=F64) for _ in range(3)]
     assert counts(*biases) == [1, 1, 1]
@@ -171,6 +162,7 @@ def test_what_is_like_what() -> None:
     assert memory_of(once) is memory_of(once)
 
 
+@pytest.mark.slow
 def test_nothing_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     counted(monkeypatch)
     model = Model(torch_compile=True)

@@ -32,6 +32,7 @@ def test_training_on_text() -> None:
     assert wrapped["peak_bytes"] < loop["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     options = ["--quick", "--cell", "LateResetGRU", "--out", str(tmp_path)]
