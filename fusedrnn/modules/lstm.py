@@ -120,10 +120,10 @@ class LSTM(RNNBase):
         Raises:
             TypeError, ValueError, RuntimeError: As :func:`fusedrnn.functional.lstm`.
         """
-        h_0, c_0 = split_lstm_state(hx)
-        to = None if reset_to is None else split_lstm_state(reset_to, "reset_to", "(h, c)")
         if isinstance(input, Proxy):
             return fx_node(self, input, hx, lengths=lengths, reset=reset, reset_to=reset_to)
+        h_0, c_0 = split_lstm_state(hx)
+        to = None if reset_to is None else split_lstm_state(reset_to, "reset_to", "(h, c)")
         options, weights = self._options(), self._weights()
         output, h_n, c_n = run(
             input,
