@@ -4,7 +4,6 @@ Longer than 350 lines, because its tests are of one topic and share their fixtur
 """
 
 import copy
-import io
 import itertools
 import warnings
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.nn.utils.rnn import pack_sequence
 
 import fusedrnn
 from fusedrnn import convert, to_torch
@@ -27,18 +25,13 @@ OPTIONS = [
 INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
 
 
-def the_reason(report):
-    """The reason why the only module was kept."""
-    assert report.replaced == []
-    (kept,) = report.kept
-    return kept.reason
-
-
 def assert_kept(model, match, way=convert):
     before = dict(model.named_modules())
     same, report = way(model)
     assert same is model
-    assert match in the_reason(report)
+    assert report.replaced == []
+    (kept,) = report.kept
+    assert match in kept.reason
     assert all(m is before[name] for name, m in model.named_modules())
 
 
@@ -51,62 +44,36 @@ def gradients(model, input):
 # Results
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["GRU", "LSTM"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, options) for name in ("GRU", "LSTM") for options in OPTIONS),
+        *((name, options) for name in ("GRUCell", "LSTMCell") for options in OPTIONS[:2]),
+    ],
+    ids=str,
+)
 def test_there_and_back(name, options):
+    input = INPUT[0] if name.endswith("Cell") else INPUT
     old = getattr(nn, name)(5, 7, **options).eval()
-    expected, expected_grads = old(INPUT), gradients(old, INPUT)
+    expected, expected_grads = old(input), gradients(old, input)
     state = {key: value.clone() for key, value in old.state_dict().items()}
 
     new, report = convert(old)
     assert type(new) is getattr(fusedrnn, name)
     assert new.extra_repr() == old.extra_repr()
     assert len(report.replaced) == 1 and report.kept == []
-    torch.testing.assert_close(new(INPUT), expected)
-    torch.testing.assert_close(gradients(new, INPUT), expected_grads)
+    torch.testing.assert_close(new(input), expected)
+    torch.testing.assert_close(gradients(new, input), expected_grads)
 
     back, report = to_torch(new)
     assert type(back) is type(old)
     assert back.extra_repr() == old.extra_repr()
     assert len(report.replaced) == 1 and report.kept == []
-    torch.testing.assert_close(back(INPUT), expected)
-    torch.testing.assert_close(gradients(back, INPUT), expected_grads)
+    torch.testing.assert_close(back(input), expected)
+    torch.testing.assert_close(gradients(back, input), expected_grads)
     for module in (new, back):
         assert list(module.state_dict()) == list(state)
         assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["GRUCell", "LSTMCell"])
-def test_cells_there_and_back(name, bias):
-    old = getattr(nn, name)(5, 7, bias)
-    expected = old(INPUT[0])
-    new, _ = convert(old)
-    assert type(new) is getattr(fusedrnn, name)
-    torch.testing.assert_close(new(INPUT[0]), expected)
-    back, _ = to_torch(new)
-    assert type(back) is type(old)
-    torch.testing.assert_close(back(INPUT[0]), expected)
-    assert list(new.state_dict()) == list(back.state_dict()) == list(old.state_dict())
-
-
-def test_packed_sequences_go_on_working():
-    packed = pack_sequence([INPUT[:3, 0], INPUT[:, 1]], enforce_sorted=False)
-    old = nn.LSTM(5, 7)
-    new, _ = convert(copy.deepcopy(old))
-    torch.testing.assert_close(new(packed)[0].data, old(packed)[0].data)
-
-
-def test_checkpoints_go_both_ways():
-    old, new = nn.LSTM(5, 7), convert(nn.LSTM(5, 7))[0]
-    new.load_state_dict(old.state_dict())
-    torch.testing.assert_close(new(INPUT), old(INPUT))
-    file = io.BytesIO()
-    torch.save(new.state_dict(), file)
-    file.seek(0)
-    other = nn.LSTM(5, 7)
-    other.load_state_dict(torch.load(file))
-    torch.testing.assert_close(other(INPUT), old(INPUT))
 
 
 def test_the_result_can_be_copied_and_moved():
@@ -145,12 +112,6 @@ def test_an_optimizer_stays_valid():
     torch.testing.assert_close(model(INPUT)[0], reference(INPUT)[0])
 
 
-def test_the_weights_are_laid_out_flat():
-    model = nn.ModuleList([nn.LSTM(5, 7, num_layers=2), nn.GRUCell(5, 7)])
-    for rnn in convert(model)[0]:
-        assert rnn.flat_weight.numel() == sum(p.numel() for p in rnn.parameters())
-
-
 def test_weights_in_a_larger_memory_stay_there():
     old = nn.GRU(5, 7)
     buffer = torch.zeros(1000)
@@ -163,11 +124,12 @@ def test_weights_in_a_larger_memory_stay_there():
 
 def test_gradients_flags_and_training_mode_are_carried_over():
     old = nn.GRU(5, 7).eval()
+    old.note = "mine"
     old.weight_ih_l0.requires_grad_(False)
     old(INPUT)[0].sum().backward()
     grad = old.weight_hh_l0.grad
     new, _ = convert(old)
-    assert not new.training and not new.weight_ih_l0.requires_grad
+    assert new.note == "mine" and not new.training and not new.weight_ih_l0.requires_grad
     assert new.weight_hh_l0.requires_grad and new.weight_hh_l0.grad is grad
 
 
@@ -242,6 +204,9 @@ def test_models_are_changed_in_place(wrap):
         f"{prefix}cells.a",
     ]
     assert report.kept == []
+    for rnn in (*model.modules(),):
+        if isinstance(rnn, fusedrnn.GRU | fusedrnn.LSTM | fusedrnn.GRUCell):
+            assert rnn.flat_weight.numel() == sum(p.numel() for p in rnn.parameters())
     torch.testing.assert_close(model(INPUT), expected)
     assert not any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
 
@@ -274,12 +239,6 @@ def test_tied_parameters_stay_tied():
             torch.testing.assert_close(model[name](input), expected[name](input))
 
 
-def test_attributes_are_carried_over():
-    old = nn.GRU(5, 7)
-    old.note = "mine"
-    assert convert(old)[0].note == "mine"
-
-
 def test_hooks_are_carried_over_with_their_handles():
     old, calls = nn.GRU(5, 7), []
     handles = [
@@ -310,17 +269,66 @@ class OwnLSTM(nn.LSTM):
         return super().forward(2 * input, hx)
 
 
-def test_subclasses_are_kept():
-    assert_kept(OwnLSTM(5, 7), "subclass of torch.nn.LSTM")
+def changed(change, module):
+    """The module after a change in place."""
+    change(module)
+    return module
+
+
+def quantized(kind):
+    return nn.Sequential(pytest.importorskip(f"torch.ao.nn.{kind}").LSTM(5, 7))
+
+
+COUNTERPART, OVERRIDDEN = "has no counterpart of", "was overridden on this very module"
+KEPT = {  # modules, made by functions, with the reason
+    "subclass": (lambda: OwnLSTM(5, 7), "subclass of torch.nn.LSTM"),
+    "RNN": (lambda: nn.RNN(5, 7), f"fusedrnn {COUNTERPART} torch.nn.RNN"),
+    "RNNCell": (lambda: nn.RNNCell(5, 7), f"fusedrnn {COUNTERPART} torch.nn.RNNCell"),
+    "parametrized": (
+        lambda: changed(lambda m: parametrizations.weight_norm(m, "weight_hh_l0"), nn.LSTM(5, 7)),
+        "it is parametrized: weight_hh_l0",
+    ),
+    **{
+        name: (
+            lambda name=name: changed(lambda m: setattr(m, name, lambda x: x), nn.GRU(5, 7)),
+            f"{name} {OVERRIDDEN}",
+        )
+        for name in ("forward", "_compiled_call_impl", "recompute")
+    },
+    "hook": (
+        lambda: changed(
+            lambda m: m.register_load_state_dict_pre_hook(lambda m, *args: None), nn.GRU(5, 7)
+        ),
+        "a hook for load_state_dict is bound to this very module",
+    ),
+    "script": (
+        lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.LSTM(5, 7)))),
+        "it is compiled by TorchScript",
+    ),
+    "trace": (
+        lambda: nn.Sequential(
+            torch.jit.trace(nn.Sequential(nn.LSTM(5, 7)), INPUT, check_trace=False)
+        ),
+        "it is compiled by TorchScript",
+    ),
+    **{
+        kind: (lambda kind=kind: quantized(kind), f"fusedrnn {COUNTERPART} torch.ao.nn.{kind}")
+        for kind in ("quantizable", "quantized.dynamic")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("what", KEPT)
+def test_modules_that_are_kept(what):
+    make, reason = KEPT[what]
+    assert_kept(make(), reason)
+
+
+def test_modules_that_torch_lacks_are_kept():
     assert_kept(type("Own", (fusedrnn.GRU,), {})(5, 7), "subclass of fusedrnn.GRU", to_torch)
-
-
-def test_modules_without_counterpart_are_kept():
-    assert_kept(nn.RNN(5, 7), "fusedrnn has no counterpart of torch.nn.RNN")
-    assert_kept(nn.RNNCell(5, 7), "fusedrnn has no counterpart of torch.nn.RNNCell")
-    message = "torch.nn has no counterpart of fusedrnn.StochasticGRU"
-    assert_kept(fusedrnn.StochasticGRU(5, 7), message, to_torch)
-    assert_kept(fusedrnn.StochasticGRUCell(5, 7), message, to_torch)
+    for make in (fusedrnn.StochasticGRU, fusedrnn.StochasticGRUCell):
+        assert_kept(make(5, 7), f"torch.nn {COUNTERPART} fusedrnn.StochasticGRU", to_torch)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
@@ -339,12 +347,6 @@ def test_other_devices_are_kept(monkeypatch):
     monkeypatch.setattr(fusedrnn._library, "cuda_obstacle", "there is no CUDA")
     with pytest.raises(_CannotReplace, match="it is on cuda:0, but there is no CUDA"):
         _check_device(torch.device("cuda:0"), fusedrnn.GRU)
-
-
-def test_parametrized_modules_are_kept():
-    old = nn.LSTM(5, 7)
-    parametrizations.weight_norm(old, "weight_hh_l0")
-    assert_kept(nn.Sequential(old), "it is parametrized: weight_hh_l0")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -369,38 +371,6 @@ def test_other_weights_are_kept():
     assert_kept(mixed, "bias_hh_l0 is (21,) of torch.float64")
     special.bias_hh_l0 = type("Sharded", (nn.Parameter,), {})(torch.zeros(21))
     assert_kept(special, "bias_hh_l0 is not a plain nn.Parameter")
-
-
-@pytest.mark.parametrize("name", ["forward", "_compiled_call_impl", "recompute"])
-def test_overridden_attributes_are_kept(name):
-    old = nn.GRU(5, 7)
-    setattr(old, name, lambda input: input)
-    assert_kept(old, f"{name} was overridden on this very module")
-
-
-def test_bound_hooks_are_kept():
-    old = nn.GRU(5, 7)
-    old.register_load_state_dict_pre_hook(lambda m, *args: None)
-    assert_kept(old, "a hook for load_state_dict is bound to this very module")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("make", ["script", "trace"])
-def test_script_modules_are_kept(make):
-    model = nn.Sequential(nn.LSTM(5, 7))
-    scripted = (
-        torch.jit.script(model)
-        if make == "script"
-        else torch.jit.trace(model, INPUT, check_trace=False)
-    )
-    assert_kept(nn.Sequential(scripted), "it is compiled by TorchScript")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("kind", ["quantizable", "quantized.dynamic"])
-def test_quantized_modules_are_kept(kind):
-    rnn = pytest.importorskip(f"torch.ao.nn.{kind}").LSTM(5, 7)
-    assert_kept(nn.Sequential(rnn), f"fusedrnn has no counterpart of torch.ao.nn.{kind}")
 
 
 def test_compiled_modules_are_kept():

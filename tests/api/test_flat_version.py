@@ -10,44 +10,14 @@ from torch.autograd import forward_ad
 import fusedrnn
 
 
-@pytest.fixture(autouse=True)
-def _float32_is_not_rounded():
-    """Replaces conftest.py's fixture: torch.export does not run where TF32 is forbidden."""
-    allow_tf32(True)
-
-
-def plainly(rnn, x):
-    return rnn(x), rnn
-
-
-def under_autocast(rnn, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return rnn(x), rnn
-
-
-def under_vmap(rnn, x):
-    return torch.func.vmap(rnn)(x[None]), rnn
-
-
-def at_a_dual_level(rnn, x):
-    with forward_ad.dual_level():
-        return rnn(x), rnn
-
-
-def traced(rnn, x):
-    return torch.jit.trace(rnn, x, check_trace=False)(x), rnn
+def under(context, call):
+    with context:
+        return call()
 
 
 def exported(rnn, x):
+    allow_tf32(True)  # torch.export does not run where TF32 is forbidden
     return torch.export.export(rnn, (x,)).module()(x), rnn
-
-
-def by_function(rnn, x):
-    return fusedrnn.gru(x, list(rnn.parameters())), rnn
-
-
-def through_a_copy(rnn, x):
-    return rnn(x), copy.copy(rnn)
 
 
 def through_another_module(rnn, x):
@@ -55,10 +25,6 @@ def through_another_module(rnn, x):
     for name, weight in rnn.named_parameters():
         setattr(other, name, weight)
     return rnn(x), other
-
-
-def by_another_module(rnn, x):
-    return through_another_module(rnn, x)[1](x), rnn
 
 
 def with_swapped_memory(rnn, x):
@@ -74,9 +40,20 @@ def with_detached_weights(rnn, x):
     return torch.func.functional_call(rnn, weights, (x.requires_grad_(),)), rnn
 
 
-CALLS = [plainly, under_autocast, under_vmap, at_a_dual_level, traced, exported, by_function]
-CALLS += [through_a_copy, through_another_module, by_another_module]
-CALLS += [with_swapped_memory, with_detached_weights]
+CALLS = {  # -> results, and the module whose buffer is written to
+    "plain": lambda rnn, x: (rnn(x), rnn),
+    "autocast": lambda rnn, x: (under(torch.autocast("cpu", torch.bfloat16), lambda: rnn(x)), rnn),
+    "vmap": lambda rnn, x: (torch.func.vmap(rnn)(x[None]), rnn),
+    "dual level": lambda rnn, x: (under(forward_ad.dual_level(), lambda: rnn(x)), rnn),
+    "jit.trace": lambda rnn, x: (torch.jit.trace(rnn, x, check_trace=False)(x), rnn),
+    "export": exported,
+    "function": lambda rnn, x: (fusedrnn.gru(x, list(rnn.parameters())), rnn),
+    "copy": lambda rnn, x: (rnn(x), copy.copy(rnn)),
+    "through another module": through_another_module,
+    "by another module": lambda rnn, x: (through_another_module(rnn, x)[1](x), rnn),
+    "swapped memory": with_swapped_memory,
+    "detached weights": with_detached_weights,
+}
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
@@ -85,7 +62,7 @@ CALLS += [with_swapped_memory, with_detached_weights]
 @pytest.mark.parametrize("call", CALLS)
 def test_a_write_is_an_error(call, return_sequence, dtype):
     rnn = fusedrnn.GRU(3, 4, return_sequence=return_sequence).to(dtype)
-    (output, _), owner = call(rnn, torch.randn(5, 2, 3, dtype=dtype))
+    (output, _), owner = CALLS[call](rnn, torch.randn(5, 2, 3, dtype=dtype))
     owner.flat_weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()

@@ -13,14 +13,12 @@ onnx = pytest.importorskip("onnx", reason="needs onnx")
 ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
 pytest.importorskip("onnxscript", reason="needs onnxscript")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-]
-both_exporters = pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
-
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning",
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning:torch",
+)
 INPUT, HIDDEN, LATENT = 4, 5, 3
 
 
@@ -56,25 +54,12 @@ def exported(model, tensors, axes, dynamo, path):
     if dynamo:
         dims = {name: torch.export.Dim(name) for names in axes for name in names.values()}
         input, *others = ({at: dims[name] for at, name in names.items()} for names in axes)
-        torch.onnx.export(
-            model,
-            tensors,
-            path,
-            dynamo=True,
-            dynamic_shapes=(input, *([tuple(others)] if others else [])),
-            verbose=False,
-            external_data=False,
-        )
+        shapes = (input, *([tuple(others)] if others else []))
+        options = {"dynamic_shapes": shapes, "verbose": False, "external_data": False}
     else:
         names = [f"input_{i}" for i in range(len(tensors))]
-        torch.onnx.export(
-            model,
-            tensors,
-            path,
-            dynamo=False,
-            input_names=names,
-            dynamic_axes=dict(zip(names, axes, strict=True)),
-        )
+        options = {"input_names": names, "dynamic_axes": dict(zip(names, axes, strict=True))}
+    torch.onnx.export(model, tensors, path, dynamo=dynamo, **options)
     graph = onnx.load(path)
     onnx.checker.check_model(graph)
     options = ort.SessionOptions()
@@ -82,150 +67,92 @@ def exported(model, tensors, axes, dynamo, path):
     return ort.InferenceSession(path, options), graph.graph
 
 
-def flat(results):
-    """All tensors of nested tuples."""
-    if isinstance(results, torch.Tensor):
-        return [results]
-    return [tensor for result in results for tensor in flat(result)]
+GRU, LSTM, NOISY = fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU
+DEEP = {"num_layers": 2, "bidirectional": True}
+LAST = {"num_layers": 2, "return_sequence": False}
+# Classes, options, dimensions of each tensor of a call, and how often which operator must be in the
+# graph. T and B are dynamic.
+CASES = {
+    "GRU": (GRU, DEEP | {"dropout": 0.5}, {"input": "TBI"}, {"GRU": 2}),
+    "GRU, no bias": (GRU, DEEP | {"bias": False}, {"input": "TBI"}, {"GRU": 2}),
+    "LSTM, states, batch_first": (
+        LSTM,
+        {"num_layers": 2, "batch_first": True},
+        {"input": "BTI", "hx": "2BH", "cx": "2BH"},
+        {"LSTM": 2},
+    ),
+    "StochasticGRU": (NOISY, {"bidirectional": True}, {"input": "TBI", "hx": "2BH"}, {"GRU": 1}),
+    "StochasticGRU, no bias": (NOISY, {"bias": False}, {"input": "TBI", "hx": "1BH"}, {"GRU": 1}),
+    "GRU, lengths": (GRU, DEEP, {"input": "TBI", "lengths": "B"}, {"GRU": 2}),
+    "LSTM, lengths": (LSTM, DEEP, {"input": "TBI", "lengths": "B"}, {"LSTM": 2}),
+    "last states": (LSTM, LAST, {"input": "TBI"}, {"LSTM": 2}),
+    "last states, two directions": (LSTM, LAST | DEEP, {"input": "TBI"}, {"LSTM": 2}),
+    "no batch": (GRU, {}, {"input": "TI"}, {"GRU": 1}),
+    "GRUCell": (fusedrnn.GRUCell, {}, {"input": "BI"}, {"GRU": 1}),
+    "LSTMCell": (fusedrnn.LSTMCell, {}, {"input": "BI"}, {"LSTM": 1}),
+    "StochasticGRUCell": (fusedrnn.StochasticGRUCell, {}, {"input": "BI"}, {"GRU": 1}),
+}
+ALSO_QUICK = "LSTM, states, batch_first"  # by dynamo, which takes some seconds
 
 
-def check(model, make, axes, dynamo, path, nodes):
-    """Exports at some sizes, and compares at others.
+def made(inputs, seq_len, batch):
+    sizes = {"T": seq_len, "B": batch, "I": INPUT, "H": HIDDEN, "1": 1, "2": 2}
+    for name, dims in inputs.items():
+        shape = [sizes[letter] for letter in dims]
+        yield torch.randint(1, seq_len + 1, shape) if name == "lengths" else torch.randn(shape)
 
-    Args:
-        make: Tensors of the call, from T and B.
-        nodes: How often each recurrent operator must be in the graph.
-    """
-    model.eval()
-    session, graph = exported(model, make(6, 3), axes, dynamo, path)
+
+@pytest.mark.parametrize(
+    ("case", "dynamo"),
+    [
+        pytest.param(case, dynamo, marks=[pytest.mark.slow] * (dynamo and case != ALSO_QUICK))
+        for case in CASES
+        for dynamo in (True, False)
+    ],
+)
+def test_right_at_other_sizes(case, dynamo, tmp_path):
+    """Exports at some sizes, and compares at others."""
+    kind, options, inputs, nodes = CASES[case]
+    is_noisy = kind in (NOISY, fusedrnn.StochasticGRUCell)
+    rnn = kind(INPUT, HIDDEN, **options, **({"latent_size": LATENT} if is_noisy else {}))
+    model = Model(rnn, [*inputs][1:], **({"sample": False} if is_noisy else {})).eval()
+    axes = [{i: n for i, n in enumerate(dims) if n in "TB"} for dims in inputs.values()]
+    session, graph = exported(model, (*made(inputs, 6, 3),), axes, dynamo, tmp_path / "a.onnx")
     kinds = [node.op_type for node in graph.node]
     recurrent = {kind: kinds.count(kind) for kind in ("GRU", "LSTM", "RNN", "Loop", "Scan")}
     assert {kind: count for kind, count in recurrent.items() if count} == nodes
     exact = copy.deepcopy(model).double()
-    for seq_len, batch in ((9, 4), (1, 1), (40, 2)):
-        tensors = make(seq_len, batch)
+    for sizes in ((9, 4), (1, 1), (40, 2)):
+        tensors = [*made(inputs, *sizes)]
         feeds = {of.name: t.numpy() for of, t in zip(session.get_inputs(), tensors, strict=True)}
         found = [torch.from_numpy(array) for array in session.run(None, feeds)]
         wide = [t.double() if t.is_floating_point() else t for t in tensors]
-        expected = flat(exact(*wide))
+        expected = torch.utils._pytree.tree_leaves(exact(*wide))
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b.float())
 
 
-@both_exporters
-@pytest.mark.parametrize("bias", [True, False])
-def test_gru_in_both_directions(bias, dynamo, tmp_path):
-    rnn = fusedrnn.GRU(INPUT, HIDDEN, num_layers=2, bidirectional=True, bias=bias, dropout=0.5)
-
-    def make(seq_len, batch):
-        return (torch.randn(seq_len, batch, INPUT),)
-
-    check(Model(rnn), make, [{0: "T", 1: "B"}], dynamo, tmp_path / "a.onnx", {"GRU": 2})
-
-
-@both_exporters
-def test_lstm_with_states_and_batch_first(dynamo, tmp_path):
-    rnn = fusedrnn.LSTM(INPUT, HIDDEN, num_layers=2, batch_first=True)
-
-    def make(seq_len, batch):
-        states = torch.randn(2, 2, batch, HIDDEN)
-        return torch.randn(batch, seq_len, INPUT), *states
-
-    axes = [{0: "B", 1: "T"}, {1: "B"}, {1: "B"}]
-    check(Model(rnn, ["hx", "cx"]), make, axes, dynamo, tmp_path / "a.onnx", {"LSTM": 2})
-
-
-@both_exporters
-@pytest.mark.parametrize("bias", [True, False])
-def test_stochastic_gru_without_noise(bias, dynamo, tmp_path):
-    rnn = fusedrnn.StochasticGRU(INPUT, HIDDEN, LATENT, bias=bias, bidirectional=True)
-
-    def make(seq_len, batch):
-        return torch.randn(seq_len, batch, INPUT), torch.randn(2, batch, HIDDEN)
-
-    model = Model(rnn, ["hx"], sample=False)
-    axes = [{0: "T", 1: "B"}, {1: "B"}]
-    check(model, make, axes, dynamo, tmp_path / "a.onnx", {"GRU": 1})
-
-
-@both_exporters
-@pytest.mark.parametrize("kind", [fusedrnn.GRU, fusedrnn.LSTM])
-def test_lengths(kind, dynamo, tmp_path):
-    rnn = kind(INPUT, HIDDEN, num_layers=2, bidirectional=True)
-
-    def make(seq_len, batch):
-        return torch.randn(seq_len, batch, INPUT), torch.randint(1, seq_len + 1, (batch,))
-
-    axes = [{0: "T", 1: "B"}, {0: "B"}]
-    nodes = {kind.__name__: 2}
-    check(Model(rnn, ["lengths"]), make, axes, dynamo, tmp_path / "a.onnx", nodes)
-
-
-@both_exporters
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_last_states_alone(bidirectional, dynamo, tmp_path):
-    rnn = fusedrnn.LSTM(
-        INPUT, HIDDEN, num_layers=2, return_sequence=False, bidirectional=bidirectional
-    )
-
-    def make(seq_len, batch):
-        return (torch.randn(seq_len, batch, INPUT),)
-
-    axes = [{0: "T", 1: "B"}]
-    check(Model(rnn), make, axes, dynamo, tmp_path / "a.onnx", {"LSTM": 2})
-
-
-@both_exporters
-def test_a_sequence_without_a_batch(dynamo, tmp_path):
-    def make(seq_len, batch):
-        return (torch.randn(seq_len, INPUT),)
-
-    check(
-        Model(fusedrnn.GRU(INPUT, HIDDEN)),
-        make,
-        [{0: "T"}],
-        dynamo,
-        tmp_path / "a.onnx",
-        {"GRU": 1},
-    )
-
-
-@both_exporters
-@pytest.mark.parametrize("kind", [fusedrnn.GRUCell, fusedrnn.LSTMCell, fusedrnn.StochasticGRUCell])
-def test_cells(kind, dynamo, tmp_path):
-    def make(_, batch):
-        return (torch.randn(batch, INPUT),)
-
-    sampled = {"sample": False} if kind is fusedrnn.StochasticGRUCell else {}
-    nodes = {"LSTM" if kind is fusedrnn.LSTMCell else "GRU": 1}
-    model = Model(kind(INPUT, HIDDEN), **sampled)
-    check(model, make, [{0: "B"}], dynamo, tmp_path / "a.onnx", nodes)
-
-
-@both_exporters
+@pytest.mark.parametrize("dynamo", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(
-    ("wanted", "rnn", "named"),
+    ("wanted", "kind", "options", "named"),
     [
-        ("sample=False, got noise", fusedrnn.StochasticGRU(INPUT, HIDDEN), {}),
-        (
-            "sample=False, got noise",
-            fusedrnn.StochasticGRU(INPUT, HIDDEN, LATENT),
-            {"eps": torch.zeros(1, 6, 3, LATENT)},
-        ),
-        ("proj_size=0, got a projected LSTM", fusedrnn.LSTM(INPUT, HIDDEN, proj_size=2), {}),
-        (
-            "no reset, got one",
-            fusedrnn.GRU(INPUT, HIDDEN),
-            {"reset": torch.zeros(6, 3, dtype=torch.bool)},
-        ),
-        ("zoneout=0, got 0.25", fusedrnn.LSTM(INPUT, HIDDEN, zoneout=(0.0, 0.25)), {}),
+        ("sample=False, got noise", NOISY, {}, {}),
+        ("sample=False, got noise", NOISY, {}, {"eps": torch.zeros(1, 6, 3, HIDDEN)}),
+        ("proj_size=0, got a projected LSTM", LSTM, {"proj_size": 2}, {}),
+        ("no reset, got one", GRU, {}, {"reset": torch.zeros(6, 3, dtype=torch.bool)}),
+        ("zoneout=0, got 0.25", LSTM, {"zoneout": (0.0, 0.25)}, {}),
+        ("no dropout or evaluation mode", GRU, {"num_layers": 2, "dropout": 0.25}, {}),
     ],
 )
-def test_what_onnx_cannot_express(wanted, rnn, named, dynamo, tmp_path):
-    model, tensors = Model(rnn, named).eval(), (torch.randn(6, 3, INPUT), *named.values())
+def test_what_onnx_cannot_express(wanted, kind, options, named, dynamo, tmp_path):
+    training, mode = "dropout" in options, {}
+    if training and not dynamo:
+        mode = {"training": torch.onnx.TrainingMode.TRAINING}
+    model = Model(kind(INPUT, HIDDEN, **options), named).train(training)
+    tensors = (torch.randn(6, 3, INPUT), *named.values())
     with pytest.raises(Exception, match=f"fusedrnn: ONNX needs {wanted}"):
-        torch.onnx.export(model, tensors, tmp_path / "a.onnx", dynamo=dynamo, verbose=False)
+        torch.onnx.export(model, tensors, tmp_path / "a.onnx", dynamo=dynamo, verbose=False, **mode)
 
 
 def test_packed_sequences(tmp_path):
@@ -241,21 +168,6 @@ def test_packed_sequences(tmp_path):
 
     with pytest.raises(Exception, match="fusedrnn: ONNX needs padded sequences, got a Packed"):
         torch.onnx.export(Packed(), (torch.randn(3, INPUT),), tmp_path / "a.onnx", dynamo=False)
-
-
-@both_exporters
-def test_dropout_in_training_mode(dynamo, tmp_path):
-    model = Model(fusedrnn.GRU(INPUT, HIDDEN, num_layers=2, dropout=0.25)).train()
-    mode = {} if dynamo else {"training": torch.onnx.TrainingMode.TRAINING}
-    with pytest.raises(Exception, match="fusedrnn: ONNX needs no dropout or evaluation mode"):
-        torch.onnx.export(
-            model,
-            (torch.randn(6, 3, INPUT),),
-            tmp_path / "a.onnx",
-            dynamo=dynamo,
-            verbose=False,
-            **mode,
-        )
 
 
 def test_nothing_changes_outside_of_an_export():

@@ -60,26 +60,3 @@ def test_plans_of_sizes_near_the_end_of_int64(cell, device):
             attempt(2**31, 1, torch.float64, **{name: huge})
         attempt(2**16, 2**15, hidden_size=huge, input_size=huge)
     attempt(2**32 - 1, 1, torch.float64, input_size=2**16, hidden_size=2**16)
-
-
-def test_wrong_plans():
-    sizes = {"cell": "gru", "input_size": 8, "hidden_size": 8}
-    for arguments, error, message in (
-        ((sizes, 5), TypeError, r"input_shape must be (seq_len, batch, 8), got int"),
-        ((sizes, None), TypeError, "got NoneType"),
-        ((sizes, "abc"), TypeError, "got str"),
-        ((sizes, (4, 3.0, 8)), TypeError, "got (4, 3.0, 8)"),
-        ((sizes, ()), ValueError, "input_shape must be (seq_len, batch, 8), got ()"),
-        ((sizes, (4, 0, 8)), ValueError, "each at least 1, got (4, 0, 8)"),
-        ((sizes, (4, 3, 8), torch.float32, 3.5), ValueError, "device must be cpu, a CUDA device"),
-        ((sizes, (4, 3, 8), torch.float32, object()), ValueError, "device must be cpu"),
-        ((sizes | {"cell": []}, (4, 3, 8)), ValueError, "cell must be one of"),
-        ((sizes | {"heads": 3}, (4, 3, 8)), TypeError, "GRU has no argument 'heads'"),
-        (({"cell": "gru", "input_size": 8}, (4, 3, 8)), TypeError, "GRU needs hidden_size"),
-        ((3, (4, 3, 8)), TypeError, "module must be a fusedrnn.GRU"),
-    ):
-        with pytest.raises(error, match=re.escape(message)) as caught:
-            fusedrnn.plan(*arguments)
-        assert str(caught.value).startswith("fusedrnn: ")
-    with pytest.raises(TypeError, match="sample must be a bool"):
-        fusedrnn.plan(sizes, (4, 3, 8), torch.float32, "cpu", sample="no")

@@ -1,6 +1,11 @@
-"""Parameters are named and in one flat buffer, whatever torch does to modules."""
+"""Parameters are named and in one flat buffer, whatever torch does to modules.
+
+Also copies, state dicts and saved files of these modules.
+"""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -20,6 +25,9 @@ import fusedrnn
 from fusedrnn import cells
 from fusedrnn.cells import Sizes
 
+MODULES = [fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU]
+CELLS = [fusedrnn.GRUCell, fusedrnn.LSTMCell, fusedrnn.StochasticGRUCell]
+
 
 @pytest.fixture
 def rnn():
@@ -33,19 +41,20 @@ def test_new_modules_are_flat(num_layers, bias):
     rnn = fusedrnn.StochasticGRU(5, 4, 3, num_layers, bias)
     assert_flat(rnn)
     assert_right(rnn)
-    for cls in (fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU):
+    for cls in MODULES:
         assert_flat(cls(5, 4, num_layers=num_layers, bias=bias, bidirectional=True))
 
 
 def test_new_cells_are_flat():
     for bias in (False, True):
-        for cls in (fusedrnn.GRUCell, fusedrnn.LSTMCell, fusedrnn.StochasticGRUCell):
+        for cls in CELLS:
             assert_flat(cls(5, 4, bias=bias))
 
 
 def test_the_layout_is_that_of_the_library(rnn):
     layout = cells.layout("stochastic_gru", Sizes(5, 4, 3, 4), 2, 1, True)
     assert [name for name, _, _ in layout] == list(rnn.state_dict())
+    assert not list(rnn.buffers())
     assert [tuple(shape) for _, _, shape in layout] == [tuple(p.shape) for p in rnn.parameters()]
 
 
@@ -55,13 +64,6 @@ def test_the_flat_weight_is_an_alias(rnn):
     with torch.no_grad():
         rnn.bias_hz_l1.fill_(2)
     assert rnn.flat_weight.sum() == 2 * rnn.bias_hz_l1.numel()
-
-
-def test_writing_to_the_flat_weight_between_forward_and_backward_is_noticed(rnn):
-    output, _ = rnn(INPUT)
-    rnn.flat_weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
 
 
 def test_parameters_are_independent_leaves(rnn):
@@ -183,3 +185,102 @@ def test_freezing_one_weight(rnn):
     rnn(INPUT.double())[0].sum().backward()
     assert rnn.weight_hz_l0.grad is None
     assert rnn.weight_hz_l1.grad is not None
+
+
+# --- copies and files ---------------------------------------------------------------------------
+
+
+def copied_by(how, module):
+    if how == "deepcopy":
+        return copy.deepcopy(module)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies(rnn, how):
+    rnn.weight_hz_l0.requires_grad_(False)
+    model = copied_by(how, nn.Sequential(nn.Linear(5, 5), rnn))
+    copied = model[1]
+    assert_right(copied)
+    assert not copied.weight_hz_l0.requires_grad
+    others = [cls(5, 4, bias=False) for cls in (*MODULES, *CELLS)]
+    others.append(fusedrnn.LSTM(5, 4, 2, proj_size=3))
+    for module, other in ((rnn, copied), *((m, copied_by(how, m)) for m in others)):
+        assert_flat(other)
+        assert_flat(module)
+        assert_same_values(other, values(module))
+        assert repr(other) == repr(module)
+        assert other.flat_weight.data_ptr() != module.flat_weight.data_ptr()
+        assert_flat(copy.deepcopy(other).double())
+
+
+def test_averaged_model(rnn):
+    averaged = torch.optim.swa_utils.AveragedModel(rnn, avg_fn=lambda a, b, n: (a + b) / 2)
+    averaged.update_parameters(rnn)
+    with torch.no_grad():
+        rnn.flat_weight.add_(2)
+    expected = rnn.flat_weight - 1
+    averaged.update_parameters(rnn)
+    assert_flat(averaged.module)
+    torch.testing.assert_close(averaged.module.flat_weight, expected)
+
+
+@pytest.mark.parametrize("what", ["module", "state_dict"])
+def test_saved_files_hold_each_weight_once(what):
+    rnn = fusedrnn.StochasticGRU(64, 64, num_layers=4)
+    file = io.BytesIO()
+    torch.save(rnn if what == "module" else rnn.state_dict(), file)
+    assert rnn.flat_weight.nbytes < file.tell() < rnn.flat_weight.nbytes + 16384
+
+
+def test_a_copied_state_dict_holds_each_weight_once(rnn):
+    storages = {w.untyped_storage().data_ptr() for w in copy.deepcopy(rnn.state_dict()).values()}
+    assert len(storages) == 1
+
+
+def loaded(state_dict, **kwargs):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, **kwargs)
+
+
+def test_load_state_dict_copies_into_the_buffer(rnn):
+    other = fusedrnn.StochasticGRU(**SIZES)
+    memory = other.flat_weight.data_ptr()
+    other.load_state_dict(loaded(rnn.state_dict()))
+    assert other.flat_weight.data_ptr() == memory
+    assert_flat(other)
+    assert_same_values(other, values(rnn))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_load_state_dict_by_assignment(rnn, separate, device):
+    """The tensors of the checkpoint may each have their own memory."""
+    state_dict = values(rnn) if separate else loaded(rnn.state_dict())
+    other = fusedrnn.StochasticGRU(**SIZES, device=device)
+    other.load_state_dict(state_dict, assign=True)
+    assert_flat(other)
+    assert_same_values(other, values(rnn))
+    assert_right(other)
+
+
+def test_load_part_of_a_state_dict_by_assignment(rnn):
+    other = fusedrnn.StochasticGRU(**SIZES)
+    expected = values(other) | {"weight_hz_l1": rnn.weight_hz_l1.detach().clone()}
+    other.load_state_dict({"weight_hz_l1": expected["weight_hz_l1"]}, strict=False, assign=True)
+    assert_flat(other)
+    assert_same_values(other, expected)
+
+
+def test_assigned_weights_of_another_module_stay_shared(rnn):
+    other = fusedrnn.StochasticGRU(**SIZES)
+    other.load_state_dict(rnn.state_dict(), assign=True)
+    assert_flat(other)
+    assert other.flat_weight.data_ptr() == rnn.flat_weight.data_ptr()

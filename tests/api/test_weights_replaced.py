@@ -1,13 +1,30 @@
-"""Weights that are replaced, tied or reparametrized no longer share the buffer."""
+"""Weights that are replaced, tied or reparametrized no longer share the buffer.
 
+Also weights in shared memory, on the meta device, and in processes that train together.
+"""
+
+import contextlib
 import copy
+import io
+import pickle
+import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing  # registers how tensors are shared between processes
-from flat_weights import INPUT, SIZES, assert_flat, assert_not_flat, assert_right
+from flat_weights import (
+    INPUT,
+    SIZES,
+    assert_flat,
+    assert_not_flat,
+    assert_right,
+    assert_same_values,
+    values,
+)
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrize
 
 import fusedrnn
 
@@ -18,35 +35,26 @@ def rnn():
     return fusedrnn.StochasticGRU(**SIZES)
 
 
-def test_replaced_weight(rnn):
-    replacement = nn.Parameter(torch.randn(6, 4))
-    rnn.weight_hz_l0 = replacement
-    assert_not_flat(rnn, r"do not lie in one buffer \(see weight_hz_l0\)")
+@pytest.mark.parametrize(
+    ("name", "seen", "weight"),
+    [
+        ("weight_hz_l0", "weight_hz_l0", torch.randn(6, 4)),
+        ("weight_ih_l0", "weight_zh_l0", torch.randn(12, 5)),
+        ("weight_hz_l0", "weight_hz_l0", torch.randn(4, 6).T),
+        ("weight_hz_l0", "weight_hz_l0", torch.randn(6, 1).expand(6, 4)),
+        ("weight_hz_l0", "weight_hz_l0", torch.randn(6, 9)[:, 2:6]),
+    ],
+    ids=["dense", "first", "strided", "expanded", "from a larger tensor"],
+)
+def test_replaced_weight(rnn, name, seen, weight):
+    replacement = nn.Parameter(weight)
+    setattr(rnn, name, replacement)
+    assert_not_flat(rnn, rf"do not lie in one buffer \(see {seen}\)")
     assert_right(rnn)
     rnn.flatten_parameters()
     assert_flat(rnn)
-    assert rnn.weight_hz_l0 is replacement
+    assert getattr(rnn, name) is replacement
     assert_right(rnn)
-
-
-def test_replaced_first_weight(rnn):
-    rnn.weight_ih_l0 = nn.Parameter(torch.randn(12, 5))
-    assert_not_flat(rnn, r"do not lie in one buffer \(see weight_zh_l0\)")
-    rnn.flatten_parameters()
-    assert_flat(rnn)
-
-
-@pytest.mark.parametrize("replacement", ["strided", "expanded", "from a larger tensor"])
-def test_weights_that_are_not_contiguous(rnn, replacement):
-    weight = {
-        "strided": torch.randn(4, 6).T,
-        "expanded": torch.randn(6, 1).expand(6, 4),
-        "from a larger tensor": torch.randn(6, 9)[:, 2:6],
-    }[replacement]
-    rnn.weight_hz_l0 = nn.Parameter(weight)
-    assert_right(rnn)
-    rnn.flatten_parameters()
-    assert_flat(rnn)
 
 
 def test_weight_transposed_in_place():
@@ -148,36 +156,142 @@ def test_parametrized_weight(rnn):
     assert torch.equal(rnn.weight_hz_l0, 2 * original.double())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda rnn, name: parametrizations.weight_norm(rnn, name),
-        lambda rnn, name: parametrizations.spectral_norm(rnn, name).eval(),
-        lambda rnn, name: prune.l1_unstructured(rnn, name, 0.5),
-    ],
-    ids=["weight_norm", "spectral_norm", "prune"],
-)
-def test_reparametrized_weight(rnn, change):
-    change(rnn, "weight_zh_l0")
-    assert_not_flat(rnn, "weight_zh_l0 is not a plain nn.Parameter")
-    optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
-    for _ in range(2):
-        rnn(INPUT)  # a hook of forward computes pruned weights
-        assert_right(rnn)
-        before = rnn.weight_zh_l0.detach().clone()
-        rnn(INPUT)[0].sum().backward()
-        optimizer.step()
-        rnn(INPUT)
-        assert not torch.equal(rnn.weight_zh_l0, before)
+# --- other memory -------------------------------------------------------------------------------
 
 
-def test_functional_call(rnn):
-    other = fusedrnn.StochasticGRU(**SIZES)
-    eps = torch.randn(2, 6, 2, 3)
-    weights = {name: p.detach().clone().requires_grad_() for name, p in other.named_parameters()}
-    output, _ = torch.func.functional_call(rnn, weights, (INPUT,), {"eps": eps})
-    assert torch.equal(output, other(INPUT, eps=eps)[0])
-    output.sum().backward()
-    assert all(w.grad is not None for w in weights.values())
-    assert all(p.grad is None for p in rnn.parameters())
+def test_replica_as_in_data_parallel(rnn):
+    """DataParallel's replicas hold plain tensors that are not leaves, as attributes."""
+    replica = rnn._replicate_for_data_parallel()
+    for name, p in rnn.named_parameters():
+        setattr(replica, name, p * 1)
+    assert_not_flat(replica, "weight_ih_l0 is not a plain nn.Parameter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replica(INPUT)[0].sum().backward()
+    assert all(p.grad is not None for p in rnn.parameters())
     assert_flat(rnn)
+
+
+def test_shared_memory(rnn):
+    rnn.share_memory()
+    assert all(p.is_shared() for p in rnn.parameters())
+    assert_flat(rnn)
+    # Pickled as for another process.
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(rnn)
+    other = pickle.loads(buffer.getvalue())
+    with torch.no_grad():
+        rnn.flat_weight.fill_(3)
+    assert all((p == 3).all() for p in other.parameters())
+    assert_flat(other)
+
+
+def test_weights_in_shared_memory_are_not_moved(rnn):
+    rnn.weight_hz_l0 = nn.Parameter(torch.randn(6, 4))
+    rnn.share_memory()
+    rnn.flatten_parameters()
+    assert all(p.is_shared() for p in rnn.parameters())
+    assert_right(rnn)
+
+
+def in_the_context_of_meta():
+    with torch.device("meta"):
+        return fusedrnn.StochasticGRU(**SIZES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fusedrnn.StochasticGRU(**SIZES, device="meta"),
+        in_the_context_of_meta,
+        lambda: fusedrnn.StochasticGRU(**SIZES).to("meta"),
+    ],
+    ids=["device", "context", "to"],
+)
+def test_meta_device(make):
+    rnn = make()
+    assert all(p.is_meta for p in rnn.parameters())
+    assert_not_flat(rnn, "weight_ih_l0 is a torch.strided tensor on device meta")
+    rnn.flatten_parameters()
+    rnn.double()
+    assert copy.deepcopy(rnn).weight_hz_l1.is_meta
+    rnn.to_empty(device="cpu").reset_parameters()
+    assert_flat(rnn)
+    assert_right(rnn, INPUT.double())
+
+
+def test_modules_made_without_values():
+    for name in ("GRU", "LSTM", "StochasticGRU", "GRUCell", "LSTMCell", "StochasticGRUCell"):
+        rnn = nn.utils.skip_init(getattr(fusedrnn, name), 5, 4)
+        assert all(p.device.type == "cpu" for p in rnn.parameters())
+        assert_flat(rnn)
+        with torch.device("meta"):
+            rnn = getattr(fusedrnn, name)(5, 4)
+        assert all(p.is_meta for p in rnn.parameters())
+        assert_flat(rnn.to_empty(device="cpu"))
+
+
+def test_fake_tensors(rnn):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = fusedrnn.StochasticGRU(**SIZES)
+        assert_not_flat(fake, "weight_ih_l0 is not a plain nn.Parameter")
+        fake.flatten_parameters()
+
+
+@contextlib.contextmanager
+def one_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+gloo = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+
+@gloo
+def test_distributed_data_parallel(rnn):
+    with one_process_group():
+        model = nn.parallel.DistributedDataParallel(rnn, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = values(rnn)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(INPUT)[0].sum().backward()
+            optimizer.step()
+        assert all(not torch.equal(before[n], p) for n, p in rnn.named_parameters())
+        assert_flat(rnn)
+        assert_right(rnn)
+
+
+@gloo
+def test_all_reduce_of_the_flat_weight(rnn):
+    with one_process_group():
+        before = values(rnn)
+        dist.all_reduce(rnn.flat_weight)
+        assert_same_values(rnn, before)
+
+
+@gloo
+def test_fully_sharded(rnn):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    expected, _ = rnn(INPUT, sample=False)
+    full = values(rnn)
+    with one_process_group():
+        fully_shard(rnn, mesh=init_device_mesh("cpu", (1,)))
+        assert_not_flat(rnn, "weight_ih_l0 is not a plain nn.Parameter")
+        rnn.flatten_parameters()
+        optimizer = torch.optim.SGD(rnn.parameters(), lr=0.1)
+        output, _ = rnn(INPUT, sample=False)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()
+        optimizer.step()
+        assert all(
+            not torch.equal(full[name], weight.full_tensor())
+            for name, weight in rnn.state_dict().items()
+        )
