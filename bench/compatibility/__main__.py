@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,8 @@ from pathlib import Path
 
 from ..report import Screen
 from ..worker import measure_apart
-from .document import DOCUMENT, markdown, notes, table, written
-from .rows import ERROR, GROUPS, SKIPPED, Outcome, Row, all_rows, name_of
+from .document import DOCUMENT, markdown, notes, table
+from .rows import ERROR, GROUPS, Outcome, Row, all_rows, name_of
 from .subjects import SUBJECTS
 
 # A row that takes longer is a row that hangs; AOTInductor takes a quarter of it.
@@ -50,12 +49,11 @@ def _outcome(row: dict[str, str]) -> Outcome:
 
 
 def main() -> None:
-    """See the top of this file; ends with status 1 if --check finds another document."""
+    """See the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--group", choices=list(GROUPS), help="the rows of one group")
     parser.add_argument("--row", help="the rows whose name contains this text")
     parser.add_argument("--out", type=Path, help=f"the document ({DOCUMENT.name} in docs)")
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     options = parser.parse_args()
     rows = {
         key: row
@@ -77,25 +75,10 @@ def main() -> None:
     for row in rows.values():
         for note in notes(row, outcomes):
             screen.line(note)
-    if options.check:
-        sys.exit(_check(screen, rows, outcomes))
     if not is_part:
         out = options.out or DOCUMENT
         out.write_text(markdown(rows, outcomes))
         screen.line(f"The document is {out}")
-
-
-def _check(screen: Screen, rows: dict[str, Row], outcomes: dict[tuple[str, str], Outcome]) -> int:
-    """Compares kinds of outcomes with the committed document, row by row."""
-    said = written(DOCUMENT.read_text())
-    now = written(markdown(rows, outcomes))
-    status = 0
-    for key, found in now.items():
-        before = said.get(key, {})
-        if changed := [c for c in found if SKIPPED != found[c] != before.get(c)]:
-            screen.line(f"{' / '.join(key)}: the document is not up to date: {changed}", "red")
-            status = 1
-    return status
 
 
 if __name__ == "__main__":

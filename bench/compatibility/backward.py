@@ -1,22 +1,27 @@
-"""Checks of first derivatives: training, what may come between forward and backward, threads."""
+"""Checks of first derivatives: training, what may come between forward and backward, threads.
+
+Longer than 350 lines, because its checks are of one topic and share their helpers.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils import checkpoint as checkpoints
 
 from .rows import group
 from .subjects import Subject
-from .trial import Trial, expect, loss, must_raise, same
+from .trial import DEEP, Trial, expect, loss, must_raise, same
 
 row = group("autograd")
-DEEP: dict[str, Any] = {"num_layers": 2, "bidirectional": True}
 
 
 @row("training step")
@@ -47,16 +52,26 @@ def frozen(s: Subject) -> None:
 
 @row("gradient of one argument")
 def one_argument(s: Subject) -> None:
-    """The gradient of input, state or weight alone, through each result alone."""
-    trial = Trial(s)
-    weights = {n: w.double().requires_grad_() for n, w in trial.detached.items()}
-    for i in range(1 + len(trial.states)):
-        leaves = [trial.x.clone(), *(state.clone() for state in trial.states)]
-        leaves[i].requires_grad_()
-        for k in range(1 + len(trial.states)):
-            ours = torch.autograd.grad(loss((trial.call(*leaves)[k],)), leaves[i])
-            truth = torch.autograd.grad(loss((trial.truth(weights, *leaves)[k],)), leaves[i])
-            same(ours, truth, what="gradient")
+    """The gradient of input, state, noise or weight alone, through each result alone."""
+    trial = Trial(s, **DEEP)
+    masks: dict[str, Any] = {}
+    if s.kind != "torch":
+        masks = {"lengths": [5, 2, 4], "reset": torch.rand(5, 3) < 0.3}
+    names, n = list(trial.detached), 1 + len(trial.states)
+    tensors = [trial.x, *trial.states, *trial.detached.values(), *trial.given.values()]
+    for i in range(len(tensors)):
+        for k in range(n):
+            found = []
+            for function in (trial.functional, trial.truth):
+                leaves = [t.clone().requires_grad_(j == i) for j, t in enumerate(tensors)]
+                weights = dict(zip(names, leaves[n:], strict=False))
+                given = masks | dict(zip(trial.given, leaves[n + len(names) :], strict=True))
+                result = function(weights, *leaves[:n], **given)[k]
+                # Last states of a layer depend on no weight of the next one.
+                found += torch.autograd.grad(
+                    loss((result,)), leaves[i], materialize_grads=True, allow_unused=True
+                )
+            same(found[0], found[1], what="gradient")
 
 
 @row("gradients accumulate")
@@ -73,14 +88,15 @@ def accumulate(s: Subject) -> None:
 @row("retain_graph")
 def retain_graph(s: Subject) -> None:
     """Backward through one graph twice gives the same; once more after it is freed is an error."""
-    trial = Trial(s)
-    x = trial.x.clone().requires_grad_()
-    result = loss(trial.call(x, *trial.states))
-    first = torch.autograd.grad(result, [x, *trial.weights.values()], retain_graph=True)
-    second = torch.autograd.grad(result, [x, *trial.weights.values()])
-    same(second, first, 0.0)
-    same(first[0], trial.expected()[1]["x"])
-    must_raise(lambda: torch.autograd.grad(result, x), "second time")
+    for options in ({}, DEEP, *([{"recompute": False}] if s.is_ours else [])):
+        trial = Trial(s, **options)
+        x = trial.x.clone().requires_grad_()
+        result = loss(trial.call(x, *trial.states))
+        first = torch.autograd.grad(result, [x, *trial.weights.values()], retain_graph=True)
+        second = torch.autograd.grad(result, [x, *trial.weights.values()])
+        same(second, first, 0.0)
+        same(first[0], trial.expected()[1]["x"])
+        must_raise(lambda r=result, x=x: torch.autograd.grad(r, x), "second time")  # type: ignore
 
 
 @row("no_grad")
@@ -104,20 +120,6 @@ def inference_mode(s: Subject) -> None:
         x = trial.x.clone()
     with torch.no_grad():
         trial.same_values(trial.call(x, *trial.states))
-
-
-@row("gradcheck")
-def gradcheck(s: Subject) -> None:
-    """torch.autograd.gradcheck over input, states and all weights."""
-    trial = Trial(s, seq_len=3, batch=2)
-    names = list(trial.weights)
-    leaves = [trial.x, *trial.states, *trial.detached.values()]
-    n = 1 + len(trial.states)
-
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return trial.functional(dict(zip(names, tensors[n:], strict=True)), *tensors[:n])
-
-    torch.autograd.gradcheck(function, [t.clone().requires_grad_() for t in leaves], fast_mode=True)
 
 
 @row("another thread")
@@ -181,24 +183,22 @@ def checkpoint(s: Subject) -> None:
     """torch.utils.checkpoint, with reentrant backward and without."""
     for reentrant in (True, False):
         trial = Trial(s, **DEEP)
-
-        def call(x: Tensor, *states: Tensor, t: Trial = trial, r: bool = reentrant) -> Any:
-            return checkpoints.checkpoint(t.call, x, *states, use_reentrant=r)
-
-        trial.trains(call)
+        run = functools.partial(checkpoints.checkpoint, trial.call, use_reentrant=reentrant)
+        trial.trains(run)
 
 
 @row("checkpoint of drawn noise")
 def checkpoint_noise(s: Subject) -> None:
-    """Checkpointed with noise that is drawn: forward's and backward's second run agree."""
+    """Checkpointed with drawn noise, lengths and resets: forward's and backward's runs agree."""
     s.needs("noise")
+    masks: dict[str, Any] = {"lengths": [5, 2, 4], "reset": torch.rand(5, 3) < 0.3}
     for reentrant in (True, False):
         results = []
         for checkpointed in (True, False):
-            trial = Trial(s, noise="drawn")
+            trial = Trial(s, noise="drawn", **DEEP)
             x = trial.x.clone().requires_grad_()
             torch.manual_seed(3)
-            call = lambda x, t=trial: t.call(x)  # noqa: E731
+            call = lambda x, t=trial: t.call(x, **masks)  # noqa: E731
             outputs = (
                 checkpoints.checkpoint(call, x, use_reentrant=reentrant)
                 if checkpointed
@@ -215,15 +215,10 @@ def selective(s: Subject) -> None:
     Policy = checkpoints.CheckpointPolicy
     for policy in (Policy.MUST_SAVE, Policy.PREFER_RECOMPUTE):
         trial = Trial(s)
-
-        def contexts(p: Any = policy) -> Any:
-            decide = lambda context, op, *args, **named: p  # noqa: E731
-            return checkpoints.create_selective_checkpoint_contexts(decide)
-
-        def call(x: Tensor, *states: Tensor, t: Trial = trial, c: Any = contexts) -> Any:
-            return checkpoints.checkpoint(t.call, x, *states, use_reentrant=False, context_fn=c)
-
-        trial.trains(call)
+        decide = lambda *args, p=policy, **named: p  # noqa: E731
+        contexts = functools.partial(checkpoints.create_selective_checkpoint_contexts, decide)
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
+        trial.trains(functools.partial(checkpoints.checkpoint, trial.call, **options))
 
 
 @row("hooks of saved tensors")
@@ -267,20 +262,17 @@ def copied(s: Subject) -> None:
     trial.trains(backward=backward)
 
 
-@row("parts of a sequence")
-def windows(s: Subject) -> None:
-    """Truncated backpropagation: three windows, the states detached between them."""
-    trial = Trial(s, seq_len=6)
-    eps = trial.given.pop("eps", None)
+def train_in_windows(s: Subject, made: Callable[[Any], Any] = lambda module: module) -> None:
+    """Truncated backpropagation by what ``made`` makes of the module, against the loop."""
+    trial = Trial(s, seq_len=8)
+    module, eps = made(trial.module), trial.given.pop("eps", None)
     weights = {n: w.double().requires_grad_() for n, w in trial.detached.items()}
     ours, truth = list(trial.states), list(trial.states)
-    for begin in range(0, 6, 2):
+    for begin in range(0, 8, 2):
         x = trial.x[begin : begin + 2]
-        noise = {} if eps is None else {"eps": eps[:, begin : begin + 2]}
-        outputs, expected = (
-            trial.call(x, *ours, **noise),
-            trial.truth(weights, x, *truth, **noise),
-        )
+        noise = {} if eps is None else {"eps": eps[:, begin : begin + 2].contiguous()}
+        outputs = trial.call(x, *ours, module=module, **noise)
+        expected = trial.truth(weights, x, *truth, **noise)
         loss(outputs).backward()
         loss(expected).backward()
         ours, truth = [o.detach() for o in outputs[1:]], [o.detach() for o in expected[1:]]
@@ -288,16 +280,96 @@ def windows(s: Subject) -> None:
     same([w.grad for w in trial.weights.values()], [w.grad for w in weights.values()])
 
 
+@row("parts of a sequence")
+def windows(s: Subject) -> None:
+    """Truncated backpropagation: four windows, the states detached between them."""
+    train_in_windows(s)
+
+
+_REPARAMETRIZED: list[Callable[[Any, str], Any]] = [
+    lambda rnn, name: parametrizations.weight_norm(rnn, name),
+    lambda rnn, name: parametrizations.spectral_norm(rnn, name).eval(),
+    lambda rnn, name: parametrizations.orthogonal(rnn, name),
+    lambda rnn, name: parametrize.register_parametrization(rnn, name, nn.Tanh()),
+    lambda rnn, name: prune.l1_unstructured(rnn, name, 0.5),
+]
+
+
+@row("parametrizations and pruning")
+def reparametrized(s: Subject) -> None:
+    """Gradients reach what a weight is computed from: norms, an orthogonal one, a mask."""
+    for change in _REPARAMETRIZED:
+        trial = Trial(s)
+        names = list(trial.weights)
+        change(trial.module, names[1])
+        outputs = trial.call(trial.x, *trial.states)
+        weights = {name: getattr(trial.module, name) for name in names}
+        expected = trial.truth(weights, trial.x, *trial.states)
+        same(outputs, expected, what="output")
+        leaves = list(trial.module.parameters())
+        found = [
+            torch.autograd.grad(loss(o), leaves, retain_graph=True) for o in (outputs, expected)
+        ]
+        same(found[0], found[1], what="gradient")
+
+
 @row("last state alone")
 def last_state(s: Subject) -> None:
     """return_sequence=False: the last output and all gradients, over several parts."""
     s.needs("fusedrnn")
-    trial = Trial(s, seq_len=40, num_layers=2, return_sequence=False)
-    leaves = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
-    loss(trial.call(*leaves)).backward()
-    ours = trial.gradients(*leaves)
-    expected = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
-    weights = {n: w.requires_grad_() for n, w in trial.detached.items()}
-    output, *last = trial.truth(weights, *expected)
-    loss((output[-1], *last)).backward()
-    same(list(ours.values()), [t.grad for t in (*expected, *weights.values())], what="gradient")
+    projected = [{"proj_size": 2, **DEEP}] if s.cell == "lstm" else []
+    for options in ({"num_layers": 2}, DEEP, *projected):
+        trial = Trial(s, seq_len=40, return_sequence=False, **options)
+        leaves = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
+        outputs = trial.call(*leaves)
+        loss(outputs).backward()
+        ours = trial.gradients(*leaves)
+        expected = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
+        weights = {n: w.requires_grad_() for n, w in trial.detached.items()}
+        _, *last = trial.truth(weights, *expected)
+        output = torch.cat([*last[0][-2:]], -1) if options.get("bidirectional") else last[0][-1]
+        same(outputs, (output, *last), what="output")
+        loss((output, *last)).backward()
+        truth = [t.grad for t in (*expected, *weights.values())]
+        same(list(ours.values()), truth, what="gradient")
+
+
+@row("dropout")
+def dropout(s: Subject) -> None:
+    """Dropout between layers is seeded, leaves the output alone and is off in evaluation."""
+    trial = Trial(s, num_layers=2, dropout=0.5)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(trial.call(trial.x, *trial.states))
+    same(outputs[0], outputs[1], 0.0)
+    expect(not torch.equal(outputs[0][0], outputs[2][0]), "two seeds have the same masks")
+    expect((outputs[0][0] != 0).all(), "the output itself is dropped")
+    trial.module.eval()
+    trial.trains()
+    Trial(s, num_layers=2, dropout=0.0).trains()
+    trial = Trial(s, num_layers=2, dropout=1.0)
+    x = trial.x.clone().requires_grad_()
+    trial.call(x, *trial.states)[0].sum().backward()
+    expect(x.grad is not None and not x.grad.any(), "the input has a gradient")
+
+
+def _learned(s: Subject, fused: bool) -> list[Tensor]:
+    trial = Trial(s, **DEEP)
+    call = trial.call if fused else lambda *tensors: trial.truth(trial.weights, *tensors)
+    optimizer, losses = torch.optim.Adam(trial.module.parameters(), lr=0.01), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(call(trial.x, *trial.states)[0].square().mean())
+        losses[-1].backward()
+        torch.nn.utils.clip_grad_norm_(trial.module.parameters(), 0.1)
+        optimizer.step()
+    return losses
+
+
+@row("20 steps of Adam")
+def learning(s: Subject) -> None:
+    """Training with clipped gradients has the losses of the loop, and these fall."""
+    ours, truth = _learned(s, True), _learned(s, False)
+    same(ours, truth, what="loss")
+    expect(ours[-1] < ours[0], "the loss does not fall")

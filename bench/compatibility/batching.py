@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, func
+from torch.utils import _pytree as pytree
 
+from .higher_order import Forward
 from .rows import group
 from .subjects import Subject
-from .trial import Trial, expect, loss, must_raise, same
+from .trial import DEEP, Trial, expect, loss, must_raise, same
 
 row = group("func")
 COPIES = 3
@@ -39,36 +41,26 @@ def _outputs(trial: Trial) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
-def _compare(
-    trial: Trial,
-    ours: Callable[..., Any],
-    truth: Callable[..., Any],
-    *batched: Tensor,
-    **options: Any,
-) -> None:
-    same(func.vmap(ours, **options)(*batched), _stacked(truth, *batched))
+def _mapped(trial: Trial, build: Callable[[Forward], Callable[..., Any]], *batched: Tensor) -> Any:
+    """Compares vmap of the module with calls of the loop; ``build`` makes the function to map."""
+    ours, truth = build(trial.functional), build(trial.truth)
+    same(func.vmap(ours)(*batched), _stacked(truth, *batched))
+    return ours
 
 
 @row("vmap over the input")
 def vmap_input(s: Subject) -> None:
     """vmap over a further dimension of the input."""
     trial = Trial(s)
-    ours, truth = (
-        lambda x, f=f: f(trial.detached, x, *trial.states) for f in (trial.functional, trial.truth)
-    )
-    _compare(trial, ours, truth, _inputs(trial))
+    _mapped(trial, lambda f: lambda x: f(trial.detached, x, *trial.states), _inputs(trial))
 
 
 @row("vmap over input and states")
 def vmap_states(s: Subject) -> None:
     """vmap over input and states, of two layers in two directions."""
-    trial = Trial(s, num_layers=2, bidirectional=True)
-    ours, truth = (
-        lambda x, *states, f=f: f(trial.detached, x, *states)
-        for f in (trial.functional, trial.truth)
-    )
+    trial = Trial(s, **DEEP)
     states = [torch.randn(COPIES, *state.shape, dtype=state.dtype) for state in trial.states]
-    _compare(trial, ours, truth, _inputs(trial), *states)
+    _mapped(trial, lambda f: lambda *t: f(trial.detached, *t), _inputs(trial), *states)
 
 
 @row("vmap, in_dims and out_dims")
@@ -167,12 +159,28 @@ def per_sample_reset(s: Subject) -> None:
 def vmap_reset(s: Subject) -> None:
     """vmap over input and reset= together."""
     s.needs("lengths")
-    trial = Trial(s)
-    ours, truth = (
-        lambda x, reset, f=f: f(trial.detached, x, *trial.states, reset=reset)
-        for f in (trial.functional, trial.truth)
+    trial, reset = Trial(s), torch.rand(COPIES, 5, 3) < 0.3
+    _mapped(
+        trial,
+        lambda f: lambda x, reset: f(trial.detached, x, *trial.states, reset=reset),
+        _inputs(trial),
+        reset,
     )
-    _compare(trial, ours, truth, _inputs(trial), torch.rand(COPIES, 5, 3) < 0.3)
+
+
+@row("vmap over lengths")
+def vmap_lengths(s: Subject) -> None:
+    """vmap over input and lengths= together; wrong ones are refused."""
+    s.needs("lengths")
+    trial, lengths = Trial(s), torch.tensor([[5, 3, 1], [2, 1, 4], [4, 5, 5]])
+    ours = _mapped(
+        trial,
+        lambda f: lambda x, lengths: f(trial.detached, x, *trial.states, lengths=lengths),
+        _inputs(trial),
+        lengths,
+    )
+    if s.is_ours:
+        must_raise(lambda: func.vmap(ours)(_inputs(trial), lengths - 1), "[1, 5], got 0")
 
 
 @row("vmap over eps")
@@ -180,27 +188,38 @@ def vmap_eps(s: Subject) -> None:
     """vmap over the noise of one input, and the gradient by the noise."""
     s.needs("noise")
     trial = Trial(s)
-    ours, truth = (
-        lambda eps, f=f: f(trial.detached, trial.x, *trial.states, eps=eps)
-        for f in (trial.functional, trial.truth)
-    )
     eps = torch.randn(COPIES, *trial.given["eps"].shape, dtype=trial.dtype)
-    _compare(trial, ours, truth, eps)
-    grads = [lambda e, f=f: func.grad(lambda e: loss(f(e)))(e) for f in (ours, truth)]
-    _compare(trial, grads[0], grads[1], eps)
+
+    def of(f: Forward) -> Callable[..., Any]:
+        return lambda eps: f(trial.detached, trial.x, *trial.states, eps=eps)
+
+    _mapped(trial, of, eps)
+    _mapped(trial, lambda f: func.grad(lambda eps: loss(of(f)(eps))), eps)
 
 
 @row("vmap of jvp")
 def vmap_jvp(s: Subject) -> None:
     """vmap of func.jvp over tangents, against vmap's absence."""
     trial = Trial(s, seq_len=3, batch=2)
-    ours, truth = (
-        lambda tangent, f=f: func.jvp(
-            lambda x: f(trial.detached, x, *trial.states)[0], (trial.x,), (tangent,)
-        )[1]
-        for f in (trial.functional, trial.truth)
-    )
-    _compare(trial, ours, truth, _inputs(trial))
+
+    def of(f: Forward) -> Callable[..., Any]:
+        output = lambda x: f(trial.detached, x, *trial.states)[0]  # noqa: E731
+        return lambda tangent: func.jvp(output, (trial.x,), (tangent,))[1]
+
+    _mapped(trial, of, _inputs(trial))
+
+
+@row("vmap over no examples")
+def vmap_none(s: Subject) -> None:
+    """vmap over nothing, and vmap of func.grad over nothing, have the shapes of one example."""
+    for options in ({}, *([{"return_sequence": False}] if s.is_ours else [])):
+        trial = Trial(s, **options)
+        one = lambda w, x, t=trial: t.functional(w, x, *t.states)  # noqa: E731
+        result = lambda w, x, f=one: f(w, x)[0].sin().sum()  # noqa: E731
+        for call in (one, func.grad(result)):
+            found = func.vmap(call, (None, 0))(trial.detached, trial.x[None][:0])
+            shapes = pytree.tree_map(lambda t: t[None][:0], call(trial.detached, trial.x))
+            same(found, shapes, 0.0)
 
 
 def _drawn(s: Subject, randomness: str) -> tuple[Trial, Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .rows import group
 from .subjects import Subject
@@ -14,9 +15,11 @@ from .trial import Trial, expect, loss, must_raise, same
 row = group("autograd")
 
 
-def _changed(trial: Trial, change: Callable[[], object]) -> None:
+def _changed(
+    trial: Trial, change: Callable[[], object], call: Callable[..., tuple[Tensor, ...]]
+) -> None:
     x = trial.x.clone().requires_grad_()
-    result = loss(trial.call(x, *trial.states))
+    result = loss(call(x, *trial.states))
     with torch.no_grad():
         change()
     must_raise(result.backward, "modified")
@@ -30,7 +33,7 @@ def changed_weight(s: Subject) -> None:
         names = [f"weight_{kind}_l{layer}" for kind in ("hh", "zh", "hz")]
         for name in set(names) & trial.weights.keys():
             trial = Trial(s, num_layers=2)
-            _changed(trial, lambda w=trial.weights[name]: w.mul_(2))  # type: ignore[misc]
+            _changed(trial, lambda w=trial.weights[name]: w.mul_(2), trial.call)  # type: ignore
 
 
 @row("an optimizer step before backward")
@@ -40,28 +43,32 @@ def stepped(s: Subject) -> None:
         trial = Trial(s)
         loss(trial.call(trial.x)).backward()
         optimizer = make(trial.module.parameters(), lr=0.1)
-        _changed(trial, optimizer.step)
+        _changed(trial, optimizer.step, trial.call)
 
 
-def _flat_written(s: Subject, **options: Any) -> None:
+def write_flat(
+    s: Subject, made: Callable[[Trial], Any] = lambda trial: trial.call, **options: Any
+) -> None:
+    """Writes flat_weight between forward, which is called as ``made`` has it, and backward."""
     for num_layers, first_is_frozen in ((1, False), (2, False), (2, True)):
         s.needs("fusedrnn")
         trial = Trial(s, num_layers=num_layers, **options)
         for name, weight in trial.weights.items():
             weight.requires_grad_(not (first_is_frozen and name.endswith("_l0")))
-        _changed(trial, lambda module=trial.module: module.flat_weight.mul_(2))  # type: ignore
+        write = lambda module=trial.module: module.flat_weight.mul_(2)  # noqa: E731
+        _changed(trial, write, made(trial))
 
 
 @row("flat_weight written before backward")
 def flat_written(s: Subject) -> None:
     """Writing flat_weight before backward is an error: 1 and 2 layers, the first one frozen."""
-    _flat_written(s)
+    write_flat(s)
 
 
 @row("flat_weight written, last state alone")
 def flat_written_last(s: Subject) -> None:
     """The same with return_sequence=False, where backward runs the layers again."""
-    _flat_written(s, return_sequence=False, seq_len=40)
+    write_flat(s, return_sequence=False, seq_len=40)
 
 
 @row("input or output changed before backward")
@@ -82,3 +89,16 @@ def changed_tensors(s: Subject) -> None:
             expect("modified" in str(error), f"another error: {error}")
         else:
             same(grad, grads[next(iter(trial.weights))], what="gradient")
+
+
+@row("a gradient changed in place")
+def changed_gradient(s: Subject) -> None:
+    """Writing to one weight's gradient leaves a graph valid that has saved another one."""
+    trial = Trial(s)
+    result = loss(trial.call(trial.x, *trial.states))
+    first, second, *_ = torch.autograd.grad(result, list(trial.weights.values()))
+    scale = torch.ones((), dtype=trial.dtype, requires_grad=True)
+    total = (scale * first).square().sum()
+    second.clamp_(-1, 1)
+    total.backward()
+    same(scale.grad, 2 * first.square().sum())

@@ -10,9 +10,10 @@ from torch import Tensor, func
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import checkpoint as checkpoints
 
-from .rows import group
+from .backward import train_in_windows
+from .rows import group, table
 from .subjects import Slow, Subject
-from .trial import Around, Trial, expect, loss, same
+from .trial import DEEP, Around, Trial, expect, loss, same
 
 row = group("compile")
 MOST_GRAPHS = 2
@@ -51,7 +52,10 @@ def sized(trial: Trial, s: Subject, seq_len: int, batch: int, **options: Any) ->
     return other
 
 
-def _trains_at_sizes(s: Subject, dynamic: bool | None, **arguments: Any) -> None:
+def trains_at_sizes(
+    s: Subject, dynamic: bool | None, sizes: tuple[tuple[int, int], ...] = SIZES, **arguments: Any
+) -> None:
+    """Trains a compiled module at each size. arguments: functions of the trial."""
     first = Trial(s)
 
     def make(counter: Any) -> Callable[[Trial], object]:
@@ -65,31 +69,44 @@ def _trains_at_sizes(s: Subject, dynamic: bool | None, **arguments: Any) -> None
 
         return run
 
-    count_graphs(make, [sized(first, s, *size) for size in SIZES])
+    count_graphs(make, [sized(first, s, *size) for size in sizes])
 
 
-@row("fullgraph training")
-def training(s: Subject) -> None:
-    """A training step compiled in one graph, by aot_eager; two layers, two directions."""
-    trial = Trial(s, num_layers=2, bidirectional=True)
-    trial.trains(compiled_call(trial))
+def _trains(s: Subject, compiling: Any = None, **options: Any) -> None:
+    trial = Trial(s, **options)
+    trial.trains(compiled_call(trial, **(compiling or {})))
 
 
-@row("backend eager")
-def by_eager(s: Subject) -> None:
-    """The same by the backend "eager"."""
-    trial = Trial(s)
-    trial.trains(compiled_call(trial, backend="eager"))
+table(
+    row,
+    _trains,
+    (
+        "fullgraph training",
+        "A training step compiled in one graph, by aot_eager; two layers, two directions.",
+        DEEP,
+    ),
+    ("backend eager", 'The same by the backend "eager".', {"compiling": {"backend": "eager"}}),
+    (
+        "recompute=False",
+        "The same with recompute=False, two layers, two directions.",
+        DEEP | {"recompute": False},
+    ),
+    (
+        "batch_first, no bias",
+        "The same with batch_first=True and bias=False.",
+        {"batch_first": True, "bias": False},
+    ),
+    ("proj_size", "The same with projected states.", {"proj_size": 2}),
+)
 
 
-@row("backend inductor", slow=True)
+@row("backend inductor", speed="slow")
 def by_inductor(s: Subject) -> None:
     """The same by inductor."""
-    trial = Trial(s, seq_len=3)
-    trial.trains(compiled_call(trial, backend="inductor"))
+    _trains(s, {"backend": "inductor"}, seq_len=3)
 
 
-@row("a model around it", slow=True)
+@row("a model around it", speed="slow")
 def model(s: Subject) -> None:
     """A model with layers before and after, compiled as a whole by inductor in one graph."""
     trial = Trial(s, seq_len=3)
@@ -146,20 +163,20 @@ def both_modes(s: Subject) -> None:
 @row("dynamic shapes")
 def dynamic(s: Subject) -> None:
     """Training at 5 sizes of steps and batch with dynamic=True takes at most 2 graphs."""
-    _trains_at_sizes(s, True)
+    trains_at_sizes(s, True)
 
 
-@row("automatic dynamic shapes")
+@row("automatic dynamic shapes", speed="slow")
 def automatic(s: Subject) -> None:
     """The same with dynamic left to torch.compile."""
-    _trains_at_sizes(s, None)
+    trains_at_sizes(s, None)
 
 
 @row("dynamic shapes with lengths and reset")
 def dynamic_masked(s: Subject) -> None:
     """The same with lengths= as a tensor and reset=."""
     s.needs("lengths")
-    _trains_at_sizes(
+    trains_at_sizes(
         s,
         None,
         lengths=lambda trial: torch.arange(trial.x.shape[1]) % trial.x.shape[0] + 1,
@@ -167,7 +184,7 @@ def dynamic_masked(s: Subject) -> None:
     )
 
 
-@row("dynamic shapes without gradients")
+@row("dynamic shapes without gradients", speed="slow")
 def dynamic_inference(s: Subject) -> None:
     """Inference at 5 sizes takes at most 2 graphs."""
     first = Trial(s)
@@ -187,33 +204,19 @@ def dynamic_inference(s: Subject) -> None:
 @row("windows")
 def windows(s: Subject) -> None:
     """Truncated backpropagation in 4 windows by one compiled module, in at most 2 graphs."""
-    trial = Trial(s, seq_len=8)
-    eps = trial.given.pop("eps", None)
     counter = CompileCounterWithBackend("aot_eager")
-    module = torch.compile(trial.module, fullgraph=True, backend=counter)
-    weights = {n: w.double().requires_grad_() for n, w in trial.detached.items()}
-    ours = truth = list(trial.states)
-    for begin in range(0, 8, 2):
-        x = trial.x[begin : begin + 2]
-        noise = {} if eps is None else {"eps": eps[:, begin : begin + 2].contiguous()}
-        outputs = trial.call(x, *ours, module=module, **noise)
-        expected = trial.truth(weights, x, *truth, **noise)
-        loss(outputs).backward()
-        loss(expected).backward()
-        ours, truth = [o.detach() for o in outputs[1:]], [o.detach() for o in expected[1:]]
-        same(outputs, expected, what="output")
-    same([w.grad for w in trial.weights.values()], [w.grad for w in weights.values()])
+    train_in_windows(s, lambda module: torch.compile(module, fullgraph=True, backend=counter))
     expect(counter.frame_count, "nothing was compiled")
     if counter.frame_count > MOST_GRAPHS:
         raise Slow(f"{counter.frame_count} graphs for 4 windows")
 
 
-@row("func.grad inside")
+@row("func.grad inside", speed="slow")
 def func_inside(s: Subject) -> None:
     """A compiled function that calls func.grad of a loss."""
     trial = Trial(s)
 
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="aot_eager", fullgraph=s.is_ours)
     def grads(x: Tensor) -> Tensor:
         return func.grad(lambda x: loss(trial.call(x, *trial.states)))(x)
 
@@ -286,7 +289,7 @@ def dtypes(s: Subject) -> None:
         trial.trains(compiled_call(trial))
 
 
-@row("compiled autograd")
+@row("compiled autograd", speed="slow")
 def compiled_autograd(s: Subject) -> None:
     """Backward by compiled autograd."""
     trial = Trial(s)

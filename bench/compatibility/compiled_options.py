@@ -10,10 +10,12 @@ from torch.nn.utils import rnn as packing
 
 import fusedrnn
 
-from .compiled import compiled_call, count_graphs, sized
+from .changes import write_flat
+from .compiled import compiled_call, count_graphs, sized, trains_at_sizes
+from .inputs import unbatched_step
 from .rows import group
 from .subjects import Slow, Subject, flat, hx_of
-from .trial import Trial, expect, loss, must_raise, same
+from .trial import DEEP, Trial, expect, loss, must_raise, same
 
 row = group("compile")
 
@@ -41,16 +43,19 @@ def drawn_noise(s: Subject) -> None:
 
 @row("generator=")
 def generator(s: Subject) -> None:
-    """With generator= the compiled noise is that of the module, and the generator moves on."""
+    """With generator= the compiled noise is the module's; generators move on, and take 2 graphs."""
     s.needs("noise", "fusedrnn")
-    found = []
-    for compiled in (True, False):
-        trial = Trial(s, noise="drawn")
-        call = compiled_call(trial) if compiled else trial.call
-        source = torch.Generator().manual_seed(4)
-        found.append([call(trial.x, generator=source) for _ in range(2)])
-    same(found[0], found[1])
-    expect(not torch.equal(found[0][0][0], found[0][1][0]), "two calls have the same noise")
+    trial, counter = Trial(s, noise="drawn"), CompileCounterWithBackend("aot_eager")
+    compiled = compiled_call(trial, backend=counter)
+    for source in [torch.Generator(), torch.Generator()] * 2:
+        found = []
+        for call in (compiled, trial.call):
+            source.manual_seed(4)
+            found.append([call(trial.x, generator=source) for _ in range(2)])
+        same(found[0], found[1])
+        expect(not torch.equal(found[0][0][0], found[0][1][0]), "two calls have the same noise")
+    if counter.frame_count > 2:
+        raise Slow(f"{counter.frame_count} graphs for 2 generators")
 
 
 @row("seed= and eps=")
@@ -78,11 +83,14 @@ def lengths_tensor(s: Subject) -> None:
     _lengths(s, as_list=False)
 
 
-@row("lengths as a list")
+@row("lengths as a list", speed="slow")
 def lengths_list(s: Subject) -> None:
-    """Compiled with lengths= as a list: 4 lists take at most 2 graphs."""
+    """Compiled with lengths= as a list: 4 lists, or 4 numbers of steps, take at most 2 graphs."""
     s.needs("lengths")
     _lengths(s, as_list=True)
+    torch._dynamo.reset()
+    sizes = ((5, 3), (7, 3), (9, 3), (12, 3))
+    trains_at_sizes(s, None, sizes, lengths=lambda trial: [len(trial.x), len(trial.x) - 1, 3])
 
 
 def _lengths(s: Subject, *, as_list: bool) -> None:
@@ -109,12 +117,14 @@ def wrong_lengths(s: Subject) -> None:
 
 @row("reset")
 def reset(s: Subject) -> None:
-    """Compiled with reset=."""
+    """Compiled with reset=, and with lengths= too, two layers, two directions, batch_first."""
     s.needs("lengths")
-    trial = Trial(s)
-    call = compiled_call(trial)
-    for _ in range(2):
-        trial.trains(call, reset=torch.rand(5, 3) < 0.3)
+    for options in ({}, DEEP | {"batch_first": True}):
+        trial = Trial(s, **options)
+        call = compiled_call(trial)
+        masks = {"lengths": torch.tensor([5, 2, 4])} if options else {}
+        for _ in range(2):
+            trial.trains(call, reset=torch.rand(trial.x.shape[:2]) < 0.3, **masks)
 
 
 @row("return_sequence=False")
@@ -146,19 +156,13 @@ def last_state_dynamic(s: Subject) -> None:
 
 @row("workspace_bytes and chunk_size")
 def workspace(s: Subject) -> None:
-    """Compiled with a limit of the workspace, and with a length of chunks."""
+    """Compiled with a limit of the workspace, and with a length of chunks: several of each."""
     s.needs("fusedrnn")
-    for options in ({"workspace_bytes": 1 << 16}, {"chunk_size": 2}):
-        trial = Trial(s, seq_len=20, **options)
+    for options in ({"workspace_bytes": 12_000, **DEEP}, {"chunk_size": 2}):
+        trial = Trial(s, seq_len=40, **options)
+        steps = fusedrnn.plan(trial.module, trial.x.shape, device="cpu").chunk_steps  # type: ignore
+        expect(steps < 40, "the sequence is one chunk")
         trial.trains(compiled_call(trial))
-
-
-@row("recompute=False")
-def saved(s: Subject) -> None:
-    """Compiled with recompute=False, two layers, two directions."""
-    s.needs("fusedrnn")
-    trial = Trial(s, recompute=False, num_layers=2, bidirectional=True)
-    trial.trains(compiled_call(trial))
 
 
 @row("dropout")
@@ -167,10 +171,11 @@ def dropout(s: Subject) -> None:
     _as_eager(s, dropout=0.5, num_layers=2)
 
 
-@row("zoneout")
+@row("zoneout and weight_dropout")
 def zoneout(s: Subject) -> None:
-    """The same with zoneout, in training and in evaluation."""
+    """The same with zoneout, in training and in evaluation, and with dropped weights."""
     s.needs("fusedrnn")
+    _as_eager(s, weight_dropout=0.5)
     _as_eager(s, zoneout=0.3)
     trial = Trial(s, zoneout=0.3)
     trial.module.eval()
@@ -178,28 +183,7 @@ def zoneout(s: Subject) -> None:
     same(compiled_call(trial)(trial.x, *trial.states), expected)
 
 
-@row("weight_dropout")
-def weight_dropout(s: Subject) -> None:
-    """The same with weight_dropout."""
-    s.needs("fusedrnn")
-    _as_eager(s, weight_dropout=0.5)
-
-
-@row("batch_first, no bias")
-def other_options(s: Subject) -> None:
-    """Compiled with batch_first=True and bias=False."""
-    trial = Trial(s, batch_first=True, bias=False)
-    trial.trains(compiled_call(trial))
-
-
-@row("proj_size")
-def projected(s: Subject) -> None:
-    """Compiled with projected states."""
-    trial = Trial(s, proj_size=2)
-    trial.trains(compiled_call(trial))
-
-
-@row("PackedSequence")
+@row("PackedSequence", speed="slow")
 def packed(s: Subject) -> None:
     """A compiled function that packs, runs and pads; graph breaks are allowed."""
     s.needs("packed")
@@ -222,32 +206,42 @@ def packed(s: Subject) -> None:
 
 @row("cells in a loop")
 def cells(s: Subject) -> None:
-    """A compiled loop over single steps of the cell class, with its gradients."""
-    s.needs(*(["fusedrnn"] if s.kind == "loop" else []))
-    trial = Trial(s, noise="mean")
-    library: Any = fusedrnn if s.is_ours else torch.nn
-    name = {"gru": "GRUCell", "lstm": "LSTMCell", "stochastic_gru": "StochasticGRUCell"}[s.cell]
-    sizes = [w.shape[1] for w in list(trial.weights.values())[:2]]
-    hidden = trial.states[0].shape[-1]
-    latent = {"latent_size": sizes[1]} if s.has_noise else {}
-    cell = getattr(library, name)(sizes[0], hidden, dtype=torch.float64, **latent)
-    cell.load_state_dict({n.removesuffix("_l0"): w for n, w in trial.detached.items()})
+    """A compiled loop over single steps of the cell class; a compiled cell without a batch."""
+    trial = Trial(s)
+    cell = trial.cell()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def call(x: Any, *states: Any) -> Any:
-        now = hx_of([state[0] for state in states])
-        outputs = []
-        for t in range(5):
-            now = cell(x[t], now, **trial.given)
-            outputs.append(now[0] if s.cell == "lstm" else now)
-        last = now if s.cell == "lstm" else (now,)
-        return (torch.stack(outputs), *(state.unsqueeze(0) for state in last))
+        return trial.steps(cell, x, *states)
 
-    x = trial.x.clone().requires_grad_()
-    outputs = call(x, *trial.states)
-    loss(outputs).backward()
-    expected, grads = trial.expected()
-    same(outputs, expected, what="output")
-    same(x.grad, grads["x"], what="gradient")
-    for name, weight in cell.named_parameters():
-        same(weight.grad, grads[f"{name}_l0"], what="gradient")
+    trial.trains(call)
+    compiled = torch.compile(cell, backend="aot_eager", fullgraph=True)
+    mean = {"sample": False} if s.has_noise else {}
+    same(compiled(trial.x[0, 0], **mean), cell(trial.x[0, 0], **mean))
+
+
+@row("cells at other batches")
+def cells_dynamic(s: Subject) -> None:
+    """A compiled cell at 5 sizes of the batch takes at most 2 graphs."""
+    trial = Trial(s, noise="mean", batch=13)
+    cell, counter = trial.cell(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(cell, backend=counter, fullgraph=True)
+    for batch in (4, 7, 9, 13, 5):
+        same(compiled(trial.x[0, :batch], **trial.given), cell(trial.x[0, :batch], **trial.given))
+    if counter.frame_count > 2:
+        raise Slow(f"{counter.frame_count} graphs for 5 sizes")
+
+
+@row("unbatched")
+def unbatched(s: Subject) -> None:
+    """A compiled training step over one sequence without a dimension for the batch."""
+    s.needs("unbatched")
+    unbatched_step(s, compiled_call)
+    if s.cell == "lstm":
+        unbatched_step(s, compiled_call, proj_size=2)
+
+
+@row("flat_weight written before backward")
+def flat_written(s: Subject) -> None:
+    """Writing flat_weight between a compiled forward and its backward is an error."""
+    write_flat(s, compiled_call)

@@ -1,4 +1,7 @@
-"""Checks of torch.export, AOTInductor, ONNX, TorchScript, torch.fx, and of copies and pickles."""
+"""Checks of torch.export, AOTInductor, ONNX, TorchScript, torch.fx, and of copies and pickles.
+
+Longer than 350 lines, because its checks are of one topic and share their helpers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from .rows import group
+from .rows import group, table
 from .subjects import HIDDEN, Skipped, Subject
-from .trial import Around, Trial, expect, loss, same
+from .trial import DEEP, Around, Trial, expect, loss, must_raise, same
 
 row = group("export")
 OTHER_SIZES = ((7, 2), (3, 5), (1, 1))
@@ -62,24 +65,43 @@ def _mean(s: Subject, **options: Any) -> Trial:
 @row("static shapes")
 def static(s: Subject) -> None:
     """torch.export of two layers in two directions, run with other values."""
-    trial = _mean(s, num_layers=2, bidirectional=True)
+    trial = _mean(s, **DEEP)
     module = _exported(trial).module()
     trial.x = torch.randn_like(trial.x)
     trial.same_values(module(*_arguments(trial)))
 
 
-@row("dynamic steps and batch")
-def dynamic(s: Subject) -> None:
-    """torch.export with a dynamic number of steps and rows, run at other sizes."""
+def _at_other_sizes(
+    s: Subject, way: Callable[[Any], Any] = lambda p: p, strict: bool = False
+) -> None:
     trial = _mean(s)
-    _check(trial, _exported(trial, dynamic=True).module(), OTHER_SIZES)
+    _check(trial, way(_exported(trial, dynamic=True, strict=strict)).module(), OTHER_SIZES)
 
 
-@row("strict")
-def strict(s: Subject) -> None:
-    """The same with strict=True."""
-    trial = _mean(s)
-    _check(trial, _exported(trial, dynamic=True, strict=True).module(), OTHER_SIZES)
+def _loaded(program: Any, library: Any = torch.export) -> Any:
+    """The program, saved and loaded."""
+    buffer = io.BytesIO()
+    library.save(program, buffer)
+    buffer.seek(0)
+    return library.load(buffer)
+
+
+table(
+    row,
+    _at_other_sizes,
+    (
+        "dynamic steps and batch",
+        "torch.export with a dynamic number of steps and rows, run at other sizes.",
+        {},
+    ),
+    ("strict", "The same with strict=True.", {"strict": True}),
+    ("saved and loaded", "The same, saved and loaded.", {"way": _loaded}),
+    (
+        "run_decompositions",
+        "The same after run_decompositions.",
+        {"way": lambda program: program.run_decompositions()},
+    ),
+)
 
 
 @row("dynamic, lengths and reset")
@@ -110,17 +132,7 @@ def dynamic_masked(s: Subject) -> None:
         same(module(x, lengths, reset), expected[0], what="output")
 
 
-@row("saved and loaded")
-def saved(s: Subject) -> None:
-    """A program with dynamic sizes, saved and loaded, run at other sizes."""
-    trial = _mean(s)
-    buffer = io.BytesIO()
-    torch.export.save(_exported(trial, dynamic=True), buffer)
-    buffer.seek(0)
-    _check(trial, torch.export.load(buffer).module(), OTHER_SIZES)
-
-
-@row("in a fresh process", slow=True)
+@row("in a fresh process", speed="slow")
 def fresh_process(s: Subject) -> None:
     """A saved program, loaded and run by another process, at other sizes if it takes them."""
     trial = _mean(s)
@@ -144,18 +156,12 @@ def fresh_process(s: Subject) -> None:
         trial.same_values(tuple(torch.load(f"{folder}/results.pt")))
 
 
-@row("run_decompositions")
-def decompositions(s: Subject) -> None:
-    """An exported program after run_decompositions, at other sizes."""
+def _trained(s: Subject, *, dynamic: bool) -> None:
     trial = _mean(s)
-    _check(trial, _exported(trial, dynamic=True).run_decompositions().module(), OTHER_SIZES)
-
-
-@row("training after export")
-def trained(s: Subject) -> None:
-    """An exported module has the gradients of input, states and weights."""
-    trial = _mean(s)
-    module = _exported(trial).module()
+    module = _exported(trial, dynamic=dynamic).module()
+    if dynamic:
+        weights, trial = trial.module, Trial(s, noise="mean", seq_len=7, batch=2)
+        trial.module = weights
     leaves = [t.clone().requires_grad_() for t in _arguments(trial)]
     outputs = module(*leaves)
     loss(tuple(outputs)).backward()
@@ -164,6 +170,18 @@ def trained(s: Subject) -> None:
     named = {name.removeprefix("rnn."): w.grad for name, w in module.named_parameters()}
     found += [named[name] for name in trial.weights]
     same(found, list(grads.values()), what="gradient")
+
+
+@row("training after export")
+def trained(s: Subject) -> None:
+    """An exported module has the gradients of input, states and weights."""
+    _trained(s, dynamic=False)
+
+
+@row("training after export, dynamic")
+def trained_dynamic(s: Subject) -> None:
+    """The same with dynamic sizes, at other ones."""
+    _trained(s, dynamic=True)
 
 
 @row("drawn noise")
@@ -202,13 +220,13 @@ def _packaged(s: Subject, *, dynamic: bool) -> None:
             _check(trial, module, ((3, 3), *(OTHER_SIZES if dynamic else ())))
 
 
-@row("AOTInductor", slow=True)
+@row("AOTInductor", speed="nightly")
 def aot_inductor(s: Subject) -> None:
     """A package of AOTInductor, compiled, loaded and run with other values."""
     _packaged(s, dynamic=False)
 
 
-@row("AOTInductor, dynamic steps and batch", slow=True)
+@row("AOTInductor, dynamic steps and batch", speed="nightly")
 def aot_inductor_dynamic(s: Subject) -> None:
     """The same with dynamic sizes, run at other ones."""
     _packaged(s, dynamic=True)
@@ -234,7 +252,7 @@ def _onnx(s: Subject, *, dynamo: bool) -> None:
         trial.same_values(tuple(found))
 
 
-@row("ONNX, from torch.export")
+@row("ONNX, from torch.export", speed="slow")
 def onnx_dynamo(s: Subject) -> None:
     """torch.onnx.export with dynamo=True, run by onnx's reference evaluator."""
     _onnx(s, dynamo=True)
@@ -246,31 +264,35 @@ def onnx_torchscript(s: Subject) -> None:
     _onnx(s, dynamo=False)
 
 
+def _jit_traced(trial: Trial) -> Any:
+    return torch.jit.trace(Around(trial), _arguments(trial), check_trace=False)
+
+
 @row("jit.trace")
 def traced(s: Subject) -> None:
-    """torch.jit.trace, at the same and at other sizes."""
+    """torch.jit.trace, at the same and at other sizes, with the gradients of all arguments."""
     trial = _mean(s)
-    traced = torch.jit.trace(Around(trial), _arguments(trial), check_trace=False)
+    traced = _jit_traced(trial)
     _check(trial, traced, ((5, 3), *OTHER_SIZES))
+    trial.trains(traced)
 
 
 @row("jit.trace, saved and loaded")
 def traced_saved(s: Subject) -> None:
     """A traced module, saved and loaded, at other sizes."""
     trial = _mean(s)
-    traced = torch.jit.trace(Around(trial), _arguments(trial), check_trace=False)
-    buffer = io.BytesIO()
-    torch.jit.save(traced, buffer)
-    buffer.seek(0)
-    _check(trial, torch.jit.load(buffer), ((5, 3), *OTHER_SIZES))
+    _check(trial, _loaded(_jit_traced(trial), torch.jit), ((5, 3), *OTHER_SIZES))
 
 
-@row("training after jit.trace")
-def traced_training(s: Subject) -> None:
-    """A traced module has the gradients of input, states and weights."""
-    trial = _mean(s)
-    traced = torch.jit.trace(Around(trial), _arguments(trial), check_trace=False)
-    trial.trains(traced)
+@row("jit.trace of cells")
+def traced_cells(s: Subject) -> None:
+    """torch.jit.trace of a cell, with gradients and without, at other batches."""
+    trial = _mean(s, batch=5)
+    model = _Symbolic(trial, trial.cell())
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            traced = torch.jit.trace(model, trial.x[0, :2], check_trace=False)
+            same(traced(trial.x[1]), model(trial.x[1]))
 
 
 class _Scripted(nn.Module):
@@ -295,25 +317,55 @@ def scripted(s: Subject) -> None:
 
 
 class _Symbolic(nn.Module):
-    """A model that torch.fx traces: its RNN is to be a leaf."""
+    """A model that torch.fx traces: its RNN is to be one node."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, rnn: nn.Module) -> None:
         super().__init__()
-        self.before, self.rnn = nn.Identity(), trial.module
+        self.before, self.rnns = nn.Identity(), nn.Sequential(rnn)
         self.given = dict(trial.given)
+        self.is_one = rnn is not trial.module and trial.subject.cell != "lstm"
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(self.before(x), **self.given)[0] * 2
+    def forward(self, x: Tensor, h: Any = None, c: Any = None) -> Tensor:
+        results = self.rnns[0](self.before(x), h if c is None else (h, c), **self.given)
+        return (results if self.is_one else results[0]) * 2
+
+
+def _traced_by_fx(model: nn.Module, state_count: int) -> nn.Module:
+    left_out = dict.fromkeys(["h", "c"][state_count:])
+    traced = fx.symbolic_trace(model, concrete_args=left_out)
+    nodes = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    expect(nodes == ["before", "rnns.0"], f"the nodes are {nodes}")
+    return traced
 
 
 @row("fx.symbolic_trace")
 def symbolic_trace(s: Subject) -> None:
-    """torch.fx.symbolic_trace of a model around it, run at other sizes."""
+    """torch.fx.symbolic_trace of a model around it, with states or not: one node; a copy trains."""
     trial = _mean(s)
-    module = fx.symbolic_trace(_Symbolic(trial))
-    for seq_len in (5, 7):
-        x = torch.randn(seq_len, *trial.x.shape[1:], dtype=torch.float64)
-        same(module(x), 2 * trial.truth(trial.detached, x)[0])
+    for states in ([], trial.states):
+        model = _Symbolic(trial, trial.module)
+        traced = copy.deepcopy(_traced_by_fx(model, len(states)))
+        expect(list(traced.state_dict()) == list(model.state_dict()), "other names of weights")
+        for seq_len in (5, 7):
+            x = torch.randn(seq_len, *trial.x.shape[1:], dtype=torch.float64)
+            same(traced(x, *states), 2 * trial.truth(trial.detached, x, *states)[0])
+        model.zero_grad()
+        for module in (model, traced):
+            module(trial.x, *states).sin().sum().backward()
+        grads = [[w.grad for w in module.parameters()] for module in (model, traced)]
+        same(grads[1], grads[0], what="gradient")
+    if s.is_ours:
+        must_raise(lambda: fx.symbolic_trace(trial.module), "as one node of a larger module")
+
+
+@row("fx.symbolic_trace of cells")
+def symbolic_trace_cells(s: Subject) -> None:
+    """The same of a model around a cell."""
+    trial = _mean(s)
+    model = _Symbolic(trial, trial.cell())
+    traced = _traced_by_fx(model, 0)
+    for batch in (3, 2):
+        same(traced(trial.x[0, :batch]), model(trial.x[0, :batch]), 0.0)
 
 
 @row("deepcopy")

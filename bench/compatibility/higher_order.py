@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
-from .rows import group
-from .subjects import Subject
-from .trial import Trial, Weights, loss, same
+from .rows import group, table
+from .subjects import Subject, flat, hx_of
+from .trial import DEEP, Trial, Weights, loss, same
 
 row = group("autograd")
 Forward = Callable[..., tuple[Tensor, ...]]
@@ -26,7 +27,8 @@ def both(trial: Trial, transform: Callable[[Forward, Weights], Any], *, what: st
     same(found[0], found[1], 1e-8, what)
 
 
-def _small(s: Subject, **options: Any) -> Trial:
+def small(s: Subject, **options: Any) -> Trial:
+    """A trial whose Jacobians and Hessians take little time."""
     return Trial(s, seq_len=3, batch=2, **options)
 
 
@@ -54,7 +56,7 @@ def gradient_penalty(s: Subject) -> None:
 @row("Hessian-vector product")
 def hessian_vector(s: Subject) -> None:
     """The Hessian of the weights times a vector, by two reverse passes."""
-    trial = _small(s, num_layers=2)
+    trial = small(s, num_layers=2)
 
     def product(function: Forward, weights: Weights) -> Any:
         leaves = list(weights.values())
@@ -98,12 +100,14 @@ def second_order_frozen(s: Subject) -> None:
 
 @row("second order by the states")
 def second_order_states(s: Subject) -> None:
-    """The second derivative by states and input, of two layers in two directions."""
-    trial = _small(s, num_layers=2, bidirectional=True)
+    """The second derivative by states, noise and input, of two layers in two directions."""
+    trial = Trial(s, seq_len=9, batch=2, **DEEP)  # of several parts
 
     def twice(function: Forward, weights: Weights) -> Any:
+        given = {name: eps.clone().requires_grad_() for name, eps in trial.given.items()}
         leaves = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
-        grads = torch.autograd.grad(loss(function(weights, *leaves)), leaves, create_graph=True)
+        result, leaves = loss(function(weights, *leaves, **given)), [*leaves, *given.values()]
+        grads = torch.autograd.grad(result, leaves, create_graph=True)
         total = sum(g.square().sum() for g in grads)
         return torch.autograd.grad(total, [*leaves, *weights.values()])
 
@@ -114,7 +118,7 @@ def second_order_states(s: Subject) -> None:
 def second_order_masked(s: Subject) -> None:
     """The second derivative by input and weights, with lengths= and reset=."""
     s.needs("lengths")
-    trial = _small(s)
+    trial = small(s)
     reset = torch.tensor([[False, True], [True, False], [False, False]])
 
     def twice(function: Forward, weights: Weights) -> Any:
@@ -128,18 +132,52 @@ def second_order_masked(s: Subject) -> None:
 
 @row("third order")
 def third_order(s: Subject) -> None:
-    """The third derivative by the input."""
-    trial = _small(s)
+    """The third derivative by input, states and weights."""
+    trial = small(s)
 
     def thrice(function: Forward, weights: Weights) -> Any:
-        x = trial.x.clone().requires_grad_()
-        value = loss(function(weights, x, *trial.states))
+        leaves = [t.clone().requires_grad_() for t in (trial.x, *trial.states)]
+        value = loss(function(weights, *leaves))
+        leaves += weights.values()
         for _ in range(2):
-            (grad,) = torch.autograd.grad(value, x, create_graph=True)
-            value = grad.square().sum()
-        return torch.autograd.grad(value, x)
+            grads = torch.autograd.grad(value, leaves, create_graph=True)
+            value = sum(g.square().sum() for g in grads)  # type: ignore[assignment]
+        return torch.autograd.grad(value, leaves)
 
     both(trial, thrice)
+
+
+def _gradgradcheck(trial: Trial, call: Callable[[Tensor], Any]) -> None:
+    def seeded(x: Tensor) -> Any:
+        torch.manual_seed(5)  # the same masks each time
+        return call(x)
+
+    torch.autograd.gradgradcheck(seeded, trial.x.clone().requires_grad_(), fast_mode=True)
+
+
+@row("second order with options")
+def second_order_options(s: Subject) -> None:
+    """gradgradcheck with dropout, with zoneout, and of the last states alone."""
+    last: dict[str, Any] = {"return_sequence": False}
+    of_ours = [{"zoneout": 0.2}, last, last | DEEP] if s.is_ours else []
+    for options in ({"dropout": 0.5, "num_layers": 2}, *of_ours):
+        seq_len = 20 if "return_sequence" in options else 5
+        trial = Trial(s, seq_len=seq_len, batch=2, noise="drawn", **options)
+        _gradgradcheck(trial, lambda x, t=trial: t.call(x, *t.states))
+
+
+@row("second order of a PackedSequence")
+def second_order_packed(s: Subject) -> None:
+    """gradgradcheck of rows of several lengths, packed."""
+    s.needs("packed")
+    trial = Trial(s, noise="mean")
+
+    def call(x: Tensor) -> Any:
+        given = pack_padded_sequence(x, [5, 3, 1])
+        output, *last = flat(trial.module(given, hx_of(trial.states), **trial.given))
+        return output.data, *last
+
+    _gradgradcheck(trial, call)
 
 
 def _checkable(trial: Trial) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -153,25 +191,30 @@ def _checkable(trial: Trial) -> tuple[Callable[..., Any], list[Tensor]]:
     return function, [t.clone().requires_grad_() for t in leaves]
 
 
-@row("gradgradcheck")
-def gradgradcheck(s: Subject) -> None:
-    """torch.autograd.gradgradcheck over input, states and all weights."""
-    function, leaves = _checkable(_small(s))
-    torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+def _checked(s: Subject, check: Callable[..., Any], **options: Any) -> None:
+    function, leaves = _checkable(small(s))
+    check(function, leaves, fast_mode=True, **options)
 
 
-@row("gradcheck, forward mode")
-def gradcheck_forward(s: Subject) -> None:
-    """torch.autograd.gradcheck with check_forward_ad=True."""
-    function, leaves = _checkable(_small(s))
-    torch.autograd.gradcheck(function, leaves, fast_mode=True, check_forward_ad=True)
-
-
-@row("gradcheck, batched gradients")
-def gradcheck_batched(s: Subject) -> None:
-    """torch.autograd.gradcheck with check_batched_grad=True."""
-    function, leaves = _checkable(_small(s))
-    torch.autograd.gradcheck(function, leaves, fast_mode=True, check_batched_grad=True)
+table(
+    row,
+    _checked,
+    (
+        "gradcheck",
+        "torch.autograd.gradcheck over input, states and all weights.",
+        {"check": torch.autograd.gradcheck},
+    ),
+    (
+        "gradgradcheck",
+        "torch.autograd.gradgradcheck over the same.",
+        {"check": torch.autograd.gradgradcheck},
+    ),
+    (
+        "gradcheck, forward mode and batched gradients",
+        "torch.autograd.gradcheck with check_forward_ad=True and check_batched_grad=True.",
+        {"check": torch.autograd.gradcheck, "check_forward_ad": True, "check_batched_grad": True},
+    ),
+)
 
 
 @row("forward_ad")
@@ -199,34 +242,31 @@ def _of_input(trial: Trial, function: Forward, weights: Weights) -> Callable[[Te
     return lambda x: function(frozen, x, *trial.states)[0]
 
 
-@row("functional.jacobian")
-def jacobian(s: Subject) -> None:
-    """torch.autograd.functional.jacobian of the output by the input."""
-    trial = _small(s)
-    both(trial, lambda f, w: functional.jacobian(_of_input(trial, f, w), trial.x))
-
-
-@row("functional.jacobian, vectorize")
-def jacobian_vectorized(s: Subject) -> None:
-    """The same with vectorize=True."""
-    trial = _small(s)
+def _jacobian(s: Subject, **options: Any) -> None:
+    trial = small(s)
     of = [_of_input(trial, f, trial.weights) for f in (trial.functional, trial.truth)]
-    same(functional.jacobian(of[0], trial.x, vectorize=True), functional.jacobian(of[1], trial.x))
+    truth = functional.jacobian(of[1], trial.x)
+    same(functional.jacobian(of[0], trial.x, **options), truth)
 
 
-@row("functional.jacobian, forward mode")
-def jacobian_forward(s: Subject) -> None:
-    """The same with vectorize=True and strategy="forward-mode"."""
-    trial = _small(s)
-    of = [_of_input(trial, f, trial.weights) for f in (trial.functional, trial.truth)]
-    ours = functional.jacobian(of[0], trial.x, vectorize=True, strategy="forward-mode")
-    same(ours, functional.jacobian(of[1], trial.x))
+_VECTORIZED = {"vectorize": True}
+table(
+    row,
+    _jacobian,
+    ("functional.jacobian", "functional.jacobian of the output by the input.", {}),
+    ("functional.jacobian, vectorize", "The same with vectorize=True.", _VECTORIZED),
+    (
+        "functional.jacobian, forward mode",
+        'The same with vectorize=True and strategy="forward-mode".',
+        _VECTORIZED | {"strategy": "forward-mode"},
+    ),
+)
 
 
 @row("functional.hessian")
 def hessian(s: Subject) -> None:
     """torch.autograd.functional.hessian of a loss by the input."""
-    trial = _small(s)
+    trial = small(s)
 
     def of(function: Forward, weights: Weights) -> Any:
         one = _of_input(trial, function, weights)
@@ -238,7 +278,7 @@ def hessian(s: Subject) -> None:
 @row("functional.hvp, vhp, jvp, vjp")
 def products(s: Subject) -> None:
     """The products of torch.autograd.functional with the Jacobian and the Hessian."""
-    trial = _small(s)
+    trial = small(s)
     vector = torch.randn_like(trial.x)
 
     def of(function: Forward, weights: Weights) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +11,9 @@ from torch import Tensor
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .rows import group
+from .rows import group, table
 from .subjects import Subject
-from .trial import TOLERANCES, Trial, expect, loss, same
+from .trial import DEEP, TOLERANCES, Trial, expect, loss, must_raise, same
 
 row = group("amp")
 SHORT = (torch.bfloat16, torch.float16)
@@ -21,37 +23,47 @@ def _autocast(dtype: torch.dtype, **options: Any) -> Any:
     return torch.autocast("cpu", dtype=dtype, **options)
 
 
-def _trains(trial: Trial, dtype: torch.dtype) -> None:
+def _autocasted(
+    trial: Trial, dtype: torch.dtype, inner: Callable[..., Any] | None = None
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The module, or what runs it, under autocast, with results in float32."""
+
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         with _autocast(dtype):
-            outputs = trial.call(x, *states)
+            outputs = (inner or trial.call)(x, *states)
         return tuple(o.float() for o in outputs)
 
-    trial.trains(call, tolerance=TOLERANCES[dtype])
+    return call
+
+
+def _trains(trial: Trial, dtype: torch.dtype) -> None:
+    trial.trains(_autocasted(trial, dtype), tolerance=TOLERANCES[dtype])
     for name, weight in trial.weights.items():
         dtype_of = None if weight.grad is None else weight.grad.dtype
         expect(dtype_of == weight.dtype, f"the gradient of {name} is {dtype_of}")
 
 
-@row("autocast, bfloat16")
-def autocast_bfloat16(s: Subject) -> None:
-    """A training step under autocast in bfloat16, within its rounding; gradients in float32."""
-    _trains(Trial(s, dtype=torch.float32, num_layers=2, bidirectional=True), torch.bfloat16)
-
-
-@row("autocast, float16")
-def autocast_float16(s: Subject) -> None:
-    """The same in float16."""
-    _trains(Trial(s, dtype=torch.float32, num_layers=2, bidirectional=True), torch.float16)
+table(
+    row,
+    lambda s, dtype: _trains(Trial(s, dtype=torch.float32, **DEEP), dtype),
+    (
+        "autocast, bfloat16",
+        "A training step under autocast in bfloat16, within its rounding; gradients in float32.",
+        {"dtype": torch.bfloat16},
+    ),
+    ("autocast, float16", "The same in float16.", {"dtype": torch.float16}),
+)
 
 
 @row("dtypes under autocast")
 def autocast_dtypes(s: Subject) -> None:
-    """Output and last states are in the dtype of autocast."""
+    """Output and last states are in the dtype of autocast; integers are refused as without."""
     trial = Trial(s, dtype=torch.float32)
-    with _autocast(torch.bfloat16):
-        found = {str(o.dtype) for o in trial.call(trial.x, *trial.states)}
-    expect(found == {"torch.bfloat16"}, f"results are in {', '.join(sorted(found))}")
+    for dtype in SHORT:
+        with _autocast(dtype):
+            found = {str(o.dtype) for o in trial.call(trial.x, *trial.states)}
+            must_raise(lambda: trial.call(trial.x.long(), *trial.states))
+        expect(found == {str(dtype)}, f"results are in {', '.join(sorted(found))}")
 
 
 @row("autocast without gradients")
@@ -145,13 +157,8 @@ def autocast_checkpoint(s: Subject) -> None:
     """A checkpoint inside of autocast, with reentrant backward and without."""
     for reentrant in (True, False):
         trial = Trial(s, dtype=torch.float32)
-
-        def call(x: Tensor, *states: Tensor, t: Trial = trial, r: bool = reentrant) -> Any:
-            with _autocast(torch.bfloat16):
-                outputs = checkpoints.checkpoint(t.call, x, *states, use_reentrant=r)
-            return tuple(o.float() for o in outputs)
-
-        trial.trains(call, tolerance=5e-2)
+        run = functools.partial(checkpoints.checkpoint, trial.call, use_reentrant=reentrant)
+        trial.trains(_autocasted(trial, torch.bfloat16, run), tolerance=5e-2)
 
 
 @row("GradScaler")
@@ -164,9 +171,8 @@ def grad_scaler(s: Subject) -> None:
     before = trial.detached
     for factor in (1.0, float("inf")):
         optimizer.zero_grad()
-        with _autocast(torch.float16):
-            outputs = trial.call(trial.x, *trial.states)
-        scaler.scale(loss(tuple(o.float() for o in outputs)) * factor).backward()
+        outputs = _autocasted(trial, torch.float16)(trial.x, *trial.states)
+        scaler.scale(loss(outputs) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
     changed = {name: (before[name] - w.detach()) / 0.1 for name, w in trial.weights.items()}
@@ -187,7 +193,10 @@ def short_modules(s: Subject) -> None:
 
 @row("a module converted and back")
 def round_trip(s: Subject) -> None:
-    """A module converted to bfloat16 and back trains right with its rounded weights."""
+    """A module converted to 16 bits and back by its methods trains right with rounded weights."""
     trial = Trial(s, dtype=torch.float32, num_layers=2)
     trial.module.bfloat16().float()
+    trial.trains()
+    trial = Trial(s, num_layers=2)
+    trial.module.half().double()
     trial.trains()

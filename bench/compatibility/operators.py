@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedrnn._ops import LayerCall, LayerTensors
 
 from .rows import group
-from .subjects import HIDDEN, INPUT, LATENT, Subject
-from .trial import Trial, expect, loss, same
+from .subjects import INPUT, Subject
+from .trial import DEEP, Trial, expect, loss, same
 
 row = group("library")
 
@@ -52,8 +53,8 @@ def _backward_arguments(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _opcheck(operator: Any, arguments: dict[str, Any]) -> None:
-    results = opcheck(operator.default, (), arguments, raise_exception=False)
+def _opcheck(operator: Any, arguments: dict[str, Any], **options: Any) -> None:
+    results = opcheck(operator.default, (), arguments, raise_exception=False, **options)
     failed = [f"{name}: {found}" for name, found in results.items() if found != "SUCCESS"]
     if failed:
         raise RuntimeError(failed[0])
@@ -73,25 +74,48 @@ def opcheck_backward(s: Subject) -> None:
 
 @row("opcheck of step")
 def opcheck_step(s: Subject) -> None:
-    """All tests of torch.library.opcheck on fusedrnn::step."""
-    raw = _arguments(Trial(s, noise="mean"))
+    """All tests of torch.library.opcheck on fusedrnn::step: rows, one alone, none; no states."""
+    step = _of_step(_arguments(Trial(s, noise="mean")))
+    seed = {"seed": torch.ones(1, dtype=torch.int64)} if s.has_noise else {}
+    _opcheck(torch.ops.fusedrnn.step, step)
+    tests = ("test_schema", "test_faketensor")
+    for rows in (slice(None), 0, slice(0)):
+        picked = {
+            name: step[name][rows] for name in ("input", "hx", "cx") if step[name] is not None
+        }
+        for states in ({}, seed | {"hx": None, "cx": None}):
+            _opcheck(torch.ops.fusedrnn.step, step | picked | states, test_utils=tests)
+
+
+def _of_step(raw: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the first step of a layer."""
     step = raw | {"input": raw["input"][0], "hx": raw["hx"][0]}
     step["cx"] = None if raw["cx"] is None else raw["cx"][0]
-    _opcheck(torch.ops.fusedrnn.step, step)
+    return step | ({"eps": raw["eps"][0, 0]} if "eps" in raw else {})
 
 
-@row("the operator called directly")
-def called_directly(s: Subject) -> None:
-    """Backward after torch.ops.fusedrnn.forward gives right gradients, or an error."""
-    trial = Trial(s)
+def _directly(trial: Trial, call: Callable[[dict[str, Any]], tuple[Tensor, ...]]) -> None:
     raw = _arguments(trial, requires_grad=True)
     leaves = [raw["input"], raw["hx"], *([raw["cx"]] if raw["cx"] is not None else [])]
-    leaves += raw["weights"]
-    outputs = torch.ops.fusedrnn.forward(**raw)[: 1 + len(trial.states)]
+    outputs = call(raw)
     expected, grads = trial.expected()
     same(outputs, expected, what="output")
     loss(outputs).backward()
-    same([leaf.grad for leaf in leaves], list(grads.values()), what="gradient")
+    found = [leaf.grad for leaf in (*leaves, *raw["weights"])]
+    same(found, list(grads.values()), what="gradient")
+
+
+@row("the operators called directly")
+def called_directly(s: Subject) -> None:
+    """Backward after torch.ops.fusedrnn.forward, and .step, gives right gradients, or an error."""
+    count = 1 + s.state_count
+    _directly(Trial(s), lambda raw: torch.ops.fusedrnn.forward(**raw)[:count])
+
+    def step(raw: dict[str, Any]) -> tuple[Tensor, ...]:
+        states = [t[None] for t in torch.ops.fusedrnn.step(**_of_step(raw))[: s.state_count]]
+        return (states[0], *states)
+
+    _directly(Trial(s, seq_len=1), step)
 
 
 def _described(tensors: Any) -> list[Any]:
@@ -246,22 +270,31 @@ def profiler(s: Subject) -> None:
         expect([5, 3, INPUT] in shapes[name], f"no shapes of {name}")
 
 
+def _flops(call: Callable[[], Any]) -> tuple[int, Any]:
+    with FlopCounterMode(display=False) as counter:
+        results = call()
+    return counter.get_total_flops(), results
+
+
 @row("FLOP counter")
 def flops(s: Subject) -> None:
-    """FlopCounterMode counts the products of forward, and those of backward, to a third."""
-    trial = Trial(s, noise="mean")
-    gates = {"gru": 3, "lstm": 4, "stochastic_gru": 3}[s.cell]
-    hidden = LATENT * (3 + 2) if s.has_noise else gates * HIDDEN
-    products = 2 * 5 * 3 * HIDDEN * (gates * INPUT + hidden)
-    x = trial.x.clone().requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        outputs = trial.call(x, *trial.states)
-    forward = counter.get_total_flops()
-    with FlopCounterMode(display=False) as counter:
-        loss(outputs).backward()
-    backward = counter.get_total_flops()
-    expect(forward and backward, f"{forward} FLOPs in forward and {backward} in backward")
-    within = 2 / 3 < forward / products < 4 / 3
-    expect(within, f"{forward / products:.2f} times the products of forward")
-    # Backward has twice the products of forward, and once more those that it recomputes.
-    expect(5 / 3 < backward / products < 10 / 3, f"{backward / products:.2f} of backward")
+    """FlopCounterMode counts the products of the loop: in forward, backward, and recomputed."""
+    projected = [{"proj_size": 2}, {"proj_size": 2, **DEEP}] if s.cell == "lstm" else []
+    saved = [{"recompute": False, **DEEP}, {"recompute": False}] if s.is_ours else []
+    for options in ({}, DEEP, {"bias": False, "num_layers": 2}, *saved, *projected):
+        trial = Trial(s, **options)
+        weights = {name: w.requires_grad_() for name, w in trial.detached.items()}
+        x, *states = (t.clone().requires_grad_() for t in (trial.x, *trial.states))
+        forward, outputs = _flops(lambda t=trial, x=x, st=states: t.call(x, *st))  # type: ignore
+        truth, expected = _flops(
+            lambda t=trial, w=weights, x=x, st=states: t.truth(w, x, *st)  # type: ignore
+        )
+        backward, _ = _flops(outputs[0].sum().backward)
+        truth_backward, _ = _flops(expected[0].sum().backward)
+        expect(forward == truth > 0, f"{forward} FLOPs in forward instead of {truth}")
+        if s.is_ours and trial.module.recompute:
+            truth_backward += truth
+            # What a projection makes is the output, and is not computed again.
+            products = [w.numel() for name, w in weights.items() if name.startswith("weight_hr")]
+            truth_backward -= 2 * 5 * 3 * sum(products)
+        expect(backward == truth_backward, f"{backward} in backward instead of {truth_backward}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -26,14 +27,14 @@ class Row:
 
     Attributes:
         says: What it checks, in a sentence.
-        slow: Whether it takes more than a few seconds.
+        speed: The mark of its test: "" for less than a few seconds, "slow" or "nightly".
     """
 
     group: str
     name: str
     says: str
     check: Check
-    slow: bool = False
+    speed: str = ""
 
     @property
     def key(self) -> str:
@@ -65,10 +66,10 @@ GROUPS = {
 def group(name: str) -> Callable[..., Callable[[Check], Check]]:
     """The decorator of the checks of a group; a check's docstring is the row's sentence."""
 
-    def row(title: str, *, slow: bool = False, says: str = "") -> Callable[[Check], Check]:
+    def row(title: str, *, speed: str = "", says: str = "") -> Callable[[Check], Check]:
         def add(check: Check) -> Check:
             sentence = says or " ".join((check.__doc__ or "").split())
-            made = Row(name, title, sentence, check, slow)
+            made = Row(name, title, sentence, check, speed)
             if made.key in _rows:
                 raise ValueError(f"two rows are named {made.key!r}")
             _rows[made.key] = made
@@ -77,6 +78,12 @@ def group(name: str) -> Callable[..., Callable[[Check], Check]]:
         return add
 
     return row
+
+
+def table(row: Callable[..., Any], check: Callable[..., None], *rows: Any) -> None:
+    """Adds rows of one check. rows: title, sentence, and further arguments of the check."""
+    for title, says, options in rows:
+        row(title, says=says)(functools.partial(check, **options))
 
 
 def all_rows() -> dict[str, Row]:

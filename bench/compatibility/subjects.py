@@ -46,13 +46,13 @@ class LoopModule(nn.Module):
         made = fusedrnn.StochasticGRU(input_size, hidden_size, LATENT, dtype=dtype, **options)
         for name, weight in made.named_parameters():
             self.register_parameter(name, nn.Parameter(weight.detach().clone()))
-        self.options = options
+        self.options, self.names = options, [name for name, _ in made.named_parameters()]
 
     def forward(
         self, input: Tensor, hx: Tensor | None = None, **arguments: Any
     ) -> tuple[Tensor, Tensor]:
         """As :func:`fusedrnn.reference.stochastic_gru`."""
-        weights = list(self._parameters.values())
+        weights = [getattr(self, name) for name in self.names]
         return reference.stochastic_gru(input, weights, hx, **self.options, **arguments)  # type: ignore[arg-type]
 
 

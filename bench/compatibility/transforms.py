@@ -11,16 +11,12 @@ from torch.autograd import functional
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from .higher_order import Forward, both
-from .rows import group
+from .higher_order import Forward, both, small
+from .rows import group, table
 from .subjects import Subject
-from .trial import Trial, Weights, loss, same
+from .trial import DEEP, Trial, Weights, loss, same
 
 row = group("func")
-
-
-def _small(s: Subject, **options: Any) -> Trial:
-    return Trial(s, seq_len=3, batch=2, **options)
 
 
 def _losses(trial: Trial) -> list[Callable[..., Tensor]]:
@@ -32,21 +28,29 @@ def _losses(trial: Trial) -> list[Callable[..., Tensor]]:
     return [of(trial.functional), of(trial.truth)]
 
 
-def _outputs(trial: Trial) -> list[Callable[[Tensor], Tensor]]:
-    """The output as a function of the input, by the module and by the loop."""
-
+def _outputs(trial: Trial) -> list[Callable[..., Tensor]]:
+    """The output as a function of the input and of a weight, by the module and by the loop."""
     weights = trial.detached
+    name = list(weights)[1]
 
-    def of(function: Forward) -> Callable[[Tensor], Tensor]:
-        return lambda x: function(weights, x, *trial.states)[0]
+    def of(function: Forward) -> Callable[..., Tensor]:
+        def output(x: Tensor, weight: Tensor = weights[name]) -> Tensor:
+            return function(weights | {name: weight}, x, *trial.states)[0]
+
+        return output
 
     return [of(trial.functional), of(trial.truth)]
+
+
+def _of_two(trial: Trial) -> tuple[Tensor, Tensor]:
+    """The input and the weight."""
+    return trial.x, list(trial.detached.values())[1]
 
 
 @row("grad")
 def grad(s: Subject) -> None:
     """func.grad by weights and input, against autograd through the loop."""
-    trial = Trial(s, num_layers=2)
+    trial = Trial(s, **DEEP)
     ours = func.grad(_losses(trial)[0], argnums=(0, 1))(trial.detached, trial.x)
     _, grads = trial.expected()
     same(ours, ({name: grads[name] for name in trial.weights}, grads["x"]), what="gradient")
@@ -90,7 +94,7 @@ def jvp(s: Subject) -> None:
 @row("jvp by weights")
 def jvp_weights(s: Subject) -> None:
     """func.jvp by the weights, of two layers in two directions."""
-    trial = _small(s, num_layers=2, bidirectional=True)
+    trial = small(s, **DEEP)
     weights = trial.detached
     tangents = {name: torch.randn_like(w) for name, w in weights.items()}
 
@@ -108,7 +112,7 @@ def jvp_weights(s: Subject) -> None:
 @row("linearize")
 def linearize(s: Subject) -> None:
     """func.linearize at the input, applied to two tangents."""
-    trial = _small(s)
+    trial = small(s)
     ours, truth = _outputs(trial)
     output, push = func.linearize(ours, trial.x)
     for _ in range(2):
@@ -117,49 +121,52 @@ def linearize(s: Subject) -> None:
 
 
 def _jacobian(s: Subject, transform: Callable[..., Any], **options: Any) -> None:
-    trial = _small(s)
+    trial = small(s, bidirectional=True)
     ours, truth = _outputs(trial)
-    same(transform(ours, **options)(trial.x), functional.jacobian(truth, trial.x))
+    both = _of_two(trial)
+    same(transform(ours, (0, 1), **options)(*both), functional.jacobian(truth, both))
 
 
-@row("jacrev")
-def jacrev(s: Subject) -> None:
-    """func.jacrev of the output by the input."""
-    _jacobian(s, func.jacrev)
+def _hessian(s: Subject, transform: Callable[..., Any]) -> None:
+    trial = small(s, bidirectional=True)
+    ours, truth = (lambda *t, f=f: loss((f(*t),)) for f in _outputs(trial))
+    both = _of_two(trial)
+    same(transform(ours)(*both), functional.hessian(truth, both), 1e-8)
 
 
-@row("jacrev, chunk_size=1")
-def jacrev_chunked(s: Subject) -> None:
-    """The same one row at a time, without vmap."""
-    _jacobian(s, func.jacrev, chunk_size=1)
-
-
-@row("jacfwd")
-def jacfwd(s: Subject) -> None:
-    """func.jacfwd of the output by the input."""
-    _jacobian(s, func.jacfwd)
-
-
-@row("hessian")
-def hessian(s: Subject) -> None:
-    """func.hessian of a loss by the input: forward over reverse."""
-    trial = _small(s)
-    ours, truth = (lambda x, f=f: loss((f(x),)) for f in _outputs(trial))
-    same(func.hessian(ours)(trial.x), functional.hessian(truth, trial.x), 1e-8)
-
-
-@row("jacrev of jacrev")
-def reverse_twice(s: Subject) -> None:
-    """The Hessian by func.jacrev over func.jacrev."""
-    trial = _small(s)
-    ours, truth = (lambda x, f=f: loss((f(x),)) for f in _outputs(trial))
-    same(func.jacrev(func.jacrev(ours))(trial.x), functional.hessian(truth, trial.x), 1e-8)
+_REVERSE, _FORWARD = {"transform": func.jacrev}, {"transform": func.jacfwd}
+_OF = "of the output by the input and a weight, in two directions."
+table(
+    row,
+    _jacobian,
+    ("jacrev", f"func.jacrev {_OF}", _REVERSE),
+    (
+        "jacrev, chunk_size=1",
+        "The same one row at a time, without vmap.",
+        _REVERSE | {"chunk_size": 1},
+    ),
+    ("jacfwd", f"func.jacfwd {_OF}", _FORWARD),
+)
+table(
+    row,
+    _hessian,
+    (
+        "hessian",
+        "func.hessian of a loss by the input and a weight: forward over reverse.",
+        {"transform": lambda f: func.hessian(f, (0, 1))},
+    ),
+    (
+        "jacrev of jacrev",
+        "The Hessian by func.jacrev over func.jacrev.",
+        {"transform": lambda f: func.jacrev(func.jacrev(f, (0, 1)), (0, 1))},
+    ),
+)
 
 
 @row("grad of grad")
 def grad_of_grad(s: Subject) -> None:
     """func.grad of the norm of func.grad, by the weights."""
-    trial = Trial(s)
+    trial = Trial(s, bidirectional=True)
 
     def twice(f: Forward, weights: Weights) -> Any:
         one = lambda w, x: loss(f(w, x, *trial.states))  # noqa: E731
@@ -172,11 +179,40 @@ def grad_of_grad(s: Subject) -> None:
 @row("jvp of grad")
 def jvp_of_grad(s: Subject) -> None:
     """A Hessian-vector product as func.jvp of func.grad: forward over reverse."""
-    trial = _small(s)
+    trial = small(s)
     vector = torch.randn_like(trial.x)
     ours, truth = (lambda x, f=f: loss((f(x),)) for f in _outputs(trial))
     _, product = func.jvp(func.grad(ours), (trial.x,), (vector,))
     same(product, functional.hvp(truth, trial.x, vector)[1], 1e-8)
+
+
+@row("levels of forward mode")
+def forward_of_forward(s: Subject) -> None:
+    """func.jvp in func.jvp up to the third order, func.grad at each place, jacfwd of jacfwd."""
+    trial = small(s)
+    vector = torch.randn_like(trial.x)
+
+    def along(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: func.jvp(f, (x,), (vector,))[1]
+
+    def product(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: (func.grad(f)(x) * vector).sum()
+
+    ours, truth = (lambda x, f=f: loss((f(x),)) for f in _outputs(trial))
+    for transforms in (
+        (along, along),
+        (along, along, product),
+        (along, product, along),
+        (product, along, along),
+        (along, along, along),
+        (func.jacfwd, func.jacfwd),
+    ):
+        found = []
+        for transformed in (ours, truth):
+            for transform in reversed(transforms):
+                transformed = transform(transformed)
+            found.append(transformed(trial.x))
+        same(found[0], found[1], 1e-8)
 
 
 @row("functional_call")
@@ -214,8 +250,8 @@ def _check_closed(trial: Trial, outputs: Any, grads: Any) -> None:
 
 @row("functionalize")
 def functionalize(s: Subject) -> None:
-    """func.functionalize of a call, and of func.grad of it."""
-    trial = Trial(s)
+    """func.functionalize of a call, and of func.grad of it, in two directions."""
+    trial = Trial(s, bidirectional=True)
     outputs, grads, arguments = _closed(trial)
     _check_closed(trial, *(func.functionalize(f)(*arguments) for f in (outputs, grads)))
 

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+import fusedrnn
 from fusedrnn import reference
 
 from .subjects import HIDDEN, INPUT, LATENT, NotAvailable, Subject, Wrong, flat, hx_of
 
-TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.bfloat16: 5e-2,
-    torch.float16: 1e-2,
-}
+# More than one layer and direction, for checks in which both may matter.
+DEEP: dict[str, Any] = {"num_layers": 2, "bidirectional": True}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 Weights = Mapping[str, Tensor]
 
 
@@ -143,6 +141,29 @@ class Trial:
         self._check(arguments)
         module = self.module if module is None else module
         return flat(module(x, hx_of(states), **(self.given | arguments)))
+
+    def cell(self) -> nn.Module:
+        """The class of single steps, with the weights of the module's one layer."""
+        if self.subject.kind == "loop":
+            raise NotAvailable("cells")
+        name = type(self.module).__name__ + "Cell"
+        sizes = [INPUT, HIDDEN, *([LATENT] if self.subject.has_noise else [])]
+        cell: nn.Module = getattr(fusedrnn if self.subject.is_ours else nn, name)(
+            *sizes, bias=self.options.get("bias", True), dtype=self.dtype
+        )
+        for name, weight in self.weights.items():
+            setattr(cell, name.removesuffix("_l0"), weight)
+        return cell
+
+    def steps(self, cell: nn.Module, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """A loop over single steps in place of the module."""
+        now, outputs = hx_of([state[0] for state in states]), []
+        for t, step in enumerate(x):
+            eps = {"eps": self.given["eps"][0, t]} if "eps" in self.given else {}
+            now = cell(step, now, **(self.given | eps))
+            outputs.append(now if isinstance(now, Tensor) else now[0])
+        last = (now,) if isinstance(now, Tensor) else now
+        return (torch.stack(outputs), *(state.unsqueeze(0) for state in last))
 
     def functional(
         self, weights: Weights, x: Tensor, *states: Tensor, **arguments: Any

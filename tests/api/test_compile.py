@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from cases import MODULES, allow_tf32
-from checks import gradients
+from cases import allow_tf32
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
 
 import fusedrnn
 
@@ -12,31 +13,6 @@ import fusedrnn
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet():
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("cell", "recompute"), [("gru", True), ("lstm", False), ("stochastic_gru", True)]
-)
-def test_compile_fullgraph(cell, recompute):
-    rnn = MODULES[cell](
-        5, 7, num_layers=2, batch_first=True, bidirectional=True, recompute=recompute
-    )
-    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
-    input = torch.randn(3, 4, 5, requires_grad=True)
-    lengths, reset = torch.tensor([4, 1, 3]), torch.rand(3, 4) < 0.3
-    every_options = [{}, {"lengths": [4, 1, 3]}, {"lengths": lengths, "reset": reset}]
-    if cell == "stochastic_gru":
-        every_options = [{"sample": False}, {"eps": torch.randn(4, 4, 3, 7)}]
-    for options in every_options:
-        results = []
-        for function in (rnn, compiled):
-            output, last = function(input, **options)
-            last = last[-1] if cell == "lstm" else last
-            grads = gradients([output.sum() + last.sum()], None, [input, *rnn.parameters()])
-            results.append([output, last, *grads])
-        for ours, expected in zip(*results, strict=True):
-            torch.testing.assert_close(ours, expected)
-    assert compiled(input)[0].shape == (3, 4, 14)
 
 
 def test_a_compiled_module_follows_the_switch_of_tf32():
@@ -51,20 +27,37 @@ def test_a_compiled_module_follows_the_switch_of_tf32():
         assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "shape"),
-    [
-        ("GRU", {}, (4, 3, 5)),
-        ("LSTM", {"proj_size": 2}, (4, 5)),
-        ("StochasticGRU", {"latent_size": 6}, (4, 5)),
-        ("GRUCell", {}, (3, 5)),
-        ("LSTMCell", {}, (5,)),
-        ("StochasticGRUCell", {"latent_size": 6}, (3, 5)),
-    ],
-)
-def test_other_calls_fullgraph(name, options, shape):
-    rnn = getattr(fusedrnn, name)(5, 7, **options)
-    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
-    noise = {"sample": False} if "Stochastic" in name else {}
-    input = torch.randn(shape)
-    torch.testing.assert_close(compiled(input, **noise), rnn(input, **noise))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = fusedrnn.GRU(4, 5, 2, bidirectional=True)
+        self.middle = fusedrnn.StochasticGRU(10, 5, 3)
+        self.last = fusedrnn.LSTM(5, 6, 2, return_sequence=False)
+
+    def forward(self, input, lengths):
+        output = self.encoder(input, lengths=lengths)[0]
+        return self.last(self.middle(output)[0], lengths=lengths)[1]
+
+
+@pytest.mark.slow
+def test_a_package_takes_any_sizes(tmp_path):
+    """A package of AOTInductor, which runs without Python."""
+    allow_tf32(True)  # torch.export does not run where TF32 is forbidden
+    model = Model().eval()
+    steps, batch = Dim("steps", min=1, max=512), Dim("batch", min=1, max=64)
+    program = torch.export.export(
+        model,
+        (torch.randn(6, 3, 4), torch.tensor([6, 2, 1])),
+        dynamic_shapes=({0: steps, 1: batch}, {0: batch}),
+    )
+    package = str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=package)
+    packaged = torch._inductor.aoti_load_package(package)
+    for seq_len, rows in ((6, 3), (40, 2), (1, 1)):
+        input, lengths = torch.randn(seq_len, rows, 4), torch.arange(rows) % seq_len + 1
+        results = []
+        for module in (packaged, model):
+            torch.manual_seed(3)  # of the noise
+            with torch.no_grad():
+                results.append(module(input, lengths))
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

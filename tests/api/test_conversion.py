@@ -204,9 +204,8 @@ def test_models_are_changed_in_place(wrap):
         f"{prefix}cells.a",
     ]
     assert report.kept == []
-    for rnn in (*model.modules(),):
-        if isinstance(rnn, fusedrnn.GRU | fusedrnn.LSTM | fusedrnn.GRUCell):
-            assert rnn.flat_weight.numel() == sum(p.numel() for p in rnn.parameters())
+    for rnn in (model.get_submodule(replaced.name) for replaced in report.replaced):
+        assert rnn.flat_weight.numel() == sum(p.numel() for p in rnn.parameters())
     torch.testing.assert_close(model(INPUT), expected)
     assert not any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
 

@@ -1,30 +1,31 @@
-"""GRU, LSTM and their cells compared with torch.nn's, in every case that torch documents.
+"""GRU, LSTM and their cells have torch.nn's signatures, weights, warnings and types of errors.
 
-They differ on purpose where torch has no check and its code fails by chance: the error then has the
-type that the same mistake has elsewhere (test_errors_that_differ_from_torchs).
+Values and gradients are compared by the rows of bench/compatibility, whose loop is compared with
+torch's layers by values/test_reference.py.
 """
+
+import inspect
+import warnings
 
 import pytest
 import torch
-from torch.nn.utils.rnn import (
-    pack_padded_sequence,
-    pad_packed_sequence,
-)
-from torch_pairs import (
-    EVERY_OPTIONS,
-    F64,
-    NAMES,
-    PROJECTED,
-    assert_same,
-    assert_same_gradients,
-    leaf,
-    leaves,
-    loss_of,
-    pair,
-    state,
-)
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
+
+NAMES = ["GRU", "LSTM"]
+OPTIONS = [
+    {},
+    {"num_layers": 2, "bias": False},
+    {"num_layers": 3, "bidirectional": True},
+    {"batch_first": True, "num_layers": 2, "dropout": 0.25},
+    {"bidirectional": True, "dtype": torch.float16},
+    {"dtype": torch.bfloat16},
+]
+OF_EACH = [(name, options) for name in NAMES for options in OPTIONS]
+OF_EACH += [("LSTM", {"proj_size": 3, **options}) for options in OPTIONS[:4]]
+ATTRIBUTES = "input_size hidden_size num_layers bias batch_first dropout bidirectional proj_size"
 
 
 @pytest.fixture(params=NAMES)
@@ -32,145 +33,225 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("options", EVERY_OPTIONS[:3], ids=str)
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("with_hx", [False, True])
-def test_shapes_values_and_gradients(name, options, batch_first, batched, with_hx):
-    ours, theirs = pair(name, 5, 4, batch_first=batch_first, **options)
-    rows = ours.num_layers * (2 if ours.bidirectional else 1)
-    x = leaf(torch.randn(7, 2, 5, **F64) if batched else torch.randn(7, 5, **F64))
-    hx = state(name, rows, *((2 if not batch_first else 7,) if batched else ()), 4)
-    hx = tuple(map(leaf, hx)) if isinstance(hx, tuple) else leaf(hx)
-    assert_same_gradients(ours, theirs, x, *([hx] if with_hx else []))
+def pair(name, *sizes, **options):
+    """Our module and torch's, made after the same seed, which must leave the same one behind."""
+    made = []
+    for library in (fusedrnn, nn):
+        torch.manual_seed(1)
+        made.append(getattr(library, name)(*sizes, **({"dtype": torch.float64} | options)))
+        made.append(torch.rand(1))
+    assert torch.equal(made[1], made[3])
+    return made[0], made[2]
 
 
-def test_an_empty_batch(name):
-    ours, theirs = pair(name, 5, 4, bidirectional=True)
-    assert_same(ours(torch.randn(3, 0, 5, **F64)), theirs(torch.randn(3, 0, 5, **F64)))
+def parameters_of(function):
+    return [
+        (p.name, p.default, p.kind)
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in ("self", "mode")
+    ]
 
 
-def test_hx_need_not_be_contiguous(name):
-    ours, theirs = pair(name, 5, 4, num_layers=2)
-    x = torch.randn(3, 2, 5, **F64)
-    for make in (
-        lambda: torch.randn(2, 2, 4, **F64).transpose(0, 1),
-        lambda: torch.randn(2, 1, 4, **F64).expand(2, 2, 4),
-        lambda: torch.randn(2, 2, 8, **F64)[..., ::2],
-    ):
-        hx = (make(), make()) if name == "LSTM" else make()
-        assert_same(ours(x, hx), theirs(x, hx))
-        strided = torch.randn(2, 5, 3, **F64).permute(2, 0, 1)
-        assert_same(ours(strided, hx), theirs(strided, hx))
+def test_signatures(name):
+    """Signatures are torch's; options that torch lacks follow, by name only."""
+    expected = parameters_of(nn.RNNBase.__init__)
+    if name == "GRU":  # nn.GRU refuses it
+        expected = [p for p in expected if p[0] != "proj_size"]
+    actual = parameters_of(getattr(fusedrnn, name))
+    assert actual[: len(expected)] == expected
+    assert {kind for _, _, kind in actual[len(expected) :]} == {inspect.Parameter.KEYWORD_ONLY}
+    cell = f"{name}Cell"
+    assert parameters_of(getattr(fusedrnn, cell)) == parameters_of(getattr(nn, cell))
+    for cls in (name, cell):
+        expected = [p[0] for p in parameters_of(getattr(nn, cls).forward)]
+        assert [p[0] for p in parameters_of(getattr(fusedrnn, cls).forward)][:2] == expected
+        assert getattr(fusedrnn, cls).__name__ == cls and cls in fusedrnn.__all__
 
 
-def test_lstm_takes_a_list_as_hx():
-    ours, theirs = pair("LSTM", 5, 4)
-    hx = list(state("LSTM", 1, 2, 4))
-    assert_same(ours(torch.ones(3, 2, 5, **F64), hx), theirs(torch.ones(3, 2, 5, **F64), hx))
+def assert_same_weights(ours, theirs):
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    assert repr(ours) == repr(theirs)
+
+
+@pytest.mark.parametrize(("name", "options"), OF_EACH, ids=str)
+def test_new_modules(name, options):
+    """Compares names, order, shapes and values of parameters, repr, attributes, and loading."""
+    ours, theirs = pair(name, 5, 4, **options)
+    assert_same_weights(ours, theirs)
+    for ours_of_layer, theirs_of_layer in zip(ours.all_weights, theirs.all_weights, strict=True):
+        assert all(map(torch.equal, ours_of_layer, theirs_of_layer))
+    for attribute in (*ATTRIBUTES.split(), "training"):
+        assert getattr(ours, attribute) == getattr(theirs, attribute)
+    for to, source in ((ours, theirs), (theirs, ours)):
+        source.reset_parameters()
+        assert all(p.abs().max() <= 0.5 for p in source.parameters())
+        assert str(to.load_state_dict(source.state_dict())) == "<All keys matched successfully>"
+        assert_same_weights(ours, theirs)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3, 5), (5,), (0, 5)], ids=str)
-@pytest.mark.parametrize("with_hx", [False, True])
-def test_cells(name, shape, with_hx, bias):
-    ours, theirs = pair(f"{name}Cell", 5, 4, bias)
-    x = leaf(torch.randn(shape, **F64))
-    hx = state(name, *shape[:-1], 4)
-    hx = tuple(map(leaf, hx)) if isinstance(hx, tuple) else leaf(hx)
-    assert_same_gradients(ours, theirs, x, *([hx] if with_hx else []))
+def test_new_cells(name, bias):
+    ours, theirs = pair(f"{name}Cell", 5, 4, bias=bias)
+    assert_same_weights(ours, theirs)
+    assert (ours.bias_ih is None) == (theirs.bias_ih is None) == (not bias)
+    assert (ours.input_size, ours.hidden_size, ours.bias) == (5, 4, bias)
+    theirs.reset_parameters()
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
 
 
-def test_a_cell_in_a_loop_is_the_module(name):
-    rnn, _ = pair(name, 5, 4)
-    cell, _ = pair(f"{name}Cell", 5, 4)
-    cell.load_state_dict({key.removesuffix("_l0"): w for key, w in rnn.state_dict().items()})
-    x, now = torch.randn(6, 3, 5, **F64), None
-    outputs = []
-    for step in x:
-        now = cell(step, now)
-        outputs.append(leaves(now)[0])
-    output, last = rnn(x)
-    assert_same(torch.stack(outputs), output)
-    assert_same([t.unsqueeze(0) for t in leaves(now)], last)
+def test_dropout_of_one_layer_warns(name):
+    for library in (fusedrnn, nn):
+        with pytest.warns(UserWarning, match="dropout") as record:
+            getattr(library, name)(5, 4, dropout=0.5)
+        assert library is nn or record[0].filename == __file__  # a warning names the caller's file
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            getattr(library, name)(5, 4, num_layers=2, dropout=0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_conversion_of_the_dtype(name, dtype):
-    ours, theirs = (m.to(dtype) for m in pair(name, 5, 4))
-    x = torch.randn(3, 2, 5, dtype=dtype)
-    for a, b in zip(leaves(ours(x)), leaves(theirs(x)), strict=True):
-        assert a.dtype == b.dtype == dtype
-        torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
+# --- errors --------------------------------------------------------------------------------------
 
 
-def test_the_half_and_the_double_method(name):
-    rnn = getattr(fusedrnn, name)(5, 4)
-    for convert, dtype in (("double", torch.float64), ("half", torch.float16)):
-        getattr(rnn, convert)()
-        assert {p.dtype for p in rnn.parameters()} == {dtype}
-        assert rnn(torch.randn(3, 2, 5, dtype=dtype))[0].dtype == dtype
+def errors_of(call):
+    """What a call with our library and one with torch.nn raise."""
+    errors = []
+    for library in (fusedrnn, nn):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+            call(library)
+        errors.append(caught)
+    return errors
 
 
-def test_train_and_eval_both_have_gradients(name):
-    x = torch.randn(3, 2, 5, **F64)
-    ours, theirs = pair(name, 5, 4, num_layers=2)
-    for mode in (True, False):
-        assert_same_gradients(ours.train(mode), theirs.train(mode), leaf(x))
+def assert_same_error(name, *args):
+    ours, theirs = errors_of(lambda library: getattr(library, name)(5, 4)(*args))
+    assert ours.type is theirs.type, (ours.value, theirs.value)
+    assert str(ours.value).startswith("fusedrnn: ")
 
 
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("options", PROJECTED, ids=str)
-def test_projections(options, batched):
-    ours, theirs = pair("LSTM", 5, 4, **options)
-    ours, theirs = ours.eval(), theirs.eval()  # without dropout
-    rows, batch = ours.num_layers * (2 if ours.bidirectional else 1), (2,) if batched else ()
-    x = leaf(torch.randn(*((2, 7) if ours.batch_first and batched else (7, *batch)), 5, **F64))
-    h, c = (leaf(torch.randn(rows, *batch, width, **F64)) for width in (3, 4))
-    assert_same_gradients(ours, theirs, x)
-    assert_same_gradients(ours, theirs, x, (h, c))
-    if batched:
-        lengths = [3, 7]
-        packed = pack_padded_sequence(x, lengths, ours.batch_first, enforce_sorted=False)
-        output, last = theirs(packed, (h, c))
-        padded, _ = pad_packed_sequence(output, ours.batch_first)
-        assert_same(ours(x, (h, c), lengths=lengths), (padded, last))
-        output, last = ours(packed, (h, c))
-        assert_same((pad_packed_sequence(output, ours.batch_first)[0], last), (padded, last))
+WRONG_OPTIONS = [
+    *({size: 0} for size in ("input_size", "hidden_size", "num_layers")),
+    *({"hidden_size": 2.0}, {"input_size": "4"}, {"num_layers": 1.0}),
+    *({"dropout": value} for value in (-0.1, 1.1, True, "a")),
+    *({"bias": 1}, {"batch_first": 1}, {"foo": 1}, {"dtype": torch.int64}),
+]
+WRONG_PROJECTIONS = [{"proj_size": size} for size in (-1, 4, 5, 2.0, "2", None)]
 
 
-def test_the_last_state_of_a_projection():
-    ours, theirs = pair("LSTM", 5, 4, 2, bidirectional=True, proj_size=3)
-    ours.return_sequence = False
-    x = leaf(torch.randn(70, 2, 5, **F64))
-    (last, states), (_, expected) = ours(x), theirs(x)
-    assert_same((last, states), (torch.cat([*expected[0][-2:]], -1), expected))
-    grads = [
-        torch.autograd.grad(loss_of(s), [x, *m.parameters()])
-        for s, m in ((states, ours), (expected, theirs))
-    ]
-    assert_same(*grads, atol=1e-10)
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [(n, w) for n in NAMES for w in WRONG_OPTIONS] + [("LSTM", w) for w in WRONG_PROJECTIONS],
+    ids=str,
+)
+def test_wrong_options_raise_as_in_torch(name, wrong):
+    options = {"input_size": 5, "hidden_size": 4} | wrong
+    ours, theirs = errors_of(lambda library: getattr(library, name)(**options))
+    assert ours.type is theirs.type
 
 
-def test_the_output_itself_is_never_dropped(name):
-    rnn = getattr(fusedrnn, name)(5, 4, 2, dropout=0.9)
-    assert (rnn(torch.randn(50, 3, 5))[0] != 0).all()
+def test_flags_that_are_no_bools_raise_as_in_torch(name):
+    """torch raises the error in the call, this package in the constructor."""
+    errors_of(lambda library: getattr(library, name)(5, 4, bidirectional=1)(torch.ones(3, 2, 5)))
 
 
-def test_dropout_of_zero_and_of_one(name):
-    x = torch.randn(6, 3, 5, **F64)
-    for p in (0.0, 1.0):
-        ours, theirs = pair(name, 5, 4, num_layers=3, bidirectional=True, dropout=p)
-        assert_same_gradients(ours, theirs, leaf(x))
-        assert_same_gradients(ours.eval(), theirs.eval(), leaf(x))
+@pytest.mark.parametrize("shapes", [((1, 2, 4), (1, 2, 4)), ((1, 2, 3), (1, 2, 3))], ids=str)
+def test_wrong_states_of_projections_raise_as_in_torch(shapes):
+    states = tuple(map(torch.zeros, shapes))
+    for error in errors_of(lambda library: library.LSTM(5, 4, proj_size=3)(X, states)):
+        assert error.type is RuntimeError
 
 
-def test_dropout_is_seeded(name):
-    rnn, x = getattr(fusedrnn, name)(5, 4, 2, dropout=0.5), torch.randn(6, 3, 5)
-    outputs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outputs.append(rnn(x)[0])
-    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-    rnn.eval()
-    assert torch.equal(rnn(x)[0], rnn(x)[0])
+def zeros(name, *shape, dtype=torch.float32):
+    h = torch.zeros(*shape, dtype=dtype)
+    return (h, h.clone()) if name.startswith("LSTM") else h
+
+
+X = torch.ones(7, 2, 5)
+PACKED = pack_padded_sequence(X, [7, 3])
+WRONG_CALLS = {
+    "rank 1": (X[0, 0],),
+    "rank 4": (X[None],),
+    "width": (X[..., :4],),
+    "width of packed": (pack_padded_sequence(X[..., :4], [7, 3]),),
+    "no steps": (X[:0],),
+    "dtype": (X.double(),),
+    "int": (X.long(),),
+    "meta": (X.to("meta"),),
+    "batch of hx": (X, (1, 3, 4)),
+    "layers of hx": (X, (2, 2, 4)),
+    "width of hx": (X, (1, 2, 5)),
+    "rank of hx": (X, (2, 4)),
+    "dtype of hx": (X, (1, 2, 4), torch.float64),
+    "unbatched, hx batched": (X[:, 0], (1, 1, 4)),
+    "unbatched, width of hx": (X[:, 0], (1, 5)),
+    "unbatched, layers of hx": (X[:, 0], (2, 4)),
+    "packed, batch of hx": (PACKED, (1, 3, 4)),
+    "packed, width of hx": (PACKED, (1, 2, 5)),
+}
+WRONG_STEPS = [(X,), (X[0, 0, 0],), (X[0, :, :4],), (X[0, 0, :4],)]
+WRONG_STEPS += [(X[0], shape) for shape in ((3, 4), (1, 4), (2, 5), (1, 2, 4), (4,))]
+WRONG_STEPS += [(X[0, 0], shape) for shape in ((5,), (1, 4), (1, 1, 4))]
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_wrong_calls_raise_as_in_torch(name, what):
+    x, *hx = WRONG_CALLS[what]
+    shape, dtype = (*hx, torch.float32)[:2] if hx else (None, None)
+    assert_same_error(name, x, *([zeros(name, *shape, dtype=dtype)] if hx else []))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4), (2, 2, 4), (1, 2, 5), (2, 4)], ids=str)
+def test_wrong_cell_states_raise_as_in_torch(shape):
+    assert_same_error("LSTM", X, (torch.zeros(1, 2, 4), torch.zeros(shape)))
+
+
+def test_wrong_calls_of_cells_raise_as_in_torch(name):
+    cell = f"{name}Cell"
+    for x, *shapes in WRONG_STEPS:
+        assert_same_error(cell, x, *(zeros(cell, *shape) for shape in shapes))
+    if name == "LSTM":
+        assert_same_error(cell, X[0], torch.zeros(2, 4))
+
+
+def test_errors_that_differ_from_torchs(name):
+    """torch has no check there, and raises AttributeError, IndexError, or nothing."""
+    rnn, h = getattr(fusedrnn, name)(5, 4), torch.zeros(1, 2, 4)
+    for x in (None, [1.0]):
+        with pytest.raises(TypeError, match="input must be a tensor"):
+            rnn(x)
+    wrong_states = [h, (h,), (h, h, h), (h, None)] if name == "LSTM" else [(h, h), [h]]
+    for hx in wrong_states:
+        with pytest.raises(TypeError, match="hx must be a"):
+            rnn(X, hx)
+    cell = getattr(fusedrnn, f"{name}Cell")(5, 4)
+    with pytest.raises(ValueError, match="as input is"):  # as torch's module
+        cell(X[0].double())
+    with pytest.raises(RuntimeError, match="dtype must be one of"):
+        getattr(fusedrnn, f"{name}Cell")(5, 4, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="hidden_size must be a positive integer"):
+        getattr(fusedrnn, f"{name}Cell")(5, 0)
+
+
+def test_calls_that_torchs_own_tests_expect_to_fail():
+    common_modules = pytest.importorskip("torch.testing._internal.common_modules")
+    count = 0
+    for info in common_modules.module_db:
+        if info.module_error_inputs_func is None or info.module_cls.__module__ != nn.GRU.__module__:
+            continue
+        for wrong in info.module_error_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=False, training=False
+        ):
+            made, types = wrong.module_error_input.constructor_input, []
+            called = wrong.module_error_input.forward_input
+            for cls in (getattr(fusedrnn, info.module_cls.__name__, None), info.module_cls):
+                if cls is None:
+                    break
+                with pytest.raises(Exception) as caught:
+                    cls(*made.args, **made.kwargs)(*called.args, **called.kwargs)
+                types.append(caught.type)
+            assert len({*types}) <= 1, made
+            count += len(types) == 2
+    assert count >= 20

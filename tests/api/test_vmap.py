@@ -1,11 +1,13 @@
-"""vmap and nested forward mode where rows are folded, looped over, or none at all."""
+"""vmap, whose rows are folded into one batch or looped over, and what second derivatives cost.
 
-import functools
+The rows of bench/compatibility check the rest of torch.func.
+"""
+
 import warnings
 
 import pytest
 import torch
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, vmap
 from torch.nn.utils.rnn import PackedSequence
 
 import fusedrnn
@@ -21,10 +23,6 @@ def _in_float64():
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
-def loss(call, weights, x):
-    return call(x, weights).sin().sum()
 
 
 def pair(cell, **options):
@@ -62,69 +60,12 @@ def test_chunks_of_a_folded_batch(seq_len, batch):
     close(batched(ours), batched(truth))
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_forward_mode_of_forward_mode(cell):
-    ours, truth, weights = pair(cell)
-    x, v = torch.randn(2, 5, 2, 3)
-
-    def along(f):
-        return lambda x: jvp(f, (x,), (v,))[1]
-
-    def product(f):
-        return lambda x: (grad(f)(x) * v).sum()
-
-    for transforms in (
-        (along, along),
-        (along, along, product),
-        (along, product, along),
-        (product, along, along),
-        (along, along, along),
-        (jacfwd, jacfwd),
-    ):
-        found = []
-        for call in (ours, truth):
-            transformed = functools.partial(loss, call, weights)
-            for transform in reversed(transforms):
-                transformed = transform(transformed)
-            found.append(transformed(x))
-        close(*found)
-
-
-def test_lengths_of_each():
-    rnn, x = fusedrnn.GRU(3, 4), torch.randn(3, 5, 2, 3)
-    lengths = torch.tensor([[5, 3], [2, 1], [4, 5]])
-    found = vmap(lambda x, n: rnn(x, lengths=n)[0])(x, lengths)
-    close(found, torch.stack([rnn(one, lengths=n)[0] for one, n in zip(x, lengths, strict=True)]))
-    with pytest.raises(RuntimeError, match=r"lengths must be in \[1, 5\], got 0"):
-        vmap(lambda x, n: rnn(x, lengths=n)[0])(x, lengths - 1)
-
-
-@pytest.mark.parametrize("options", [{}, {"return_sequence": False}])
-def test_of_no_examples(options):
-    rnn, x = fusedrnn.LSTM(3, 4, **options), torch.randn(0, 5, 2, 3)
-    shape = (2, 4) if options else (5, 2, 4)
-    assert vmap(lambda x: rnn(x)[0])(x).shape == (0, *shape)
-    gradients = vmap(
-        grad(lambda w, x: torch.func.functional_call(rnn, w, (x,))[0].sum()), (None, 0)
-    )
-    for name, found in gradients(dict(rnn.named_parameters()), x).items():
-        assert found.shape == (0, *rnn.get_parameter(name).shape)
-
-
 def test_a_limit_of_the_workspace_is_one_for_each():
-    rnn, x = fusedrnn.GRU(3, 4), torch.randn(5, 2, 3)
-    least = next(n for n in range(1000, 10**6, 500) if fits(rnn, x, n))
-    rnn.workspace_bytes = least
-    close(vmap(lambda x: rnn(x)[0])(x.expand(20, 5, 2, 3))[7], rnn(x)[0])
-
-
-def fits(rnn, x, workspace_bytes):
-    rnn.workspace_bytes = workspace_bytes
-    try:
+    rnn, x = fusedrnn.GRU(3, 4, workspace_bytes=1), torch.randn(5, 2, 3)
+    with pytest.raises(RuntimeError, match="workspace_bytes must be at least") as caught:
         rnn(x)
-    except RuntimeError:
-        return False
-    return True
+    rnn.workspace_bytes = int(str(caught.value).split("at least ")[1].split()[0])
+    close(vmap(lambda x: rnn(x)[0])(x.expand(20, 5, 2, 3))[7], rnn(x)[0])
 
 
 @pytest.mark.parametrize("hidden_size", [1, 4])
@@ -149,17 +90,6 @@ def test_batched_second_derivatives(hidden_size, packed):
         cotangents = torch.stack([torch.ones_like(first), first.detach()])
         found += torch.autograd.grad(first, data, cotangents, is_grads_batched=True)
     close(*found)
-
-
-def test_gradients_have_versions_of_their_own():
-    """One may be changed in place while a graph has saved another."""
-    rnn, x = fusedrnn.GRU(3, 4), torch.randn(5, 2, 3)
-    first, second, *_ = torch.autograd.grad(rnn(x)[0].sin().sum(), list(rnn.parameters()))
-    scale = torch.ones((), requires_grad=True)
-    total = (scale * first).square().sum()
-    second.clamp_(-1, 1)
-    total.backward()
-    close(scale.grad, 2 * first.square().sum())
 
 
 def test_random_numbers_of_each_seed():
@@ -197,3 +127,12 @@ def test_a_stochastic_cell():
     assert different.unique().numel() == x.numel()
     assert torch.equal(same, same[:1].expand_as(same))
     assert same[0].unique().numel() == x[0].numel()
+
+
+def test_the_cost_of_second_derivatives_is_told_once(monkeypatch):
+    monkeypatch.setattr(fusedrnn._autograd, "_has_warned", False)
+    ours, _, weights = pair("gru")
+    with pytest.warns(UserWarning, match="second derivatives") as seen:
+        for _ in range(2):
+            hessian(lambda x: ours(x, weights).sum())(torch.randn(4, 2, 3))
+    assert sum("fusedrnn" in str(warning.message) for warning in seen) == 1
