@@ -103,14 +103,8 @@ def _indented(texts: Sequence[str], spaces: int) -> list[str]:
     return [" " * spaces + line for text in texts for line in text.split("\n") if line]
 
 
-ENDS = """torch.tanh({a})
-    torch.tanh({a})
-    torch.tanh({a})
-    {a}.clamp(-1.5, 1.5)
-    0.5 * {b} + 0.5 * torch.tanh({a})
-    0.3 * {a}
-    torch.sigmoid({a})
-    {a}
+ENDS = """torch.tanh({a}) | torch.tanh({a}) | torch.tanh({a}) | {a}.clamp(-1.5, 1.5)
+    0.5 * {b} + 0.5 * torch.tanh({a}) | 0.3 * {a} | torch.sigmoid({a}) | {a}
     {b} + 0.1 * torch.sin({a})"""
 """From variables to new states; {b} is the old one."""
 
@@ -156,13 +150,13 @@ class Writer:
         self, block: str, *values: Value, shape: Sequence[int] | None = None, kind: str = FLOAT,
         **names: Any,
     ) -> Value:  # fmt: skip
-        """A variable by one line of a block.
+        """A variable by one alternative of a block: they are lines, or parts of a line between |.
 
         Args:
             block: ``expression``, or ``expression -> shape`` with the names of numbers. {} or {a},
-                {b}, ... are the values, {w} is the width of the first one; others are ``names``. A
-                line with {new} is statements, and {new} is the variable. \\n begins a new line.
-            shape: Where the line says none; that of the first value.
+                {b}, ... are the values, {w} is the width of the first one; others are ``names``.
+                One with {new} is statements, and {new} is the variable. \\n begins a new line.
+            shape: Where the block says none; that of the first value.
         """
         line = self.chosen(block)
         text, _, said = line.partition(" -> ")
@@ -175,8 +169,8 @@ class Writer:
         return made
 
     def chosen(self, block: str) -> str:
-        """A line of a block."""
-        return self.rng.choice([line.strip() for line in block.strip().split("\n")])
+        """One of the alternatives of a block."""
+        return self.rng.choice([one.strip() for one in re.split(r" \| |\n", block.strip())])
 
     def filled(self, text: str, *values: Value, **names: Any) -> str:
         """A text with what stands for its names in brackets."""
@@ -186,7 +180,7 @@ class Writer:
         return re.sub(r"\{(\w*)\}", lambda m: str(known.get(m[1], m[0])), text)
 
     def say(self, block: str, *values: Value, **names: Any) -> None:
-        """Statements by one line of a block, which make no variable."""
+        """Statements by one alternative of a block, which make no variable."""
         self.do(self.filled(self.chosen(block), *values, **names))
 
     def setup(self, block: str, *values: Value, **names: Any) -> None:
@@ -239,11 +233,11 @@ class Writer:
     def fitted(self, width: int) -> Value:
         """A variable of that width, made of another one."""
         one = self.pick()
-        block = "{m}({})\n{} @ {p}"
+        block = "{m}({}) | {} @ {p}"
         if one.width > width:
-            block += "\n{}[:, {first}:{end}]"
+            block += " | {}[:, {first}:{end}]"
         if one.width == 1:
-            block += "\n{}.expand(-1, {n})"
+            block += " | {}.expand(-1, {n})"
         first = self.rng.randint(0, max(0, one.width - width))
         m, p = self.linear(one.width, width), self.matrix(one.width, width)
         names = {"m": m, "p": p, "n": width, "first": first, "end": first + width}
@@ -280,16 +274,10 @@ class Writer:
         else:
             self._matrices.append((name := self.parameter(columns, rows), (columns, rows)))
             name = f"{name}.{self.rng.choice(['t()', 'T', 'mT', 'transpose(0, 1)'])}"
-        block = (
-            "{p}\n" * 6
-            + """torch.tanh({p})
-            ({p} * 0.8)
-            F.softmax({p}, 0)
-            torch.tril({p})
-            ({p} / {p}.norm())"""
-        )
+        block = 6 * "{p} | " + "torch.tanh({p}) | ({p} * 0.8) | F.softmax({p}, 0) | torch.tril({p})"
+        block += " | ({p} / {p}.norm())"
         if rows == columns:
-            block += "\n({p} - {p}.t())\n({p} + 0.1 * torch.eye({n}, dtype=torch.float64))"
+            block += " | ({p} - {p}.t()) | ({p} + 0.1 * torch.eye({n}, dtype=torch.float64))"
         return self.filled(self.chosen(block), p=name, n=rows)
 
     def vector(self, width: int) -> str:

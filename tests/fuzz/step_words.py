@@ -86,41 +86,24 @@ def binary(w: Writer) -> None:
 
 def with_vector(w: Writer) -> None:
     one = w.pick()
-    block = """{} * {v}
-        {} + {v}
-        {} - {v}
-        {} / ({v}.abs() + 0.5)
-        torch.lerp({}, {v}, 0.3)
-        torch.where({} > {v}, {}, {v})
-        torch.maximum({}, {v})
-        {v} * torch.tanh({})
-        torch.addcmul({v}, {}, {v})
-        torch.exp(-F.softplus({v})) * {}
-        F.prelu({}, {v}.view(-1))
-        torch.sigmoid({v}) * {} + (1 - torch.sigmoid({v})) * {}.square()
-        {}.mul({v}).add({v})"""
+    block = """{} * {v} | {} + {v} | {} - {v} | {} / ({v}.abs() + 0.5) | torch.lerp({}, {v}, 0.3)
+        torch.where({} > {v}, {}, {v}) | torch.maximum({}, {v}) | {v} * torch.tanh({})
+        torch.addcmul({v}, {}, {v}) | torch.exp(-F.softplus({v})) * {} | F.prelu({}, {v}.view(-1))
+        torch.sigmoid({v}) * {} + (1 - torch.sigmoid({v})) * {}.square() | {}.mul({v}).add({v})"""
     w.one_of(block, one, v=w.vector(one.width))
 
 
 def with_scalar(w: Writer) -> None:
-    block = """{} * {p}
-        {} + {p}
-        {p} - {}
-        {} / ({p} ** 2 + 0.5)
-        torch.tanh({} * {p}.exp())
-        torch.where({} > {p}, {}, {p})
-        F.prelu({}, {p}.view(1))
-        {}.clamp(min=-1) * {p}.abs()"""
+    block = """{} * {p} | {} + {p} | {p} - {} | {} / ({p} ** 2 + 0.5) | torch.tanh({} * {p}.exp())
+        torch.where({} > {p}, {}, {p}) | F.prelu({}, {p}.view(1)) | {}.clamp(min=-1) * {p}.abs()"""
     w.one_of(block, w.pick(dims=None), p=w.parameter())
 
 
 def with_row_number(w: Writer) -> None:
     """A number for each row, read by all columns."""
-    block = """{a} * {b}{wide}
-        {a} + {b}{wide}
-        {a} / ({b}.abs() + 1){wide}
+    block = """{a} * {b}{wide} | {a} + {b}{wide} | {a} / ({b}.abs() + 1){wide}
         torch.maximum({a}, {b}{wide})"""
-    wide = w.chosen(".unsqueeze(-1)\n.unsqueeze(1)\n.view(-1, 1)\n[:, None]\n[..., None]")
+    wide = w.chosen(".unsqueeze(-1) | .unsqueeze(1) | .view(-1, 1) | [:, None] | [..., None]")
     w.one_of(block, w.pick(), w.pick(dims=0), wide=wide)
 
 
@@ -129,19 +112,11 @@ def linear(w: Writer) -> None:
     if w.rng.random() < 0.4:
         w.one_of("{m}({})", one, shape=(n,), m=w.linear(one.width, n))
         return
-    block = """{} @ {m}
-        torch.mm({}, {m})
-        torch.matmul({}, {m})
-        torch.addmm({v}, {}, {m})
-        F.linear({}, ({m}).t(), {v}.view(-1))
-        F.linear({}, ({m}).mT)
-        {}.mm({m}) + {v}
-        torch.einsum('bi,ij->bj', {}, {m})
-        torch.einsum('...i,ij->...j', {}, {m})
-        torch.addmm({v}, {}, {m}, beta=0.5, alpha=2.0)
-        ({m}.t() @ {}.t()).t()
-        torch.tensordot({}, {m}, 1)
-        ({}.unsqueeze(1) @ {m}).squeeze(1)"""
+    block = """{} @ {m} | torch.mm({}, {m}) | torch.matmul({}, {m}) | torch.addmm({v}, {}, {m})
+        F.linear({}, ({m}).t(), {v}.view(-1)) | F.linear({}, ({m}).mT) | {}.mm({m}) + {v}
+        torch.einsum('bi,ij->bj', {}, {m}) | torch.einsum('...i,ij->...j', {}, {m})
+        torch.addmm({v}, {}, {m}, beta=0.5, alpha=2.0) | ({m}.t() @ {}.t()).t()
+        torch.tensordot({}, {m}, 1) | ({}.unsqueeze(1) @ {m}).squeeze(1)"""
     w.one_of(block, one, shape=(n,), m=w.matrix(one.width, n), v=w.vector(n))
 
 
@@ -149,7 +124,8 @@ def linear_of_several(w: Writer) -> None:
     parts = [w.pick() for _ in range(w.rng.randint(2, 3))]
     names, n = ", ".join(p.name for p in parts), w.rng.randint(1, 6)
     m = w.linear(sum(p.width for p in parts), n)
-    w.one_of(f"{m}(torch.cat([{names}], -1))\n{m}(torch.cat(({names}), dim=1))", *parts, shape=(n,))
+    block = f"{m}(torch.cat([{names}], -1)) | {m}(torch.cat(({names}), dim=1))"
+    w.one_of(block, *parts, shape=(n,))
 
 
 def gates(w: Writer) -> None:
@@ -157,7 +133,7 @@ def gates(w: Writer) -> None:
     one, count, width = w.pick(), w.rng.randint(2, 4), w.rng.randint(1, 5)
     made = [Value(w.name("g"), (width,)) for _ in range(count)]
     names, m = ", ".join(g.name for g in made), w.linear(one.width, count * width)
-    cut = w.chosen(f"chunk({count}, -1)\nsplit({width}, 1)\ntensor_split({count}, 1)")
+    cut = w.chosen(f"chunk({count}, -1) | split({width}, 1) | tensor_split({count}, 1)")
     w.do(f"{names} = {m}({one.name}).{cut}", made)
     w.one_of("torch.sigmoid({a}) * torch.tanh({b})", *made[:2])
 
@@ -165,11 +141,9 @@ def gates(w: Writer) -> None:
 def bilinear(w: Writer) -> None:
     """Products of two activations."""
     a, b = w.pick(), w.pick()
-    block = """(({a} @ {m}) * {b}).sum(-1) -> row
-        torch.einsum('bi,bj->bij', {a}, {b}) -> w,v
+    block = """(({a} @ {m}) * {b}).sum(-1) -> row | torch.einsum('bi,bj->bij', {a}, {b}) -> w,v
         {a}[:, :, None] * {b}[:, None] -> w,v
-        torch.bmm({a}[:, None], {a}[:, :, None]).flatten(1) -> 1
-        {z}({a}, {b}) -> 3"""
+        torch.bmm({a}[:, None], {a}[:, :, None]).flatten(1) -> 1 | {z}({a}, {b}) -> 3"""
     z = w.module(f"nn.Bilinear({a.width}, {b.width}, 3)")
     w.one_of(block, a, b, m=w.matrix(a.width, b.width), v=b.width, z=z)
 
@@ -179,9 +153,7 @@ def block_product(w: Writer) -> None:
     one, k = w.pick(dims=2), w.rng.randint(1, 3)
     groups, width = one.shape
     block = """torch.bmm({}.transpose(0, 1), {p}).transpose(0, 1)
-        torch.einsum('bgi,gij->bgj', {}, {p})
-        {} @ {s}
-        ({}.unsqueeze(-2) @ {p}).squeeze(-2)
+        torch.einsum('bgi,gij->bgj', {}, {p}) | {} @ {s} | ({}.unsqueeze(-2) @ {p}).squeeze(-2)
         F.linear({}, {s}.t())"""
     p, s = w.parameter(groups, width, k), w.parameter(width, k)
     w.one_of(block, one, shape=(groups, k), p=p, s=s)
@@ -190,12 +162,10 @@ def block_product(w: Writer) -> None:
 def norm_module(w: Writer) -> None:
     one = w.pick(least=2)
     groups, _ = w.groups_of(one)
-    block = """nn.LayerNorm({w})
-        nn.LayerNorm({w}, eps=1e-3, bias=False)
-        nn.RMSNorm({w}, eps=1e-4)
-        nn.LayerNorm({w}, elementwise_affine=False)"""
+    block = """nn.LayerNorm({w}) | nn.LayerNorm({w}, eps=1e-3, bias=False)
+        nn.RMSNorm({w}, eps=1e-4) | nn.LayerNorm({w}, elementwise_affine=False)"""
     if one.width // groups > 1:
-        block += "\nnn.GroupNorm({g}, {w})"
+        block += " | nn.GroupNorm({g}, {w})"
     kind = w.filled(w.chosen(block), w=one.width, g=groups)
     w.one_of("{m}({})", one, m=w.module(kind))
 
@@ -211,17 +181,8 @@ def reducing(w: Writer) -> None:
 
 def activation_module(w: Writer) -> None:
     one = w.pick()
-    block = """nn.Tanh()
-        nn.ReLU(inplace=False)
-        nn.ELU()
-        nn.SiLU()
-        nn.GELU()
-        nn.Softplus()
-        nn.PReLU({w})
-        nn.PReLU()
-        nn.Hardtanh()
-        nn.Softmax(-1)
-        nn.Identity()
+    block = """nn.Tanh() | nn.ReLU(inplace=False) | nn.ELU() | nn.SiLU() | nn.GELU() | nn.Softplus()
+        nn.PReLU({w}) | nn.PReLU() | nn.Hardtanh() | nn.Softmax(-1) | nn.Identity()
         nn.Sequential(nn.Linear({w}, 4), nn.ReLU(), nn.Linear(4, {w}))"""
     w.one_of("{m}({})", one, m=w.module(w.filled(w.chosen(block), w=one.width)))
 
@@ -246,15 +207,10 @@ def moved(w: Writer) -> None:
     one = w.pick()
     order = list(range(one.width))
     w.rng.shuffle(order)
-    block = """{}.flip(-1)
-        {}.roll({shift}, -1)
-        {}[:, {order}]
-        torch.cat([{}[:, {cut}:], {}[:, :{cut}]], -1)
-        torch.fliplr({})
-        {}.index_select(1, torch.tensor({order}))
-        {}[..., torch.tensor({order})]
-        torch.stack({}.unbind(-1)[::-1], -1)
-        torch.take_along_dim({}, torch.tensor([{order}]), 1)
+    block = """{}.flip(-1) | {}.roll({shift}, -1) | {}[:, {order}]
+        torch.cat([{}[:, {cut}:], {}[:, :{cut}]], -1) | torch.fliplr({})
+        {}.index_select(1, torch.tensor({order})) | {}[..., torch.tensor({order})]
+        torch.stack({}.unbind(-1)[::-1], -1) | torch.take_along_dim({}, torch.tensor([{order}]), 1)
         {}.gather(1, torch.tensor({order}).expand(rows, -1))"""
     w.one_of(block, one, order=order, shift=w.rng.randint(-3, 3), cut=w.rng.randint(0, one.width))
 
@@ -263,12 +219,9 @@ def part(w: Writer) -> None:
     one = w.pick()
     first = w.rng.randrange(one.width)
     end, step = w.rng.randint(first + 1, one.width), w.rng.randint(1, 3)
-    block = """{}[:, {first}:{end}:{step}] -> count
-        {}.narrow(1, {first}, {length}) -> length
-        {}.select(1, {first})[:, None] -> 1
-        {}[:, {first}:{end}] -> length
-        {}[..., -{end}:] -> end
-        {}[:, {first}].unsqueeze(-1) -> 1
+    block = """{}[:, {first}:{end}:{step}] -> count | {}.narrow(1, {first}, {length}) -> length
+        {}.select(1, {first})[:, None] -> 1 | {}[:, {first}:{end}] -> length
+        {}[..., -{end}:] -> end | {}[:, {first}].unsqueeze(-1) -> 1
         {}.split([{until}, {rest}], -1)[0] -> until
         {}.unfold(1, {length}, 1).select(1, 0) -> length"""
     names = {"first": first, "end": end, "step": step, "length": end - first}
@@ -280,12 +233,10 @@ def joined(w: Writer) -> None:
     parts = [w.pick() for _ in range(w.rng.randint(2, 3))]
     names = ", ".join(p.name for p in parts)
     if all(p.shape == parts[0].shape for p in parts) and w.rng.random() < 0.7:
-        block = "torch.stack([{names}], 1)\ntorch.stack([{names}], -1).transpose(1, 2)"
+        block = "torch.stack([{names}], 1) | torch.stack([{names}], -1).transpose(1, 2)"
         w.one_of(block, *parts, shape=(len(parts), parts[0].width), names=names)
         return
-    block = """torch.cat([{names}], -1)
-        torch.cat(({names}), dim=1)
-        torch.hstack([{names}])
+    block = """torch.cat([{names}], -1) | torch.cat(({names}), dim=1) | torch.hstack([{names}])
         torch.concat([{names}], 1)"""
     w.one_of(block, *parts, shape=(sum(p.width for p in parts),), names=names)
 
@@ -294,20 +245,14 @@ def reshaped(w: Writer) -> None:
     one = w.pick(dims=w.rng.choice([1, 2]))
     if len(one.shape) == 1:
         g, k = w.groups_of(one)
-        block = """{}.unflatten(-1, ({g}, {k}))
-            {}.view(-1, {g}, {k})
-            {}.reshape({}.shape[0], {g}, {k})
-            torch.stack({}.chunk({g}, 1), 1)
-            {}.view(rows, {k}, {g}).transpose(1, 2)
-            {}.reshape(-1, {k}, {g}).mT"""
+        block = """{}.unflatten(-1, ({g}, {k})) | {}.view(-1, {g}, {k})
+            {}.reshape({}.shape[0], {g}, {k}) | torch.stack({}.chunk({g}, 1), 1)
+            {}.view(rows, {k}, {g}).transpose(1, 2) | {}.reshape(-1, {k}, {g}).mT"""
         w.one_of(block, one, shape=(g, k), g=g, k=k)
         return
     n = one.shape[0] * one.shape[1]
-    block = """{}.flatten(1)
-        {}.reshape(len({}), -1)
-        {}.transpose(1, 2).flatten(1)
-        {}.permute(0, 2, 1).reshape(-1, {n})
-        torch.cat({}.unbind(1), -1)"""
+    block = """{}.flatten(1) | {}.reshape(len({}), -1) | {}.transpose(1, 2).flatten(1)
+        {}.permute(0, 2, 1).reshape(-1, {n}) | torch.cat({}.unbind(1), -1)"""
     w.one_of(block, one, shape=(n,), n=n)
 
 
@@ -315,25 +260,11 @@ def of_groups(w: Writer) -> None:
     """Sums, products and choices within groups."""
     one = w.pick(dims=2)
     g, k = one.shape
-    block = """{}.sum(1) -> k
-        {}.mean(-1) -> g
-        {}.amax(1) -> k
-        {}.amax(-1) -> g
-        {}.softmax(-1)
-        {}.softmax(1)
-        {} - {}.mean(-1, keepdim=True)
-        F.layer_norm({}, ({k},))
-        {}.transpose(1, 2) -> k,g
-        {}[:, {i}] -> k
-        {}[..., {j}] -> g
-        {}.sum((1, 2)) -> row
-        {}.flip(1)
-        {}.logsumexp(-1) -> g
-        {} * {p}
-        {} + {q}
-        {} @ {}.transpose(1, 2) -> g,g
-        {}.square().mean((-2, -1)) -> row
-        {}.max(-1, keepdim=True).values * {}
+    block = """{}.sum(1) -> k | {}.mean(-1) -> g | {}.amax(1) -> k | {}.amax(-1) -> g
+        {}.softmax(-1) | {}.softmax(1) | {} - {}.mean(-1, keepdim=True) | F.layer_norm({}, ({k},))
+        {}.transpose(1, 2) -> k,g | {}[:, {i}] -> k | {}[..., {j}] -> g | {}.sum((1, 2)) -> row
+        {}.flip(1) | {}.logsumexp(-1) -> g | {} * {p} | {} + {q} | {} @ {}.transpose(1, 2) -> g,g
+        {}.square().mean((-2, -1)) -> row | {}.max(-1, keepdim=True).values * {}
         {}.prod(1) -> k"""
     names = {"i": w.rng.randrange(g), "j": w.rng.randrange(k), "g": g, "k": k}
     w.one_of(block, one, p=w.parameter(g, 1), q=w.parameter(g, k), **names)
@@ -343,15 +274,11 @@ def widened(w: Writer) -> None:
     one, n = w.pick(), w.rng.randint(2, 3)
     if one.width * n > 12:
         return
-    block = """{}.repeat(1, {n}) -> w*n
-        {}.tile(1, {n}) -> w*n
-        {}.repeat_interleave({n}, 1) -> w*n
-        {}[:, None].expand(-1, {n}, -1).flatten(1) -> w*n
-        F.pad({}, (1, {n})) -> w+n+1
-        F.pad({}, (0, 1), value=0.5) -> w+1
+    block = """{}.repeat(1, {n}) -> w*n | {}.tile(1, {n}) -> w*n
+        {}.repeat_interleave({n}, 1) -> w*n | {}[:, None].expand(-1, {n}, -1).flatten(1) -> w*n
+        F.pad({}, (1, {n})) -> w+n+1 | F.pad({}, (0, 1), value=0.5) -> w+1
         torch.cat([{}, torch.ones(rows, 1, dtype={}.dtype)], 1) -> w+1
-        F.glu(torch.cat([{}, {}], -1))
-        {}.diff(dim=-1, prepend={}[:, :1])"""
+        F.glu(torch.cat([{}, {}], -1)) | {}.diff(dim=-1, prepend={}[:, :1])"""
     w.one_of(block, one, n=n)
 
 
@@ -360,29 +287,16 @@ def widened(w: Writer) -> None:
 
 def mask(w: Writer) -> None:
     a, b = w.pair()
-    block = """{a} > {o}
-        {a} <= {o}
-        {a} != {o}
-        {a} >= {o}
-        torch.lt({a}, {o})
-        torch.isnan({a})
-        {a}.isfinite()
-        torch.isclose({a}, {a}.round())
-        ({a}.sign() == 1)"""
+    block = """{a} > {o} | {a} <= {o} | {a} != {o} | {a} >= {o} | torch.lt({a}, {o})
+        torch.isnan({a}) | {a}.isfinite() | torch.isclose({a}, {a}.round()) | ({a}.sign() == 1)"""
     w.one_of(block, a, kind=BOOL, o=w.rng.choice([b.name, w.number()]))
 
 
 def masks(w: Writer) -> None:
     a = w.pick(BOOL, dims=None)
     b = w.rng.choice([v for v in w.values if v.like(a)])
-    block = """{a} & {b}
-        {a} | {b}
-        ~{a}
-        {a} ^ {b}
-        torch.logical_and({a}, {b})
-        {a}.logical_not()
-        {a} == {b}
-        torch.logical_or({a}, ~{b})"""
+    block = """{a} & {b} | {a}|{b} | ~{a} | {a} ^ {b} | torch.logical_and({a}, {b})
+        {a}.logical_not() | {a} == {b} | torch.logical_or({a}, ~{b})"""
     w.one_of(block, a, b, kind=BOOL)
 
 
@@ -392,40 +306,31 @@ def by_mask(w: Writer) -> None:
     if not fitting:
         w.one_of("{}.double()", m)
         return
-    block = """torch.where({m}, {a}, {b})
-        torch.where({m}, {a}, 0.0)
-        {a} * {m}
-        {a}.masked_fill({m}, 0.3)
-        {m}.to({a}.dtype)
-        {m}.double() - {a}
-        {a}.where({m}, {b})
+    block = """torch.where({m}, {a}, {b}) | torch.where({m}, {a}, 0.0) | {a} * {m}
+        {a}.masked_fill({m}, 0.3) | {m}.to({a}.dtype) | {m}.double() - {a} | {a}.where({m}, {b})
         torch.where({m}, {a}.exp().clamp(max=3), -{b})"""
     w.one_of(block, w.rng.choice(fitting), w.rng.choice(fitting), m=m.name)
 
 
 def row_mask(w: Writer) -> None:
-    block = "({}.sum(-1) > 0)\n({} > 1).any(-1)\n({} < 2).all(-1)\n({}[:, 0] > 0.1)"
+    block = "({}.sum(-1) > 0) | ({} > 1).any(-1) | ({} < 2).all(-1) | ({}[:, 0] > 0.1)"
     m = w.one_of(block, w.pick(), shape=(), kind=BOOL)
     w.one_of("torch.where({m}.unsqueeze(-1), {}, {} * 0.5)", w.pick(), m=m.name)
 
 
 def integers(w: Writer) -> None:
-    block = "{} + 1\n{} * 2\n{} % 3\n{} // 2\n{}.abs()\n{}.clamp(0, 2)\n-{}"
+    block = "{} + 1 | {} * 2 | {} % 3 | {} // 2 | {}.abs() | {}.clamp(0, 2) | -{}"
     made = w.one_of(block, w.pick(INT, dims=None), kind=INT)
-    w.one_of("{}.double() * 0.1\n{} * 0.25 + 0.0\n{}.to(torch.float64) / 4", made)
+    w.one_of("{}.double() * 0.1 | {} * 0.25 + 0.0 | {}.to(torch.float64) / 4", made)
 
 
 def chosen(w: Writer) -> None:
     """The place of the largest number."""
     one = w.pick(least=2)
-    block = "{}.argmax(-1)\n{}.max(-1)[1]\n{}.argmin(1)"
+    block = "{}.argmax(-1) | {}.max(-1)[1] | {}.argmin(1)"
     place = w.one_of(block, one, shape=(), kind=INT)
-    block = """F.one_hot({b}, {w}).double()
-        F.one_hot({b}, {w}).double() + {a} - {a}.detach()
-        {m}({b}) -> 3
-        {p}[{b}] -> 2
-        {a}.gather(1, {b}[:, None]) -> 1
-        {b}.double() * 0.1 -> row
+    block = """F.one_hot({b}, {w}).double() | F.one_hot({b}, {w}).double() + {a} - {a}.detach()
+        {m}({b}) -> 3 | {p}[{b}] -> 2 | {a}.gather(1, {b}[:, None]) -> 1 | {b}.double() * 0.1 -> row
         torch.zeros_like({a}).scatter_(1, {b}[:, None], 1.0)"""
     m = w.module(f"nn.Embedding({one.width}, 3)")
     w.one_of(block, one, place, m=m, p=w.parameter(one.width, 2))
@@ -436,13 +341,9 @@ def chosen(w: Writer) -> None:
 
 def drawn(w: Writer) -> None:
     one = w.pick(dims=w.rng.choice([1, 1, 2]))
-    block = """torch.randn_like({})
-        torch.rand_like({})
-        torch.randn({size}, dtype=torch.float64)
-        torch.empty_like({}).normal_()
-        torch.rand(({size}), dtype=torch.float64)
-        torch.empty_like({}).uniform_(-1, 1)
-        torch.zeros_like({}).exponential_()
+    block = """torch.randn_like({}) | torch.rand_like({}) | torch.randn({size}, dtype=torch.float64)
+        torch.empty_like({}).normal_() | torch.rand(({size}), dtype=torch.float64)
+        torch.empty_like({}).uniform_(-1, 1) | torch.zeros_like({}).exponential_()
         torch.normal(0.0, 1.0, {}.shape, dtype={}.dtype)
         {}.new_empty({}.shape).normal_(0.5, 2.0)"""
     w.one_of(block, one, size=f"rows, {', '.join(map(str, one.shape))}")
@@ -450,33 +351,22 @@ def drawn(w: Writer) -> None:
 
 def noisy(w: Writer) -> None:
     block = """{a} + F.softplus({b}) * torch.randn_like({b})
-        D.Normal({a}, F.softplus({b}) + 0.1).rsample()
-        D.Normal({a}, {b}.abs() + 0.1).sample()
-        torch.normal({a}, {b}.abs() + 0.1)
-        D.LogNormal({a}.tanh(), 0.5).rsample()
-        torch.bernoulli(torch.sigmoid({a})) * {b}
-        D.Bernoulli(logits={a}).sample() * {b}
-        ({a}.sigmoid() > torch.rand_like({a})) * {b}
-        D.Uniform({a}, {a} + 1).rsample()
-        D.Laplace({a}, {b}.abs() + 0.1).rsample()
-        D.Independent(D.Normal({a}, 1.0), 0).rsample()
+        D.Normal({a}, F.softplus({b}) + 0.1).rsample() | D.Normal({a}, {b}.abs() + 0.1).sample()
+        torch.normal({a}, {b}.abs() + 0.1) | D.LogNormal({a}.tanh(), 0.5).rsample()
+        torch.bernoulli(torch.sigmoid({a})) * {b} | D.Bernoulli(logits={a}).sample() * {b}
+        ({a}.sigmoid() > torch.rand_like({a})) * {b} | D.Uniform({a}, {a} + 1).rsample()
+        D.Laplace({a}, {b}.abs() + 0.1).rsample() | D.Independent(D.Normal({a}, 1.0), 0).rsample()
         D.Normal({a}, {b}.abs() + 0.5).log_prob({b}).clamp(-2, 2)
-        D.Exponential({a}.abs() + 0.5).rsample()
-        D.Gumbel({a}, 1.0).rsample()
+        D.Exponential({a}.abs() + 0.5).rsample() | D.Gumbel({a}, 1.0).rsample()
         D.kl_divergence(D.Normal({a}, 1.0), D.Normal({b}, 2.0))
-        D.Gamma({a}.abs() + 1, 2.0).rsample()
-        D.Normal({a}, {b}.exp().clamp(0.1, 2)).entropy()"""
+        D.Gamma({a}.abs() + 1, 2.0).rsample() | D.Normal({a}, {b}.exp().clamp(0.1, 2)).entropy()"""
     w.one_of(block, *w.pair())
 
 
 def dropout(w: Writer) -> None:
     p = w.number(0.1, 0.8)
-    block = """F.dropout({}, {p}, self.training)
-        F.dropout({}, {p})
-        torch.dropout({}, {p}, True)
-        {m}({})
-        F.dropout({}, 0.0)
-        F.alpha_dropout({}, {p}, self.training)"""
+    block = """F.dropout({}, {p}, self.training) | F.dropout({}, {p}) | torch.dropout({}, {p}, True)
+        {m}({}) | F.dropout({}, 0.0) | F.alpha_dropout({}, {p}, self.training)"""
     w.one_of(block, w.pick(dims=None), p=p, m=w.module(f"nn.Dropout({p})"))
 
 
@@ -484,18 +374,15 @@ def categorical(w: Writer) -> None:
     block = """D.OneHotCategoricalStraightThrough(logits={}).rsample()
         D.OneHotCategorical(logits={}).sample()
         D.OneHotCategoricalStraightThrough(probs=F.softmax({}, -1)).rsample()
-        F.gumbel_softmax({}, 0.7)
-        F.gumbel_softmax({}, tau=1.0, hard=True)
+        F.gumbel_softmax({}, 0.7) | F.gumbel_softmax({}, tau=1.0, hard=True)
         F.one_hot(D.Categorical(logits={}).sample(), {w}).double()
         D.RelaxedOneHotCategorical(0.7, logits={}).rsample()"""
     w.one_of(block, w.pick(dims=w.rng.choice([1, 2]), least=2))
 
 
 def stopped(w: Writer) -> None:
-    block = """{a}.detach() * {b}
-        {a} + ({b} - {a}).detach()
-        (torch.round({a}) - {a}).detach() + {a}
-        {a} * {b}.detach().clamp(-1, 1)
+    block = """{a}.detach() * {b} | {a} + ({b} - {a}).detach()
+        (torch.round({a}) - {a}).detach() + {a} | {a} * {b}.detach().clamp(-1, 1)
         {a} / ({b}.detach().abs() + 1)"""
     w.one_of(block, *w.pair())
 
