@@ -1,10 +1,16 @@
-"""Builds the CPU library for sanitizers, and loads it in place of the ordinary one."""
+"""Builds the CPU library for sanitizers, and loads it in place of the ordinary one.
+
+``python -m fuzz.sanitized`` in the folder tests builds it, or says what the compiler says.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,19 +33,38 @@ FLAGS = [
 
 
 def build() -> Path:
-    """Builds the library if a source has changed: fusedrnn's own code, and one overrun."""
+    """Builds the library if a source has changed: fusedrnn's own code, and one overrun.
+
+    Raises:
+        RuntimeError: with the compiler's own words.
+    """
     sources = [*SOURCES, FOLDER / "sanitized.cpp"]
     newest = max(s.stat().st_mtime for s in [*sources, *(ROOT / "csrc").rglob("*.h")])
     if LIBRARY.exists() and LIBRARY.stat().st_mtime > newest:
         return LIBRARY
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-    fresh = LIBRARY.with_suffix(f".{os.getpid()}")  # another process may be loading the old one
     includes = [f"-isystem{path}" for path in include_paths()]
     torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
-    command = ["c++", *FLAGS, *includes, *map(str, sources), "-o", str(fresh), *torch_libraries]
-    subprocess.run(command, check=True)
-    fresh.replace(LIBRARY)
+    # Renamed when it is whole, since another process may build it too, or be loading the old one.
+    with tempfile.TemporaryDirectory(dir=LIBRARY.parent) as folder:
+        fresh, objects = Path(folder, LIBRARY.name), [Path(folder, f"{s.stem}.o") for s in sources]
+
+        def compiled(i: int) -> None:
+            _run("c++", *FLAGS, *includes, "-c", sources[i], "-o", objects[i])
+            print(f"library for sanitizers: {sources[i].name} is compiled", flush=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            print(f"library for sanitizers: {len(sources)} sources, some minutes", flush=True)
+            list(pool.map(compiled, range(len(sources))))
+        _run("c++", *FLAGS, *objects, "-o", fresh, *torch_libraries)
+        fresh.replace(LIBRARY)
     return LIBRARY
+
+
+def _run(*command: Any) -> None:
+    done = subprocess.run([*map(str, command)], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the library for sanitizers cannot be built:\n{done.stderr}")
 
 
 def runtime(name: str) -> str | None:
@@ -77,6 +102,13 @@ def import_fusedrnn() -> None:
 
     with mock.patch.object(ctypes, "CDLL", instead):
         import fusedrnn  # noqa: F401
-    from . import drawing
+    from calls import draw
 
-    drawing.extra_bytes = RED_ZONES
+    draw.extra_bytes = RED_ZONES
+
+
+if __name__ == "__main__":
+    try:
+        print(build() if is_possible() else "no address sanitizer for this compiler and torch")
+    except RuntimeError as error:
+        sys.exit(str(error))

@@ -1,5 +1,7 @@
 """Some random calls, and a check that the programs find every kind of fault."""
 
+import itertools
+
 import pytest
 
 from fuzz import batches, sanitized, steps
@@ -21,17 +23,31 @@ def check(program, count, is_sanitized=False, first=0):
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("program", "count"), [("valid", 200), ("bad", 800)])
-def test_random_calls(program, count):
-    check(program, count)
+def budget(**parts):
+    """Cases of each program: some in CI, and after them many more nightly, in parts of a minute.
+
+    All of them are the same each time. ``make fuzz SEED=`` tries others.
+    """
+    return [
+        pytest.param(
+            program, part[0], part[-1] - part[0], marks=mark, id=f"{program} from {part[0]}"
+        )
+        for program, edges in parts.items()
+        for mark, parts in zip((pytest.mark.slow, pytest.mark.nightly), edges, strict=True)
+        for part in itertools.pairwise(parts)
+    ]
 
 
-# 2,000 in all, in parts that pytest can spread over its processes.
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 2000, 200))
-def test_random_steps(first):
-    check("steps", 200, first=first)
+@pytest.mark.parametrize(
+    ("program", "first", "count"),
+    budget(
+        valid=[(0, 60), (60, 200)],
+        bad=[(0, 200), (200, 800)],
+        steps=[(0, 200), range(200, 2001, 200)],
+    ),
+)
+def test_random_calls(program, first, count):
+    check(program, count, first=first)
 
 
 def test_random_steps_are_wrong_without_verification(monkeypatch):
@@ -43,11 +59,13 @@ def test_random_steps_are_wrong_without_verification(monkeypatch):
     assert "wrong" in kinds
 
 
-@pytest.mark.slow
 @needs_sanitizer
-@pytest.mark.parametrize(("program", "count"), [("valid", 40), ("bad", 200)])
-def test_random_calls_under_sanitizers(program, count):
-    check(program, count, is_sanitized=True)
+@pytest.mark.parametrize(
+    ("program", "first", "count"),
+    budget(valid=[(0, 8), (8, 40)], bad=[(0, 40), (40, 200)]),
+)
+def test_random_calls_under_sanitizers(program, first, count):
+    check(program, count, first=first, is_sanitized=True)
 
 
 @pytest.mark.slow

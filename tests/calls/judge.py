@@ -1,11 +1,11 @@
-"""Errors of a hostile case against float64, compared with torch's and the loop's.
+"""Errors of a call against float64, compared with those of torch and of the loop.
 
-Errors are compared in parts: for each row of the batch, each unit, and each row of a weight.
+Those of hostile scales are compared in parts: for each row of the batch, each unit, and each row of
+a weight; others as a whole.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import Hostile
 from .changes import ALIKE
+from .trial import Tensors, Trial
 
 # Orders of summation of the loop, in addition to the usual one; and before a verdict.
 ORDERS, MORE_ORDERS = 5, 60
@@ -22,21 +22,6 @@ TWICE = 2.0
 # Roundings that are always allowed, in units of eps. (In float64, the truth has some too.)
 ROUNDINGS = {torch.float64: 64, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 CHAOS = 0.1  # relative error of a state that counts as lost
-
-
-@functools.lru_cache(maxsize=64)  # several backends share a case's truth
-def truth_of(hostile: Hostile) -> dict[str, Tensor]:
-    return hostile.loop(torch.float64, is_exact=True)
-
-
-@functools.lru_cache(maxsize=64)
-def others_of(hostile: Hostile, orders: int) -> list[dict[str, Tensor]]:
-    """Results of torch and of the loop, in several orders of summation, in the case's dtype."""
-    drawn = [torch.Generator().manual_seed(seed) for seed in range(orders)]
-    loops = [hostile.loop(hostile.dtype, order=order) for order in (None, *drawn)]
-    if hostile.dtype == torch.float64:  # else all would share the truth's roundings
-        loops += [hostile.loop(hostile.dtype, order=order, by_logarithm=True) for order in drawn]
-    return [r for r in (hostile.torchs(), *loops) if r is not None]
 
 
 @dataclass(frozen=True)
@@ -72,23 +57,55 @@ def views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "unit", tensor.movedim(-1, 0).flatten(1)
 
 
-def judge(hostile: Hostile, ours: dict[str, Tensor]) -> list[Finding]:
+def judge(trial: Trial, ours: Tensors) -> list[Finding]:
     """A finding for each result and view of it: the row whose error is furthest beyond its bound.
 
     The other implementations' errors vary by luck, so more orders are tried before a verdict.
     """
+    truth, of = trial.truth, _by_rows if trial.call.change else _by_results
+    shapes, exact = ({n: tuple(t.shape) for n, t in every.items()} for every in (ours, truth))
+    if shapes != exact:
+        what = f"shapes are {shapes} in place of {exact}"
+        return [Finding("all", "all", math.inf, math.inf, what, 0, 0)]
     for orders in (ORDERS, MORE_ORDERS):
-        findings = _judge(hostile, ours, others_of(hostile, orders))
+        findings = of(trial, ours, orders)
         if not any(finding.is_wrong for finding in findings):
             break
     return findings
 
 
-def _judge(
-    hostile: Hostile, ours: dict[str, Tensor], others: list[dict[str, Tensor]]
-) -> list[Finding]:
-    truth = truth_of(hostile)
-    assert ours.keys() == truth.keys()
+def _by_results(trial: Trial, ours: Tensors, orders: int) -> list[Finding]:
+    """Each result as a whole, by norms."""
+
+    def errors(results: Tensors) -> dict[str, float]:
+        found = {}
+        for name, exact in trial.truth.items():
+            error, size = (results[name] - exact).norm(), exact.norm()
+            found[name] = float(error / size if size > 0 else error)
+        return {name: math.inf if math.isnan(error) else error for name, error in found.items()}
+
+    dtype = trial.call.dtype
+    allowed = dict.fromkeys(ours, trial.call.exact)
+    if dtype != torch.float64:
+        worst = dict.fromkeys(ours, 0.0)
+        for other in trial.others(orders):
+            worst = {name: max(worst[name], error) for name, error in errors(other).items()}
+        finite = [error for error in worst.values() if error < math.inf]
+        usual = (sum(error**2 for error in finite) / max(len(finite), 1)) ** 0.5
+        few = ROUNDINGS[dtype] * torch.finfo(dtype).eps
+        # A result of few numbers may be right by luck; all results of a call are not.
+        allowed = {name: TWICE * max(error, usual) + few for name, error in worst.items()}
+    findings = []
+    for name, error in errors(ours).items():
+        unjudged = allowed[name] == math.inf
+        excess = 0.0 if unjudged else error / allowed[name]
+        why = "" if error <= allowed[name] else "too large"
+        findings.append(Finding(name, "all", error, excess, why, 1, int(unjudged)))
+    return findings
+
+
+def _by_rows(trial: Trial, ours: Tensors, orders: int) -> list[Finding]:
+    truth, others = trial.truth, trial.others(orders)
     chaotic = _chaotic_rows(truth, others)
     findings = []
     for name in truth:
@@ -98,11 +115,11 @@ def _judge(
             unjudged = torch.zeros(len(exact), dtype=torch.bool)
             if name.startswith("grad"):
                 unjudged |= chaotic if "batch" in row else chaotic.any()
-            findings.append(_judge_rows(hostile, name, row, *tensors, unjudged))
+            findings.append(_judge_rows(trial, name, row, *tensors, unjudged))
     return findings
 
 
-def _chaotic_rows(truth: dict[str, Tensor], others: list[dict[str, Tensor]]) -> Tensor:
+def _chaotic_rows(truth: Tensors, others: list[Tensors]) -> Tensor:
     """Rows of the batch whose states another implementation has lost, bool (B,).
 
     With large weights errors grow from step to step, until a gate that was open is shut. The
@@ -117,7 +134,7 @@ def _chaotic_rows(truth: dict[str, Tensor], others: list[dict[str, Tensor]]) -> 
 
 
 def _judge_rows(
-    hostile: Hostile,
+    trial: Trial,
     name: str,
     row: str,
     truth: Tensor,
@@ -125,16 +142,16 @@ def _judge_rows(
     others: Tensor,
     unjudged: Tensor,
 ) -> Finding:
-    kind = torch.finfo(hostile.dtype)
+    call, dtype = trial.call, trial.call.dtype
     # Below the smallest normal number of the type of the computation, a result may be 0.
-    tiny = 1e-300 if hostile.dtype == torch.float64 else 1e-37
+    tiny = 1e-300 if dtype == torch.float64 else 1e-37
     is_number = truth.isfinite()
     # If another implementation overflows in a row, ours may too, by its order of a sum.
     overflows = (is_number & ~others.isfinite()).any(0).any(-1)
     lost = (is_number & ~ours.isfinite()).any(-1) & ~overflows
     # A NaN must show, unless another implementation has a number, or zoneout keeps the state.
     hidden = (truth.isnan() & ours.isfinite() & ~others.isfinite().any(0)).any(-1)
-    if "zoneout" in hostile.how_options:
+    if "zoneout" in call.options:
         hidden = torch.zeros_like(hidden)
 
     def error(results: Tensor) -> Tensor:
@@ -143,13 +160,13 @@ def _judge_rows(
 
     size = torch.where(is_number, truth, 0.0).norm(dim=-1)
     usual, theirs = size, torch.stack([error(results) for results in others]).amax(0)
-    if hostile.change in ALIKE:
+    if call.change in ALIKE:
         theirs = theirs.amax().expand_as(theirs)
-    if hostile.change in ALIKE or "weight" in row:  # a sum over the batch whose terms cancel
+    if call.change in ALIKE or "weight" in row:  # a sum over the batch whose terms cancel
         usual = size.clamp(min=float(size.square().mean().sqrt()))
     # The truth about float64 has errors of the same size.
-    allowed = (2 * TWICE if hostile.dtype == torch.float64 else TWICE) * theirs
-    allowed += ROUNDINGS[hostile.dtype] * kind.eps * usual + tiny * truth.shape[-1] ** 0.5
+    allowed = (2 * TWICE if dtype == torch.float64 else TWICE) * theirs
+    allowed += ROUNDINGS[dtype] * torch.finfo(dtype).eps * usual + tiny * truth.shape[-1] ** 0.5
     found = error(ours)
     unjudged = unjudged | overflows
     beyond = (found > allowed) & ~unjudged
