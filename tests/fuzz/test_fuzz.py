@@ -23,29 +23,23 @@ def check(program, count, is_sanitized=False, first=0):
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
 
 
-def budget(**parts):
-    """Cases of each program: some in CI, and after them many more nightly, in parts of a minute.
-
-    All of them are the same each time. ``make fuzz SEED=`` tries others.
-    """
-    return [
-        pytest.param(
-            program, part[0], part[-1] - part[0], marks=mark, id=f"{program} from {part[0]}"
-        )
-        for program, edges in parts.items()
-        for mark, parts in zip((pytest.mark.slow, pytest.mark.nightly), edges, strict=True)
-        for part in itertools.pairwise(parts)
-    ]
+# Some in CI and many more nightly. They are the same each time; `make fuzz SEED=` tries others.
+CI, LATER = pytest.mark.slow, pytest.mark.nightly
 
 
-@pytest.mark.parametrize(
-    ("program", "first", "count"),
-    budget(
-        valid=[(0, 60), (60, 200)],
-        bad=[(0, 200), (200, 800)],
-        steps=[(0, 200), range(200, 2001, 200)],
-    ),
-)
+def cases(mark, program, *edges):
+    pairs = itertools.pairwise(edges)
+    return [pytest.param(program, a, b - a, marks=mark, id=f"{program} {a}") for a, b in pairs]
+
+
+CALLS = cases(CI, "valid", 0, 60) + cases(LATER, "valid", 60, 200)
+CALLS += cases(CI, "bad", 0, 200) + cases(LATER, "bad", 200, 800)
+CALLS += cases(CI, "steps", 0, 200) + cases(LATER, "steps", *range(200, 2001, 200))
+SANITIZED = cases(CI, "valid", 0, 8) + cases(LATER, "valid", 8, 40)
+SANITIZED += cases(CI, "bad", 0, 40) + cases(LATER, "bad", 40, 200)
+
+
+@pytest.mark.parametrize(("program", "first", "count"), CALLS)
 def test_random_calls(program, first, count):
     check(program, count, first=first)
 
@@ -60,10 +54,7 @@ def test_random_steps_are_wrong_without_verification(monkeypatch):
 
 
 @needs_sanitizer
-@pytest.mark.parametrize(
-    ("program", "first", "count"),
-    budget(valid=[(0, 8), (8, 40)], bad=[(0, 40), (40, 200)]),
-)
+@pytest.mark.parametrize(("program", "first", "count"), SANITIZED)
 def test_random_calls_under_sanitizers(program, first, count):
     check(program, count, first=first, is_sanitized=True)
 
