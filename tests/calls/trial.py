@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,18 +46,30 @@ class Drawn:
 
 
 @contextlib.contextmanager
+def noting(note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Calls ``note`` with the name and arguments of each operator that is called meanwhile."""
+    operators = _library.operators
+
+    class Noted:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def call(*arguments: Any, **named: Any) -> Any:
+                note(name, arguments, named)
+                return getattr(operators, name)(*arguments, **named)
+
+            return call
+
+    with mock.patch.object(_library, "operators", Noted()):
+        yield
+
+
+@contextlib.contextmanager
 def recorded_draws() -> Iterator[Drawn]:
     """Records what a call draws at random, as long as the context lasts."""
-    operators, drop, drawn = _library.operators, fused_call._drop_if_recurrent, Drawn()
+    drop, drawn = fused_call._drop_if_recurrent, Drawn()
 
-    def recorded(name: str) -> Callable[..., Any]:
-        operator = getattr(operators, name)
-
-        def call(*arguments: Any, **named: Any) -> Any:
+    def note(name: str, arguments: Any, named: dict[str, Any]) -> None:
+        if "backward" not in name:
             drawn.seed, drawn.mask_seed = named.get("seed"), named.get("mask_seed")
-            return operator(*arguments, **named)
-
-        return call
 
     def dropped(name: str, weight: Tensor, p: float) -> Tensor:
         before, ones = torch.get_rng_state(), torch.ones_like(weight)
@@ -67,15 +78,7 @@ def recorded_draws() -> Iterator[Drawn]:
         torch.set_rng_state(before)
         return drop(name, weight, p)
 
-    instead = SimpleNamespace(
-        **{name: recorded(name) for name in ("forward", "step", "last_states")},
-        backward=operators.backward,
-        last_states_backward=operators.last_states_backward,
-    )
-    with (
-        mock.patch.object(_library, "operators", instead),
-        mock.patch.object(fused_call, "_drop_if_recurrent", dropped),
-    ):
+    with noting(note), mock.patch.object(fused_call, "_drop_if_recurrent", dropped):
         yield drawn
 
 

@@ -54,30 +54,27 @@ def run(
     end = None if count is None else first + count
     while (end is None or first < end) and (until is None or time.time() < until):
         batch = BATCH if end is None else min(BATCH, end - first)
-        words = [program, str(first), str(batch)]
-        words += ["--hang-seconds", str(hang_seconds * (3 if is_sanitized else 1))]
-        words += [] if until is None else ["--until", str(until)]
-        words += ["--sanitized"] * is_sanitized + ["--shown"] * is_shown
-        records, reached = _batch(program, first, words, is_sanitized)
+        options: dict[str, Any] = {"program": program, "first": first, "count": batch}
+        options |= {"until": until, "is_sanitized": is_sanitized, "is_shown": is_shown}
+        options["hang_seconds"] = hang_seconds * (3 if is_sanitized else 1)
+        records, reached = _batch(options)
         yield from records
         if reached == first:  # time was up, or the process has not begun a case
             break
         first = reached
 
 
-def _batch(
-    program: str, first: int, words: list[str], is_sanitized: bool
-) -> tuple[list[Record], int]:
-    """Runs a batch; returns its records, and the first case that is left."""
+def _batch(options: dict[str, Any]) -> tuple[list[Record], int]:
+    """Runs a batch with the options of a worker; returns records, and the first case left."""
+    program, first = options["program"], options["first"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    if is_sanitized:
+    if options["is_sanitized"]:
         sanitized.build()
         environment |= sanitized.environment(MOST_BYTES)
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
-        command = [sys.executable, "-m", "fuzz.worker", *words, "--most-bytes", str(MOST_BYTES)]
-        run = subprocess.run(
-            [*command, "--report", report.name], cwd=TESTS, env=environment, stderr=subprocess.PIPE
-        )
+        words = json.dumps(options | {"most_bytes": MOST_BYTES, "report": report.name})
+        command = [sys.executable, "-m", "fuzz.worker", words]
+        run = subprocess.run(command, cwd=TESTS, env=environment, stderr=subprocess.PIPE)
         lines: list[dict[str, Any]] = [json.loads(line) for line in report]
     records, begun, call = [], None, ""
     for line in lines:
@@ -89,7 +86,7 @@ def _batch(
         else:
             call = line.get("call", "")
     said = run.stderr.decode(errors="replace")
-    if "--shown" in words:
+    if options["is_shown"]:
         print(said, file=sys.stderr)
     if begun is not None:
         records.append(Record(program, begun, death(run.returncode, said, call)))

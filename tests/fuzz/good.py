@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from calls.draw import sizes_of, usual
-from calls.trial import MODULES, Trial
+from calls.trial import MODULES, Trial, noting
 from torch import Tensor
 
 import fusedrnn
@@ -95,22 +93,12 @@ def switch(rng: random.Random) -> Good:
 
 def operator(rng: random.Random) -> Good:
     """Calls with the arguments that fusedrnn itself gives to its operators."""
-    trial, calls = a_trial(rng, rng.choice(["functional", "module", "cell"])), []
-    operators = _library.operators
-
-    def recorded(name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            calls.append((name, arguments, named))
-            return getattr(operators, name)(*arguments, **named)
-
-        return call
-
-    operated = ("forward", "backward", "step", "last_states", "last_states_backward")
-    instead = SimpleNamespace(**{name: recorded(name) for name in operated})
-    with mock.patch.object(_library, "operators", instead):
+    calls: list[Any] = []
+    trial = a_trial(rng, rng.choice(["functional", "module", "cell"]))
+    with noting(lambda *call: calls.append(call)):
         trial.ours()
     name, given, named = rng.choice(calls)
-    made = getattr(operators, name)
+    made = getattr(_library.operators, name)
     names = [argument.name for argument in made.default._schema.arguments]
     by_name = dict(zip(names, given, strict=False)) | named
     by_name = {key: detached(value) for key, value in by_name.items()}

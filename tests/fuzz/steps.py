@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import math
 import os
 import random
@@ -313,64 +314,35 @@ def off_by(a: Tensor, b: Tensor) -> float:
 
 def shrunk(trial: Trial, kind: str, most: int = 60) -> Trial:
     """A trial of fewer statements and options that shows a finding of the same kind."""
-    left = most
+    best, left = trial, most
 
-    def shows(other: Trial) -> bool:
-        nonlocal left
-        left -= 1
+    def shows(change: Callable[[Trial], None]) -> bool:
+        nonlocal best, left
+        other, left = copy.deepcopy(best), left - 1
+        change(other)
         try:
-            return any(found == kind for found, _ in other.judged()[2])
+            has_finding = left >= 0 and any(found == kind for found, _ in other.judged()[2])
         except Exception:
             return False
+        best = other if has_finding else best
+        return has_finding
 
-    best = trial
-    for make in [*_without_calls(trial)]:
-        if left > 0 and shows(other := make(best)):
-            best = other
-    for i in reversed(range(len(trial.source.statements))):
-        for way in ("drop", "constant"):
-            other = _without_statement(best, i, way)
-            if left > 0 and shows(other):
-                best = other
-                break
+    def drop(i: int, other: Trial) -> None:
+        other.source.statements[i].text = ""
+
+    def fill(i: int, other: Trial) -> None:
+        other.source.statements[i].text = other.source.statements[i].without_work()
+
+    shows(lambda other: other.calls.__delitem__(slice(1, None)))
+    shows(_without_options)
+    for i in reversed(range(len(best.source.statements))):
+        shows(functools.partial(drop, i)) or shows(functools.partial(fill, i))
     for i in reversed(range(len(best.source.setup))):
-        other = _with_source(best)
-        del other.source.setup[i]
-        if left > 0 and shows(other):
-            best = other
+        shows(lambda other, i=i: other.source.setup.__delitem__(i))  # type: ignore[misc]
     return best
 
 
-def _without_calls(trial: Trial) -> list[Callable[[Trial], Trial]]:
-    def last(other: Trial) -> Trial:
-        made = copy.copy(other)
-        made.calls = other.calls[:1]
-        return made
-
-    def plain(other: Trial) -> Trial:
-        made = copy.copy(other)
-        made.calls = [copy.copy(call) for call in other.calls]
-        for call in made.calls:
-            call.masks, call.chunk_size, call.returns_sequence = type(call.masks)(), None, True
-            call.wanted, call.unused = "all", frozenset()
-        return made
-
-    return [last, plain]
-
-
-def _without_statement(trial: Trial, i: int, way: str) -> Trial:
-    made = _with_source(trial)
-    one = made.source.statements[i]
-    one.text = "" if way == "drop" else one.without_work()
-    return made
-
-
-def _with_source(trial: Trial) -> Trial:
-    """A copy whose source may be changed."""
-    made, source = copy.copy(trial), copy.copy(trial.source)
-    source.statements = [copy.copy(one) for one in source.statements]
-    source.setup = [*source.setup]
-    made.source, made.calls = source, [copy.copy(call) for call in trial.calls]
-    for call in made.calls:
-        call.source = source
-    return made
+def _without_options(trial: Trial) -> None:
+    for call in trial.calls:
+        call.masks, call.chunk_size, call.returns_sequence = type(call.masks)(), None, True
+        call.wanted, call.unused = "all", frozenset()

@@ -1,6 +1,6 @@
 """Runs cases one by one, and notes each before it begins, since it may end the process.
 
-``python -m fuzz.worker PROGRAM FIRST COUNT``; batches.py starts it.
+batches.py starts it, with its options as JSON.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 import faulthandler
 import importlib
 import json
-import math
 import resource
+import sys
 import time
 import traceback
 import warnings
@@ -23,24 +23,14 @@ from . import Outcome, sanitized
 
 def main() -> None:
     """Runs all cases, or as many as there is time for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("program")
-    parser.add_argument("first", type=int)
-    parser.add_argument("count", type=int)
-    parser.add_argument("--report", required=True)
-    parser.add_argument("--shown", action="store_true")
-    parser.add_argument("--sanitized", action="store_true")
-    parser.add_argument("--until", type=float, default=math.inf)
-    parser.add_argument("--hang-seconds", type=float, required=True)
-    parser.add_argument("--most-bytes", type=int, required=True)
-    options = parser.parse_args()
+    options = argparse.Namespace(**json.loads(sys.argv[1]))
     warnings.simplefilter("ignore")
-    if options.sanitized:
+    if options.is_sanitized:
         sanitized.import_fusedrnn()
     program = importlib.import_module(f"fuzz.{options.program}")
-    program.is_shown = options.shown
+    program.is_shown = options.is_shown
     getattr(program, "prepare", lambda: None)()
-    if not options.sanitized:  # the sanitizer's shadow memory would count
+    if not options.is_sanitized:  # the sanitizer's shadow memory would count
         limit_memory(options.most_bytes)
     before = program.good_call()
     with open(options.report, "a", buffering=1) as report:
@@ -49,7 +39,7 @@ def main() -> None:
             print(json.dumps(line), file=report)
 
         for case in range(options.first, options.first + options.count):
-            if time.time() > options.until:
+            if options.until is not None and time.time() > options.until:
                 break
             write(begins=case)
             faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
