@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from stress import CELLS, Scale, masked, no_memory, processes, results_of
+from stress.__main__ import EXPERIMENTS
 from stress.bits import beyond_rounding, changed, copied, same_bits
-from stress.experiments import EXPERIMENTS
 from stress.growth import growth
 from stress.isolation import Broken, isolated
 from stress.poison import wrong_rows
-from stress.repetition import repetitions
-from stress.threads import verdict
+from stress.threads import repetitions, verdict
 
 GRU = CELLS["gru"]
 
@@ -161,8 +160,8 @@ def test_other_bits_of_another_process_are_noticed():
 
 def test_a_process_that_does_not_answer_is_noticed():
     with pytest.raises(Broken, match="hung"):
-        isolated(time.sleep, 60, seconds=0.5)
+        isolated(time.sleep, 60, seconds=0.5, method="fork")
     with pytest.raises(Broken, match="died with exit status -6"):
-        isolated(os.abort, seconds=60)
+        isolated(os.abort, seconds=60, method="fork")
     with pytest.raises(Broken, match="ValueError"):
         isolated(int, "a", seconds=60)
