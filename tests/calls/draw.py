@@ -66,11 +66,11 @@ def usual(rng: random.Random, most: int = 40) -> Call:
         reset=some(0.25),
         noise=noise if noise in ("eps", "none") else "seed",
         recompute=not some(0.4),
-        chunk_size=rng.randint(1, 25) if some(0.3) else None,
+        chunk_size=rng.randint(1, 25) if some(0.4) else None,
         dtype=rng.choice(SHARES),
     )
     options: dict[str, Any] = {}
-    if some(0.3):
+    if some(0.4):
         options["zoneout"] = rng.choice([0.0, 1.0, rng.random(), rng.random()])
         if is_lstm and rng.random() < 0.5:
             options["zoneout"] = (options["zoneout"], rng.random())
@@ -94,7 +94,7 @@ def usual(rng: random.Random, most: int = 40) -> Call:
         noise,
         options,
         batch_first=some(0.4),
-        return_sequence=not some(0.2),
+        return_sequence=not some(0.4),
         has_state=rng.random() < 0.7,
         is_sorted=rng.random() < 0.5,
         lengths_as=rng.choice(["tensor", "list", "numpy"]),

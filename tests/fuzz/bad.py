@@ -98,7 +98,9 @@ def safely(function: Callable[[Any], str], value: Any) -> str:
         return f"{type(value).__name__} ({type(error).__name__} when shown)"
 
 
-def tried(good: Good, outcome: Outcome, must_raise: bool = False) -> Outcome:
+def tried(
+    good: Good, outcome: Outcome, must_raise: bool = False, most_seconds: float = SECONDS
+) -> Outcome:
     """Makes the call, and returns what was wrong with it."""
     generators = [g for g in good.arguments.values() if isinstance(g, torch.Generator)]
     watch = Watch(good.arguments, generators)
@@ -115,7 +117,7 @@ def tried(good: Good, outcome: Outcome, must_raise: bool = False) -> Outcome:
     seconds = watch.seconds()
     may_draw = outcome.what == "accepted"
     outcome.findings += [("changed state", change) for change in watch.changes(may_draw)]
-    if seconds > SECONDS:
+    if seconds > most_seconds:
         outcome.findings.append(("slow", f"{seconds:.1f} s"))
     if must_raise:
         outcome.findings.append(("accepted what is wrong", ""))

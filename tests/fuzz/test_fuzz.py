@@ -32,11 +32,11 @@ def cases(mark, program, *edges):
     return [pytest.param(program, a, b - a, marks=mark, id=f"{program} {a}") for a, b in pairs]
 
 
-CALLS = cases(CI, "valid", 0, 60) + cases(LATER, "valid", 60, 200)
+CALLS = cases(CI, "valid", 0, 100) + cases(LATER, "valid", 100, 200)
 CALLS += cases(CI, "bad", 0, 200) + cases(LATER, "bad", 200, 800)
-CALLS += cases(CI, "steps", 0, 200) + cases(LATER, "steps", *range(200, 2001, 200))
-SANITIZED = cases(CI, "valid", 0, 8) + cases(LATER, "valid", 8, 40)
-SANITIZED += cases(CI, "bad", 0, 40) + cases(LATER, "bad", 40, 200)
+CALLS += cases(CI, "steps", 0, 120) + cases(LATER, "steps", 120, *range(200, 2001, 200))
+SANITIZED = cases(CI, "valid", 0, 16) + cases(LATER, "valid", 16, 40)
+SANITIZED += cases(CI, "bad", 0, 80) + cases(LATER, "bad", 80, 200)
 
 
 @pytest.mark.parametrize(("program", "first", "count"), CALLS)
