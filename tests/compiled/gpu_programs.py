@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import EMULATED, emulated_operators, use
-from nvcc import NVCC
+from nvcc import compiled
 from registry import Case
 from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
@@ -78,12 +77,6 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
     return texts[0]
 
 
-def ptxas_says(text: str, architecture: str, folder: Path) -> str:
+def ptxas_says(text: str, architecture: str) -> str:
     """Of all kernels of a text, with the flags of fusedrnn._compile.build."""
-    source = folder / "stages.cu"
-    source.write_text(text)
-    flags = ["-std=c++17", "-O3", f"-arch={architecture}", "-cubin", "-Xptxas=-v", f"-I{CSRC}"]
-    command = [str(NVCC), *flags, str(source), "-o", str(folder / "stages.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    return compiled(text, "-O3", f"-arch={architecture}", "-cubin", "-Xptxas=-v").said
