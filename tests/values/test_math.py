@@ -2,14 +2,14 @@
 set here.
 
 The bounds are in cpp/functions.h, cpp/math_check.cpp and cpp/product_check.cpp; here they are
-compiled and run, and what they print of random numbers is compared with Python code that knows
-nothing of it, of conversions with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats, else it is a
-sample of some ten millions.
+compiled and run, and what they print of random numbers is compared with the plain loop's, of
+conversions with torch. FUSEDRNN_EXHAUSTIVE=1 takes all floats; else it is a
+sample of some ten millions if slow tests run, and of a million if not. These are of the widest
+instruction set alone.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
 import platform
@@ -17,9 +17,11 @@ import re
 import shutil
 import subprocess
 
+import nvcc
 import pytest
 import torch
-from nvcc import NVCC, each_architecture, needs_nvcc
+
+from fusedrnn import reference
 
 SOURCES = ("base/math.h", "base/scalar.h", "program/functions.h")
 CPP = pathlib.Path(__file__).parents[1] / "cpp"
@@ -37,7 +39,7 @@ CHECKS = ["special", "double", "select", "tails", "narrow", "philox", "normals",
 NAMES = [line for line in (CPP / "functions.h").read_text().splitlines() if " kName = " in line]
 FUNCTIONS = re.findall(r'"(\w+)"', "".join(NAMES))
 EXHAUSTIVE = os.environ.get("FUSEDRNN_EXHAUSTIVE") == "1"
-STRIDE = 1 if EXHAUSTIVE else 499
+STRIDES = [1] if EXHAUSTIVE else [4999, pytest.param(499, marks=pytest.mark.slow)]
 
 
 def cpu_flags() -> set[str]:
@@ -78,7 +80,13 @@ def said_by_failing(*command: str | pathlib.Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=NEEDED)
+WIDEST = [isa for isa, needed in NEEDED.items() if needed <= cpu_flags()][-1]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(i, marks=[pytest.mark.slow] * (i != WIDEST)) for i in NEEDED],
+)
 def isa(request):
     if not NEEDED[request.param] <= cpu_flags():
         pytest.skip(f"no {request.param} on this processor")
@@ -103,20 +111,22 @@ def test_math(run_check, check):
     run_check(check)
 
 
-@pytest.mark.parametrize("check", ["edges", "many_terms"])
-def test_products(isa, tmp_path, check):
+def test_products(isa, tmp_path):
     program = compiled("product_check.cpp", tmp_path / "product", f"-DCHECK_{isa.upper()}")
-    run(program, check)
+    for check in ("edges", "many_terms"):
+        run(program, check)
 
 
 @pytest.mark.timeout(3600 if EXHAUSTIVE else 600)
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_over_floats(math_sweep, isa, function):
+def test_over_floats(math_sweep, isa, function, stride):
     """Checks errors with denormals kept and flushed; vectors have the bits of single floats."""
-    said = run(math_sweep, function, str(STRIDE), *constants())
+    said = run(math_sweep, function, str(stride), *constants())
     print(f"{isa}, {said}", end="")
 
 
+@pytest.mark.slow  # compiles a program for each bug
 @pytest.mark.parametrize(
     ("bug", "wanted"),
     [
@@ -142,6 +152,7 @@ has_fma = pytest.mark.skipif(
 
 
 @has_fma
+@pytest.mark.slow
 def test_the_sweep_for_gpus_in_a_loop(tmp_path):
     program = compiled("math_sweep.cu", tmp_path / "math_sweep", *FMA_FLAGS)
     assert "exp: error " in run(program, "997")
@@ -150,28 +161,26 @@ def test_the_sweep_for_gpus_in_a_loop(tmp_path):
     assert "FAILED exp: " in said_by_failing(program, "997")
 
 
-def compiled_for_gpu(program: pathlib.Path, architecture: str) -> pathlib.Path:
-    host = ",".join([*FMA_FLAGS, "-ffp-contract=fast"])
-    command = [NVCC, "-O3", "-std=c++17", f"-arch={architecture}", f"-Xcompiler={host}"]
-    built = subprocess.run(
-        [*command, str(CPP / "math_sweep.cu"), "-o", program], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    return program
+HOST_FLAGS = ",".join([*FMA_FLAGS, "-ffp-contract=fast"])
+GPU_FLAGS = ["-O3", f"-Xcompiler={HOST_FLAGS}"]
 
 
-@needs_nvcc
-@each_architecture
-def test_the_sweep_compiles_for_gpus(tmp_path, architecture):
-    compiled_for_gpu(tmp_path / "math_sweep", architecture)
+@nvcc.needs_nvcc
+@nvcc.each_architecture
+@pytest.mark.slow
+def test_the_sweep_compiles_for_gpus(architecture):
+    text = '#include "math_sweep.cu"\n'
+    nvcc.compiled(text, *GPU_FLAGS, f"-arch={architecture}", includes=(CPP,))
 
 
-@needs_nvcc
+@nvcc.needs_nvcc
 @has_fma
 @pytest.mark.cuda
 def test_over_all_floats_on_a_gpu(tmp_path):
     """The GPU judges errors; the bits of a sample are compared with the CPU's."""
-    print(run(compiled_for_gpu(tmp_path / "math_sweep", "native"), "1"), end="")
+    program = tmp_path / "math_sweep"
+    run(nvcc.NVCC, "-std=c++17", *GPU_FLAGS, "-arch=native", CPP / "math_sweep.cu", "-o", program)
+    print(run(program, "1"), end="")
 
 
 # --- conversions, random numbers -----------------------------------------------------------------
@@ -196,50 +205,19 @@ def test_conversions_are_those_of_torch(run_check):
         assert torch.equal(narrow.short(), torch.where(x.isnan(), 0x7FFF, expected).short())
 
 
-def philox4x32(counter: list[int], key: list[int]) -> list[int]:
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 % 2**32, p0 >> 32 ^ c3 ^ k1, p0 % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
-
-
-# From the known-answer file of Random123, the authors' own implementation.
-KNOWN_ANSWERS = [
-    ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    (
-        "243f6a88 85a308d3 13198a2e 03707344",
-        "a4093822 299f31d0",
-        "d16cfe09 94fdcceb 5001e420 24126ea1",
-    ),
-]
-
-
-def hex_words(text: str) -> list[int]:
-    return [int(word, 16) for word in text.split()]
-
-
 def test_philox_answers(run_check):
+    """Those of the plain loop, whose known answers are in test_reference.py."""
     lines = [line.split()[1:] for line in run_check("philox").splitlines() if "philox" in line]
-    rows = [hex_words(" ".join(line)) for line in lines]
-    known = [[*hex_words(c), *hex_words(k), *hex_words(w)] for c, k, w in KNOWN_ANSWERS]
-    assert rows[:3] == known
-    for row in rows:
-        assert philox4x32(row[:4], row[4:6]) == row[6:]
-
-
-def normal(seed: int, t: int, b: int, z: int, layer: int) -> float:
-    words = philox4x32([t, b, z // 4, layer], [seed % 2**32, seed >> 32])
-    radius_word, turn_word = words[z % 4 // 2 * 2 :][:2]
-    radius = math.sqrt(-2 * math.log(((radius_word >> 1) + 0.5) * 2.0**-31))
-    turn = (turn_word - 2**32 * (turn_word >> 31)) * 2.0**-31
-    return radius * (math.cos, math.sin)[z % 2](math.pi * turn)
+    rows = torch.tensor([[int(word, 16) for word in " ".join(line).split()] for line in lines])
+    counters, keys, expected = rows.split([4, 2, 4], 1)
+    assert torch.equal(reference.philox4x32(counters, keys), expected)
 
 
 def test_normal_definition(run_check):
     lines = [line.split()[1:] for line in run_check("normals").splitlines() if "normal " in line]
     assert len(lines) > 300
     for *index, value in lines:
-        assert normal(*map(int, index)) == pytest.approx(float(value), abs=1e-14)
+        seed, t, b, z, layer = map(int, index)
+        seed -= 2**64 * (seed >> 63)  # as a signed number
+        found = reference.philox_normal(seed, 1, b + 1, z + 1, layer, torch.float64, first_step=t)
+        assert found[0, b, z].item() == pytest.approx(float(value), abs=1e-14)
