@@ -7,7 +7,33 @@ from emulator.persistent import FLAGS, PACKETS
 
 from fusedrnn import tuning
 
-FORWARD, BACKWARD, PRESETS = 2, 3, 6  # indices of the emulation's counts
+# What the emulation counts.
+COUNTS = (
+    *("launches", "replays", "forward_kernels", "backward_kernels", "splits"),
+    *("error_is_pending", "presets"),
+)
+FORWARD, BACKWARD, PRESETS = map(COUNTS.index, ("forward_kernels", "backward_kernels", "presets"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Calls functions on an emulated GPU with the given options; has the latest call's counts."""
+    operators = emulated_operators()
+
+    def call(
+        function, *arguments, multiprocessors=132, failing_kernel="", overlap=False, **options
+    ):
+        operators.control(False, failing_kernel, multiprocessors, **options)
+        with monkeypatch.context() as patch:
+            use(patch, operators)
+            patch.setattr(tuning.switches, "overlap_chunks", overlap)
+            try:
+                return function(*arguments)
+            finally:
+                call.counts = dict(zip(COUNTS, operators.counts(), strict=True))
+
+    yield call
+    operators.control(False, "")
 
 
 class PersistentCalls:
@@ -20,8 +46,8 @@ class PersistentCalls:
         presets: The number of presets of memory in the latest call.
     """
 
-    def __init__(self, monkeypatch, kernel):
-        self.monkeypatch, self.kernel = monkeypatch, kernel
+    def __init__(self, monkeypatch, *kernels):
+        self.monkeypatch, self.kernels = monkeypatch, kernels
         self.presets = 0
 
     def __call__(self, function, *arguments, is_on=True, exchange=PACKETS, tf32=True, **options):
@@ -39,7 +65,8 @@ class PersistentCalls:
             counts = operators.counts()
         finally:
             operators.control(False, "")
-        assert (counts[self.kernel] > 0) == is_on, "the kernels have not been called"
+        for kernel in self.kernels:
+            assert (counts[kernel] > 0) == is_on, "the kernels have not been called"
         self.presets = counts[PRESETS]
         return results
 
@@ -52,5 +79,5 @@ def persistent(monkeypatch):
 
 @pytest.fixture
 def chain(monkeypatch):
-    """Calls functions with the persistent kernels of backward."""
-    return PersistentCalls(monkeypatch, BACKWARD)
+    """Calls functions with the persistent kernels of both passes."""
+    return PersistentCalls(monkeypatch, FORWARD, BACKWARD)

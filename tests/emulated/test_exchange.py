@@ -1,6 +1,6 @@
 """How threads of a persistent kernel wait for packets, and recognise them, on the CPU.
 
-test_persistent.py and test_persistent_backward.py show that they compute with the right packets.
+test_persistent.py shows that they compute with the right packets.
 """
 
 import subprocess

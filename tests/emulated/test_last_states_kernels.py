@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import relative_errors
-from emulator import emulated_operators, use
+from checks import assert_same
 from last_states_cases import Stacked, in_parts, layer_by_layer
 
 from fusedrnn import _helpers
@@ -21,27 +21,16 @@ CASES = [
     for mask in ("", "lengths reset", "packed")
 ]
 CASES += [replace(BASE, cell=cell, num_layers=1, reverse=True, mask="reset") for cell in CELLS]
-COUNTS = ("launches", "replays", "forward_kernels", "backward_kernels", "splits")
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """A function's results by an emulated GPU with the given options, and its counts."""
-    operators = emulated_operators()
-    use(monkeypatch, operators)
+def run(gpu):
+    """Calls a function of a case on an emulated GPU."""
 
-    def call(function, case, tuning=0, multiprocessors=132, **options):
-        operators.control(False, "", multiprocessors=multiprocessors, **options)
-        found = function(case, case.tensors(), tuning=tuning)
-        call.counts = dict(zip(COUNTS, operators.counts(), strict=False))
-        return found
+    def call(function, case, tuning=0, **options):
+        return gpu(lambda: function(case, case.tensors(), tuning=tuning), **options)
 
-    yield call
-    operators.control(False, "")
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return call
 
 
 def truth_of(case):
@@ -58,35 +47,35 @@ def assert_as_right(found, whole, truth):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_persistent_kernels(gpu, case):
-    truth = gpu(lambda case, tensors, tuning: truth_of(case), case)
-    found = gpu(in_parts, case)
+def test_persistent_kernels(run, gpu, case):
+    truth = truth_of(case)
+    found = run(in_parts, case)
     assert gpu.counts["forward_kernels"] > 0 and gpu.counts["backward_kernels"] > 0
-    assert_as_right(found, gpu(layer_by_layer, case), truth)
+    assert_as_right(found, run(layer_by_layer, case), truth)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_order_of_streams_makes_no_difference(gpu, case):
-    expected = gpu(in_parts, case)
+def test_order_of_streams_makes_no_difference(run, gpu, case):
+    expected = run(in_parts, case)
     assert gpu.counts["splits"] == 0
     for order in (0, 1, 2):
-        assert_same(gpu(in_parts, case, tuning=OVERLAP, streams_order=order), expected)
+        assert_same(run(in_parts, case, tuning=OVERLAP, streams_order=order), expected)
         assert gpu.counts["splits"] > 0
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_replayed_chunks_give_the_same_bits(gpu, cell):
+def test_replayed_chunks_give_the_same_bits(run, gpu, cell):
     case = replace(BASE, cell=cell, seq_len=300, batch=2, chunk_size=2, dtype=torch.float32)
-    expected = gpu(in_parts, case, multiprocessors=0)
+    expected = run(in_parts, case, multiprocessors=0)
     assert gpu.counts["replays"] == 0
-    assert_same(gpu(in_parts, case, tuning=REPLAY, multiprocessors=0), expected)
+    assert_same(run(in_parts, case, tuning=REPLAY, multiprocessors=0), expected)
     assert gpu.counts["replays"] > 0
 
 
 @pytest.mark.parametrize("refused", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("cell", CELLS)
-def test_single_steps_make_up_for_a_kernel_that_is_refused(gpu, cell, refused):
+def test_single_steps_make_up_for_a_kernel_that_is_refused(run, gpu, cell, refused):
     case = replace(BASE, cell=cell, mask="lengths reset")
-    truth, whole = truth_of(case), gpu(layer_by_layer, case, multiprocessors=0)
-    assert_as_right(gpu(in_parts, case, refused_kernel=refused), whole, truth)
+    truth, whole = truth_of(case), run(layer_by_layer, case, multiprocessors=0)
+    assert_as_right(run(in_parts, case, refused_kernel=refused), whole, truth)
     assert gpu.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1

@@ -10,10 +10,9 @@ import pytest
 import torch
 from cases import MASKED, Case, allow_tf32
 from checks import assert_same
-from emulator import emulated_operators, use
+from emulator import emulated_operators
 
 import fusedrnn
-from fusedrnn import tuning
 
 BASE = Case("gru", 9, 3, 5, 12, 6, chunk_size=2, dtype=torch.bfloat16)
 CASES = [
@@ -31,39 +30,21 @@ FIRST_AHEAD, SECOND_AHEAD = 0, 1
 ORDERS = [FIRST_AHEAD, SECOND_AHEAD, 2, 3]
 
 
-@pytest.fixture
-def overlapped(monkeypatch):
-    """A call's results with or without a second stream; options are the emulation's."""
-    operators = emulated_operators()
-
-    def call(function, *arguments, overlap=True, multiprocessors=132, **options):
-        operators.control(False, "", multiprocessors=multiprocessors, **options)
-        with monkeypatch.context() as patch:
-            use(patch, operators)
-            patch.setattr(tuning.switches, "overlap_chunks", overlap)
-            result = function(*arguments)
-        call.splits = operators.counts()[4]
-        return result
-
-    yield call
-    operators.control(False, "")
-
-
 def results(case, **options):
     return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_order_of_streams_makes_no_difference(overlapped, case):
-    expected = overlapped(results, case, overlap=False)
-    assert overlapped.splits == 0
+def test_order_of_streams_makes_no_difference(gpu, case):
+    expected = gpu(results, case)
+    assert gpu.counts["splits"] == 0
     for order in ORDERS:
-        assert_same(overlapped(results, case, streams_order=order), expected)
+        assert_same(gpu(results, case, overlap=True, streams_order=order), expected)
         passes, directions = 2, 2 if case.bidirectional else 1
-        assert overlapped.splits == passes * directions * case.num_layers
+        assert gpu.counts["splits"] == passes * directions * case.num_layers
 
 
-def test_copies_and_dropout(overlapped):
+def test_copies_and_dropout(gpu):
     """Copies by torch, and masks that are drawn twice, are in the order of their stream."""
     torch.manual_seed(3)
     module = fusedrnn.GRU(
@@ -80,28 +61,28 @@ def test_copies_and_dropout(overlapped):
         input.grad = None
         return dict(enumerate([output.detach(), h_n.detach(), *grads]))
 
-    expected = overlapped(run, overlap=False)
+    expected = gpu(run)
     for order in ORDERS:
-        assert_same(overlapped(run, streams_order=order), expected)
-        assert overlapped.splits == 8
+        assert_same(gpu(run, overlap=True, streams_order=order), expected)
+        assert gpu.counts["splits"] == 8
 
 
 @pytest.mark.parametrize("stream", [FIRST_AHEAD, SECOND_AHEAD])
-def test_a_missing_wait_is_noticed(overlapped, deterministic, stream):
+def test_a_missing_wait_is_noticed(gpu, deterministic, stream):
     """It is noticed in the order that lets this stream run ahead, because fresh memory is NaN."""
     deterministic(True)
-    expected = overlapped(results, BASE, overlap=False)
-    found = overlapped(results, BASE, streams_order=stream, missing_wait=stream)
+    expected = gpu(results, BASE)
+    found = gpu(results, BASE, overlap=True, streams_order=stream, missing_wait=stream)
     assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_floats_through_tf32_have_a_kernel_in_both_passes(overlapped, order):
+def test_floats_through_tf32_have_a_kernel_in_both_passes(gpu, order):
     case = replace(BASE, dtype=torch.float32)
     allow_tf32(True)
-    expected = overlapped(results, case, overlap=False)
-    assert_same(overlapped(results, case, streams_order=order), expected)
-    assert overlapped.splits == 2
+    expected = gpu(results, case)
+    assert_same(gpu(results, case, overlap=True, streams_order=order), expected)
+    assert gpu.counts["splits"] == 2
 
 
 @pytest.mark.parametrize(
@@ -112,16 +93,16 @@ def test_floats_through_tf32_have_a_kernel_in_both_passes(overlapped, order):
         (132, {"backend": "stepwise"}),
     ],
 )
-def test_one_stream_where_a_second_has_nothing_to_do(overlapped, multiprocessors, options):
-    overlapped(lambda: results(BASE, **options), multiprocessors=multiprocessors)
-    assert overlapped.splits == 0
+def test_one_stream_where_a_second_has_nothing_to_do(gpu, multiprocessors, options):
+    gpu(lambda: results(BASE, **options), multiprocessors=multiprocessors, overlap=True)
+    assert gpu.counts["splits"] == 0
 
 
-def test_a_failure_leaves_nothing_behind(overlapped):
-    expected = overlapped(results, BASE)
+def test_a_failure_leaves_nothing_behind(gpu):
+    expected = gpu(results, BASE, overlap=True)
     with pytest.raises(RuntimeError, match=r"column_sums_partial .* failed to launch"):
-        overlapped(lambda: failing(BASE))
-    assert_same(overlapped(results, BASE), expected)
+        gpu(failing, BASE, overlap=True)
+    assert_same(gpu(results, BASE, overlap=True), expected)
 
 
 def failing(case):

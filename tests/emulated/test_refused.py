@@ -18,7 +18,6 @@ import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
 from checks import allocations, assert_no_worse, assert_same
-from emulator import emulated_operators, use
 
 import fusedrnn
 from fusedrnn import _helpers, tuning
@@ -31,33 +30,6 @@ CASES = [
     replace(BASE, cell="lstm", proj_size=5, num_layers=2),
     replace(BASE, cell="stochastic_gru", bidirectional=True),
 ]
-COUNTS = (
-    "launches",
-    "replays",
-    "forward_kernels",
-    "backward_kernels",
-    "splits",
-    "error_is_pending",
-    "presets",
-)
-
-
-@pytest.fixture
-def call(monkeypatch):
-    """A call's results by an emulated GPU with the given options, and its counts."""
-    operators = emulated_operators()
-
-    def call(function, *arguments, multiprocessors=132, failing_kernel="", **options):
-        operators.control(False, failing_kernel, multiprocessors, **options)
-        with monkeypatch.context() as patch:
-            use(patch, operators)
-            try:
-                return function(*arguments)
-            finally:
-                call.counts = dict(zip(COUNTS, operators.counts(), strict=True))
-
-    yield call
-    operators.control(False, "")
 
 
 def results(case, **options):
@@ -65,56 +37,56 @@ def results(case, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(call, case):
-    expected = call(results, case, multiprocessors=0)
-    assert_same(call(lambda: results(case, backend="stepwise")), expected)
+def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(gpu, case):
+    expected = gpu(results, case, multiprocessors=0)
+    assert_same(gpu(lambda: results(case, backend="stepwise")), expected)
     exact = truth(case.same_for_torch(), "cpu")
     for refused, other in ((FORWARD, "backward_kernels"), (BACKWARD, "forward_kernels")):
-        ours = call(results, case, refused_kernel=refused)
-        assert call.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1, (
+        ours = gpu(results, case, refused_kernel=refused)
+        assert gpu.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1, (
             "tried again"
         )
-        assert call.counts[other] > 1
-        assert not call.counts["error_is_pending"]
+        assert gpu.counts[other] > 1
+        assert not gpu.counts["error_is_pending"]
         assert_no_worse(ours, expected, exact)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(call, case):
+def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(gpu, case):
     """The driver is asked before; a part of the blocks is not enough."""
-    expected = call(results, case, multiprocessors=0)
+    expected = gpu(results, case, multiprocessors=0)
     grid = 4  # two tiles of rows, and two blocks for 17 units
     for blocks_at_once in (0, grid - 1):
-        ours = call(results, case, blocks_at_once=blocks_at_once)
-        assert call.counts["forward_kernels"] == call.counts["backward_kernels"] == 0
+        ours = gpu(results, case, blocks_at_once=blocks_at_once)
+        assert gpu.counts["forward_kernels"] == gpu.counts["backward_kernels"] == 0
         assert_same(ours, expected)
-    call(results, case, blocks_at_once=grid)
-    assert call.counts["forward_kernels"] > 0 and call.counts["backward_kernels"] > 0
+    gpu(results, case, blocks_at_once=grid)
+    assert gpu.counts["forward_kernels"] > 0 and gpu.counts["backward_kernels"] > 0
 
 
 @pytest.mark.parametrize("refused", [{"refused_kernel": FORWARD}, {"blocks_at_once": 3}], ids=str)
-def test_what_was_asked_for_is_an_error_that_says_why(call, refused):
+def test_what_was_asked_for_is_an_error_that_says_why(gpu, refused):
     why = "refused to run all 4 blocks" if "refused_kernel" in refused else "and the .* runs 3"
     with pytest.raises(RuntimeError, match=f"'persistent' is not possible here: .*{why}"):
-        call(lambda: results(BASE, backend="persistent"), **refused)
-    assert not call.counts["error_is_pending"]
+        gpu(lambda: results(BASE, backend="persistent"), **refused)
+    assert not gpu.counts["error_is_pending"]
 
 
 @pytest.mark.parametrize("kernel", [FORWARD, BACKWARD, "gru_forward", "gather"])
-def test_no_error_is_left_for_the_next_kernel_to_tell(call, kernel):
+def test_no_error_is_left_for_the_next_kernel_to_tell(gpu, kernel):
     case = replace(BASE, reset=True)
     multiprocessors = 132 if "persistent" in kernel else 0
     with pytest.raises(RuntimeError, match=f"kernel {kernel} over .* failed to launch"):
-        call(results, case, failing_kernel=kernel, multiprocessors=multiprocessors)
-    assert not call.counts["error_is_pending"]
+        gpu(results, case, failing_kernel=kernel, multiprocessors=multiprocessors)
+    assert not gpu.counts["error_is_pending"]
 
 
 @pytest.mark.parametrize("refused", [FORWARD, BACKWARD])
-def test_workspace_bytes_hold_after_a_refusal(call, refused):
+def test_workspace_bytes_hold_after_a_refusal(gpu, refused):
     """The workspace is the largest allocation here."""
     case = replace(BASE, cell="lstm", chunk_size=None, seq_len=12)
     exact = truth(case.same_for_torch(), "cpu")
-    expected = call(results, case, multiprocessors=0)
+    expected = gpu(results, case, multiprocessors=0)
     for limit in (2_130_000, 2_150_000, 2_200_000):
         found = []
 
@@ -125,22 +97,22 @@ def test_workspace_bytes_hold_after_a_refusal(call, refused):
             run()  # the kernel is refused
             return allocations(run)
 
-        most = max(call(run_again, refused_kernel=refused))
+        most = max(gpu(run_again, refused_kernel=refused))
         assert 2**21 < most <= limit
         for ours in found:
             assert_no_worse(ours, expected, exact)
 
 
-def test_what_is_refused_is_said_where_room_lacks(call):
+def test_what_is_refused_is_said_where_room_lacks(gpu):
     """Single steps may take more in backward than the persistent kernel that the limit allowed."""
     case = Case("stochastic_gru", 2, 128, 16, 100, 512, dtype=torch.bfloat16)
     options = {"workspace_bytes": 3_689_216, "chunk_size": None}
     with pytest.raises(RuntimeError, match=r"at least .* got 3689216\. .* has refused"):
-        call(lambda: results(case, **options), refused_kernel=BACKWARD, multiprocessors=132)
-    assert not call.counts["error_is_pending"]
+        gpu(lambda: results(case, **options), refused_kernel=BACKWARD, multiprocessors=132)
+    assert not gpu.counts["error_is_pending"]
 
 
-def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
+def test_products_that_cublas_has_no_algorithm_for_are_by_torch(gpu):
     for case in (
         *CASES,
         replace(BASE, cell="stochastic_gru", noise="eps", dtype=torch.float32),
@@ -148,10 +120,10 @@ def test_products_that_cublas_has_no_algorithm_for_are_by_torch(call):
     ):
         exact = truth(case.same_for_torch(), "cpu")
         stepwise = {"multiprocessors": 0}
-        bounds = relative_errors(call(results, case, **stepwise), exact)
-        assert (call.counts["replays"] > 0) == (case.seq_len > 6 and not case.lengths)
-        errors = relative_errors(call(results, case, failing_kernel="gemm", **stepwise), exact)
-        assert call.counts["replays"] == 0, "torch takes memory, which no recording may"
+        bounds = relative_errors(gpu(results, case, **stepwise), exact)
+        assert (gpu.counts["replays"] > 0) == (case.seq_len > 6 and not case.lengths)
+        errors = relative_errors(gpu(results, case, failing_kernel="gemm", **stepwise), exact)
+        assert gpu.counts["replays"] == 0, "torch takes memory, which no recording may"
         rounded_anyway = min(torch.finfo(case.dtype).eps, 1e-4)
         for name, error in errors.items():
             assert error <= 2 * bounds[name] + rounded_anyway, name
@@ -304,13 +276,13 @@ def test_where_others_have_joined_some_are_left_free(monkeypatch, free):
     assert grid(64, 256) == 128
 
 
-def test_calls_leave_them_free_too(call, free):
+def test_calls_leave_them_free_too(gpu, free):
     case = replace(BASE, seq_len=2, batch=20)
-    expected = call(results, case)
+    expected = gpu(results, case)
     for count in (1, 128, 10**6):
         free(count)
-        assert_same(call(results, case), expected)
-        assert call.counts["forward_kernels"] > 0
+        assert_same(gpu(results, case), expected)
+        assert gpu.counts["forward_kernels"] > 0
 
 
 @pytest.mark.parametrize(

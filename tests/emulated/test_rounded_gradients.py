@@ -28,23 +28,18 @@ def results(case, device="cpu"):
 
 
 @pytest.fixture(params=["stepwise", "persistent", pytest.param("cuda", marks=pytest.mark.cuda)])
-def on_gpu(request, monkeypatch):
+def on_gpu(request):
     """Results of a case by the GPU backend: emulated in one of two ways, or on a GPU."""
     if request.param == "cuda":
-        yield lambda case: {name: t.cpu() for name, t in results(case, "cuda").items()}
-        return
-    operators = emulated_operators()
+        return lambda case: {name: t.cpu() for name, t in results(case, "cuda").items()}
+    gpu, is_persistent = request.getfixturevalue("gpu"), request.param == "persistent"
 
     def emulated(case):
-        operators.control(False, "", 132 if request.param == "persistent" else 0, 1)
-        with monkeypatch.context() as patch:
-            use(patch, operators)
-            found = results(case)
-        assert (operators.counts()[3] > 0) == (request.param == "persistent")
+        found = gpu(results, case, multiprocessors=132 if is_persistent else 0, schedule=1)
+        assert (gpu.counts["backward_kernels"] > 0) == is_persistent
         return found
 
-    yield emulated
-    operators.control(False, "")
+    return emulated
 
 
 @each_dtype
@@ -112,6 +107,7 @@ PROBLEMS = {  # steps, and arguments of scaled()
 }
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("name", ["gru", "lstm", "stochastic_gru"])
 def test_rounded_preactivations_would_cost_accuracy(monkeypatch, name, dtype):
