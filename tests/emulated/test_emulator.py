@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DTYPES, OPTIONS, Case
-from checks import allocations
+from checks import allocations, assert_same
 from emulator import FOLDER, SANITIZED
+from layouts import shifted
 
 import fusedrnn
 from fusedrnn import tuning
@@ -22,11 +23,6 @@ LONG_OPTIONS = [*OPTIONS, {"noise": "eps", "num_layers": 2}]
 
 def results(arguments, case):
     return arguments.results(fusedrnn, **case.options)
-
-
-def assert_same_bits(ours, expected):
-    for name, value in expected.items():
-        assert torch.equal(ours[name], value), name
 
 
 # --- recorded chunks -----------------------------------------------------------------------------
@@ -42,7 +38,7 @@ def test_replayed_chunks_give_the_same_bits(emulator, monkeypatch, options, dtyp
     assert (emulator.counts()[1] > 0) == (not case.lengths)
     monkeypatch.setattr(tuning.switches, "replay_chunks", False)
     emulator.control(False, "")
-    assert_same_bits(replayed, results(arguments, case))
+    assert_same(replayed, results(arguments, case))
     assert emulator.counts()[1] == 0
 
 
@@ -55,7 +51,7 @@ def test_replayed_chunks_read_copies_of_expanded_tensors(emulator, monkeypatch, 
     arguments = replace(arguments, grad_output=rows, eps=eps)
     replayed = results(arguments, case)
     monkeypatch.setattr(tuning.switches, "replay_chunks", False)
-    assert_same_bits(replayed, results(arguments, case))
+    assert_same(replayed, results(arguments, case))
 
 
 @pytest.mark.parametrize(
@@ -105,33 +101,7 @@ def test_the_order_of_threads_does_not_matter(emulator, options, dtype):
     arguments = case.tensors().to(dtype)
     forwards = results(arguments, case)
     emulator.control(True, "")
-    assert_same_bits(results(arguments, case), forwards)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", LONG_OPTIONS, ids=str)
-def test_fresh_memory_is_never_read(emulator, deterministic, options, dtype):
-    case = replace(LONG, dtype=dtype, **options)
-    arguments = case.tensors().to(dtype)
-    deterministic(False)
-    expected = results(arguments, case)
-    deterministic(True)
-    assert (arguments.input.new_empty(64, dtype=torch.uint8) == 255).all()  # NaN in every dtype
-    assert_same_bits(results(arguments, case), expected)
-
-
-@pytest.mark.parametrize("through", ["output", "h_n"])
-def test_fresh_memory_is_never_read_for_one_gradient(emulator, deterministic, through):
-    arguments = LONG.tensors().to(torch.float32)
-    deterministic(True)
-    output, h_n = arguments.call(fusedrnn, **LONG.options)
-    result, grad = {
-        "output": (output, arguments.grad_output),
-        "h_n": (h_n, arguments.grad_h_n),
-    }[through]
-    for tensor in arguments.differentiable():
-        (alone,) = torch.autograd.grad(result, tensor, grad, retain_graph=True)
-        assert alone.isfinite().all()
+    assert_same(results(arguments, case), forwards)
 
 
 def test_arguments_are_left_as_they_were(emulator):
@@ -168,12 +138,16 @@ def forward_of(arguments, case):
     return arguments.call(fusedrnn, **case.options)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(16, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)],
+)
 @pytest.mark.skipif(
     torch.version.cuda is not None,
     reason="the libraries of a torch for CUDA do not pass the address sanitizer themselves",
 )
-def test_no_access_outside_of_a_tensor():
+def test_no_access_outside_of_a_tensor(every):
+    """One of so many calls; each night all of them."""
     words = ["c++", "-print-file-name=libasan.so"]
     sanitizer = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     if not Path(sanitizer).is_absolute():
@@ -183,42 +157,12 @@ def test_no_access_outside_of_a_tensor():
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONPATH": str(FOLDER.parent),
     }
-    command = [sys.executable, str(FOLDER / "sanitized.py"), str(SANITIZED.make())]
+    command = [sys.executable, str(FOLDER / "sanitized.py"), str(SANITIZED.make()), str(every)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
 
 
 # --- what users pass -----------------------------------------------------------------------------
-
-
-def transposed(tensor):
-    return tensor.t().contiguous().t()
-
-
-def with_gaps(tensor):
-    wide = tensor.new_full([tensor.shape[0], 2 * tensor.shape[1]], torch.nan)
-    wide[:, ::2] = tensor
-    return wide[:, ::2]
-
-
-def shifted(tensor):
-    """A copy at an address from which a thread cannot load several numbers at once."""
-    memory = tensor.new_full([tensor.numel() + 1], torch.nan)
-    memory[1:] = tensor.flatten()
-    return memory[1:].view_as(tensor)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", [transposed, with_gaps, shifted])
-def test_weights_of_any_layout_give_the_same_bits(emulator, layout, dtype):
-    case = replace(LONG, dtype=dtype)
-    arguments = case.tensors()
-    weights = [layout(w) if w.dim() == 2 else w for w in arguments.weights]
-    expected = results(arguments.to(dtype), case)
-    arguments = replace(arguments, weights=weights)
-    for tensor in arguments.differentiable():
-        tensor.requires_grad_()
-    assert_same_bits(results(arguments, case), expected)
 
 
 def test_expanded_weights_give_the_same_bits(emulator):
@@ -229,7 +173,7 @@ def test_expanded_weights_give_the_same_bits(emulator):
     for a in (dense, expanded):
         for tensor in a.differentiable():
             tensor.requires_grad_()
-    assert_same_bits(results(expanded, LONG), results(dense, LONG))
+    assert_same(results(expanded, LONG), results(dense, LONG))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -244,7 +188,7 @@ def test_addresses_do_not_matter(emulator, what, dtype):
     moved = replace(arguments, **{what: value})
     for tensor in moved.differentiable():
         tensor.requires_grad_()
-    assert_same_bits(results(moved, case), expected)
+    assert_same(results(moved, case), expected)
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -276,7 +220,7 @@ def test_a_kernel_that_cannot_be_launched(emulator, dtype, kernel, where):
     with pytest.raises(RuntimeError, match=sentence):
         results(arguments, case)
     emulator.control(False, "")
-    assert_same_bits(results(arguments, case), expected)
+    assert_same(results(arguments, case), expected)
 
 
 def test_a_failure_while_recording(emulator):

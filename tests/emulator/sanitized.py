@@ -1,7 +1,11 @@
-"""Makes calls of every kind by the library given as argument: see ``emulator.SANITIZED``."""
+"""Makes calls of every kind by a library, see ``emulator.SANITIZED``: one of so many, or all for 1.
+
+Arguments: the library, and that number.
+"""
 
 import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -39,28 +43,36 @@ def call(case: Case) -> None:
         arguments.results(fusedrnn, **case.options)
 
 
+def stacked() -> Iterator[Stacked]:
+    """Cases of the last states alone."""
+    for mask in ("", "lengths reset", "packed reset"):
+        for cell, dtype in itertools.product(cells.CELLS, DTYPES):
+            case = Stacked(cell=cell, mask=mask, chunk_size=3, num_layers=3, dtype=dtype)
+            yield from (case, replace(case, num_layers=1, reverse=True, noise="eps"))
+
+
 def main() -> None:
     """Runs all combinations, and some with a second stream during persistent kernels."""
-    torch.ops.load_library(sys.argv[1])
+    library, every = sys.argv[1], int(sys.argv[2])
+    torch.ops.load_library(library)
     _library.operators = operators = torch.ops.fusedrnn_emulated
     tuning._matters = lambda input: True
     fusedrnn.set_chunk_replay(True)
-    for shape in SHAPES:
-        for options in ALL_OPTIONS:
-            for dtype in DTYPES:
-                call(replace(shape, dtype=dtype, **options))
-    for mask in ("", "lengths reset", "packed reset"):
-        for cell in cells.CELLS:
-            for dtype in DTYPES:
-                case = Stacked(cell=cell, mask=mask, chunk_size=3, num_layers=3, dtype=dtype)
-                in_parts(case, case.tensors(), tuning=_helpers.TUNING["replay"])
-                case = replace(case, num_layers=1, reverse=True, noise="eps")
-                in_parts(case, case.tensors())
+    cases = [
+        replace(shape, dtype=dtype, **options)
+        for shape in SHAPES
+        for options in ALL_OPTIONS
+        for dtype in DTYPES
+    ]
+    for case in cases[::every]:
+        call(case)
+    for stack in [*stacked()][::every]:
+        in_parts(stack, stack.tensors(), tuning=_helpers.TUNING["replay"])
     launches, replays, *_ = operators.counts()
     tuning.switches.overlap_chunks = True
     for order in (0, 1):
         operators.control(False, "", multiprocessors=132, streams_order=order)
-        for cell, dtype in itertools.product(("gru", "lstm", "stochastic_gru"), DTYPES):
+        for cell, dtype in [*itertools.product(("gru", "lstm", "stochastic_gru"), DTYPES)][::every]:
             call(replace(SHAPES[0], cell=cell, dtype=dtype))
     print(f"{launches} launches, {replays} replays, {operators.counts()[4]} second streams")
 

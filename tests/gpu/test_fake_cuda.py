@@ -15,6 +15,7 @@ from cases import MASKED, Case, allow_tf32, relative_errors, truth
 from checks import assert_same
 from emulator import use
 from fake_cuda import fake_operators
+from layouts import shifted, transposed, with_gaps, with_wide_rows
 from speed_sizes import CELLS
 
 import fusedrnn
@@ -188,29 +189,6 @@ def test_few_multiprocessors(gpu, cell):
     case = replace(BASE, seq_len=2, batch=200, hidden_size=60, dtype=torch.bfloat16, **cell)
     assert_right(gpu(case, device=1), case)
     assert gpu.cooperative > 0
-
-
-def transposed(tensor):
-    return tensor.t().contiguous().t()
-
-
-def with_gaps(tensor):
-    wide = tensor.new_full([*tensor.shape[:-1], 2 * tensor.shape[-1]], torch.nan)
-    wide[..., ::2] = tensor
-    return wide[..., ::2]
-
-
-def with_wide_rows(tensor):
-    wide = tensor.new_full([*tensor.shape[:-1], tensor.shape[-1] + 3], torch.nan)
-    wide[..., :-3] = tensor
-    return wide[..., :-3]
-
-
-def shifted(tensor):
-    """A copy at an address from which a GPU can load only single numbers."""
-    memory = tensor.new_full([tensor.numel() + 1], torch.nan)
-    memory[1:] = tensor.flatten()
-    return memory[1:].view_as(tensor)
 
 
 def trained(arguments):
