@@ -66,6 +66,7 @@ def test_uniform_numbers_are_never_0_or_1(device, dtype, least, most):
 
 @pytest.mark.parametrize("distribution", [NORMAL, UNIFORM])
 def test_moments(device, distribution):
+    """The first ones, and no correlation along any axis, the normals of a pair included."""
     x = _ops.draw(torch.tensor(3, device=device), 16, 64, 128, stream=1, distribution=distribution)
     x, n = x.double(), x.numel()
     mean, variance, kurtosis = (0, 1, 3) if distribution == NORMAL else (1 / 2, 1 / 12, 9 / 5)
@@ -89,6 +90,7 @@ def test_numbers_depend_on_their_place_alone(device, threads, dtype, distributio
     assert torch.equal(whole[:13, :4, :9], _ops.draw(seed, 13, 4, 9, **options))
     assert not torch.equal(whole, _ops.draw(seed + 1, 40, 16, 70, **options))
     assert not torch.equal(whole, _ops.draw(seed, 40, 16, 70, **(options | {"stream": 3})))
+    assert not torch.equal(whole, _ops.draw(seed + 2**32, 40, 16, 70, **options))
     threads(2)
     assert torch.equal(whole, _ops.draw(seed, 40, 16, 70, **options))
 

@@ -1,4 +1,4 @@
-"""No gradient depends on old contents of memory, although nothing presets weights' gradients.
+"""No result depends on old contents of memory, although nothing presets weights' gradients.
 
 Fresh memory is NaN here. The operators are called directly, since modules return only gradients
 that were asked for.
@@ -34,7 +34,10 @@ FIRST_AHEAD, SECOND_AHEAD = 0, 1
 TUNING = _helpers.TUNING["replay"] + _helpers.TUNING["overlap"]
 
 
-@pytest.fixture(params=["cpu", "emulated", FIRST_AHEAD, SECOND_AHEAD])
+SLOW = [pytest.param(which, marks=pytest.mark.slow) for which in ("emulated", FIRST_AHEAD)]
+
+
+@pytest.fixture(params=["cpu", SECOND_AHEAD, *SLOW])
 def dtypes(request):
     """Chooses the backend: the CPU, a GPU's kernels for single steps, or its persistent kernels.
 
@@ -80,9 +83,8 @@ class Call:
             case, a, batch_sizes=batch_sizes, chunk_size=case.chunk_size or 0, tuning=TUNING
         )
         save_gates = not case.recompute
-        output, _, _, saved_gates, cell_states = _library.operators.forward(
-            **raw, save_gates=save_gates
-        )
+        self.results = _library.operators.forward(**raw, save_gates=save_gates)
+        output, _, _, saved_gates, cell_states = self.results
         self.arguments = raw | {
             "grad_output": a.grad_output,
             "grad_h_n": a.grad_h_n,
@@ -101,12 +103,15 @@ class Call:
 
 
 def check(fresh, case, subsets, **options):
-    """Asserts that NaN in fresh memory reaches no gradient, and unwanted gradients are zeros."""
+    """Asserts that NaN in fresh memory reaches no result, and unwanted gradients are zeros."""
     fresh(False)
     call = Call(case, **options)
+    expected_results = call.results
     expected_others, expected = call.gradients(all_weights(case))
     fresh(True)
     call = Call(case, **options)
+    for found, result in zip(call.results, expected_results, strict=True):
+        assert torch.equal(found, result)
     for wanted in subsets:
         others, weights = call.gradients(wanted)
         for found, other in zip(others, expected_others, strict=True):

@@ -159,22 +159,6 @@ def test_a_traced_module_takes_other_batches():
         torch.testing.assert_close(traced(*example), last(*example))
 
 
-def compiled(rnn):
-    torch._dynamo.reset()
-    return torch.compile(rnn, backend="aot_eager")
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_packed_sequences_under_torch_compile(cell):
-    rnn = MODULES[cell](5, 7, 2)
-    options = {"sample": False} if cell == "stochastic_gru" else {}
-    packed = pack_sequence([torch.randn(n, 5) for n in (3, 6, 2)], enforce_sorted=False)
-    expected, _ = rnn(packed, **options)
-    output, _ = compiled(rnn)(packed, **options)
-    torch.testing.assert_close(output.data, expected.data)
-    output.data.sum().backward()
-
-
 # --- made by hand, and wrong ---------------------------------------------------------------------
 
 DATA = torch.zeros(12, 5)

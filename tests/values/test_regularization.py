@@ -70,35 +70,25 @@ def test_zoneout_of_gru_is_that_of_the_paper():
     assert abs(kept.double().mean() - 0.3) < 4 * math.sqrt(0.3 * 0.7 / kept.numel())
 
 
-def test_zoneout_of_lstm_is_that_of_the_paper():
-    """h and c have their own probabilities; the new h comes from the new c before zoneout."""
-    rnn = make("LSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
-    input = torch.randn(1, 40, 3).double()
-    h, c = torch.randn(2, 1, 40, 50).double()
-    _, (new_h, new_c) = functional.lstm(input, list(rnn.parameters()), (h, c))
-    _, (h_n, c_n) = rnn.eval()(input, (h, c))
-    torch.testing.assert_close(h_n, 0.2 * h + 0.8 * new_h)
-    torch.testing.assert_close(c_n, 0.6 * c + 0.4 * new_c)
-    _, (h_n, c_n) = rnn.train()(input, (h, c))
-    kept_h, kept_c = h_n == h, c_n == c
-    assert torch.where(kept_h, h, new_h).equal(h_n) and torch.where(kept_c, c, new_c).equal(c_n)
-    for kept, p in ((kept_h, 0.2), (kept_c, 0.6), (kept_h & kept_c, 0.12)):
-        assert abs(kept.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / kept.numel())
+@pytest.mark.parametrize(("kind", "width"), [("LSTM", 50), ("ProjectedLSTM", 49)])
+def test_zoneout_of_lstm_is_that_of_the_paper(kind, width):
+    """h and c have their own probabilities; the new h comes from the new c before zoneout.
 
-
-def test_zoneout_of_a_projection():
-    """Zoneout applies to the projected h, and to c."""
-    rnn = make("ProjectedLSTM", "cpu", 3, 50, zoneout=(0.2, 0.6))
-    input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, 49).double()
+    It applies to an h that has been projected.
+    """
+    rnn = make(kind, "cpu", 3, 50, zoneout=(0.2, 0.6))
+    input, h = torch.randn(1, 40, 3).double(), torch.randn(1, 40, width).double()
     c = torch.randn(1, 40, 50).double()
-    _, (new_h, new_c) = functional.lstm(input, list(rnn.parameters()), (h, c), proj_size=49)
+    options = {"proj_size": rnn.proj_size} if rnn.proj_size else {}
+    _, (new_h, new_c) = functional.lstm(input, list(rnn.parameters()), (h, c), **options)
     _, (h_n, c_n) = rnn.eval()(input, (h, c))
     torch.testing.assert_close(h_n, 0.2 * h + 0.8 * new_h)
     torch.testing.assert_close(c_n, 0.6 * c + 0.4 * new_c)
     _, (h_n, c_n) = rnn.train()(input, (h, c))
     kept_h, kept_c = h_n == h, c_n == c
     assert torch.where(kept_h, h, new_h).equal(h_n) and torch.where(kept_c, c, new_c).equal(c_n)
-    for kept, p in ((kept_h, 0.2), (kept_c, 0.6)):
+    both = kept_h[..., :width] & kept_c[..., :width]
+    for kept, p in ((kept_h, 0.2), (kept_c, 0.6), (both, 0.12)):
         assert abs(kept.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / kept.numel())
 
 
