@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def compiled(text: str, *flags: str, includes: tuple[Path, ...] = ()) -> Compile
         found = Compiled(**json.loads(gzip.decompress(kept.read_bytes())))
         os.utime(kept)
         return found
-    except (OSError, EOFError, ValueError, TypeError):  # not there, or damaged
+    except (OSError, EOFError, ValueError, TypeError, zlib.error):  # not there, or damaged
         pass
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "code.cu")
@@ -76,12 +77,10 @@ def compiled(text: str, *flags: str, includes: tuple[Path, ...] = ()) -> Compile
 
 
 def _digest(text: str, flags: tuple[str, ...], folders: tuple[Path, ...]) -> str:
-    # Paths are relative, so that another clone of the sources finds the same.
-    files = sorted(
-        path for folder in folders for end in ("*.h", "*.cu") for path in folder.rglob(end)
-    )
     content = [text, *flags, _versions()]
-    content += [f"{path.relative_to(ROOT)}\0{path.read_text()}" for path in files]
+    for folder in folders:  # paths are relative, so that another clone finds the same
+        files = sorted(path for end in ("*.h", "*.cu") for path in folder.rglob(end))
+        content += [f"{path.relative_to(folder)}\0{path.read_text()}" for path in files]
     return hashlib.sha256("\0\0".join(content).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import nvcc
 import pytest
 from nvcc import compiled, needs_nvcc
 
@@ -348,3 +349,31 @@ def test_a_fault_is_noticed(fault: str) -> None:
                 check(name, changed[name])
         else:
             check(name, changed[name])
+
+
+# --- what was compiled before --------------------------------------------------------------------
+
+
+@needs_nvcc
+def test_what_was_compiled_is_found_until_something_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvcc, "CACHE", tmp_path / "cache")
+    header = tmp_path / "include/number.h"
+    header.parent.mkdir()
+    text = '#include "number.h"\n__global__ void kernel(int* to) { *to = NUMBER; }\n'
+
+    def ptx() -> str:
+        return compiled(text, "-arch=compute_90", "-ptx", includes=(header.parent,)).ptx
+
+    header.write_text("#define NUMBER 40")
+    first = ptx()
+    with monkeypatch.context() as patch:
+        patch.setattr(nvcc, "NVCC", "/nowhere/nvcc")
+        assert ptx() == first
+        (kept,) = nvcc.CACHE.iterdir()
+        kept.write_bytes(kept.read_bytes()[:-20])
+        with pytest.raises(FileNotFoundError):
+            ptx()
+    header.write_text("#define NUMBER 41")
+    assert ", 40;" in first and ", 41;" in ptx()
