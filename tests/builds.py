@@ -172,11 +172,16 @@ def builds(speed: str) -> list[Build]:
     """All that the tests of a speed need, and those of the faster ones."""
     import emulator
     import fake_cuda
+    from emulator import persistent
+    from fuzz import sanitized
 
-    found = [emulator.EMULATED]
-    if speed != "quick":
-        found += [fake_cuda.LIBRARY, emulator.SANITIZED, emulator.seeded()]
-    return found
+    quick = [emulator.EMULATED, persistent.EXCHANGE, persistent.SMOKE]
+    if speed == "quick":
+        return quick
+    found = [*quick, fake_cuda.LIBRARY, emulator.seeded(), *persistent.programs(speed == "nightly")]
+    if sanitized.is_possible():
+        found += [emulator.SANITIZED, sanitized.LIBRARY]
+    return list(dict.fromkeys(found))
 
 
 def make_all(wanted: Iterable[Build]) -> None:

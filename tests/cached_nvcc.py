@@ -1,72 +1,87 @@
 """nvcc, but for kernels that this machine has compiled before: ``python cached_nvcc.py nvcc ...``.
 
 CI compiles all kernels in a fresh clone, most often from the sources of the time before. make sets
-PYTORCH_NVCC to this program, which torch then calls in the place of nvcc. An object is found by the
-versions of nvcc and torch, the words of the command and the content of csrc, wherever that lies.
+PYTORCH_NVCC to this program, which torch then calls in the place of nvcc. What is kept is found by
+the versions of the compilers, the words of the command, and the content of the folders that kernels
+include, wherever these lie. Imports nothing beyond Python, since it runs while a package is built.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fusedrnn-tests")
-DAYS = 30  # how long an object is kept that nothing has asked for
+CSRC = ROOT / "csrc"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fusedrnn-tests/kernels")
+MONTH_S = 30 * 24 * 3600
 
 
-def digest(words: list[str]) -> str:
-    """A name for what a command makes."""
-    version = subprocess.run([words[0], "--version"], capture_output=True, text=True).stdout
-    content = hashlib.sha256(f"{version} torch {importlib.metadata.version('torch')}".encode())
-    content.update("\0".join(words[1:]).replace(str(ROOT), "").replace(sys.prefix, "").encode())
-    for path in sorted((ROOT / "csrc").rglob("*.*")):
-        content.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode())
-        content.update(path.read_bytes())
-    return content.hexdigest()
+def digest(nvcc: str, *words: str, folders: tuple[Path, ...] = (CSRC,)) -> str:
+    """A name for what nvcc makes of words; paths are relative, so another clone finds the same."""
+    content = [_versions(nvcc), *(w.replace(str(ROOT), "").replace(sys.prefix, "") for w in words)]
+    for folder in folders:
+        files = sorted(path for end in ("*.h", "*.cu", "*.cpp") for path in folder.rglob(end))
+        content += [f"{path.relative_to(folder)}\0{path.read_text()}" for path in files]
+    return hashlib.sha256("\0\0".join(content).encode()).hexdigest()
 
 
-def after(words: list[str], option: str) -> Path | None:
-    """The path that follows an option."""
-    return Path(words[words.index(option) + 1]) if option in words[:-1] else None
+@functools.cache
+def _versions(nvcc: str) -> str:
+    """Of nvcc, and of the compiler that it calls for the CPU's code."""
+    commands = ([nvcc, "--version"], ["c++", "--version"])
+    return "".join(subprocess.run(c, capture_output=True, text=True).stdout for c in commands)
 
 
-def forget_old() -> None:
-    """Deletes what has not been used for long."""
-    for path in CACHE.glob("*"):
-        if path.stat().st_mtime < time.time() - DAYS * 86400:
-            path.unlink(missing_ok=True)
+def kept(path: Path) -> bytes | None:
+    """What was kept under a path, if anything."""
+    try:
+        os.utime(path)
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Writes a whole file at once, and removes those that nothing has asked for in a month."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_bytes(content)
+    fresh.replace(path)
+    for old in CACHE.iterdir():
+        if old.stat().st_mtime < time.time() - MONTH_S:
+            old.unlink(missing_ok=True)
 
 
 def main() -> int:
-    """Runs nvcc or takes what it made before; returns its exit status."""
+    """Runs nvcc, or takes the object that it made before; returns its exit status."""
     words = sys.argv[1:]
-    target, dependencies = after(words, "-o"), after(words, "--dependency-output")
-    if "-c" not in words or target is None:
+    if "-c" not in words:
         return subprocess.run(words).returncode
-    kept = CACHE / f"{digest(words)}.o"
-    if kept.exists():
-        print(f"{target.name} was compiled before from the same sources", flush=True)
-        kept.touch()
-        shutil.copyfile(kept, target)
-        if dependencies is not None:  # ninja compiles again if one of these changes
-            headers = " ".join(str(path) for path in sorted((ROOT / "csrc").rglob("*.h")))
-            dependencies.write_text(f"{target} : {headers}\n")
-        return 0
-    status = subprocess.run(words).returncode
-    if status == 0:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        forget_old()
-        fresh = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(target, fresh)
-        fresh.replace(kept)
-    return status
+
+    def after(option: str) -> Path:
+        return Path(words[words.index(option) + 1])
+
+    torch = importlib.metadata.version("torch")
+    path = CACHE / f"{digest(words[0], torch, *words[1:])}.o"
+    found = kept(path)
+    if found is None:
+        status = subprocess.run(words).returncode
+        if status == 0:
+            keep(path, after("-o").read_bytes())
+        return status
+    print(f"{after('-c').name} was compiled before from the same sources", flush=True)
+    after("-o").write_bytes(found)
+    if "--dependency-output" in words:  # ninja compiles again if one of these changes
+        headers = " ".join(str(path) for path in sorted(CSRC.rglob("*.h")))
+        after("--dependency-output").write_text(f"{after('-o')} : {headers}\n")
+    return 0
 
 
 if __name__ == "__main__":

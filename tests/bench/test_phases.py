@@ -6,11 +6,10 @@ import argparse
 import json
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from emulator.persistent import FOLDER, program
+from emulator.persistent import PHASES, PLAIN_PHASES
 from nvcc import NVCC, needs_nvcc
 
 from bench import phase_programs, phases
@@ -30,13 +29,8 @@ def script(path: Path, command: str) -> None:
 @pytest.fixture
 def emulated(tmp_path: Path) -> Programs:
     """All programs, with the emulation in the place of a GPU."""
-    source, bench = FOLDER / "phases.cpp", phase_programs.ROOT / "bench"
-    builds = {
-        CLOCKS: program("phases-clocks", "-DFUSEDRNN_PHASE_CLOCKS", source=source),
-        PLAIN: program("phases", source=source),
-    }
-    for schedule, (kind, build) in enumerate(builds.items()):
-        made = replace(build, headers=(*build.headers, bench)).make()
+    builds = {CLOCKS: PHASES.make(), PLAIN: PLAIN_PHASES.make()}
+    for schedule, (kind, made) in enumerate(builds.items()):
         for case in CASES:
             name = phase_programs.name_of(case.cell, case.direction, kind)
             command = f"exec {made} {case.cell} {case.direction} $1 $2 $3 {schedule}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import allow_tf32
 from emulator import emulated_operators, use
-from emulator.persistent import FOLDER, program
+from emulator.persistent import SMOKE
 from nvcc import needs_nvcc
 
 from bench import smoke, step_probe, worker
@@ -146,7 +146,7 @@ def test_what_the_program_says(tmp_path: Path, said: str, status: int, row: dict
 
 
 def test_probes_in_cpp_run_on_the_emulation() -> None:
-    probes = program("smoke", source=FOLDER / "smoke.cpp").make()
+    probes = SMOKE.make()
     done = subprocess.run([probes], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 

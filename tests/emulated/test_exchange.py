@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 
 import pytest
-from emulator.persistent import FOLDER, program
+from emulator.persistent import EXCHANGE
 
 ENOUGH = 1 << 20  # reads, more than any wait here takes
 NEVER = -1
@@ -26,7 +26,7 @@ class Wait:
 
 def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
     """How the lanes of a warp wait until packets arrive; times are counted in reads."""
-    command = [program("exchange", source=FOLDER / "exchange.cpp").make(), spin_limit, given_up_at]
+    command = [EXCHANGE.make(), spin_limit, given_up_at]
     done = subprocess.run(
         [*map(str, command), *map(str, sent_at)], capture_output=True, text=True, timeout=60
     )

@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 from cases import OPERATOR_CELLS
-from emulator.persistent import FLAGS, FOLDER, PACKETS, program
-from emulator.seeded_bugs import seeded_sources
+from emulator.persistent import BACKWARD, FLAGS, FORWARD, PACKETS, sanitized
 
 pytestmark = pytest.mark.slow  # compiles programs: a few for CI, and a dozen each night
-
-FORWARD, BACKWARD = "persistent", "persistent_backward"
 
 
 @dataclass(frozen=True)
@@ -55,16 +52,9 @@ def each_night(problems):
     ]
 
 
-def run(problem, kind, flags, exchange, schedule=1, bug=0):
+def run(problem, kind, exchange, schedule=1, bug=0):
     """The exit status of a program, and what it prints: a hash of all results."""
-    folder = seeded_sources() if kind == "seeded" else FOLDER
-    path = program(
-        f"{kind}_{problem.program}_{problem.element}",
-        "-g1",
-        *flags,
-        f"-DFUSEDRNN_ELEMENT={problem.element}",
-        source=folder / f"{problem.program}.cpp",
-    ).make()
+    path = sanitized(kind, problem.program, problem.element).make()
     command = [path, problem.cell, *map(str, (*problem.words, exchange, schedule, bug))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
@@ -73,7 +63,7 @@ def run(problem, kind, flags, exchange, schedule=1, bug=0):
 def watched(problem, exchange, schedule=1, bug=0):
     """Runs a program under the thread sanitizer, which finds accesses that are not ordered."""
     kind = "seeded" if bug else "watched"
-    status, printed = run(problem, kind, ["-fsanitize=thread"], exchange, schedule, bug)
+    status, printed = run(problem, kind, exchange, schedule, bug)
     if "FATAL: ThreadSanitizer" in printed:  # it does not support the memory layout of some kernels
         pytest.skip(printed.partition("\n")[0])
     return status, printed
@@ -97,8 +87,7 @@ def test_no_access_is_unordered(problem):
     "problem", each_night(FORWARD_PROBLEMS + FLOAT_PROBLEMS + BACKWARD_PROBLEMS)
 )
 def test_no_access_is_out_of_bounds(problem, exchange):
-    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    status, printed = run(problem, "bounded", flags, exchange)
+    status, printed = run(problem, "bounded", exchange)
     assert status == 0, printed
 
 

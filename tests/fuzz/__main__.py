@@ -42,7 +42,7 @@ def main() -> None:
         runs = [(program, False) for program in PROGRAMS] + [(one, True) for one in SANITIZED]
     if any(is_sanitized for _, is_sanitized in runs):
         CONSOLE.print("building the library for sanitizers, if it is not there: minutes")
-        batches.sanitized.build()
+        batches.sanitized.LIBRARY.make(say=True)
     table = Table("program", "library", "cases", *OUTCOMES, "findings")
     table.caption = (
         "of wrong calls: accepted ones went through, as some may; died of no memory\n"

@@ -69,7 +69,7 @@ def _batch(options: dict[str, Any]) -> tuple[list[Record], int]:
     program, first = options["program"], options["first"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     if options["is_sanitized"]:
-        sanitized.build()
+        sanitized.LIBRARY.make()
         environment |= sanitized.environment(MOST_BYTES)
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
         words = json.dumps(options | {"most_bytes": MOST_BYTES, "report": report.name})
