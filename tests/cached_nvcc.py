@@ -50,11 +50,11 @@ def kept(path: Path) -> bytes | None:
 
 def keep(path: Path, content: bytes) -> None:
     """Writes a whole file at once, and removes those that nothing has asked for in a month."""
-    CACHE.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_bytes(content)
     fresh.replace(path)
-    for old in CACHE.iterdir():
+    for old in path.parent.iterdir():
         if old.stat().st_mtime < time.time() - MONTH_S:
             old.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -369,11 +370,11 @@ def test_what_was_compiled_is_found_until_something_changes(
     header.write_text("#define NUMBER 40")
     first = ptx()
     with monkeypatch.context() as patch:
-        patch.setattr(nvcc, "NVCC", "/nowhere/nvcc")
+        patch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("nvcc is called"))
         assert ptx() == first
         (kept,) = nvcc.CACHE.iterdir()
         kept.write_bytes(kept.read_bytes()[:-20])
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(pytest.fail.Exception, match="nvcc is called"):
             ptx()
     header.write_text("#define NUMBER 41")
     assert ", 40;" in first and ", 41;" in ptx()
