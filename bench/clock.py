@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
+from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
 LEAST_ROUNDS = 3
@@ -58,6 +60,38 @@ def cuda_enqueue_ms(call: Callable[[], object]) -> float:
     """Time of the CPU to enqueue a call, without waiting for the GPU."""
     torch.cuda.synchronize()  # with a full queue the CPU would wait
     return time_ms(call)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, copy or preset of memory that ran on a GPU, and when, in microseconds."""
+
+    name: str
+    begin_us: float
+    end_us: float
+
+
+def cuda_kernels(call: Callable[[], object], calls: int = 1) -> list[Kernel]:
+    """What some calls ran on the GPU, by torch's profiler."""
+    torch.cuda.synchronize()
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA], acc_events=True) as found:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """The time during which any of the kernels ran."""
+    total, until = 0.0, -math.inf
+    for kernel in sorted(kernels, key=lambda kernel: kernel.begin_us):
+        total += max(0.0, kernel.end_us - max(until, kernel.begin_us))
+        until = max(until, kernel.end_us)
+    return total
 
 
 @contextmanager
@@ -130,9 +164,9 @@ class Memory:
 def measure_memory(call: Callable[[], object]) -> Memory:
     """Runs a call under the profiler, which sees temporaries inside of operators too."""
     # Not torch.profiler's, which builds a tree of all events, in several times a call's own time.
-    with profile(profile_memory=True, use_kineto=True) as profiler:
+    with profile(profile_memory=True, use_kineto=True) as profiled:
         call()
-    events = profiler.kineto_results.events()
+    events = profiled.kineto_results.events()
     sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     sizes.sort(key=lambda event: event[0])  # stable: events of one nanosecond keep their order
     now_bytes = peak_bytes = 0

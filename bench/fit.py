@@ -3,7 +3,8 @@
 A pass over T steps in chunks of K takes about  call + T / K · chunk + T · step.  Two lengths and
 two chunks give these three numbers: for a GRU stepwise, and in a persistent kernel with one tile of
 rows, with several, and without recompute; and for an LSTM. These again give what the constants of
-csrc/driver/time_model.h stand for. They are values, to set the model right by, and no targets.
+csrc/driver/time_model.h stand for, at three sizes (stepwise at the first one, since a launch takes
+as long at any). They are values, to set the model right by, and no targets.
 
 Chunks are long enough that the GPU decides how long they take, and not the CPU, which enqueues them
 meanwhile; so what one costs besides its steps is taken from persistent kernels, where it is much of
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
@@ -28,29 +29,31 @@ from .report import Report, Run, Table, main, set_up_torch
 from .sweep import Budget, not_reached, why_none
 from .worker import Notes, Row, measure_apart
 
-SIZE, DTYPE = 256, torch.bfloat16
+SIZES, DTYPE = (256, 512, 1024), torch.bfloat16
 LENGTHS, CHUNKS = (256, 1024), (64, 256)
 ROUNDS, BUDGET_S = 20, 1.5
 FORWARD, BACKWARD = "forward", "backward"
 # The time that the CPU takes to enqueue backward, while the GPU's queue has room.
 ENQUEUEING = "enqueueing"
 UNIT_TILE, ROW_TILE = 16, 8  # the shape of mma: see csrc/persistent/arguments.h
+COLUMNS = 256  # of weights, for each of which a tile takes the model's time
 CELLS = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM}
 LSTM_GATES = 4  # their gradients are exchanged in backward
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A cell, its backend and the rows of its batch."""
+    """A cell, its backend, the rows of its batch, and its size."""
 
     cell: str
     backend: str
     batch: int
     recompute: bool = True
+    size: int = SIZES[0]
 
     def __str__(self) -> str:
         option = "" if self.recompute else ", recompute=False"
-        return f"{self.cell}, {self.backend}, B={self.batch}{option}"
+        return f"{self.cell}, {self.backend}, B={self.batch} H={self.size}{option}"
 
     @property
     def is_persistent(self) -> bool:
@@ -68,8 +71,9 @@ ONE_TILE = Configuration("gru", "persistent", 16)
 SEVERAL_TILES = Configuration("gru", "persistent", 256)
 SAVED = Configuration("gru", "persistent", 16, recompute=False)
 HAS_STATE = Configuration("lstm", "persistent", 16)
+OF_A_SIZE = (ONE_TILE, SEVERAL_TILES, SAVED, HAS_STATE)
 # The configurations of each process; those that cannot break a process come first.
-JOBS = ((STEPWISE,), (ONE_TILE, SEVERAL_TILES, SAVED, HAS_STATE))
+JOBS = ((STEPWISE,), *(tuple(replace(c, size=size) for c in OF_A_SIZE) for size in SIZES))
 CONFIGURATIONS = tuple(itertools.chain(*JOBS))
 # Configurations whose chunks cost little in addition to the counted items: with more rows, the
 # time of the products themselves changes with the length of a chunk.
@@ -105,9 +109,10 @@ def costs(times_us: Mapping[Place, float]) -> Costs:
 def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Plan:
     """The plan of a configuration."""
     seq_len, chunk_size = place
-    sizes = {"input_size": SIZE, "hidden_size": SIZE, "chunk_size": chunk_size}
+    size = configuration.size
+    sizes = {"input_size": size, "hidden_size": size, "chunk_size": chunk_size}
     options = sizes | {"cell": configuration.cell, "backend": configuration.backend}
-    return fusedrnn.plan(options, (seq_len, configuration.batch, SIZE), DTYPE, device)
+    return fusedrnn.plan(options, (seq_len, configuration.batch, size), DTYPE, device)
 
 
 def modelled(configuration: Configuration, device: str) -> dict[str, Costs]:
@@ -139,17 +144,18 @@ def counts(configuration: Configuration, which: str) -> dict[str, int]:
 def tiles(configuration: Configuration, device: str) -> int:
     """Tiles of rows that a block of the persistent kernel goes through in a step."""
     groups = plan(configuration, (LENGTHS[0], CHUNKS[0]), device).forward.grid // (
-        SIZE // UNIT_TILE
+        configuration.size // UNIT_TILE
     )
     return -(-configuration.batch // ROW_TILE // groups)
 
 
-def constants(found: Found, device: str) -> dict[str, float]:
-    """The values that measurements give for the model's constants, as far as there are any.
+def constants(found: Found, device: str, size: int = SIZES[0]) -> dict[str, float]:
+    """The values that measurements at a size give for the model's constants, where there are any.
 
     Each is the model's constant plus the difference to the measurement.
     """
-    model = {configuration: modelled(configuration, device) for configuration in found}
+    found = {replace(c, size=SIZES[0]): costs for c, costs in found.items() if c.size == size}
+    model = {c: modelled(replace(c, size=size), device) for c in found}
 
     def lacks(configuration: Configuration, which: str, part: str) -> float:
         measured, by_model = found[configuration][which], model[configuration][which]
@@ -160,11 +166,16 @@ def constants(found: Found, device: str) -> dict[str, float]:
         more["launched"] = lacks(STEPWISE, FORWARD, "step")
     if ONE_TILE in found and SEVERAL_TILES in found:
         one, several = (lacks(c, FORWARD, "step") for c in (ONE_TILE, SEVERAL_TILES))
-        more["tile"] = (several - one) / (tiles(SEVERAL_TILES, device) - tiles(ONE_TILE, device))
-        more["exchange"] = one - tiles(ONE_TILE, device) * more["tile"]
+        depth = size // COLUMNS
+        few, many = (
+            depth * tiles(replace(c, size=size), device) for c in (ONE_TILE, SEVERAL_TILES)
+        )
+        more["tile"] = (several - one) / (many - few)
+        more["exchange"] = one - few * more["tile"]
         if HAS_STATE in found:
             rest = lacks(HAS_STATE, BACKWARD, "step") - more["exchange"]
-            more["state"] = rest / tiles(HAS_STATE, device) - LSTM_GATES * more["tile"]
+            of_state = tiles(replace(HAS_STATE, size=size), device)
+            more["state"] = rest / of_state - LSTM_GATES * depth * more["tile"]
     if all(configuration in found for configuration in SMALL_CHUNKS):
         passes = list(itertools.product(SMALL_CHUNKS, (FORWARD, BACKWARD)))
         names = ("gemm", "launch", "kernel")
@@ -236,7 +247,8 @@ def _step(configuration: Configuration, place: Place) -> TrainingStep:
     def make(size: int) -> fusedrnn.GRU | fusedrnn.LSTM:
         return CELLS[configuration.cell](size, size, chunk_size=chunk_size, **options)
 
-    step = TrainingStep(make, Shape(seq_len, configuration.batch, SIZE), "cuda", DTYPE)
+    shape = Shape(seq_len, configuration.batch, configuration.size)
+    step = TrainingStep(make, shape, "cuda", DTYPE)
     step.input.requires_grad_()  # because the model counts all gradients
     return step
 
@@ -275,15 +287,16 @@ def report(rows: Mapping[Configuration, Mapping[str, Row]], device: str) -> Repo
             texts += [f"{cost.step:.2f}", f"{model[which].step:.2f}"]
             lines.append([str(configuration), which, *texts])
             numbers.append({"configuration": str(configuration), "pass": which, **asdict(cost)})
-    columns = ["bfloat16, H=256", "", "call", "chunk", "by the model", "step", "by the model"]
-    fitted = constants(found, device) if found else {}
+    columns = ["bfloat16", "", "call", "chunk", "by the model", "step", "by the model"]
+    fitted = {size: constants(found, device, size) for size in SIZES}
     constant_lines = [
-        [name, f"{fitted[name]:.2f}" if name in fitted else "", f"{us:.2f}"]
+        [name, *(f"{of[name]:.2f}" if name in of else "" for of in fitted.values()), f"{us:.2f}"]
         for name, us in _helpers.MODEL_US.items()
     ]
+    constant_columns = ["", *(f"H={size}" for size in SIZES), "model"]
     tables = [
         Table("Microseconds of a call, a chunk and a step", columns, lines),
-        Table("Constants of the model, in microseconds", ["", "measured", "model"], constant_lines),
+        Table("Constants of the model, in microseconds", constant_columns, constant_lines),
     ]
     content = {
         "rows": [

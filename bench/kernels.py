@@ -12,12 +12,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-
 from .cases import CUDA_QUICK, CUDA_SHAPES, GRU, LSTM, OUR_GRU, OUR_LSTM, OURS, TF32, training_step
-from .clock import cuda_time_ms, interleaved_ms
+from .clock import cuda_kernels, cuda_time_ms, interleaved_ms
 from .report import Report, Run, Table, main
 from .sweep import Budget, Case, Results, kinds, not_reached, numbers, opened, why_none
 from .worker import Notes, measure_apart
@@ -56,15 +52,9 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
             train_ms = interleaved_ms(
                 {name: step.train}, rounds=ROUNDS, budget_s=BUDGET_S, timer=cuda_time_ms
             )[name]
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-                for _ in range(STEPS):
-                    step.train()
-                torch.cuda.synchronize()
             of_kernels: dict[str, list[float]] = defaultdict(list)
-            for event in profiler.events():
-                if event.device_type == DeviceType.CUDA:
-                    of_kernels[event.name].append(event.time_range.elapsed_us())
+            for ran in cuda_kernels(step.train, STEPS):
+                of_kernels[ran.name].append(ran.end_us - ran.begin_us)
             kernels = [
                 {"kernel": kernel, "count": len(us) / STEPS, "us": sum(us) / STEPS}
                 for kernel, us in of_kernels.items()

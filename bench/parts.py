@@ -14,40 +14,62 @@ from typing import Any
 
 from .machine import cuda_tool
 
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Compiled cells, with products, sums of rows, draws and vectors between them.
+PROGRAMS = ("ForumCell", "LateResetGRU", "DreamerV3")
+PROGRAM_DTYPES = ("float32", "bfloat16")
+# Kinds of kernels, each of which has a process of its own under a sanitizer: see sanitize.py.
+PERSISTENT = ("persistent_gru", "persistent_lstm", "persistent_stochastic_gru")
+OF_PROGRAMS = tuple(f"{name}_{dtype}" for name in PROGRAMS for dtype in PROGRAM_DTYPES)
+KINDS = (*PERSISTENT, *OF_PROGRAMS, "stepwise", "product")
+# A tool has a part for each kind, and its name stands for all of these.
+SANITIZERS = {
+    tool: tuple(f"{tool}_{kind}" for kind in KINDS)
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
+}
 # Parts that write a file of results, and which.
 BENCHMARKS = {
-    "smoke": "smoke.json",
-    "speed": "speed.json",
+    "steps": "smoke.json",
+    "phases": "phases.json",
+    "variants": "variants.json",
+    "lstm": "lstm.json",
+    "fit": "fit.json",
+    "cell_graphs": "cell_graphs.json",
     "calls": "calls.json",
+    "smoke": "smoke.json",
+    "numerics": "numerics.json",
+    "speed": "speed.json",
     "memory": "memory.json",
     "chunks": "chunks.json",
-    "fit": "fit.json",
     "packed": "packed.json",
     "kernels": "kernels.json",
-    "numerics": "numerics.json",
-    "train_text": "train_text_bfloat16.json",
     "any_cell": "any_cell.json",
+    "train_text": "train_text_bfloat16.json",
 }
-# A benchmark begins nothing new this much before its limit: what is at work is stopped before that.
+# A benchmark begins nothing new this much before its part must end; what is at work then is stopped
+# before that. In its command BUDGET stands for the seconds that this leaves.
 SLACK_S = 30
+BUDGET = "SECONDS"
 WORKERS = 12  # processes of tests
 TEST_S = 100  # for a test
 # Tests that need the memory of the whole GPU, or that no other process uses it.
 ALONE = "64_bit or out_of_memory"
 
-# Names of parts; those of a tuple run at the same time, because they do not measure any.
+# Names of parts; those of a tuple run at the same time, because they do not measure any. In each
+# group, what decides a design comes first, and what only confirms comes last.
 Stage = tuple[str, ...]
 GROUPS: dict[str, tuple[Stage, ...]] = {
-    "first": (("build",), ("smoke",), ("tests",), ("alone",)),
-    "speed": (("build",), ("speed",), ("calls",), ("memory",), ("chunks",), ("fit",)),
-    "deep": (
+    "glance": (("build",), ("steps",), ("phases",), ("variants",)),
+    "numbers": (("build",), ("lstm",), ("fit",), ("cell_graphs",), ("calls",), ("smoke",)),
+    "proof": (
         ("build",),
-        SANITIZERS,
-        ("numerics", "scales", "train_text", "math", "emulation"),
+        ("tests",),
+        ("alone",),
+        (*(f"racecheck_{kind}" for kind in (*PERSISTENT, *OF_PROGRAMS)), "initcheck_product"),
+        ("programs", "emulation", "numerics"),
     ),
-    "cells": (("build",), ("programs",), ("any_cell",)),
 }
+# What a group takes at most, on 16 cores and with libraries that were built before.
+MINUTES = {"glance": 4.0, "numbers": 8.0, "proof": 12.0}
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ def parts(out: Path) -> dict[str, Part]:
             command += ["-n", str(count), "--max-worker-restart=100"]
         return Part(name, limit_s, [*command, *options], verdict=test_results)
 
-    def sanitizer(tool: str) -> Part:
+    def sanitizer(tool: str, kind: str) -> Part:
         command = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "1"]
         command += ["--print-limit", "50"]  # errors, each of a page
         env = {}
@@ -98,35 +120,45 @@ def parts(out: Path) -> dict[str, Part]:
             env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # blocks with the bounds of their tensors
         else:
             command += ["--kernel-name", "kns=fusedrnn"]  # what cuBLAS shares is its own matter
-        return Part(tool, 150, [*command, python, "-m", "bench.sanitize"], env)
+        return Part(f"{tool}_{kind}", 190, [*command, python, "-m", "bench.sanitize", kind], env)
 
-    def benchmark(name: str, limit_s: float, *options: str) -> Part:
-        command = [python, "-m", f"bench.{name}", "--device", "cuda", "--out", str(out), *options]
+    def benchmark(name: str, limit_s: float, *options: str, module: str = "") -> Part:
+        command = [python, "-m", f"bench.{module or name}", "--device", "cuda", "--out", str(out)]
+        command += options
         return Part(name, limit_s, command, verdict=lambda _: results(out / BENCHMARKS[name]))
 
-    def sweep(name: str, limit_s: float) -> Part:
-        return benchmark(name, limit_s, "--budget-s", f"{limit_s - SLACK_S:.0f}")
+    def sweep(name: str, limit_s: float, *options: str, module: str = "") -> Part:
+        return benchmark(name, limit_s, *options, "--budget-s", BUDGET, module=module)
 
     all_parts = [
-        Part("build", 90, [python, "-m", "bench.build"], most_s=300),
-        sweep("smoke", 90),
-        tests("tests", 260, *apart, "-k", f"not (emulation or {ALONE})"),
-        tests("alone", 60, *apart, "-k", ALONE, workers=1),
-        sweep("speed", 200),
+        Part("build", 40, [python, "-m", "bench.build"], most_s=300),
+        # glance
+        sweep("steps", 40, "--quick", module="smoke"),
+        sweep("phases", 95),
+        sweep("variants", 50, "--only", "variants", module="speed"),
+        # numbers
+        sweep("lstm", 105, "--only", "lstm", module="speed"),
+        sweep("fit", 95),
+        sweep("cell_graphs", 90),
         sweep("calls", 50),
+        sweep("smoke", 85),
+        # proof
+        tests("tests", 180, *apart, "-k", f"not (emulation or {ALONE})"),
+        tests("alone", 50, *apart, "-k", ALONE, workers=1),
+        *(sanitizer(tool, kind) for tool in SANITIZERS for kind in KINDS),
+        tests("programs", 245, programs, workers=6),  # each test has nvcc build a library
+        tests("emulation", 245, "tests/gpu/test_cuda_persistent.py", "-k", "emulation", workers=4),
+        sweep("numerics", 200),
+        # in no group
+        sweep("speed", 200),
         sweep("memory", 75),
         sweep("chunks", 60),
-        sweep("fit", 48),
         sweep("packed", 60),
         sweep("kernels", 90),
-        tests("programs", 90, programs),  # each test has nvcc build a library
         sweep("any_cell", 320),  # not enough for all cells: any_cell.FIRST come first
-        *map(sanitizer, SANITIZERS),
-        sweep("numerics", 200),
         benchmark("train_text", 200, "--dtype", "bfloat16"),
         tests("scales", 250, scales, workers=4),
         tests("math", 250, math, workers=1),  # compiles for half of it
-        tests("emulation", 250, "tests/gpu/test_cuda_persistent.py", "-k", "emulation", workers=4),
     ]
     return {part.name: part for part in all_parts}
 

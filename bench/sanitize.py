@@ -1,36 +1,47 @@
-"""Small calls of every kind, for compute-sanitizer to watch: ``python -m bench.sanitize``."""
+"""Small calls of one kind of kernel, for compute-sanitizer: ``python -m bench.sanitize KIND``.
+
+One kind per process, because the sanitizer itself may end with a process, and then says nothing
+about what would have come after.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.utils import _pytree as pytree
 
-from docs.examples.published_cells import CASES, Case
+from docs.examples.published_cells import CASES
 from fusedrnn import GRU, LSTM, Recurrent, StochasticGRU, set_chunk_replay, tuning
 
 from .any_cell_steps import Size, start_of
+from .parts import KINDS, PROGRAM_DTYPES, PROGRAMS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# T, B, I, H, Z: odd widths with replayed chunks and a shorter one; and the smallest sizes.
+PERSISTENT_DTYPES = (torch.bfloat16, torch.float32)  # float32 by products rounded to TF32
+# T, B, I, H, Z: odd widths with replayed chunks and a shorter one; the smallest sizes; and widths
+# of whole packets, so that persistent kernels exchange through the gradient.
 SHAPES = ((17, 3, 5, 9, 3), (1, 1, 1, 1, 1))
-# Widths of whole packets, so that persistent kernels exchange through the gradient.
 IN_PLACE = (17, 3, 8, 16, 8)
 CHUNK_SIZE = 3
 NOISE = ("drawn", "given", "none")
-# Compiled cells, with products, sums of rows, draws and vectors between them.
-PROGRAMS = ("ForumCell", "LateResetGRU", "DreamerV3")
-PROGRAM_DTYPES = (torch.float32, torch.bfloat16)
+# Whether blocks exchange by flags, and whether there is a second stream.
+WAYS = ((False, False), (True, False), (False, True))
 PROGRAM_SIZE = Size(17, 3, 8)
 
+Call = Callable[[], None]
 
-def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str) -> None:
+
+def stochastic(
+    shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str, backend: str
+) -> None:
     """Runs forward and backward with all gradients."""
     seq_len, batch, input_size, hidden_size, latent_size = shape
-    rnn = StochasticGRU(
-        input_size, hidden_size, latent_size, recompute=recompute, chunk_size=CHUNK_SIZE
-    ).to("cuda", dtype)
+    options = {"recompute": recompute, "chunk_size": CHUNK_SIZE, "backend": backend}
+    rnn = StochasticGRU(input_size, hidden_size, latent_size, **options).to("cuda", dtype)
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda").to(dtype).requires_grad_()
@@ -43,19 +54,18 @@ def call(shape: tuple[int, ...], dtype: torch.dtype, recompute: bool, noise: str
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in given)
 
 
-def call_masked(cls: type[GRU | LSTM], dtype: torch.dtype, recompute: bool) -> None:
+def masked(
+    cls: type[GRU | LSTM],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recompute: bool,
+    backend: str,
+) -> None:
     """Runs two layers and directions with lengths, resets, dropout and zoneout."""
-    seq_len, batch, input_size, hidden_size, _ = SHAPES[0]
-    rnn = cls(
-        input_size,
-        hidden_size,
-        num_layers=2,
-        bidirectional=True,
-        dropout=0.3,
-        zoneout=0.2,
-        recompute=recompute,
-        chunk_size=CHUNK_SIZE,
-    ).to("cuda", dtype)
+    seq_len, batch, input_size, hidden_size, _ = shape
+    options = {"recompute": recompute, "chunk_size": CHUNK_SIZE, "backend": backend}
+    options |= {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "zoneout": 0.2}
+    rnn = cls(input_size, hidden_size, **options).to("cuda", dtype)
     input = torch.randn(seq_len, batch, input_size, device="cuda").to(dtype).requires_grad_()
     reset = torch.rand(seq_len, batch, device="cuda") < 0.2
     for lengths in (None, [seq_len, 4, 9]):
@@ -63,8 +73,9 @@ def call_masked(cls: type[GRU | LSTM], dtype: torch.dtype, recompute: bool) -> N
     assert all(tensor.grad.isfinite().all() for tensor in (input, *rnn.parameters()))
 
 
-def call_program(case: Case, dtype: torch.dtype, recompute: bool) -> None:
+def program(name: str, dtype: torch.dtype, recompute: bool) -> None:
     """Runs a compiled cell with lengths and resets."""
+    case = next(case for case in CASES if case.name == name)
     seq_len, batch, width = PROGRAM_SIZE.seq_len, PROGRAM_SIZE.batch, PROGRAM_SIZE.width
     cell = case.cell(width, batch, dtype, "cuda")
     rnn = Recurrent(cell, compile="require", recompute=recompute, chunk_size=CHUNK_SIZE)
@@ -77,28 +88,80 @@ def call_program(case: Case, dtype: torch.dtype, recompute: bool) -> None:
     assert all(weight.grad.isfinite().all() for weight in cell.parameters())
 
 
+def product(by: str) -> None:
+    """Reads one product in bfloat16 with operands aligned to 16 bytes, and sums of float.
+
+    By torch it has nothing of this package in it: what initcheck reports of that is its own.
+    """
+    if by == "a layer":
+        stochastic(IN_PLACE, torch.bfloat16, True, "none", "stepwise")
+        return
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    a, b = torch.randn(2, 16, 16, device="cuda").to(torch.bfloat16)
+    out = torch.mm(a[:3], b) if by == "torch" else torch.mm(a[:3], b, out_dtype=torch.float32)
+    assert out.add(1).isfinite().all()
+
+
+def exchanging(call: Call, by_flags: bool, overlap: bool) -> None:
+    """Runs a call of persistent kernels with this way of exchange and number of streams."""
+    tuning.switches.exchange_by_flags = by_flags
+    tuning.switches.overlap_chunks = overlap
+    call()
+
+
+def calls_of(kind: str) -> dict[str, Call]:
+    """The calls of a kind, by what is said before each of them."""
+    both = (True, False)
+    found: dict[str, Call] = {}
+
+    def add(call: Callable[..., None], *arguments: Sequence[object]) -> None:
+        for of_call in itertools.product(*arguments):
+            found[f"{call.__name__} {', '.join(map(_name, of_call))}"] = partial(call, *of_call)
+
+    if kind == "stepwise":
+        add(stochastic, SHAPES, DTYPES, both, NOISE, ["stepwise"])
+        add(masked, [GRU, LSTM], SHAPES[:1], DTYPES, both, ["stepwise"])
+    elif kind == "product":
+        add(product, ["torch", "torch, into float", "a layer"])
+    elif kind.startswith("persistent"):
+        shapes, backend = [SHAPES[0], IN_PLACE], ["persistent"]
+        if kind == "persistent_stochastic_gru":
+            add(stochastic, shapes, PERSISTENT_DTYPES, both, NOISE, backend)
+        else:
+            cls = GRU if kind == "persistent_gru" else LSTM
+            add(masked, [cls], shapes, PERSISTENT_DTYPES, both, backend)
+        found = {
+            f"{said}, flags {by_flags}, second stream {overlap}": partial(
+                exchanging, call, by_flags, overlap
+            )
+            for by_flags, overlap in WAYS
+            for said, call in found.items()
+        }
+    else:
+        name, dtype = kind.rsplit("_", 1)
+        assert name in PROGRAMS and dtype in PROGRAM_DTYPES
+        add(program, [name], [getattr(torch, dtype)], both)
+    return found
+
+
+def _name(argument: object) -> str:
+    return getattr(argument, "__name__", str(argument))
+
+
 def main() -> None:
-    """Runs all combinations."""
+    """Runs all calls of a kind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    kind = parser.parse_args().kind
     torch.manual_seed(0)
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
     set_chunk_replay(True)
-    calls = list(itertools.product(SHAPES, DTYPES, (True, False), NOISE))
-    for arguments in calls:
-        call(*arguments)
-    masked_calls = list(itertools.product((GRU, LSTM), DTYPES, (True, False)))
-    for masked in masked_calls:
-        call_masked(*masked)
-    programs = [case for case in CASES if case.name in PROGRAMS]
-    program_calls = list(itertools.product(programs, PROGRAM_DTYPES, (True, False)))
-    for program in program_calls:
-        call_program(*program)
-    packet_calls = list(itertools.product((torch.bfloat16,), (True, False), NOISE))
-    for overlap in (False, True):
-        tuning.switches.overlap_chunks = overlap
-        for arguments in packet_calls:
-            call(IN_PLACE, *arguments)
-    torch.cuda.synchronize()
-    count = len(calls) + len(masked_calls) + len(program_calls) + 2 * len(packet_calls)
-    print(f"{count} calls", flush=True)
+    calls = calls_of(kind)
+    for said, call in calls.items():
+        print(said, flush=True)  # what the sanitizer says next is about this one
+        call()
+        torch.cuda.synchronize()
+    print(f"{len(calls)} calls", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One mma of each dtype, and hops between two blocks by each way of exchange, with
 steps of a persistent kernel, of every cell, dtype, depth and way of exchange, forward and backward,
 beside single steps; and single steps over tensors in odd strides, that is matrix products of every
 layout, beside the CPU. Each probe is a process of its own, which goes on in another one after a
-fault. What is wrong is named by step, row, unit and gate.
+fault. What is wrong is named by step, row, unit and gate. With --quick one step of each cell.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ Rows = dict[str, Row]
 
 def run_on_cuda(run: Run) -> Report:
     """Runs all probes, the smallest first."""
-    probes: dict[str, Rows] = {name: {name: not_reached(run)} for name in PROGRAM_PROBES}
+    of_program = () if run.quick else PROGRAM_PROBES
+    probes: dict[str, Rows] = {name: {name: not_reached(run)} for name in of_program}
     for name in (*CELLS, STRIDES):
-        probes[name] = dict.fromkeys(trials(name), not_reached(run))
+        chosen = list(trials(name))[: 1 if run.quick else None]
+        probes[name] = dict.fromkeys(chosen, not_reached(run))
     budget = Budget(run)
     task = run.progress.add_task("smoke", total=len(probes))
 
@@ -60,11 +62,12 @@ def run_on_cuda(run: Run) -> Report:
         return name, measure_apart("bench.smoke", name, list(probes[name]), end=budget.end)
 
     try:
-        compile_program(PROGRAM)
+        if of_program:
+            compile_program(PROGRAM)
     except (OSError, RuntimeError) as error:
-        probes |= {name: {name: error_row(error)} for name in PROGRAM_PROBES}
+        probes |= {name: {name: error_row(error)} for name in of_program}
     else:
-        for name in PROGRAM_PROBES:
+        for name in of_program:
             probes[name] = {name: program_row(PROGRAM, name, budget.end)}
             run.write(report(probes))
             run.progress.advance(task)

@@ -5,8 +5,10 @@ Longer than 350 lines, because measuring, ratios and tables are of one result.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,9 +18,12 @@ from fusedrnn import plan
 
 from .cases import (
     BESIDE,
+    BY_FLAGS,
+    CAPTURED,
     COMPILED,
     CONTENDERS,
     CUDA_FORWARD_LIMITS,
+    CUDA_SHAPES,
     CUDA_SPEED_LIMITS,
     CUDA_STEP_US,
     CUDA_TRAINING_LIMITS,
@@ -30,16 +35,19 @@ from .cases import (
     LARGE,
     LOOP,
     LSTM,
+    LSTM_GRAPHED,
     ON_CPU,
     ON_CPU_SHORT,
     ON_CUDA_TOGETHER,
     OUR_GRU,
     OUR_LSTM,
     OURS,
+    OVERLAPPED,
     PERSISTENT,
     SAVED_GEMMS,
     SMALL,
     SPEED_LIMITS,
+    TF32,
     Group,
     Shape,
     TrainingStep,
@@ -47,7 +55,16 @@ from .cases import (
     training_step,
     why_not_compiled,
 )
-from .clock import Ratio, cuda_time_ms, interleaved_ms, ratio, ratio_of_medians
+from .clock import (
+    Ratio,
+    busy_us,
+    cuda_kernels,
+    cuda_time_ms,
+    interleaved_ms,
+    ratio,
+    ratio_of_medians,
+)
+from .faults import names_fault
 from .report import Report, Run, Table, Target, main
 from .sweep import Case, Results, failures, numbers, opened, sweep, why_none
 from .worker import Notes, Row
@@ -58,12 +75,32 @@ FORWARD_ONLY = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 QUICK = Shape(16, 32, 32)
 # The most rounds and seconds for contenders side by side on a GPU; a slow loop gets LEAST_ROUNDS.
 CUDA_ROUNDS, CUDA_TRAIN_S, CUDA_FORWARD_S, CUDA_BACKWARD_S = 20, 2.5, 1.0, 1.0
+# With --only: contenders that run in one process, and the cases at which they do.
+_BY_KIND = {"float16": (CUDNN_PERSISTENT,), "bfloat16": CUDA_SHAPES[4:6], TF32: CUDA_SHAPES[:1]}
+ONLY = {
+    "lstm": (
+        (LSTM, LSTM_GRAPHED, OUR_LSTM),
+        [Case(shape, kind) for kind, shapes in _BY_KIND.items() for shape in shapes],
+    ),
+    "variants": (
+        (OURS, OUR_GRU, OUR_LSTM, BY_FLAGS, OVERLAPPED, CAPTURED),
+        [Case(shape, "bfloat16") for shape in (CUDA_SHAPES[0], *CUDA_SHAPES[2:4])],
+    ),
+}
 LEFT_OUT = ("time of the compiled loop and of recompute=False",)
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --only."""
+    what = "with --device cuda: LSTM beside torch's where that is hard, or variants of ours"
+    parser.add_argument("--only", choices=ONLY, help=what)
+
+
 def run(run: Run) -> Report:
     """Measures training step and forward at two shapes, and backward through denormals."""
+    if getattr(run.options, "only", None):
+        raise SystemExit("--only needs --device cuda")
     names = ON_CPU if run.everything else ON_CPU_SHORT
     shapes = {LARGE: 4, SMALL: 15} if run.everything else {LARGE: 3, SMALL: 9}
     if run.quick:
@@ -144,6 +181,10 @@ def run(run: Run) -> Report:
 
 def run_on_cuda(run: Run) -> Report:
     """Measures training step and forward pass over shapes and dtypes."""
+    if chosen := getattr(run.options, "only", None):
+        names, cases = ONLY[chosen]
+        report = partial(_report_on_cuda, name=chosen)
+        return sweep(run, "bench.speed", [names], report, cases)
     return sweep(run, "bench.speed", ON_CUDA_TOGETHER, _report_on_cuda)
 
 
@@ -298,43 +339,55 @@ def measure(numbers: dict[str, Any], names: Sequence[str], notes: Notes) -> None
     }
     backward_ms = times_ms(backward, CUDA_BACKWARD_S)
     for name in steps:
-        notes.row(name, _row(name, case, train_ms[name], forward_ms[name], backward_ms.get(name)))
+        notes.begin(name)
+        optional = {"backward_ms": backward_ms.get(name), "busy_ms": _busy_ms(name, steps[name])}
+        row = _row(name, case, train_ms[name], forward_ms[name])
+        notes.row(name, row | {key: ms for key, ms in optional.items() if ms})
 
 
-def _row(
-    name: str,
-    case: Case,
-    train_ms: list[float],
-    forward_ms: list[float],
-    backward_ms: list[float] | None,
-) -> Row:
+def _busy_ms(name: str, step: TrainingStep) -> float | None:
+    """Milliseconds of forward in which a kernel runs; None if the profiler has not seen any."""
+    if name.partition(",")[0] in (LOOP, COMPILED):
+        return None  # tens of thousands of kernels
+    try:
+        return busy_us(cuda_kernels(step.infer)) / 1e3
+    except RuntimeError as error:  # the profiler may be refused, and nothing else depends on it
+        if names_fault(str(error)):
+            raise
+        print(f"{name}: {error}")
+        return None
+
+
+def _row(name: str, case: Case, train_ms: list[float], forward_ms: list[float]) -> Row:
     contender = CONTENDERS[name]
     return {
         "train_ms": train_ms,
         "train_tflops": contender.tflops(case.shape, median(train_ms), training=True),
         "forward_ms": forward_ms,
         "forward_tflops": contender.tflops(case.shape, median(forward_ms), training=False),
-        **({"backward_ms": backward_ms} if backward_ms else {}),
     }
 
 
-def _report_on_cuda(results: Results) -> Report:
+def _report_on_cuda(results: Results, name: str = "speed") -> Report:
     targets = [target for case, rows in results.items() for target in _targets(case, rows)]
     tables = [
         _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
     ]
-    tables.append(_backward_table(results))
-    return Report("speed", numbers(results), tables, targets, failures(results))
+    tables += [_steps_table(results), _backward_table(results)]
+    return Report(name, numbers(results), tables, targets, failures(results))
 
 
 def compared(rows: dict[str, Row], a: str, b: str, times: str) -> Ratio | None:
-    """The ratio of two contenders' times, None if one of them was not measured.
+    """The ratio of two contenders' times, None if one of them is not there or was not measured.
 
     Contenders of one process are compared round by round; torch's modules run in either process.
     """
     beside = BESIDE.get(b, b)
+    if a not in rows or not {b, beside} & rows.keys():
+        return None
     other = next(
-        (rows[n] for n in (b, beside) if n in rows and _are_together(rows[a], rows[n])), rows[b]
+        (rows[n] for n in (b, beside) if n in rows and _are_together(rows[a], rows[n])),
+        rows.get(b, {}),
     )
     ours_ms, other_ms = rows[a].get(times), other.get(times)
     if not ours_ms or not other_ms:
@@ -358,9 +411,11 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
                 targets.append(Target(f"{what}, {a} / {b}", str(case), r.median, limit, r.spread))
 
     def bound_steps(name: str, limit: float) -> None:
-        if why_none(rows[name]) is None:
+        if name in rows and why_none(rows[name]) is None:
             us = [1000 * ms / case.shape.seq_len for ms in rows[name]["forward_ms"]]
             what, spread = "microseconds per step of forward", f"({min(us):.2f}–{max(us):.2f})"
+            if apart := _step_us(case, rows[name]):
+                spread += f", kernels {apart[1]:.2f}, host {apart[2]:.2f}"
             targets.append(Target(f"{what}, {name}", str(case), median(us), limit, spread))
 
     if case.kind != "float32" or case.shape not in GEMM_BOUND:
@@ -374,6 +429,28 @@ def _targets(case: Case, rows: dict[str, Row]) -> list[Target]:
     if case.kind == "float16" and case.shape == CUDNN_PERSISTENT:
         compare("forward time", {(OUR_LSTM, LSTM): 1.0}, "forward_ms")
     return targets
+
+
+def _step_us(case: Case, row: Row) -> tuple[float, float, float] | None:
+    """Microseconds per step of forward: of the call, with kernels, and without."""
+    if "busy_ms" not in row:
+        return None
+    whole, kernels = (
+        1e3 * ms / case.shape.seq_len for ms in (median(row["forward_ms"]), row["busy_ms"])
+    )
+    return whole, kernels, whole - kernels
+
+
+def _steps_table(results: Results) -> Table:
+    lines = [
+        [str(case), name, *(f"{us:.2f}" for us in apart)]
+        for case, rows in results.items()
+        for name, row in rows.items()
+        if (apart := _step_us(case, row))
+    ]
+    title = "Microseconds per step of forward: of a call; while a kernel ran, by torch's profiler; "
+    title += "and the rest, in which the GPU waited for the host"
+    return Table(title, ["", "", "call", "kernels", "host"], lines)
 
 
 def _backward_table(results: Results) -> Table:
@@ -416,4 +493,4 @@ def _case_table(group: Group, case: Case, rows: dict[str, Row]) -> Table:
 
 
 if __name__ == "__main__":
-    main([run], __doc__, on_cuda=[run_on_cuda])
+    main([run], __doc__, add_options, on_cuda=[run_on_cuda])

@@ -224,11 +224,11 @@ class GraphedStep(TrainingStep):
 
     @functools.cached_property
     def _train(self) -> torch.cuda.CUDAGraph:
-        return _captured(super().train)
+        return captured(super().train)
 
     @functools.cached_property
     def _infer(self) -> torch.cuda.CUDAGraph:
-        return _captured(super().infer)
+        return captured(super().infer)
 
     def train(self) -> None:
         """Captures a graph the first time, and replays it."""
@@ -239,7 +239,8 @@ class GraphedStep(TrainingStep):
         self._infer.replay()
 
 
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call, which runs once before it is captured."""
     stream = _capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()

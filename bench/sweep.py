@@ -68,18 +68,20 @@ def sweep(
     module: str,
     groups: Sequence[Sequence[str]],
     report: Callable[[Results], Report],
+    cases: Sequence[Case] = (),
 ) -> Report:
     """Fills in a row for every contender in every case, and writes the report after each job.
 
     A job is a group of contenders that the module's ``measure`` has in one process, or a single one
-    of those that run later.
+    of those that run later. If ``cases`` are given, there are no others, and nothing runs later.
     """
-    cases = _cases(run)
+    later = () if cases else ON_CUDA_LATER
+    cases = cases or _cases(run)
     missing = not_reached(run)
     names = [name for name in ON_CUDA if any(name in group for group in groups)]
-    results: Results = {case: dict.fromkeys((*names, *ON_CUDA_LATER), missing) for case in cases}
+    results: Results = {case: dict.fromkeys((*names, *later), missing) for case in cases}
     jobs = [(group, case, STALL_S) for case in cases for group in groups]
-    jobs += [((name,), case, LATER_STALL_S) for case in cases for name in ON_CUDA_LATER]
+    jobs += [((name,), case, LATER_STALL_S) for case in cases for name in later]
     task = run.progress.add_task(report(results).name, total=len(jobs))
 
     clock = Budget(run)

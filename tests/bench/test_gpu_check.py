@@ -1,10 +1,11 @@
-"""The check for a GPU survives crashes, hangs, floods of output, and a lost GPU."""
+"""The check for a GPU survives crashes, hangs, floods of output, a lost GPU, and its own end."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,6 @@ import pytest
 from bench import contain, faults, gpu_check, parts, worker
 
 ROOT = Path(__file__).parents[2]
-
 STALL_S, AMPLE_S = 1.5, 60.0
 SAID = {
     "segfault": "ended by SIGSEGV",
@@ -28,7 +28,6 @@ SAID = {
     "fail": "ValueError: an error like any other",
     "exit": "exit status 0",
 }
-GOOD = ("first", "second", "third")
 
 
 @pytest.fixture(autouse=True)
@@ -46,44 +45,24 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("case", ["", "late"])
-@pytest.mark.parametrize("bad", SAID)
-def test_a_fault_costs_its_own_row_alone(bad: str, case: str) -> None:
-    rows = apart(["first", bad, "second"], case)
-    assert rows[bad]["error"].startswith(SAID[bad])
-    assert all("ms" in rows[name] for name in ("first", "second"))
+@pytest.mark.parametrize("case", ["", pytest.param("late", marks=pytest.mark.slow)])
+def test_a_fault_costs_its_own_row_alone(case: str, capfd: pytest.CaptureFixture) -> None:
+    bad = list(SAID)
+    rows = apart([*bad[:4], "first", *bad[4:], "second", "flood"], case)
+    assert {name: rows[name]["error"][: len(said)] for name, said in SAID.items()} == SAID
+    good = {name for name, row in rows.items() if "ms" in row}
+    assert good == {"first", "second", "flood"}
+    assert len({rows[name]["process"] for name in good}) == 1, "these share rounds"
+    assert not is_alive(int(rows["child"]["error"].rpartition(" ")[2])), "it got away"
+    assert len(capfd.readouterr().out) < 20 * worker.SAID_BYTES, "a flood is cut"
 
 
-def test_many_faults_cost_their_own_rows_alone() -> None:
-    names = ["poison", "first", "segfault", "abort", "second", "fail", "third"]
-    rows = apart(names)
-    assert rows.keys() == set(names)
-    assert {name for name, row in rows.items() if "error" not in row} == set(GOOD)
-    assert len({rows[name]["process"] for name in GOOD}) == 1, "these share rounds"
-
-
-def test_a_child_that_got_away_is_ended_too(capfd: pytest.CaptureFixture) -> None:
-    rows = apart(["child", "first"])
-    assert "ms" in rows["first"]
-    pid = int(rows["child"]["error"].rpartition(" ")[2])
-    assert not is_alive(pid)
-
-
-def test_a_flood_is_cut(capfd: pytest.CaptureFixture) -> None:
-    rows = apart(["flood", "first", "abort"])
-    assert {name for name, row in rows.items() if "ms" in row} == {"flood", "first"}
-    assert len(capfd.readouterr().out) < 3 * worker.SAID_BYTES
-
-
-def test_what_cannot_be_imported_is_tried_once(capfd: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_reached_is_tried_once(capfd: pytest.CaptureFixture) -> None:
     end = time.monotonic() + AMPLE_S
     rows = worker.measure_apart("no_such_module", "", ["first", "second"], end=end)
     said = "exit status 1: ModuleNotFoundError: No module named 'no_such_module'"
     assert rows == {name: {"error": said} for name in ("first", "second")}
     assert capfd.readouterr().out.count("Traceback") == 1
-
-
-def test_what_time_does_not_reach_is_not_an_error() -> None:
     rows = apart(["first", "hang", "second"], end_s=1.0)
     assert rows == {"hang": {"missing": "stopped after 1 s, when time was over"}}
     assert apart(["first"], end_s=-1.0) == {}
@@ -138,104 +117,145 @@ def test_a_log_keeps_its_beginning_and_its_end() -> None:
     assert (first, last) == (everything[:100], everything[-200:])
 
 
-def test_a_short_log_is_whole() -> None:
-    file = io.BytesIO()
-    log = contain.Log(file, first=100, last=200)
-    log.write(b"x" * 300)
-    log.finish()
-    assert file.getvalue() == b"x" * 300
+ABOUT = dict.fromkeys(("gpu", "torch", "nvcc", "commit", "date"), "some") | {"torch_sees_gpu": True}
+TARGET = {"what": "time", "where": "here", "value": 2.0, "spread": "", "limit": 1.0}
+RESULT = {
+    "targets": [TARGET | {"passed": False}],
+    "failures": ["fusedrnn failed at T=1: an error"],
+    "tables": ["**A table**"],
+    "cases": [],
+}
+
+
+def python_part(name: str, code: str, limit_s: float = 60, **options: Any) -> parts.Part:
+    return parts.Part(name, limit_s, [sys.executable, "-c", code], **options)
+
+
+def fake_part(name: str, limit_s: float = 60) -> parts.Part:
+    return python_part(name, f"import fake_contenders; fake_contenders.BAD[{name!r}]()", limit_s)
 
 
 @pytest.fixture
 def run_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs stages of parts; whether all passed, and their outcomes by name."""
-    names = ("gpu", "torch", "nvcc", "commit", "date")
-    about = dict.fromkeys(names, "some") | {"torch_sees_gpu": True}
-    monkeypatch.setattr(gpu_check, "about", lambda: about)
+    monkeypatch.setattr(gpu_check, "ENVIRONMENT_S", 0)
+    monkeypatch.setattr(gpu_check, "about", lambda: ABOUT)
 
-    def run(*stages: list[parts.Part], seconds: float = 600.0) -> tuple[bool, dict[str, Any]]:
-        passed = gpu_check.Check(tmp_path, seconds).run(stages)
+    def run(*stages: list[parts.Part]) -> tuple[bool, dict[str, Any]]:
+        passed = gpu_check.Check(tmp_path, 600).run(stages)
         outcomes = json.loads((tmp_path / "summary.json").read_text())["parts"]
         return passed, {outcome["part"]: outcome for outcome in outcomes}
 
     return run
 
 
-def fake_part(name: str, limit_s: float = 60.0, **options: Any) -> parts.Part:
-    code = f"import fake_contenders; fake_contenders.BAD[{name!r}]()"
-    return parts.Part(name, limit_s, [sys.executable, "-c", code], **options)
-
-
-@pytest.mark.slow
-def test_a_check_ends_whatever_its_parts_do(
-    run_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "ENVIRONMENT_S", 0)
-    good = parts.Part("good", 60, [sys.executable, "-c", "print('fine')"])
+def test_a_check_ends_whatever_its_parts_do(run_check: Any, tmp_path: Path) -> None:
+    """A part may crash, hang with its children, flood, lack its command, or lack the time."""
+    file = tmp_path / "speed.json"
+    write = f"open({str(file)!r}, 'w').write({json.dumps(RESULT)!r})"
     passed, outcomes = run_check(
-        [fake_part("hang", 3), fake_part("segfault"), fake_part("child")],
-        [fake_part("hang in C", 1)],
+        [fake_part("hang", 2), fake_part("hang in C", 2)],
+        [fake_part("segfault"), fake_part("child")],
+        [parts.Part("lacks", 1, ["no-such-command"])],
+        [python_part("long", "print('never')", 3600)],
         [fake_part("flood")],
-        [good],
+        [python_part("speed", write, verdict=lambda _: parts.results(file))],
+        [python_part("denied", "print('fine')", verdict=lambda said: (False, f"{said[:4]}, but"))],
+        [python_part("good", "import os; print(os.environ['A'])", env={"A": "fine"})],
     )
     assert not passed
     notes = {name: outcome["note"] for name, outcome in outcomes.items()}
-    assert notes["hang"].startswith("stopped after ")
-    assert notes["segfault"] == "ended by SIGSEGV"
-    assert notes["hang in C"].startswith("stopped after ")
-    assert notes["good"] == "fine"
+    assert not is_alive(int(notes.pop("child").rpartition(" ")[2]))
+    assert (
+        notes.items()
+        >= {
+            "hang": "stopped after 2 s",
+            "hang in C": "stopped after 2 s",
+            "segfault": "ended by SIGSEGV",
+            "lacks": "no-such-command: No such file or directory",
+            "speed": "0 of 1 targets met; 1 failures, the first: fusedrnn failed at T=1: an error",
+            "denied": "fine, but",
+            "good": "fine",
+        }.items()
+    )
+    assert notes["long"].startswith("not begun: ")
     assert [name for name, o in outcomes.items() if o["passed"]] == ["environment", "flood", "good"]
-    assert not is_alive(int(notes["child"].rpartition(" ")[2]))
     log = (tmp_path / "log.txt").read_bytes()
     assert len(log) < 2 * sum(gpu_check.PART_BYTES), "what floods the log leaves room for others"
     assert b"fine" in log
+    text = (tmp_path / "summary.md").read_text()
+    for line in ("- **failed**: fusedrnn failed at T=1: an error", "**A table**", "| missed |"):
+        assert line in text
+    assert json.loads((tmp_path / "summary.json").read_text())["speed"]["cases"] == []
     assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "summary.md", "log.txt"}
 
 
-def test_stages_run_their_parts_at_the_same_time(run_check: Any, tmp_path: Path) -> None:
+def test_parts_of_a_stage_run_at_the_same_time(run_check: Any, tmp_path: Path) -> None:
     """Two parts wait for each other."""
-    code = "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\n"
-    code += "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
+    code = "import pathlib, time\npathlib.Path({!r}).touch()\n"
+    code += "while not pathlib.Path({!r}).exists(): time.sleep(0.01)"
     files = [str(tmp_path / name) for name in "ab"]
-    stage = [
-        parts.Part(name, 60, [sys.executable, "-c", code, *files[::order]])
-        for name, order in (("one", 1), ("other", -1))
-    ]
-    passed, _ = run_check(stage)
-    assert passed
+    stage = [python_part(str(order), code.format(*files[::order])) for order in (1, -1)]
+    assert run_check(stage)[0]
 
 
-def test_results_of_a_benchmark_go_into_the_summary(run_check: Any, tmp_path: Path) -> None:
-    target = {"what": "time", "where": "here", "value": 2.0, "spread": "", "limit": 1.0}
-    content = {
-        "targets": [target | {"passed": False}],
-        "failures": ["fusedrnn failed at T=1: an error"],
-        "tables": ["**A table**"],
-        "cases": [],
-    }
-    file = tmp_path / "speed.json"
-    code = f"open({str(file)!r}, 'w').write({json.dumps(content)!r})"
-    part = parts.Part(
-        "speed", 60, [sys.executable, "-c", code], verdict=lambda _: parts.results(file)
-    )
-    passed, outcomes = run_check([part])
-    assert not passed
-    note = "0 of 1 targets met; 1 failures, the first: fusedrnn failed at T=1: an error"
-    assert outcomes["speed"]["note"] == note
-    text = (tmp_path / "summary.md").read_text()
-    assert "- **failed**: fusedrnn failed at T=1: an error" in text
-    assert "| time | here | 2  | ≤ 1.0 | missed |" in text
-    assert "**A table**" in text
-    assert json.loads((tmp_path / "summary.json").read_text())["speed"]["cases"] == []
-    assert not file.exists()
+KILLED = """
+import sys
+from pathlib import Path
+from bench import gpu_check, parts
+
+out, about, result = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
+work = f"import time; open({str(out / 'speed.json')!r}, 'w').write({result!r}); print('words');"
+known = {"build": "print('built')", "speed": work + "time.sleep(600)", "fit": "print('never')"}
+known = {name: parts.Part(name, 60, [sys.executable, "-c", code]) for name, code in known.items()}
+gpu_check.about, gpu_check.parts = lambda: about, lambda out: known
+sys.argv[2:] = ["--parts", "build,speed,fit"]
+gpu_check.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_killed_leaves_what_was_measured(tmp_path: Path, number: int) -> None:
+    words = [sys.executable, "-c", KILLED, str(tmp_path), repr(ABOUT), json.dumps(RESULT)]
+    process = subprocess.Popen(words, cwd=ROOT)
+    end = time.monotonic() + AMPLE_S
+    running = tmp_path / gpu_check.RUNNING_LOG
+    while not (running.exists() and b"\nwords" in running.read_bytes()):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    status = process.wait(AMPLE_S)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    notes = {outcome["part"]: outcome["note"] for outcome in summary["parts"]}
+    assert notes["build"] == "built"
+    if number == signal.SIGTERM:
+        assert status == 1
+        assert summary["running"] == []
+        assert summary["speed"]["failures"] == RESULT["failures"]
+        assert notes["fit"] == "not begun: the run was ended by SIGTERM"
+        return
+    for pid in contain._marked("FUSEDRNN_RUN_"):  # nothing has ended what it ran
+        if str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGKILL)
+    assert summary["running"] == ["speed"]
+    assert parts.content_of(tmp_path / "speed.json") == RESULT
+
+
+@pytest.mark.parametrize(
+    "said, passed",
+    [
+        ("4 passed, 1 skipped, 3 deselected, 2 warnings in 0.52s", True),
+        ("1 failed, 3 passed in 75.00s (0:01:15)", True),  # the exit status says that it failed
+        ("2 skipped in 0.01s", False),
+        ("1 error in 0.10s", False),
+    ],
+)
+def test_what_pytest_says_at_its_end(said: str, passed: bool) -> None:
+    assert parts.test_results(f"a test passed in 3 steps\n===== {said} =====\n") == (passed, said)
 
 
 TESTS = """
 import pytest
-
-@pytest.mark.parametrize("i", range(4))
-def test_before(i):
-    pass
 
 def test_fault():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -251,7 +271,21 @@ def test_after(i):
 """
 
 
-def pytest_of(tmp_path: Path, *options: str) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ((), "test_it.py::test_fault lost the GPU: CUDA error: an illegal memory access"),
+        (("-n", "1", "--max-worker-restart=4", "-k", "not at_length"), "4 passed"),
+        (("-k", "not fault"), "30 failed, 4 passed"),
+    ],
+)
+def test_tests_end_or_go_on_where_the_gpu_is_lost(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    """Another process goes on, if pytest-xdist is there; of many failures the first are shown."""
+    if "-n" in options:
+        pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "bench.pytest_faults", "--tb=short"]
     command += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
@@ -259,23 +293,5 @@ def pytest_of(tmp_path: Path, *options: str) -> str:
     # pytest must not mistake this process for a worker of pytest-xdist.
     env = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    return run.stdout
-
-
-def test_tests_end_where_the_gpu_is_lost(tmp_path: Path) -> None:
-    said = pytest_of(tmp_path)
-    assert "test_it.py::test_fault lost the GPU: CUDA error: an illegal memory access" in said
-    assert "1 failed, 4 passed" in said
-
-
-def test_of_many_failures_the_first_are_shown_at_length(tmp_path: Path) -> None:
-    said = pytest_of(tmp_path, "-k", "not fault")
-    assert said.count('line = "a line') + said.count("assert not line") == 20
-    assert "30 failed, 8 passed" in said
-
-
-def test_tests_go_on_in_a_new_process(tmp_path: Path) -> None:
-    pytest.importorskip("xdist")
-    said = pytest_of(tmp_path, "-n", "1", "--max-worker-restart=4", "-k", "not at_length")
-    assert "8 passed" in said
-    assert "1 passed" not in said.rpartition("8 passed")[2]
+    assert said in run.stdout
+    assert run.stdout.count('line = "a line') + run.stdout.count("assert not line") <= 20
