@@ -17,7 +17,7 @@ LINTERS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 WHEELS := build/wheels
 
 .PHONY: test test-slow test-nightly test-exhaustive fuzz stress bench gpu-check lint format clean FORCE
-.PHONY: test-cuda test-torch test-oldest test-newest test-wheels wheel venvs
+.PHONY: gpu-libraries test-cuda test-torch test-oldest test-newest test-wheels wheel venvs
 
 # A process for each core, and one thread in each process. PYTEST takes more options of pytest.
 RUN_TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=8 --dist=worksteal
@@ -65,9 +65,9 @@ test-cuda: wheel
 	TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0} $(MAKE) test-torch wheel $(CUDA)
 
 NVCC := $(or $(shell command -v nvcc),$(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc)
-CUDA := VENV=.venv-cuda TORCH=torch==2.14.1 FUSEDRNN_CUDA=1
 # Kernels that this machine has compiled before are not compiled again.
-CUDA += PYTORCH_NVCC='$(CURDIR)/.venv-cuda/bin/python $(CURDIR)/tests/cached_nvcc.py $(NVCC)'
+CACHED_NVCC := '$(CURDIR)/.venv-cuda/bin/python $(CURDIR)/tests/cached_nvcc.py $(NVCC)'
+CUDA := VENV=.venv-cuda TORCH=torch==2.14.1 FUSEDRNN_CUDA=1 PYTORCH_NVCC=$(CACHED_NVCC)
 OLDEST := VENV=.venv-oldest TORCH=torch==2.11.0
 NEWEST := VENV=.venv-newest TORCH=torch==2.15.0
 
@@ -108,10 +108,18 @@ test-wheels: $(VENV)/torch.txt
 bench: $(VENV)/bench.stamp
 	$(BIN)/python -m bench
 
-# GROUP: first (build, probes, tests), speed, deep, or cells (those that users write).
-GROUP ?= first
+# GROUP: glance (4 minutes), numbers (8) or proof (12). Takes what gpu-libraries has built, if that
+# fits; otherwise the build comes on top.
+GROUP ?= glance
 gpu-check:
 	$(PYTHON) -m bench.gpu_check $(OUT) --group $(GROUP)
+
+# Builds without a GPU what gpu-check needs on one of compute capability ARCH, into
+# build/gpu-libraries, and prints the size: the folder travels with the sources.
+ARCH ?= 90
+gpu-libraries:
+	$(MAKE) .venv-cuda/torch.txt $(CUDA)
+	PYTORCH_NVCC=$(CACHED_NVCC) .venv-cuda/bin/python -m bench.build --architecture $(ARCH)
 
 lint: $(VENV)/lint.txt
 	$(BIN)/ruff check
