@@ -8,7 +8,7 @@ is done if both sources and machine are those of the last time.
 one compute capability and without having one. It is small enough to travel with the sources. The
 operators in it hold no Python and use the stable ABI of torch 2.11, so they load under any later
 torch for the same major version of CUDA. Only _helpers depends on the version of Python: it is
-compiled where it is used, in seconds.
+compiled where it is used, in seconds. The folder also has the programs of bench.phases.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def digest_of_sources() -> str:
 
 
 def make_libraries(architecture: str) -> None:
-    """Builds for one compute capability, such as 90 or 9.0, into build/gpu-libraries."""
+    """Builds for one compute capability, such as 9.0, into build/gpu-libraries."""
+    from . import phase_programs
+
     digest = digest_of_sources()
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     env = _environment(architecture) | {"PYTHONPATH": str(ROOT / "build_backend")}
@@ -67,6 +69,10 @@ def make_libraries(architecture: str) -> None:
     shutil.rmtree(new)
     manifest = {"sources": digest, "architecture": architecture}
     (LIBRARIES / MANIFEST).write_text(json.dumps(manifest) + "\n")
+    print("building the programs of bench.phases", flush=True)
+    programs = phase_programs.build(phase_programs.BUILT_BEFORE, architecture.replace(".", ""))
+    for error in programs.errors.values():
+        print(f"fusedrnn: bench.phases will build its programs where the GPU is: {error}")
     print(f"{LIBRARIES.relative_to(ROOT)}: {_mib():.1f} MiB")
 
 
@@ -78,10 +84,9 @@ def why_not_copied(architecture: str) -> str | None:
         return "`make gpu-libraries` has left no libraries in build/gpu-libraries"
     if manifest["sources"] != digest_of_sources():
         return "the libraries of build/gpu-libraries are of other sources"
-    if manifest["architecture"] != architecture:
-        theirs = manifest["architecture"]
+    if (theirs := manifest["architecture"]) != architecture:
         return (
-            f"the libraries of build/gpu-libraries are for {theirs}, and the GPU is {architecture}"
+            f"build/gpu-libraries is for compute capability {theirs}, the GPU's is {architecture}"
         )
     return None
 
@@ -158,7 +163,7 @@ def _with_point(architecture: str) -> str:
 
 
 def _mib() -> float:
-    return sum(path.stat().st_size for path in LIBRARIES.iterdir() if path.is_file()) / 2**20
+    return sum(path.stat().st_size for path in LIBRARIES.rglob("*") if path.is_file()) / 2**20
 
 
 def _loads() -> bool:
