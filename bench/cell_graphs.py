@@ -37,36 +37,37 @@ Results = dict[str, dict[str, Row]]
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Builds the libraries at the same time, and measures cell by cell."""
+    """Builds all libraries at the same time, then measures the cells one by one."""
     size = QUICK_SIZE if run.quick else SIZE
     rows: Results = {cell: dict.fromkeys((LAUNCHED, GRAPH), not_reached(run)) for cell in CELLS}
     first: Results = {}
-    task = run.progress.add_task("cell_graphs", total=1 + len(CELLS))
+    task = run.progress.add_task("cell_graphs", total=3)
     budget = Budget(run)
     with tempfile.TemporaryDirectory() as cache:
         cases = [case for case in CASES if case.name in CELLS]
         first = any_cell_first.first_uses_by_nvcc(cases, size, cache, budget.end)
         run.progress.advance(task)
-        for cell in CELLS:
+        for how in (LAUNCHED, GRAPH):  # a process each, since a failed capture may cost more
             if budget.is_spent:
                 break
-            job = {"cell": cell, "size": asdict(size), "cache": cache}
-            names = (LAUNCHED, GRAPH)  # a failed capture costs the process what comes after it
-            rows[cell] |= measure_apart("bench.cell_graphs", job, names, end=budget.end)
+            job = {"how": how, "size": asdict(size), "cache": cache}
+            found = measure_apart("bench.cell_graphs", job, CELLS, end=budget.end)
+            for cell, row in found.items():
+                rows[cell][how] = row
             run.write(report(rows, first, size))
             run.progress.advance(task)
     return report(rows, first, size)
 
 
 def measure(job: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
-    """Measures the rows of a cell; see worker.py."""
+    """Measures cells in one of the two ways; see worker.py."""
     os.environ["FUSEDRNN_CACHE"] = job["cache"]
-    case = next(case for case in CASES if case.name == job["cell"])
+    cases = {case.name: case for case in CASES}
     torch.distributions.Distribution.set_default_validate_args(False)
     set_up_torch()
     for name in names:
         with notes.on(name):
-            step = Step(PROGRAM, case, Size(**job["size"]), "cuda")
+            step = Step(PROGRAM, cases[name], Size(**job["size"]), "cuda")
             calls: dict[str, Callable[[], object]] = {
                 "forward": torch.no_grad()(step.forward),
                 "train": step.train,
@@ -74,7 +75,7 @@ def measure(job: dict[str, Any], names: Sequence[str], notes: Notes) -> None:
             for call in calls.values():
                 call()
                 call()  # the first one looks for the library, and compares
-            if name == GRAPH:
+            if job["how"] == GRAPH:
                 calls = {which: captured(call).replay for which, call in calls.items()}
             times = interleaved_ms(calls, rounds=ROUNDS, budget_s=BUDGET_S, timer=cuda_time_ms)
             notes.row(name, {f"{which}_ms": ms for which, ms in times.items()})

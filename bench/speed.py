@@ -373,7 +373,7 @@ def _report_on_cuda(results: Results, name: str = "speed") -> Report:
     tables = [
         _case_table(group, case, rows) for case, rows in results.items() for group in groups(rows)
     ]
-    tables += [_steps_table(results), _backward_table(results)]
+    tables += [table for table in (_steps_table(results), _backward_table(results)) if table.rows]
     return Report(name, numbers(results), tables, targets, failures(results))
 
 
@@ -457,7 +457,8 @@ def _backward_table(results: Results) -> Table:
     lines = []
     for case, rows in results.items():
         ratios = [compared(rows, a, b, "backward_ms") for a, b in PERSISTENT.items()]
-        lines.append([str(case), *(str(r) if r else "" for r in ratios)])
+        if any(ratios):
+            lines.append([str(case), *(str(r) if r else "" for r in ratios)])
     return Table("Backward, persistent kernels / stepwise", ["", *PERSISTENT], lines)
 
 

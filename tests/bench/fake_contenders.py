@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-FLOOD_BYTES = 50 << 20
+FLOOD_BYTES = 10 << 20
 poisoned = False
 
 

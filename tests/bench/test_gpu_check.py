@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import json
 import os
 import signal
@@ -40,9 +40,18 @@ def apart(names: list[str], case: str = "", end_s: float = AMPLE_S) -> dict[str,
     return worker.measure_apart("fake_contenders", case, names, end=end, stall_s=STALL_S)
 
 
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+def has_ended(pid: int) -> bool:
+    """Whether a process that has been killed ends, which takes a moment."""
+    end = time.monotonic() + AMPLE_S
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.mark.parametrize("case", ["", pytest.param("late", marks=pytest.mark.slow)])
@@ -53,7 +62,7 @@ def test_a_fault_costs_its_own_row_alone(case: str, capfd: pytest.CaptureFixture
     good = {name for name, row in rows.items() if "ms" in row}
     assert good == {"first", "second", "flood"}
     assert len({rows[name]["process"] for name in good}) == 1, "these share rounds"
-    assert not is_alive(int(rows["child"]["error"].rpartition(" ")[2])), "it got away"
+    assert has_ended(int(rows["child"]["error"].rpartition(" ")[2])), "its child got away"
     assert len(capfd.readouterr().out) < 20 * worker.SAID_BYTES, "a flood is cut"
 
 
@@ -68,53 +77,16 @@ def test_what_cannot_be_reached_is_tried_once(capfd: pytest.CaptureFixture) -> N
     assert apart(["first"], end_s=-1.0) == {}
 
 
-def test_the_same_in_this_process() -> None:
-    def measure(case: None, names: list[str], notes: worker.Notes) -> None:
-        for name in names:
-            with notes.on(name):
-                if name == "broken":
-                    raise RuntimeError("CUDA error: unspecified launch failure")
-        notes.begin(names[0])
-        if names[0] == "bad":
-            raise ValueError("late")
-        for name in names:
-            notes.row(name, {"ms": 1})
-
-    rows = worker.measure_here(measure, None, ["bad", "good", "broken"])
-    assert rows == {
-        "broken": {"error": "RuntimeError: CUDA error: unspecified launch failure"},
-        "bad": {"error": "ValueError: late"},
-        "good": {"ms": 1},
-    }
-
-
-@pytest.mark.parametrize(
-    "text, is_fault",
-    [
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("fusedrnn: persistent_forward failed: unspecified launch failure", True),
-        ("CUDA error: device-side assert triggered", True),
-        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
-        ("CUDA out of memory. Tried to allocate 2 GiB", False),
-        ("CUDA error: out of memory", False),
-        ("fusedrnn: input must be a tensor", False),
-    ],
-)
-def test_errors_that_cost_a_process_its_gpu(text: str, is_fault: bool) -> None:
-    assert faults.names_fault(text) is is_fault
-
-
-def test_a_log_keeps_its_beginning_and_its_end() -> None:
-    file = io.BytesIO()
-    log = contain.Log(file, first=100, last=200)
-    everything = b"".join(b"%07d\n" % i for i in range(5000))
-    for start in range(0, len(everything), 77):
-        log.write(everything[start : start + 77])
-        assert len(file.getvalue()) < 100 + 2 * 200 + 77 + 50
-    log.finish()
-    first, note, last = file.getvalue().partition(b"\n... %d bytes are left out here ...\n" % 39700)
-    assert note
-    assert (first, last) == (everything[:100], everything[-200:])
+def test_errors_that_cost_a_process_its_gpu() -> None:
+    lost = ["CUDA error: an illegal memory access was encountered"]
+    lost += ["fusedrnn: persistent_forward failed: unspecified launch failure"]
+    lost += [
+        "CUDA error: device-side assert triggered",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    ]
+    kept = ["CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory"]
+    kept += ["fusedrnn: input must be a tensor"]
+    assert [text for text in (*lost, *kept) if faults.names_fault(text)] == lost
 
 
 ABOUT = dict.fromkeys(("gpu", "torch", "nvcc", "commit", "date"), "some") | {"torch_sees_gpu": True}
@@ -165,7 +137,7 @@ def test_a_check_ends_whatever_its_parts_do(run_check: Any, tmp_path: Path) -> N
     )
     assert not passed
     notes = {name: outcome["note"] for name, outcome in outcomes.items()}
-    assert not is_alive(int(notes.pop("child").rpartition(" ")[2]))
+    assert has_ended(int(notes.pop("child").rpartition(" ")[2]))
     assert (
         notes.items()
         >= {
@@ -184,7 +156,7 @@ def test_a_check_ends_whatever_its_parts_do(run_check: Any, tmp_path: Path) -> N
     assert len(log) < 2 * sum(gpu_check.PART_BYTES), "what floods the log leaves room for others"
     assert b"fine" in log
     text = (tmp_path / "summary.md").read_text()
-    for line in ("- **failed**: fusedrnn failed at T=1: an error", "**A table**", "| missed |"):
+    for line in ("- **failed**: fusedrnn failed at T=1: an error", "**A table**", "1 of speed."):
         assert line in text
     assert json.loads((tmp_path / "summary.json").read_text())["speed"]["cases"] == []
     assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "summary.md", "log.txt"}
@@ -235,23 +207,21 @@ def test_a_run_that_is_killed_leaves_what_was_measured(tmp_path: Path, number: i
         assert notes["fit"] == "not begun: the run was ended by SIGTERM"
         return
     for pid in contain._marked("FUSEDRNN_RUN_"):  # nothing has ended what it ran
-        if str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
     assert summary["running"] == ["speed"]
-    assert parts.content_of(tmp_path / "speed.json") == RESULT
+    file = tmp_path / "speed.json"
+    assert parts.content_of(file) == RESULT
+    file.write_text(file.read_text()[:-9])
+    assert parts.results(file) == (False, "speed.json cannot be read")
 
 
-@pytest.mark.parametrize(
-    "said, passed",
-    [
-        ("4 passed, 1 skipped, 3 deselected, 2 warnings in 0.52s", True),
-        ("1 failed, 3 passed in 75.00s (0:01:15)", True),  # the exit status says that it failed
-        ("2 skipped in 0.01s", False),
-        ("1 error in 0.10s", False),
-    ],
-)
-def test_what_pytest_says_at_its_end(said: str, passed: bool) -> None:
-    assert parts.test_results(f"a test passed in 3 steps\n===== {said} =====\n") == (passed, said)
+def test_what_pytest_says_at_its_end() -> None:
+    said = ["4 passed, 1 skipped, 2 warnings in 0.52s", "1 failed, 3 passed in 75.00s (0:01:15)"]
+    said += ["2 skipped in 0.01s", "1 error in 0.10s"]
+    found = [parts.test_results(f"a test passed in 3 steps\n===== {one} =====\n") for one in said]
+    assert found == list(zip([True, True, False, False], said, strict=True))
 
 
 TESTS = """
@@ -260,31 +230,23 @@ import pytest
 def test_fault():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-@pytest.mark.parametrize("i", range(30))
-def test_fails_at_length(i):
-    line = "a line of the traceback"
-    assert not line
-
-@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("i", range(34))
 def test_after(i):
-    pass
+    line = "a line of the traceback"
+    assert i < 4 or not line
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, said",
-    [
-        ((), "test_it.py::test_fault lost the GPU: CUDA error: an illegal memory access"),
-        (("-n", "1", "--max-worker-restart=4", "-k", "not at_length"), "4 passed"),
-        (("-k", "not fault"), "30 failed, 4 passed"),
-    ],
+    [((), "test_it.py::test_fault lost the GPU: CUDA error"), (("-n", "1"), ", 4 passed")],
 )
 def test_tests_end_or_go_on_where_the_gpu_is_lost(
     tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
     """Another process goes on, if pytest-xdist is there; of many failures the first are shown."""
-    if "-n" in options:
+    if options:
         pytest.importorskip("xdist")
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "bench.pytest_faults", "--tb=short"]
@@ -294,4 +256,4 @@ def test_tests_end_or_go_on_where_the_gpu_is_lost(
     env = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert said in run.stdout
-    assert run.stdout.count('line = "a line') + run.stdout.count("assert not line") <= 20
+    assert run.stdout.count("or not line") <= 20
