@@ -43,7 +43,7 @@ test-nightly: $(VENV)/test.stamp
 # sample. Prints what it counted, and takes hours.
 test-exhaustive: export FUSEDRNN_EXHAUSTIVE = 1
 test-exhaustive: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -s tests/values/test_math.py tests/hostile/test_hostile_scales.py
+	$(BIN)/python -m pytest -s tests/values/test_math.py tests/calls/test_scales.py
 
 # Random calls, right and wrong ones, by the library as it is and by one for sanitizers.
 MINUTES ?= 10

@@ -96,7 +96,7 @@ class Part:
 def parts(out: Path) -> dict[str, Part]:
     """All parts, by name."""
     python = sys.executable
-    math, scales = "tests/values/test_math.py", "tests/hostile/test_hostile_scales.py"
+    math, scales = "tests/values/test_math.py", "tests/calls/test_scales.py"
     programs = "tests/compiled/test_gpu_programs.py"
     apart = [f"--ignore={path}" for path in (math, scales, programs)]
 
