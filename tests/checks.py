@@ -1,10 +1,8 @@
 """Comparisons and counts that several tests share."""
 
 import torch
-from cases import Case, relative_errors, truth
+from cases import relative_errors
 from torch.profiler import ProfilerActivity, profile
-
-import fusedrnn
 
 
 def gradients(outputs, cotangents, inputs, **options):
@@ -20,12 +18,6 @@ def allocations(function):
     events = profiler.profiler.kineto_results.events()
     sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
     return [size for size in sizes if size > 0]
-
-
-def check_equal_to_the_loop(device: str, case: Case) -> None:
-    results = case.tensors(device).to(torch.float64).results(fusedrnn, **case.options)
-    for name, error in relative_errors(results, truth(case.same_for_torch(), device)).items():
-        assert error < 1e-12, name
 
 
 def assert_same(these, those):

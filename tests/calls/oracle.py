@@ -111,32 +111,19 @@ def mixed(kept: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return torch.where(kept == 1, old, torch.where(kept == 0, new, both))
 
 
-class _Sigmoid(torch.autograd.Function):
-    """sigmoid with an exact derivative: torch's y (1 - y) is 0 where y rounds to 1."""
+class _Exact(torch.autograd.Function):
+    """sigmoid (k = 1) or tanh (k = 2); torch's derivatives, y (1 - y) and 1 - y^2, cancel."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, k):
         ctx.save_for_backward(x)
-        return torch.sigmoid(x)
+        ctx.k = k
+        return torch.sigmoid(x) if k == 1 else torch.tanh(x)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * (torch.sigmoid(x) * torch.sigmoid(-x))
-
-
-class _Tanh(torch.autograd.Function):
-    """tanh with an exact derivative, unlike torch's 1 - y^2."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.tanh(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * (4 * torch.sigmoid(2 * x) * torch.sigmoid(-2 * x))
+        kx = ctx.k * ctx.saved_tensors[0]
+        return grad * (ctx.k**2 * torch.sigmoid(kx) * torch.sigmoid(-kx)), None
 
 
 class Cell:
@@ -153,7 +140,7 @@ class Cell:
         self.kind, self.order, self.is_exact = case.cell, order, is_exact
         self.sigmoid, self.tanh = torch.sigmoid, torch.tanh
         if is_exact:
-            self.sigmoid, self.tanh = _Sigmoid.apply, _Tanh.apply
+            self.sigmoid, self.tanh = (lambda x: _Exact.apply(x, 1)), (lambda x: _Exact.apply(x, 2))
         elif by_logarithm:
             self.sigmoid = lambda x: torch.nn.functional.logsigmoid(x).exp()
         matrices = 3 if case.cell == "stochastic_gru" else 2

@@ -41,7 +41,6 @@ def main() -> None:
     if options.program == "all":
         runs = [(program, False) for program in PROGRAMS] + [(one, True) for one in SANITIZED]
     if any(is_sanitized for _, is_sanitized in runs):
-        CONSOLE.print("building the library for sanitizers, if it is not there: minutes")
         batches.sanitized.LIBRARY.make(say=True)
     table = Table("program", "library", "cases", *OUTCOMES, "findings")
     table.caption = (

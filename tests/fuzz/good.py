@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from calls.draw import sizes_of, usual
-from calls.trial import MODULES, Trial, noting
+from calls.drawn import noting
+from calls.trial import MODULES, Trial
 from torch import Tensor
 
 import fusedrnn

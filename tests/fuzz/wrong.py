@@ -21,32 +21,16 @@ DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.uint8, torch.bool),
 ]
-# Values that no argument of a call may have.
-NOTHINGS: list[Callable[[], Any]] = [
-    lambda: "3",
-    lambda: b"3",
-    lambda: object(),
-    lambda: torch.float32,
-    lambda: {"a": 1},
-    lambda: {1, 2},
-    lambda: lambda: 1,
-    lambda: 1j,
-    lambda: np.zeros(3),
-    lambda: type,
-    lambda: ...,
-]
+
+
+def nothings() -> list[Any]:
+    """Values that no argument of a call may have."""
+    some: list[Any] = ["3", b"3", object(), torch.float32, {"a": 1}, {1, 2}, lambda: 1, 1j, type]
+    return [*some, np.zeros(3), ...]
 
 
 class Strange(Tensor):
     """A subclass of Tensor that no code knows."""
-
-
-def quantized(t: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)
-
-
-def jagged(t: Tensor) -> Tensor:
-    return torch.nested.nested_tensor(list(t), layout=torch.jagged)
 
 
 # Tensors that have no strides, or are more than numbers in memory.
@@ -56,8 +40,8 @@ EXOTIC: list[Callable[[Tensor], Tensor]] = [
     lambda t: t.to_sparse(1),
     lambda t: t.float().to_mkldnn(),
     lambda t: torch.nested.nested_tensor(list(t)),
-    jagged,
-    quantized,
+    lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+    lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
     lambda t: t.to("meta"),
     lambda t: t.to(torch.complex64),
     lambda t: t.to(torch.complex64).conj(),
@@ -70,9 +54,18 @@ def tensor(value: Tensor, rng: random.Random) -> tuple[Any, bool]:
     t = value.detach()
     kind = rng.randrange(12)
     if kind == 0:
-        return rng.choice(NOTHINGS)(), True
+        return rng.choice(nothings()), True
     if kind == 1:
-        some: list[Any] = [None, True, 3, 1.5, t.tolist(), [t], (t, t), t.float().numpy()]
+        some: list[Any] = [
+            None,
+            True,
+            3,
+            1.5,
+            t.tolist(),
+            [t],
+            (t, t),
+            t.float().resolve_neg().numpy(),
+        ]
         return rng.choice(some), False
     if kind in (2, 3):
         try:
