@@ -166,8 +166,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dropout": 0.2, "zoneout": (0.2, 0.1)},
     ),
 }
-# Backends that share most code with another one try only each so many-th change.
-EVERY = {"emulated, denormals flushed": 2, "emulated, persistent kernels": 3}
 
 
 def hostile(cell: str, dtype: torch.dtype, change: str, option: str) -> Call:
@@ -195,13 +193,12 @@ def scales(
 
     Persistent kernels are tried in 16 bits only.
     """
+    some = [b for b in backends if "persistent" not in b or dtype.itemsize == 2]
     for i, change in enumerate(changes(HOSTILE[cell]["cell"])):
         if cell == "stochastic gru, drawn" and "logvar" in change:
             continue  # noise in float32 and float64 differs by rounding, which a scale enlarges
-        some = [b for b in backends if "persistent" not in b or dtype.itemsize == 2]
         options = list(OPTIONS)
         if not is_exhaustive:
             options = [options[(i + len(cell) + dtype.itemsize) % len(options)]]
-            some = [b for b in some if i % EVERY.get(b, 1) == 0]
         for option in options:
             yield hostile(cell, dtype, change, option), some

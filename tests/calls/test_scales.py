@@ -18,7 +18,15 @@ from calls.trial import Trial
 
 EXHAUSTIVE = os.environ.get("FUSEDRNN_EXHAUSTIVE") == "1"
 QUICK = 6  # of so many changes one is tried by `make test`, another one for each cell and dtype
+QUICK_OR_NOT = [
+    pytest.param(True, id="one change of six"),
+    pytest.param(False, id="the other changes", marks=pytest.mark.slow),
+]
 HERE = [backend for backend in BACKENDS if backend != "cuda"]
+BACKENDS_OF = [
+    pytest.param(HERE, id="cpu and emulation"),
+    pytest.param(["cuda"], id="cuda", marks=pytest.mark.cuda),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +36,13 @@ def _one_thread(threads):
 
 
 @pytest.mark.timeout(6 * 3600 if EXHAUSTIVE else 600)
-@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backends", [HERE, pytest.param(["cuda"], marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("is_quick", QUICK_OR_NOT)
+@pytest.mark.parametrize("backends", BACKENDS_OF)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", HOSTILE)
 def test_errors_are_at_most_twice_those_of_torch(cell, dtype, backends, is_quick):
-    wrong = []
+    wrong, first = [], list(HOSTILE).index(cell) + DTYPES.index(dtype)
     for i, (call, some) in enumerate(scales(cell, dtype, backends, EXHAUSTIVE)):
-        first = list(HOSTILE).index(cell) + DTYPES.index(dtype)
         if ((i + first) % QUICK == 0) != is_quick:
             continue
         trial = Trial(call)  # all backends share its truth
