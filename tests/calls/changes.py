@@ -11,7 +11,7 @@ from torch import Tensor
 
 GATES = {"gru": 3, "lstm": 4, "stochastic_gru": 3}
 Change = Callable[[Case, Arguments], None]  # changes the arguments' tensors in place
-ROW_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 300.0, 1e4, 1e6)
+ROWS = torch.tensor([1e-6, 1e-4, 1e-2, 1.0, 1e2, 300.0, 1e4, 1e6], dtype=torch.float64)[:, None]
 # Biases at and around which sigmoid and its derivatives leave the range of float32.
 BIASES = (8.0, 16.7, 40.0, 86.9, 87.1, 87.3, 87.5, 88.4, 88.8, 89.1, 104.0, 1e4)
 STATES = (1e-30, 1e-3, 10.0, 1e3, 6e4, 1e10, 1e30, math.inf)  # inf: the largest number
@@ -50,7 +50,7 @@ def saturate(gate: int, values: tuple[float, ...]) -> Change:
     return change
 
 
-def inputs(factor: float) -> Change:
+def inputs(factor: float | Tensor) -> Change:
     return lambda case, a: scale(a.input, factor)
 
 
@@ -69,16 +69,7 @@ def weights(factor: float, which: Callable[[int], bool] = lambda place: True) ->
     return change
 
 
-def input_rows(case: Case, a: Arguments) -> None:
-    scale(a.input, torch.tensor(ROW_SCALES, dtype=torch.float64)[:, None])
-
-
-def gradient_rows(case: Case, a: Arguments) -> None:
-    for gradient in a.cotangents():
-        scale(gradient, torch.tensor(ROW_SCALES, dtype=torch.float64)[:, None])
-
-
-def gradients(factor: float) -> Change:
+def gradients(factor: float | Tensor) -> Change:
     def change(case: Case, a: Arguments) -> None:
         for gradient in a.cotangents():
             scale(gradient, factor)
@@ -102,11 +93,6 @@ def together(*changes: Change) -> Change:
             one(case, a)
 
     return change
-
-
-def held(case: Case, a: Arguments) -> None:
-    """The gate that keeps the state open: u of a GRU, f of an LSTM."""
-    saturate(1, (30.0,))(case, a)
 
 
 def poison(name: str, values: tuple[float, ...]) -> Change:
@@ -152,10 +138,11 @@ ALIKE: dict[str, Change] = {
 def changes(cell: str) -> dict[str, Change]:
     """The changes for a cell: "gru", "lstm" or "stochastic_gru"."""
     found = ALIKE | {
-        "input rows x 1e-6 .. 1e6": input_rows,
-        "gradient rows x 1e-6 .. 1e6": gradient_rows,
+        "input rows x 1e-6 .. 1e6": inputs(ROWS),
+        "gradient rows x 1e-6 .. 1e6": gradients(ROWS),
         "states of any size": states,
-        "states of any size, held": together(states, held),
+        # Gate 1 keeps the state: u of a GRU, f of an LSTM.
+        "states of any size, held": together(states, saturate(1, (30.0,))),
         "states of any size, gate 1 shut": together(states, saturate(1, (-200.0,))),
     }
     signed = tuple(s * b for b in BIASES for s in (-1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,8 @@ class Good:
 
 
 # What a call takes besides the options that were drawn for it.
-OPTIONS: dict[str, Any] = {
-    "dropout": 0.0, "zoneout": 0.0, "weight_dropout": 0.0, "workspace_bytes": None,
-    "backend": "auto",
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"dropout": 0.0, "zoneout": 0.0, "weight_dropout": 0.0}
+OPTIONS |= {"workspace_bytes": None, "backend": "auto"}
 
 
 def a_trial(rng: random.Random, form: str = "functional") -> Trial:
@@ -57,17 +56,9 @@ def constructor(rng: random.Random, form: str = "module") -> Good:
     return Good(kind.__name__, kind, more | arguments)
 
 
-def cell_constructor(rng: random.Random) -> Good:
-    return constructor(rng, "cell")
-
-
 def module_call(rng: random.Random, form: str = "module") -> Good:
     module, arguments = a_trial(rng, form).given()
     return Good(f"{type(module).__name__}.forward", module, arguments)
-
-
-def cell_call(rng: random.Random) -> Good:
-    return module_call(rng, "cell")
 
 
 def plan(rng: random.Random) -> Good:
@@ -113,5 +104,6 @@ def detached(value: Any) -> Any:
     return [detached(one) for one in value] if isinstance(value, list) else value
 
 
-KINDS = [functional, functional, module_call, module_call, constructor, cell_constructor, cell_call]
+KINDS: list[Callable[[random.Random], Good]] = [functional, functional, module_call, module_call]
+KINDS += [constructor, partial(constructor, form="cell"), partial(module_call, form="cell")]
 KINDS += [plan, conversion, switch, *[operator] * 5]
