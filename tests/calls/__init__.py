@@ -1,7 +1,7 @@
 """Calls of the built-in cells, drawn by three distributions, and judged by one loop in float64.
 
 - ``usual`` has every form, option, mode, dtype and layout of memory that a user may choose;
-- ``sizes`` has any sizes, in float64;
+- ``any_sizes`` has any sizes, in float64;
 - ``scales`` has numbers of hostile scales, by the *changes* of changes.py.
 
 A call (draw.py) becomes a trial with tensors (trial.py). Errors of its outputs and gradients
