@@ -205,6 +205,7 @@ def test_missing_tool_is_named_without_isolation(tmp_path: Path) -> None:
     assert done.stderr.startswith("fusedrnn: building needs pybind11>=2.12; install")
 
 
+@pytest.mark.slow
 def test_sdist_holds_all_that_compiling_needs(tmp_path: Path) -> None:
     done = call_hook(f"build_sdist({str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
@@ -290,6 +291,7 @@ import fusedrnn_build
 """
 
 
+@pytest.mark.slow
 def test_a_read_only_tree_is_built_from_a_copy(tmp_path: Path) -> None:
     """Only sources are copied. Making metadata takes the same way as a wheel, but not minutes."""
     tree, made = tmp_path / "tree", tmp_path / "made"
@@ -339,6 +341,7 @@ def check_headers(folder: Path) -> None:
         subprocess.run(command, input=text, cwd=folder, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_headers_for_generated_code_are_shipped(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "build_py", "--build-lib", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(BACKEND), "FUSEDRNN_CUDA": "0"}
