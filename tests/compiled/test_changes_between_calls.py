@@ -5,10 +5,10 @@ Longer than 350 lines, because there are many places from which a step may read.
 
 from __future__ import annotations
 
-import array
+import array  # noqa: F401
 import collections
 import contextlib
-import contextvars
+import contextvars  # noqa: F401
 import dataclasses
 import enum
 import functools
@@ -16,8 +16,11 @@ import re
 import sys
 import threading
 import types
-import weakref
+import warnings
+import weakref  # noqa: F401
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +57,7 @@ class Base(nn.Module):
         return torch.tanh(self.gate(torch.cat([x, h], -1))) * self.read()
 
     def read(self) -> Any:
-        raise NotImplementedError
+        return 1.0
 
 
 class Holds(Base):
@@ -68,16 +71,38 @@ class Holds(Base):
         return self.by(self.held)
 
 
-def check(cell: nn.Module, change: Callable[[], Any], compile: str = "require") -> None:
-    """Before a change and after it a call gives what the loop gives, which is not the same."""
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+class Then(Base):
+    """Makes something of its state, by an attribute."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Any], held: Any = None) -> None:
+        super().__init__()
+        self.then, self.held = then, held
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        return self.then(self, super().forward(x, h))
+
+
+def given(batch: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(3, batch, H, dtype=F64), torch.zeros(batch, H, dtype=F64)
+
+
+def check_call(rnn: fusedrnn.Recurrent, x: Tensor, h: Tensor) -> Tensor:
+    """A call gives what the loop gives."""
+    expected: Tensor = loop(rnn.cell, x, h)[0]
+    torch.testing.assert_close(rnn(x, h)[0], expected)
+    return expected
+
+
+def check(cell: nn.Module, *changes: Callable[[], Any], compile: str = "require") -> None:
+    """Before and after each change a call gives what the loop gives, which is not the same."""
+    x, h = given()
     rnn = fusedrnn.Recurrent(cell, compile=compile)
-    before = loop(cell, x, h)[0]
-    torch.testing.assert_close(rnn(x, h)[0], before)
-    change()
-    after = loop(cell, x, h)[0]
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(rnn(x, h)[0], after)
+    before = check_call(rnn, x, h)
+    for change in changes:
+        change()
+        after = check_call(rnn, x, h)
+        assert not torch.equal(before, after)
+        before = after
 
 
 def scaled(x: float, scale: float = 1.0) -> float:
@@ -135,22 +160,6 @@ class Called:
         return self.a
 
 
-def set_a(one: Any) -> None:
-    one.a = 2.0
-
-
-def set_first(one: Any) -> None:
-    one[0] = 2
-
-
-def set_key(one: Any) -> None:
-    one["a"] = 2.0
-
-
-def set_scale(one: Any) -> None:
-    one.keywords["scale"] = 2.0
-
-
 def deep(levels: int) -> Data:
     return Data() if levels == 0 else Data(deep(levels - 1))
 
@@ -181,142 +190,94 @@ def two() -> float:
     return 2.0
 
 
-HELD: dict[str, tuple[Callable[[], Any], Read, Callable[[Any], Any]]] = {
-    "partial": (lambda: functools.partial(scaled, scale=1.0), lambda p: p(1.0), set_scale),
-    "partial in a partial": (
-        lambda: functools.partial(functools.partial(scaled, 1.0), scale=1.0),
-        lambda p: p(),
-        set_scale,
-    ),
-    "partial in a list": (
-        lambda: [functools.partial(scaled, scale=1.0)],
-        lambda v: v[0](1.0),
-        lambda v: set_scale(v[0]),
-    ),
-    "argument of a partial": (
-        lambda: functools.partial(max, [1.0]),
-        lambda p: p(),
-        lambda p: set_first(p.args[0]),
-    ),
-    "dataclass": (Data, lambda o: o.a, set_a),
-    "slots": (lambda: Slots(1.0), lambda o: o.a, set_a),
-    "dataclass in dicts": (
-        lambda: [{"k": Data()}],
-        lambda v: v[0]["k"].a,
-        lambda v: set_a(v[0]["k"]),
-    ),
-    "dataclass in others": (lambda: deep(6), lambda o: deepest(o).a, lambda o: set_a(deepest(o))),
-    "namespace": (lambda: types.SimpleNamespace(a=1.0), lambda o: o.a, set_a),
-    "value of an enum": (lambda: Mutable.ONE, lambda o: o.value.a, lambda o: set_a(o.value)),
-    "deque": (lambda: collections.deque([1.0]), lambda d: d[0], set_first),
-    "deque in a list": (
-        lambda: [collections.deque([1.0])],
-        lambda v: v[0][0],
-        lambda v: set_first(v[0]),
-    ),
-    "defaultdict": (lambda: collections.defaultdict(float, a=1.0), lambda d: d["a"], set_key),
-    "default of a dict": (
-        lambda: collections.defaultdict(lambda: 1.0),
-        lambda d: d.copy()["b"],
-        lambda d: setattr(d, "default_factory", two),
-    ),
-    "order of a dict": (
-        lambda: collections.OrderedDict(a=1.0, b=2.0),
-        lambda d: next(iter(d.values())),
-        lambda d: d.move_to_end("a"),
-    ),
-    "ChainMap": (lambda: collections.ChainMap({"a": 1.0}), lambda d: d["a"], set_key),
-    "view of a dict": (
-        lambda: (lambda d: [types.MappingProxyType(d), d])({"a": 1.0}),
-        lambda v: v[0]["a"],
-        lambda v: set_key(v[1]),
-    ),
-    "array of NumPy": (lambda: np.ones(1), lambda a: float(a[0]), set_first),
-    "array of NumPy in an object": (
-        lambda: Data(np.ones(1)),
-        lambda o: float(o.a[0]),
-        lambda o: set_first(o.a),
-    ),
-    "bytes": (lambda: bytearray(b"\1"), lambda b: float(b[0]), set_first),
-    "array": (lambda: array.array("d", [1.0]), lambda a: a[0], set_first),
-    "set": (lambda: {1}, lambda s: 1.0 + (1 in s), lambda s: s.clear()),
-    "long list": (lambda: [1.0] * 20_000, lambda v: v[0], set_first),
-    "attribute of a list": (lambda: List(), lambda o: o.a, set_a),
-    "attribute of a dict": (lambda: Dict(), lambda o: o.a, set_a),
-    "attribute of a number": (lambda: Float(1.0), lambda o: o.a, set_a),
-    "tensor as a number": (lambda: torch.tensor(1.0), float, lambda t: t.fill_(2.0)),
-    "namedtuple": (lambda: Named([1.0]), lambda n: n.a[0], lambda n: set_first(n.a)),
-    "weak reference": (
-        lambda: (lambda o: [weakref.ref(o), o])(Data()),
-        lambda v: v[0]().a,
-        lambda v: set_a(v[1]),
-    ),
-    "key of a dict": (
-        lambda: {Called(): 1},
-        lambda d: next(iter(d)).a,
-        lambda d: set_a(next(iter(d))),
-    ),
-    "variable of a context": (
-        lambda: contextvars.ContextVar("one", default=1.0),
-        lambda v: v.get(),
-        lambda v: v.set(2.0),
-    ),
-    "metaclass": (
-        lambda: types.new_class("Class", (), {"metaclass": type("Meta", (type,), {"a": 1.0})}),
-        lambda v: v.a,
-        lambda v: set_a(type(v)),
-    ),
-    "what contains itself": (itself, lambda o: o.b["b"].a, set_a),
-    "callable object": (Called, lambda f: f(), set_a),
-    "bound method": (lambda: Called().__call__, lambda f: f(), lambda f: set_a(f.__self__)),
-    "variable around a function": (
-        lambda: function_of(1.0),
-        lambda f: f(),
-        lambda f: f.set_variable(),
-    ),
-    "default of a function": (
-        lambda: function_of(1.0),
-        lambda f: f(),
-        lambda f: f.__kwdefaults__.update(b=2.0),
-    ),
-    "dict as a default": (
-        lambda: function_of(1.0),
-        lambda f: f(),
-        lambda f: set_key(f.__kwdefaults__["c"]),
-    ),
-    "attribute of a function": (
-        lambda: function_of(1.0),
-        lambda f: f(),
-        lambda f: setattr(f, "d", 2.0),
-    ),
-    "a function's code": (
-        lambda: types.FunctionType((lambda: 1.0).__code__, {}),
-        lambda f: f(),
-        lambda f: setattr(f, "__code__", two.__code__),
-    ),
-}
+def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_changes_in_an_attribute(name: str) -> None:
-    make, read, change = HELD[name]
-    held = make()
-    kept = Mutable.ONE.value.a if held is Mutable.ONE else None
-    try:
-        check(Holds(held, read), lambda: change(held))
-    finally:
-        if kept is not None:
-            Mutable.ONE.value.a = kept
+def of_thread(a: float) -> threading.local:
+    made = threading.local()
+    made.a = a
+    return made
+
+
+HELD = r"""
+partial | partial(scaled, scale=1.0) | o(1.0) | o.keywords['scale'] = 2.0
+partial in a partial | partial(partial(scaled, 1.0), scale=1.0) | o() | o.keywords['scale'] = 2
+partial in a list | [partial(scaled, scale=1.0)] | o[0](1.0) | o[0].keywords['scale'] = 2.0
+argument of a partial | partial(max, [1.0]) | o() | o.args[0][0] = 2
+dataclass | Data() | o.a | o.a = 2.0
+slots | Slots(1.0) | o.a | o.a = 2.0
+dataclass in dicts | [{'k': Data()}] | o[0]['k'].a | o[0]['k'].a = 2.0
+dataclass in others | deep(6) | deepest(o).a | deepest(o).a = 2.0
+list in a dict in an object | Data({'k': [1.0]}) | o.a['k'][0] | o.a['k'][0] = 2.0
+another list in it | Data({'k': [1.0]}) | o.a['k'][0] | o.a['k'] = [2.0]
+namespace | types.SimpleNamespace(a=1.0) | o.a | o.a = 2.0
+value of an enum | Mutable.ONE | o.value.a | o.value.a += 1.0
+deque | collections.deque([1.0]) | o[0] | o[0] = 2
+deque in a list | [collections.deque([1.0])] | o[0][0] | o[0][0] = 2
+defaultdict | collections.defaultdict(float, a=1.0) | o['a'] | o['a'] = 2.0
+default of a dict | collections.defaultdict(lambda: 1.0) | o.copy()['b'] | o.default_factory = two
+order of a dict | OrderedDict(a=1.0, b=2.0) | next(iter(o.values())) | o.move_to_end('a')
+ChainMap | collections.ChainMap({'a': 1.0}) | o['a'] | o['a'] = 2.0
+view of a dict | (lambda d: (types.MappingProxyType(d), d))({'a': 1}) | o[0]['a'] | o[1]['a'] = 2
+array of NumPy | np.ones(1) | float(o[0]) | o[0] = 2
+array of NumPy in an object | Data(np.ones(1)) | float(o.a[0]) | o.a[0] = 2
+bytes | bytearray(b'\1') | float(o[0]) | o[0] = 2
+array | array.array('d', [1.0]) | o[0] | o[0] = 2
+set | {1} | 1.0 + (1 in o) | o.clear()
+long list | [1.0] * 20_000 | o[0] | o[0] = 2
+attribute of a list | List() | o.a | o.a = 2.0
+attribute of a dict | Dict() | o.a | o.a = 2.0
+attribute of a number | Float(1.0) | o.a | o.a = 2.0
+tensor as a number | torch.tensor(1.0) | float(o) | o.fill_(2.0)
+namedtuple | Named([1.0]) | o.a[0] | o.a[0] = 2
+weak reference | (lambda o: [weakref.ref(o), o])(Data()) | o[0]().a | o[1].a = 2.0
+key of a dict | {Called(): 1} | next(iter(o)).a | next(iter(o)).a = 2.0
+variable of a context | contextvars.ContextVar('one', default=1.0) | o.get() | o.set(2.0)
+metaclass | type('Meta', (type,), {'a': 1.0})('Class', (), {}) | o.a | type(o).a = 2.0
+what contains itself | itself() | o.b['b'].a | o.a = 2.0
+callable object | Called() | o() | o.a = 2.0
+bound method | Called().__call__ | o() | o.__self__.a = 2.0
+variable around a function | function_of(1.0) | o() | o.set_variable()
+default of a function | function_of(1.0) | o() | o.__kwdefaults__.update(b=2.0)
+dict as a default | function_of(1.0) | o() | o.__kwdefaults__['c']['a'] = 2.0
+attribute of a function | function_of(1.0) | o() | o.d = 2.0
+a function's code | types.FunctionType((lambda: 1.0).__code__, {}) | o() | o.__code__ = two.__code__
+a scheduler | scheduler() | o.get_last_lr()[0] | o.optimizer.step(); o.step()
+an optimizer | scheduler().optimizer | o.param_groups[0]['lr'] | o.param_groups[0].update(lr=0.7)
+a thread's | of_thread(2.0) | o.a | o.a = 3.0
+an event | threading.Event() | 2.0 if o.is_set() else 1.0 | o.set()
+"""
+"""What an attribute holds: its name, and Python that makes this `o`, reads it and changes it."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.partition(" | ")[0], marks=[pytest.mark.slow] if i % 2 else [])
+        for i, row in enumerate(HELD.strip().splitlines())
+    ],
+)
+def test_changes_in_an_attribute(row: str) -> None:
+    _, make, read, change = row.split(" | ")
+    held = eval(make)
+    check(
+        Holds(held, eval(f"lambda o: {read}", globals())),
+        lambda: exec(change, globals() | {"o": held}),
+    )
 
 
 EXCHANGED: dict[str, tuple[Any, Any, Read]] = {
+    "object": (Data(1.0), Data(2.0), lambda o: o.a),
+    "float and integer": (0.5, 2, lambda o: o),
     "enum": (Kind.ONE, Kind.TWO, lambda o: o.value),
     "enum of one text": (Silent.ONE, Silent.TWO, lambda o: o * 1.0),
     "number of NumPy": (np.float32(1), np.float32(2), float),
     "bytes of another dtype": ([np.int32(2**30)], [np.float32(2)], lambda v: float(v[0] == 2)),
     "pattern": (re.compile("a"), re.compile("b"), lambda p: 1.0 if p.match("a") else 2.0),
     "list and tuple": ([1.0], (1.0,), lambda v: 1.0 + isinstance(v, list)),
-    "kinds of dicts": ({}, collections.OrderedDict(), lambda v: 1.0 + (type(v) is dict)),
+    "kinds of dicts": ({}, OrderedDict(), lambda v: 1.0 + (type(v) is dict)),
     "range": (range(1), range(2), lambda r: float(r.stop)),
     "number and flag": (1, True, lambda v: 1.0 + (v is True)),
     "zeros": (0.0, -0.0, lambda v: 2.0 + np.copysign(1.0, v)),
@@ -325,9 +286,75 @@ EXCHANGED: dict[str, tuple[Any, Any, Read]] = {
 
 @pytest.mark.parametrize("name", EXCHANGED)
 def test_another_object_in_an_attribute(name: str) -> None:
+    """And the old one again."""
     old, new, read = EXCHANGED[name]
     cell = Holds(old, read)
-    check(cell, lambda: setattr(cell, "held", new))
+    check(cell, *(partial(setattr, cell, "held", held) for held in (new, old)))
+
+
+# The step itself: its methods, modules and buffers.
+
+
+def test_the_step_itself_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods of the instance and of its class, and submodules."""
+    cell: Any = Base()
+
+    def set_forward(factor: float) -> None:  # functions that may get one address, in turn
+        cell.forward = lambda x, h: type(cell).forward(cell, x, h) / factor
+
+    layer, forward = nn.Linear(2 * H, H, dtype=F64), Base.forward
+    check(
+        cell,
+        *(partial(set_forward, factor) for factor in (2.0, 3.0, 4.0)),
+        lambda: delattr(cell, "forward"),
+        lambda: setattr(cell, "gate", nn.Sequential(layer, nn.Tanh())),
+        lambda: cell.gate.__setitem__(1, nn.Sigmoid()),
+        lambda: monkeypatch.setattr(Base, "forward", lambda *given: forward(*given) / 2),
+    )
+
+
+def test_a_buffer_changes() -> None:
+    cell: Any = Then(lambda cell, h: h * cell.factor)
+    cell.register_buffer("factor", torch.tensor(1.0, dtype=F64))
+    check(
+        cell,
+        *(partial(cell.factor.fill_, factor) for factor in (0.5, 3.0)),
+        lambda: setattr(cell, "factor", torch.tensor(0.25, dtype=F64)),
+    )
+
+
+def test_training_and_evaluation_with_dropout() -> None:
+    cell = Then(lambda cell, h: cell.held(h), nn.Dropout(0.5))
+    rnn, (x, h) = fusedrnn.Recurrent(cell, compile="require"), given()
+    x.requires_grad_()
+    for is_training in (True, False, True):
+        rnn.train(is_training)
+        made, _ = rnn(x, h, generator=torch.Generator().manual_seed(0))
+        expected, _ = loop(cell, x, h)
+        torch.testing.assert_close(made, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (made, expected)))
+    torch.manual_seed(1)
+    assert not torch.equal(rnn(x, h)[0], rnn(x, h)[0])
+    cell.held.p = 0.0
+    check_call(rnn, x, h)
+
+
+def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_MOST_KINDS", 2)
+    cell, (x, h) = Holds(1.0, lambda held: held), given()
+    rnn = fusedrnn.Recurrent(cell, compile="auto")
+    for i in range(4):
+        cell.held = 1 + i / 8
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            check_call(rnn, x, h)
+        assert ["is no longer compiled" in str(w.message) for w in said] == [True] * (i == 2)
+    assert "change from call to call" in rnn.explain(x, h).program
+    cell.held, rnn.compile_cell = 1.0, "require"
+    check_call(rnn, x, h)
+    cell.held = 5.0
+    with pytest.raises(RuntimeError, match="change from call to call"):
+        rnn(x, h)
 
 
 # Classes and Python modules.
@@ -369,32 +396,33 @@ class Below(Of):
 
 def test_attributes_and_methods_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed in place or replaced, in the class itself or below it."""
-    cell = Below()
+    patch = monkeypatch.setattr
     changes: dict[str, Callable[[], Any]] = {
         "a dict": lambda: monkeypatch.setitem(Of.d, "a", 2.0),
-        "an object": lambda: monkeypatch.setattr(Of.o, "a", 2.0),
-        "another object": lambda: monkeypatch.setattr(Of, "o", Data(3.0)),
-        "a property": lambda: monkeypatch.setattr(Of, "by_property", property(lambda self: 2.0)),
-        "a static method": lambda: monkeypatch.setattr(Of, "static", staticmethod(two)),
-        "a class method": lambda: monkeypatch.setattr(Of, "of_class", classmethod(lambda c: 2.0)),
-        "a default": lambda: monkeypatch.setattr(
-            Of.with_default, "__defaults__", (2.0, {"a": 1.0})
-        ),
-        "in a default": lambda: set_key((Of.with_default.__defaults__ or ())[1]),
-        "below": lambda: monkeypatch.setattr(Below, "a", 2.0, raising=False),
+        "an object": lambda: patch(Of.o, "a", 2.0),
+        "another object": lambda: patch(Of, "o", Data(3.0)),
+        "a property": lambda: patch(Of, "by_property", property(lambda self: 2.0)),
+        "a static method": lambda: patch(Of, "static", staticmethod(two)),
+        "a class method": lambda: patch(Of, "of_class", classmethod(lambda c: 2.0)),
+        "a default": lambda: patch(Of.with_default, "__defaults__", (2.0, {"a": 1.0})),
+        "in a default": lambda: (Of.with_default.__defaults__ or ())[1].update(a=2.0),
+        "a method": lambda: patch(Of, "with_default", lambda self: 3.0),
+        "below": lambda: patch(Below, "a", 2.0, raising=False),
     }
-    for change in changes.values():
-        check(cell, change)
+    for change in changes.values():  # each in a cell of its own, which knows no other program
+        check(Below(), change)
 
 
 def test_attributes_and_methods_of_an_objects_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = Holds(Settings(), lambda o: o.a * o.d["a"] * o.get())
-    check(cell, lambda: monkeypatch.setattr(Settings, "a", 2.0))
-    check(cell, lambda: monkeypatch.setitem(Settings.d, "a", 2.0))
-    check(cell, lambda: monkeypatch.setattr(Settings, "get", lambda self: 2.0))
+    check(
+        Holds(Settings(), lambda o: o.a * o.d["a"] * o.get()),
+        lambda: monkeypatch.setattr(Settings, "a", 2.0),
+        lambda: monkeypatch.setitem(Settings.d, "a", 2.0),
+        lambda: monkeypatch.setattr(Settings, "get", lambda self: 2.0),
+    )
 
 
-NUMBER, DICT, OBJECT, PARTIAL = 1.0, {"a": 1.0}, Data(), functools.partial(scaled, scale=1.0)
+NUMBER, DICT, OBJECT, PARTIAL = 1.0, {"a": 1.0}, Data(), partial(scaled, scale=1.0)
 other = types.ModuleType("other")
 exec(
     """
@@ -424,22 +452,22 @@ class Around(Base):
 
 def test_variables_of_python_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the cell's own and of another one, read by helpers of helpers."""
-    cell, here = Around(), globals()
+    here, patch, patch_item = globals(), monkeypatch.setattr, monkeypatch.setitem
     changes: dict[str, Callable[[], Any]] = {
-        "a number": lambda: monkeypatch.setitem(here, "NUMBER", 2.0),
-        "a dict": lambda: monkeypatch.setitem(DICT, "a", 2.0),
-        "an object": lambda: monkeypatch.setattr(OBJECT, "a", 2.0),
-        "another object": lambda: monkeypatch.setitem(here, "OBJECT", Data(3.0)),
-        "a partial": lambda: monkeypatch.setitem(PARTIAL.keywords, "scale", 2.0),
-        "of another module": lambda: monkeypatch.setattr(other, "A", 2.0),
-        "a dict of another module": lambda: monkeypatch.setitem(other.D, "a", 2.0),
-        "a class": lambda: monkeypatch.setattr(other.Settings, "a", 2.0),
-        "a dict of a class": lambda: monkeypatch.setitem(other.Settings.d, "a", 2.0),
-        "a function": lambda: monkeypatch.setattr(other, "read", two),
-        "a helper": lambda: monkeypatch.setitem(here, "helper", two),
+        "a number": lambda: patch_item(here, "NUMBER", 2.0),
+        "a dict": lambda: patch_item(DICT, "a", 2.0),
+        "an object": lambda: patch(OBJECT, "a", 2.0),
+        "another object": lambda: patch_item(here, "OBJECT", Data(3.0)),
+        "a partial": lambda: patch_item(PARTIAL.keywords, "scale", 2.0),
+        "of another module": lambda: patch(other, "A", 2.0),
+        "a dict of another module": lambda: patch_item(other.D, "a", 2.0),
+        "a class": lambda: patch(other.Settings, "a", 2.0),
+        "a dict of a class": lambda: patch_item(other.Settings.d, "a", 2.0),
+        "a function": lambda: patch(other, "read", two),
+        "a helper": lambda: patch_item(here, "helper", two),
     }
     for change in changes.values():
-        check(cell, change)
+        check(Around(), change)
 
 
 class Imports(Base):
@@ -472,7 +500,7 @@ class Decorated(Base):
 
 
 def test_what_a_decorator_holds() -> None:
-    check(Decorated(), lambda: set_key(Decorated.read.state))
+    check(Decorated(), lambda: Decorated.read.state.update(a=2.0))
 
 
 def _decorated(decorate: Callable[..., Any]) -> tuple[Callable[[], float], dict[str, float]]:
@@ -502,7 +530,7 @@ DECORATORS: dict[str, Callable[..., Any]] = {
     "no_grad by itself": torch.no_grad,
     "functools": functools.singledispatch,
     "both": lambda f: torch.no_grad()(functools.singledispatch(f)),
-    "a partial": lambda f: torch.no_grad()(functools.partial(f, 1.0)),
+    "a partial": lambda f: torch.no_grad()(partial(f, 1.0)),
     "contextlib": contextlib.contextmanager(lambda: iter([None]))(),
     "an object": Wrapper,
 }
@@ -538,13 +566,13 @@ COUNT = {"a": 1.0}
 
 
 class Counts(Base):
-    """Where ``run.aside`` does not look."""
+    """In an attribute, and where ``run.aside`` does not look."""
 
     total = 0.0
 
     def __init__(self, place: str) -> None:
         super().__init__()
-        self.place, self.data, self.array = place, deep(3), np.zeros(1)
+        self.place, self.data, self.array, self.steps = place, deep(3), np.zeros(1), 0
 
     def read(self) -> Any:
         if self.place == "object":
@@ -555,6 +583,9 @@ class Counts(Base):
             Counts.total += 1
         elif self.place == "module":
             COUNT["a"] += 1
+        elif self.place == "attribute":
+            self.steps += 1
+            return 1 / self.steps
         return 1.0
 
 
@@ -562,17 +593,29 @@ class Counts(Base):
 @pytest.mark.parametrize("place", ["object", "array", "class", "module"])
 def test_a_step_that_counts(place: str) -> None:
     """A program would not count."""
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    x, h = given()
     with pytest.raises(RuntimeError, match="the step changes what it reads in Python"):
         fusedrnn.Recurrent(Counts(place), compile="require")(x, h)
     cell = Counts(place)
     rnn = fusedrnn.Recurrent(cell, compile="auto")
     for _ in range(4):
-        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+        check_call(rnn, x, h)
     cell.place = "nowhere"
     rnn.compile_cell = "require"
     with pytest.raises(RuntimeError, match="change from call to call"):
         rnn(x, h)
+
+
+def test_a_step_that_counts_in_an_attribute() -> None:
+    cell, (x, h) = Counts("attribute"), given()
+    with pytest.raises(RuntimeError, match="steps"):
+        fusedrnn.Recurrent(cell, compile="require")(x, h)
+    cell.steps, found = 0, []
+    for run in (fusedrnn.Recurrent(cell, compile="auto"), partial(loop, cell)):
+        cell.steps = 0
+        found.append(run(x, h)[0])
+        assert cell.steps == len(x)
+    torch.testing.assert_close(*found)
 
 
 class Lazy:
@@ -584,9 +627,8 @@ class Lazy:
 def test_what_a_step_computes_once() -> None:
     lazy = Lazy()
     cell = Holds(Data(Data(lazy)), lambda o: o.a.a.factor)
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
-    rnn = fusedrnn.Recurrent(cell, compile="require")
-    ours = rnn(x, h)[0]
+    x, h = given()
+    ours = fusedrnn.Recurrent(cell, compile="require")(x, h)[0]
     assert "factor" in vars(lazy)
     torch.testing.assert_close(ours, loop(cell, x, h)[0])
     check(cell, lambda: vars(lazy).update(factor=3.0))
@@ -598,7 +640,7 @@ TOO_MUCH: dict[str, tuple[Any, Read, Callable[[Any], Any], str]] = {
     "objects": (
         [Data() for _ in range(200)],
         lambda v: v[150].a,
-        lambda v: set_a(v[150]),
+        lambda v: setattr(v[150], "a", 2.0),
         "200 entries",
     ),
     "large array": (
@@ -607,7 +649,12 @@ TOO_MUCH: dict[str, tuple[Any, Read, Callable[[Any], Any], str]] = {
         lambda v: v.fill(2),
         "of 2,097,152 bytes",
     ),
-    "array of objects": (np.array([Data()]), lambda v: v[0].a, lambda v: set_a(v[0]), "an array"),
+    "array of objects": (
+        np.array([Data()]),
+        lambda v: v[0].a,
+        lambda v: setattr(v[0], "a", 2.0),
+        "an array",
+    ),
 }
 
 
@@ -616,9 +663,9 @@ def test_what_would_take_too_long_to_look_at(name: str, monkeypatch: pytest.Monk
     """Steps are taken in Python, which see all changes."""
     monkeypatch.setattr(surroundings, "_MOST", 100)
     held, read, change, reason = TOO_MUCH[name]
-    cell, x, h = Holds(held, read), torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    cell = Holds(held, read)
     with pytest.raises(RuntimeError, match=f"cannot be compiled: .*{reason}"):
-        fusedrnn.Recurrent(cell, compile="require")(x, h)
+        fusedrnn.Recurrent(cell, compile="require")(*given())
     check(cell, lambda: change(held), compile="auto")
 
 
@@ -630,17 +677,15 @@ held = 0  # called like the attribute
     [[0] * 200_000, dict.fromkeys(range(200_000)), {i: [i] for i in range(20_000)}],
     ids=["a list", "a dict", "lists in a dict"],
 )
-def test_large_containers_have_steps_taken_in_python(held: Any) -> None:
+def test_large_containers_have_steps_taken_in_python(
+    held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And are looked at once, not in each call."""
-    cell = Holds(held, lambda held: 2.0)
-    rnn = fusedrnn.Recurrent(cell, compile="auto")
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
-    with pytest.MonkeyPatch.context() as patch:
-        looked = []
-        look = programs.surroundings
-        patch.setattr(programs, "surroundings", lambda m: (looked.append(1), look(m))[1])
-        for _ in range(3):
-            rnn(x, h)
+    rnn, (x, h) = fusedrnn.Recurrent(Holds(held, lambda held: 2.0), compile="auto"), given()
+    looked, look = [], programs.surroundings
+    monkeypatch.setattr(programs, "surroundings", lambda m: (looked.append(1), look(m))[1])
+    for _ in range(3):
+        rnn(x, h)
     assert len(looked) == 1
 
 
@@ -665,20 +710,15 @@ class Unhashable(metaclass=Nameless):
 
 @pytest.mark.parametrize("held", [Hostile(), Unhashable()], ids=["a number", "no hash"])
 def test_objects_that_do_not_let_themselves_be_looked_at(held: Any) -> None:
-    cell = Holds(held, lambda held: 2.0)
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
-    output, _ = fusedrnn.Recurrent(cell)(x, h)
-    torch.testing.assert_close(output, loop(cell, x, h)[0])
+    check_call(fusedrnn.Recurrent(Holds(held, lambda held: 2.0)), *given())
 
 
 def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a count of epochs that a training loop sets."""
-    traced = []
-    trace = first_use.trace
+    traced, trace = [], first_use.trace
     monkeypatch.setattr(first_use, "trace", lambda step: (traced.append(1), trace(step))[1])
-    cell = Holds(2.0, lambda held: held)
+    cell, (x, h) = Holds(2.0, lambda held: held), given()
     rnn = fusedrnn.Recurrent(cell, compile="require")
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
     for epoch in range(150):
         cell.epoch = epoch  # type: ignore[assignment]
         output, _ = rnn(x, h)
@@ -686,48 +726,45 @@ def test_attributes_that_no_step_reads_compile_nothing(monkeypatch: pytest.Monke
     assert len(traced) == 1
     assert len(rnn._memories[0].programs._known) < 150
     cell.held = 3.0
-    torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+    check_call(rnn, x, h)
     assert len(traced) == 2
+
+
+# What only some batches, results or derivatives show.
 
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_what_decides_by_the_number_of_rows_is_another_step(batch: int) -> None:
     """Though it does the same with the rows of a trace."""
-
-    class Rows(Base):
-        factor = 1.0
-
-        def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            h = torch.tanh(self.gate(torch.cat([x, h], -1)))
-            return h * self.factor if len(x) == batch else h * 1.0
-
-    cell = Rows()
-    rnn = fusedrnn.Recurrent(cell)
-    x, h = torch.randn(3, 7, H, dtype=F64), torch.zeros(7, H, dtype=F64)
+    cell = Then(lambda cell, h: h * (cell.held if len(h) == batch else 1.0), 1.0)
+    rnn, (x, h) = fusedrnn.Recurrent(cell), given(7)
     rnn(x, h)
     (program,) = rnn._memories[0].programs._known.values()
     assert not isinstance(program, str)
-    x, h = x[:, :batch], h[:batch]
     for factor in (1.5, 2.0, 1.0):
-        cell.factor = factor
-        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
+        cell.held = factor
+        check_call(rnn, x[:, :batch], h[:batch])
+
+
+def test_every_batch_is_looked_at_when_it_comes_first() -> None:
+    """Also one that no trial had; only in that batch is the step taken in Python."""
+    rnn = fusedrnn.Recurrent(Then(lambda cell, h: 2 * h if len(h) > 6 else h))
+    for batch in (4, 7, 3, 7):
+        check_call(rnn, *given(batch))
+    known = rnn._memories[0].programs._known
+    assert {batch: isinstance(found, str) for (_, _, batch), found in known.items()} == {
+        4: False,
+        7: True,
+        3: False,
+    }
 
 
 def test_outputs_of_another_structure_are_another_program() -> None:
     """Though the step does the same."""
-
-    class Named(Base):
-        name = "a"
-
-        def forward(self, x: Tensor, h: Tensor) -> Any:
-            h = torch.tanh(self.gate(torch.cat([x, h], -1)))
-            return {self.name: h}, h
-
-    cell = Named()
-    rnn = fusedrnn.Recurrent(cell, compile="require")
-    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    cell = Then(lambda cell, h: ({cell.held: h}, h))
+    rnn, (x, h) = fusedrnn.Recurrent(cell, compile="require"), given()
     for name in ("a", "b", "a"):
-        cell.name = name
+        cell.held = name
         assert list(rnn(x, h)[0]) == [name]
 
 
@@ -791,19 +828,9 @@ DERIVATIVES = {
 def test_what_only_derivatives_show(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward is the same after the change, to the last operation. Other batches know no change."""
     of, first, second = DERIVATIVES[name]
-
-    class Derives(Base):
-        held: Any = first
-
-        def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            held = self.held if len(x) == batch else first
-            return of(torch.tanh(self.gate(torch.cat([x, h], -1))), held)  # type: ignore[no-any-return]
-
-    monkeypatch.setitem(globals(), "BACKWARD_FACTOR", first)
-    cell = Derives()
-    rnn = fusedrnn.Recurrent(cell)
-    x = torch.randn(3, batch, H, dtype=F64, requires_grad=True)
-    h = torch.zeros(batch, H, dtype=F64)
+    cell = Then(lambda cell, h: of(h, cell.held if len(h) == batch else first), first)
+    rnn, (x, h) = fusedrnn.Recurrent(cell), given(batch)
+    x.requires_grad_()
     found = []
     for held in (first, second, first):
         cell.held = held
@@ -814,70 +841,3 @@ def test_what_only_derivatives_show(name: str, batch: int, monkeypatch: pytest.M
         found.append(gradient)
     assert not torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], found[2])
-
-
-def test_every_batch_is_looked_at_when_it_comes_first() -> None:
-    """Also one that no trial had; only in that batch is the step taken in Python."""
-
-    class Many(Base):
-        def read(self) -> Any:
-            return 1.0
-
-        def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            h = super().forward(x, h)
-            return 2 * h if len(x) > 6 else h
-
-    cell = Many()
-    rnn = fusedrnn.Recurrent(cell)
-    for batch in (4, 7, 3, 7):
-        x, h = torch.randn(3, batch, H, dtype=F64), torch.zeros(batch, H, dtype=F64)
-        torch.testing.assert_close(rnn(x, h)[0], loop(cell, x, h)[0])
-    known = rnn._memories[0].programs._known
-    assert {batch: isinstance(found, str) for (_, _, batch), found in known.items()} == {
-        4: False,
-        7: True,
-        3: False,
-    }
-
-
-def _scheduler() -> torch.optim.lr_scheduler.LRScheduler:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
-    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
-
-
-def _next(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-    scheduler.optimizer.step()
-    scheduler.step()
-
-
-def _of_thread(factor: float) -> threading.local:
-    made = threading.local()
-    made.factor = factor
-    return made
-
-
-OBJECTS = {
-    "a scheduler": (_scheduler, lambda held: held.get_last_lr()[0], _next),
-    "an optimizer": (
-        lambda: _scheduler().optimizer,
-        lambda held: held.param_groups[0]["lr"],
-        lambda held: held.param_groups[0].update(lr=0.7),
-    ),
-    "a thread's": (
-        lambda: _of_thread(2.0),
-        lambda held: held.factor,
-        lambda held: setattr(held, "factor", 3.0),
-    ),
-    "an event": (
-        threading.Event,
-        lambda held: 2.0 if held.is_set() else 1.0,
-        lambda held: held.set(),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_of_torch_and_of_python(name: str) -> None:
-    make, read, change = OBJECTS[name]
-    cell = Holds(make(), read)
-    check(cell, lambda: change(cell.held))

@@ -73,14 +73,28 @@ def test_operations_that_jump_elsewhere_than_those_of_torch(
     assert reason in refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
 
 
-@pytest.mark.parametrize("of", ["a tensor", "a node"])
-def test_hooks_that_trials_may_not_reach(of: str) -> None:
-    """Such as one that clips rare gradients."""
+class Doubled(torch.autograd.Function):
+    """The identity, with another derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+@pytest.mark.parametrize("of", ["a tensor", "a node", "a function"])
+def test_hooks_and_functions_that_trials_may_not_reach(of: str) -> None:
+    """Such as a hook that clips rare gradients."""
 
     def function(h: Tensor, x: Tensor) -> Tensor:
         if h.requires_grad and of == "a tensor":
             h.register_hook(lambda gradient: gradient.clamp(-100, 100))
         elif h.grad_fn is not None:
+            if of == "a function":
+                return Doubled.apply(h)  # type: ignore[no-any-return]
             h.grad_fn.register_prehook(lambda gradients: (gradients[0].clamp(-100, 100),))
         return h
 
@@ -307,6 +321,8 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
         numbers(2),
         r"aten\.embedding of a part of input",
     ),
+    "an unknown operation": (lambda x, h, table: h.cumsum(-1), numbers(), r"aten\.cumsum"),
+    "a decision": (lambda x, h, table: h if h.sum() > 0 else 2 * h, numbers(), ""),
     "a factor": (
         lambda x, h, table: torch.addmm(h, h, table.weight.t() @ table.weight, beta=2),
         numbers(),
