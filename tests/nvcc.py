@@ -27,7 +27,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None or not SOURCES, reason="needs nvcc 
 each_architecture = pytest.mark.parametrize(
     "architecture",
     [
-        "sm_90a",
+        pytest.param("sm_90a", marks=pytest.mark.slow),
         pytest.param("sm_80", marks=pytest.mark.nightly),
         pytest.param("sm_100", marks=pytest.mark.nightly),
     ],

@@ -105,6 +105,11 @@ def made(spec: Any, seq_len: int, batch: int, dtype: torch.dtype) -> Tensor:
 
 I, H = 4, 6  # noqa: E741
 WORLD = {"action": 2, "embedding": I}
+RESET_WORLD = {**WORLD, "is_first": Flags(is_bool=True)}
+DREAMER = {"action": 2, "embed": I, "is_first": Flags()}
+GAPS = {"value": I, "mask": Flags(shape=(I,)), "delta": Unit(I)}
+TIMED, RESETS = {"value": I, "time": Times()}, {"value": I, "reset": Flags(is_bool=True)}
+DISCRETE = {"draws": True, "is_discrete": True}
 CASES = [
     Case("RNNCell", lambda: nn.RNNCell(I, H), I),
     Case("RNNCell relu", lambda: nn.RNNCell(I, H, nonlinearity="relu"), I, has_kinks=True),
@@ -125,48 +130,19 @@ CASES = [
     Case("IndRNN", lambda: examples.IndRNNCell(I, H), I),
     Case("block GRU", lambda: examples.BlockGRUCell(I, H, 3), I),
     Case("PlaNet", lambda: examples.PlaNetCell(I, 2, H, 3), WORLD, draws=True),
-    Case(
-        "DreamerV1",
-        lambda: examples.DreamerV1Cell(I, 2, H, 3),
-        {**WORLD, "is_first": Flags(is_bool=True)},
-        draws=True,
-    ),
-    Case(
-        "DreamerV2",
-        lambda: examples.DreamerV2Cell(I, 2, H, 3, 4),
-        {**WORLD, "is_first": Flags(is_bool=True)},
-        draws=True,
-        is_discrete=True,
-    ),
-    Case(
-        "DreamerV3",
-        lambda: published.DreamerV3(2, I, H, 3, 4),
-        {"action": 2, "embed": I, "is_first": Flags()},
-        draws=True,
-        is_discrete=True,
-    ),
+    Case("DreamerV1", lambda: examples.DreamerV1Cell(I, 2, H, 3), RESET_WORLD, draws=True),
+    Case("DreamerV2", lambda: examples.DreamerV2Cell(I, 2, H, 3, 4), RESET_WORLD, **DISCRETE),
+    Case("DreamerV3", lambda: published.DreamerV3(2, I, H, 3, 4), DREAMER, **DISCRETE),
     Case(
         "DreamerV3 of the examples",
         lambda: examples.DreamerV3Cell(I, 2, H, 3, 4),
         WORLD,
-        draws=True,
-        is_discrete=True,
+        **DISCRETE,
     ),
-    Case(
-        "categorical by hand",
-        lambda: published.SampledByHand(I, H, 2, 3),
-        I,
-        draws=True,
-        is_discrete=True,
-    ),
+    Case("categorical by hand", lambda: published.SampledByHand(I, H, 2, 3), I, **DISCRETE),
     Case("Gumbel", lambda: published.GumbelCell(I, H, 3, False), I, draws=True, compiles=False),
     Case(
-        "Gumbel, hard",
-        lambda: published.GumbelCell(I, H, 3, True),
-        I,
-        draws=True,
-        is_discrete=True,
-        compiles=False,
+        "Gumbel, hard", lambda: published.GumbelCell(I, H, 3, True), I, **DISCRETE, compiles=False
     ),
     Case("VRNN", lambda: published.VRNN(I, H, 3), Unit(I), draws=True),
     Case("VRNN by distributions", lambda: published.VRNNByDistributions(I, H, 3), I, draws=True),
@@ -179,11 +155,7 @@ CASES = [
     Case("coRNN", lambda: published.CoupledOscillators(I, H), I),
     Case("recurrent highway", lambda: published.RecurrentHighway(I, H), I),
     Case("LMU", lambda: published.LegendreMemory(I, H), I),
-    Case(
-        "GRU-D",
-        lambda: published.GRUD(I, H),
-        {"value": I, "mask": Flags(shape=(I,)), "delta": Unit(I)},
-    ),
+    Case("GRU-D", lambda: published.GRUD(I, H), GAPS),
     Case("liquid", lambda: published.LiquidTimeConstant(I, H), I),
     Case("RG-LRU", lambda: published.LinearRecurrence(H), H),
     Case("hyper GRU", lambda: published.HyperGRU(I, H, 3), I, compiles=False),
@@ -191,11 +163,7 @@ CASES = [
     Case("fast weights", lambda: published.FastWeights(I, 3, 2), I, compiles=False),
     Case("convolutional GRU", lambda: published.ConvGRU(1, 2, 2), I, compiles=False),
     Case(
-        "phased LSTM",
-        lambda: published.PhasedLSTM(I, H),
-        {"value": I, "time": Times()},
-        is_discrete=True,
-        compiles=False,
+        "phased LSTM", lambda: published.PhasedLSTM(I, H), TIMED, is_discrete=True, compiles=False
     ),
     Case("dropout inside", lambda: written.Dropped(I, H), I, draws=True),
     Case("dropout inside, eval", lambda: written.Dropped(I, H).eval(), I),
@@ -209,11 +177,7 @@ CASES = [
     Case("dict output", lambda: written.DictOutput(I, H), I),
     Case("embedding", lambda: written.Embedded(7, I, H), Tokens(7)),
     Case("tied embedding", lambda: written.TiedEmbedding(7, H), Tokens(7)),
-    Case(
-        "reset inside",
-        lambda: written.ResetInside(I, H),
-        {"value": I, "reset": Flags(is_bool=True)},
-    ),
+    Case("reset inside", lambda: written.ResetInside(I, H), RESETS),
     Case("reset by a factor", lambda: written.ResetByFactor(I, H), (I, Flags())),
     Case("lists of weights", lambda: written.Listed(I, H), I),
     Case("tied", lambda: written.Tied(H), H),

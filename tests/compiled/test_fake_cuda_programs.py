@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,13 +103,23 @@ def drawn(case: Case, dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 SOME = ["LSTMCell", "forum", "late reset, LayerNorm", "sLSTM"]
 RESET = torch.rand(T, B, generator=torch.Generator().manual_seed(3)) < 0.4
-MASKS = [Masks(), Masks([3, 5, 1], RESET)]
+MASKS = {"whole": Masks(), "masked": Masks([3, 5, 1], RESET)}
 
 
-@pytest.mark.parametrize("masks", MASKS, ids=["whole", "masked"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", [0, 1, 2])
-@pytest.mark.parametrize("name", SOME)
+def calls() -> Iterator[Any]:
+    """All combinations; CI has four of them, and the quick tests one."""
+    for i, name in enumerate(SOME):
+        for order, dtype, kind in itertools.product(
+            [0, 1, 2], [torch.float64, torch.bfloat16], MASKS
+        ):
+            in_turn = (i % 3, [torch.float64, torch.bfloat16][i % 2], "masked")
+            marks = [pytest.mark.slow if (order, dtype, kind) == in_turn else pytest.mark.nightly]
+            if i == 0 and (order, dtype, kind) == in_turn:
+                marks = []
+            yield pytest.param(name, order, dtype, MASKS[kind], marks=marks)
+
+
+@pytest.mark.parametrize(("name", "order", "dtype", "masks"), list(calls()))
 def test_values(gpu: Any, name: str, order: int, dtype: torch.dtype, masks: Masks) -> None:
     case = BY_NAME[name]
     cell, *given = drawn(case, dtype)
@@ -127,7 +138,9 @@ def test_values(gpu: Any, name: str, order: int, dtype: torch.dtype, masks: Mask
         assert error(mine, other) <= 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("name", ["LSTMCell", "late reset, LayerNorm"])
+@pytest.mark.parametrize(
+    "name", ["LSTMCell", pytest.param("late reset, LayerNorm", marks=pytest.mark.slow)]
+)
 def test_a_call_in_a_cuda_graph(gpu: Any, name: str) -> None:
     """It is repeated with another input in the same memory."""
     case = BY_NAME[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,9 @@ from gpu_programs import gpu_text, ptxas_says
 from nvcc import each_architecture, needs_nvcc
 from registry import CASES, Case
 
-QUICK = {"LSTMCell": torch.float32, "late reset, LayerNorm": torch.float64}
-QUICK |= {"DreamerV2": torch.bfloat16}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-def marked(case: Case, dtype: torch.dtype) -> Any:
-    """The quick tests have some of the cells, each in one dtype."""
-    marks = [] if QUICK.get(case.name) == dtype else [pytest.mark.slow]
-    return pytest.param(case, dtype, id=f"{case}, {str(dtype)[6:]}", marks=marks)
+IN_CI = {"LSTMCell": torch.float32, "late reset, LayerNorm": torch.float64}
+IN_CI |= {"DreamerV2": torch.bfloat16}
 
 
 @needs_nvcc
@@ -28,9 +21,14 @@ def marked(case: Case, dtype: torch.dtype) -> Any:
     ("case", "dtype"),
     # Every cell in one dtype, in turn: all in all of them would take nvcc an hour.
     [
-        marked(case, QUICK.get(case.name, DTYPES[i % len(DTYPES)]))
+        pytest.param(
+            case,
+            IN_CI.get(case.name, DTYPES[i % len(DTYPES)]),
+            id=str(case),
+            marks=[] if case.name in IN_CI else [pytest.mark.nightly],
+        )
         for i, case in enumerate(case for case in CASES if case.compiles)
-        if case.name in QUICK or i % 3 == 0
+        if case.name in IN_CI or i % 3 == 0
     ],
 )
 def test_compiles_without_spills(case: Case, dtype: torch.dtype, architecture: str) -> None:

@@ -27,10 +27,17 @@ T, B = 70, 8
 """Of three parts, the last of which is shorter."""
 LENGTHS = [70, 3, 64, 65, 20, 33, 1, 69]
 QUICK = {"LSTMCell", "forum"}
+NIGHTLY = {"sLSTM", "DreamerV2", "PlaNet"}
 SOME = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=[] if case.name in QUICK else [pytest.mark.slow])
+        pytest.param(
+            case,
+            id=str(case),
+            marks=[]
+            if case.name in QUICK
+            else [pytest.mark.nightly if case.name in NIGHTLY else pytest.mark.slow],
+        )
         for case in SEVERAL
     ],
 )
@@ -115,7 +122,15 @@ def test_some_gradients(given: int, wanted: str) -> None:
     check_same(ours, expected, groups[wanted])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["LSTMCell", pytest.param("forum", marks=pytest.mark.slow)])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """Errors are at most twice those of the loop."""

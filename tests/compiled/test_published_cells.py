@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_programs import emulate
 from interpreted import interpreted
 from plain import Masks, loop
 from registry import BY_NAME, CASES, Case, H
@@ -22,22 +23,43 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 
 T, B = 5, 3
-MUST = [case for case in CASES if case.compiles]
 SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "forum", "dict state", "PlaNet")]
 SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zoneout", "sLSTM")]
-ALL = pytest.mark.parametrize("case", CASES, ids=str)
-SOME = pytest.mark.parametrize("case", SEVERAL, ids=str)
-BOTH = pytest.mark.parametrize(
-    "backend", ["compiled", pytest.param("interpreted", marks=pytest.mark.slow)], indirect=True
-)
+BACKENDS = ["compiled", "interpreted", "emulated"]
+"""What runs programs: C++, torch, or the emulation of a GPU. If only one fails, it tells where to
+look."""
 
 
-@pytest.fixture(autouse=True)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether C++ or torch runs the programs. If only one fails, it tells where to look."""
+def marked(case: Case, backend: str) -> Any:
+    """The quick tests have C++ of several cells, and no C++ of the others."""
+    if backend == "emulated":
+        marks = [pytest.mark.slow if case in SEVERAL else pytest.mark.nightly]
+    elif (backend == "interpreted") == (case in SEVERAL):
+        marks = [pytest.mark.nightly if backend == "interpreted" else pytest.mark.slow]
+    else:
+        marks = []
+    return pytest.param(case, backend, id=f"{case}, {backend}", marks=marks)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What runs programs of one test."""
     found = getattr(request, "param", "compiled")
+    if found == "emulated":
+        emulate(monkeypatch)
     with interpreted() if found == "interpreted" else nullcontext():
         yield found
+
+
+def on(cases: Sequence[Case], backends: Sequence[str] = BACKENDS) -> Any:
+    """These cells by each of these backends; the GPU's has no steps in Python to fall back to."""
+    pairs = [(case, backend) for case in cases for backend in backends]
+    pairs = [(case, backend) for case, backend in pairs if case.compiles or backend != "emulated"]
+    every = [marked(case, backend) for case, backend in pairs]
+    return pytest.mark.parametrize(("case", "backend"), every, indirect=["backend"])
+
+
+ALL, SOME = on(CASES), on(SEVERAL)
 
 
 def how(case: Case) -> str:
@@ -52,8 +74,9 @@ class Ready:
 
     def with_options(self, **options: Any) -> fusedrnn.Recurrent:
         """As if the module had been made with these; their defaults for the others."""
-        every = {"chunk_size": None, "return_sequence": True, "batch_first": False, **options}
-        for name, value in every.items():
+        every = {"chunk_size": None, "return_sequence": True, "batch_first": False}
+        every |= {"recompute": True}
+        for name, value in (every | options).items():
             setattr(self.rnn, name, value)
         return self.rnn
 
@@ -117,22 +140,49 @@ def check_call(
     check_same(ours, expected, leaves_of(x, state, masks.reset_to, cell))
 
 
-@BOTH
-@ALL
-def test_equals_the_loop(case: Case, backend: str) -> None:
-    check_call(case, backend)
-
-
-@BOTH
-@ALL
-def test_lengths_and_resets(case: Case, backend: str) -> None:
-    """Not sorted, one row of a single step, with resets that hit first, last and missing steps."""
-    reset = torch.zeros(T, B, dtype=torch.bool)
+def resets(seq_len: int = T, batch: int = B) -> Tensor:
+    """That hit first, last and missing steps."""
+    reset = torch.zeros(seq_len, batch, dtype=torch.bool)
     reset[0, 0] = reset[2] = reset[4, 1] = reset[4, 2] = True
-    check_call(case, backend, Masks([3, 5, 1], reset))
+    return reset
 
 
+MASKS = Masks([3, 5, 1], resets())
+"""Lengths that are not sorted, one of a single step, and resets."""
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "masked": {"masks": MASKS},
+    **{f"chunks of {size}": {"masks": MASKS, "chunk_size": size} for size in (1, 2, 3, T, 50)},
+    **{
+        f"kept, return_sequence={whole}": {
+            "masks": MASKS,
+            "chunk_size": 2,
+            "recompute": False,
+            "return_sequence": whole,
+        }
+        for whole in (True, False)
+    },
+    "last output": {"return_sequence": False},
+    "last output, lengths": {"masks": Masks([2, 5, 1]), "return_sequence": False},
+    **{f"sizes {sizes}": {"sizes": sizes} for sizes in ((T, 1), (40, 7), (1, 5), (1, 1))},
+}
+"""Calls that give what the loop gives, by the arguments of check_call()."""
+
+
+@pytest.mark.parametrize("way", ["masked", pytest.param("whole", marks=pytest.mark.slow)])
 @ALL
+def test_equals_the_loop(case: Case, backend: str, way: str) -> None:
+    check_call(case, backend, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("whole", "masked")])
+@SOME
+def test_other_calls_equal_the_loop(case: Case, backend: str, way: str) -> None:
+    check_call(case, backend, **WAYS[way])
+
+
+@pytest.mark.slow
+@on(CASES, ["compiled", "interpreted"])
 def test_draws_what_the_generic_recipe_draws(case: Case, backend: str) -> None:
     """By torch's own seed, from the state that a call without one starts from."""
     one, x = ready(case, backend), case.inputs(T, B)
@@ -147,21 +197,14 @@ def test_draws_what_the_generic_recipe_draws(case: Case, backend: str) -> None:
 def test_says_why_a_step_is_not_compiled(case: Case) -> None:
     cell = case.cell()
     try:
-        fusedrnn.Recurrent(cell, compile="require")(case.inputs(2, 2), case.state(cell, 2))
+        with interpreted():
+            fusedrnn.Recurrent(cell, compile="require")(case.inputs(2, 2), case.state(cell, 2))
     except RuntimeError as error:
         assert str(error).startswith("fusedrnn: the cell cannot be compiled: ")
 
 
-@SOME
-@pytest.mark.parametrize("chunk_size", [1, 3, T, 50])
-def test_chunks(case: Case, backend: str, chunk_size: int) -> None:
-    reset = torch.zeros(T, B, dtype=torch.bool)
-    reset[2:4, 1] = True
-    check_call(case, backend, Masks([4, 2, 5], reset), chunk_size=chunk_size)
-
-
-@SOME
 @pytest.mark.parametrize("kind", ["one row", "rows", "sequence"])
+@SOME
 def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
     torch.manual_seed(1)
     has_steps = kind == "sequence"
@@ -171,28 +214,15 @@ def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
     check_call(case, backend, masks, chunk_size=2)
 
 
-@pytest.mark.parametrize("name", ["dict state", "PlaNet", "LFADS", "DreamerV3"])
 @pytest.mark.parametrize("key", [0, -1])
-def test_a_reset_of_some_keys(name: str, backend: str, key: int) -> None:
-    case = BY_NAME[name]
+@on([BY_NAME[name] for name in ("dict state", "PlaNet", "LFADS", "DreamerV3")], BACKENDS[:2])
+def test_a_reset_of_some_keys(case: Case, backend: str, key: int) -> None:
     state = case.state(ready(case, backend).cell, B)
     some = list(state)[key]
     check_call(case, backend, Masks(None, torch.rand(T, B) < 0.4, {some: state[some]}))
 
 
-@SOME
-@pytest.mark.parametrize("lengths", [None, [2, 5, 1]])
-def test_the_last_output(case: Case, backend: str, lengths: list[int] | None) -> None:
-    check_call(case, backend, Masks(lengths), return_sequence=False)
-
-
-@SOME
-@pytest.mark.parametrize("sizes", [(T, 1), (40, 7), (1, 5), (1, 1)], ids=str)
-def test_other_sizes(case: Case, backend: str, sizes: tuple[int, int]) -> None:
-    check_call(case, backend, None, sizes)
-
-
-@SOME
+@on(SEVERAL, ["compiled"])
 def test_batch_first(case: Case, backend: str) -> None:
     one, x = ready(case, backend), case.inputs(T, B)
     state, reset = case.state(one.cell, B), torch.rand(T, B) < 0.3
@@ -248,7 +278,7 @@ def test_a_part_of_the_gradients(name: str) -> None:
         check_same(ours, loop(cell, x, state), wanted)
 
 
-@SOME
+@on(SEVERAL, ["compiled"])
 def test_without_gradients(case: Case, backend: str) -> None:
     one, x = ready(case, backend), case.inputs(T, B)
     state = case.state(one.cell, B)
@@ -267,6 +297,7 @@ def test_a_first_call_without_gradients() -> None:
         torch.testing.assert_close(ours, loop(cell, x, state), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout inside", "zoneout"])
 def test_training_and_evaluation_in_turn(name: str) -> None:
     case = BY_NAME[name]
@@ -280,20 +311,24 @@ def test_training_and_evaluation_in_turn(name: str) -> None:
 
 # Errors of other dtypes.
 
-ROUNDED = [case for case in MUST if not case.is_discrete]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUICK = {"LSTMCell", "forum", "late reset, LayerNorm", "sLSTM"}
+QUICK = {"LSTMCell": torch.bfloat16, "forum": torch.float16, "sLSTM": torch.float32}
+QUICK |= {"late reset, LayerNorm": torch.float32}
 
 
-def marked(case: Case, dtype: torch.dtype) -> Any:
-    """The quick tests have some of the cells."""
-    marks = [] if case.name in QUICK else [pytest.mark.slow]
-    return pytest.param(case, dtype, id=f"{case}, {str(dtype)[6:]}", marks=marks)
+def rounded() -> Iterator[Any]:
+    """Cells in float32, and in 16 bits in turn, all in CI; the quick tests have some of them."""
+    cases = [case for case in CASES if case.compiles and not case.is_discrete]
+    for i, case in enumerate(cases):
+        in_turn = (torch.float32, [torch.bfloat16, torch.float16][i % 2])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            marks = [pytest.mark.slow if dtype in in_turn else pytest.mark.nightly]
+            is_quick = QUICK.get(case.name) == dtype
+            yield pytest.param(
+                case, dtype, id=f"{case}, {str(dtype)[6:]}", marks=[] if is_quick else marks
+            )
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [marked(case, dtype) for case in ROUNDED for dtype in DTYPES]
-)
+@pytest.mark.parametrize(("case", "dtype"), list(rounded()))
 def test_errors_are_at_most_twice_those_of_the_loop(
     case: Case, dtype: torch.dtype, backend: str
 ) -> None:
@@ -301,16 +336,11 @@ def test_errors_are_at_most_twice_those_of_the_loop(
 
     The median of several calls where errors are a matter of luck.
     """
-    ours, theirs = [], []
-    for _ in range(9 if case.has_kinks else 1):
-        mine, others = errors(case, dtype, backend)
-        ours.append(mine)
-        theirs.append(others)
-    unit = torch.finfo(dtype).eps
-    pairs = zip(*(torch.tensor(found).median(0).values for found in (ours, theirs)), strict=True)
-    for mine, other in pairs:
-        allowed = 2 * other + unit / 8  # where the loop is exact by luck
-        assert mine <= allowed, (ours, theirs)
+    found = [errors(case, dtype, backend) for _ in range(9 if case.has_kinks else 1)]
+    ours, theirs = (torch.tensor(one).median(0).values for one in zip(*found, strict=True))
+    for mine, other in zip(ours, theirs, strict=True):
+        allowed = 2 * other + torch.finfo(dtype).eps / 8  # where the loop is exact by luck
+        assert mine <= allowed, found
 
 
 def errors(case: Case, dtype: torch.dtype, backend: str) -> tuple[list[float], list[float]]:
@@ -369,8 +399,15 @@ def error(these: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # Random calls of random cells.
 
 
-@BOTH
-@pytest.mark.parametrize("seed", range(60))
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed % 3 else []) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "backend",
+    ["interpreted", pytest.param("compiled", marks=pytest.mark.nightly)],
+    indirect=True,
+)
 def test_random_calls(seed: int, backend: str) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
