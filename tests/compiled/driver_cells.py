@@ -32,8 +32,10 @@ from fusedrnn._compile.program import (
 )
 
 Tensors = Sequence[Tensor]
-Step = Callable[[Tensors, Tensors, Tensors, Tensors, Tensors], tuple[list[Tensor], list[Tensor]]]
-"""Of weights, vectors, inputs, carries and draws: new carries, and columns of each sequence."""
+Made = tuple[list[Tensor], list[Tensor]]
+"""New carries, and columns of each sequence."""
+Step = Callable[[Tensors, Tensors, Tensors, Tensors, Tensors], Made]
+"""Of weights, vectors, inputs, carries and draws."""
 
 NONE = -1
 
@@ -104,8 +106,22 @@ def read(source: Source, index: int, offset: int = 0, group: int = 0) -> StageIn
     return StageInput(Operand(source, index, offset), In.GROUP if group else In.COLUMN, group)
 
 
+def gates(array: int, size: int, count: int) -> list[StageInput]:
+    return [read(Source.ARRAY, array, i * size) for i in range(count)]
+
+
 def made(*values: int) -> list[StageOutput]:
     return [StageOutput(value, Out.COLUMN, 0) for value in values]
+
+
+def stage(
+    width: int,
+    inputs: list[StageInput],
+    outputs: list[StageOutput],
+    phase: Phase = Phase.STEP,
+    is_sequential: bool = False,
+) -> Stage:
+    return Stage(width, phase, is_sequential, inputs, outputs)
 
 
 def value(
@@ -151,21 +167,13 @@ def gru(inputs: int = 3, size: int = 5) -> Cell:
             product(CARRY, 0, 2, (size, size), 1),
         ],
         stages=[
-            Stage(
-                size,
-                Phase.STEP,
-                False,
-                [*(read(ARRAY, 0, i * size) for i in range(3)), read(ARRAY, 1), read(CARRY, 0)],
-                made(0),
-            )
+            stage(size, [*gates(0, size, 3), read(ARRAY, 1), read(CARRY, 0)], made(0)),
         ],
         order=[(False, 0), (False, 1), (False, 2), (True, 0)],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        h = _gru(x[0] @ weights[0] + vectors[0], carries[0], weights[1:], vectors[1], carries[0])
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
+        h = _gru(x[0] @ w[0] + v[0], carries[0], w[1:], v[1], carries[0])
         return [h], [h]
 
     return Cell("gru", form, ("Gru",), step)
@@ -194,21 +202,13 @@ def lstm(inputs: int = 3, size: int = 5) -> Cell:
             product(CARRY, 0, 1, (size, 4 * size), 0, adds=True),
         ],
         stages=[
-            Stage(
-                size,
-                Phase.STEP,
-                True,
-                [*(read(ARRAY, 0, i * size) for i in range(4)), read(CARRY, 1)],
-                made(0, 1),
-            )
+            stage(size, [*gates(0, size, 4), read(CARRY, 1)], made(0, 1), is_sequential=True),
         ],
         order=[(False, 0), (False, 1), (True, 0)],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        gates = x[0] @ weights[0] + vectors[0] + carries[0] @ weights[1]
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
+        gates = x[0] @ w[0] + v[0] + carries[0] @ w[1]
         i, f, g, o = gates.chunk(4, 1)
         c = torch.sigmoid(f) * carries[1] + torch.sigmoid(i) * torch.tanh(g)
         h = torch.sigmoid(o) * torch.tanh(c)
@@ -219,6 +219,7 @@ def lstm(inputs: int = 3, size: int = 5) -> Cell:
 
 def sample(inputs: int = 3, size: int = 5, latent: int = 6) -> Cell:
     """Two stages; a latent that is drawn, multiplied and returned."""
+    drawn = StageInput(Operand(Source.DRAW, 0, 0), In.NORMAL, 0)
     form = Program(
         inputs=[inputs],
         sequences=[size, latent],
@@ -237,34 +238,16 @@ def sample(inputs: int = 3, size: int = 5, latent: int = 6) -> Cell:
             product(VALUE, 0, 3, (latent, size), 2),
         ],
         stages=[
-            Stage(
-                latent,
-                Phase.STEP,
-                False,
-                [
-                    read(ARRAY, 0),
-                    read(ARRAY, 0, latent),
-                    StageInput(Operand(Source.DRAW, 0, 0), In.NORMAL, 0),
-                ],
-                made(0),
-            ),
-            Stage(
-                size,
-                Phase.STEP,
-                False,
-                [*(read(ARRAY, 1, i * size) for i in range(3)), read(ARRAY, 2), read(CARRY, 0)],
-                made(1),
-            ),
+            stage(latent, [*gates(0, latent, 2), drawn], made(0)),
+            stage(size, [*gates(1, size, 3), read(ARRAY, 2), read(CARRY, 0)], made(1)),
         ],
         order=[(False, 0), (False, 1), (True, 0), (False, 2), (False, 3), (True, 1)],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        loc, logvar = (carries[0] @ weights[1] + vectors[0]).chunk(2, 1)
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
+        loc, logvar = (carries[0] @ w[1] + v[0]).chunk(2, 1)
         z = loc + draws[0] * torch.exp(logvar / 2)
-        h = _gru(x[0] @ weights[0], z, weights[2:], vectors[1], carries[0])
+        h = _gru(x[0] @ w[0], z, w[2:], v[1], carries[0])
         return [h], [h, z]
 
     return Cell("sample", form, ("Sample", "Gru"), step, (latent,))
@@ -292,22 +275,20 @@ def norm(inputs: int = 3, size: int = 8) -> Cell:
             product(CARRY, 0, 1, (size, size), 0, adds=True),
         ],
         stages=[
-            Stage(size, Phase.STEP, False, [read(ARRAY, 0)], sums),
-            Stage(groups, Phase.STEP, False, [read(VALUE, 0), read(VALUE, 1)], made(2, 3)),
-            Stage(size, Phase.STEP, False, columns, made(4)),
-            Stage(size, Phase.STEP, False, [read(VALUE, 4), read(VECTOR, 2)], made(5)),
+            stage(size, [read(ARRAY, 0)], sums),
+            stage(groups, [read(VALUE, 0), read(VALUE, 1)], made(2, 3)),
+            stage(size, columns, made(4)),
+            stage(size, [read(VALUE, 4), read(VECTOR, 2)], made(5)),
         ],
         order=[(False, 0), (False, 1), *((True, i) for i in range(4))],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        p = x[0] @ weights[0] + vectors[0] + carries[0] @ weights[1]
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
+        p = x[0] @ w[0] + v[0] + carries[0] @ w[1]
         p = p.unflatten(1, (-1, 4))
         variance, mean = torch.var_mean(p, 2, correction=0, keepdim=True)
-        y = ((p - mean) * torch.rsqrt(variance + 0.125)).flatten(1) * vectors[1]
-        h = torch.tanh(y + vectors[2])
+        y = ((p - mean) * torch.rsqrt(variance + 0.125)).flatten(1) * v[1]
+        h = torch.tanh(y + v[2])
         return [h], [h]
 
     return Cell("norm", form, ("Moments", "Scale", "Normalize", "Tanh"), step)
@@ -315,6 +296,7 @@ def norm(inputs: int = 3, size: int = 8) -> Cell:
 
 def output(inputs: int = 3, size: int = 6, outputs: int = 4) -> Cell:
     """Products and a stage after the steps, which read a carry before and after each step."""
+    columns = [read(ARRAY, 0), read(CARRY, 1), read(VECTOR, 0), read(VECTOR, 1, group=3)]
     form = Program(
         inputs=[inputs, outputs],
         sequences=[size, outputs],
@@ -335,27 +317,19 @@ def output(inputs: int = 3, size: int = 6, outputs: int = 4) -> Cell:
             product(CARRY, 0, 4, (size, outputs), 1, adds=True, phase=Phase.AFTER),
         ],
         stages=[
-            Stage(
-                size,
-                Phase.STEP,
-                True,
-                [read(ARRAY, 0), read(CARRY, 1), read(VECTOR, 0), read(VECTOR, 1, group=3)],
-                made(0, 1),
-            ),
-            Stage(outputs, Phase.AFTER, False, [read(ARRAY, 1), read(INPUT, 1)], made(2)),
+            stage(size, columns, made(0, 1), is_sequential=True),
+            stage(outputs, [read(ARRAY, 1), read(INPUT, 1)], made(2), Phase.AFTER),
         ],
         order=[(False, 0), (False, 1), (True, 0), (False, 2), (False, 3), (False, 4), (True, 1)],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
         h, c = carries
-        p = x[0] @ weights[0] + h @ weights[1]
-        new_h = torch.tanh(p + c * vectors[0]) + vectors[1].repeat_interleave(3)
+        p = x[0] @ w[0] + h @ w[1]
+        new_h = torch.tanh(p + c * v[0]) + v[1].repeat_interleave(3)
         new_c = c / 2 + new_h
-        q = new_c @ weights[2] + c @ weights[3] + h @ weights[4]
-        return [new_h, new_c], [new_h, torch.tanh(q + vectors[2] + x[1])]
+        q = new_c @ w[2] + c @ w[3] + h @ w[4]
+        return [new_h, new_c], [new_h, torch.tanh(q + v[2] + x[1])]
 
     return Cell("output", form, ("Leaky", "Tanh"), step)
 
@@ -380,18 +354,16 @@ def embed(inputs: int = 3, size: int = 5) -> Cell:
             product(CARRY, 0, 2, (size, size), 1, adds=True),
         ],
         stages=[
-            Stage(size, Phase.BEFORE, False, [read(ARRAY, 0), read(VECTOR, 0)], made(0)),
-            Stage(size, Phase.STEP, True, [read(CARRY, 1), read(INPUT, 1)], made(1)),
-            Stage(size, Phase.STEP, True, [read(ARRAY, 1), read(VALUE, 1)], made(2)),
+            stage(size, [read(ARRAY, 0), read(VECTOR, 0)], made(0), Phase.BEFORE),
+            stage(size, [read(CARRY, 1), read(INPUT, 1)], made(1), is_sequential=True),
+            stage(size, [read(ARRAY, 1), read(VALUE, 1)], made(2), is_sequential=True),
         ],
         order=[(False, 0), (True, 0), (False, 1), (False, 2), (True, 1), (True, 2)],
     )
 
-    def step(
-        weights: Tensors, vectors: Tensors, x: Tensors, carries: Tensors, draws: Tensors
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        e = torch.tanh(x[0] @ weights[0] + vectors[0])
-        h = torch.tanh(e @ weights[1] + carries[0] @ weights[2] + carries[1] * x[1])
+    def step(w: Tensors, v: Tensors, x: Tensors, carries: Tensors, draws: Tensors) -> Made:
+        e = torch.tanh(x[0] @ w[0] + v[0])
+        h = torch.tanh(e @ w[1] + carries[0] @ w[2] + carries[1] * x[1])
         return [h, e], [h]
 
     return Cell("embed", form, ("Tanh", "Times", "Tanh"), step)

@@ -1,4 +1,7 @@
-"""What the stages of ``stages.h`` compute, in torch, and random calls of them."""
+"""What the stages of ``stages.h`` compute, in torch, and random calls of them.
+
+Longer than 350 lines, because a call has many parts that may be there or not.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ class Case:
         backend: str,
     ):
         self.kinds, self.sizes, self.dtype, self.rng = KINDS[stage], sizes, dtype, rng
-        self.backend, self.device = backend, "cuda" if backend == CUDA else "cpu"
+        self.backend, self.device = backend, device_of(backend)
         self.draws_itself = stage == "draws"
         self.memory: list[Rows] = []
         inputs = [self._input(i, kind) for i, kind in enumerate(self.kinds.inputs)]
@@ -332,6 +335,29 @@ class Case:
                 check_close(given.gradient, gradient, self.dtype if is_narrow else None)
         for rows in self.memory:
             assert rows.gaps_are_untouched()
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == CUDA else "cpu"
+
+
+def check_largest(dtype: torch.dtype, backend: str, width: int, trials: int) -> None:
+    """The stage "largest" of rows with ties, infinities and NaN."""
+    inf, nan, device = torch.inf, torch.nan, device_of(backend)
+    for trial in range(trials):
+        choices = [[0.0, 1.0], [0.0, -inf], [1.0, nan, inf], [-inf], [-0.0, -1.0, nan]][trial % 5]
+        x = torch.tensor(choices)[torch.randint(len(choices), (1, width))].to(dtype)
+        largest, place = (
+            torch.empty(1, 1, dtype=accumulated(dtype), device=device) for _ in range(2)
+        )
+        outputs = [Output(largest, group=width), Output(place, group=width)]
+        call = Call("largest", dtype, width, 1, [Input(x.to(device))], outputs)
+        call.run(backend, 0, 1, backward=False)
+        value = x.double().amax(dim=1)
+        index = ((x == value) | x.isnan()).int().argmax(dim=1)  # the first
+        found = largest[0].cpu().double()
+        torch.testing.assert_close(found, value, equal_nan=True, rtol=0, atol=0)
+        assert place.item() == index.item()
 
 
 def wide(tensor: Tensor) -> Tensor:

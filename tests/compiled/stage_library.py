@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ TYPES = {
     torch.bfloat16: "BFloat16",
     torch.float16: "Half",
 }
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+    *(pytest.param(dtype, marks=pytest.mark.nightly) for dtype in (torch.float64, torch.float16)),
+]
+"""Of which each has a library of its own, that takes seconds to build."""
 EMULATED, CUDA = "emulated", "cuda"  # the kernels of stage_kernel.h on fibers, and on a GPU
 STAGES = re.findall(r'kName = "(\w+)"', (HERE / "stages.h").read_text())
 
@@ -198,6 +205,13 @@ def cpu_flags() -> set[str]:
 def instruction_sets() -> list[str]:
     """Those of this processor."""
     return [isa for isa, target in TARGETS.items() if set(target.split(",")) - {""} <= cpu_flags()]
+
+
+def marked_sets() -> list[Any]:
+    """The same; the quick tests have the last one, CI the first one too."""
+    sets = instruction_sets()
+    marks = {sets[0]: [pytest.mark.slow]} | {sets[-1]: []}
+    return [pytest.param(isa, marks=marks.get(isa, [pytest.mark.nightly])) for isa in sets]
 
 
 @functools.cache

@@ -54,6 +54,7 @@ def test_a_library_is_built_and_called(folder: Path) -> None:
     assert build(text()) is library
 
 
+@pytest.mark.slow
 def test_the_next_process_finds_it(folder: Path) -> None:
     code = "import time; t = time.perf_counter(); b = build(text())\n"
     code += "lanes(b); print(b.is_cached, b.seconds, time.perf_counter() - t)"
@@ -67,6 +68,7 @@ def test_the_next_process_finds_it(folder: Path) -> None:
     pytest.fail(f"{seconds} s to find a library")
 
 
+@pytest.mark.slow
 def test_loops_around_stages_compile_on_each_instruction_set(folder: Path) -> None:
     stage = f"""#include "program/stage_loop.h"
 {ABI}
@@ -197,6 +199,7 @@ def test_a_fork_knows_what_was_built_and_waits_for_no_thread(
 
 
 @needs_nvcc
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90a"])
 def test_a_library_for_a_gpu(folder: Path, capability: str) -> None:
     library = build(CUDA_TEXT, device="cuda", capability=capability)

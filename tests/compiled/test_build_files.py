@@ -20,54 +20,33 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 Patch = pytest.MonkeyPatch
 
 
-# Ways to damage a library.
-
-
-def cut_end(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def cut_half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[3000] ^= 1
     path.write_bytes(content)
 
 
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
+def moved(path: Path) -> Path:
+    return path.rename(path.with_suffix(".moved"))
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "cut half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flipped bit": flip_bit,
+    "appended": lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "link": lambda path: path.symlink_to(moved(path)),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
 
 
-def zero(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_suffix(".moved"))
-    path.symlink_to(path.with_suffix(".moved"))
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [cut_end, cut_half, flip_bit, append, empty, zero, link, pipe],
-)
-def test_a_damaged_library_is_built_anew(folder: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_anew(folder: Path, damage: str) -> None:
     in_child(lambda: build(text()))
     (path,) = folder.glob("*.so")
-    damage(path)
+    DAMAGES[damage](path)
     library = build(text())
     assert library.path == path and not library.is_cached and lanes(library)
     assert cache.is_whole(path)

@@ -149,6 +149,7 @@ def test_a_home_that_is_read_only(folder: Path, readable: Path) -> None:
     as_another_user(use)
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_process_goes_with_it(folder: Path) -> None:
     code = """
 import os
@@ -216,6 +217,7 @@ def test_a_file_system_that_allows_no_code(folder: Path, monkeypatch: Patch) -> 
     built_elsewhere(rf"the file system of {folder} allows no code \(noexec\)")
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_size_of_files(folder: Path) -> None:
     """The compiler may not write files that are larger than 4 kB."""
     code = """

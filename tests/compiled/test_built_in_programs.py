@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from built_in_cells import BuiltIn, by_layer
@@ -11,7 +9,11 @@ from driver_calls import Call, found, random_call, resets
 
 from fusedrnn.cells import CELL_NAMES, Sizes
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [
+    torch.float32,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16)),
+    pytest.param(torch.float16, marks=pytest.mark.nightly),
+]
 SIZES = {"projected_lstm": Sizes(5, 12, 7, 8)}
 CELLS = {
     f"{name}{'' if noise else ' without noise'}{'' if bias else ' without bias'}": BuiltIn.of(
@@ -58,7 +60,7 @@ def test_programs_are_those_that_python_can_write(cell: BuiltIn) -> None:
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_bits(cell: BuiltIn, dtype: torch.dtype, lengths: str, reverse: bool) -> None:
     """Where both drivers add up the same numbers in the same order.
 
@@ -97,8 +99,9 @@ def test_errors(cell: BuiltIn, dtype: torch.dtype, lengths: str, reverse: bool) 
             assert own <= 2 * other + slack, (name, own, other)
 
 
-def test_chunks_do_not_matter(cell: BuiltIn) -> None:
-    for dtype, saves in itertools.product([torch.float64, torch.bfloat16], [False, True]):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunks_do_not_matter(cell: BuiltIn, dtype: torch.dtype) -> None:
+    for saves in (False, True):
         call = call_of(cell, dtype, "lengths", reverse=False, saves=saves)
         right = found(call)
         for call.chunk in (1, 7):

@@ -36,6 +36,11 @@ LENGTHS = {
     "empty": [2, 0, 3, 0],
     "nothing": [0, 0, 0, 0],
 }
+NARROW = [
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+    pytest.param(torch.float16, marks=pytest.mark.nightly),
+]
+"""Each has a library of its own, that takes seconds to build."""
 
 
 @pytest.fixture(params=CELLS, scope="module")
@@ -53,7 +58,10 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.mark.parametrize("saves", [False, True], ids=["made again", "saved"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param(n, marks=[] if n == "unsorted" else [pytest.mark.slow]) for n in LENGTHS],
+)
 def test_values_and_gradients(cell: Cell, lengths: str, reverse: bool, saves: bool) -> None:
     for chunk, has_resets in itertools.product([1, 3, 7], [False, True]):
         given = LENGTHS[lengths]
@@ -69,7 +77,9 @@ def test_values_and_gradients(cell: Cell, lengths: str, reverse: bool, saves: bo
         )
 
 
-@pytest.mark.parametrize("lengths", ["none", "unsorted", "empty"])
+@pytest.mark.parametrize(
+    "lengths", ["unsorted", *(pytest.param(n, marks=pytest.mark.slow) for n in ("none", "empty"))]
+)
 @pytest.mark.parametrize("kind", [ZERO, ROWS, ONE_ROW, STEPS, KEEP])
 def test_resets(cell: Cell, kind: int, lengths: str) -> None:
     given = LENGTHS[lengths]
@@ -100,7 +110,7 @@ def test_no_rows(cell: Cell) -> None:
         assert (tensor == 0).all() if is_of_all_rows else tensor.numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", NARROW)
 def test_other_types(cell: Cell, dtype: torch.dtype) -> None:
     """At most twice the error of the loop in the same type, by the norm of each tensor."""
     slack = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1 / 4)
@@ -122,18 +132,15 @@ def test_other_types(cell: Cell, dtype: torch.dtype) -> None:
             assert own <= 2 * other + slack, (name, own, other)
 
 
-def test_chunks_do_not_matter_in_16_bits(cell: Cell) -> None:
+@pytest.mark.parametrize("dtype", NARROW[1:])
+def test_chunks_do_not_matter_in_16_bits(cell: Cell, dtype: torch.dtype) -> None:
     """Backward makes the numbers again that forward had."""
-    for dtype in (torch.bfloat16, torch.float16):
-        call = random_call(cell).to(dtype)
-        right = found(call)
-        for chunk, saves in [(1, False), (3, False), (7, True)]:
-            call.chunk, call.saves = chunk, saves
-            for name, tensor in found(call).items():
-                error = (tensor.double() - right[name].double()).norm() / right[
-                    name
-                ].double().norm()
-                assert error <= 2 * torch.finfo(dtype).eps, (name, error)
+    call = random_call(cell).to(dtype)
+    right = {name: tensor.double() for name, tensor in found(call).items()}
+    for call.chunk, call.saves in [(1, False), (3, False), (7, True)]:
+        for name, tensor in found(call).items():
+            error = (tensor.double() - right[name]).norm() / right[name].norm()
+            assert error <= 2 * torch.finfo(dtype).eps, (name, error)
 
 
 def test_threads() -> None:
@@ -170,7 +177,7 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", ["none", "unsorted"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
 def test_strides(cell: Cell, dtype: torch.dtype, lengths: str) -> None:
     """Arguments may lie in memory as they like."""
     given = LENGTHS[lengths]
@@ -234,10 +241,10 @@ def test_unwanted_gradients(cell: Cell) -> None:
 
 
 def test_chunk_sizes(cell: Cell) -> None:
-    number = cell.number(torch.float32)
+    number = cell.number(torch.float64)
 
     def plan(*arguments: int) -> tuple[int, int, int]:
-        return operators.chunk(number, 1000, 16, torch.float32, *arguments)
+        return operators.chunk(number, 1000, 16, torch.float64, *arguments)
 
     steps, forward, backward = plan(0, 0)
     assert steps == 16 and 0 < forward < backward  # 256 rows

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from stage_library import TARGETS, compiled, instruction_sets
+from stage_library import TARGETS, compiled, marked_sets
 from torch import Tensor
 
 # As printed code calls them, of `a` and `b`; and torch's.
@@ -76,7 +76,7 @@ EXPORT of_vectors(int which, int n, const float* a, const float* b, float* y) {{
 """
 
 
-@pytest.fixture(scope="module", params=instruction_sets())
+@pytest.fixture(scope="module", params=marked_sets())
 def functions(request: pytest.FixtureRequest) -> ctypes.CDLL:
     path = compiled(f"functions_{request.param}", text(request.param))
     loaded = ctypes.CDLL(str(path))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -92,19 +92,25 @@ def results(cell: Cell, run: Any, x: tuple[Tensor, Tensor]) -> Results:
     return list(zip(flat, *gradients, strict=True))
 
 
-def by_torch(cell: Cell, x: tuple[Tensor, Tensor]) -> Results:
-    h = torch.zeros(len(x[0]), 1, dtype=x[0].dtype)
-    return results(cell, lambda leaves: cell(leaves, h)[0], x)
+class Ran:
+    """Operations in a program, which all their numbers share."""
 
+    def __init__(self, texts: Sequence[str], dtype: torch.dtype) -> None:
+        self.cell = Cell(texts).to(dtype)
+        self.rnn = fusedrnn.Recurrent(self.cell, compile="require")
 
-def by_program(cell: Cell, x: tuple[Tensor, Tensor]) -> Results:
-    rnn = fusedrnn.Recurrent(cell, compile="require")
-    h = torch.zeros(len(x[0]), 1, dtype=x[0].dtype)
+    def by_torch(self, x: tuple[Tensor, Tensor]) -> Results:
+        return results(self.cell, lambda leaves: self.cell(leaves, self.start(x))[0], x)
 
-    def run(leaves: Any) -> list[Tensor]:
-        return [y[0] for y in rnn(tuple(leaf[None] for leaf in leaves), h)[0]]
+    def by_program(self, x: tuple[Tensor, Tensor]) -> Results:
+        def run(leaves: Any) -> list[Tensor]:
+            made, _ = self.rnn(tuple(leaf[None] for leaf in leaves), self.start(x))
+            return [y[0] for y in made]
 
-    return results(cell, run, x)
+        return results(self.cell, run, x)
+
+    def start(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.zeros(len(x[0]), 1, dtype=x[0].dtype)
 
 
 def differences(ours: Any, theirs: Any, x: Any, tolerance: float) -> list[str]:
@@ -121,56 +127,68 @@ def differences(ours: Any, theirs: Any, x: Any, tolerance: float) -> list[str]:
 
 
 @functools.cache
-def obstacle(text: str, kind: str) -> str:
-    """Why an operation has no program; or nothing."""
+def by_itself(text: str, kind: str) -> Ran | str:
+    """A program of one operation that torch runs; or why it has none."""
+    made = Ran([text], torch.float64)
     with interpreted():
         try:
-            by_program(Cell([text]).double(), corners(kind, torch.float64, True))
+            made.by_program(corners(kind, torch.float64, True))
         except RuntimeError as error:
             return str(error)
-    return ""
+    return made
 
 
-@pytest.mark.parametrize("numbers", ["finite", "infinite"])
-@pytest.mark.parametrize(("kind", "text"), OPERATIONS)
-def test_derivatives_at_corners(kind: str, text: str, numbers: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] if i % 3 else [])
+        for i, row in enumerate(OPERATIONS)
+    ],
+)
+def test_derivatives_at_corners(kind: str, text: str) -> None:
     """By programs that torch runs, so what is wrong here is no matter of C++."""
-    if obstacle(text, kind):
-        pytest.skip(obstacle(text, kind))
-    x, cell = corners(kind, torch.float64, numbers == "finite"), Cell([text]).double()
-    with interpreted():
-        (ours,) = by_program(cell, x)
-    (right,) = by_torch(cell, x)
-    is_other = numbers == "infinite" and text in OTHER_AT_INFINITY
-    assert bool(differences(ours, right, x, 1e-9)) == is_other
+    run = by_itself(text, kind)
+    if isinstance(run, str):
+        pytest.skip(run)
+    for is_finite in (True, False):
+        x = corners(kind, torch.float64, is_finite)
+        with interpreted():
+            (ours,) = run.by_program(x)
+        (right,) = run.by_torch(x)
+        is_other = not is_finite and text in OTHER_AT_INFINITY
+        assert bool(differences(ours, right, x, 1e-9)) == is_other
 
 
-def groups() -> list[Any]:
-    found = []
+def groups() -> Iterator[Any]:
+    """As many operations as have a library together. CI has all of them in float32."""
     for kind in KINDS:
         texts = [text for of, text in OPERATIONS if of == kind]
-        found += [
-            pytest.param(kind, texts[i : i + 16], id=f"{kind} {i}")
-            for i in range(0, len(texts), 16)
-        ]
-    return found
+        for i in range(0, len(texts), 16):
+            for dtype in (torch.float32, torch.float64):
+                is_quick = kind == "reducing" and i == 0
+                marks = [] if is_quick else [pytest.mark.slow]
+                yield pytest.param(
+                    kind,
+                    texts[i : i + 16],
+                    dtype,
+                    id=f"{kind} {i}, {dtype}",
+                    marks=marks if dtype == torch.float32 else [pytest.mark.nightly],
+                )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("numbers", ["finite", "infinite"])
-@pytest.mark.parametrize(("kind", "texts"), groups())
-def test_compiled_operations_at_corners(
-    kind: str, texts: list[str], numbers: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("kind", "texts", "dtype"), list(groups()))
+def test_compiled_operations_at_corners(kind: str, texts: list[str], dtype: torch.dtype) -> None:
     """Several operations in one library."""
-    texts = [text for text in texts if not obstacle(text, kind)]
-    if numbers == "infinite":
-        texts = [text for text in texts if text not in OTHER_AT_INFINITY]
-    x, tolerance = corners(kind, dtype, numbers == "finite"), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
-    ours, theirs = (run(Cell(texts).to(dtype), x) for run in (by_program, by_torch))
-    pairs = zip(texts, ours, theirs, strict=True)
-    wrong = {text: differences(mine, right, x, tolerance) for text, mine, right in pairs}
-    assert not any(wrong.values()), "\n".join(f"{text}: {w}" for text, w in wrong.items() if w)
+    texts = [text for text in texts if isinstance(by_itself(text, kind), Ran)]
+    run, tolerance = Ran(texts, dtype), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
+    for is_finite in (True, False):
+        x = corners(kind, dtype, is_finite)
+        wrong = {
+            text: differences(mine, right, x, tolerance)
+            for text, mine, right in zip(texts, run.by_program(x), run.by_torch(x), strict=True)
+            if is_finite or text not in OTHER_AT_INFINITY
+        }
+        assert not any(wrong.values()), "\n".join(f"{t}: {w}" for t, w in wrong.items() if w)
 
 
 class Watched(nn.Module):

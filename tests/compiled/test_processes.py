@@ -68,6 +68,7 @@ def train(rank: int, folder: str) -> None:
     os._exit(0)  # gloo's threads sometimes abort a process that takes its group down
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_two_processes_start_at_once(folder: Path, tmp_path: Path) -> None:
     """Both compile the same cell, which nobody has compiled before."""
@@ -148,7 +149,7 @@ class Encoded(torch.utils.data.Dataset[Tensor]):
             return self.model(rows()[:, i : i + 1])[:, 0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_loader(start: str, folder: Path) -> None:
     model = Model()
     exact = Model("never")(rows()).detach().transpose(0, 1)

@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from nvcc import compiled, each_architecture, needs_nvcc
-from stage_cases import KINDS, Case, Sizes
+from stage_cases import KINDS, Case, Sizes, check_largest, device_of
 from stage_library import (
     COMPILER,
     CSRC,
     CUDA,
+    DTYPES,
     EMULATED,
     HERE,
-    TYPES,
     Call,
     Input,
     Output,
-    accumulated,
     kernel_text,
 )
 
@@ -45,13 +44,9 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=TYPES, ids=str)
+@pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-def device_of(backend: str) -> str:
-    return "cuda" if backend == CUDA else "cpu"
 
 
 def check(stage: str, dtype: torch.dtype, sizes: Sizes, rng: random.Random, backend: str) -> None:
@@ -93,21 +88,7 @@ def test_sums_are_accurate(backend: str, group: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 64, 300])
 def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, backend: str, width: int) -> None:
-    inf, nan, device = torch.inf, torch.nan, device_of(backend)
-    for trial in range(20):
-        choices = [[0.0, 1.0], [0.0, -inf], [1.0, nan, inf], [-inf], [-0.0, -1.0, nan]][trial % 5]
-        x = torch.tensor(choices)[torch.randint(len(choices), (1, width))].to(dtype)
-        largest, place = (
-            torch.empty(1, 1, dtype=accumulated(dtype), device=device) for _ in range(2)
-        )
-        outputs = [Output(largest, group=width), Output(place, group=width)]
-        call = Call("largest", dtype, width, 1, [Input(x.to(device))], outputs)
-        call.run(backend, 0, 1, backward=False)
-        value = x.double().amax(dim=1)
-        index = ((x == value) | x.isnan()).int().argmax(dim=1)  # the first
-        found = largest[0].cpu().double()
-        torch.testing.assert_close(found, value, equal_nan=True, rtol=0, atol=0)
-        assert place.item() == index.item()
+    check_largest(dtype, backend, width, trials=20)
 
 
 # --- races ---------------------------------------------------------------------------------------
@@ -172,7 +153,10 @@ def races(folder: Path, bug: str | None = None) -> str:
     return done.stderr if done.returncode else ""
 
 
-@pytest.mark.parametrize("bug", [None, *BUGS])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug", [None, *(pytest.param(bug, marks=pytest.mark.nightly) for bug in BUGS)]
+)
 def test_races(tmp_path: Path, bug: str | None) -> None:
     said = races(tmp_path, bug)
     if bug is None:
@@ -185,9 +169,18 @@ def test_races(tmp_path: Path, bug: str | None) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @each_architecture
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(
+            pytest.param(dtype, marks=pytest.mark.nightly)
+            for dtype in (torch.float32, torch.float64)
+        ),
+    ],
+    ids=str,
+)
 def test_no_spills(dtype: torch.dtype, architecture: str) -> None:
     text = kernel_text(dtype).replace(f"{HERE}/", "")
     flags = ["-O3", f"-arch={architecture}", "-cubin", "-Xptxas=-v"]

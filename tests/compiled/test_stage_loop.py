@@ -7,19 +7,29 @@ import random
 import pytest
 import torch
 from guarded import guarded
-from stage_cases import KINDS, Case, Sizes
-from stage_library import STAGES, TYPES, Call, Input, Output, accumulated, instruction_sets
+from stage_cases import KINDS, Case, Sizes, check_largest
+from stage_library import (
+    DTYPES,
+    STAGES,
+    Call,
+    Input,
+    Output,
+    accumulated,
+    instruction_sets,
+    marked_sets,
+)
 
+NIGHTLY = pytest.mark.nightly
 WIDTHS = [1, 3, 16, 33, 100]
 GROUPS = [1, 3, 16, 32, 40]
 
 
-@pytest.fixture(params=TYPES, ids=str)
+@pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=instruction_sets())
+@pytest.fixture(params=marked_sets())
 def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -109,17 +119,7 @@ def test_sums_of_infinities(dtype: torch.dtype, isa: str, width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 16, 64, 100])
 def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, isa: str, width: int) -> None:
-    inf, nan = torch.inf, torch.nan
-    for trial in range(200):
-        choices = [[0.0, 1.0], [0.0, -inf], [1.0, nan, inf], [-inf], [-0.0, -1.0, nan]][trial % 5]
-        x = torch.tensor(choices)[torch.randint(len(choices), (1, width))].to(dtype)
-        largest, place = (torch.empty(1, 1, dtype=accumulated(dtype)) for _ in range(2))
-        outputs = [Output(largest, group=width), Output(place, group=width)]
-        Call("largest", dtype, width, 1, [Input(x)], outputs).run(isa, 0, 1, backward=False)
-        value = x.double().amax(dim=1)
-        index = ((x == value) | x.isnan()).int().argmax(dim=1)  # the first
-        torch.testing.assert_close(largest[0].double(), value, equal_nan=True, rtol=0, atol=0)
-        assert place.item() == index.item()
+    check_largest(dtype, isa, width, trials=200)
 
 
 def test_gradients_of_largest_numbers_are_not_read(dtype: torch.dtype, isa: str) -> None:
@@ -141,7 +141,9 @@ def test_nothing_wanted(dtype: torch.dtype, isa: str) -> None:
         call.run(isa, 1, 1, backward=backward)
 
 
-def test_draws_of_float16_and_all_lanes(dtype: torch.dtype) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(torch.float16, marks=NIGHTLY)], ids=str)
+def test_draws_of_all_lanes(dtype: torch.dtype) -> None:
     """Every instruction set draws the same numbers, up to rounding."""
     found = []
     for isa in instruction_sets():

@@ -72,7 +72,7 @@ def results_of(made: tuple[object, object]) -> list[Tensor]:
     return [*outputs, *last]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", [Watched, Entropy])
+@pytest.mark.parametrize("kind", [pytest.param(Watched, marks=pytest.mark.slow), Entropy])
 @pytest.mark.parametrize("zeros", [True, False])
 def test_any_results_may_be_used(kind: type[nn.Module], zeros: bool) -> None:
     torch.manual_seed(0)
@@ -92,7 +92,13 @@ def test_any_results_may_be_used(kind: type[nn.Module], zeros: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("returns_sequence", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
 def test_a_library_of_its_own(dtype: torch.dtype, returns_sequence: bool, recompute: bool) -> None:
     """Forward's chunks, noise and results serve the program for backward."""
     torch.manual_seed(0)
