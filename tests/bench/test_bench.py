@@ -162,6 +162,8 @@ def test_a_benchmark_alone(
     assert rows is None or [*dict.fromkeys(measured)] == rows
     assert name != "numerics" or all(target["passed"] for target in found["targets"])
     if name == "any_cell":
+        peaks = found["cells"]["IndRNN"]
+        assert peaks["Recurrent, loop"]["peak_ratio"] < peaks["plain loop"]["peak_ratio"] == 1
         first = found["first_use"]["IndRNN"]
         built, cached = first[any_cell_first.BUILT], first[any_cell_first.CACHED]
         assert built["process"] != cached["process"]

@@ -1,9 +1,8 @@
-"""The example that trains on text, and the benchmark of any cell."""
+"""The example that trains on text."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,19 +29,3 @@ def test_training_on_text() -> None:
     assert wrapped["losses"][-1] < wrapped["losses"][0]
     assert loop["losses"][0] == pytest.approx(wrapped["losses"][0], rel=0.05)
     assert wrapped["peak_bytes"] < loop["peak_bytes"]
-
-
-@pytest.mark.slow
-def test_the_benchmark(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    options = ["--quick", "--cell", "LateResetGRU", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "bench.any_cell", *options]
-    env = {**os.environ, "FUSEDRNN_COMPILE": "1", "FUSEDRNN_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads((tmp_path / "any_cell.json").read_text())
-    found = written["cells"]["LateResetGRU"]
-    assert "peak_ratio" in found["Recurrent, compiled cell"]
-    assert found["Recurrent, loop"]["peak_ratio"] < found["plain loop"]["peak_ratio"] == 1
-    peaks = [row["peak_bytes"]["Recurrent, loop"] for row in written["over_seq_len"]]
-    assert len(peaks) == 2
