@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 
+pytestmark = pytest.mark.slow  # compiles all of csrc/cuda
+
 QUEUED = """
 namespace {
 struct Launch {
@@ -138,9 +140,7 @@ def test_values(gpu: Any, name: str, order: int, dtype: torch.dtype, masks: Mask
         assert error(mine, other) <= 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(
-    "name", ["LSTMCell", pytest.param("late reset, LayerNorm", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["LSTMCell", "late reset, LayerNorm"])
 def test_a_call_in_a_cuda_graph(gpu: Any, name: str) -> None:
     """It is repeated with another input in the same memory."""
     case = BY_NAME[name]

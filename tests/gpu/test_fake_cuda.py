@@ -21,6 +21,8 @@ from speed_sizes import CELLS
 import fusedrnn
 from fusedrnn import _ops, reference, tuning
 
+pytestmark = pytest.mark.slow  # compiles all of csrc/cuda
+
 # Enough chunks for some to be replayed, and a short one; units of two blocks.
 BASE = Case(seq_len=7, batch=3, hidden_size=19, latent_size=17, chunk_size=2)
 IN_PLACE = {"hidden_size": 24, "latent_size": 16}  # whole packets
