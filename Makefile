@@ -100,7 +100,7 @@ test-wheels: $(VENV)/torch.txt
 	set -e; wheels=$$(find $(WHEELS) -name '*.whl'); test -n "$$wheels"; for wheel in $$wheels; do \
 	    $(PIP) install --quiet --force-reinstall --no-deps "$$wheel"; \
 	    $(PIP) install --quiet "$$wheel[test]"; \
-	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -m 'not emulated' \
+	    (cd $(WHEELS) && $(abspath $(BIN))/python -m pytest -m 'not emulated and not slow and not nightly' \
 	        $(addprefix $(CURDIR)/tests/,$(OF_WHEELS))); \
 	done
 

@@ -300,7 +300,7 @@ def _environment(arguments: list[str], device: str) -> dict[str, Any]:
     about = {
         "command": " ".join(["python -m", name, *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
@@ -327,7 +327,7 @@ def machine(about: dict[str, Any]) -> str:
     return f"{about['cpu']}, {threads}, torch {about['torch']}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

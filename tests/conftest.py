@@ -9,7 +9,7 @@ from emulator import emulated_operators, use
 
 from fusedrnn import tuning
 
-pytest.register_assert_rewrite("checks", "tf32", "torch_pairs", "flat_weights")
+pytest.register_assert_rewrite("checks", "tf32", "flat_weights")
 # Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.
 torch.backends.disable_global_flags = lambda: None
 # Several threads add sums in another order: what torch's errors are would depend on the machine.

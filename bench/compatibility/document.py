@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..report import Table, markdown_rows
+from ..report import Table, cpu_name, markdown_rows
 from .rows import ERROR, GROUPS, NOT_AVAILABLE, SKIPPED, SLOW, WORKS, WRONG, Outcome, Row
 from .subjects import SUBJECTS
 
@@ -33,9 +33,9 @@ _SHOWN = {
 _KINDS = {shown: kind for kind, shown in _SHOWN.items()}
 _HEAD = """# What works with which feature of PyTorch
 
-`python -m bench.compatibility` ran every check below for every column, with torch {torch} on a \
-CPU, and wrote this document. Each check compares values, and gradients where there are any, with \
-the plain loop in float64. *Plain loop* is the StochasticGRU of `fusedrnn.reference`, written in \
+`python -m bench.compatibility` ran every check below for every column, with torch {torch} on \
+{cpu}, and wrote this document. Each check compares values, and gradients where there are any, \
+with the plain loop in float64. *Plain loop* is the StochasticGRU of `fusedrnn.reference`, written in \
 plain torch.
 
 | | |
@@ -64,7 +64,7 @@ def _cell(outcomes: Outcomes, row: Row, column: str) -> str:
 
 def markdown(rows: Mapping[str, Row], outcomes: Outcomes) -> str:
     """The document."""
-    parts = [_HEAD.format(torch=torch.__version__)]
+    parts = [_HEAD.format(torch=torch.__version__, cpu=cpu_name())]
     for group in GROUPS:
         own = [row for row in rows.values() if row.group == group]
         shown = table(group, own, outcomes)

@@ -2,6 +2,8 @@
 
 Those for a GPU get made-up rows, or steps on the CPU. What else is tested here is what measured
 numbers mean: ratios, rates of products, and contenders that compute the same.
+
+Longer than 350 lines, because every benchmark has its run here.
 """
 
 from __future__ import annotations
