@@ -328,6 +328,7 @@ def machine(about: dict[str, Any]) -> str:
 
 
 def cpu_name() -> str:
+    """The processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -35,8 +35,8 @@ _HEAD = """# What works with which feature of PyTorch
 
 `python -m bench.compatibility` ran every check below for every column, with torch {torch} on \
 {cpu}, and wrote this document. Each check compares values, and gradients where there are any, \
-with the plain loop in float64. *Plain loop* is the StochasticGRU of `fusedrnn.reference`, written in \
-plain torch.
+with the plain loop in float64. *Plain loop* is the StochasticGRU of `fusedrnn.reference`, written \
+in plain torch.
 
 | | |
 |:--|:--|
