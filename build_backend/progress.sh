@@ -8,7 +8,7 @@ shift
   # A step of ninja: "[2/6] c++ ... -c /path/csrc/cpu/step.cpp -o ..."
   match($0, /^ *\[[0-9]+\/[0-9]+\]/) {
     step = substr($0, RSTART, RLENGTH)
-    source = match($0, / -c [^ ]+/) ? substr($0, RSTART + 4, RLENGTH - 4) : ""
+    source = match($0, / -c [^ -][^ ]*/) ? substr($0, RSTART + 4, RLENGTH - 4) : ""
     sub(/.*\/csrc\//, "csrc/", source)
     print "  compiled " source " " step
   }
