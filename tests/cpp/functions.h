@@ -1,8 +1,6 @@
 // The functions of one float in csrc/base/math.h, csrc/base/scalar.h and csrc/program/functions.h,
 // each with its exact result and its largest allowed error. Written once for the CPU and for CUDA;
 // the sweeps over all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
-//
-// Longer than 350 lines, because it is one list.
 #pragma once
 
 #include <cfloat>
@@ -87,148 +85,118 @@ struct Function {
   static FUSEDRNN_HD double error(double exact, float y) { return ulp_error(exact, y); }
 };
 
-struct Exp : Function {
-  static constexpr const char* kName = "exp";
-  static constexpr double kBound = 0.95;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return seeded(x, math::exp(x));
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::exp(x); }
+// A second way to the same bits.
+template <class S>
+struct SameAs : Function {
+  using Same = S;
 };
+
+// A function of the kind Base: its result for a float or a vector x, and the exact one.
+#define FUSEDRNN_FUNCTION(Name, Base, name, bound, result, exact_result) \
+  struct Name : Base {                                                   \
+    static constexpr const char* kName = name;                           \
+    static constexpr double kBound = bound;                              \
+    template <class F>                                                   \
+    static FUSEDRNN_HD F apply(F x) {                                    \
+      return result;                                                     \
+    }                                                                    \
+    static FUSEDRNN_HD double exact(double x) { return exact_result; }   \
+  }
+
+// The results of functions that have two.
+template <class F>
+struct Two {
+  F first, second;
+};
+template <class F>
+FUSEDRNN_HD Two<F> sigmoid_and_complement(F x) {
+  Two<F> y;
+  y.first = math::sigmoid(x, y.second);
+  return y;
+}
+template <class F>
+FUSEDRNN_HD Two<F> tanh_and_derivative(F x) {
+  Two<F> y;
+  y.first = math::tanh(x, y.second);
+  return y;
+}
+template <class F>
+FUSEDRNN_HD Two<F> sine_and_cosine(F x) {
+  Two<F> y;
+  math::sincospi(x, y.first, y.second);
+  return y;
+}
+
+FUSEDRNN_FUNCTION(Exp, Function, "exp", 0.95, seeded(x, math::exp(x)), ::exp(x));
 
 struct SigmoidOfTwo {
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
-    F complement;
-    return math::sigmoid(x, complement);
+    return sigmoid_and_complement(x).first;
   }
 };
-
-struct Sigmoid : Function {
-  using Same = SigmoidOfTwo;
-  static constexpr const char* kName = "sigmoid";
-  static constexpr double kBound = 2.8;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return math::sigmoid(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return 1 / (1 + ::exp(-x)); }
-};
-
-struct Complement : Function {
-  static constexpr const char* kName = "complement";
-  static constexpr double kBound = 2.8;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    F complement;
-    math::sigmoid(x, complement);
-    return complement;
-  }
-  static FUSEDRNN_HD double exact(double x) { return 1 / (1 + ::exp(x)); }
-};
+FUSEDRNN_FUNCTION(Sigmoid, SameAs<SigmoidOfTwo>, "sigmoid", 2.8, math::sigmoid(x),
+                  1 / (1 + ::exp(-x)));
+FUSEDRNN_FUNCTION(Complement, Function, "complement", 2.8, sigmoid_and_complement(x).second,
+                  1 / (1 + ::exp(x)));
 
 struct TanhOfTwo {
   template <class F>
   static FUSEDRNN_HD F apply(F x) {
-    F derivative;
-    return math::tanh(x, derivative);
+    return tanh_and_derivative(x).first;
   }
 };
+FUSEDRNN_FUNCTION(Tanh, SameAs<TanhOfTwo>, "tanh", 1.5, math::tanh(x), ::tanh(x));
 
-struct Tanh : Function {
-  using Same = TanhOfTwo;
-  static constexpr const char* kName = "tanh";
-  static constexpr double kBound = 1.5;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return math::tanh(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::tanh(x); }
-};
-
-struct Derivative : Function {
-  static constexpr const char* kName = "derivative";
-  static constexpr double kBound = 4.1;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    F derivative;
-    math::tanh(x, derivative);
-    return derivative;
+struct OfDerivative : Function {
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return ulp_error(exact, y, 4 * kSmallest);
   }
   // 1 / cosh(x)^2, computed without overflow.
-  static FUSEDRNN_HD double exact(double x) {
+  static FUSEDRNN_HD double of(double x) {
     const double e = ::exp(x < 0 ? x : -x);
     const double root = 2 * e / (1 + e * e);
     return root * root;
   }
-  static FUSEDRNN_HD double error(double exact, float y) {
-    return ulp_error(exact, y, 4 * kSmallest);
-  }
 };
+FUSEDRNN_FUNCTION(Derivative, OfDerivative, "derivative", 4.1, tanh_and_derivative(x).second,
+                  of(x));
 
-struct Log : Function {
-  static constexpr const char* kName = "log";
-  static constexpr double kBound = 1;
+struct OfNormalNumbers : Function {
   static FUSEDRNN_HD bool covers(float x) { return x >= FLT_MIN && x <= FLT_MAX; }
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return math::log(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::log(x); }
 };
+FUSEDRNN_FUNCTION(Log, OfNormalNumbers, "log", 1, math::log(x), ::log(x));
 
-template <bool kSin>
-struct TurnPart : Function {
-  static constexpr const char* kName = kSin ? "sinpi" : "cospi";
+struct OfTurns : Function {
   static constexpr const char* kUnit = "";
-  static constexpr double kBound = 7e-8;
   static FUSEDRNN_HD bool covers(float x) { return x >= -1 && x <= 1; }
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    F s, c;
-    math::sincospi(x, s, c);
-    return kSin ? s : c;
-  }
-  static FUSEDRNN_HD double exact(double x) {
-    constexpr double kPi = 3.14159265358979323846;
-    return kSin ? ::sin(kPi * x) : ::cos(kPi * x);
-  }
+  static FUSEDRNN_HD double angle(double x) { return 3.14159265358979323846 * x; }
   static FUSEDRNN_HD double error(double exact, float y) {
     const double size = y < exact ? exact - y : y - exact;
     return size < 1 ? size : kWrong;
   }
 };
+FUSEDRNN_FUNCTION(SinPi, OfTurns, "sinpi", 7e-8, sine_and_cosine(x).first, ::sin(angle(x)));
+FUSEDRNN_FUNCTION(CosPi, OfTurns, "cospi", 7e-8, sine_and_cosine(x).second, ::cos(angle(x)));
 
 // These two are exact.
-struct Sqrt : Function {
-  static constexpr const char* kName = "sqrt";
-  static constexpr double kBound = 0;
+struct OfSqrt : Function {
   // The root of a negative denormal is -0 if denormals are flushed.
   static FUSEDRNN_HD bool covers(float x) { return !(x < 0 && x > -FLT_MIN); }
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return math::sqrt(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::sqrt(x); }
   static FUSEDRNN_HD double error(double exact, float y) {
     const bool is_of_denormal = exact > 0 && exact < 0x1p-63;
     return same(y, static_cast<float>(exact)) || (is_of_denormal && y == 0) ? 0 : kWrong;
   }
 };
+FUSEDRNN_FUNCTION(Sqrt, OfSqrt, "sqrt", 0, math::sqrt(x), ::sqrt(x));
 
-struct Clamp : Function {
-  static constexpr const char* kName = "clamp";
-  static constexpr double kBound = 0;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return math::min(math::max(x, -0.75f), 1.25f);
-  }
-  static FUSEDRNN_HD double exact(double x) { return x < -0.75 ? -0.75 : x > 1.25 ? 1.25 : x; }
+struct Exact : Function {
   static FUSEDRNN_HD double error(double exact, float y) {
     return same(y, static_cast<float>(exact)) ? 0 : kWrong;
   }
 };
+FUSEDRNN_FUNCTION(Clamp, Exact, "clamp", 0, math::min(math::max(x, -0.75f), 1.25f),
+                  x < -0.75 ? -0.75 : (x > 1.25 ? 1.25 : x));
 
 // The 16 bits of a T instead of a float; also exact, denormals included.
 template <class T>
@@ -263,61 +231,19 @@ struct OfStages : Function {
   }
 };
 
-struct LogOfAll : OfStages {
-  static constexpr const char* kName = "log_of_all";
-  static constexpr double kBound = 1.1;
+struct OfLog : OfStages {
   static FUSEDRNN_HD bool covers(float x) { return Sqrt::covers(x); }
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::log(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::log(x); }
   static FUSEDRNN_HD double error(double exact, float y) {
     return OfStages::error(exact, y, exact < -87.33654, -HUGE_VALF);
   }
 };
+FUSEDRNN_FUNCTION(LogOfAll, OfLog, "log_of_all", 1.1, program::math::log(x), ::log(x));
 
-struct Log1p : OfStages {
-  static constexpr const char* kName = "log1p";
-  static constexpr double kBound = 2;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::log1p(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::log1p(x); }
-};
-
-struct Expm1 : OfStages {
-  static constexpr const char* kName = "expm1";
-  static constexpr double kBound = 2.2;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::expm1(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::expm1(x); }
-};
-
-struct Softplus : Function {
-  static constexpr const char* kName = "softplus";
-  static constexpr double kBound = 2.2;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::softplus(x);
-  }
-  static FUSEDRNN_HD double exact(double x) {
-    return x > 0 ? x + ::log1p(::exp(-x)) : ::log1p(::exp(x));
-  }
-};
-
-struct Erf : OfStages {
-  static constexpr const char* kName = "erf";
-  static constexpr double kBound = 1.6;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::erf(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::erf(x); }
-};
+FUSEDRNN_FUNCTION(Log1p, OfStages, "log1p", 2, program::math::log1p(x), ::log1p(x));
+FUSEDRNN_FUNCTION(Expm1, OfStages, "expm1", 2.2, program::math::expm1(x), ::expm1(x));
+FUSEDRNN_FUNCTION(Softplus, Function, "softplus", 2.2, program::math::softplus(x),
+                  x > 0 ? x + ::log1p(::exp(-x)) : ::log1p(::exp(x)));
+FUSEDRNN_FUNCTION(Erf, OfStages, "erf", 1.6, program::math::erf(x), ::erf(x));
 
 // The C library of either reduces large angles.
 struct OfAngle : OfStages {
@@ -325,92 +251,32 @@ struct OfAngle : OfStages {
     return x >= -program::math::detail::kLargeAngle && x <= program::math::detail::kLargeAngle;
   }
 };
+FUSEDRNN_FUNCTION(Sin, OfAngle, "sin", 1.6, program::math::sin(x), ::sin(x));
+FUSEDRNN_FUNCTION(Cos, OfAngle, "cos", 1.6, program::math::cos(x), ::cos(x));
 
-struct Sin : OfAngle {
-  static constexpr const char* kName = "sin";
-  static constexpr double kBound = 1.6;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::sin(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::sin(x); }
-};
-
-struct Cos : OfAngle {
-  static constexpr const char* kName = "cos";
-  static constexpr double kBound = 1.6;
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::cos(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::cos(x); }
-};
-
-struct Rsqrt : OfStages {
-  static constexpr const char* kName = "rsqrt";
-  static constexpr double kBound = 2;
+struct OfRsqrt : OfStages {
   static FUSEDRNN_HD bool covers(float x) { return Sqrt::covers(x); }
   static FUSEDRNN_HD bool is_alike(float) { return false; }  // a GPU has an instruction
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::rsqrt(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return 1 / ::sqrt(x); }
   static FUSEDRNN_HD double error(double exact, float y) {
     return OfStages::error(exact, y, exact > 0x1p63, HUGE_VALF);
   }
 };
+FUSEDRNN_FUNCTION(Rsqrt, OfRsqrt, "rsqrt", 2, program::math::rsqrt(x), 1 / ::sqrt(x));
 
 // These are exact; a denormal may count as 0.
-struct Exact : Function {
-  static constexpr double kBound = 0;
+struct OfRounding : Exact {
   static FUSEDRNN_HD bool covers(float x) { return !is_denormal(x); }
-  static FUSEDRNN_HD double error(double exact, float y) {
-    return same(y, static_cast<float>(exact)) ? 0 : kWrong;
-  }
 };
-
-struct Round : Exact {
-  static constexpr const char* kName = "round";
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::round(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::rint(x); }
-};
-
-struct Trunc : Exact {
-  static constexpr const char* kName = "trunc";
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::trunc(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::trunc(x); }
-};
-
-struct Floor : Exact {
-  static constexpr const char* kName = "floor";
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::floor(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::floor(x); }
-};
-
-struct Ceil : Exact {
-  static constexpr const char* kName = "ceil";
-  template <class F>
-  static FUSEDRNN_HD F apply(F x) {
-    return program::math::ceil(x);
-  }
-  static FUSEDRNN_HD double exact(double x) { return ::ceil(x); }
-};
+FUSEDRNN_FUNCTION(Round, OfRounding, "round", 0, program::math::round(x), ::rint(x));
+FUSEDRNN_FUNCTION(Trunc, OfRounding, "trunc", 0, program::math::trunc(x), ::trunc(x));
+FUSEDRNN_FUNCTION(Floor, OfRounding, "floor", 0, program::math::floor(x), ::floor(x));
+FUSEDRNN_FUNCTION(Ceil, OfRounding, "ceil", 0, program::math::ceil(x), ::ceil(x));
 
 // Calls visit(F{}) for every function F.
 template <class Visit>
 void for_each_function(Visit visit) {
   visit(Exp{}), visit(Sigmoid{}), visit(Complement{}), visit(Tanh{}), visit(Derivative{});
-  visit(Log{}), visit(TurnPart<true>{}), visit(TurnPart<false>{}), visit(Sqrt{}), visit(Clamp{});
+  visit(Log{}), visit(SinPi{}), visit(CosPi{}), visit(Sqrt{}), visit(Clamp{});
   visit(Narrow<BFloat16>{}), visit(Narrow<Half>{});
   visit(LogOfAll{}), visit(Log1p{}), visit(Expm1{}), visit(Softplus{}), visit(Erf{}), visit(Sin{});
   visit(Cos{}), visit(Rsqrt{}), visit(Round{}), visit(Trunc{}), visit(Floor{}), visit(Ceil{});
