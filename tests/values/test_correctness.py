@@ -94,41 +94,6 @@ def test_gradcheck(device, case):
     assert gradcheck(function, arguments.differentiable(), fast_mode=True)
 
 
-@pytest.mark.parametrize("scale", ["sample=False", "zero scale"])
-def test_equals_torch_gru_when_the_latent_is_the_state(scale):
-    """With Z = H, loc = h and scale = 0, the cell is torch.nn.GRU."""
-    size, input_size = 6, 5
-    theirs = torch.nn.GRU(input_size, size, num_layers=2, dtype=torch.float64)
-    ours = fusedrnn.StochasticGRU(input_size, size, num_layers=2, dtype=torch.float64)
-    with torch.no_grad():
-        for layer in range(2):
-            for to, source in (("ih", "ih"), ("zh", "hh")):
-                for kind in ("weight", "bias"):
-                    values = getattr(theirs, f"{kind}_{source}_l{layer}")
-                    getattr(ours, f"{kind}_{to}_l{layer}").copy_(values)
-            identity = torch.cat([torch.eye(size), torch.zeros(size, size)])
-            getattr(ours, f"weight_hz_l{layer}").copy_(identity)
-            bias = getattr(ours, f"bias_hz_l{layer}")
-            bias[:size] = 0
-            bias[size:] = -torch.inf if scale == "zero scale" else torch.randn(size)
-    input = torch.randn(7, 3, input_size, dtype=torch.float64, requires_grad=True)
-    hx = torch.randn(2, 3, size, dtype=torch.float64, requires_grad=True)
-    output, h_n = ours(input, hx, sample=scale == "zero scale")
-    expected, expected_h_n = theirs(input, hx)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(h_n, expected_h_n, rtol=1e-12, atol=1e-13)
-
-    cotangent = torch.randn_like(output)
-    theirs_grad = torch.autograd.grad(
-        expected, [input, theirs.weight_ih_l0, theirs.weight_hh_l1], cotangent
-    )
-    wanted = [input, ours.weight_ih_l0, ours.weight_zh_l1, ours.weight_hz_l0]
-    *grads, grad_hz = torch.autograd.grad(output, wanted, cotangent)
-    torch.testing.assert_close(grads, list(theirs_grad), rtol=1e-11, atol=1e-12)
-    assert grad_hz[:size].abs().sum() > 0  # loc is still learnt,
-    assert grad_hz[size:].abs().sum() == 0  # and a scale of zero has no gradient
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_long_memory_is_not_lost_in_rounding(device, cell, dtype):

@@ -10,8 +10,8 @@ from fusedrnn import reference
 F64 = torch.float64
 
 
-def gru_as_stochastic(gru: torch.nn.GRU) -> list[torch.Tensor]:
-    """Weights that make the stochastic cell the given GRU: loc = h and scale = exp(-500) = 0."""
+def gru_as_stochastic(gru: torch.nn.GRU, logvar: float) -> list[torch.Tensor]:
+    """Weights that make the stochastic cell the given GRU if it draws nothing: loc = h."""
     hidden_size, weights = gru.hidden_size, []
     for k in range(gru.num_layers):
         w_ih, w_hh, b_ih, b_hh = (
@@ -21,26 +21,35 @@ def gru_as_stochastic(gru: torch.nn.GRU) -> list[torch.Tensor]:
         w_hz = torch.cat(
             [torch.eye(hidden_size, dtype=w_hh.dtype), torch.zeros_like(w_hh[:hidden_size])]
         )
-        b_hz = torch.cat(
-            [torch.zeros_like(b_hh[:hidden_size]), torch.full_like(b_hh[:hidden_size], -1e3)]
-        )
+        b_hz = torch.zeros_like(b_hh[: 2 * hidden_size])
+        b_hz[hidden_size:] = logvar
         weights += [w_ih, w_hh, w_hz, b_ih, b_hh, b_hz]
-    return weights
+    return [w.requires_grad_() for w in weights]
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("sample", [False, True])
-def test_equals_gru_if_the_latent_is_the_state(num_layers, batch_first, sample):
+@pytest.mark.parametrize("library", [reference, fusedrnn])
+def test_equals_gru_if_the_latent_is_the_state(library, num_layers, batch_first, sample):
+    """It is where nothing is drawn, or with a scale of zero."""
     torch.manual_seed(0)
-    gru = torch.nn.GRU(5, 7, num_layers, batch_first=batch_first, dtype=F64)
-    x = torch.randn(*((3, 11) if batch_first else (11, 3)), 5, dtype=F64)
-    hx = torch.randn(num_layers, 3, 7, dtype=F64)
+    options = {"num_layers": num_layers, "batch_first": batch_first}
+    gru = torch.nn.GRU(5, 7, **options, dtype=F64)
+    weights = gru_as_stochastic(gru, logvar=-torch.inf if sample else 1.0)
+    x = torch.randn(*((3, 11) if batch_first else (11, 3)), 5, dtype=F64, requires_grad=True)
+    hx = torch.randn(num_layers, 3, 7, dtype=F64, requires_grad=True)
     expected = gru(x, hx)
-    actual = reference.stochastic_gru(
-        x, gru_as_stochastic(gru), hx, num_layers=num_layers, batch_first=batch_first, sample=sample
-    )
+    actual = library.stochastic_gru(x, weights, hx, **options, sample=sample)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+    cotangent = torch.randn_like(expected[0])
+    last = getattr(gru, f"weight_hh_l{num_layers - 1}")
+    wanted = torch.autograd.grad(expected[0], [x, gru.weight_ih_l0, last], cotangent)
+    ours = [x, weights[0], weights[-5], weights[2]]
+    *found, of_latent = torch.autograd.grad(actual[0], ours, cotangent)
+    torch.testing.assert_close(found, list(wanted), rtol=1e-11, atol=1e-12)
+    assert of_latent[:7].any() and not of_latent[7:].any()  # loc is still learnt
 
 
 def torch_module(cell, *sizes, **options):
