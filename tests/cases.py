@@ -333,28 +333,8 @@ def operator_arguments(
     **call: Any,
 ) -> dict[str, Any]:
     """Arguments of a layer's operators by name. ``call``: fields of LayerCall."""
-    cell = "projected_lstm" if case.proj_size else case.cell
-    a = arguments
-    tensors = LayerTensors(
-        input=a.input,
-        hx=a.hx,
-        cx=a.cx,
-        weights=a.weights,
-        eps=a.eps,
-        seed=a.seed,
-        lengths=a.lengths,
-        batch_sizes=batch_sizes,
-        reset=a.reset,
-        mask_seed=mask_seed,
-    )
-    named = LayerCall(cell=cell, **call)
-    absent = {name: tensor for name, tensor in tensors._asdict().items() if tensor is None}
-    return absent | {
-        "cell": named.index,
-        "input": a.input,
-        "hx": a.hx,
-        "cx": a.cx,
-        "weights": a.weights,
-        **named.others,
-        **tensors.others(),
-    }
+    names = ("input", "hx", "weights", "cx", "eps", "seed", "lengths", "reset")
+    given = {name: getattr(arguments, name) for name in names}
+    tensors = LayerTensors(**given, batch_sizes=batch_sizes, mask_seed=mask_seed)
+    named = LayerCall(cell="projected_lstm" if case.proj_size else case.cell, **call)
+    return tensors._asdict() | named.others | tensors.others() | {"cell": named.index}

@@ -22,23 +22,15 @@ LONG = replace(BASE, seq_len=11, batch=3, chunk_size=3)
 # In float32 through TF32, half as many columns take the same registers.
 FLOAT = replace(BASE, dtype=torch.float32)
 FLOAT_SHAPES = [
-    replace(FLOAT, seq_len=1, batch=1, input_size=1, hidden_size=1, latent_size=1),
-    replace(FLOAT, seq_len=1, batch=9, chunk_size=1),
-    replace(FLOAT, seq_len=7, chunk_size=3, **MASKED),
-    replace(FLOAT, seq_len=4, bias=False, chunk_size=1, **MASKED),
-    replace(FLOAT, hidden_size=16, latent_size=33, batch=8),
-    replace(FLOAT, hidden_size=40, latent_size=7, batch=17, num_layers=2, lengths=True),
+    replace(shape, dtype=torch.float32) for shape in SHAPES if shape.dtype == torch.bfloat16
 ]
 FLOAT_CASES = [replace(shape, **cell) for cell in CELLS for shape in FLOAT_SHAPES]
 FLOAT_CASES.append(replace(FLOAT, cell="gru", seq_len=2, batch=2, hidden_size=512))  # the limit
 
 # Widths that fill whole packets: in 16 bits, blocks then exchange through the gradient arrays.
 IN_PLACE = [
-    {
-        **cell,
-        "hidden_size": 40,
-        "latent_size": 24,
-        **({"proj_size": 8} if "proj_size" in cell else {}),
-    }
+    cell
+    | {"hidden_size": 40, "latent_size": 24}
+    | ({"proj_size": 8} if "proj_size" in cell else {})
     for cell in CELLS
 ]

@@ -25,27 +25,17 @@ def test_a_pickle_of_an_older_release_gets_the_defaults_of_newer_options():
 class OwnZoneout(fusedrnn.GRU):
     """A subclass whose zoneout is a property, kept under another name."""
 
-    @property
-    def zoneout(self):
-        return self._own
-
-    @zoneout.setter
-    def zoneout(self, value):
-        self._own = value
+    zoneout = property(lambda self: self._own, lambda self, value: setattr(self, "_own", value))
 
 
 class ScaledZoneout(fusedrnn.GRU):
     """A subclass whose zoneout is a property, kept under the same name."""
 
     scale = 1.0
-
-    @property
-    def zoneout(self):
-        return self.scale * self.__dict__["zoneout"]
-
-    @zoneout.setter
-    def zoneout(self, value):
-        self.__dict__["zoneout"] = value
+    zoneout = property(
+        lambda self: self.scale * self.__dict__["zoneout"],
+        lambda self, value: self.__dict__.update(zoneout=value),
+    )
 
 
 @pytest.mark.parametrize("cls", [OwnZoneout, ScaledZoneout])

@@ -9,7 +9,7 @@ Longer than 350 lines, because its tests are of one topic and share their fixtur
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,17 +369,10 @@ def test_threads_share_what_is_remembered(monkeypatch):
     rnn = fusedrnn.GRU(IN, H).requires_grad_(False)
     inputs = [torch.randn(n, B, IN) for n in range(1, 9)]
     expected = [rnn(x)[0] for x in inputs]
-    wrong: list[int] = []
 
-    def work():
-        for _ in range(50):
-            for i, x in enumerate(inputs):
-                if not torch.equal(rnn(x)[0], expected[i]):
-                    wrong.append(i)
+    def work(_):
+        for x, output in 50 * list(zip(inputs, expected, strict=True)):
+            assert torch.equal(rnn(x)[0], output)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))

@@ -190,27 +190,30 @@ def test_freezing_one_weight(rnn):
 # --- copies and files ---------------------------------------------------------------------------
 
 
-def copied_by(how, module):
-    if how == "deepcopy":
-        return copy.deepcopy(module)
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(module))
+def loaded(saved, **options):
+    """What a file gives back."""
     file = io.BytesIO()
-    torch.save(module, file)
+    torch.save(saved, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, **options)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "save": lambda module: loaded(module, weights_only=False),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
 def test_copies(rnn, how):
     rnn.weight_hz_l0.requires_grad_(False)
-    model = copied_by(how, nn.Sequential(nn.Linear(5, 5), rnn))
-    copied = model[1]
+    copied = COPIES[how](nn.Sequential(nn.Linear(5, 5), rnn))[1]
     assert_right(copied)
     assert not copied.weight_hz_l0.requires_grad
     others = [cls(5, 4, bias=False) for cls in (*MODULES, *CELLS)]
     others.append(fusedrnn.LSTM(5, 4, 2, proj_size=3))
-    for module, other in ((rnn, copied), *((m, copied_by(how, m)) for m in others)):
+    for module, other in ((rnn, copied), *((m, COPIES[how](m)) for m in others)):
         assert_flat(other)
         assert_flat(module)
         assert_same_values(other, values(module))
@@ -241,13 +244,6 @@ def test_saved_files_hold_each_weight_once(what):
 def test_a_copied_state_dict_holds_each_weight_once(rnn):
     storages = {w.untyped_storage().data_ptr() for w in copy.deepcopy(rnn.state_dict()).values()}
     assert len(storages) == 1
-
-
-def loaded(state_dict, **kwargs):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, **kwargs)
 
 
 def test_load_state_dict_copies_into_the_buffer(rnn):
