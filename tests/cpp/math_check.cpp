@@ -238,49 +238,6 @@ void check_normals() {
   expect(n0 == 0 && n1 == 0, "smallest normal", 0, n0);
 }
 
-// Moments of 4 million samples over all counters, and products of neighbours along each of them,
-// are within 5 standard deviations of those of independent standard normals.
-void check_moments() {
-  constexpr int kT = 16, kB = 64, kZ = 1024, kLayers = 4;
-  constexpr double kCount = static_cast<double>(kT) * kB * kZ * kLayers;
-  std::vector<float> x(static_cast<size_t>(kCount));
-  const auto at = [&](int layer, int t, int b) {
-    return &x[((static_cast<size_t>(layer) * kT + t) * kB + b) * kZ];
-  };
-  for (int layer = 0; layer < kLayers; ++layer) {
-    for (int t = 0; t < kT; ++t) {
-      for (int b = 0; b < kB; ++b) normals(at(layer, t, b), kZ, 20240229, t, b, 0, layer);
-    }
-  }
-  double m1 = 0, m2 = 0, m3 = 0, m4 = 0;
-  for (float v : x) {
-    const double v2 = static_cast<double>(v) * v;
-    m1 += v, m2 += v2, m3 += v * v2, m4 += v2 * v2;
-  }
-  const struct {
-    const char* name;
-    double sum, mean, variance;
-  } moments[] = {{"mean", m1, 0, 1}, {"2nd", m2, 1, 2}, {"3rd", m3, 0, 15}, {"4th", m4, 3, 96}};
-  for (const auto& m : moments) {
-    const double sigmas = (m.sum / kCount - m.mean) / std::sqrt(m.variance / kCount);
-    std::printf("moment %s: %.6f, %.2f sigma off\n", m.name, m.sum / kCount, sigmas);
-    expect(std::fabs(sigmas) < 5, m.name, 0, sigmas);
-  }
-  const size_t lags[] = {1, 2, 3, 4, kZ, kZ * kB, kZ * kB * kT};
-  for (size_t lag : lags) {
-    double sum = 0, squares = 0;
-    for (size_t i = lag; i < x.size(); ++i) {
-      const double a = x[i], b = x[i - lag];
-      sum += a * b, squares += (a * a - 1) * (b * b - 1);
-    }
-    const double n = static_cast<double>(x.size() - lag);
-    std::printf("lag %zu: %.2f sigma, of squares %.2f sigma\n", lag, sum / std::sqrt(n),
-                squares / std::sqrt(4 * n));
-    expect(std::fabs(sum) < 5 * std::sqrt(n), "correlation", lag, sum / n);
-    expect(std::fabs(squares) < 5 * std::sqrt(4 * n), "correlation of squares", lag, squares / n);
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -291,6 +248,5 @@ int main(int argc, char** argv) {
                     {"tails", check_tails},
                     {"narrow", check_narrow},
                     {"philox", check_philox},
-                    {"normals", check_normals},
-                    {"moments", check_moments}});
+                    {"normals", check_normals}});
 }

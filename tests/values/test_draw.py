@@ -64,19 +64,31 @@ def test_uniform_numbers_are_never_0_or_1(device, dtype, least, most):
         assert drawn[0, 0, 3].item() == expected
 
 
-@pytest.mark.parametrize("distribution", [NORMAL, UNIFORM])
-def test_moments(device, distribution):
-    """The first ones, and no correlation along any axis, the normals of a pair included."""
-    x = _ops.draw(torch.tensor(3, device=device), 16, 64, 128, stream=1, distribution=distribution)
-    x, n = x.double(), x.numel()
-    mean, variance, kurtosis = (0, 1, 3) if distribution == NORMAL else (1 / 2, 1 / 12, 9 / 5)
-    deviations = x - mean
-    fourth = kurtosis * variance**2
-    assert abs(deviations.mean()) < 5 * (variance / n) ** 0.5
-    assert abs(deviations.square().mean() - variance) < 5 * ((fourth - variance**2) / n) ** 0.5
-    for dim in range(3):
-        a, b = (deviations.narrow(dim, i, x.shape[dim] - 1) for i in (0, 1))
-        assert abs((a * b).mean()) < 5 * variance / a.numel() ** 0.5
+@pytest.mark.parametrize(
+    ("distribution", "mean", "variance", "moments"),
+    [  # of numbers with mean 0 and variance 1: means and variances of their powers 1 to 4
+        (NORMAL, 0, 1, [(0, 1), (1, 2), (0, 15), (3, 96)]),
+        (UNIFORM, 1 / 2, 1 / 12, [(0, 1), (1, 4 / 5), (0, 27 / 7), (9 / 5, 144 / 25)]),
+    ],
+)
+@pytest.mark.parametrize("width", [64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_moments(device, width, distribution, mean, variance, moments):
+    """No neighbours along any axis are correlated, nor their squares: of streams, steps, rows.
+
+    Along a row nor those of a group of four and the next one.
+    """
+    seed = torch.tensor(3, device=device)
+    x = torch.stack(
+        [_ops.draw(seed, 16, 64, width, stream=i, distribution=distribution) for i in range(4)]
+    )
+    x = (x.double() - mean) / variance**0.5
+    for power, (expected, variance) in enumerate(moments, 1):
+        assert abs(x.pow(power).mean() - expected) < 5 * (variance / x.numel()) ** 0.5
+    for numbers, variance in ((x, 1), (x.square() - 1, moments[1][1])):
+        for dim, lag in ((0, 1), (1, 1), (2, 1), (3, 1), (3, 2), (3, 3), (3, 4)):
+            count = x.shape[dim] - lag
+            products = numbers.narrow(dim, lag, count) * numbers.narrow(dim, 0, count)
+            assert abs(products.mean()) < 5 * variance / products.numel() ** 0.5
 
 
 @pytest.mark.parametrize("distribution", [NORMAL, UNIFORM])

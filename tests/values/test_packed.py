@@ -208,12 +208,6 @@ def test_one_order_of_two():
         fusedrnn.GRU(5, 7)(packed)
 
 
-def test_lengths_of_a_packed_sequence():
-    packed = PackedSequence(DATA, SIZES)
-    with pytest.raises(ValueError, match="lengths must not be given for a PackedSequence"):
-        fusedrnn.GRU(5, 7)(packed, lengths=[5, 4, 3])
-
-
 def test_what_belongs_to_a_packed_sequence_has_the_shapes_of_the_padded_one():
     rnn = fusedrnn.StochasticGRU(5, 7, 6)
     packed = PackedSequence(DATA, SIZES, ORDER)
