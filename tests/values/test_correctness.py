@@ -16,7 +16,6 @@ from cases import (
     truth,
 )
 from checks import assert_same
-from torch.autograd import gradcheck
 
 import fusedrnn
 from fusedrnn import reference
@@ -74,24 +73,6 @@ def test_long_sums_are_as_close_as_those_of_torch(device, case):
 
 def rms(errors):
     return (sum(error**2 for error in errors) / len(errors)) ** 0.5
-
-
-def small(options, **sizes):
-    return replace(
-        Case(seq_len=4, batch=2, input_size=3, hidden_size=3, latent_size=2, chunk_size=3),
-        **sizes,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("case", list(map(small, ALL_OPTIONS)), ids=str)
-def test_gradcheck(device, case):
-    arguments = case.tensors(device).to(torch.float64)
-
-    def function(*differentiable):
-        return arguments.with_differentiable(differentiable).call(fusedrnn, **case.options)
-
-    assert gradcheck(function, arguments.differentiable(), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -213,22 +194,6 @@ def test_nothing_beyond_the_lengths_counts(device, cell, options, dtype):
         assert not results["grad_eps"][:, padding].any()
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_padded_row_is_the_sequence_by_itself(device, cell, bidirectional):
-    """A row that is cut to its length gives the same without lengths, with the same noise."""
-    case = Case(cell, seq_len=11, batch=4, lengths=True, bidirectional=bidirectional, num_layers=2)
-    arguments = case.tensors(device)
-    output, *last = arguments.call(fusedrnn, **case.options)
-    for b, n in enumerate(arguments.lengths.tolist()):
-        alone = replace(arguments, input=arguments.input[:n], lengths=None)
-        row, *row_last = alone.call(fusedrnn, **case.options)
-        torch.testing.assert_close(output[:n, b], row[:, b], rtol=1e-12, atol=1e-13)
-        assert not output[n:, b].any()
-        for ours, expected in zip(last, row_last, strict=True):
-            torch.testing.assert_close(ours[:, b], expected[:, b], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("cell", CELLS)
 def test_full_lengths_and_no_resets_change_nothing(device, cell):
     case = Case(cell, seq_len=21, bidirectional=True, num_layers=2, chunk_size=4)
@@ -239,25 +204,6 @@ def test_full_lengths_and_no_resets_change_nothing(device, cell):
     for masked in (full, no_reset):
         for name, value in masked.results(fusedrnn, **case.options).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-13, msg=name)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_reset_cuts_the_sequence(device, cell):
-    """Steps before a reset do not influence later ones, and get no gradient from them."""
-    case = Case(cell, seq_len=9, batch=2, noise="eps", chunk_size=4)
-    arguments = case.tensors(device).to(torch.float64)
-    arguments.reset = torch.zeros(9, 2, dtype=torch.bool, device=device)
-    arguments.reset[5] = True
-    output, *last = arguments.call(fusedrnn, **case.options)
-    second = replace(arguments, input=arguments.input[5:], reset=None)
-    second.hx = torch.zeros_like(arguments.hx)
-    second.cx = None if arguments.cx is None else torch.zeros_like(arguments.cx)
-    second.eps = None if arguments.eps is None else arguments.eps[:, 5:]
-    expected, *expected_last = second.call(fusedrnn, **case.options)
-    torch.testing.assert_close(output[5:], expected, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(last, expected_last, rtol=1e-12, atol=1e-13)
-    grad, grad_hx = torch.autograd.grad(output[5:].sum(), [arguments.input, arguments.hx])
-    assert grad[5:].all() and not grad[:5].any() and not grad_hx.any()
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves as leaves
 
 import fusedrnn
 from fusedrnn import reference
@@ -52,17 +53,24 @@ def test_equals_gru_if_the_latent_is_the_state(library, num_layers, batch_first,
     assert of_latent[:7].any() and not of_latent[7:].any()  # loc is still learnt
 
 
-def torch_module(cell, *sizes, **options):
-    """A module of torch, and our loop over its weights."""
-    torch.manual_seed(0)
-    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](*sizes, **options, dtype=F64)
+MODULES = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
 
-    def loop(x, hx=None, **masks):
+
+def with_loop(cell, *sizes, **options):
+    """A module, of torch if it has the cell, and our loop over its weights."""
+    torch.manual_seed(0)
+    module = MODULES[cell](*sizes, **options, dtype=F64)
+
+    def loop(x, hx=None, **named):
         names = ("num_layers", "bias", "batch_first", "bidirectional")
         options = {name: getattr(module, name) for name in names}
-        return getattr(reference, cell)(x, list(module.parameters()), hx, **options, **masks)
+        return getattr(reference, cell)(x, list(module.parameters()), hx, **options, **named)
 
     return module, loop
+
+
+def noise(cell, *shape):
+    return {"eps": torch.randn(*shape, dtype=F64)} if cell == "stochastic_gru" else {}
 
 
 def state(cell, *shape):
@@ -75,7 +83,7 @@ def state(cell, *shape):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_equals_torch(cell, bias, bidirectional, batch_first):
-    module, loop = torch_module(
+    module, loop = with_loop(
         cell, 5, 7, 2, bias=bias, batch_first=batch_first, bidirectional=bidirectional
     )
     x = torch.randn(3, 3, 5, dtype=F64)
@@ -98,24 +106,42 @@ def test_steps_are_those_of_torchs_cells(cell):
     torch.testing.assert_close(actual, module(x, hx), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", MODULES)
 def test_resets_cut_the_sequence(cell):
-    _, loop = torch_module(cell, 5, 7)
-    x, hx = torch.randn(6, 2, 5, dtype=F64), state(cell, 1, 2, 7)
-    reset = torch.zeros(6, 2, dtype=torch.bool)
+    """Steps before a reset do not influence later ones, and get no gradient from them."""
+    _, loop = with_loop(cell, 5, 7)
+    x, hx = torch.randn(6, 2, 5, dtype=F64, requires_grad=True), state(cell, 1, 2, 7)
+    drawn, reset = noise(cell, 1, 6, 2, 7), torch.zeros(6, 2, dtype=torch.bool)
     reset[[2, 3]] = True
-    output, last = loop(x, hx, reset=reset)
-    pieces = [loop(x[:2], hx), loop(x[2:3]), loop(x[3:])]
+
+    def piece(steps, *hx):
+        return loop(x[steps], *hx, **{name: eps[:, steps] for name, eps in drawn.items()})
+
+    output, last = loop(x, hx, reset=reset, **drawn)
+    pieces = [piece(slice(2), hx), piece(slice(2, 3)), piece(slice(3, 6))]
     assert torch.equal(output, torch.cat([piece[0] for piece in pieces]))
     assert all(map(torch.equal, last, pieces[-1][1]))
+    (grad,) = torch.autograd.grad(output[3:].sum(), x)
+    assert grad[3:].all() and not grad[:3].any()
     reset[:, 1] = False
-    output, _ = loop(x, hx, reset=reset)
-    assert torch.equal(output[:, 1], loop(x, hx)[0][:, 1])
+    output, _ = loop(x, hx, reset=reset, **drawn)
+    assert torch.equal(output[:, 1], loop(x, hx, **drawn)[0][:, 1])
+
+
+@pytest.mark.parametrize("cell", MODULES)
+def test_a_padded_row_is_the_sequence_by_itself(cell):
+    _, loop = with_loop(cell, 5, 7, num_layers=2, bidirectional=True)
+    x, drawn = torch.randn(6, 2, 5, dtype=F64), noise(cell, 4, 6, 2, 7)
+    output, last = loop(x, lengths=[6, 4], **drawn)
+    row, last_of_row = loop(x[:4, 1:], **{n: eps[:, :4, 1:] for n, eps in drawn.items()})
+    torch.testing.assert_close(output[:4, 1:], row)
+    for ours, expected in zip(leaves(last), leaves(last_of_row), strict=True):
+        torch.testing.assert_close(ours[:, 1:], expected)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_the_other_direction_is_the_sequence_turned_around(cell):
-    module, loop = torch_module(cell, 5, 7, bidirectional=True)
+    module, loop = with_loop(cell, 5, 7, bidirectional=True)
     x, reset = torch.randn(6, 2, 5, dtype=F64), torch.rand(6, 2) < 0.4
     weights = list(module.parameters())
     turned, _ = getattr(reference, cell)(
@@ -126,7 +152,7 @@ def test_the_other_direction_is_the_sequence_turned_around(cell):
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_what_stands_behind_the_lengths_does_nothing(cell):
-    module, loop = torch_module(cell, 5, 7, 2, bidirectional=True)
+    module, loop = with_loop(cell, 5, 7, 2, bidirectional=True)
     x, reset = torch.randn(6, 2, 5, dtype=F64), torch.rand(6, 2) < 0.4
     results = []
     for padding in (1.0, torch.nan):
