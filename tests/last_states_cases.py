@@ -15,7 +15,7 @@ from fusedrnn.cells import CELLS, Sizes, layout
 
 @dataclass(frozen=True)
 class Stacked:
-    """Sizes and options of a stack of layers of one direction."""
+    """Sizes and options of a stack of layers, or of one layer of two directions."""
 
     cell: str = "gru"
     seq_len: int = 40
@@ -30,6 +30,7 @@ class Stacked:
     zoneout: float = 0.2
     bias: bool = True
     reverse: bool = False
+    bidirectional: bool = False
     chunk_size: int = 0
     workspace_bytes: int = 0
     dtype: torch.dtype = torch.float64
@@ -58,7 +59,9 @@ class Stacked:
             return values.to(device, self.dtype)
 
         facts = CELLS[self.cell]
-        layers, steps, batch, hidden = self.num_layers, self.seq_len, self.batch, self.hidden_size
+        steps, batch, hidden = self.seq_len, self.batch, self.hidden_size
+        directions = 2 if self.bidirectional else 1
+        rows = self.num_layers * directions
         output = hidden - 1 if facts.is_projected else hidden
         sizes = Sizes(self.input_size, hidden, 4, output)
         lengths = torch.randint(1, steps + 1, (batch,), generator=generator)
@@ -68,17 +71,15 @@ class Stacked:
             taken = torch.arange(steps).unsqueeze(1) < lengths.sort(descending=True)[0]
             input, batch_sizes = input[taken.to(device)], taken.sum(1)
         reset = torch.rand(steps, batch, generator=generator) < 0.2
-        weights = layout(self.cell, sizes, layers, 1, self.bias)
-        draws = facts.has_latent and self.noise == "seed"
+        weights = layout(self.cell, sizes, self.num_layers, directions, self.bias)
+        noisy = facts.has_latent
         return LayerTensors(
             input=input,
-            hx=normal(layers, batch, output),
+            hx=normal(rows, batch, output),
             weights=[normal(*shape, scale=hidden**-0.5) for _, _, shape in weights],
-            cx=normal(layers, batch, hidden) if facts.has_cell_state else None,
-            eps=normal(layers, steps, batch, 4)
-            if facts.has_latent and self.noise == "eps"
-            else None,
-            seed=torch.tensor([-77], device=device) if draws else None,
+            cx=normal(rows, batch, hidden) if facts.has_cell_state else None,
+            eps=normal(rows, steps, batch, 4) if noisy and self.noise == "eps" else None,
+            seed=torch.tensor([-77], device=device) if noisy and self.noise == "seed" else None,
             lengths=lengths if "lengths" in self.mask else None,
             batch_sizes=batch_sizes,
             reset=reset.to(device) if "reset" in self.mask else None,
@@ -88,9 +89,8 @@ class Stacked:
     def grads(self, tensors: LayerTensors) -> tuple[Tensor, Tensor | None]:
         """Cotangents of the last states."""
         h, c = tensors.hx, tensors.cx
-        return torch.cos(1 + 3 * h.double()).to(h), None if c is None else torch.sin(c.double()).to(
-            c
-        )
+        of_c = None if c is None else torch.sin(c.double()).to(c)
+        return torch.cos(1 + 3 * h.double()).to(h), of_c
 
 
 def all_needed(tensors: LayerTensors) -> LayerTensors:

@@ -5,14 +5,14 @@ import weakref
 
 import pytest
 import torch
+from last_states_cases import Stacked
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedrnn import _ops, _replay
-from fusedrnn._ops import LayerCall, LayerTensors
+from fusedrnn._ops import LayerTensors
 from fusedrnn._replay import Variables
-from fusedrnn.cells import Sizes, layout
 
 CELLS = ["gru", "lstm", "projected_lstm", "stochastic_gru"]
 OPTIONS = [
@@ -36,56 +36,30 @@ OPTIONS = [
     "noise both lengths part",
     "no_noise both",
 ]
-STEPS, BATCH, INPUT, HIDDEN, LATENT, OUTPUT = 7, 3, 4, 5, 6, 3
 
 
-def case(cell, options, dtype=torch.float64, steps=STEPS):
+def case(cell, options, dtype=torch.float64, steps=7):
     """The arguments of a layer's call, the same in each run."""
-    options = options.split()
     torch.manual_seed(3)
-    directions = 2 if "both" in options else 1
-    bias = "no_bias" not in options
-    output = OUTPUT if cell == "projected_lstm" else HIDDEN
-    sizes = Sizes(INPUT, HIDDEN, LATENT, output)
-    weights = [
-        torch.randn(shape, dtype=dtype) * 0.4
-        for _, _, shape in layout(cell, sizes, 1, directions, bias)
-    ]
-    has_masks = "masks" in options or "average" in options
-    call = LayerCall(
-        cell=cell,
-        reverse="reverse" in options,
-        noise_stream=5 if "reverse" in options else 4,
-        first_step=11 if "part" in options else 0,
-        zoneout=0.4 if has_masks else 0.0,
-        cell_zoneout=0.3 if has_masks and "lstm" in cell else 0.0,
-        dropout=0.25 if "masks" in options else 0.0,
+    words = options.split()
+    layer = Stacked(
+        cell,
+        steps,
+        num_layers=1,
+        input_size=4,
+        mask=options,
+        noise={"noise": "seed", "no_noise": "none"}.get(words[0], "eps"),
+        dropout=0.25 if "masks" in words else 0.0,
+        zoneout=0.4 if words[0] in ("masks", "average") else 0.0,
+        bias="no_bias" not in words,
+        reverse="reverse" in words,
+        bidirectional="both" in words,
         chunk_size=3,
+        dtype=dtype,
     )
-    ends = torch.tensor([steps, steps // 2, 1])
-    input = torch.randn(steps, BATCH, INPUT, dtype=dtype)
-    batch_sizes = None
-    if "packed" in options:
-        exists = torch.arange(steps)[:, None] < ends
-        batch_sizes, input = exists.sum(1), input[exists]
-    is_noisy = cell == "stochastic_gru" and "no_noise" not in options
-    has_seed = "noise" in options
-    reset = torch.rand(steps, BATCH) < 0.4
-    reset[0, 0] = True
-    return call, LayerTensors(
-        input=input,
-        hx=torch.randn(directions, BATCH, output, dtype=dtype),
-        cx=torch.randn(directions, BATCH, HIDDEN, dtype=dtype) if "lstm" in cell else None,
-        weights=weights,
-        eps=torch.randn(directions, steps, BATCH, LATENT, dtype=dtype)
-        if is_noisy and not has_seed
-        else None,
-        seed=torch.tensor([-(3**37)]) if is_noisy and has_seed else None,
-        lengths=ends if "lengths" in options else None,
-        batch_sizes=batch_sizes,
-        reset=reset if "reset" in options else None,
-        mask_seed=torch.tensor([5 << 33 | 3]) if "masks" in options else None,
-    )
+    call, tensors = layer.call(), layer.tensors()
+    call = dataclasses.replace(call, first_step=11 if "part" in words else 0)
+    return call, tensors if "masks" in words else tensors._replace(mask_seed=None)
 
 
 every_case = pytest.mark.parametrize(
