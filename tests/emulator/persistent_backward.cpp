@@ -1,38 +1,15 @@
-// Persistent kernels of backward_data alone, for the thread sanitizer: see main().
-#include <algorithm>
-#include <cstdint>
-#include <memory>
-#include <vector>
+// Persistent kernels of backward_data alone: see persistent.h and main().
+#include "persistent.h"
 
-// The number of the seeded bug that is on, in a copy of the headers with bugs: see seeded_bugs.py.
-namespace {
-int64_t seeded_bug = 0;
-}
-#include "../../csrc/persistent/backward.h"
-#include "../../csrc/persistent/backward_plan.h"
-
-#ifndef FUSEDRNN_ELEMENT
-#define FUSEDRNN_ELEMENT BFloat16
-#endif
 namespace fusedrnn {
-using Element = FUSEDRNN_ELEMENT;  // of the tensors in main()
-}
-
-namespace fusedrnn::cuda {
-
-struct ChainOptions {
-  int64_t exchange, schedule, bug, multiprocessors, spin_limit;
-};
+namespace {
 
 // What went wrong, or "".
-template <class T>
-std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T> args,
-                      const ChainOptions& options) {
-  const auto exchange = Exchange(options.exchange);
+std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<Element> args,
+                      const RunOptions& options) {
   const PersistentPlan plan =
-      plan_persistent_backward(cell, sizes, args.batch, args.steps, sizeof(T), exchange,
-                               {"", 90, int(options.multiprocessors), int64_t(100) << 10},
-                               /*tf32=*/true);
+      plan_persistent_backward(cell, sizes, args.batch, args.steps, sizeof(Element),
+                               Exchange(options.exchange), kGpu, /*tf32=*/true);
   if (!plan.is_possible()) return plan.why_not;
   // Gradients that are sent in place are right before the workspace in memory.
   const int64_t rows = int64_t(args.steps) * args.batch;
@@ -40,11 +17,12 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
     const int64_t columns = traits(plan.stages[s]).hidden_blocks * args.step[s].width;
     return plan.is_in_place(s) ? rows * columns : 0;
   };
-  T* own[kMostStages] = {};  // where gradients are wanted
+  Element* own[kMostStages] = {};  // where gradients are wanted
   int64_t in_front = 0;
   for (int s = 0; s < plan.num_stages; ++s) in_front += numbers_of(s);
-  std::vector<Packet> memory((in_front * sizeof(T) + plan.workspace_bytes()) / sizeof(Packet));
-  T* at = reinterpret_cast<T*>(memory.data());
+  std::vector<Packet> memory((in_front * sizeof(Element) + plan.workspace_bytes()) /
+                             sizeof(Packet));
+  Element* at = reinterpret_cast<Element*>(memory.data());
   for (int s = 0; s < plan.num_stages; ++s) {
     if (!plan.is_in_place(s)) continue;
     const int64_t first = args.row_step < 0 ? numbers_of(s) * (args.steps - 1) / args.steps : 0;
@@ -52,27 +30,17 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
     args.step[s].dhidden_gates = at + first;
     at += numbers_of(s);
   }
-  T* const workspace = at;
+  Element* const workspace = at;
   prepare(plan, workspace, args, [&](void* begin, int byte, size_t count) {
     auto* const end = static_cast<char*>(begin) + count;
     if (options.bug == 14) begin = workspace;
     memset(begin, byte, size_t(end - static_cast<char*>(begin)));
   });
-  args.spin_limit = uint32_t(options.spin_limit);
-  seeded_bug = options.bug;
-
-  std::string failure = "there is no such kernel";
-  dispatch_stages(plan, [&](auto stages) {
-    const auto launch = [&](auto depth) {
-      failure = emulated::launch(plan.grid(), kPersistentThreads, size_t(plan.shared_bytes),
-                                 uint64_t(options.schedule), [&] {
-                                   persistent_backward<T, decltype(depth)::value>(
-                                       stages, args, emulated::shared_memory());
-                                 });
-    };
-    if (plan.depth == 1) launch(std::integral_constant<int, 1>{});
+  args.spin_limit = kSpins;
+  const std::string failure = launch(plan, options, [&](auto stages, auto depth) {
+    persistent_backward<Element, decltype(depth)::value>(stages, args, emulated::shared_memory());
   });
-  at = reinterpret_cast<T*>(memory.data());
+  at = reinterpret_cast<Element*>(memory.data());
   for (int s = 0; s < plan.num_stages; ++s) {
     if (own[s] != nullptr) std::copy_n(at, numbers_of(s), own[s]);
     at += numbers_of(s);
@@ -80,26 +48,6 @@ std::string run_chain(const Cell& cell, const Sizes& sizes, PersistentBackward<T
   return failure;
 }
 
-}  // namespace fusedrnn::cuda
-
-namespace fusedrnn {
-namespace {
-
-uint64_t random_state = 7;
-float random_number() {  // in [-1, 1)
-  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-  return float(int32_t(random_state >> 32)) * 0x1p-31f;
-}
-std::vector<float> random_floats(int64_t count) {
-  std::vector<float> numbers(count);
-  for (float& x : numbers) x = random_number();
-  return numbers;
-}
-std::vector<Element> random_tensor(int64_t count) {
-  std::vector<Element> numbers(count);
-  for (auto& x : numbers) x = narrow<Element>(random_number());
-  return numbers;
-}
 // The numbers that a gradient belongs to: as in the driver, in the gradient's memory if both are
 // floats.
 template <class Gradient>
@@ -108,24 +56,18 @@ const float* of_gradient(const std::vector<Gradient>& gradient, const std::vecto
   return other.data();
 }
 
-// Runs one chunk of several blocks and tiles; prints a number that depends on every bit of its
-// results. direction: of time in memory.
-int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOptions& options) {
+// direction: of time in memory.
+int run(const char* name, int64_t hidden, int64_t direction, const RunOptions& options) {
   const bool is_mean = std::string(name) == "mean_gru";
   const Cell cell = is_mean ? without_noise(*find_cell("stochastic_gru")) : *find_cell(name);
-  constexpr int64_t kSteps = 5, kBatch = 27, kRows = kSteps * kBatch;
   const int64_t latent = hidden - 16;  // makes the same number of full packets
   const Sizes sizes{1, hidden, latent, is_projected(cell) ? latent : hidden};
   const int64_t first_row =
       direction > 0 ? 0 : kRows - kBatch;  // the first row of the chunk's first step
-  std::vector<int64_t> lengths(kBatch, kSteps);
-  lengths[2] = 3;
-  const std::unique_ptr<bool[]> reset(new bool[kRows]());
-  reset[kBatch + 4] = true;
 
-  cuda::PersistentBackward<Element> args{};
-  std::vector<Element> weights[cuda::kMostStages], d[cuda::kMostStages], dinput_gates;
-  std::vector<float> projections[cuda::kMostStages];
+  PersistentBackward<Element> args{};
+  std::vector<Element> weights[kMostStages], d[kMostStages], dinput_gates;
+  std::vector<float> projections[kMostStages];
   const auto input_gates = random_floats(kRows * 4 * hidden);
   const auto h = random_tensor((kSteps + 1) * kBatch * sizes.output);
   const auto grad_output = random_tensor(kRows * sizes.output);
@@ -141,7 +83,7 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
     step.width = sizes[p.to];
     step.is_last = s == cell.num_stages - 1;
     step.first_row = first_row;
-    step.mask = {lengths.data(), reset.get(), kSteps, kBatch, int(direction)};
+    step.mask = mask_of(direction);
     const int64_t columns = facts.hidden_blocks * step.width;
     weights[s] = random_tensor(columns * sizes[p.from]);
     args.weight[s] = Matrix<const Element>::contiguous(weights[s].data(), columns, sizes[p.from]);
@@ -173,19 +115,8 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
   args.row_step = int(direction * kBatch);
   args.wants_dh = true;
 
-  const std::string failure = cuda::run_chain(cell, sizes, args, options);
-  if (!failure.empty()) {
-    printf("%s\n", failure.c_str());
-    return 1;
-  }
-  uint64_t hash = 0;
-  const auto add = [&](const auto& numbers) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
-    for (size_t i = 0; i < numbers.size() * sizeof numbers[0]; ++i) hash = hash * 31 + bytes[i];
-  };
-  add(dh), add(dc), add(state), add(operand), add(deps), add(dinput_gates), add(d[0]), add(d[1]);
-  printf("%016llx\n", static_cast<unsigned long long>(hash));
-  return 0;
+  const std::string failure = run_chain(cell, sizes, args, options);
+  return report(failure, dh, dc, state, operand, deps, dinput_gates, d[0], d[1]);
 }
 
 }  // namespace
@@ -194,6 +125,5 @@ int run(const char* name, int64_t hidden, int64_t direction, const cuda::ChainOp
 // Arguments: cell hidden direction exchange schedule bug.
 int main(int, char** arguments) {
   const auto number = [&](int i) { return int64_t(atoi(arguments[i])); };
-  return fusedrnn::run(arguments[1], number(2), number(3),
-                       {number(4), number(5), number(6), 8, 3000});
+  return fusedrnn::run(arguments[1], number(2), number(3), {number(4), number(5), number(6)});
 }
