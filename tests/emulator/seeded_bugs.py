@@ -36,28 +36,18 @@ class Mutation:
         return mutated.replace(self.text, self.replacement.replace("BUG", is_on))
 
 
+def left_out(number: int, header: str, text: str, after: str = "") -> Mutation:
+    """A bug that leaves out a text's first statement. ``after``: what stands before the text."""
+    return Mutation(number, header, after + text, f"{after}if (!BUG) {text}")
+
+
 LAST_WARP = "thread_index() / kWarpSize == kWarps - 1"
 MUTATIONS = [
     # No barrier before sums are read.
-    Mutation(
-        1,
-        "forward.h",
-        "sync_block();\n      clock().at(",
-        "if (!BUG) sync_block();\n      clock().at(",
-    ),
-    Mutation(
-        1,
-        "backward.h",
-        "sync_block();\n      block_.clock.at(",
-        "if (!BUG) sync_block();\n      block_.clock.at(",
-    ),
+    left_out(1, "forward.h", "sync_block();\n      clock().at("),
+    left_out(1, "backward.h", "sync_block();\n      block_.clock.at("),
     # No barrier after flags are seen.
-    Mutation(
-        2,
-        "exchange.h",
-        "sync_warp();\n  }\n\n private:",
-        "if (!BUG) sync_warp();\n  }\n\n private:",
-    ),
+    left_out(2, "exchange.h", "sync_warp();\n  }\n\n private:"),
     # Flags are set without release.
     Mutation(
         3,
@@ -66,29 +56,19 @@ MUTATIONS = [
         "BUG ? store_relaxed(count, count_of(i, tile)) : store_release(count, count_of(i, tile));",
     ),
     # No barrier before flags are set.
-    Mutation(
-        4,
-        "exchange.h",
-        "sync_warp();\n    if (thread.lane != 0) return;",
-        "if (!BUG) sync_warp();\n    if (thread.lane != 0) return;",
-    ),
+    left_out(4, "exchange.h", "sync_warp();\n    if (thread.lane != 0) return;"),
     # A warp ends early.
-    Mutation(
-        5,
-        "forward.h",
-        "PersistentBlock<T> block(args, shared);",
-        f"if (BUG && {LAST_WARP}) return;\n  PersistentBlock<T> block(args, shared);",
-    ),
-    Mutation(
-        5,
-        "backward.h",
-        "BackwardBlock<T> block(args, shared);",
-        f"if (BUG && {LAST_WARP}) return;\n  BackwardBlock<T> block(args, shared);",
+    *(
+        Mutation(5, header, text, f"if (BUG && {LAST_WARP}) return;\n  {text}")
+        for header, text in (
+            ("forward.h", "PersistentBlock<T> block(args, shared);"),
+            ("backward.h", "BackwardBlock<T> block(args, shared);"),
+        )
     ),
     # One slot for all steps.
     Mutation(6, "exchange.h", "i & slots.mask;", "BUG ? 0 : i & slots.mask;"),
     # One buffer of sums instead of two.
-    Mutation(7, "shared_memory.h", "turn ^= 1;", "if (!BUG) turn ^= 1;"),
+    left_out(7, "shared_memory.h", "turn ^= 1;"),
     # Nothing is sent.
     Mutation(
         8,
@@ -124,19 +104,9 @@ MUTATIONS = [
         "  if (BUG && bits == nan) bits = all_ones;\n  Packet packet;\n",
     ),
     # No barrier after weights are transposed.
-    Mutation(
-        12,
-        "backward.h",
-        "All stages(block);\n  sync_block();",
-        "All stages(block);\n  if (!BUG) sync_block();",
-    ),
+    left_out(12, "backward.h", "sync_block();", after="All stages(block);\n  "),
     # Lanes transpose weights without a barrier in between.
-    Mutation(
-        13,
-        "backward_product.h",
-        "packet.word[j];\n      }\n    }\n    sync_warp();",
-        "packet.word[j];\n      }\n    }\n    if (!BUG) sync_warp();",
-    ),
+    left_out(13, "backward_product.h", "sync_warp();", "packet.word[j];\n      }\n    }\n    "),
     # Not a bug: rounding gives that NaN, and packets must still not hold it.
     Mutation(
         15,
