@@ -1,7 +1,4 @@
-"""The cells, and one list of cases for every backend: cells x shapes x dtypes x options.
-
-Longer than 350 lines, because tests of every backend draw on this one list.
-"""
+"""The cells, and one list of cases for every backend: cells x shapes x dtypes x options."""
 
 from __future__ import annotations
 
