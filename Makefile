@@ -133,7 +133,7 @@ format: $(VENV)/lint.txt
 	$(BIN)/clang-format -i $(CPP)
 
 clean: # keeps downloads
-	rm -rf .venv*/*.stamp build *.egg-info fusedrnn/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv*/*.stamp build *.egg-info fusedrnn/*.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp per extra. Only what runs the compiled code has to wait for it. pip shows nothing of a

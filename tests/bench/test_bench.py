@@ -138,7 +138,7 @@ ALONE = [
     ("train_text", ["--steps", "2", "--cell", "ours"], "train_text", [OURS]),
     # torch lacks an LSTM in 16 bits for some processors
     ("train_text", ["--steps", "2", "--dtype", "bfloat16"], "train_text_bfloat16", None),
-    pytest.param("any_cell", ["--cell", "IndRNN"], "any_cell", None, marks=pytest.mark.slow),
+    pytest.param("any_cell", ["--cell", "LateResetGRU"], "any_cell", None, marks=pytest.mark.slow),
 ]
 
 
@@ -164,9 +164,9 @@ def test_a_benchmark_alone(
     assert rows is None or [*dict.fromkeys(measured)] == rows
     assert name != "numerics" or all(target["passed"] for target in found["targets"])
     if name == "any_cell":
-        peaks = found["cells"]["IndRNN"]
+        peaks = found["cells"]["LateResetGRU"]
         assert peaks["Recurrent, loop"]["peak_ratio"] < peaks["plain loop"]["peak_ratio"] == 1
-        first = found["first_use"]["IndRNN"]
+        first = found["first_use"]["LateResetGRU"]
         built, cached = first[any_cell_first.BUILT], first[any_cell_first.CACHED]
         assert built["process"] != cached["process"]
         assert built["libraries"] > 0 == cached["libraries"], "built once"
