@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,11 +21,13 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fusedrnn-tests/kernels")
 MONTH_S = 30 * 24 * 3600
+EXTRA = ("PREPEND", "APPEND")  # flags that nvcc takes from the environment
 
 
 def digest(nvcc: str, *words: str, folders: tuple[Path, ...] = (CSRC,)) -> str:
     """A name for what nvcc makes of words; paths are relative, so another clone finds the same."""
-    content = [_versions(nvcc), *(w.replace(str(ROOT), "").replace(sys.prefix, "") for w in words)]
+    content = [_versions(nvcc), *(os.environ.get(f"NVCC_{which}_FLAGS", "") for which in EXTRA)]
+    content += [word.replace(str(ROOT), "").replace(sys.prefix, "") for word in words]
     for folder in folders:
         files = sorted(path for end in ("*.h", "*.cu", "*.cpp") for path in folder.rglob(end))
         content += [f"{path.relative_to(folder)}\0{path.read_text()}" for path in files]
@@ -37,6 +39,12 @@ def _versions(nvcc: str) -> str:
     """Of nvcc, and of the compiler that it calls for the CPU's code."""
     commands = ([nvcc, "--version"], ["c++", "--version"])
     return "".join(subprocess.run(c, capture_output=True, text=True).stdout for c in commands)
+
+
+def torch_version(words: list[str]) -> list[str]:
+    """What the torch says of itself whose headers a command includes; pip hides its metadata."""
+    found = (re.search(r"/.*/torch(?=/include$)", word) for word in words)
+    return [Path(folder[0], "version.py").read_text() for folder in found if folder]
 
 
 def kept(path: Path) -> bytes | None:
@@ -68,8 +76,7 @@ def main() -> int:
     def after(option: str) -> Path:
         return Path(words[words.index(option) + 1])
 
-    torch = importlib.metadata.version("torch")
-    path = CACHE / f"{digest(words[0], torch, *words[1:])}.o"
+    path = CACHE / f"{digest(words[0], *torch_version(words), *words[1:])}.o"
     found = kept(path)
     if found is None:
         status = subprocess.run(words).returncode
