@@ -125,7 +125,8 @@ lint: $(VENV)/lint.txt
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy fusedrnn
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	@echo '$(BIN)/clang-format --dry-run -Werror, of C++ and CUDA'
+	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 format: $(VENV)/lint.txt
 	$(BIN)/ruff check --fix

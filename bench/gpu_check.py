@@ -71,6 +71,8 @@ class Check:
         self.environment = about()
         sees_gpu = self.environment["torch_sees_gpu"]
         gpu = self.environment["gpu"] if sees_gpu else "torch sees no GPU"
+        if not self.environment["torch"]:
+            gpu = f"there is no torch in {sys.executable}: name another Python by PYTHON="
         self.outcomes: list[Outcome] = []
         self.contents: dict[str, Any] = {}
         self.tables: list[str] = []

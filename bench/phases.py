@@ -15,16 +15,13 @@ before it:
 
 Microseconds are those of the whole kernel, with clocks and without, and its results must be the
 same. The kernel runs alone, over a chunk of random numbers. Probes measure what an exchange is made
-of. ``--build FOLDER --arch 90`` only builds the programs, for which no GPU is needed.
+of. ``make gpu-libraries`` builds the programs beforehand, for which no GPU is needed.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -32,7 +29,7 @@ import torch
 import fusedrnn
 
 from .machine import nvidia_smi
-from .phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, Programs, build, name_of, ready
+from .phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, Programs, name_of, ready
 from .report import Report, Run, Table, main
 from .sweep import Budget, not_reached, why_none
 from .worker import Row, error_row
@@ -199,19 +196,5 @@ def _said(name: str, row: Row) -> str:
     return why_none(row) or "; ".join(row["said"])
 
 
-def build_alone(words: Sequence[str]) -> None:
-    """Builds the programs, and exits with status 1 if one of them does not compile."""
-    parser = argparse.ArgumentParser(description="Builds the programs of bench.phases.")
-    parser.add_argument("--build", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--arch", required=True, help="compute capability, such as 90")
-    options = parser.parse_args(words)
-    programs = build(options.build.absolute(), options.arch.replace(".", ""))
-    for error in programs.errors.values():
-        print(error)
-    sys.exit(1 if programs.errors else 0)
-
-
 if __name__ == "__main__":
-    if "--build" in sys.argv:
-        build_alone(sys.argv[1:])
     main([], __doc__, on_cuda=[run_on_cuda], cuda_options=("--budget-s",))

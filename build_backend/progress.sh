@@ -10,7 +10,8 @@ shift
     step = substr($0, RSTART, RLENGTH)
     source = match($0, / -c [^ -][^ ]*/) ? substr($0, RSTART + 4, RLENGTH - 4) : ""
     sub(/.*\/csrc\//, "csrc/", source)
-    print "  compiled " source " " step
+    sub(/^ */, "  ", step)
+    print step " " source
   }
   /^ *Downloading / { sub(/[^ ]*\//, ""); print " " $0 }
   /^ *Installing collected packages/ { print "  copying packages into place" }
@@ -20,5 +21,6 @@ status=${PIPESTATUS[0]}
 if [ "$status" -ne 0 ]; then
   tail -n 60 "$file"
   echo "failed: $* (all of its words are in $file)"
+  grep -E '^ *fusedrnn: ' "$file" | tail -n 1
 fi
 exit "$status"

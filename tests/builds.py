@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -96,7 +95,12 @@ class Build:
             return self.path
         FOLDER.mkdir(parents=True, exist_ok=True)
         with (FOLDER / f"{self.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if say:
+                    print(f"  {self.name}: another process builds it", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not self.is_there:
                 self._build(say)
         return self.path
@@ -105,18 +109,23 @@ class Build:
         begin, count = time.monotonic(), len(self.sources)
         for old in FOLDER.glob(f"{self._prefix}*"):  # of other sources
             old.unlink()
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            objects = [Path(folder, f"{i}.o") for i in range(count)]
+        folder = FOLDER / f"{self.name}.partial"  # one left by a process that was killed goes
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            objects = [folder / f"{i}.o" for i in range(count)]
             with ThreadPoolExecutor(count) as pool:
                 jobs = map(partial(pool.submit, self._compile), self.sources, objects)
                 for done, job in enumerate(as_completed(list(jobs)), 1):
                     job.result()
                     if say:
                         tell(f"  {self.name}: {done} of {count} sources", begin)
-            whole = Path(folder, "whole")
+            whole = folder / "whole"
             shared = [] if self.is_program else ["-shared"]
             run([*COMPILER, *shared, *map(str, objects), *self._link_flags(), "-o", str(whole)])
             whole.replace(self.path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _compile(self, source: Path, target: Path) -> None:
         language = ["-x", "c++"] if source.suffix == ".cu" else []
@@ -207,7 +216,11 @@ def main() -> None:
         make_all(builds(speed))
     except BuildError as error:
         sys.exit(f"fusedrnn: a library for tests cannot be built:\n{error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    import builds as module  # which others import by this name: its classes are theirs
+
+    module.main()

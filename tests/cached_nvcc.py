@@ -8,6 +8,7 @@ include, wherever these lie. Imports nothing beyond Python, since it runs while 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -57,14 +58,18 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Writes a whole file at once, and removes those that nothing has asked for in a month."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a whole file at once, and removes those that nothing has asked for in a month.
+
+    Nothing is kept where the folder cannot be written.
+    """
     fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_bytes(content)
-    fresh.replace(path)
-    for old in path.parent.iterdir():
-        if old.stat().st_mtime < time.time() - MONTH_S:
-            old.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(path)
+        for old in path.parent.iterdir():
+            if old.stat().st_mtime < time.time() - MONTH_S:
+                old.unlink(missing_ok=True)
 
 
 def main() -> int:

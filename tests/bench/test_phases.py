@@ -136,8 +136,6 @@ def test_programs_are_built_for_the_sources_and_the_gpu(
     assert not phase_programs.fits(folder, "90")
     assert set(found.errors) == {name for name in phase_programs.commands() if "lstm" in name}
     assert "does not compile: exit status 1: error:" in found.errors["lstm_forward_plain"]
-    with pytest.raises(SystemExit, match="1"):
-        phases.build_alone(["--build", str(folder), "--arch", "9.0"])
 
 
 @needs_nvcc
