@@ -32,7 +32,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 FOLDER = ROOT / "build" / "tests"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-# Every library includes headers of these; one that it does not need only costs a build.
+# Every library includes files of these; one that it does not need only costs a build.
 HEADERS = (ROOT / "csrc", TESTS / "emulator", TESTS / "fake_cuda")
 TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020b000000000000", "-fvisibility=hidden")
 PROCESSES = len(os.sched_getaffinity(0))
@@ -41,6 +41,10 @@ _may_run = threading.BoundedSemaphore(PROCESSES)  # more compilers than cores on
 
 class BuildError(Exception):
     """A compiler failed; the message has its command and its words."""
+
+
+class Stopped(Exception):
+    """A build was given up, because a compiler failed in another one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Build:
         links: For linking alone, after the objects.
         with_torch: Whether it uses torch's headers and libraries.
         is_program: Whether it is a program; otherwise it is a shared library.
-        headers: Folders of headers in the place of HEADERS.
+        headers: Folders of what sources include, in the place of HEADERS.
     """
 
     name: str
@@ -69,7 +73,8 @@ class Build:
         content = hashlib.sha256(compiler_version().encode())
         words = [*self._compile_flags(), *self._link_flags(), str(self.is_program)]
         content.update(" ".join(words).replace(str(ROOT), "").encode())
-        headers = (path for folder in self.headers for path in folder.rglob("*.h"))
+        ends = ("*.h", "*.cpp", "*.cu")  # some sources include others
+        headers = (path for folder in self.headers for end in ends for path in folder.rglob(end))
         for path in sorted({*self.sources, *headers}):
             content.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
         return (
@@ -85,8 +90,11 @@ class Build:
         """Whether it has been built."""
         return self.path.exists()
 
-    def make(self, say: bool = False) -> Path:
+    def make(self, say: bool = False, stop: threading.Event | None = None) -> Path:
         """Builds it if it is not there; of several processes one builds, and the others wait.
+
+        Args:
+            stop: Is set if a compiler fails; if it is set, none is started.
 
         Raises:
             BuildError: The compiler failed.
@@ -102,34 +110,35 @@ class Build:
                     print(f"  {self.name}: another process builds it", flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not self.is_there:
-                self._build(say)
+                self._build(say, stop or threading.Event())
         return self.path
 
-    def _build(self, say: bool) -> None:
+    def _build(self, say: bool, stop: threading.Event) -> None:
         begin, count = time.monotonic(), len(self.sources)
-        for old in FOLDER.glob(f"{self._prefix}*"):  # of other sources
-            old.unlink()
         folder = FOLDER / f"{self.name}.partial"  # one left by a process that was killed goes
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
             objects = [folder / f"{i}.o" for i in range(count)]
             with ThreadPoolExecutor(count) as pool:
-                jobs = map(partial(pool.submit, self._compile), self.sources, objects)
+                jobs = map(partial(pool.submit, self._compile, stop), self.sources, objects)
                 for done, job in enumerate(as_completed(list(jobs)), 1):
                     job.result()
                     if say:
                         tell(f"  {self.name}: {done} of {count} sources", begin)
             whole = folder / "whole"
             shared = [] if self.is_program else ["-shared"]
-            run([*COMPILER, *shared, *map(str, objects), *self._link_flags(), "-o", str(whole)])
+            link = [*COMPILER, *shared, *map(str, objects), *self._link_flags()]
+            run([*link, "-o", str(whole)], stop)
+            for old in FOLDER.glob(f"{self._prefix}*"):  # of other sources
+                old.unlink()
             whole.replace(self.path)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _compile(self, source: Path, target: Path) -> None:
+    def _compile(self, stop: threading.Event, source: Path, target: Path) -> None:
         language = ["-x", "c++"] if source.suffix == ".cu" else []
-        run([*self._compile_flags(), *language, "-c", str(source), "-o", str(target)])
+        run([*self._compile_flags(), *language, "-c", str(source), "-o", str(target)], stop)
 
     def _compile_flags(self) -> list[str]:
         torchs = ["-std=c++20", *TORCH_FLAGS] if self.with_torch else []
@@ -141,23 +150,20 @@ class Build:
         return [*self.flags, *(torchs if self.with_torch else []), *self.links]
 
 
-_failures: list[BuildError] = []
-
-
-def run(command: Sequence[str]) -> None:
-    """Runs a compiler, unless one has failed.
+def run(command: Sequence[str], stop: threading.Event) -> None:
+    """Runs a compiler, unless another one has failed.
 
     Raises:
-        BuildError: This one failed, or one before it.
+        BuildError: It failed.
+        Stopped: Another one did.
     """
     with _may_run:
-        if not _failures:
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                words = f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-                _failures.append(BuildError(words))
-    if _failures:
-        raise _failures[0]
+        if stop.is_set():
+            raise Stopped
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        stop.set()
+        raise BuildError(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
 
 
 @functools.cache
@@ -202,9 +208,12 @@ def make_all(wanted: Iterable[Build]) -> None:
     if missing := [build for build in wanted if not build.is_there]:
         names = ", ".join(build.name for build in missing)
         print(f"compiling for tests, once: {names}", flush=True)
+        stop = threading.Event()
         with ThreadPoolExecutor(PROCESSES) as pool:
-            for job in [pool.submit(build.make, say=True) for build in missing]:
-                job.result()
+            jobs = [pool.submit(build.make, say=True, stop=stop) for build in missing]
+        errors = [error for job in jobs if (error := job.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+            raise error
 
 
 def main() -> None:

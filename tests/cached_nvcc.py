@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
 import hashlib
 import os
 import re
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fusedrnn-tests/kernels")
 MONTH_S = 30 * 24 * 3600
-EXTRA = ("PREPEND", "APPEND")  # flags that nvcc takes from the environment
+FROM_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH")
 
 
 def digest(nvcc: str, *words: str, folders: tuple[Path, ...] = (CSRC,)) -> str:
     """A name for what nvcc makes of words; paths are relative, so another clone finds the same."""
-    content = [_versions(nvcc), *(os.environ.get(f"NVCC_{which}_FLAGS", "") for which in EXTRA)]
+    content = [_versions(nvcc), *(os.environ.get(name, "") for name in FROM_ENVIRONMENT)]
     content += [word.replace(str(ROOT), "").replace(sys.prefix, "") for word in words]
     for folder in folders:
         files = sorted(path for end in ("*.h", "*.cu", "*.cpp") for path in folder.rglob(end))
@@ -81,12 +83,16 @@ def main() -> int:
     def after(option: str) -> Path:
         return Path(words[words.index(option) + 1])
 
-    path = CACHE / f"{digest(words[0], *torch_version(words), *words[1:])}.o"
-    found = kept(path)
-    if found is None:
+    source = after("-c").read_text()
+    path = CACHE / f"{digest(words[0], *torch_version(words), source, *words[1:])}.o.gz"
+    try:
+        found = gzip.decompress(kept(path) or b"")
+    except (OSError, EOFError, zlib.error):  # damaged
+        found = b""
+    if not found:
         status = subprocess.run(words).returncode
         if status == 0:
-            keep(path, after("-o").read_bytes())
+            keep(path, gzip.compress(after("-o").read_bytes(), 1))
         return status
     print(f"{after('-c').name} was compiled before from the same sources", flush=True)
     after("-o").write_bytes(found)
