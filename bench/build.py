@@ -67,7 +67,7 @@ def make_libraries(architecture: str) -> None:
     for name in COPIED:
         (new / "fusedrnn" / name).replace(LIBRARIES / name)
     shutil.rmtree(new)
-    manifest = {"sources": digest, "architecture": architecture}
+    manifest = {"sources": digest, "architecture": architecture, "files": _digests()}
     (LIBRARIES / MANIFEST).write_text(json.dumps(manifest) + "\n")
     print("building the programs of bench.phases", flush=True)
     programs = phase_programs.build(phase_programs.BUILT_BEFORE, architecture.replace(".", ""))
@@ -82,12 +82,16 @@ def why_not_copied(architecture: str) -> str | None:
         manifest = json.loads((LIBRARIES / MANIFEST).read_text())
     except (OSError, ValueError):
         return "`make gpu-libraries` has left no libraries in build/gpu-libraries"
+    if not isinstance(manifest, dict) or manifest.keys() != {"sources", "architecture", "files"}:
+        return f"build/gpu-libraries/{MANIFEST} is of another version"
     if manifest["sources"] != digest_of_sources():
         return "the libraries of build/gpu-libraries are of other sources"
     if (theirs := manifest["architecture"]) != architecture:
         return (
             f"build/gpu-libraries is for compute capability {theirs}, the GPU's is {architecture}"
         )
+    if manifest["files"] != _digests():
+        return "files of build/gpu-libraries are missing or damaged"
     return None
 
 
@@ -160,6 +164,17 @@ def _with_point(architecture: str) -> str:
         sys.exit(f"fusedrnn: an architecture is a number such as 90, got {architecture}")
     digits = architecture.replace(".", "")
     return f"{digits[:-1]}.{digits[-1]}"
+
+
+def _digests() -> dict[str, str]:
+    """What is copied, with a digest of each file's content."""
+    paths = [LIBRARIES / name for name in COPIED]
+    paths += sorted(path for path in (LIBRARIES / METADATA).rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(LIBRARIES)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in paths
+        if path.exists()
+    }
 
 
 def _mib() -> float:

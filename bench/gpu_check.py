@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import signal
 import sys
 import time
@@ -260,7 +261,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     out: Path = options.out.absolute()
-    if options.minutes is not None and options.minutes <= 0:
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
         parser.error(f"--minutes must be above 0, got {options.minutes:g}")
     if out.exists() and not out.is_dir():
         parser.error(f"{options.out} must be a folder")
@@ -281,9 +282,12 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in RESULTS:
         (out / name).unlink(missing_ok=True)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a summary to be left whole
     check = Check(out, seconds if options.minutes is None else 60 * options.minutes)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals:
         signal.signal(number, check.stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     passed = check.run([[known[name] for name in stage] for stage in stages])
     print(f"{time.monotonic() - check.begin:.0f} s; results are in {out}")
     sys.exit(0 if passed else 1)

@@ -135,7 +135,8 @@ def fits(folder: Path, architecture: str) -> bool:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return False
-    return manifest == {"sources": digest_of_sources(), "architecture": architecture}
+    is_there = all((folder / name).exists() for name in commands())
+    return is_there and manifest == {"sources": digest_of_sources(), "architecture": architecture}
 
 
 def digest_of_sources() -> str:

@@ -137,6 +137,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in build.COPIED:
         (tmp_path / "libraries" / name).write_text(name)
     manifest = {"sources": build.digest_of_sources(), "architecture": "9.0"}
+    manifest["files"] = build._digests()
     (tmp_path / "libraries" / build.MANIFEST).write_text(json.dumps(manifest))
     monkeypatch.setattr(build, "compile_helpers", lambda: True)
     monkeypatch.setattr(build, "_loads", lambda: True)
@@ -144,7 +145,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-REFUSED = ("other sources", "the GPU's is 8.0", "no libraries", "cannot be loaded")
+REFUSED = ("other sources", "the GPU's is 8.0", "no libraries", "cannot be loaded", "damaged")
+REFUSED += ("another version",)
 
 
 @pytest.mark.parametrize("why", ["", *REFUSED])
@@ -158,6 +160,10 @@ def test_libraries_are_copied_or_refused(
     monkeypatch.setattr(build, "_loads", lambda: "loaded" not in why or run.called)
     if why == "other sources":
         (tree / "csrc" / "a.h").write_text("other")
+    if why == "damaged":
+        (tree / "libraries" / build.COPIED[1]).write_text("half")
+    if why == "another version":
+        (tree / "libraries" / build.MANIFEST).write_text("{}")
     if why == "no libraries":
         (tree / "libraries" / build.MANIFEST).unlink()
     build.main()

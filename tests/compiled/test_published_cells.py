@@ -399,15 +399,13 @@ def error(these: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # Random calls of random cells.
 
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed % 3 else []) for seed in range(60)]
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+CALLS = [pytest.param(seed, "interpreted", marks=[SLOW] * (seed % 3 > 0)) for seed in range(60)] + [
+    pytest.param(seed, "compiled", marks=NIGHTLY if seed % 6 else SLOW) for seed in range(60)
+]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "backend",
-    ["interpreted", pytest.param("compiled", marks=pytest.mark.nightly)],
-    indirect=True,
-)
+@pytest.mark.parametrize(("seed", "backend"), CALLS, indirect=["backend"])
 def test_random_calls(seed: int, backend: str) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
