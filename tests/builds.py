@@ -19,11 +19,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.cpp_extension import include_paths
@@ -199,6 +200,44 @@ def builds(speed: str) -> list[Build]:
     return list(dict.fromkeys([*slow, *persistent.programs(speed == "nightly")]))
 
 
+def printed(speed: str) -> dict[str, Callable[[], object]]:
+    """Libraries whose source is printed: stages and programs, by name, with what makes each."""
+    sys.path.insert(0, str(TESTS / "compiled"))
+    import built_in_cells
+    import driver_cells
+    import stage_library
+
+    def of_speed(parameters: list[Any]) -> list[Any]:
+        """The parameters of tests that are not slower."""
+        later = {*SPEEDS[SPEEDS.index(speed) + 1 :]}
+        pairs = [(p.values[0], p.marks) if hasattr(p, "marks") else (p, ()) for p in parameters]
+        return [value for value, marks in pairs if later.isdisjoint(mark.name for mark in marks)]
+
+    made: dict[str, Callable[[], object]] = {}
+    for name, module in (("programs", driver_cells), ("built-in cells", built_in_cells)):
+        for dtype in of_speed(module.DTYPES):
+            made[f"{name}, {dtype}"] = partial(module.library, dtype)
+    for dtype in of_speed(stage_library.DTYPES):
+        emulated = partial(stage_library.kernels, dtype, stage_library.EMULATED)
+        made[f"stages on the emulation, {dtype}"] = emulated
+        for isa in of_speed(stage_library.marked_sets()):
+            made[f"stages by {isa}, {dtype}"] = partial(stage_library.library, dtype, isa)
+    return made
+
+
+def make_printed(made: dict[str, Callable[[], object]]) -> None:
+    """Makes what is not there of the printed libraries, one after another."""
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        jobs = {pool.submit(make): name for name, make in made.items()}
+        for done, job in enumerate(as_completed(jobs), 1):
+            if job.exception():
+                pool.shutdown(cancel_futures=True)
+            job.result()
+            if time.monotonic() - begin > 1:  # those that are there take no time
+                tell(f"  {jobs[job]}: {done} of {len(made)} printed libraries", begin)
+
+
 def make_all(wanted: Iterable[Build]) -> None:
     """Builds what is not there, on all cores.
 
@@ -222,7 +261,10 @@ def main() -> None:
     if speed not in SPEEDS:
         sys.exit(f"usage: python tests/builds.py {'|'.join(SPEEDS)}")
     try:
-        make_all(builds(speed))
+        wanted, made = builds(speed), printed(speed)
+        with ThreadPoolExecutor() as pool:  # both at once, so that no core waits for a long source
+            for job in [pool.submit(make_all, wanted), pool.submit(make_printed, made)]:
+                job.result()
     except BuildError as error:
         sys.exit(f"fusedrnn: a library for tests cannot be built:\n{error}")
     except KeyboardInterrupt:

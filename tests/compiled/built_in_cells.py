@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from driver_calls import SEED, Call, Results
 from driver_cells import Cell
@@ -87,7 +88,7 @@ def _no_step(*_: object) -> typing.NoReturn:
 @functools.cache
 def _number(numbers: tuple[int, ...], stages: tuple[str, ...], dtype: torch.dtype) -> int:
     name = "_".join(("stages", *stages))
-    function = ctypes.cast(_library(dtype)[name], ctypes.c_void_p).value
+    function = ctypes.cast(library(dtype)[name], ctypes.c_void_p).value
     assert function is not None
     return operators.add_program(read(list(numbers)), function, dtype=dtype)
 
@@ -95,8 +96,15 @@ def _number(numbers: tuple[int, ...], stages: tuple[str, ...], dtype: torch.dtyp
 ALL_STAGES = (("Gru",), ("Lstm",), ("Lstm", "Linear"), ("Sample", "Gru"), ("Linear", "Gru"))
 
 
+DTYPES = [
+    torch.float32,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16)),
+    pytest.param(torch.float16, marks=pytest.mark.nightly),
+]
+
+
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> ctypes.CDLL:
     """With a function for the stages of each cell."""
     isa = instruction_sets()[-1]
     target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""

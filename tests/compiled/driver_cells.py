@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from stage_library import HERE, TARGETS, TYPES, compiled, instruction_sets
 from torch import Tensor
@@ -54,7 +55,7 @@ class Cell:
         """Of the operators."""
         key = (self.name, dtype, *self.program.numbers())
         if key not in _numbers:
-            function = ctypes.cast(_library(dtype)[f"stages_of_{self.name}"], ctypes.c_void_p).value
+            function = ctypes.cast(library(dtype)[f"stages_of_{self.name}"], ctypes.c_void_p).value
             assert function is not None
             _numbers[key] = operators.add_program(self.program, function, dtype=dtype)
         return _numbers[key]
@@ -69,8 +70,16 @@ class Cell:
 _numbers: dict[object, int] = {}
 
 
+# Each has a library of its own, that takes seconds to build.
+NARROW = [
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+    pytest.param(torch.float16, marks=pytest.mark.nightly),
+]
+DTYPES = [torch.float64, *NARROW]
+
+
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype) -> ctypes.CDLL:
     """Of the stages of all cells, with a function for each cell."""
     path = compiled(f"driver_{TYPES[dtype]}.so", _text(dtype), "-shared", "-fPIC")
     return ctypes.CDLL(str(path))

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from builds import BuildError
 from nvcc import NVCC
 from torch import Tensor
 
@@ -271,7 +273,8 @@ def built(name: str, command: list[str], source: str) -> Path:
             text.write_text(source)
             library = Path(folder, "library.so")
             done = subprocess.run([*command, "-o", library, text], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            if done.returncode != 0:
+                raise BuildError(f"{shlex.join(map(str, command))}\n{done.stderr}")
             library.rename(path)  # at once, since other processes may do the same
     return path
 

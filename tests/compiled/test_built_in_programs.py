@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from built_in_cells import BuiltIn, by_layer
+from built_in_cells import DTYPES, BuiltIn, by_layer
 from driver_calls import Call, found, random_call, resets
 
 from fusedrnn.cells import CELL_NAMES, Sizes
 
-DTYPES = [
-    torch.float32,
-    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.bfloat16)),
-    pytest.param(torch.float16, marks=pytest.mark.nightly),
-]
 SIZES = {"projected_lstm": Sizes(5, 12, 7, 8)}
 CELLS = {
     f"{name}{'' if noise else ' without noise'}{'' if bias else ' without bias'}": BuiltIn.of(

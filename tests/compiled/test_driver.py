@@ -23,7 +23,7 @@ from driver_calls import (
     resets,
     run,
 )
-from driver_cells import CELLS, Cell, gru
+from driver_cells import CELLS, NARROW, Cell, gru
 from torch import Tensor
 
 from fusedrnn._compile import operators
@@ -36,11 +36,6 @@ LENGTHS = {
     "empty": [2, 0, 3, 0],
     "nothing": [0, 0, 0, 0],
 }
-NARROW = [
-    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
-    pytest.param(torch.float16, marks=pytest.mark.nightly),
-]
-"""Each has a library of its own, that takes seconds to build."""
 
 
 @pytest.fixture(params=CELLS, scope="module")
