@@ -40,7 +40,7 @@ class _Mallinfo2(ctypes.Structure):
 class Memory:
     """The memory that a process holds."""
 
-    resident: int  # bytes
+    resident: int  # bytes that are not a file's
     allocated: int  # bytes that malloc gave out, or 0 if it cannot be asked
     tensors: int
     objects: int  # blocks of Python's allocator
@@ -59,8 +59,9 @@ class Memory:
             libc.mallinfo2.restype = _Mallinfo2
             info = libc.mallinfo2()
             allocated = info.uordblks + info.hblkhd
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        # Without pages of files: those of libraries go when the system wants memory, and come back.
+        _, pages, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        resident = (pages - of_files) * os.sysconf("SC_PAGE_SIZE")
         return cls(resident, allocated, tensors, sys.getallocatedblocks())
 
     def __sub__(self, other: Memory) -> Memory:
