@@ -81,7 +81,8 @@ def main() -> int:
         return subprocess.run(words).returncode
 
     def after(option: str) -> Path:
-        return Path(words[words.index(option) + 1])
+        """What follows the last one: torch says -c twice."""
+        return Path(words[len(words) - words[::-1].index(option)])
 
     source = after("-c").read_text()
     path = CACHE / f"{digest(words[0], *torch_version(words), source, *words[1:])}.o.gz"
@@ -96,9 +97,9 @@ def main() -> int:
         return status
     print(f"{after('-c').name} was compiled before from the same sources", flush=True)
     after("-o").write_bytes(found)
-    if "--dependency-output" in words:  # ninja compiles again if one of these changes
+    if "-MF" in words:  # ninja compiles again if one of these changes
         headers = " ".join(str(path) for path in sorted(CSRC.rglob("*.h")))
-        after("--dependency-output").write_text(f"{after('-o')} : {headers}\n")
+        after("-MF").write_text(f"{after('-o')} : {headers}\n")
     return 0
 
 

@@ -60,13 +60,13 @@ def test_the_command(words: list[str], cxx: str, expected: str) -> None:
 def test_nvcc_is_called_once_for_the_same_words(tmp_path: Path) -> None:
     """And again if the source or the flags change, or what was kept is damaged or cannot be."""
     nvcc, source, made = tmp_path / "nvcc", tmp_path / "a.cu", tmp_path / "a.o"
-    nvcc.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 0\necho called\ncat "$2" > "$4"\n')
+    nvcc.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 0\necho called\ncat "$3" > "$5"\n')
     nvcc.chmod(0o755)
 
     def is_called(text: str, *flags: str, home: Path = tmp_path / "cache", **env: str) -> bool:
         source.write_text(text)
         made.unlink(missing_ok=True)
-        words = [sys.executable, cached_nvcc.__file__, nvcc, "-c", source, "-o", made, *flags]
+        words = [sys.executable, cached_nvcc.__file__, nvcc, "-c", "-c", source, "-o", made, *flags]
         env = os.environ | {"XDG_CACHE_HOME": str(home)} | env
         done = subprocess.run(words, env=env, capture_output=True, text=True)
         assert (done.returncode, done.stderr, made.read_text()) == (0, "", text)
