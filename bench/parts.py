@@ -133,9 +133,9 @@ def parts(out: Path) -> dict[str, Part]:
     all_parts = [
         Part("build", 40, [python, "-m", "bench.build"], most_s=300),
         # glance
-        sweep("steps", 40, "--quick", module="smoke"),
-        sweep("phases", 95),
-        sweep("variants", 50, "--only", "variants", module="speed"),
+        sweep("steps", 35, "--quick", module="smoke"),
+        sweep("phases", 105),
+        sweep("variants", 45, "--only", "variants", module="speed"),
         # numbers
         sweep("lstm", 105, "--only", "lstm", module="speed"),
         sweep("fit", 95),

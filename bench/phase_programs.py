@@ -22,7 +22,7 @@ from .worker import Row, error_row
 
 CELLS = ("gru", "lstm", "stochastic_gru")
 PASSES = ("forward", "backward")
-CLOCKS, PLAIN = "clocks", "plain"
+CLOCKS, PLAIN, VARIANTS = "clocks", "plain", "variants"
 # The probes, with the program of each.
 PROBES = {
     "clock": "probes",
@@ -36,8 +36,7 @@ PROBES = {
 BUILT_BEFORE = ROOT / "build" / "gpu-libraries" / "phases"  # travels with the sources
 BUILT_HERE = ROOT / "build" / "gpu-check-phases"
 MANIFEST = "built-for.json"
-SOURCES = ("csrc/**/*.h", "bench/phases.*", "bench/phase_programs.py", "bench/probes.cu")
-SOURCES += ("bench/smoke.cu", "bench/smoke.h")
+SOURCES = ("csrc/**/*.h", "bench/*.h", "bench/*.cu", "bench/phase_programs.py")
 COMPILE_S = 600  # all of them; 15 are enough on 16 cores
 FLAGS = ("-std=c++17", "-O3", "-diag-suppress=128")  # a loop that some instantiations leave out
 
@@ -50,7 +49,12 @@ def name_of(cell: str, direction: str, kind: str) -> str:
 def commands() -> dict[str, list[str]]:
     """The arguments of nvcc for each program, those that take longest first."""
     found = {}
-    for kind, defined in ((CLOCKS, ["-DFUSEDRNN_PHASE_CLOCKS"]), (PLAIN, [])):
+    kinds = {
+        VARIANTS: ["-DFUSEDRNN_PHASES_VARIANTS"],
+        CLOCKS: ["-DFUSEDRNN_PHASE_CLOCKS"],
+        PLAIN: [],
+    }
+    for kind, defined in kinds.items():
         for direction, cell in itertools.product(reversed(PASSES), reversed(CELLS)):
             chosen = [f"-DFUSEDRNN_PHASES_CELL={cell}", f"-DFUSEDRNN_PHASES_PASS={direction}"]
             found[name_of(cell, direction, kind)] = [*defined, *chosen, "bench/phases.cu"]

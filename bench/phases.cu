@@ -1,6 +1,6 @@
 // A persistent kernel by itself on a GPU: `phases STEPS BATCH HIDDEN LAUNCHES` prints what phases.h
-// says.  One program for each cell and pass, FUSEDRNN_PHASES_CELL and FUSEDRNN_PHASES_PASS, with
-// and without FUSEDRNN_PHASE_CLOCKS.
+// says.  One program for each cell and pass, FUSEDRNN_PHASES_CELL and FUSEDRNN_PHASES_PASS: with
+// FUSEDRNN_PHASE_CLOCKS, without, and with FUSEDRNN_PHASES_VARIANTS.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -25,6 +25,27 @@ __global__ void rewrite_each(float* numbers, int64_t count) {
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     numbers[i] = __ldcg(numbers + i);
+  }
+}
+
+template <unsigned kVariant, int kDepth, class Stages, class Args>
+__global__ void __launch_bounds__(kPersistentThreads, 1)
+    run_in_variant(const __grid_constant__ Args args) {
+  run_variant<kVariant, kDepth>(Stages{}, args, shared_memory());
+}
+template <unsigned kVariant, class Args, class Stages>
+Kernel<Args> kernel_in_variant(Stages stages, int depth) {
+  if constexpr (kVariant != kAsInPackage) {
+    switch (depth) {
+      case 1: return run_in_variant<kVariant, 1, Stages, Args>;
+      case 2: return run_in_variant<kVariant, 2, Stages, Args>;
+      case 4: return run_in_variant<kVariant, 4, Stages, Args>;
+    }
+    return nullptr;
+  } else if constexpr (std::is_same_v<Args, PersistentForward<Element>>) {
+    return forward_kernel<Element>(stages, depth);
+  } else {
+    return backward_kernel<Element>(stages, depth);
   }
 }
 
@@ -55,14 +76,9 @@ class CudaDevice {
     rewrite_each<<<4 * gpu_.multiprocessors, 256>>>(numbers, count);
     check(cudaGetLastError());
   }
-  template <class Stages, class Args>
+  template <unsigned kVariant, class Stages, class Args>
   float run(Stages stages, const PersistentPlan& plan, const Args& args) {
-    Kernel<Args> kernel = nullptr;
-    if constexpr (std::is_same_v<Args, PersistentForward<Element>>) {
-      kernel = forward_kernel<Element>(stages, plan.depth);
-    } else {
-      kernel = backward_kernel<Element>(stages, plan.depth);
-    }
+    const Kernel<Args> kernel = kernel_in_variant<kVariant, Args>(stages, plan.depth);
     check(cudaEventRecord(begin_));
     check(launch_at_once(kernel, plan, args, nullptr));
     check(cudaEventRecord(end_));

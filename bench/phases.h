@@ -7,11 +7,10 @@
 //   allocate(bytes), set(memory, byte, bytes), write(memory, from, bytes), read(to, memory, bytes)
 //   rewrite(memory, count): reads floats and writes them again, as the product before the kernel
 //       would leave them in the caches
-//   run(stages, plan, args): launches a kernel and waits; returns microseconds
+//   run<kVariant>(stages, plan, args): launches a kernel and waits; returns microseconds
 //   set_log(log): sets phase_log, if there are clocks
 #pragma once
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -19,97 +18,61 @@
 #include "../csrc/persistent/backward_plan.h"
 #include "../csrc/persistent/forward.h"
 #include "../csrc/persistent/plan.h"
+#include "phase_arrays.h"
 
 namespace fusedrnn::phases {
 
-using namespace cuda;
-using Element = BFloat16;
+// A variant for the benchmark alone: what most calls do not have is not there for the compiler
+// either.  A kernel of the package asks for each of these in every step.
+constexpr unsigned kPlain = 8;
 
-struct Call {
-  const char* cell;
-  int64_t steps, batch, hidden;
-  int launches;  // that count; one more is before them
+template <class T>
+FUSEDRNN_HD void leave_out_noise(ForwardStep<T, T>& step) {
+  step.noise.eps.data = nullptr;
+}
+template <class T>
+FUSEDRNN_HD void leave_out_noise(BackwardStep<T, T>&) {}
+// Arguments that have no mask and no zoneout, whose noise is drawn, and whose exchange is by
+// packets, as those of phases.h are anyway.
+template <class Args>
+FUSEDRNN_HD Args plain(const Args& args) {
+  Args known = args;
+  known.exchange = Exchange::Packets;
+  FUSEDRNN_UNROLL
+  for (int s = 0; s < kMostStages; ++s) {
+    auto& step = known.step[s];
+    step.mask.lengths = nullptr;
+    step.mask.reset = nullptr;
+    step.zoneout.h = step.zoneout.cell_state = {};
+    leave_out_noise(step);
+  }
+  return known;
+}
 
-  int64_t rows() const { return steps * batch; }
-  Sizes sizes() const { return {hidden, hidden, hidden, hidden}; }
-};
-
-// Arrays in a device's memory, with random numbers of at most `most`.
-template <class Device>
-class Arrays {
- public:
-  Arrays(Device& device, const Call& call) : device_(device), call_(call) {}
-
-  template <class N>
-  N* random(int64_t count, float most = 1) {
-    std::vector<N> numbers(count);
-    for (N& x : numbers) {
-      state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-      x = narrow<N>(most * float(int32_t(state_ >> 32)) * 0x1p-31f);
-    }
-    auto* const memory = static_cast<N*>(device_.allocate(sizeof(N) * numbers.size()));
-    device_.write(memory, numbers.data(), sizeof(N) * numbers.size());
-    return memory;
+// The kernel in a variant.
+template <unsigned kVariant, int kDepth, class Stages>
+FUSEDRNN_DEVICE void run_variant(Stages stages, const PersistentForward<Element>& args,
+                                 unsigned char* shared) {
+  if constexpr ((kVariant & kPlain) != 0) {
+    persistent_forward<Element, kDepth, kVariant>(stages, plain(args), shared);
+  } else {
+    persistent_forward<Element, kDepth, kVariant>(stages, args, shared);
   }
-  // As random(), and the launches change them: they count as results.
-  template <class N>
-  N* result(int64_t count) {
-    N* const memory = random<N>(count);
-    results_.push_back({memory, sizeof(N) * size_t(count)});
-    return memory;
+}
+template <unsigned kVariant, int kDepth, class Stages>
+FUSEDRNN_DEVICE void run_variant(Stages stages, const PersistentBackward<Element>& args,
+                                 unsigned char* shared) {
+  if constexpr ((kVariant & kPlain) != 0) {
+    persistent_backward<Element, kDepth, kVariant>(stages, plain(args), shared);
+  } else {
+    persistent_backward<Element, kDepth, kVariant>(stages, args, shared);
   }
-  // Floats that a product writes before each launch.
-  float* product(int64_t count) {
-    products_.push_back({random<float>(count), count});
-    return products_.back().memory;
-  }
-  // The weight and what forward and backward have in common, in stage s.
-  template <class Args>
-  void fill(const Cell& cell, int s, Args& args) {
-    const Projection& projection = cell.projections[cell.stages[s].projection];
-    const int64_t columns = projection.blocks * call_.hidden;
-    const float most = 1 / std::sqrt(float(call_.hidden));
-    auto& step = args.step[s];
-    step.width = call_.hidden;
-    step.is_last = s == cell.num_stages - 1;
-    step.mask = {nullptr, nullptr, call_.steps, call_.batch, 1};
-    step.input_bias = random<float>(4 * call_.hidden, most);
-    step.hidden_bias = random<float>(columns, most);
-    args.weight[s] = Matrix<const Element>::contiguous(
-        random<Element>(columns * call_.hidden, most), columns, call_.hidden);
-    args.steps = int(call_.steps);
-    args.batch = args.row_step = int(call_.batch);
-  }
-
-  void rewrite_products() {
-    for (const auto& [memory, count] : products_) device_.rewrite(memory, count);
-  }
-  // A number that depends on every bit of the results.
-  uint64_t hash() {
-    uint64_t hash = 0;
-    for (const auto& [memory, bytes] : results_) {
-      std::vector<uint32_t> words(bytes / sizeof(uint32_t));
-      device_.read(words.data(), memory, words.size() * sizeof(uint32_t));
-      for (const uint32_t word : words) hash = hash * 31 + word;
-    }
-    return hash;
-  }
-
- private:
-  struct Result {
-    void* memory;
-    size_t bytes;
-  };
-  struct Product {
-    float* memory;
-    int64_t count;
-  };
-  Device& device_;
-  const Call& call_;
-  uint64_t state_ = 7;
-  std::vector<Result> results_;
-  std::vector<Product> products_;
-};
+}
+template <unsigned kVariant>
+PersistentPlan plan_of(PersistentPlan plan) {
+  plan.shared_bytes += variant_floats(kVariant, plan.depth) * int64_t(sizeof(float));
+  return plan;
+}
 
 #if defined(FUSEDRNN_PHASE_CLOCKS)
 // What the observers have written down in all launches, added up.
@@ -194,8 +157,64 @@ struct Observers {
 };
 #endif
 
-// Launches a kernel, launch(number) each time, and prints what was found as one line of JSON.
-template <class Device, class F>
+inline void print(const char* name, const std::vector<float>& us) {
+  std::printf("\"%s\": [", name);
+  for (size_t i = 0; i < us.size(); ++i) std::printf("%s%.2f", i > 0 ? ", " : "", us[i]);
+  std::printf("]");
+}
+inline void print(const PersistentPlan& plan, const Call& call) {
+  std::printf("{\"grid\": %d, \"groups\": %d, \"tiles\": %d, \"depth\": %d, \"steps\": %lld, ",
+              plan.grid(), plan.groups, plan.tiles, plan.depth, (long long)call.steps);
+}
+template <unsigned kVariant>
+using VariantTag = std::integral_constant<unsigned, kVariant>;
+
+#if defined(FUSEDRNN_PHASES_VARIANTS)
+// Launches a variant, and prints its times and the hash of its results.
+template <unsigned kVariant, class Device, class F>
+void run(const char* name, int& launched, const Call& call, Arrays<Device>& arrays,
+         const F& launch) {
+  std::vector<float> us;
+  arrays.restore_results();
+  for (int i = 0; i <= call.launches; ++i) {
+    arrays.rewrite_products();
+    const float taken = launch(VariantTag<kVariant>{}, launched++);
+    if (i > 0) us.push_back(taken);  // the first has loaded the kernel
+  }
+  std::printf("{\"name\": \"%s\", \"hash\": \"%016llx\", ", name,
+              (unsigned long long)arrays.hash());
+  print("us", us);
+  std::printf("}");
+}
+// All variants one after the other, twice, as one line of JSON.
+template <bool kIsBackward, class Device, class F>
+int run(Device&, const PersistentPlan& plan, const Call& call, Arrays<Device>& arrays,
+        const F& launch) {
+  print(plan, call);
+  std::printf("\"variants\": [");
+  int launched = 0;
+  for (int round = 0; round < 2; ++round) {
+    const auto of = [&](auto variant, const char* name) {
+      if (launched > 0) std::printf(", ");
+      run<variant.value>(name, launched, call, arrays, launch);
+    };
+    of(VariantTag<kAsInPackage>{}, "package");
+    of(VariantTag<kRing>{}, "ring");
+    of(VariantTag<kPlain>{}, "plain");
+    of(VariantTag<kAsksForAll>{}, "all missing");
+    of(VariantTag<kPlain | kRing | kAsksForAll>{}, "plain, ring, all missing");
+    if constexpr (!kIsBackward) {
+      of(VariantTag<kAsksTwice>{}, "two questions");
+      of(VariantTag<kPlain | kRing | kAsksTwice>{}, "plain, ring, two questions");
+    }
+  }
+  std::printf("]}\n");
+  return 0;
+}
+#else
+// Launches a kernel, launch(variant, number) each time, and prints what was found as one line of
+// JSON.
+template <bool kIsBackward, class Device, class F>
 int run(Device& device, const PersistentPlan& plan, const Call& call, Arrays<Device>& arrays,
         const F& launch) {
   Observers<Device> observers(device, plan, call);
@@ -203,20 +222,19 @@ int run(Device& device, const PersistentPlan& plan, const Call& call, Arrays<Dev
   for (int i = 0; i <= call.launches; ++i) {
     arrays.rewrite_products();
     observers.begin();
-    const float taken = launch(i);
+    const float taken = launch(VariantTag<kAsInPackage>{}, i);
     if (i == 0) continue;  // it has loaded the kernel
     us.push_back(taken);
     observers.add();
   }
-  std::printf("{\"grid\": %d, \"groups\": %d, \"tiles\": %d, \"depth\": %d, \"steps\": %lld, ",
-              plan.grid(), plan.groups, plan.tiles, plan.depth, (long long)call.steps);
-  std::printf("\"hash\": \"%016llx\", \"us\": [", (unsigned long long)arrays.hash());
-  for (size_t i = 0; i < us.size(); ++i) std::printf("%s%.2f", i > 0 ? ", " : "", us[i]);
-  std::printf("]");
+  print(plan, call);
+  std::printf("\"hash\": \"%016llx\", ", (unsigned long long)arrays.hash());
+  print("us", us);
   observers.print();
   std::printf("}\n");
   return 0;
 }
+#endif
 
 inline int refuse(const std::string& why) {
   std::printf("%s\n", why.c_str());
@@ -252,12 +270,12 @@ int forward(Device& device, Stages stages, const Call& call) {
   }
   args.h = {arrays.template random<Element>(state), call.hidden, false};
   void* const workspace = device.allocate(size_t(plan.workspace_bytes(/*turns=*/2)));
-  return run(device, plan, call, arrays, [&](int launch) {
+  return run</*kIsBackward=*/false>(device, plan, call, arrays, [&](auto variant, int launch) {
     PersistentForward<Element> now = args;
     now.turn = {launch, /*has_next=*/true};
     prepare(plan, workspace, now,
             [&](void* at, int byte, size_t bytes) { device.set(at, byte, bytes); });
-    return device.run(stages, plan, now);
+    return device.template run<variant.value>(stages, plan_of<variant.value>(plan), now);
   });
 }
 
@@ -307,10 +325,10 @@ int backward(Device& device, Stages stages, const Call& call) {
     }
   }
   args.wants_dh = true;
-  return run(device, plan, call, arrays, [&](int) {
+  return run</*kIsBackward=*/true>(device, plan, call, arrays, [&](auto variant, int) {
     PersistentBackward<Element> now = args;
     prepare(plan, at, now, [&](void* to, int byte, size_t bytes) { device.set(to, byte, bytes); });
-    return device.run(stages, plan, now);
+    return device.template run<variant.value>(stages, plan_of<variant.value>(plan), now);
   });
 }
 

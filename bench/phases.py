@@ -15,7 +15,17 @@ before it:
 
 Microseconds are those of the whole kernel, with clocks and without, and its results must be the
 same. The kernel runs alone, over a chunk of random numbers. Probes measure what an exchange is made
-of. ``make gpu-libraries`` builds the programs beforehand, for which no GPU is needed.
+of.
+
+Other ways to take a step (csrc/persistent/variant.h), which the package does not have, are compared
+with the package's, one after the other in one process, twice; their results must be the same too:
+
+- ring: what a unit reads from memory is copied into shared memory four steps before;
+- plain: no mask, zoneout or given eps, and one protocol, for the compiler too;
+- all missing: a lane asks again for all packets that it misses;
+- two questions: the second is asked half a round trip after the first.
+
+``make gpu-libraries`` builds the programs beforehand, for which no GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,13 +33,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
 import fusedrnn
 
 from .machine import nvidia_smi
-from .phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, Programs, name_of, ready
+from .phase_programs import (
+    CELLS,
+    CLOCKS,
+    PASSES,
+    PLAIN,
+    PROBES,
+    VARIANTS,
+    Programs,
+    name_of,
+    ready,
+)
 from .report import Report, Run, Table, main
 from .sweep import Budget, not_reached, why_none
 from .worker import Row, error_row
@@ -37,6 +58,16 @@ from .worker import Row, error_row
 SEQ_LEN = 1024
 SIZES = ((16, 256), (64, 256), (64, 512), (16, 768), (32, 1024))
 LAUNCHES = 5
+PACKAGE = "package"
+VARIANT_NAMES = (
+    PACKAGE,
+    "ring",
+    "plain",
+    "all missing",
+    "plain, ring, all missing",
+    "two questions",  # this and the next one only forward
+    "plain, ring, two questions",
+)
 POINTS = ("question", "arrival", "barrier", "sums", "gates", "store")
 STAGES = {"gru": ("gru",), "lstm": ("lstm",), "stochastic_gru": ("sample", "gru")}
 LAST_WARP = 7
@@ -61,24 +92,62 @@ CASES = tuple(
 
 
 def run_on_cuda(run: Run) -> Report:
-    """Measures all kernels, at the smallest size first, and then the probes."""
-    rows: dict[Case, Row] = dict.fromkeys(CASES[: 1 if run.quick else None], not_reached(run))
-    probes: dict[str, Row] = dict.fromkeys(PROBES, not_reached(run))
+    """Measures all kernels, at the smallest size first, then the probes, and then variants."""
+    found = Found(run)
     budget = Budget(run)
-    task = run.progress.add_task("phases", total=len(rows) + len(probes))
+    count = len(found.rows) + len(found.probes) + len(found.variants)
+    task = run.progress.add_task("phases", total=count)
     programs = ready(nvidia_smi("compute_cap").replace(".", ""))
-    first, *others = rows  # the probes say how long what the first case shows should take
-    for what in (first, *PROBES, *others):
+    # the probes say how long what the first case shows should take
+    first, *others = [(found.rows, case) for case in found.rows]
+    probes = [(found.probes, probe) for probe in found.probes]
+    variants = [(found.variants, case) for case in found.variants]
+    for rows, what in (first, *probes, *others, *variants):
         if budget.is_spent:
             break
-        if isinstance(what, Case):
+        if isinstance(what, str):
+            rows[what] = programs.run(PROBES[what], what, end=budget.end)
+        elif rows is found.rows:
             rows[what] = measured(what, programs, budget.end)
         else:
-            probes[what] = programs.run(PROBES[what], what, end=budget.end)
-        run.write(report(rows, probes))
+            rows[what] = compared(what, programs, budget.end)
+        run.write(found.report())
         run.progress.advance(task)
         print(f"{budget.seconds:4.0f} s  {what}", flush=True)
-    return report(rows, probes)
+    return found.report()
+
+
+class Found:
+    """The rows of all kernels with clocks, of the probes, and of the kernels in all variants."""
+
+    def __init__(self, run: Run) -> None:
+        cases = CASES[: 1 if run.quick else None]
+        self.rows: dict[Any, Row] = dict.fromkeys(cases, not_reached(run))
+        self.probes: dict[Any, Row] = dict.fromkeys(PROBES, not_reached(run))
+        self.variants: dict[Any, Row] = dict.fromkeys(cases, not_reached(run))
+
+    def report(self) -> Report:
+        """Three tables."""
+        lines = [line for case, row in self.rows.items() for line in _lines(case, row)]
+        columns = ["", "chunk, tiles, depth", *POINTS, "all", "questions", "µs"]
+        tables = [
+            Table("Cycles per step, bfloat16", [*columns, "µs without clocks"], lines),
+            Table(
+                "Other ways to take a step, bfloat16, µs per step",
+                ["", *VARIANT_NAMES],
+                [_line_of_variants(case, row) for case, row in self.variants.items()],
+            ),
+            Table("Probes", ["", "found"], [[n, _said(row)] for n, row in self.probes.items()]),
+        ]
+        numbers: list[Row] = [vars(case) | row for case, row in self.rows.items()]
+        numbers += [vars(case) | row for case, row in self.variants.items()]
+        numbers += [{"probe": name} | row for name, row in self.probes.items()]
+        failures = [
+            f"{what}: {reason}"
+            for what, row in (*self.rows.items(), *self.variants.items(), *self.probes.items())
+            if (reason := row.get("error") or row.get("wrong"))
+        ]
+        return Report("phases", {"rows": numbers}, tables, [], failures)
 
 
 def measured(case: Case, programs: Programs, end: float, device: str = "cuda") -> Row:
@@ -103,6 +172,32 @@ def measured(case: Case, programs: Programs, end: float, device: str = "cuda") -
     row["us_per_step_without_clocks"] = median(without["us"]) / steps
     if without["hash"] != with_clocks["hash"]:
         row["wrong"] = "the kernel with clocks has other results"
+    return row
+
+
+def compared(case: Case, programs: Programs, end: float, device: str = "cuda") -> Row:
+    """The row of a kernel in all variants: microseconds per step, by the variant's name."""
+    try:
+        steps = chunk_steps(case, device)
+    except Exception as error:
+        return error_row(error)
+    found = programs.run(
+        name_of(case.cell, case.direction, VARIANTS),
+        *(steps, case.batch, case.hidden_size, LAUNCHES),
+        end=end,
+    )
+    if why_none(found):
+        return found
+    runs = found["variants"]
+    names = dict.fromkeys(run["name"] for run in runs)
+    row: Row = {
+        "us_per_step_of_variants": {
+            name: median(us for run in runs if run["name"] == name for us in run["us"]) / steps
+            for name in names
+        }
+    }
+    if others := sorted({run["name"] for run in runs if run["hash"] != runs[0]["hash"]}):
+        row["wrong"] = f"other results than the package: {', '.join(others)}"
     return row
 
 
@@ -137,24 +232,6 @@ def per_step(case: Case, found: Row) -> Row:
     ]
     plan = {name: found[name] for name in ("grid", "groups", "tiles", "depth", "steps")}
     return plan | {"us_per_step": median(found["us"]) / steps, "observers": observers}
-
-
-def report(rows: dict[Case, Row], probes: dict[str, Row]) -> Report:
-    """The tables of all kernels and probes."""
-    lines = [line for case, row in rows.items() for line in _lines(case, row)]
-    columns = ["", "chunk, tiles, depth", *POINTS, "all", "questions", "µs", "µs without clocks"]
-    tables = [
-        Table("Cycles per step, bfloat16", columns, lines),
-        Table("Probes", ["", "found"], [[name, _said(name, row)] for name, row in probes.items()]),
-    ]
-    numbers: list[Row] = [vars(case) | row for case, row in rows.items()]
-    numbers += [{"probe": name} | row for name, row in probes.items()]
-    failures = [
-        f"{what}: {reason}"
-        for what, row in [*rows.items(), *probes.items()]
-        if (reason := row.get("error") or row.get("wrong"))
-    ]
-    return Report("phases", {"rows": numbers}, tables, [], failures)
 
 
 def _lines(case: Case, row: Row) -> Iterable[list[str]]:
@@ -192,7 +269,14 @@ def _us_without_clocks(row: Row) -> str:
     return str(row["without_clocks"])
 
 
-def _said(name: str, row: Row) -> str:
+def _line_of_variants(case: Case, row: Row) -> list[str]:
+    if reason := why_none(row):
+        return [str(case), reason, *[""] * (len(VARIANT_NAMES) - 1)]
+    us = row["us_per_step_of_variants"]
+    return [str(case), *(f"{us[name]:.2f}" if name in us else "" for name in VARIANT_NAMES)]
+
+
+def _said(row: Row) -> str:
     return why_none(row) or "; ".join(row["said"])
 
 

@@ -36,8 +36,10 @@
 
 namespace fusedrnn::cuda {
 
-// Stage `kIndex` of `kStages`.  Consumer is the stage whose projection reads its result.
-template <class Stage, class Consumer, int kIndex, int kStages, class T, int kDepth, int kPackets>
+// Stage `kIndex` of `kStages`.  Consumer is the stage whose projection reads its result.  kVariant:
+// see variant.h.
+template <class Stage, class Consumer, int kIndex, int kStages, class T, int kDepth, int kPackets,
+          unsigned kVariant>
 class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units = BackwardUnits<Stage, kIndex, kStages, T>;
   using typename Units::Block;
@@ -45,11 +47,12 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units::kIsLast;
   static constexpr int kGates = Stage::kHiddenGates;
   // Whether the weights leave enough registers to load the inputs of the next step early.
-  static constexpr bool kLoadsAhead = kPackets > 4;
+  static constexpr bool kHasRing = (kVariant & kRing) != 0;
+  static constexpr bool kLoadsAhead = !kHasRing && kPackets > 4;
   static_assert(!kCarriesResult<Stage> || kIsLast);
 
  public:
-  FUSEDRNN_DEVICE BackwardStage(Block& block) : Units(block), product_(block) {
+  FUSEDRNN_DEVICE BackwardStage(Block& block) : Units(block), product_(block), ring_(block) {
     for (int tile = 0; block.has_tile(tile); ++tile) {
       if (!Units::is_there(tile)) continue;
       const int at = Units::row_of_batch(tile) * width_ + unit();
@@ -65,6 +68,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     const bool ends = t < 0, has_product = this->has_product(t);
     for (int tile = 0; block_.has_tile(tile); ++tile) {
       const Preloaded preloaded = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
+      if constexpr (kHasRing) ring_.copy();
       if constexpr (kLoadsAhead) {
         const bool has_more = block_.has_tile(tile + 1);
         next_ = load(has_more ? t : t - 1, has_more ? tile + 1 : 0);
@@ -113,6 +117,10 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     loaded.is_active = s.mask.is_active(at);
     if (!loaded.is_active) return loaded;
     if constexpr (Stage::kResult) loaded.is_reset_next = s.mask.is_reset_next(at);
+    if constexpr (kHasRing) {
+      ring_.read(loaded);
+      return loaded;
+    }
     loaded.parts = Units::parts_at(row);
     if constexpr (Stage::kCellState) {
       loaded.carry = args().cell_states[row * width_ + unit()];
@@ -241,21 +249,22 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     block_.count_sent(kIndex, i, tile);
   }
 
-  using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets>;
+  using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets, kVariant>;
   Product product_;
   Loaded next_{};  // the inputs of the next tile
+  std::conditional_t<kHasRing, UnitsRing<Stage, kIndex, kStages, T>, NoRing> ring_;
 };
 
 // The stages of a cell up to `kIndex`, in reverse order.
-template <class T, int kDepth, int kIndex, class... Stages>
+template <class T, int kDepth, unsigned kVariant, int kIndex, class... Stages>
 struct BackwardStages {
   static constexpr int kStages = sizeof...(Stages);
   using All = std::tuple<Stages...>;
   using Stage = std::tuple_element_t<kIndex, All>;
   using Consumer = std::tuple_element_t<(kIndex + 1) % kStages, All>;
   static constexpr int kPackets = packets_ahead(8 * kDepth * (Stages::kHiddenGates + ...));
-  BackwardStage<Stage, Consumer, kIndex, kStages, T, kDepth, kPackets> stage;
-  BackwardStages<T, kDepth, kIndex - 1, Stages...> before;
+  BackwardStage<Stage, Consumer, kIndex, kStages, T, kDepth, kPackets, kVariant> stage;
+  BackwardStages<T, kDepth, kVariant, kIndex - 1, Stages...> before;
 
   FUSEDRNN_DEVICE BackwardStages(BackwardBlock<T>& block) : stage(block), before(block) {}
   FUSEDRNN_DEVICE static void load_biases(BackwardBlock<T>& block) {
@@ -271,8 +280,8 @@ struct BackwardStages {
     before.run(t);
   }
 };
-template <class T, int kDepth, class... Stages>
-struct BackwardStages<T, kDepth, -1, Stages...> {
+template <class T, int kDepth, unsigned kVariant, class... Stages>
+struct BackwardStages<T, kDepth, kVariant, -1, Stages...> {
   FUSEDRNN_DEVICE BackwardStages(BackwardBlock<T>&) {}
   FUSEDRNN_DEVICE static void load_biases(BackwardBlock<T>&) {}
   FUSEDRNN_DEVICE static void recompute_cell_states(BackwardBlock<T>&) {}
@@ -281,11 +290,11 @@ struct BackwardStages<T, kDepth, -1, Stages...> {
 
 // The kernel.  Its grid has groups * blocks blocks of kPersistentThreads threads, all of which must
 // run at once.
-template <class T, int kDepth, class... Stages>
+template <class T, int kDepth, unsigned kVariant = kAsInPackage, class... Stages>
 FUSEDRNN_DEVICE void persistent_backward(StageList<Stages...>, const PersistentBackward<T>& args,
                                          unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
-  using All = BackwardStages<T, kDepth, int(sizeof...(Stages)) - 1, Stages...>;
+  using All = BackwardStages<T, kDepth, kVariant, int(sizeof...(Stages)) - 1, Stages...>;
   BackwardBlock<T> block(args, shared);
   All::load_biases(block);
   sync_block();

@@ -59,6 +59,26 @@ class BackwardUnits {
     }
     return parts;
   }
+  // The same without loading: calls f(k, where part k is).
+  template <class F>
+  FUSEDRNN_DEVICE void for_each_part(const RowOfChunk& row, const F& f) const {
+    const auto& s = step();
+    const auto each = [&](const float* plane, int blocks, int most, int first) {
+      const float* at = plane + row * (blocks * s.width) + unit();
+      FUSEDRNN_UNROLL
+      for (int k = 0; k < most; ++k) {
+        if (k < blocks) f(first + k, at + k * s.width);
+      }
+    };
+    if constexpr (Stage::kFactors) {
+      each(s.pre, s.factor_blocks, Stage::kPre, 0);
+    } else if constexpr (!Stage::kLinear) {
+      if (s.pre != nullptr) return each(s.pre, Stage::kPre, Stage::kPre, 0);
+      constexpr int kHidden = Stage::kHiddenGates, kAlone = kInputGatesAlone<Stage>;
+      each(s.hidden_gates, kHidden, kHidden, 0);
+      each(s.input_gates, kAlone, kAlone, kHidden);
+    }
+  }
   FUSEDRNN_DEVICE void pre_of(const Parts& parts, float (&pre)[Stage::kPre]) const {
     if (Stage::kFactors || Stage::kLinear || step().pre != nullptr) {
       FUSEDRNN_UNROLL
@@ -100,6 +120,80 @@ class BackwardUnits {
           bias != nullptr && of_all < width_ ? bias[gate * width_ + of_all] : 0.0f;
     }
   }
+};
+
+// In the variant kRing, what BackwardStage::load() loads: parts, carry and grad_output of the next
+// few tiles, from the last step on.  Numbers of 16 bits come in pairs, since rows of the benchmark
+// begin at multiples of 4 bytes.
+template <class Stage, int kIndex, int kStages, class T>
+class UnitsRing : BackwardUnits<Stage, kIndex, kStages, T> {
+  using Units = BackwardUnits<Stage, kIndex, kStages, T>;
+  using Units::args, Units::block_, Units::step, Units::unit, Units::width_;
+  using Units::kIsLast;
+  using Words = Ring<Stage::kPre + 2>;
+  enum { kCarryWord = Stage::kPre, kGradientWord };
+  static_assert(Stage::kPre + 2 <= kMostRingWords);
+
+ public:
+  FUSEDRNN_DEVICE UnitsRing(BackwardBlock<T>& block)
+      : Units(block), words_(block.after_kept() + kIndex * kRingFloats), t_(args().steps - 1) {
+    for (int i = 0; i < Words::kItems; ++i) copy();
+  }
+
+  // Starts to copy those of the next tile for which that has not been done.
+  FUSEDRNN_DEVICE void copy() {
+    if (t_ >= 0 && Units::is_there(tile_) && step().mask.is_active(Units::place(t_, tile_))) {
+      const RowOfChunk row = Units::row_of_chunk(t_, tile_);
+      Units::for_each_part(row, [&](int k, const float* part) { words_.copy(k, part); });
+      const int even = sizeof(T) == 2 ? unit() & ~1 : unit();
+      if constexpr (Stage::kCellState) {
+        words_.copy(kCarryWord, args().cell_states + row * width_ + unit());
+      } else if constexpr (Stage::kCarry) {
+        words_.copy(kCarryWord, carry_at(row) + even);
+      }
+      const auto& grad_output = step().grad_output;
+      if (kIsLast && grad_output.data != nullptr) {
+        words_.copy(kGradientWord, grad_output.at(int64_t(row)) + even);
+      }
+    }
+    words_.end_of_item();
+    const bool has_more = block_.has_tile(tile_ + 1);
+    tile_ = has_more ? tile_ + 1 : 0;
+    t_ -= has_more ? 0 : 1;
+  }
+  // Those of the next tile for which that has not been done.
+  template <class Loaded>
+  FUSEDRNN_DEVICE void read(Loaded& loaded) const {
+    words_.wait();
+    const RowOfChunk any{};
+    Units::for_each_part(any, [&](int k, const float*) { loaded.parts.of[k] = words_.word(k); });
+    if constexpr (Stage::kCellState) {
+      loaded.carry = words_.word(kCarryWord);
+    } else if constexpr (Stage::kCarry) {
+      loaded.carry = number(kCarryWord);
+    }
+    if (kIsLast && step().grad_output.data != nullptr) loaded.grad_output = number(kGradientWord);
+  }
+
+ private:
+  FUSEDRNN_DEVICE const T* carry_at(const RowOfChunk& row) const {
+    const bool is_first = t_ == 0 && args().first_carry.data != nullptr;
+    return is_first ? args().first_carry.at(row.b) : step().carry.at(int64_t(row));
+  }
+  FUSEDRNN_DEVICE T number(int word) const {
+    if constexpr (sizeof(T) == 4) {
+      return words_.word(word);
+    } else {
+      return T{uint16_t(Traits<float>::bits(words_.word(word)) >> 16 * (unit() % 2))};
+    }
+  }
+
+  Words words_;
+  int t_, tile_ = 0;  // that is copied next
+};
+struct NoRing {
+  template <class Block>
+  FUSEDRNN_DEVICE NoRing(const Block&) {}
 };
 
 // Recomputes the cell states, each from the one before, and the results that a later stage

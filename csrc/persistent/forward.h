@@ -38,8 +38,8 @@ template <class T>
 using PersistentBlock = SharedMemory<PersistentForward<T>, kTurnFloats>;
 
 // Stage `kIndex` of `kStages`.  kDepth: the number of blocks of columns for which a warp has
-// registers.
-template <class Stage, int kIndex, int kStages, class T, int kDepth>
+// registers.  kVariant: see variant.h.
+template <class Stage, int kIndex, int kStages, class T, int kDepth, unsigned kVariant>
 class PersistentStage {
   static constexpr int kGates = Stage::kHiddenGates;
   static constexpr bool kIsLast = kIndex == kStages - 1;
@@ -50,7 +50,8 @@ class PersistentStage {
   using Of = Operands<T>;
 
  public:
-  FUSEDRNN_DEVICE PersistentStage(PersistentBlock<T>& block) : block_(block) {
+  FUSEDRNN_DEVICE PersistentStage(PersistentBlock<T>& block)
+      : block_(block), ring_(block.after_kept()) {
     const auto& w = args().weight[kIndex];
     width_ = int(step().width);
     columns_ = int(w.columns);
@@ -90,6 +91,9 @@ class PersistentStage {
       }
     }
     if constexpr (kLoadsAhead) next_ = preload(0, 0);
+    if constexpr (kHasRing) {
+      for (int i = 0; i < Ring::kItems; ++i) copy_ahead();
+    }
   }
 
   // Step t of the group's rows.
@@ -123,13 +127,18 @@ class PersistentStage {
       }
       sync_block();
       clock().at(kIndex, Point::Barrier);
-      if (thread().computes()) compute(t, tile, preloaded, turn);
+      if (!thread().computes()) continue;
+      if constexpr (kHasRing) read_ring(preloaded);
+      compute(t, tile, preloaded, turn);
+      if constexpr (kHasRing) copy_ahead();
     }
   }
 
  private:
   // Other stages have almost nothing to load, and no registers left to load it early.
-  static constexpr bool kLoadsAhead = Stage::kInputGates > 0;
+  static constexpr bool kHasRing = (kVariant & kRing) != 0 && Stage::kInputGates > 0;
+  static constexpr bool kLoadsAhead = !kHasRing && Stage::kInputGates > 0;
+  using Ring = cuda::Ring<Stage::kInputGates>;
   // A block that asks too early must ask again, and all blocks share the L2 cache; but drawing
   // noise takes long.  Measured on an H100 (docs/gpu.md).
   static constexpr bool kAsksFirst = kStages > 1;
@@ -183,7 +192,7 @@ class PersistentStage {
     if (!preloaded.is_there) return preloaded;
     preloaded.is_active = s.mask.is_active(at);
     if constexpr (Stage::kResult) preloaded.is_reset_next = s.mask.is_reset_next(at);
-    if constexpr (Stage::kInputGates > 0) {
+    if constexpr (Stage::kInputGates > 0 && !kHasRing) {
       const float* no_bias = nullptr;
       load_blocks<Stage::kInputGates>(preloaded.input_gates, s.input_gates, no_bias, s.width, row,
                                       unit(), preloaded.unit);
@@ -195,6 +204,31 @@ class PersistentStage {
     }
     preloaded.unit = zoneout_of<kIsLast, Stage::kCellState>(s.zoneout, at, unit());
     return preloaded;
+  }
+
+  // Variant kRing: starts to copy the input gates of the next tile for which it has not.
+  FUSEDRNN_DEVICE void copy_ahead() {
+    const int b = row_of_batch(ahead_tile_);
+    if (ahead_t_ < args().steps && thread().computes() && unit() < width_ && b < args().batch) {
+      const float* first = step().input_gates +
+                           block_.row_of_chunk(ahead_t_, b) * (Stage::kInputGates * step().width) +
+                           unit();
+      FUSEDRNN_UNROLL
+      for (int gate = 0; gate < Stage::kInputGates; ++gate) {
+        ring_.copy(gate, first + gate * step().width);
+      }
+    }
+    ring_.end_of_item();
+    const bool has_more = block_.has_tile(ahead_tile_ + 1);
+    ahead_tile_ = has_more ? ahead_tile_ + 1 : 0;
+    ahead_t_ += has_more ? 0 : 1;
+  }
+  FUSEDRNN_DEVICE void read_ring(Preloaded& preloaded) const {
+    ring_.wait();
+    FUSEDRNN_UNROLL
+    for (int gate = 0; gate < Stage::kInputGates; ++gate) {
+      preloaded.input_gates[gate] = ring_.word(gate);
+    }
   }
 
   // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
@@ -222,6 +256,7 @@ class PersistentStage {
     const bool is_asked = is_sent(t) && args().exchange == Exchange::Packets;
     const Packet* at = is_asked ? from(t, tile) : from_;
     Operand x{};
+    if constexpr ((kVariant & kAsksTwice) != 0) return x;
     FUSEDRNN_UNROLL
     for (int d = 0; d < kDepth; ++d) {
       load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x.packet[d]);
@@ -231,10 +266,18 @@ class PersistentStage {
   }
 
   FUSEDRNN_DEVICE void wait_for(int t, int tile, Operand& x) const {
-    if (is_sent(t) && args().exchange == Exchange::Packets) {
-      clock().asked(kIndex, 1 + block_.wait_for(x.packet, from(t, tile)));
-      return;
+    if (!is_sent(t) || args().exchange != Exchange::Packets) return load_sent(t, tile, x);
+    if constexpr ((kVariant & kAsksTwice) != 0) {
+      const int count = has_packet(tile, 0) ? packets_ : 0;
+      constexpr int kRings = variant_floats(kVariant & kRing, kDepth);
+      auto* asked = reinterpret_cast<Packet*>(block_.after_kept() + kRings);
+      clock().asked(kIndex, block_.wait_by_copies(x.packet, from(t, tile), count, asked));
+    } else {
+      clock().asked(kIndex, 1 + block_.template wait_for<kVariant>(x.packet, from(t, tile)));
     }
+  }
+  // Flags, or h before the chunk.
+  FUSEDRNN_DEVICE void load_sent(int t, int tile, Operand& x) const {
     if (is_sent(t)) {
       block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step(t), tile,
                                                                   depth_, columns_);
@@ -351,19 +394,22 @@ class PersistentStage {
   int packets_ = 0;               // how many of them this lane multiplies
   const Packet* from_ = nullptr;  // where they start in the first tile and step 0
   Preloaded next_{};              // the inputs of the next tile
+  Ring ring_;                     // or those of the next few, before this tile:
+  int ahead_t_ = 0, ahead_tile_ = 0;
   uint32_t weight_[kGates][kDepth][2][4];
 };
 
 // The stages of a cell one after the other.
-template <class T, int kDepth, int kIndex, int kStages, class... Stages>
+template <class T, int kDepth, unsigned kVariant, int kIndex, int kStages, class... Stages>
 struct PersistentStages {
   FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>&) {}
   FUSEDRNN_DEVICE void run(int) {}
 };
-template <class T, int kDepth, int kIndex, int kStages, class Stage, class... Stages>
-struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
-  PersistentStage<Stage, kIndex, kStages, T, kDepth> stage;
-  PersistentStages<T, kDepth, kIndex + 1, kStages, Stages...> others;
+template <class T, int kDepth, unsigned kVariant, int kIndex, int kStages, class Stage,
+          class... Stages>
+struct PersistentStages<T, kDepth, kVariant, kIndex, kStages, Stage, Stages...> {
+  PersistentStage<Stage, kIndex, kStages, T, kDepth, kVariant> stage;
+  PersistentStages<T, kDepth, kVariant, kIndex + 1, kStages, Stages...> others;
 
   FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>& block) : stage(block), others(block) {}
   FUSEDRNN_DEVICE void run(int t) {
@@ -374,12 +420,12 @@ struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
 
 // The kernel.  Its grid has groups * blocks blocks of kPersistentThreads threads, all of which must
 // run at once.
-template <class T, int kDepth, class... Stages>
+template <class T, int kDepth, unsigned kVariant = kAsInPackage, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   PersistentBlock<T> block(args, shared);
-  PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
+  PersistentStages<T, kDepth, kVariant, 0, int(sizeof...(Stages)), Stages...> stages(block);
   block.clock.start();
   for (int t = 0; t < args.steps; ++t) stages.run(t);
   end(args);

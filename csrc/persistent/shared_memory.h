@@ -17,6 +17,8 @@ struct SharedMemory : BlockOfGroup<Args> {
     const int before = 2 * kTurn + kBiasFloats;
     return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
   }
+  // Where the memory that a variant has besides begins; see variant.h.
+  FUSEDRNN_DEVICE float* after_kept() const { return &kept(0, Base::args.tiles) - thread.index; }
   enum Bias { kHiddenBias, kInputBias };
   FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
     const int row = (stage * 2 + which) * kMostGates + gate;

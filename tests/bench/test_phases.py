@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-from emulator.persistent import PHASES, PLAIN_PHASES
+from emulator.persistent import PHASES, PLAIN_PHASES, VARIANTS_OF_PHASES
 from nvcc import NVCC, needs_nvcc
 
 from bench import phase_programs, phases
-from bench.phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, Programs
-from bench.phases import POINTS, Case
+from bench.phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, VARIANTS, Programs
+from bench.phases import PACKAGE, POINTS, VARIANT_NAMES, Case
 from bench.report import NoProgress, Run
 
-STEPS, BATCH, HIDDEN = 4, 11, 40  # two groups, one of a tile that is not full
+STEPS, BATCH, HIDDEN = 6, 11, 40  # two groups, one of a tile that is not full
 CASES = tuple(Case(cell, direction, BATCH, HIDDEN) for cell in CELLS for direction in PASSES)
 
 
@@ -29,8 +29,9 @@ def script(path: Path, command: str) -> None:
 @pytest.fixture
 def emulated(tmp_path: Path) -> Programs:
     """All programs, with the emulation in the place of a GPU."""
-    builds = {CLOCKS: PHASES.make(), PLAIN: PLAIN_PHASES.make()}
-    for schedule, (kind, made) in enumerate(builds.items()):
+    builds = {CLOCKS: PHASES, PLAIN: PLAIN_PHASES, VARIANTS: VARIANTS_OF_PHASES}
+    for schedule, (kind, build) in enumerate(builds.items()):
+        made = build.make()
         for case in CASES:
             name = phase_programs.name_of(case.cell, case.direction, kind)
             command = f"exec {made} {case.cell} {case.direction} $1 $2 $3 {schedule}"
@@ -45,7 +46,7 @@ def a_run(out: Path, *, quick: bool = False) -> Run:
     return Run(quick, out, NoProgress(), options, about={})
 
 
-@pytest.mark.slow  # compiles two programs
+@pytest.mark.slow  # compiles three programs
 def test_clocks_change_no_result_and_phases_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, emulated: Programs
 ) -> None:
@@ -55,7 +56,7 @@ def test_clocks_change_no_result_and_phases_add_up_to_the_whole(
     monkeypatch.setattr(phases, "ready", lambda architecture: emulated)
     assert phases.run_on_cuda(a_run(tmp_path)).failures == []
     rows = json.loads((tmp_path / "phases.json").read_text())["rows"]
-    assert len(rows) == len(CASES) + len(PROBES)
+    assert len(rows) == 2 * len(CASES) + len(PROBES)
     for case, row in zip(CASES, rows, strict=False):
         assert (row["cell"], row["direction"], row["steps"]) == (case.cell, case.direction, STEPS)
         assert row["us_per_step_without_clocks"] == 0, "the emulation has no time"
@@ -71,9 +72,34 @@ def test_clocks_change_no_result_and_phases_add_up_to_the_whole(
                 assert stage["questions"] >= waits / STEPS
                 passed = [point for point in POINTS if stage[point] > 0]
                 assert passed == list(POINTS if warp == 0 else POINTS[:3])
-    assert {row["probe"]: row["said"] for row in rows[len(CASES) :]} == {
+    for case, row in zip(CASES, rows[len(CASES) :], strict=False):
+        assert (row["cell"], row["direction"]) == (case.cell, case.direction)
+        names = VARIANT_NAMES if case.direction == "forward" else VARIANT_NAMES[:5]
+        assert row["us_per_step_of_variants"] == dict.fromkeys(names, 0)
+    assert {row["probe"]: row["said"] for row in rows[2 * len(CASES) :]} == {
         name: [f"found {name}"] for name in PROBES
     }
+
+
+def test_a_variant_with_other_results_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = CASES[0]
+    runs = [
+        {"name": name, "hash": hash_of, "us": us}
+        for name, hash_of, us in (
+            (PACKAGE, "1", [6, 12]),
+            ("ring", "2", [6]),
+            (PACKAGE, "1", [18]),
+            ("ring", "1", [24]),
+        )
+    ]
+    name = phase_programs.name_of(case.cell, case.direction, VARIANTS)
+    script(tmp_path / name, f"echo '{json.dumps({'variants': runs})}'")
+    monkeypatch.setattr(phases, "chunk_steps", lambda case, device: STEPS)
+    row = phases.compared(case, Programs(tmp_path), time.monotonic() + 600)
+    assert row["us_per_step_of_variants"] == {PACKAGE: 2, "ring": 2.5}
+    assert row["wrong"] == "other results than the package: ring"
 
 
 def test_an_error_costs_one_row(tmp_path: Path) -> None:
@@ -87,7 +113,7 @@ def test_an_error_costs_one_row(tmp_path: Path) -> None:
     assert programs.run("one", end=0)["missing"].startswith("stopped after")
 
 
-def test_tables() -> None:
+def test_tables(tmp_path: Path) -> None:
     cases = phases.CASES[:4]
     observers = [
         {
@@ -98,16 +124,27 @@ def test_tables() -> None:
         }
         for warp in (0, 7)
     ]
-    found = {"steps": 176, "tiles": 1, "depth": 1, "us_per_step": 1.3, "observers": observers}
+    measured = {"steps": 176, "tiles": 1, "depth": 1, "us_per_step": 1.3, "observers": observers}
     rows = {
-        cases[0]: found | {"us_per_step_without_clocks": 1.25, "wrong": "other results"},
-        cases[1]: found | {"without_clocks": "not compiled"},
+        cases[0]: measured | {"us_per_step_without_clocks": 1.25, "wrong": "other results"},
+        cases[1]: measured | {"without_clocks": "not compiled"},
         cases[2]: {"error": "exit status 1"},
         cases[3]: {"missing": "not reached"},
     }
-    report = phases.report(rows, {"clock": {"said": ["clock: 1980 MHz"]}})
+    found = phases.Found(a_run(tmp_path))
+    found.rows = rows
+    found.probes = {"clock": {"said": ["clock: 1980 MHz"]}}
+    found.variants = {
+        cases[0]: {"us_per_step_of_variants": dict.fromkeys(VARIANT_NAMES[:5], 1.5)},
+        cases[1]: {"missing": "not reached"},
+    }
+    report = found.report()
     assert report.failures == [f"{cases[0]}: other results", f"{cases[2]}: exit status 1"]
-    cycles, probes = report.tables
+    cycles, variants, probes = report.tables
+    assert [row[1:] for row in variants.rows] == [
+        [*["1.50"] * 5, "", ""],
+        ["not reached", *[""] * 6],
+    ]
     first, last, *others = cycles.rows
     chunk = ["176, 1, 1", *["4"] * 6, "21", "1.50", "1.30", "1.25"]
     assert first == ["gru forward, B=16 H=256: gru, warp 0", *chunk]

@@ -64,6 +64,17 @@ struct Block {
   unsigned char* shared;
   Warp* warps;
 };
+// What a thread copies when it must have arrived, and not before: the worst that a GPU may do.
+struct Copies {
+  static constexpr unsigned kMost = 128;
+  struct {
+    void* to;
+    const void* from;
+    unsigned group;
+    bool is_packet;
+  } of[kMost];
+  unsigned first, end, group;
+};
 // Counts of a thread's relaxed loads and pauses.
 struct Traffic {
   int packets, words, pauses;
@@ -80,6 +91,7 @@ struct Fiber {
   bool is_done;
   const char* waits_at;
   Traffic traffic;
+  Copies copies;
   void* tsan;
 };
 
@@ -181,6 +193,28 @@ FUSEDRNN_UNSEEN inline uint32_t shuffle(uint32_t value, int distance) {
   return mine.result;
 }
 
+FUSEDRNN_UNSEEN inline bool all_lanes(bool says) {
+  Lane& mine = lane();
+  mine.value = says;
+  if (all_lanes_are_here()) {
+    Lane* lanes = warp().lanes;
+    uint32_t all = 1;
+    for (int i = 0; i < kWarpSize; ++i) all &= lanes[i].value;
+    for (int i = 0; i < kWarpSize; ++i) lanes[i].result = all;
+  } else {
+    wait_at("a vote");
+  }
+  return mine.result != 0;
+}
+
+FUSEDRNN_UNSEEN inline void set_failure(const char* what) {
+  if (grid.failure[0] == 0) snprintf(grid.failure, sizeof grid.failure, "%s", what);
+}
+FUSEDRNN_UNSEEN inline void copy(void* to, const void* from, bool is_packet) {
+  Copies& copies = self().copies;
+  if (copies.end - copies.first == Copies::kMost) set_failure("too many copies at a time");
+  copies.of[copies.end++ % Copies::kMost] = {to, from, copies.group, is_packet};
+}
 template <class T>
 FUSEDRNN_UNSEEN float number_of(uint32_t word, int index) {
   if constexpr (std::is_same_v<T, float>) {
@@ -230,13 +264,22 @@ FUSEDRNN_UNSEEN inline Packet load_unseen(const Packet* p) {
   ++self().traffic.packets;
   return *p;
 }
+inline void wait_for_copies(unsigned groups) {
+  Copies& copies = self().copies;
+  for (; copies.first != copies.end; ++copies.first) {
+    const auto& next = copies.of[copies.first % Copies::kMost];
+    if (next.group + groups >= copies.group) break;
+    if (next.is_packet) {
+      *static_cast<Packet*>(next.to) = load_unseen(static_cast<const Packet*>(next.from));
+    } else {
+      memcpy(next.to, next.from, sizeof(float));
+    }
+  }
+}
+
 FUSEDRNN_UNSEEN inline void store_unseen(Packet* p, const Packet& v) {
   *p = v;
   ++grid.events;
-}
-
-FUSEDRNN_UNSEEN inline void set_failure(const char* what) {
-  if (grid.failure[0] == 0) snprintf(grid.failure, sizeof grid.failure, "%s", what);
 }
 
 inline void call_kernel() { (*grid.kernel)(); }
@@ -397,6 +440,16 @@ inline void store_if(bool is_wanted, uint32_t* p, uint32_t first, uint32_t secon
   if (!is_wanted) return;
   p[0] = first;
   p[1] = second;
+}
+
+inline bool all_lanes(bool says) { return emulated::all_lanes(says); }
+
+inline void copy_async(float* shared, const void* from) { emulated::copy(shared, from, false); }
+inline void copy_async(Packet* shared, const Packet* from) { emulated::copy(shared, from, true); }
+inline void end_of_copies() { ++emulated::self().copies.group; }
+template <int kGroups>
+void wait_for_copies() {
+  emulated::wait_for_copies(kGroups);
 }
 
 inline void pause() { emulated::poll(); }

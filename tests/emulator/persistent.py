@@ -49,10 +49,12 @@ def phases(name: str, *flags: str) -> Build:
 
 PHASES = phases("phases-clocks", "-DFUSEDRNN_PHASE_CLOCKS")
 PLAIN_PHASES = phases("phases")
+VARIANTS_OF_PHASES = phases("phases-variants", "-DFUSEDRNN_PHASES_VARIANTS")
 
 
 def programs(is_nightly: bool) -> list[Build]:
     """All of these that the slow tests need, or those of each night too."""
     elements = ("BFloat16", "float") if is_nightly else ("BFloat16",)
     of = itertools.product(SANITIZERS, (FORWARD, BACKWARD), elements)
-    return [PHASES, PLAIN_PHASES, EXCHANGE, SMOKE, *(sanitized(*each) for each in of)]
+    phases = (PHASES, PLAIN_PHASES, VARIANTS_OF_PHASES)
+    return [*phases, EXCHANGE, SMOKE, *(sanitized(*each) for each in of)]

@@ -18,18 +18,13 @@ struct EmulatedDevice {
   static void write(void* memory, const void* from, size_t bytes) { memcpy(memory, from, bytes); }
   static void read(void* to, const void* memory, size_t bytes) { memcpy(to, memory, bytes); }
   static void rewrite(float*, int64_t) {}
-  template <class Stages, class Args>
+  template <unsigned kVariant, class Stages, class Args>
   float run(Stages stages, const PersistentPlan& plan, const Args& args) {
     if (plan.depth != 1) failure = "only depth 1 is compiled";
     if (!failure.empty()) return 0;
     failure = emulated::launch(
-        plan.grid(), kPersistentThreads, size_t(plan.shared_bytes), schedule++, [&] {
-          if constexpr (std::is_same_v<Args, PersistentForward<Element>>) {
-            persistent_forward<Element, 1>(stages, args, emulated::shared_memory());
-          } else {
-            persistent_backward<Element, 1>(stages, args, emulated::shared_memory());
-          }
-        });
+        plan.grid(), kPersistentThreads, size_t(plan.shared_bytes), schedule++,
+        [&] { run_variant<kVariant, 1>(stages, args, emulated::shared_memory()); });
     return 0;
   }
 #if defined(FUSEDRNN_PHASE_CLOCKS)
