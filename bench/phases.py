@@ -4,9 +4,11 @@ Kernels compiled for this alone have clocks: lane 0 of the first and the last wa
 writes down when it passes each point of a step. The cycles of a point are those since the point
 before it:
 
-- question: the block has asked for what other blocks send. In the first stage this includes all
-  that follows the last store: outputs, kept states, the inputs of the next step; in backward also
-  the factors of the gradients.
+- outputs: what follows the last store is done: outputs, kept states, and where a group has one
+  tile, the wait of all warps for each other.
+- inputs: the inputs of the next step have been asked for; in backward also the factors of the
+  gradients have been computed.
+- question: the block has asked for what other blocks send.
 - arrival: the last packet of its warp's products has come. Questions are how often it has asked,
   each time after the answer.
 - barrier: products of all warps are in shared memory.
@@ -20,10 +22,9 @@ of.
 Other ways to take a step (csrc/persistent/variant.h), which the package does not have, are compared
 with the package's, one after the other in one process, twice; their results must be the same too:
 
-- ring: what a unit reads from memory is copied into shared memory four steps before;
 - plain: no mask, zoneout or given eps, and one protocol, for the compiler too;
-- all missing: a lane asks again for all packets that it misses;
-- two questions: the second is asked half a round trip after the first.
+- ring, in backward: what a unit reads from memory is copied into shared memory three steps before,
+  as forward does.
 
 ``make gpu-libraries`` builds the programs beforehand, for which no GPU is needed.
 """
@@ -59,16 +60,8 @@ SEQ_LEN = 1024
 SIZES = ((16, 256), (64, 256), (64, 512), (16, 768), (32, 1024))
 LAUNCHES = 5
 PACKAGE = "package"
-VARIANT_NAMES = (
-    PACKAGE,
-    "ring",
-    "plain",
-    "all missing",
-    "plain, ring, all missing",
-    "two questions",  # this and the next one only forward
-    "plain, ring, two questions",
-)
-POINTS = ("question", "arrival", "barrier", "sums", "gates", "store")
+VARIANT_NAMES = (PACKAGE, "plain", "ring", "plain, ring")  # the last two only backward
+POINTS = ("outputs", "inputs", "question", "arrival", "barrier", "sums", "gates", "store")
 STAGES = {"gru": ("gru",), "lstm": ("lstm",), "stochastic_gru": ("sample", "gru")}
 LAST_WARP = 7
 

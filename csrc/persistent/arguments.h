@@ -36,6 +36,8 @@ constexpr int64_t kPacketBytes = 16, kGivenUpBytes = kPacketBytes;
 constexpr uint32_t kSpinLimit = 1u << 24;  // reads of memory, about ten seconds
 constexpr int kBiasFloats = 2 * kMostStages * kMostGates * kTileUnits;  // of input and hidden gates
 constexpr int kTurnFloats = kSumFloats + kTileRows * kNoiseStride;
+constexpr int kRingItems = 4;  // see ring.h
+FUSEDRNN_HD constexpr int ring_floats(int words) { return kRingItems * words * kTileThreads; }
 
 // The number of blocks of columns that each warp multiplies.
 FUSEDRNN_HD constexpr int warp_depth(int columns, int depth_columns) {

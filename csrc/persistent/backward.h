@@ -33,6 +33,7 @@
 #include <tuple>
 
 #include "backward_units.h"
+#include "variant.h"
 
 namespace fusedrnn::cuda {
 
@@ -67,12 +68,14 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     if (!Units::has_units()) return;
     const bool ends = t < 0, has_product = this->has_product(t);
     for (int tile = 0; block_.has_tile(tile); ++tile) {
-      const Preloaded preloaded = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
+      block_.clock.at(kIndex, Point::Outputs);
       if constexpr (kHasRing) ring_.copy();
+      const Preloaded preloaded = before_exchange(t, tile, kLoadsAhead ? next_ : load(t, tile));
       if constexpr (kLoadsAhead) {
         const bool has_more = block_.has_tile(tile + 1);
         next_ = load(has_more ? t : t - 1, has_more ? tile + 1 : 0);
       }
+      block_.clock.at(kIndex, Point::Inputs);
       typename Product::Operand x = product_.ask(has_product, source_step(t), tile);
       block_.clock.at(kIndex, Point::Question);
       float* turn = block_.next_turn();
@@ -249,7 +252,7 @@ class BackwardStage : BackwardUnits<Stage, kIndex, kStages, T> {
     block_.count_sent(kIndex, i, tile);
   }
 
-  using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets, kVariant>;
+  using Product = BackwardProduct<Consumer, (kIndex + 1) % kStages, T, kDepth, kPackets>;
   Product product_;
   Loaded next_{};  // the inputs of the next tile
   std::conditional_t<kHasRing, UnitsRing<Stage, kIndex, kStages, T>, NoRing> ring_;

@@ -21,7 +21,7 @@ struct BackwardBlock : SharedMemory<PersistentBackward<T>, kBackwardSumFloats> {
 
 // The gradient of the hidden gates of stage `kIndex`, times the block's columns of its weight.
 // kDepth: the number of blocks of units for which a warp has registers.
-template <class Stage, int kIndex, class T, int kDepth, int kPackets, unsigned kVariant>
+template <class Stage, int kIndex, class T, int kDepth, int kPackets>
 class BackwardProduct {
   static constexpr int kGates = Stage::kHiddenGates;
   // The number of GEMM blocks whose packets are loaded at once.
@@ -75,8 +75,7 @@ class BackwardProduct {
     uint32_t questions = 1;
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < kGates; ++gate) {
-      if (is_asked)
-        questions += block_.template wait_for<kVariant>(x.packet[gate], from(i, gate, tile));
+      if (is_asked) questions += block_.wait_for(x.packet[gate], from(i, gate, tile));
       if (gate == kGates - 1) block_.clock.at(reader, Point::Arrival);
       sync_warp();  // mma is for lanes that are together, and some may have waited longer
       FUSEDRNN_UNROLL

@@ -1,6 +1,7 @@
 // The units of a block in backward, and the cell states that it recomputes for them.
 #pragma once
 #include "backward_product.h"
+#include "ring.h"
 #include "unit.h"
 
 namespace fusedrnn::cuda {
@@ -122,6 +123,8 @@ class BackwardUnits {
   }
 };
 
+constexpr int kMostRingWords = 6;  // pre-activations, carry and gradient of LSTM
+
 // In the variant kRing, what BackwardStage::load() loads: parts, carry and grad_output of the next
 // few tiles, from the last step on.  Numbers of 16 bits come in pairs, since rows of the benchmark
 // begin at multiples of 4 bytes.
@@ -130,14 +133,15 @@ class UnitsRing : BackwardUnits<Stage, kIndex, kStages, T> {
   using Units = BackwardUnits<Stage, kIndex, kStages, T>;
   using Units::args, Units::block_, Units::step, Units::unit, Units::width_;
   using Units::kIsLast;
-  using Words = Ring<Stage::kPre + 2>;
+  static constexpr int kWords = Stage::kPre + 2;
   enum { kCarryWord = Stage::kPre, kGradientWord };
-  static_assert(Stage::kPre + 2 <= kMostRingWords);
 
  public:
   FUSEDRNN_DEVICE UnitsRing(BackwardBlock<T>& block)
-      : Units(block), words_(block.after_kept() + kIndex * kRingFloats), t_(args().steps - 1) {
-    for (int i = 0; i < Words::kItems; ++i) copy();
+      : Units(block), words_(block.ring() + kIndex * ring_floats(kMostRingWords)),
+        t_(args().steps - 1) {
+    static_assert(kWords <= kMostRingWords);
+    for (int i = 0; i < words_.kAhead; ++i) copy();
   }
 
   // Starts to copy those of the next tile for which that has not been done.
@@ -156,7 +160,7 @@ class UnitsRing : BackwardUnits<Stage, kIndex, kStages, T> {
         words_.copy(kGradientWord, grad_output.at(int64_t(row)) + even);
       }
     }
-    words_.end_of_item();
+    words_.end_of_copy();
     const bool has_more = block_.has_tile(tile_ + 1);
     tile_ = has_more ? tile_ + 1 : 0;
     t_ -= has_more ? 0 : 1;
@@ -188,7 +192,7 @@ class UnitsRing : BackwardUnits<Stage, kIndex, kStages, T> {
     }
   }
 
-  Words words_;
+  Ring<kWords> words_;
   int t_, tile_ = 0;  // that is copied next
 };
 struct NoRing {

@@ -11,7 +11,6 @@
 #include "arguments.h"
 #include "device.h"
 #include "phase_clock.h"
-#include "variant.h"
 
 namespace fusedrnn::cuda {
 
@@ -107,7 +106,6 @@ struct BlockOfGroup {
   uint32_t first_t;  // of the chunk's first step, counted from the start of the sequence
   float* shared;
   PhaseClock clock;
-  int questions = 0;  // so far, in the variant kAsksTwice
 
   FUSEDRNN_DEVICE BlockOfGroup(const Args& args, unsigned char* shared)
       : args(args), group(block_index() / args.blocks), index(block_index() % args.blocks),
@@ -151,11 +149,12 @@ struct BlockOfGroup {
     store_release(count, count_of(i, tile));
   }
 
-  // Packets: reads again the packets (every fourth one from `from` on) that have not arrived. Many
-  // lanes wait most of the time and would use up the bandwidth of the L2 cache if each read all
-  // packets that it misses.  So a lane reads only the first missing one, and once that has arrived,
-  // all others at once.  Returns how often it has read, each time after the answer.
-  template <unsigned kVariant, int kCount>
+  // Packets: reads again the packets (every fourth one from `from` on) that have not arrived. Where
+  // a group has several tiles, many lanes wait most of the time and would use up the bandwidth of
+  // the L2 cache if each read all packets that it misses.  So a lane reads only the first missing
+  // one, and once that has arrived, all others at once.  Measured on an H100 (docs/gpu.md). Returns
+  // how often it has read, each time after the answer.
+  template <int kCount>
   FUSEDRNN_DEVICE uint32_t wait_for(Packet (&x)[kCount], const Packet* from) const {
     int asked_for = kCount;
     for (uint32_t spins = 0;; ++spins) {
@@ -164,37 +163,12 @@ struct BlockOfGroup {
       for (int d = kCount - 1; d >= 0; --d) first = has_arrived(x[d]) ? first : d;
       if (first == kCount || !may_spin(args, spins)) return spins;
       pause();
-      const bool has_come = (kVariant & kAsksForAll) != 0 || first > asked_for;
+      const bool asks_for_all = args.tiles == 1 || first > asked_for;
       FUSEDRNN_UNROLL
       for (int d = 0; d < kCount; ++d) {
-        if (d == first || (has_come && !has_arrived(x[d]))) x[d] = load_relaxed(from + 4 * d);
+        if (d == first || (asks_for_all && !has_arrived(x[d]))) x[d] = load_relaxed(from + 4 * d);
       }
       asked_for = first;
-    }
-  }
-  // Packets, in the variant kAsksTwice: asks for the first `count` packets by copies to `asked`,
-  // the memory that all threads have for kAskedAtMost questions, and asks again half a round trip
-  // after each question, whose answer is on its way.  Loads cannot do this: ptxas gives all
-  // questions one scoreboard, so that the test of one answer would wait for all of them.
-  template <int kCount>
-  FUSEDRNN_DEVICE uint32_t wait_by_copies(Packet (&x)[kCount], const Packet* from, int count,
-                                          Packet* asked) {
-    const uint32_t begin = ask_by_copies<kCount>(from, count, asked);
-    while (clock_after(0) - begin < kHalfRoundTrip) {
-    }
-    bool gives_up = false;
-    for (uint32_t spins = 0;; ++spins) {
-      ask_by_copies<kCount>(from, count, asked);
-      wait_for_copies<1>();
-      bool has_come = true;
-      FUSEDRNN_UNROLL
-      for (int d = 0; d < kCount; ++d) {
-        if (d < count) x[d] = *answer<kCount>(asked, questions - 2, d);
-        has_come = has_come && has_arrived(x[d]);
-      }
-      gives_up = gives_up || !may_spin(args, spins);
-      if (all_lanes(has_come || gives_up)) return spins + 2;
-      pause();
     }
   }
   // Flags: waits for the senders of this warp's columns, `depth` blocks (at most kDepth) of the
@@ -216,21 +190,6 @@ struct BlockOfGroup {
   }
 
  private:
-  template <int kCount>
-  FUSEDRNN_DEVICE Packet* answer(Packet* asked, int question, int d) const {
-    return asked + ((question & (kAskedAtMost - 1)) * kCount + d) * kPersistentThreads +
-           thread.index;
-  }
-  template <int kCount>
-  FUSEDRNN_DEVICE uint32_t ask_by_copies(const Packet* from, int count, Packet* asked) {
-    FUSEDRNN_UNROLL
-    for (int d = 0; d < kCount; ++d) {
-      if (d < count) copy_async(answer<kCount>(asked, questions, d), from + 4 * d);
-    }
-    end_of_copies();
-    ++questions;
-    return clock_after(0);
-  }
   FUSEDRNN_DEVICE static int rows_of(const Args& args, int group) {
     const int most = args.tiles * kTileRows, left = args.batch - group * most;
     return left < most ? left : most;

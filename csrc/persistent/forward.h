@@ -5,7 +5,7 @@
 // which holds one copy of the weights.  Groups share the batch among themselves in tiles of 8 rows
 // and are independent of each other.  A step of a stage does for each tile of the group:
 //   1. The work that does not depend on other blocks: input gates, noise and masks.  What comes
-//      from memory is loaded a step before.
+//      from memory is copied or loaded a step or more before.
 //   2. The operand arrives from other blocks, 8 rows of it: h, or the result of the stage before.
 //   3. Each of 8 warps multiplies its share of the columns (mma: 16 units times 8 rows for each
 //      block of the GEMM result, a *gate* below), and the partial sums are added up through shared
@@ -29,6 +29,7 @@
 // Longer than 350 lines, because its parts are the steps of one loop, in their order.
 #pragma once
 #include "operand.h"
+#include "ring.h"
 #include "shared_memory.h"
 #include "unit.h"
 
@@ -38,8 +39,8 @@ template <class T>
 using PersistentBlock = SharedMemory<PersistentForward<T>, kTurnFloats>;
 
 // Stage `kIndex` of `kStages`.  kDepth: the number of blocks of columns for which a warp has
-// registers.  kVariant: see variant.h.
-template <class Stage, int kIndex, int kStages, class T, int kDepth, unsigned kVariant>
+// registers.
+template <class Stage, int kIndex, int kStages, class T, int kDepth>
 class PersistentStage {
   static constexpr int kGates = Stage::kHiddenGates;
   static constexpr bool kIsLast = kIndex == kStages - 1;
@@ -51,7 +52,7 @@ class PersistentStage {
 
  public:
   FUSEDRNN_DEVICE PersistentStage(PersistentBlock<T>& block)
-      : block_(block), ring_(block.after_kept()) {
+      : block_(block), input_gates_(block.ring()) {
     const auto& w = args().weight[kIndex];
     width_ = int(step().width);
     columns_ = int(w.columns);
@@ -90,9 +91,9 @@ class PersistentStage {
         block.kept(kHArray, tile) = is_there ? widen(args().h.at(row)[unit()]) : 0.0f;
       }
     }
-    if constexpr (kLoadsAhead) next_ = preload(0, 0);
-    if constexpr (kHasRing) {
-      for (int i = 0; i < Ring::kItems; ++i) copy_ahead();
+    if constexpr (kHasInputGates) {
+      next_ = preload(0, 0);
+      for (int i = 0; i < input_gates_.kAhead; ++i) copy_input_gates();
     }
   }
 
@@ -101,16 +102,18 @@ class PersistentStage {
     if (!has_units()) return;
     for (int tile = 0; block_.has_tile(tile); ++tile) {
       float* turn = block_.next_turn();
+      clock().at(kIndex, Point::Outputs);
       Operand x;
       if constexpr (kAsksFirst) x = ask(t, tile);
       Preloaded preloaded;
-      if constexpr (kLoadsAhead) {
+      if constexpr (kHasInputGates) {
         preloaded = next_;
         const bool has_more = block_.has_tile(tile + 1);
         next_ = preload(has_more ? t : t + 1, has_more ? tile + 1 : 0);
       } else {
         preloaded = preload(t, tile);
       }
+      clock().at(kIndex, Point::Inputs);
       if constexpr (Stage::kNoise) {
         if (step().noise.eps.data == nullptr) draw(t, tile, turn + kSumFloats);
       }
@@ -120,6 +123,8 @@ class PersistentStage {
       sync_warp();  // mma is for lanes that are together, and some may have waited longer
       float sums[kGates][4] = {};
       multiply(sums, x);
+      // Now, since the answer to a question that follows at once would come after these numbers.
+      if constexpr (kHasInputGates) copy_input_gates();
       FUSEDRNN_UNROLL
       for (int gate = 0; gate < kGates; ++gate) {
         FUSEDRNN_UNROLL
@@ -127,18 +132,16 @@ class PersistentStage {
       }
       sync_block();
       clock().at(kIndex, Point::Barrier);
-      if (!thread().computes()) continue;
-      if constexpr (kHasRing) read_ring(preloaded);
-      compute(t, tile, preloaded, turn);
-      if constexpr (kHasRing) copy_ahead();
+      if (thread().computes()) compute(t, tile, preloaded, turn);
+      // Warps that compute nothing would ask for packets all the while, and delay the others'. With
+      // several tiles there are packets that have arrived.
+      if (args().tiles == 1) sync_block();
     }
   }
 
  private:
   // Other stages have almost nothing to load, and no registers left to load it early.
-  static constexpr bool kHasRing = (kVariant & kRing) != 0 && Stage::kInputGates > 0;
-  static constexpr bool kLoadsAhead = !kHasRing && Stage::kInputGates > 0;
-  using Ring = cuda::Ring<Stage::kInputGates>;
+  static constexpr bool kHasInputGates = Stage::kInputGates > 0;
   // A block that asks too early must ask again, and all blocks share the L2 cache; but drawing
   // noise takes long.  Measured on an H100 (docs/gpu.md).
   static constexpr bool kAsksFirst = kStages > 1;
@@ -147,7 +150,6 @@ class PersistentStage {
   // yet: it would wait for the loads.
   struct Preloaded {
     bool is_there : 1, is_active : 1, is_reset_next : 1;  // in one register
-    float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
     T eps;
     PersistentUnit unit;
   };
@@ -192,11 +194,6 @@ class PersistentStage {
     if (!preloaded.is_there) return preloaded;
     preloaded.is_active = s.mask.is_active(at);
     if constexpr (Stage::kResult) preloaded.is_reset_next = s.mask.is_reset_next(at);
-    if constexpr (Stage::kInputGates > 0 && !kHasRing) {
-      const float* no_bias = nullptr;
-      load_blocks<Stage::kInputGates>(preloaded.input_gates, s.input_gates, no_bias, s.width, row,
-                                      unit(), preloaded.unit);
-    }
     if constexpr (Stage::kNoise) {
       if (s.noise.eps.data != nullptr) {
         preloaded.eps = s.noise.eps.at(int64_t(row))[unit()];
@@ -206,29 +203,22 @@ class PersistentStage {
     return preloaded;
   }
 
-  // Variant kRing: starts to copy the input gates of the next tile for which it has not.
-  FUSEDRNN_DEVICE void copy_ahead() {
-    const int b = row_of_batch(ahead_tile_);
-    if (ahead_t_ < args().steps && thread().computes() && unit() < width_ && b < args().batch) {
-      const float* first = step().input_gates +
-                           block_.row_of_chunk(ahead_t_, b) * (Stage::kInputGates * step().width) +
-                           unit();
+  // Starts to copy the input gates of the next tile for which it has not.
+  FUSEDRNN_DEVICE void copy_input_gates() {
+    const int b = row_of_batch(copied_tile_);
+    if (copied_t_ < args().steps && thread().computes() && unit() < width_ && b < args().batch) {
+      const int64_t columns = Stage::kInputGates * step().width;
+      const float* first =
+          step().input_gates + block_.row_of_chunk(copied_t_, b) * columns + unit();
       FUSEDRNN_UNROLL
       for (int gate = 0; gate < Stage::kInputGates; ++gate) {
-        ring_.copy(gate, first + gate * step().width);
+        input_gates_.copy(gate, first + gate * step().width);
       }
     }
-    ring_.end_of_item();
-    const bool has_more = block_.has_tile(ahead_tile_ + 1);
-    ahead_tile_ = has_more ? ahead_tile_ + 1 : 0;
-    ahead_t_ += has_more ? 0 : 1;
-  }
-  FUSEDRNN_DEVICE void read_ring(Preloaded& preloaded) const {
-    ring_.wait();
-    FUSEDRNN_UNROLL
-    for (int gate = 0; gate < Stage::kInputGates; ++gate) {
-      preloaded.input_gates[gate] = ring_.word(gate);
-    }
+    input_gates_.end_of_copy();
+    const bool has_more = block_.has_tile(copied_tile_ + 1);
+    copied_tile_ = has_more ? copied_tile_ + 1 : 0;
+    copied_t_ += has_more ? 0 : 1;
   }
 
   // One draw is four units, so that the lanes of one warp draw for all of a tile: the last one,
@@ -256,7 +246,6 @@ class PersistentStage {
     const bool is_asked = is_sent(t) && args().exchange == Exchange::Packets;
     const Packet* at = is_asked ? from(t, tile) : from_;
     Operand x{};
-    if constexpr ((kVariant & kAsksTwice) != 0) return x;
     FUSEDRNN_UNROLL
     for (int d = 0; d < kDepth; ++d) {
       load_relaxed_if(is_asked && has_packet(tile, d), at + 4 * d, x.packet[d]);
@@ -266,18 +255,10 @@ class PersistentStage {
   }
 
   FUSEDRNN_DEVICE void wait_for(int t, int tile, Operand& x) const {
-    if (!is_sent(t) || args().exchange != Exchange::Packets) return load_sent(t, tile, x);
-    if constexpr ((kVariant & kAsksTwice) != 0) {
-      const int count = has_packet(tile, 0) ? packets_ : 0;
-      constexpr int kRings = variant_floats(kVariant & kRing, kDepth);
-      auto* asked = reinterpret_cast<Packet*>(block_.after_kept() + kRings);
-      clock().asked(kIndex, block_.wait_by_copies(x.packet, from(t, tile), count, asked));
-    } else {
-      clock().asked(kIndex, 1 + block_.template wait_for<kVariant>(x.packet, from(t, tile)));
+    if (is_sent(t) && args().exchange == Exchange::Packets) {
+      clock().asked(kIndex, 1 + block_.wait_for(x.packet, from(t, tile)));
+      return;
     }
-  }
-  // Flags, or h before the chunk.
-  FUSEDRNN_DEVICE void load_sent(int t, int tile, Operand& x) const {
     if (is_sent(t)) {
       block_.template wait_for_senders<kDepth, Of::kDepthColumns>(kSource, source_step(t), tile,
                                                                   depth_, columns_);
@@ -331,10 +312,11 @@ class PersistentStage {
     }
     clock().after(kIndex, Point::Sums, hidden_gates);
     float input_gates[Stage::kInputGates > 0 ? Stage::kInputGates : 1];
+    if constexpr (kHasInputGates) input_gates_.wait();
     FUSEDRNN_UNROLL
     for (int gate = 0; gate < Stage::kInputGates; ++gate) {
       input_gates[gate] =
-          preloaded.input_gates[gate] +
+          input_gates_.word(gate) +
           block_.bias(kIndex, PersistentBlock<T>::kInputBias, gate, thread().unit());
     }
     Stage::combine(input_gates, hidden_gates, pre);
@@ -393,23 +375,22 @@ class PersistentStage {
   int row_packets_ = 0;           // packets in a row of the operand
   int packets_ = 0;               // how many of them this lane multiplies
   const Packet* from_ = nullptr;  // where they start in the first tile and step 0
-  Preloaded next_{};              // the inputs of the next tile
-  Ring ring_;                     // or those of the next few, before this tile:
-  int ahead_t_ = 0, ahead_tile_ = 0;
+  Preloaded next_{};              // what the next tile preloads
+  Ring<Stage::kInputGates> input_gates_;
+  int copied_t_ = 0, copied_tile_ = 0;  // whose input gates are copied next
   uint32_t weight_[kGates][kDepth][2][4];
 };
 
 // The stages of a cell one after the other.
-template <class T, int kDepth, unsigned kVariant, int kIndex, int kStages, class... Stages>
+template <class T, int kDepth, int kIndex, int kStages, class... Stages>
 struct PersistentStages {
   FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>&) {}
   FUSEDRNN_DEVICE void run(int) {}
 };
-template <class T, int kDepth, unsigned kVariant, int kIndex, int kStages, class Stage,
-          class... Stages>
-struct PersistentStages<T, kDepth, kVariant, kIndex, kStages, Stage, Stages...> {
-  PersistentStage<Stage, kIndex, kStages, T, kDepth, kVariant> stage;
-  PersistentStages<T, kDepth, kVariant, kIndex + 1, kStages, Stages...> others;
+template <class T, int kDepth, int kIndex, int kStages, class Stage, class... Stages>
+struct PersistentStages<T, kDepth, kIndex, kStages, Stage, Stages...> {
+  PersistentStage<Stage, kIndex, kStages, T, kDepth> stage;
+  PersistentStages<T, kDepth, kIndex + 1, kStages, Stages...> others;
 
   FUSEDRNN_DEVICE PersistentStages(PersistentBlock<T>& block) : stage(block), others(block) {}
   FUSEDRNN_DEVICE void run(int t) {
@@ -420,12 +401,12 @@ struct PersistentStages<T, kDepth, kVariant, kIndex, kStages, Stage, Stages...> 
 
 // The kernel.  Its grid has groups * blocks blocks of kPersistentThreads threads, all of which must
 // run at once.
-template <class T, int kDepth, unsigned kVariant = kAsInPackage, class... Stages>
+template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
   PersistentBlock<T> block(args, shared);
-  PersistentStages<T, kDepth, kVariant, 0, int(sizeof...(Stages)), Stages...> stages(block);
+  PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
   block.clock.start();
   for (int t = 0; t < args.steps; ++t) stages.run(t);
   end(args);

@@ -10,6 +10,8 @@ namespace fusedrnn::cuda {
 // Points of a stage's work on a tile, in their order; those from Sums on only for a thread that
 // computes a unit.
 enum class Point {
+  Outputs,   // what follows the last store is done: outputs, kept states
+  Inputs,    // inputs have been asked for; in backward, factors have been computed
   Question,  // the first packets have been asked for
   Arrival,   // the last of the packets has come
   Barrier,   // the products of all warps are in shared memory
@@ -17,7 +19,7 @@ enum class Point {
   Gates,     // the unit has been computed
   Store,     // and sent
 };
-constexpr int kPoints = 6;
+constexpr int kPoints = 8;
 
 #if !defined(FUSEDRNN_PHASE_CLOCKS)
 struct PhaseClock {

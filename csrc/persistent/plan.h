@@ -62,7 +62,12 @@ inline PersistentPlan plan_persistent(const Cell& cell, const Sizes& sizes, int6
   const int needed = warp_depth(int(most_columns), depth_columns);
   plan.depth = needed <= 2 ? needed : kMostDepth;
   const int64_t kept_floats = int64_t(plan.tiles) * kKeptArrays * kTileThreads;
-  plan.shared_bytes = int64_t(sizeof(float)) * (2 * kTurnFloats + kBiasFloats + kept_floats);
+  int ring_words = 0;
+  for (int s = 0; s < cell.num_stages; ++s) {
+    ring_words = std::max(ring_words, int(traits(plan.stages[s]).input_blocks));
+  }
+  plan.shared_bytes = int64_t(sizeof(float)) *
+                      (2 * kTurnFloats + kBiasFloats + kept_floats + ring_floats(ring_words));
   plan.shared_limit = device.shared_bytes;
   if (plan.shared_bytes > device.shared_bytes) {
     return refuse("A batch of " + std::to_string(batch) + " needs " +

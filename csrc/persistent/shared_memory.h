@@ -5,7 +5,7 @@
 namespace fusedrnn::cuda {
 
 // The shared memory of a block's stages: kTurn numbers for each of two buffers, then biases, then
-// values that are kept from step to step.
+// values that are kept from step to step, then a ring.
 template <class Args, int kTurn>
 struct SharedMemory : BlockOfGroup<Args> {
   using Base = BlockOfGroup<Args>;
@@ -17,8 +17,7 @@ struct SharedMemory : BlockOfGroup<Args> {
     const int before = 2 * kTurn + kBiasFloats;
     return shared[before + (tile * kKeptArrays + array) * kTileThreads + thread.index];
   }
-  // Where the memory that a variant has besides begins; see variant.h.
-  FUSEDRNN_DEVICE float* after_kept() const { return &kept(0, Base::args.tiles) - thread.index; }
+  FUSEDRNN_DEVICE float* ring() const { return &kept(0, Base::args.tiles) - thread.index; }
   enum Bias { kHiddenBias, kInputBias };
   FUSEDRNN_DEVICE float& bias(int stage, Bias which, int gate, int unit) const {
     const int row = (stage * 2 + which) * kMostGates + gate;

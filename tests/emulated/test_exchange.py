@@ -24,9 +24,9 @@ class Wait:
     is_complete: bool
 
 
-def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
+def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER, tiles=2):
     """How the lanes of a warp wait until packets arrive; times are counted in reads."""
-    command = [EXCHANGE.make(), spin_limit, given_up_at]
+    command = [EXCHANGE.make(), tiles, spin_limit, given_up_at]
     done = subprocess.run(
         [*map(str, command), *map(str, sent_at)], capture_output=True, text=True, timeout=60
     )
@@ -49,11 +49,19 @@ def waits(sent_at, spin_limit=ENOUGH, given_up_at=NEVER):
     ids=str,
 )
 def test_one_packet_is_asked_for_while_none_comes(sent_at, beside):
-    """``beside``: packets that are loaded in the same read as another one."""
+    """Where a group has several tiles. ``beside``: packets that are loaded with another one."""
     for wait in waits(sent_at):
         assert wait.is_complete
         assert wait.looks >= max(sent_at) - 1
         assert wait.packets <= wait.looks + beside
+
+
+@pytest.mark.parametrize("sent_at", [(200,), (200, 200), (50, 100, 150, 200), (200, 1, 1, 1)], ids=str)
+def test_all_missing_packets_of_a_single_tile_are_asked_for(sent_at):
+    for wait in waits(sent_at, tiles=1):
+        assert wait.is_complete
+        assert max(sent_at) - 1 <= wait.looks <= max(sent_at) + 1
+        assert abs(wait.packets - sum(sent_at)) <= len(sent_at)
 
 
 @pytest.mark.parametrize("packets", [1, 2, 4])

@@ -8,6 +8,7 @@ namespace fusedrnn::cuda {
 namespace {
 
 struct Call {
+  int tiles;  // of the group
   uint32_t spin_limit;
   int given_up_at;           // when another thread gives up
   std::vector<int> sent_at;  // when each packet is sent
@@ -20,7 +21,8 @@ void run(const Call& call) {
   memset(packets, 0xff, sizeof packets);
   uint32_t given_up = 0;
   PersistentForward<BFloat16> args{};
-  args.batch = args.blocks = args.tiles = 1;
+  args.batch = args.blocks = 1;
+  args.tiles = call.tiles;
   args.spin_limit = call.spin_limit;
   args.given_up = &given_up;
 
@@ -55,13 +57,13 @@ void run(const Call& call) {
 }  // namespace
 }  // namespace fusedrnn::cuda
 
-// Arguments: spin_limit given_up_at sent_at...  Prints for each lane how often it has read again,
+// Arguments: tiles spin_limit given_up_at sent_at...  Prints for each lane how often it has read again,
 // how many packets these reads loaded, how often it has checked whether another thread has given
 // up, and whether all packets have arrived.
 int main(int count, char** arguments) {
   using namespace fusedrnn::cuda;
-  Call call{uint32_t(atoi(arguments[1])), atoi(arguments[2]), {}};
-  for (int i = 3; i < count; ++i) call.sent_at.push_back(atoi(arguments[i]));
+  Call call{atoi(arguments[1]), uint32_t(atoi(arguments[2])), atoi(arguments[3]), {}};
+  for (int i = 4; i < count; ++i) call.sent_at.push_back(atoi(arguments[i]));
   switch (call.sent_at.size()) {
     case 1: run<1>(call); break;
     case 2: run<2>(call); break;

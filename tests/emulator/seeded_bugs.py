@@ -128,6 +128,8 @@ MUTATIONS = [
         "if (args().next != 0) store_plain(",
         "if (args().next != 0 && !BUG) store_plain(",
     ),
+    # Input gates are read before they have been copied.
+    left_out(18, "forward.h", "input_gates_.wait();"),
 ]
 
 
