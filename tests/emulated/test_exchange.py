@@ -56,7 +56,9 @@ def test_one_packet_is_asked_for_while_none_comes(sent_at, beside):
         assert wait.packets <= wait.looks + beside
 
 
-@pytest.mark.parametrize("sent_at", [(200,), (200, 200), (50, 100, 150, 200), (200, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sent_at", [(200,), (200, 200), (50, 100, 150, 200), (200, 1, 1, 1)], ids=str
+)
 def test_all_missing_packets_of_a_single_tile_are_asked_for(sent_at):
     for wait in waits(sent_at, tiles=1):
         assert wait.is_complete
