@@ -6,7 +6,7 @@ its own says how, so a record can have that without the rest of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,21 @@ class Outside:
         """
         self._module, self._constants = module, constants
         self._weights, self._vectors, self._inputs = weights, vectors, inputs
+        self._held: dict[tuple[str | int, torch.device], Tensor] = {}
+        """What :meth:`hold_on` has copied, by name, or by the number of a vector."""
+
+    def hold_on(self, device: torch.device) -> None:
+        """Copies to a device what a program has of its own: numbers in the step, and places.
+
+        A call could not: it would wait for the GPU, and no CUDA graph of it could be captured.
+        """
+        with torch.inference_mode(False):  # a later call may train
+            for node in self._module.graph.find_nodes(op="get_attr"):
+                number = getattr(self._module, node.target)
+                self._held[node.target, device] = number.to(device)
+            for i, vector in enumerate(self._vectors):
+                if isinstance(vector, Columns) and vector.places:
+                    self._held[i, device] = torch.tensor(vector.places, device=device)
 
     def __call__(
         self, constants: Sequence[Tensor], dtype: torch.dtype
@@ -90,8 +105,8 @@ class Outside:
         vectors = [
             self._bias(vector, evaluate)
             if isinstance(vector, Bias)
-            else self._columns(vector, evaluate)
-            for vector in self._vectors
+            else self._columns(i, vector, evaluate)
+            for i, vector in enumerate(self._vectors)
         ]
         return weights, vectors
 
@@ -112,7 +127,9 @@ class Outside:
 
     def _evaluation(self, constants: Sequence[Tensor], dtype: torch.dtype) -> _Evaluation:
         device = constants[0].device if constants else torch.device("cpu")
-        return _Evaluation(self._module, [constants[i] for i in self._constants], dtype, device)
+        held = {name: held for (name, on), held in self._held.items() if on == device}
+        constants = [constants[i] for i in self._constants]
+        return _Evaluation(self._module, constants, held, dtype, device)
 
     def _weight(self, weight: Weight, evaluate: _Evaluation) -> Tensor:
         parts = [self._part(part, weight.terms, evaluate) for part in weight.parts]
@@ -128,14 +145,17 @@ class Outside:
         weight = weight.to(evaluate.dtype)
         return weight if weight.shape[0] == terms else weight.narrow(0, part.first, terms)
 
-    def _columns(self, columns: Columns, evaluate: _Evaluation) -> Tensor:
+    def _columns(self, number: int, columns: Columns, evaluate: _Evaluation) -> Tensor:
         flat = evaluate(columns.source).reshape(-1).to(evaluate.dtype)
         first, count = columns.first, columns.width
         if columns.step == 1:
             return flat if count == flat.numel() else flat.narrow(0, first, count)
         if columns.step == 0:
             return flat.narrow(0, first, 1).expand(count)
-        return flat.index_select(0, torch.tensor(columns.places, device=flat.device))
+        places = evaluate.held.get(number)
+        if places is None:
+            places = torch.tensor(columns.places, device=flat.device)
+        return flat.index_select(0, places)
 
     def _bias(self, vector: Bias, evaluate: _Evaluation) -> Tensor:
         total: Tensor | None = None
@@ -217,17 +237,25 @@ class _Evaluation:
         self,
         module: Operations,
         constants: Sequence[Tensor],
+        held: Mapping[str | int, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.dtype, self.device = dtype, device
+        """
+        Args:
+            held: What is on the device already; see :meth:`Outside.hold_on`.
+        """
+        self.held, self.dtype, self.device = held, dtype, device
         self._known: dict[fx.Node, Any] = {}
         left = iter(constants)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self._known[node] = self._own(next(left))
             elif node.op == "get_attr":
-                self._known[node] = self._own(getattr(module, node.target).to(device))
+                number = held.get(node.target)
+                if number is None:
+                    number = getattr(module, node.target).to(device)
+                self._known[node] = self._own(number)
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor

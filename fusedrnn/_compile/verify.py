@@ -513,6 +513,7 @@ def _by_operators(
     batch = trial.batch
     with torch.enable_grad():
         outside = program.printed.outside
+        outside.hold_on(device)
         weights, vectors = outside(constants, dtype)
         made = [*weights, *vectors, *outside.inputs(constants, inputs, dtype)]
     ends = len(weights), len(weights) + len(vectors)

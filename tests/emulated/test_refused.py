@@ -309,28 +309,25 @@ import fusedrnn
 
 rnn = fusedrnn.LSTM(64, 256, device="cuda", dtype=torch.bfloat16)
 input = torch.randn(40, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-def train():
-    output, _ = rnn(input)
-    # Autograd's thread is not in this part of the GPU, and does not wait for it.
+def last():
+    # No backward: autograd's threads are not in this part of the GPU, and nothing waits for it.
+    with torch.no_grad():
+        output, _ = rnn(input)
     torch.cuda.synchronize()
-    (gradient,) = torch.autograd.grad(output.float().square().sum(), input)
-    torch.cuda.synchronize()
-    return output, gradient
+    return output
 rnn.backend = "stepwise"
-expected = train()
+expected = last()
 rnn.backend = "auto"
 part = GreenContext.create(num_sms=16)
 part.set_context()
 try:
-    got = train()
+    got = last()
     (input + 1).sum().item()  # would tell of an error that was left behind
 finally:
     part.pop_context()
 plan = fusedrnn.plan(rnn, input.shape, device="cuda")
-print(plan.reason, plan.backward.backend)
-for ours, theirs in zip(got, expected):  # whichever way it went
-    error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
-    assert error < 2e-2, (error, plan.reason)
+error = (got.double() - expected.double()).norm() / expected.double().norm()
+assert error < 2e-2, (error, plan.reason)  # whichever way it went
 """
 
 

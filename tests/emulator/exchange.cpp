@@ -57,9 +57,9 @@ void run(const Call& call) {
 }  // namespace
 }  // namespace fusedrnn::cuda
 
-// Arguments: tiles spin_limit given_up_at sent_at...  Prints for each lane how often it has read again,
-// how many packets these reads loaded, how often it has checked whether another thread has given
-// up, and whether all packets have arrived.
+// Arguments: tiles spin_limit given_up_at sent_at...  Prints for each lane how often it has read
+// again, how many packets these reads loaded, how often it has checked whether another thread has
+// given up, and whether all packets have arrived.
 int main(int count, char** arguments) {
   using namespace fusedrnn::cuda;
   Call call{atoi(arguments[1]), uint32_t(atoi(arguments[2])), atoi(arguments[3]), {}};

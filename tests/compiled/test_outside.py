@@ -1,0 +1,80 @@
+"""What a call computes of a program's constants, before its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from interpreted import interpreted
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedrnn
+from bench.any_cell_steps import Size, start_of
+from docs.examples.published_cells import CASES
+from fusedrnn._compile.outside import Outside
+
+T, B, H = 4, 3, 16
+
+
+class Leaky(nn.Module):
+    """It has numbers of its own, and takes each weight for several columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+        self.rates = nn.Parameter(torch.rand(H // 4))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        own = torch.tensor([0.5, 2.0]).repeat(H // 2)
+        h = torch.tanh(self.linear(h) * own + x) * self.rates.repeat_interleave(4)
+        return h, h
+
+
+class OnlyOn(TorchDispatchMode):
+    """Refuses operators that read or make tensors on another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves((args, kwargs, made)):
+            assert not isinstance(tensor, Tensor) or tensor.device.type == self._device, func
+        return made
+
+
+@pytest.mark.parametrize("name", ["Leaky", "DreamerV3"])
+def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for a GPU, and torch could not capture it in a CUDA graph."""
+    asked: list[tuple[Outside, Sequence[Tensor]]] = []
+    compute = Outside.__call__
+
+    def noted(self: Outside, constants: Sequence[Tensor], dtype: torch.dtype) -> Any:
+        asked.append((self, constants))
+        return compute(self, constants, dtype)
+
+    monkeypatch.setattr(Outside, "__call__", noted)
+    if name == "Leaky":
+        cell: nn.Module = Leaky()
+        inputs: Any = torch.randn(T, B, H)
+    else:
+        case = next(case for case in CASES if case.name == name)
+        cell, inputs = case.cell(H, B), case.inputs(T, B, H)
+    with interpreted():
+        fusedrnn.Recurrent(cell, compile="require")(inputs, start_of(cell, Size(T, B, H), "cpu"))
+    outside, constants = asked[-1]
+    meta = [constant.to("meta") for constant in constants]
+    with pytest.raises(AssertionError), OnlyOn("meta"):
+        compute(outside, meta, torch.float32)
+    with torch.inference_mode():
+        outside.hold_on(torch.device("meta"))
+    with OnlyOn("meta"):
+        compute(outside, meta, torch.float32)
+    assert not any(number.is_inference() for number in outside._held.values())
