@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, OneHotCategorical, kl_divergence
-from torch.distributions import OneHotCategoricalStraightThrough as StraightThrough
-
-from docs.examples.gated_cells import BlockGRUCell
 
 
 class Cell(nn.Module):
@@ -30,30 +27,6 @@ class Cell(nn.Module):
         like = next(self.parameters())
         zeros = tuple(like.new_zeros(batch, width) for width in self.widths)
         return zeros[0] if len(zeros) == 1 else zeros
-
-
-class ForumStochasticGRU(Cell):
-    """A GRU on a latent that is drawn from the state, with a Linear for each projection."""
-
-    def __init__(self, inputs: int, hidden: int, latent: int) -> None:
-        super().__init__(hidden)
-        self.ih, self.zh = nn.Linear(inputs, 3 * hidden), nn.Linear(latent, 3 * hidden)
-        self.mu, self.logvar = nn.Linear(hidden, latent), nn.Linear(hidden, latent)
-
-    def reparameterize(self, mu: Tensor, logvar: Tensor) -> Tensor:
-        std = torch.exp(0.5 * logvar)
-        eps = torch.randn_like(std)
-        return eps.mul(std).add_(mu)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        mu, logvar = self.mu(h), self.logvar(h)
-        z = self.reparameterize(mu, logvar)
-        x_r, x_u, x_n = self.ih(x).chunk(3, 1)
-        z_r, z_u, z_n = self.zh(z).chunk(3, 1)
-        r, u = torch.sigmoid(x_r + z_r), torch.sigmoid(x_u + z_u)
-        n = torch.tanh(x_n + r * z_n)
-        h = (1 - u) * n + u * h
-        return (h, mu, logvar), h
 
 
 class ConcatenatedGRU(Cell):
@@ -102,45 +75,6 @@ class GumbelCell(Cell):
         z = F.gumbel_softmax(self.logits(h), tau=0.8, hard=self.hard)
         h = self.gru(torch.cat([x, z], -1), h)
         return z, h
-
-
-class DreamerV3(nn.Module):
-    """DreamerV3 with a block GRU, norms as modules, SiLU and 1% of uniform probability."""
-
-    def __init__(self, action: int, embed: int, hidden: int, groups: int, classes: int) -> None:
-        super().__init__()
-        self.hidden, self.groups, self.classes = hidden, groups, classes
-        latent = groups * classes
-        self.in_deter = self._layer(hidden, hidden, nn.RMSNorm)
-        self.in_stoch = self._layer(latent + action, hidden, nn.RMSNorm)
-        self.gru = BlockGRUCell(2 * hidden, hidden, 2)
-        self.obs, self.obs_logits = self._layer(hidden + embed, hidden), nn.Linear(hidden, latent)
-        self.img, self.img_logits = self._layer(hidden, hidden), nn.Linear(hidden, latent)
-        self.first_h = nn.Parameter(torch.zeros(1, hidden))
-
-    @staticmethod
-    def _layer(inputs: int, units: int, norm: type[nn.Module] = nn.LayerNorm) -> nn.Module:
-        return nn.Sequential(nn.Linear(inputs, units, bias=False), norm(units, eps=1e-3), nn.SiLU())
-
-    def _unimix(self, raw: Tensor) -> Tensor:
-        probs = raw.view(*raw.shape[:-1], self.groups, self.classes).softmax(dim=-1)
-        probs = probs * 0.99 + torch.ones_like(probs) / self.classes * 0.01
-        return torch.distributions.utils.probs_to_logits(probs)
-
-    def forward(self, x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:
-        first = x["is_first"][:, None]
-        h = state["h"] * (1.0 - first) + torch.tanh(self.first_h) * first
-        z, action = state["z"] * (1.0 - first), x["action"] * (1.0 - first)
-        seen = [self.in_deter(h), self.in_stoch(torch.cat([z, action], -1))]
-        h = self.gru(torch.cat(seen, -1), h)
-        prior = self._unimix(self.img_logits(self.img(h)))
-        post = self._unimix(self.obs_logits(self.obs(torch.cat([h, x["embed"]], -1))))
-        z = StraightThrough(logits=post).rsample().flatten(1)
-        return {"h": h, "z": z, "prior": prior, "post": post}, {"h": h, "z": z}
-
-    def initial_state(self, batch: int) -> dict[str, Tensor]:
-        h = torch.tanh(self.first_h).expand(batch, -1)
-        return {"h": h, "z": h.new_zeros(batch, self.groups * self.classes)}
 
 
 class VRNN(Cell):

@@ -103,7 +103,7 @@ def drawn(case: Case, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return cell, case.inputs(T, B, dtype), case.state(cell, B)
 
 
-SOME = ["LSTMCell", "forum", "late reset, LayerNorm", "sLSTM"]
+SOME = ["LSTMCell", "ForumCell", "late reset, LayerNorm", "sLSTM"]
 RESET = torch.rand(T, B, generator=torch.Generator().manual_seed(3)) < 0.4
 MASKS = {"whole": Masks(), "masked": Masks([3, 5, 1], RESET)}
 

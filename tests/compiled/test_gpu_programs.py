@@ -63,7 +63,7 @@ def check_against_the_cpu(case: Case, dtype: torch.dtype, masks: Masks, device: 
 
 def marked(case: Case, dtype: torch.dtype) -> Any:
     """CI has three cells in two dtypes; the quick tests have one of these."""
-    in_turn = {"LSTMCell": torch.float32, "forum": torch.float64}
+    in_turn = {"LSTMCell": torch.float32, "ForumCell": torch.float64}
     in_turn |= {"late reset, LayerNorm": torch.bfloat16}
     marks = [pytest.mark.slow if in_turn.get(case.name) == dtype else pytest.mark.nightly]
     is_quick = case.name == "LSTMCell" and dtype == torch.float32
@@ -87,7 +87,7 @@ def test_equals_the_cpu(case: Case, dtype: torch.dtype, masks: Masks) -> None:
     "name",
     [
         "late reset, LayerNorm",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("LSTMCell", "forum")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("LSTMCell", "ForumCell")),
     ],
 )
 @ALL_MASKS

@@ -10,10 +10,12 @@ from plain import Masks, loop
 from registry import BY_NAME, Case
 from test_published_cells import (
     SEVERAL,
+    STATES,
     Ready,
+    check_call,
+    check_layers,
     check_same,
-    error,
-    gradients,
+    errors,
     leaves_of,
     ready,
     seeded,
@@ -26,7 +28,7 @@ import fusedrnn
 T, B = 70, 8
 """Of three parts, the last of which is shorter."""
 LENGTHS = [70, 3, 64, 65, 20, 33, 1, 69]
-QUICK = {"LSTMCell", "forum"}
+QUICK = {"LSTMCell", "ForumCell"}
 NIGHTLY = {"sLSTM", "DreamerV2", "PlaNet"}
 SOME = pytest.mark.parametrize(
     "case",
@@ -41,20 +43,7 @@ SOME = pytest.mark.parametrize(
         for case in SEVERAL
     ],
 )
-KINDS = ["whole", "lengths", "resets", "one row", "rows", "sequence"]
-
-
-def masks_of(case: Case, cell: Any, kind: str) -> Masks:
-    torch.manual_seed(1)
-    if kind == "whole":
-        return Masks()
-    if kind == "lengths":
-        return Masks(LENGTHS)
-    reset = torch.rand(T, B) < 0.1
-    if kind == "resets":
-        return Masks(LENGTHS, reset)
-    steps, rows = (T,) if kind == "sequence" else (), 1 if kind == "one row" else B
-    return Masks(LENGTHS, reset, case.state(cell, rows, *steps), bool(steps))
+KINDS = ["whole", "lengths", "zero", *STATES]
 
 
 def test_there_are_several_parts() -> None:
@@ -69,19 +58,18 @@ def test_there_are_several_parts() -> None:
 @SOME
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_loop(case: Case, kind: str) -> None:
-    one = ready(case, "compiled")
-    cell, rnn = one.cell, one.with_options(return_sequence=False)
-    masks = masks_of(case, cell, kind)
-    x, state = case.inputs(T, B), case.state(cell, B)
-    ours = rnn(x, state, masks.lengths, masks.reset, masks.reset_to, generator=seeded())
-    expected = loop(cell, x, state, masks, returns_sequence=False)
-    check_same(ours, expected, leaves_of(x, state, masks.reset_to, cell))
+    torch.manual_seed(1)
+    masks = Masks(None if kind == "whole" else LENGTHS)
+    if kind not in ("whole", "lengths"):
+        cell = ready(case, "compiled").cell
+        masks = case.masks(cell, kind, torch.rand(T, B) < 0.1, LENGTHS)
+    check_call(case, "compiled", masks, (T, B), return_sequence=False)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, pytest.param(50, marks=pytest.mark.slow)])
 def test_chunks_and_strides(chunk_size: int) -> None:
     """Inputs whose batch comes first in memory."""
-    case = BY_NAME["forum"]
+    case = BY_NAME["ForumCell"]
     one = ready(case, "compiled")
     x, state = case.inputs(T, B), case.state(one.cell, B)
     turned = pytree.tree_map(lambda leaf: leaf.transpose(0, 1).contiguous(), x)
@@ -96,13 +84,8 @@ def test_chunks_and_strides(chunk_size: int) -> None:
 def test_both_directions(name: str, lengths: list[int] | None) -> None:
     case = BY_NAME[name]
     one = Ready([case.cell(), case.cell()], "require", bidirectional=True)
-    x, states = case.inputs(T, B), tuple(case.state(cell, B) for cell in one.cell)
-    reset = torch.rand(T, B) < 0.1
-    rnn = one.with_options(return_sequence=False)
-    ours = rnn(x, states, lengths, reset, generator=seeded())
-    options = {"is_bidirectional": True, "returns_sequence": False}
-    expected = loop(one.cell, x, states, Masks(lengths, reset), **options)
-    check_same(ours, expected, leaves_of(x, states, *one.cell))
+    masks = Masks(lengths, torch.rand(T, B) < 0.1)
+    check_layers(case, one, masks, (T, B), is_bidirectional=True, returns_sequence=False)
 
 
 @pytest.mark.parametrize(
@@ -131,32 +114,12 @@ def test_some_gradients(given: int, wanted: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["LSTMCell", pytest.param("forum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["LSTMCell", pytest.param("ForumCell", marks=pytest.mark.slow)])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """Errors are at most twice those of the loop."""
-    case = BY_NAME[name]
-    cell, exact_cell = case.cell(dtype), case.cell()
-    exact_cell.load_state_dict(cell.state_dict())
-    x, state = case.inputs(T, 32, dtype), case.state(cell, 32)
-    exact_given = pytree.tree_map(
-        lambda t: (
-            t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
-        ),
-        (x, state),
-    )
-    rnn = fusedrnn.Recurrent(cell, compile="require", return_sequence=False)
-    found = []
-    for results, leaves in (
-        (rnn(x, state, generator=seeded()), leaves_of(x, state, cell)),
-        (loop(cell, x, state, returns_sequence=False), leaves_of(x, state, cell)),
-        (
-            loop(exact_cell, *exact_given, returns_sequence=False, drawn_in=dtype),
-            leaves_of(exact_given, exact_cell),
-        ),
-    ):
-        found.append((pytree.tree_leaves(results), gradients(results, leaves)))
-    for mine, other, right in zip(*found, strict=True):
-        assert error(mine, right) <= 2 * error(other, right) + torch.finfo(dtype).eps / 8
+    found = errors(BY_NAME[name], dtype, "compiled", (T, 32), returns_sequence=False)
+    for mine, other in zip(*found, strict=True):
+        assert mine <= 2 * other + torch.finfo(dtype).eps / 8
 
 
 def test_memory_grows_with_the_root() -> None:

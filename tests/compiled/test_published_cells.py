@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 
 T, B = 5, 3
-SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "forum", "dict state", "PlaNet")]
+SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "ForumCell", "dict state", "PlaNet")]
 SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zoneout", "sLSTM")]
 BACKENDS = ["compiled", "interpreted", "emulated"]
 """What runs programs: C++, torch, or the emulation of a GPU. If only one fails, it tells where to
@@ -203,14 +203,15 @@ def test_says_why_a_step_is_not_compiled(case: Case) -> None:
         assert str(error).startswith("fusedrnn: the cell cannot be compiled: ")
 
 
-@pytest.mark.parametrize("kind", ["one row", "rows", "sequence"])
+STATES = ["one row", "rows", "sequence"]
+"""Kinds of states at resets."""
+
+
+@pytest.mark.parametrize("kind", STATES)
 @SOME
 def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
     torch.manual_seed(1)
-    has_steps = kind == "sequence"
-    steps = (T,) if has_steps else ()
-    to = case.state(ready(case, backend).cell, 1 if kind == "one row" else B, *steps)
-    masks = Masks([5, 2, 4], torch.rand(T, B) < 0.4, to, has_steps)
+    masks = case.masks(ready(case, backend).cell, kind, torch.rand(T, B) < 0.4, [5, 2, 4])
     check_call(case, backend, masks, chunk_size=2)
 
 
@@ -248,23 +249,29 @@ def layers(name: str, is_bidirectional: bool, backend: str) -> Ready:
     return Ready(cells, "require", bidirectional=is_bidirectional)
 
 
+def check_layers(
+    case: Case, one: Ready, masks: Masks, sizes: tuple[int, int] = (T, B), **options: bool
+) -> None:
+    """A call of several cells with random states, against the loop, whose options are given."""
+    x, states = case.inputs(*sizes), tuple(case.state(cell, sizes[1]) for cell in one.cell)
+    rnn = one.with_options(return_sequence=options["returns_sequence"])
+    ours = rnn(x, states, masks.lengths, masks.reset, generator=seeded())
+    expected = loop(one.cell, x, states, masks, **options)
+    check_same(ours, expected, leaves_of(x, states, *one.cell))
+
+
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("is_bidirectional", [False, True])
 @pytest.mark.parametrize("returns_sequence", [False, True])
 def test_layers_and_directions(
     name: str, backend: str, is_bidirectional: bool, returns_sequence: bool
 ) -> None:
-    case, one = BY_NAME[name], layers(name, is_bidirectional, backend)
-    x, states = case.inputs(T, B), tuple(case.state(cell, B) for cell in one.cell)
     masks = Masks([4, 5, 2], torch.rand(T, B) < 0.2)
-    rnn = one.with_options(return_sequence=returns_sequence)
-    ours = rnn(x, states, masks.lengths, masks.reset, generator=seeded())
     options = {"is_bidirectional": is_bidirectional, "returns_sequence": returns_sequence}
-    expected = loop(one.cell, x, states, masks, **options)
-    check_same(ours, expected, leaves_of(x, states, *one.cell))
+    check_layers(BY_NAME[name], layers(name, is_bidirectional, backend), masks, **options)
 
 
-@pytest.mark.parametrize("name", ["forum", pytest.param("PlaNet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ForumCell", pytest.param("PlaNet", marks=pytest.mark.slow)])
 def test_a_part_of_the_gradients(name: str) -> None:
     """Without those of the input, then without those of the weights, then of one weight alone."""
     case = BY_NAME[name]
@@ -289,7 +296,7 @@ def test_without_gradients(case: Case, backend: str) -> None:
 
 
 def test_a_first_call_without_gradients() -> None:
-    case = BY_NAME["forum"]
+    case = BY_NAME["ForumCell"]
     cell, x = case.cell(), case.inputs(T, B)
     state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
     with torch.no_grad():
@@ -311,7 +318,7 @@ def test_training_and_evaluation_in_turn(name: str) -> None:
 
 # Errors of other dtypes.
 
-QUICK = {"LSTMCell": torch.bfloat16, "forum": torch.float16, "sLSTM": torch.float32}
+QUICK = {"LSTMCell": torch.bfloat16, "ForumCell": torch.float16, "sLSTM": torch.float32}
 QUICK |= {"late reset, LayerNorm": torch.float32}
 
 
@@ -343,22 +350,28 @@ def test_errors_are_at_most_twice_those_of_the_loop(
         assert mine <= allowed, found
 
 
-def errors(case: Case, dtype: torch.dtype, backend: str) -> tuple[list[float], list[float]]:
+def errors(
+    case: Case,
+    dtype: torch.dtype,
+    backend: str,
+    sizes: tuple[int, int] = (6, 64),
+    returns_sequence: bool = True,
+) -> tuple[list[float], list[float]]:
     """Of a program and of the loop: those of results and of gradients."""
-    seq_len, batch = 6, 64
     one = ready(case, backend, dtype)
-    cell, rnn = one.cell, one.with_options()
-    x, state = case.inputs(seq_len, batch, dtype), case.state(cell, batch)
+    cell, rnn = one.cell, one.with_options(return_sequence=returns_sequence)
+    x, state = case.inputs(*sizes, dtype), case.state(cell, sizes[1])
+    by_loop = functools.partial(loop, returns_sequence=returns_sequence)
     exact_cell = case.cell()
     exact_cell.load_state_dict(cell.state_dict())
     exact_x, exact_state = (copied(tree, torch.float64) for tree in (x, state))
     exact = judged(
-        lambda: loop(exact_cell, exact_x, exact_state, drawn_in=dtype),
+        lambda: by_loop(exact_cell, exact_x, exact_state, drawn_in=dtype),
         leaves_of(exact_x, exact_state, exact_cell),
     )
     leaves = leaves_of(x, state, cell)
     ours = judged(lambda: rnn(x, state, generator=seeded()), leaves)
-    theirs = judged(lambda: loop(cell, x, state), leaves)
+    theirs = judged(lambda: by_loop(cell, x, state), leaves)
     mine, others = (
         [error(found, right) for found, right in zip(run, exact, strict=True)]
         for run in (ours, theirs)
@@ -413,10 +426,8 @@ def test_random_calls(seed: int, backend: str) -> None:
     lengths = [draw.randint(1, seq_len) for _ in range(batch)] if draw.random() < 0.5 else None
     masks = Masks(lengths)
     if draw.random() < 0.5:
-        kind = draw.choice(["zero", "one row", "rows", "sequence"])
-        steps, rows = (seq_len,) if kind == "sequence" else (), 1 if kind == "one row" else batch
-        to = None if kind == "zero" else case.state(ready(case, backend).cell, rows, *steps)
-        masks = Masks(lengths, torch.rand(seq_len, batch) < 0.3, to, bool(steps))
+        kind, reset = draw.choice(["zero", *STATES]), torch.rand(seq_len, batch) < 0.3
+        masks = case.masks(ready(case, backend).cell, kind, reset, lengths)
     options = {"chunk_size": draw.choice([None, 1, 2, 5, 100])}
     check_call(
         case, backend, masks, (seq_len, batch), return_sequence=draw.random() < 0.7, **options
