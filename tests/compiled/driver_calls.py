@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from driver_cells import Cell
+from driver_cells import Cell, Made
+from plain import operators_loop
 from torch import Tensor
 
 from fusedrnn._compile import operators
@@ -145,23 +146,15 @@ def expected(call: Call, draws: list[Tensor] | None = None) -> Results:
         )
     }
     draws = call.draws(call.dtype) if draws is None else draws
-    carries, made = list(leaves["carry"]), {}
-    steps = range(call.seq_len)
-    for t in reversed(steps) if call.reverse else steps:
-        takes = active[t][:, None]
-        before = [
-            _after_reset(call, t, j, carry, leaves["reset_to"]) for j, carry in enumerate(carries)
-        ]
-        new, made[t] = call.cell.step(
-            leaves["weight"],
-            leaves["vector"],
-            [x[t] for x in leaves["input"]],
-            before,
-            [draw[t] for draw in draws],
-        )
-        carries = [torch.where(takes, a, b) for a, b in zip(new, carries, strict=True)]
-        made[t] = [torch.where(takes, y, 0) for y in made[t]]
-    sequences = [torch.stack([made[t][i] for t in steps]) for i in range(len(made[0]))]
+
+    def step(time: int, x: list[Tensor], old: list[Tensor]) -> Made:
+        drawn = [draw[time] for draw in draws]
+        return call.cell.step(leaves["weight"], leaves["vector"], x, old, drawn)
+
+    sequences, carries = operators_loop(
+        step, call.seq_len, leaves["input"], leaves["carry"], leaves["reset_to"], call.kinds,
+        lengths=call.lengths, reset=call.reset, reverse=call.reverse,
+    )  # fmt: skip
     given = [torch.where(active[..., None], g, 0) for g in call.grad_sequences] + call.grad_last
     total = sum((y * g).sum() for y, g in zip(sequences + carries, given, strict=True))
     flat = [leaf for tensors in leaves.values() for leaf in tensors]
@@ -174,15 +167,6 @@ def expected(call: Call, draws: list[Tensor] | None = None) -> Results:
         ]
         results |= _numbered(f"grad {name}", found)
     return {name: tensor.detach() for name, tensor in results.items()}
-
-
-def _after_reset(call: Call, t: int, j: int, carry: Tensor, reset_to: list[Tensor]) -> Tensor:
-    kind = call.kinds[j] if call.kinds else ZERO
-    if call.reset is None or kind == KEEP:
-        return carry
-    value = torch.zeros(()) if kind == ZERO else reset_to[j][t] if kind == STEPS else reset_to[j]
-    takes = call.reset[t] if call.lengths is None else call.reset[t] & (t < call.lengths)
-    return torch.where(takes[:, None], value, carry)
 
 
 def _numbered(name: str, tensors: list[Tensor]) -> Results:

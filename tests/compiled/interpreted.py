@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled.plain import operators_loop
 from torch import Tensor
 
 from fusedrnn import _compile, _ops
@@ -22,7 +23,7 @@ from fusedrnn._compile import ready, records, verify
 from fusedrnn._compile.cell import Printed
 from fusedrnn._compile.graphs import CannotStore
 from fusedrnn._compile.interpret import _Step
-from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
+from fusedrnn.recurrent.program_call import KEEP, ZERO
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
@@ -140,32 +141,12 @@ def _run(
         ).double()
         for d in plan.draws
     }
-    ends = torch.full((rows,), steps) if lengths is None else lengths
-    longest, state, made = int(ends.argmax()), list(carries), {}
-    for t in range(steps)[:: -1 if reverse else 1]:
-        active = ends[:, None] > t
-        if reset is not None:
-            flags = reset[t][:, None] & active
-            state = [
-                _started(leaf, flags, to, kind, t)
-                for leaf, to, kind in zip(state, reset_to, kinds, strict=True)
-            ]
-        # Rows that have ended take some step that has a derivative.
-        x, old = (
-            [torch.where(active, leaf, leaf[longest].detach()) for leaf in leaves]
-            for leaves in ([one[t] for one in inputs], state)
-        )
-        now = _Step(owner, weights, vectors, x, old, {d: n[t] for d, n in draws.items()})
-        new = now.run()
-        made[t] = [torch.where(active, columns, 0) for columns in now.sequences()]
-        state = [torch.where(active, a, b) for a, b in zip(new, state, strict=True)]
-    sequences = [
-        torch.stack(columns) for columns in zip(*(made[t] for t in range(steps)), strict=True)
-    ]
-    return [*sequences, *state]
 
+    def step(time: int, x: list[Tensor], old: list[Tensor]) -> tuple[Any, Any]:
+        drawn = {d: numbers[time] for d, numbers in draws.items()}
+        now = _Step(owner, weights, vectors, x, old, drawn)
+        return now.run(), now.sequences()
 
-def _started(leaf: Tensor, flags: Tensor, to: Tensor, kind: int, time: int) -> Tensor:
-    if kind == KEEP:
-        return leaf
-    return torch.where(flags, 0 if kind == ZERO else to[time] if kind == SEQUENCE else to, leaf)
+    options: Any = {"lengths": lengths, "reset": reset, "reverse": reverse}
+    made, last = operators_loop(step, steps, inputs, carries, reset_to, kinds, **options)
+    return [*made, *last]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedrnn.recurrent.noise import Noise, Seed
+from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
 from fusedrnn.recurrent.reads import Watch
 
 
@@ -120,6 +121,56 @@ def one_loop(
         return last, state
     nothing = pytree.tree_map(torch.zeros_like, outputs[0])
     return stacked([outputs.get(time, nothing) for time in range(seq_len)]), state
+
+
+def loss_of(*trees: Any) -> Tensor:
+    """Depends on every number of floating point, each with a weight of its own."""
+    total: Any = 0.0
+    for leaf in pytree.tree_leaves(trees):
+        if leaf.is_floating_point():
+            weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).view(leaf.shape)
+            leaf = leaf.double()
+            total = total + (leaf * leaf * weight).sum() + (leaf * weight).sum()
+    return total  # type: ignore[no-any-return]
+
+
+def operators_loop(
+    step: Callable[[int, list[Tensor], list[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]],
+    steps: int,
+    inputs: Sequence[Tensor],
+    carries: Sequence[Tensor],
+    reset_to: Sequence[Tensor],
+    kinds: Sequence[int],
+    *,
+    lengths: Tensor | None,
+    reset: Tensor | None,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All sequences and the last carries, from arguments as the operators of programs have them.
+
+    Args:
+        step: New carries and columns of each sequence, from a time, inputs and carries.
+    """
+    ends = torch.full((carries[0].shape[0],), steps) if lengths is None else lengths
+    longest, state, made = int(ends.argmax()), list(carries), {}
+    for t in range(steps)[:: -1 if reverse else 1]:
+        active = ends[:, None] > t
+        if reset is not None:
+            flags = reset[t][:, None] & active
+            for j, kind in enumerate(kinds or [ZERO] * len(state)):
+                if kind != KEEP:
+                    value = reset_to[j] if kind != ZERO else torch.zeros(())
+                    value = value[t] if kind == SEQUENCE else value
+                    state[j] = torch.where(flags, value, state[j])
+        # Rows that have ended take some step that has a derivative.
+        x, old = (
+            [torch.where(active, leaf, leaf[longest].detach()) for leaf in leaves]
+            for leaves in ([one[t] for one in inputs], state)
+        )
+        new, columns = step(t, x, old)
+        made[t] = [torch.where(active, y, 0) for y in columns]
+        state = [torch.where(active, a, b) for a, b in zip(new, state, strict=True)]
+    return [torch.stack(y) for y in zip(*(made[t] for t in range(steps)), strict=True)], state
 
 
 def loop(

@@ -24,17 +24,17 @@ from driver_calls import (
     run,
 )
 from driver_cells import CELLS, NARROW, Cell, gru
-from torch import Tensor
+from layouts import strided
 
 from fusedrnn._compile import operators
 
 LENGTHS = {
     "none": None,
-    "all": [7, 7, 7, 7],
-    "sorted": [7, 5, 2, 2],
-    "unsorted": [3, 7, 1, 5],
-    "empty": [2, 0, 3, 0],
-    "nothing": [0, 0, 0, 0],
+    "all": torch.tensor([7, 7, 7, 7]),
+    "sorted": torch.tensor([7, 5, 2, 2]),
+    "unsorted": torch.tensor([3, 7, 1, 5]),
+    "empty": torch.tensor([2, 0, 3, 0]),
+    "nothing": torch.tensor([0, 0, 0, 0]),
 }
 
 
@@ -59,17 +59,9 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 )
 def test_values_and_gradients(cell: Cell, lengths: str, reverse: bool, saves: bool) -> None:
     for chunk, has_resets in itertools.product([1, 3, 7], [False, True]):
-        given = LENGTHS[lengths]
-        check(
-            random_call(
-                cell,
-                lengths=None if given is None else torch.tensor(given),
-                reset=resets(7, 4) if has_resets else None,
-                chunk=chunk,
-                reverse=reverse,
-                saves=saves,
-            )
-        )
+        reset = resets(7, 4) if has_resets else None
+        options = {"chunk": chunk, "reverse": reverse, "saves": saves, "reset": reset}
+        check(random_call(cell, lengths=LENGTHS[lengths], **options))
 
 
 @pytest.mark.parametrize(
@@ -77,19 +69,10 @@ def test_values_and_gradients(cell: Cell, lengths: str, reverse: bool, saves: bo
 )
 @pytest.mark.parametrize("kind", [ZERO, ROWS, ONE_ROW, STEPS, KEEP])
 def test_resets(cell: Cell, kind: int, lengths: str) -> None:
-    given = LENGTHS[lengths]
+    kinds = [kind, STEPS if kind == ROWS else KEEP][: len(cell.program.carries)]
     for chunk, reverse in itertools.product([2, 7], [False, True]):
-        kinds = [kind, STEPS if kind == ROWS else KEEP][: len(cell.program.carries)]
-        check(
-            random_call(
-                cell,
-                lengths=None if given is None else torch.tensor(given),
-                reset=resets(7, 4, seed=chunk),
-                kinds=kinds,
-                chunk=chunk,
-                reverse=reverse,
-            )
-        )
+        options = {"chunk": chunk, "reverse": reverse, "reset": resets(7, 4, seed=chunk)}
+        check(random_call(cell, lengths=LENGTHS[lengths], kinds=[*kinds], **options))
 
 
 @pytest.mark.parametrize(("seq_len", "batch"), [(1, 1), (1, 3), (5, 1), (2, 40)])
@@ -110,13 +93,8 @@ def test_other_types(cell: Cell, dtype: torch.dtype) -> None:
     """At most twice the error of the loop in the same type, by the norm of each tensor."""
     slack = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1 / 4)
     for given, chunk in itertools.product(["none", "unsorted"], [2, 7]):
-        lengths = LENGTHS[given]
-        call = random_call(
-            cell,
-            lengths=None if lengths is None else torch.tensor(lengths),
-            reset=None if lengths is None else resets(7, 4),
-            chunk=chunk,
-        ).to(dtype)
+        reset = None if given == "none" else resets(7, 4)
+        call = random_call(cell, lengths=LENGTHS[given], reset=reset, chunk=chunk).to(dtype)
         draws = call.draws(dtype)
         right = expected(call.to(torch.float64), [draw.double() for draw in draws])
         loop = expected(call, draws)
@@ -160,32 +138,16 @@ def test_draws_of_a_part() -> None:
     assert not torch.allclose(found(call)["sequence 1"], others["sequence 1"])
 
 
-def _strided(tensor: Tensor) -> Tensor:
-    """The same numbers, with all dimensions in another order in memory, and gaps."""
-    if tensor.numel() == 0:
-        return tensor
-    memory = torch.full([2 * size for size in reversed(tensor.shape)], float("nan"))
-    view = memory.to(tensor.dtype)[tuple(slice(None, None, 2) for _ in tensor.shape)]
-    view = view.permute(*reversed(range(tensor.dim())))
-    view.copy_(tensor)
-    return view
-
-
 @pytest.mark.parametrize("lengths", ["none", "unsorted"])
 @pytest.mark.parametrize("dtype", [torch.float64, *NARROW])
 def test_strides(cell: Cell, dtype: torch.dtype, lengths: str) -> None:
     """Arguments may lie in memory as they like."""
-    given = LENGTHS[lengths]
-    call = random_call(
-        cell,
-        lengths=None if given is None else torch.tensor(given),
-        reset=resets(7, 4),
-        kinds=[ROWS, STEPS][: len(cell.program.carries)],
-        chunk=3,
-    ).to(dtype)
+    kinds = [ROWS, STEPS][: len(cell.program.carries)]
+    options = {"kinds": kinds, "reset": resets(7, 4), "chunk": 3}
+    call = random_call(cell, lengths=LENGTHS[lengths], **options).to(dtype)
     right = found(call)
     for name in TENSORS:
-        setattr(call, name, [_strided(tensor) for tensor in getattr(call, name)])
+        setattr(call, name, [strided(tensor) for tensor in getattr(call, name)])
     for name, tensor in found(call).items():
         torch.testing.assert_close(tensor, right[name], atol=1e-5, rtol=1e-5)
     call.inputs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in call.inputs]

@@ -1,4 +1,4 @@
-"""Cells that people write, by compiled steps: values and all gradients, against the plain loop.
+"""Cells that people write, compiled or in Python: values and gradients, against the plain loop.
 
 Longer than 350 lines, because all options are tried with the same cells.
 """
@@ -15,12 +15,14 @@ import pytest
 import torch
 from gpu_programs import emulate
 from interpreted import interpreted
-from plain import Masks, loop
+from plain import Masks, loop, loss_of
+from recurrent.recorders import Repeated
 from registry import BY_NAME, CASES, Case, H
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn.recurrent import graphs
 
 T, B = 5, 3
 SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "ForumCell", "dict state", "PlaNet")]
@@ -28,11 +30,15 @@ SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zo
 BACKENDS = ["compiled", "interpreted", "emulated"]
 """What runs programs: C++, torch, or the emulation of a GPU. If only one fails, it tells where to
 look."""
+IN_PYTHON = ["replay", "parallel"]
+"""Modes of steps in Python, in the place of a program."""
 
 
 def marked(case: Case, backend: str) -> Any:
     """The quick tests have C++ of several cells, and no C++ of the others."""
-    if backend == "emulated":
+    if backend in IN_PYTHON:
+        marks = []
+    elif backend == "emulated":
         marks = [pytest.mark.slow if case in SEVERAL else pytest.mark.nightly]
     elif (backend == "interpreted") == (case in SEVERAL):
         marks = [pytest.mark.nightly if backend == "interpreted" else pytest.mark.slow]
@@ -59,7 +65,7 @@ def on(cases: Sequence[Case], backends: Sequence[str] = BACKENDS) -> Any:
     return pytest.mark.parametrize(("case", "backend"), every, indirect=["backend"])
 
 
-ALL, SOME = on(CASES), on(SEVERAL)
+ALL, SOME = (on(cases, [*BACKENDS, *IN_PYTHON]) for cases in (CASES, SEVERAL))
 
 
 def how(case: Case) -> str:
@@ -71,34 +77,28 @@ class Ready:
 
     def __init__(self, cell: Any, compile: str, **options: Any) -> None:
         self.cell, self.rnn = cell, fusedrnn.Recurrent(cell, compile=compile, **options)
+        self.mode = self.rnn.mode
 
     def with_options(self, **options: Any) -> fusedrnn.Recurrent:
         """As if the module had been made with these; their defaults for the others."""
         every = {"chunk_size": None, "return_sequence": True, "batch_first": False}
-        every |= {"recompute": True}
-        for name, value in (every | options).items():
+        every |= {"recompute": True, "cuda_graphs": False, "mode": self.mode} | options
+        if self.rnn.compile_cell == "never" and not every["recompute"]:
+            every |= {"mode": "auto", "chunk_size": None}  # the graph of steps has neither
+        for name, value in every.items():
             setattr(self.rnn, name, value)
         return self.rnn
 
 
 @functools.cache
 def ready(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> Ready:
+    if backend in IN_PYTHON:
+        return Ready(case.cell(dtype), "never", mode=backend)
     return Ready(case.cell(dtype), how(case))
 
 
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def loss_of(*trees: Any) -> Tensor:
-    """Depends on every number, each with a weight of its own."""
-    total: Any = 0.0
-    for leaf in pytree.tree_leaves(trees):
-        if leaf.is_floating_point():
-            weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=torch.float64).view(leaf.shape)
-            leaf = leaf.double()
-            total = total + (leaf * leaf * weight).sum() + (leaf * weight).sum()
-    return total  # type: ignore[no-any-return]
 
 
 def leaves_of(*trees: Any) -> list[Tensor]:
@@ -215,15 +215,18 @@ def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
     check_call(case, backend, masks, chunk_size=2)
 
 
+BY_KEYS = [BY_NAME[name] for name in ("dict state", "PlaNet", "LFADS", "DreamerV3")]
+
+
 @pytest.mark.parametrize("key", [0, -1])
-@on([BY_NAME[name] for name in ("dict state", "PlaNet", "LFADS", "DreamerV3")], BACKENDS[:2])
+@on(BY_KEYS, [*BACKENDS[:2], *IN_PYTHON])
 def test_a_reset_of_some_keys(case: Case, backend: str, key: int) -> None:
     state = case.state(ready(case, backend).cell, B)
     some = list(state)[key]
     check_call(case, backend, Masks(None, torch.rand(T, B) < 0.4, {some: state[some]}))
 
 
-@on(SEVERAL, ["compiled"])
+@on(SEVERAL, ["compiled", *IN_PYTHON])
 def test_batch_first(case: Case, backend: str) -> None:
     one, x = ready(case, backend), case.inputs(T, B)
     state, reset = case.state(one.cell, B), torch.rand(T, B) < 0.3
@@ -246,7 +249,8 @@ def layers(name: str, is_bidirectional: bool, backend: str) -> Ready:
     kind, more = type(first.make()), {"late reset, LayerNorm": [nn.LayerNorm]}.get(name, [])
     cells = [first.cell() for _ in range(directions)]
     cells += [kind(H * directions, H, *more).double() for _ in range(directions)]
-    return Ready(cells, "require", bidirectional=is_bidirectional)
+    how = {"compile": "never", "mode": backend} if backend in IN_PYTHON else {"compile": "require"}
+    return Ready(cells, bidirectional=is_bidirectional, **how)
 
 
 def check_layers(
@@ -260,6 +264,7 @@ def check_layers(
     check_same(ours, expected, leaves_of(x, states, *one.cell))
 
 
+@pytest.mark.parametrize("backend", ["compiled", *IN_PYTHON], indirect=True)
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("is_bidirectional", [False, True])
 @pytest.mark.parametrize("returns_sequence", [False, True])
@@ -285,7 +290,7 @@ def test_a_part_of_the_gradients(name: str) -> None:
         check_same(ours, loop(cell, x, state), wanted)
 
 
-@on(SEVERAL, ["compiled"])
+@on(SEVERAL, ["compiled", *IN_PYTHON])
 def test_without_gradients(case: Case, backend: str) -> None:
     one, x = ready(case, backend), case.inputs(T, B)
     state = case.state(one.cell, B)
@@ -416,19 +421,36 @@ SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 CALLS = [pytest.param(seed, "interpreted", marks=[SLOW] * (seed % 3 > 0)) for seed in range(60)] + [
     pytest.param(seed, "compiled", marks=NIGHTLY if seed % 6 else SLOW) for seed in range(60)
 ]
+CALLS += [
+    pytest.param(seed, IN_PYTHON[seed % 2], marks=[SLOW] * (seed >= 60)) for seed in range(150)
+]
 
 
 @pytest.mark.parametrize(("seed", "backend"), CALLS, indirect=["backend"])
 def test_random_calls(seed: int, backend: str) -> None:
+    check_random_call(seed, backend)
+
+
+def check_random_call(seed: int, backend: str, **options: Any) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    case, seq_len, batch = draw.choice(CASES), draw.choice([1, 2, 7, 12]), draw.choice([1, 2, 5])
+    case, seq_len, batch = draw.choice(CASES), draw.choice([1, 2, 7, 20]), draw.choice([1, 2, 5])
     lengths = [draw.randint(1, seq_len) for _ in range(batch)] if draw.random() < 0.5 else None
     masks = Masks(lengths)
     if draw.random() < 0.5:
         kind, reset = draw.choice(["zero", *STATES]), torch.rand(seq_len, batch) < 0.3
         masks = case.masks(ready(case, backend).cell, kind, reset, lengths)
-    options = {"chunk_size": draw.choice([None, 1, 2, 5, 100])}
-    check_call(
-        case, backend, masks, (seq_len, batch), return_sequence=draw.random() < 0.7, **options
-    )
+    options |= {"chunk_size": draw.choice([None, 1, 2, 5, 100])}
+    options |= {"return_sequence": draw.random() < 0.7}
+    check_call(case, backend, masks, (seq_len, batch), **options)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[SLOW] * (seed >= 40)) for seed in range(100)]
+)
+def test_random_calls_by_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps in Python. The second call is the first one that records."""
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
+    for _ in range(2):
+        check_random_call(seed, IN_PYTHON[seed % 2], cuda_graphs=True)

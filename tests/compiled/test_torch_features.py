@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import allow_tf32
 from interpreted import interpreted
-from plain import loop
+from plain import loop, loss_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
+from bench.clock import measure_memory
 
 T, B, H = 6, 3, 4
 F64 = torch.float64
@@ -80,15 +81,6 @@ def drawing() -> Minimal:
 
 def auto(cell: Any = None, **options: Any) -> fusedrnn.Recurrent:
     return fusedrnn.Recurrent(Minimal() if cell is None else cell, compile="auto", **options)
-
-
-def loss_of(*results: Any) -> Tensor:
-    """Depends on every number, each with a weight of its own."""
-    total: Any = 0.0
-    for leaf in pytree.tree_leaves(results):
-        weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
-        total = total + (leaf * leaf * weight).sum() + (leaf * weight).sum()
-    return total  # type: ignore[no-any-return]
 
 
 def gradients(results: Any, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -702,27 +694,14 @@ def test_threads(with_gradient: bool) -> None:
     assert (nn.Module.__call__, nn.Module.__getattr__) == calls  # a tracer exchanges them
 
 
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """The most that is allocated at once, in C++ as well."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        function()
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
-
-
 def test_memory_grows_with_results_alone() -> None:
     """The output and the gradient of the input; a workspace is that of a chunk."""
     rnn, wide, extra = required(), 64, []
     for steps in (64, 512):
         x = sequence(steps, wide)
         rnn(x)
-        extra.append(peak_bytes(lambda: rnn(x)[0].sum().backward()) - 2 * x.nbytes)  # noqa: B023
+        memory = measure_memory(lambda: rnn(x)[0].sum().backward())  # noqa: B023
+        extra.append(memory.peak_bytes - 2 * x.nbytes)
     assert extra[1] < 1.5 * extra[0] + 50_000, extra
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled.plain import at, stacked
+from compiled.plain import at, loss_of, stacked
 from compiled.plain import loop as plain_loop
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -48,16 +48,6 @@ def scan_loop(
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def loss_of(*trees: Any) -> Tensor:
-    """Depends on every element of every tensor of floating point, each with a weight of its own."""
-    total: Any = 0.0
-    for leaf in pytree.tree_leaves(trees):
-        if leaf.is_floating_point():
-            weight = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
-            total = total + (leaf * leaf * weight).sum() + (leaf * weight).sum()
-    return total  # type: ignore[no-any-return]
 
 
 def leaves_with_gradient(*trees: Any) -> list[Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn.recurrent import calls
-from fusedrnn.recurrent.graphs import RECORDERS
 from fusedrnn.recurrent.memories import memory_of
 from fusedrnn.recurrent.probe import Obstacle
 
@@ -122,14 +121,12 @@ def test_trials_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts(biases[0][:1], biases[1].requires_grad_(), biases[2]) == [2, 3, 3]
 
 
-def test_graphs_are_recorded_from_the_second_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECORDERS, "cpu", Repeated)
-    monkeypatch.setattr(Repeated, "count", 0)
+def test_graphs_are_recorded_from_the_second_call_on(recorder: type[Repeated]) -> None:
     model = Model(cuda_graphs=True, chunk_size=3)
     model(torch.randn(T, B, H, dtype=F64))[1].sum().backward()
-    assert Repeated.count == 0
+    assert recorder.count == 0
     model.check()
-    assert Repeated.count > 0
+    assert recorder.count > 0
 
 
 def weighted(weight: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Lengths, resets and the last output alone, against loops over each row by itself."""
+"""Forms of lengths and resets, and steps that have no derivative elsewhere, against the loop.
+
+compiled/test_published_cells.py has calls with all masks, by steps in Python too.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from compiled.plain import Masks, loop
-from loops import F64, MODES, WAYS, By, Mixed, check_same, double, leaves_with_gradient
-from recorders import Repeated
+from loops import F64, MODES, By, Mixed, check_same, double
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
 
 pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
 T, B, H = 8, 3, 4
@@ -23,77 +24,6 @@ RESET = torch.tensor(
     [[1, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 1, 1]],
     dtype=torch.bool,
 )
-
-
-def by_rows(
-    cell: Any,
-    input: Any,
-    state: Any,
-    lengths: list[int],
-    reset: Tensor | None = None,
-    reset_to: Any = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """Each row for itself, with as many steps as it has; ``reset_to`` is of one row."""
-    outputs, states = [], []
-    for i, n in enumerate(lengths):
-        steps = pytree.tree_map(lambda leaf: leaf[:n, i : i + 1], input)  # noqa: B023
-        masks = Masks(reset=None if reset is None else reset[:n, i : i + 1], reset_to=reset_to)
-        own = pytree.tree_map(lambda leaf: leaf[i : i + 1], state)  # noqa: B023
-        y, end = loop(cell, steps, own, masks, **options)
-        if options.get("returns_sequence", True):
-            y = pytree.tree_map(
-                lambda leaf: torch.cat([leaf, leaf.new_zeros(T - len(leaf), *leaf.shape[1:])]), y
-            )
-        outputs.append(y)
-        states.append(end)
-    of_batch = 1 if options.get("returns_sequence", True) else 0
-    return (
-        pytree.tree_map(lambda *leaves: torch.cat(leaves, of_batch), *outputs),
-        pytree.tree_map(lambda *leaves: torch.cat(leaves), *states),
-    )
-
-
-def mixed_input() -> dict[str, Tensor]:
-    return {"x": double(T, B, 3), "scale": double(T, B)}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("to", ["no resets", "zeros", "some leaves"])
-def test_lengths(to: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
-    cell, input = Mixed(), mixed_input()
-    rnn = fusedrnn.Recurrent(cell, **WAYS[way])
-    reset = None if to == "no resets" else RESET
-    reset_to = {"h": double(1, 4)} if to == "some leaves" else None
-    for lengths in (LENGTHS, [5, T - 1, 1], None):
-        check_same(
-            lambda: rnn(input, lengths=lengths, reset=reset, reset_to=reset_to),  # noqa: B023
-            lambda: by_rows(
-                cell,
-                input,
-                cell.initial_state(B),
-                lengths or [T] * B,  # noqa: B023
-                reset,
-                reset_to,
-                returns_sequence=WAYS[way].get("return_sequence", True),
-            ),
-            leaves_with_gradient(input, reset_to, list(cell.parameters())),
-        )
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_sequence", [True, False])
-def test_lengths_in_both_directions(mode: str, is_sequence: bool) -> None:
-    cells = [nn.GRUCell(3, H, dtype=F64) for _ in range(2)]
-    rnn = fusedrnn.Recurrent(cells, True, mode=mode, return_sequence=is_sequence)
-    x, start = double(T, B, 3), torch.zeros(B, H, dtype=F64)
-    options = {"is_bidirectional": True, "returns_sequence": is_sequence}
-    check_same(
-        lambda: rnn(x, None, LENGTHS, RESET),
-        lambda: by_rows(cells, x, (start, start), LENGTHS, RESET, **options),
-        [x, *rnn.parameters()],
-    )
 
 
 def spending(c: Any, x: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +53,7 @@ def test_rows_that_have_ended_take_no_steps_that_are_not_in_the_data(
     masks = (LENGTHS, RESET, to) if resets else (LENGTHS,)
     check_same(
         lambda: fusedrnn.Recurrent(cell, mode=mode)(x, start, *masks),
-        lambda: by_rows(cell, x, start, *masks),
+        lambda: loop(cell, x, start, Masks(*masks)),
         [x, start, *cell.parameters(), *([to] if resets else [])],
     )
 
@@ -133,7 +63,7 @@ def test_reset_without_a_batch() -> None:
 
     def expected() -> tuple[Any, Any]:
         start = torch.zeros(1, H, dtype=F64)
-        output, state = by_rows(cell, x[:, None], start, [T], RESET[:, :1], to)
+        output, state = loop(cell, x[:, None], start, Masks([T], RESET[:, :1], to[None]))
         return output[:, 0], state[0]
 
     rnn = fusedrnn.Recurrent(cell)
@@ -142,7 +72,7 @@ def test_reset_without_a_batch() -> None:
 
 
 def test_a_tree_of_packed_sequences() -> None:
-    cell, input = Mixed(), mixed_input()
+    cell, input = Mixed(), {"x": double(T, B, 3), "scale": double(T, B)}
     packed = pytree.tree_map(
         lambda leaf: pack_padded_sequence(leaf, LENGTHS, enforce_sorted=False), input
     )

@@ -6,9 +6,7 @@ Without a GPU a recorder for the CPU stands in, which repeats each operator on t
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +30,9 @@ from torch import Tensor, nn
 import fusedrnn
 from fusedrnn.recurrent import graphs
 
-T = TypeVar("T")
+pytestmark = [pytest.mark.usefixtures("recorder"), pytest.mark.filterwarnings("error:fusedrnn")]
 H = 4
 STATE = torch.zeros(3, H, dtype=F64)
-
-
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Repeated]]:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
-    Repeated.count = Repeated.replays = 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "fusedrnn")
-        yield Repeated
 
 
 def drawing(c: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import check_cell, check_same, generator, loss_of
-from torch import nn
+from compiled.plain import Masks
+from loops import check_same, generator, loss_of, plain_loop
 
 import fusedrnn
 from docs.examples import published_cells as published
@@ -15,28 +15,23 @@ from docs.examples import published_cells as published
 T, B, WIDTH = 11, 3, 16
 
 
-def start_of(cell: nn.Module) -> Any:
-    if hasattr(cell, "initial_state"):
-        return cell.initial_state(B)
-    zeros = torch.zeros(B, WIDTH, dtype=torch.float64)
-    return (zeros, zeros) if isinstance(cell, nn.LSTMCell) else zeros
-
-
-CASES = pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
-
-
-@pytest.mark.parametrize("mode", ["auto", "parallel", "replay"])
-@CASES
-def test_gradients(case: Any, mode: str) -> None:
-    if mode == "parallel" and case.name == "AttentionDecoder":
-        pytest.skip("its memory has rows of the batch")
-    cell, input = case.cell(WIDTH, B, torch.float64), case.inputs(T, B, WIDTH, torch.float64)
-    memory = getattr(cell, "memory", None)
-    check_cell(cell, input, start_of(cell), memory, mode=mode)
+@pytest.mark.parametrize("mode", ["auto", "replay"])
+@pytest.mark.parametrize("lengths", [None, [T, 4, 7]])
+def test_a_memory_of_the_batch(lengths: list[int] | None, mode: str) -> None:
+    """compiled/test_published_cells.py tries the other cells, with steps in Python too."""
+    (case,) = (case for case in published.CASES if case.name == "AttentionDecoder")
+    cell: Any = case.cell(WIDTH, B, torch.float64)
+    x, reset = case.inputs(T, B, WIDTH, torch.float64), torch.rand(T, B) < 0.2
+    rnn = fusedrnn.Recurrent(cell, mode=mode, chunk_size=3)
+    check_same(
+        lambda: rnn(x, lengths=lengths, reset=reset),
+        lambda: plain_loop(cell, x, cell.initial_state(B), Masks(lengths, reset)),
+        [x, cell.memory, *cell.parameters()],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@CASES
+@pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
 def test_rounding_does_not_mix_rows(case: Any, dtype: torch.dtype) -> None:
     """In parallel mode only a step that mixes rows is an error."""
     if case.name == "AttentionDecoder":

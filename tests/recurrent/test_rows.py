@@ -25,11 +25,9 @@ from loops import (
     plain_loop,
     scan_loop,
 )
-from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
 
 T, B, H = 40, 3, 4
 Step = Callable[[Any, Tensor, Tensor], Any]
@@ -352,11 +350,9 @@ def test_a_call_under_torch_func_says_nothing_of_rows() -> None:
         ("raises", {"mode": "parallel"}),
     ],
 )
-def test_an_obstacle_of_the_moment(
-    kind: str, options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("recorder")
+def test_an_obstacle_of_the_moment(kind: str, options: Any) -> None:
     """Another thread draws from torch's generator during the trial, or memory is short."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
     count = Unseen(0)
 
     def step(c: Any, x: Tensor, h: Tensor) -> Tensor:

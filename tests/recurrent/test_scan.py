@@ -11,7 +11,6 @@ from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
 
 pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
 T, B, H = 10, 3, 4
@@ -85,13 +84,11 @@ STEPS = [closed_over, views, named_tuple, method, module, params]
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", STEPS)
-def test_steps(make: Any, way: str, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
-    monkeypatch.setattr(Repeated, "count", 0)
+def test_steps(make: Any, way: str, reverse: bool, recorder: type[Repeated]) -> None:
     step, more, *given = make()
     h, xs = double(B, H), double(T, B, H)
     check_scan(step, h, xs, *given, more=more, reverse=reverse, **WAYS[way])
-    assert Repeated.count == (2 if way == "graphs" else 0)  # forward and backward of one call
+    assert recorder.count == (2 if way == "graphs" else 0)  # forward and backward of one call
 
 
 def test_a_tensor_that_only_the_last_step_reads() -> None:

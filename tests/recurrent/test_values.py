@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
 
 pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
 T, B, H = 11, 3, 4
@@ -144,14 +143,12 @@ PAIRED = [
 
 @pytest.mark.parametrize(("name", "way"), PAIRED)
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_cells(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
-    monkeypatch.setattr(Repeated, "count", 0)
+def test_cells(name: str, way: str, recorder: type[Repeated]) -> None:
     made = CELLS[name]()
     cell, x, h = made if isinstance(made, tuple) else (made, double(T, B, H), double(B, H))
     check_cell(cell, x, h, **WAYS[way])
     is_recorded = way == "graphs" and name.startswith(RECORDED)
-    assert Repeated.count == (2 if is_recorded else 0)  # forward and backward of the second call
+    assert recorder.count == (2 if is_recorded else 0)  # forward and backward of the second call
 
 
 def copied(layer: Any, cell_type: Any) -> list[nn.Module]:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from loops import F64, MODES, double, loss_of, plain_loop
-from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
 
 SEQ_LEN, BATCH, H = 11, 3, 4
 Run = Callable[[Tensor, Tensor], Any]
@@ -121,11 +119,9 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize(("change", "attributes"), CHANGES.values(), ids=CHANGES)
-def test_attributes_that_change(
-    change: Any, attributes: Any, has_graphs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("recorder")
+def test_attributes_that_change(change: Any, attributes: Any, has_graphs: bool) -> None:
     """Results, gradients, and the attributes afterwards, in several calls."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
     cell, (x, h) = Cell(change, **attributes), given()
 
     def calls(run: Run) -> Any:

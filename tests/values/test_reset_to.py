@@ -1,15 +1,18 @@
-"""``reset_to``: states other than zero where a row starts anew, against a loop over each row."""
+"""``reset_to``: states other than zero where a row starts anew, against a loop over steps."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from compiled.plain import Masks, one_loop
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fusedrnn
+from fusedrnn.recurrent.noise import Noise, Seed
 
 T, B, H = 9, 4, 5
 CELLS = {
@@ -41,53 +44,40 @@ def as_tuple(state: Any) -> tuple[Tensor, ...]:
     return state if isinstance(state, tuple) else (state,)
 
 
-def state_at(to: Tensor, t: int, b: int) -> Tensor:
-    """What a row's state becomes, of a state or of states for each step."""
-    return to[t, b] if to.dim() == 3 else to[b if len(to) > 1 else 0]
-
-
 def loop(
-    rnn: Any, x: Tensor, hx: Any, to: Any, lengths: list[int], noise: dict[str, Any]
+    rnn: Any, x: Tensor, hx: Any, to: Any, lengths: list[int], noise: dict[str, Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Every layer, direction, row and step by itself, by calls of one step.
+    """Every layer and direction by a plain loop over calls of one step.
 
     The module must have weights only: no dropout, no zoneout.
     """
-    directions = 2 if rnn.bidirectional else 1
     function = {
         fusedrnn.GRU: fusedrnn.gru,
         fusedrnn.LSTM: fusedrnn.lstm,
         fusedrnn.StochasticGRU: fusedrnn.stochastic_gru,
     }[type(rnn)]
-    last: list[list[tuple[Tensor, ...]]] = []
-    sequence = x
-    for layer in range(rnn.num_layers):
+    options = {"proj_size": rnn.proj_size} if rnn.proj_size else {}
+
+    def step(number: int, x: dict[str, Tensor], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = {name: leaf[None] for name, leaf in x.items()}
+        drawn = {name: eps[None] for name, eps in given.items() if name == "eps"}
+        start = as_argument(tuple(s[None] for s in state))
+        _, end = function(given["x"], rnn.all_weights[number], start, **options, **drawn)
+        return tuple(s[0] for s in as_tuple(end))
+
+    directions, last = 2 if rnn.bidirectional else 1, []
+    for first in range(0, len(hx[0]), directions):
         sides = []
-        for side in range(directions):
-            number = layer * directions + side
-            weights = rnn.all_weights[number]
-            rows, ends = [], []
-            for b in range(B):
-                state = tuple(s[number, b] for s in hx)
-                made: dict[int, Tensor] = {}
-                for t in range(lengths[b])[:: -1 if side else 1]:
-                    if RESET[t, b]:
-                        state = tuple(state_at(s[number], t, b) for s in to)
-                    named = dict(noise)
-                    if "eps" in named:
-                        named["eps"] = named["eps"][number, t, b].view(1, 1, -1)
-                    if rnn.proj_size:
-                        named["proj_size"] = rnn.proj_size
-                    start = as_argument(tuple(s.view(1, -1) for s in state))
-                    made[t], end = function(sequence[t, b].view(1, -1), weights, start, **named)
-                    state = tuple(s[0] for s in as_tuple(end))
-                zero = torch.zeros_like(made[0])
-                rows.append(torch.cat([made.get(t, zero) for t in range(T)]))
-                ends.append(state)
-            sides.append(torch.stack(rows, 1))
-            last.append([torch.stack(parts) for parts in zip(*ends, strict=True)])  # type: ignore[arg-type]
-        sequence = torch.cat(sides, -1)
-    return sequence, tuple(torch.stack(parts) for parts in zip(*last, strict=True))
+        for number in range(first, first + directions):
+            given = {"x": x} | {name: eps[number] for name, eps in noise.items()}
+            masks = Masks(lengths, RESET, tuple(s[number] for s in to), to[0].dim() == 4)
+            state = tuple(s[number] for s in hx)
+            nothing = Noise(Seed(torch.Generator()), 0)  # is drawn
+            y, end = one_loop(partial(step, number), given, state, nothing, masks, number > first)
+            sides.append(y)
+            last.append(end)
+        x = torch.cat(sides, -1)
+    return x, tuple(torch.stack(parts) for parts in zip(*last, strict=True))
 
 
 @pytest.mark.parametrize("cell", CELLS)
