@@ -12,7 +12,7 @@ import pytest
 import torch
 from driver_calls import SEED, Call, Results
 from driver_cells import Cell
-from stage_library import TARGETS, TYPES, compiled, instruction_sets
+from stage_library import TYPES, compiled, of_functions
 
 from fusedrnn import _helpers as helpers
 from fusedrnn import _ops
@@ -106,28 +106,11 @@ DTYPES = [
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """With a function for the stages of each cell."""
-    isa = instruction_sets()[-1]
-    target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
-    functions = ""
-    for stages in ALL_STAGES:
-        cases = "".join(
-            f"    case {i}: return run<{TYPES[dtype]}, Printed<fusedrnn::{stage}>>"
-            "(backward != 0, *a, first, last);\n"
-            for i, stage in enumerate(stages)
-        )
-        functions += f"""
-extern "C" __attribute__((visibility("default"))) void {"_".join(("stages", *stages))}(
-    int64_t stage, int64_t backward, const StageArgs* a, int64_t first, int64_t last) {{
-  switch (stage) {{
-{cases}  }}
-}}
-"""
-    text = f"""#define FUSEDRNN_ISA {isa}
-{target}#include "program/stage_loop.h"
-#include "cell/printed.h"
-using namespace fusedrnn;
-using namespace fusedrnn::program;
-{functions}"""
+    functions = {
+        "_".join(("stages", *stages)): [f"Printed<fusedrnn::{stage}>" for stage in stages]
+        for stages in ALL_STAGES
+    }
+    text = of_functions(dtype, functions, "cell/printed.h")
     return ctypes.CDLL(str(compiled(f"built_in_{TYPES[dtype]}", text)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stage_library import HERE, TARGETS, TYPES, compiled, instruction_sets
+from stage_library import HERE, TYPES, compiled, of_functions
 from torch import Tensor
 
 from fusedrnn._compile import operators
@@ -81,34 +81,12 @@ DTYPES = [torch.float64, *NARROW]
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """Of the stages of all cells, with a function for each cell."""
-    path = compiled(f"driver_{TYPES[dtype]}.so", _text(dtype), "-shared", "-fPIC")
-    return ctypes.CDLL(str(path))
-
-
-def _text(dtype: torch.dtype) -> str:
-    isa = instruction_sets()[-1]
-    target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
-    functions = ""
-    for cell in CELLS.values():
-        cases = "".join(
-            f"    case {i}: return run<{TYPES[dtype]}, program::{stage}>"
-            "(backward != 0, *a, first, last);\n"
-            for i, stage in enumerate(cell.stages)
-        )
-        functions += f"""
-extern "C" __attribute__((visibility("default"))) void stages_of_{cell.name}(
-    int64_t stage, int64_t backward, const StageArgs* a, int64_t first, int64_t last) {{
-  switch (stage) {{
-{cases}  }}
-}}
-"""
-    return f"""#define FUSEDRNN_ISA {isa}
-{target}#include "program/stage_loop.h"
-#include "{HERE}/stages.h"
-#include "{HERE}/driver_stages.h"
-using namespace fusedrnn;
-using namespace fusedrnn::program;
-{functions}"""
+    functions = {
+        f"stages_of_{cell.name}": [f"program::{stage}" for stage in cell.stages]
+        for cell in CELLS.values()
+    }
+    text = of_functions(dtype, functions, f"{HERE}/stages.h", f"{HERE}/driver_stages.h")
+    return ctypes.CDLL(str(compiled(f"driver_{TYPES[dtype]}", text)))
 
 
 def read(source: Source, index: int, offset: int = 0, group: int = 0) -> StageInput:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from builds import BuildError
-from nvcc import NVCC
+from nvcc import NVCC, needs_nvcc
 from torch import Tensor
 
 HERE = Path(__file__).parent
@@ -53,6 +54,17 @@ DTYPES = [
 ]
 """Of which each has a library of its own, that takes seconds to build."""
 EMULATED, CUDA = "emulated", "cuda"  # the kernels of stage_kernel.h on fibers, and on a GPU
+KERNELS = [
+    EMULATED,
+    pytest.param(
+        CUDA,
+        marks=[
+            needs_nvcc,
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+        ],
+    ),
+]
 STAGES = re.findall(r'kName = "(\w+)"', (HERE / "stages.h").read_text())
 
 
@@ -225,16 +237,35 @@ def headers() -> bytes:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).digest()
 
 
-def text(dtype: torch.dtype, isa: str) -> str:
-    """A library as Python prints it."""
+EXPORT = 'extern "C" __attribute__((visibility("default")))'
+ARGUMENTS = "int64_t stage, int64_t backward, const StageArgs* args, int64_t first, int64_t last"
+
+
+def for_set(isa: str) -> str:
+    """The first lines of a library as Python prints it."""
     target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
-    return f"""#define FUSEDRNN_ISA {isa}
-{target}#include "program/stage_loop.h"
-#include "{HERE}/stages.h"
+    return f'#define FUSEDRNN_ISA {isa}\n{target}#include "program/stage_loop.h"\n'
+
+
+def of_functions(dtype: torch.dtype, functions: Mapping[str, Sequence[str]], *headers: str) -> str:
+    """A library of the widest instruction set, whose functions run the stages of each."""
+    lines = [for_set(instruction_sets()[-1]), *(f'#include "{header}"' for header in headers)]
+    lines += ["using namespace fusedrnn;", "using namespace fusedrnn::program;"]
+    for name, stages in functions.items():
+        lines += [f"{EXPORT} void {name}({ARGUMENTS}) {{", "  switch (stage) {"]
+        for i, stage in enumerate(stages):
+            run = f"run<{TYPES[dtype]}, {stage}>(backward != 0, *args, first, last)"
+            lines.append(f"    case {i}: return {run};")
+        lines += ["  }", "}"]
+    return "\n".join(lines)
+
+
+def text(dtype: torch.dtype, isa: str) -> str:
+    """A library of all stages."""
+    return f"""{for_set(isa)}#include "{HERE}/stages.h"
 using namespace fusedrnn::program;
-extern "C" __attribute__((visibility("default"))) const int64_t fusedrnn_abi = kAbi;
-extern "C" __attribute__((visibility("default"))) void fusedrnn_stage(
-    int64_t stage, int64_t backward, const StageArgs* args, int64_t first, int64_t last) {{
+{EXPORT} const int64_t fusedrnn_abi = kAbi;
+{EXPORT} void fusedrnn_stage({ARGUMENTS}) {{
   int64_t number = 0;
   for_each_stage([&](auto s) {{
     using Stage = decltype(s);
@@ -249,7 +280,7 @@ def kernel_text(dtype: torch.dtype) -> str:
     return f"""#include "program/stage_kernel.h"
 #include "{HERE}/stages.h"
 using namespace fusedrnn::program;
-extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
+{EXPORT} int64_t fusedrnn_stage_launch(
     int64_t stage, int64_t backward, const StageArgs* args, int64_t rows, void* stream) {{
   int64_t number = 0, error = 0;
   for_each_stage([&](auto s) {{

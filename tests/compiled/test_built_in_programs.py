@@ -19,7 +19,7 @@ CELLS = {
     for bias in (True, False)
 }
 # The last row takes all steps, so that both drivers multiply the same rows.
-LENGTHS = {"none": None, "lengths": [3, 1, 5, 7]}
+LENGTHS = {"none": None, "lengths": torch.tensor([3, 1, 5, 7])}
 
 
 @pytest.fixture(params=CELLS)
@@ -28,11 +28,10 @@ def cell(request: pytest.FixtureRequest) -> BuiltIn:
 
 
 def call_of(cell: BuiltIn, dtype: torch.dtype, lengths: str, *, reverse: bool, saves: bool) -> Call:
-    given = LENGTHS[lengths]
     call = random_call(
         cell,
-        lengths=None if given is None else torch.tensor(given),
-        reset=None if given is None else resets(7, 4),
+        lengths=LENGTHS[lengths],
+        reset=None if lengths == "none" else resets(7, 4),
         reverse=reverse,
         stream=int(reverse),  # built-in layers run backwards in the second direction alone
         saves=saves,

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from stage_library import TARGETS, compiled, marked_sets
+from stage_library import EXPORT, compiled, for_set, marked_sets
 from torch import Tensor
 
 # As printed code calls them, of `a` and `b`; and torch's.
@@ -48,11 +48,8 @@ SPECIAL += [1e-20, -1e-20, 30.0, -30.0, 90.0, -90.0, 710.0, 3e6, -3e6, 2.0**23 +
 
 
 def text(isa: str) -> str:
-    target = f'#pragma GCC target("{TARGETS[isa]}")\n' if TARGETS[isa] else ""
     cases = "".join(f"    case {i}: return {call};\n" for i, call in enumerate(FUNCTIONS))
-    return f"""#define FUSEDRNN_ISA {isa}
-{target}#include "program/stage_loop.h"
-namespace fusedrnn::program {{
+    return f"""{for_set(isa)}namespace fusedrnn::program {{
 template <class A>
 FUSEDRNN_HD A apply(int which, A a, A b) {{
   switch (which) {{
@@ -61,14 +58,13 @@ FUSEDRNN_HD A apply(int which, A a, A b) {{
 }}
 }}
 using namespace fusedrnn;
-#define EXPORT extern "C" __attribute__((visibility("default"))) void
-EXPORT of_doubles(int which, int n, const double* a, const double* b, double* y) {{
+{EXPORT} void of_doubles(int which, int n, const double* a, const double* b, double* y) {{
   for (int i = 0; i < n; ++i) y[i] = program::apply(which, a[i], b[i]);
 }}
-EXPORT of_floats(int which, int n, const float* a, const float* b, float* y) {{
+{EXPORT} void of_floats(int which, int n, const float* a, const float* b, float* y) {{
   for (int i = 0; i < n; ++i) y[i] = program::apply(which, a[i], b[i]);
 }}
-EXPORT of_vectors(int which, int n, const float* a, const float* b, float* y) {{
+{EXPORT} void of_vectors(int which, int n, const float* a, const float* b, float* y) {{
   for (int i = 0; i < n; i += kLanes) {{
     store(y + i, program::apply(which, load(a + i, n - i), load(b + i, n - i)), n - i);
   }}

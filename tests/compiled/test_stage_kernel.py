@@ -1,6 +1,7 @@
-"""The GPU's kernels around generated stages: emulated, on a GPU, and what nvcc makes of them.
+"""The GPU's kernels around generated stages: rounds of a block, races, and what nvcc makes of them.
 
-The emulation runs the threads of a block as fibers; a sanitizer watches their shared memory.
+test_stage_loop.py compares values. The emulation runs the threads of a block as fibers; a sanitizer
+watches their shared memory.
 """
 
 from __future__ import annotations
@@ -13,33 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 from nvcc import compiled, each_architecture, needs_nvcc
-from stage_cases import KINDS, Case, Sizes, check_largest, device_of
+from stage_cases import KINDS, Case, Sizes, device_of
 from stage_library import (
     COMPILER,
     CSRC,
-    CUDA,
     DTYPES,
-    EMULATED,
     HERE,
+    KERNELS,
     Call,
     Input,
     Output,
     kernel_text,
 )
 
-WIDTHS = [1, 3, 32, 33, 100]
-GROUPS = [1, 3, 16, 32, 40]
-on_gpu = pytest.param(
-    CUDA,
-    marks=[
-        needs_nvcc,
-        pytest.mark.cuda,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    ],
-)
 
-
-@pytest.fixture(params=[EMULATED, on_gpu])
+@pytest.fixture(params=KERNELS)
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -49,22 +38,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def check(stage: str, dtype: torch.dtype, sizes: Sizes, rng: random.Random, backend: str) -> None:
-    case = Case(stage, dtype, sizes, rng, backend)
-    case.hide_rows_that_take_no_step()
-    case.run()
-    case.check()
-
-
-@pytest.mark.parametrize("stage", KINDS)
-def test_values_and_gradients(dtype: torch.dtype, backend: str, stage: str) -> None:
-    rng = random.Random(stage)
-    for width in WIDTHS:
-        for lengths in (None, None, [3, 0, 10, 4]):
-            groups = tuple(rng.sample([*GROUPS, width], 2))
-            check(stage, dtype, Sizes(width, groups=groups, lengths=lengths), rng, backend)
-
-
 @pytest.mark.parametrize("stage", ["moments", "largest", "exponentials", "many_groups"])
 def test_groups_over_several_rounds_of_a_block(
     dtype: torch.dtype, backend: str, stage: str
@@ -72,7 +45,9 @@ def test_groups_over_several_rounds_of_a_block(
     rng = random.Random(stage)
     for width, groups in ((600, (600, 7)), (1000, (300, 256)), (513, (1, 400))):
         sizes = Sizes(width, steps=1, batch=2, groups=groups, first_t=0)
-        check(stage, dtype, sizes, rng, backend)
+        case = Case(stage, dtype, sizes, rng, backend)
+        case.run()
+        case.check()
 
 
 @pytest.mark.parametrize("group", [5000, 700])
@@ -84,11 +59,6 @@ def test_sums_are_accurate(backend: str, group: int) -> None:
     Call("moments", torch.float32, width, 1, [Input(x)], outputs).run(backend, 0, 1, backward=False)
     exact = x.double().view(-1, group).sum(1)
     assert ((to[0].double() / exact - 1).abs() <= 2e-7).all()
-
-
-@pytest.mark.parametrize("width", [1, 5, 64, 300])
-def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, backend: str, width: int) -> None:
-    check_largest(dtype, backend, width, trials=20)
 
 
 # --- races ---------------------------------------------------------------------------------------

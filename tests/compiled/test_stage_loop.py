@@ -1,4 +1,4 @@
-"""The loops around generated stages on the CPU, for every storage type and instruction set."""
+"""Generated stages by loops on the CPU and by kernels for GPUs, for every storage type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from guarded import guarded
 from stage_cases import KINDS, Case, Sizes, check_largest
 from stage_library import (
     DTYPES,
+    KERNELS,
     STAGES,
+    TARGETS,
     Call,
     Input,
     Output,
@@ -20,7 +22,7 @@ from stage_library import (
 )
 
 NIGHTLY = pytest.mark.nightly
-WIDTHS = [1, 3, 16, 33, 100]
+WIDTHS = [1, 3, 16, 32, 33, 100]
 GROUPS = [1, 3, 16, 32, 40]
 
 
@@ -34,30 +36,29 @@ def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=[*marked_sets(), *KERNELS])
+def backend(request: pytest.FixtureRequest) -> str:
+    """An instruction set, or what runs the GPU's kernels."""
+    return request.param
+
+
 def test_all_stages_have_a_reference() -> None:
     assert list(KINDS) == STAGES
 
 
+@pytest.mark.parametrize("lengths", [None, [3, 0, 10, 4]], ids=["all rows", "some take no step"])
 @pytest.mark.parametrize("stage", KINDS)
-def test_values_and_gradients(dtype: torch.dtype, isa: str, stage: str) -> None:
+def test_values_and_gradients(
+    dtype: torch.dtype, backend: str, stage: str, lengths: list[int] | None
+) -> None:
     rng = random.Random(stage)
     for width in [*WIDTHS, 300]:
-        for _ in range(6):
+        for _ in range(6 if backend in TARGETS else 2):
             groups = tuple(rng.sample([*GROUPS, width], 2))
-            case = Case(stage, dtype, Sizes(width, groups=groups), rng, isa)
+            case = Case(stage, dtype, Sizes(width, groups=groups, lengths=lengths), rng, backend)
+            case.hide_rows_that_take_no_step()
             case.run()
             case.check()
-
-
-@pytest.mark.parametrize("stage", KINDS)
-def test_rows_that_take_no_step(dtype: torch.dtype, isa: str, stage: str) -> None:
-    rng = random.Random(stage)
-    for width in WIDTHS:
-        lengths = [3, 0, 10, 4]
-        case = Case(stage, dtype, Sizes(width, groups=(3, 16), lengths=lengths), rng, isa)
-        case.hide_rows_that_take_no_step()
-        case.run()
-        case.check()
 
 
 @pytest.mark.parametrize("stage", KINDS)
@@ -117,9 +118,9 @@ def test_sums_of_infinities(dtype: torch.dtype, isa: str, width: int) -> None:
     torch.testing.assert_close(sums(x, dtype, isa, width)[:, 0], expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("width", [1, 5, 16, 64, 100])
-def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, isa: str, width: int) -> None:
-    check_largest(dtype, isa, width, trials=200)
+@pytest.mark.parametrize("width", [1, 5, 16, 64, 100, 300])
+def test_largest_numbers_with_ties_and_nan(dtype: torch.dtype, backend: str, width: int) -> None:
+    check_largest(dtype, backend, width, trials=200 if backend in TARGETS else 20)
 
 
 def test_gradients_of_largest_numbers_are_not_read(dtype: torch.dtype, isa: str) -> None:
