@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import torch
 from cases import MASKED, Case
+from checks import with_bits
 from speed_sizes import CELLS
+
+import fusedrnn
 
 BASE = Case(seq_len=6, batch=11, hidden_size=37, latent_size=21, dtype=torch.bfloat16)
 SHAPES = [
@@ -34,3 +37,23 @@ IN_PLACE = [
     | ({"proj_size": 8} if "proj_size" in cell else {})
     for cell in CELLS
 ]
+
+
+def inferred(case, device="cpu", **options):
+    """Results without gradients."""
+    with torch.no_grad():
+        every = case.tensors(device).call(fusedrnn, **case.options, **options)
+    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+
+
+def spoil_input(arguments):
+    """Puts NaN and infinity into the input, and a NaN of all bits into the state."""
+    arguments.input[2, 1] = torch.nan
+    arguments.input[1, 4, 2] = torch.inf
+    with_bits(arguments.hx, 0, 3)
+
+
+def spoil_gradient(arguments):
+    """The same in the gradients of the results."""
+    arguments.grad_output[1, 4, 2] = torch.inf
+    with_bits(arguments.grad_h_n, 0, 3)

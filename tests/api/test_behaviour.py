@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import CELLS, MASKED, Case, operator_arguments
 from checks import allocations
+from layouts import strided
 
 import fusedrnn
 from fusedrnn import reference
@@ -154,19 +155,6 @@ def test_strides_do_not_matter(device, case, dtype):
     case = replace(case, dtype=dtype, noise="eps")
     dense = case.tensors(device).to(dtype)
     expected = dense.results(fusedrnn, **case.options)
-
-    def strided(tensor):
-        """Copies with gaps, and with the last two dimensions swapped in memory."""
-        dims = tensor.dim()
-        if tensor.is_floating_point():
-            gaps = torch.full([2 * n for n in tensor.shape], torch.nan).to(tensor)
-        else:
-            gaps = torch.ones([2 * n for n in tensor.shape]).to(tensor)
-        if dims > 1:
-            gaps = gaps.transpose(-1, -2).contiguous().transpose(-1, -2)
-        view = gaps[tuple([slice(1, None, 2)] * dims)]
-        view.copy_(tensor.detach())
-        return view.requires_grad_(tensor.requires_grad)
 
     arguments = dense.with_differentiable(map(strided, dense.differentiable()))
     for name in ("lengths", "reset", "grad_output", "grad_h_n", "grad_c_n"):

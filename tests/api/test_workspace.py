@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import CELLS, DTYPES, MASKED, MODULES, Case, allow_tf32, operator_arguments
 from checks import allocations, gradients
+from layouts import with_gaps
 
 import fusedrnn
 from fusedrnn import _helpers, _library, _plans, tuning
@@ -63,11 +64,6 @@ def made(case, gpu, chunk_size=0, workspace_bytes=0, backend="auto", strides=())
 def swapped(tensor, *dims):
     """A copy with two dimensions swapped in memory."""
     return tensor.transpose(*dims).contiguous().transpose(*dims)
-
-
-def with_gaps(tensor):
-    """A copy with gaps between all numbers."""
-    return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
 class Call:

@@ -1,6 +1,6 @@
 """The cells written once more, step by step with every option: the truth for tests of errors.
 
-Independent of the package except for its random words. Products may be summed in another order,
+Independent of the package except for its random numbers. Products may be summed in another order,
 which shows how much of an error is luck.
 """
 
@@ -12,9 +12,7 @@ import torch
 from cases import Arguments, Case
 from torch import Tensor
 
-from fusedrnn.reference import philox4x32, philox_normal
-
-ZONEOUT_OF_H, ZONEOUT_OF_STATE, DROPOUT = 2 << 29, 3 << 29, 4 << 29  # streams of random words
+from fusedrnn._draws import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of, philox_normal
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,7 @@ def kept_at(p: float, layer: int, steps: int, batch: int, width: int, how: Regul
     """The share that zoneout keeps, (T, B, width): 0 or 1, or in evaluation the probability."""
     if p == 0 or not how.training:
         return torch.full((steps, batch, width), p, dtype=torch.float64)
-    return words_below(p, layer, steps, batch, width, how.seed).double()
-
-
-def words_below(p: float, layer: int, steps: int, batch: int, width: int, seed: int) -> Tensor:
-    """bool (T, B, width), true with probability ``p``."""
-    groups = torch.arange((width + 3) // 4)
-    t, b, group = torch.meshgrid(torch.arange(steps), torch.arange(batch), groups, indexing="ij")
-    counter = torch.stack([t, b, group, torch.full_like(t, layer)], -1)
-    words = philox4x32(counter, torch.tensor([seed % 2**32, seed >> 32]))
-    return words.flatten(-2)[..., :width] < int(p * 2.0**32)
+    return mask_of(p, how.seed, steps, batch, width, layer).double()
 
 
 def call(
@@ -67,9 +56,8 @@ def call(
     last = []
     for layer in range(case.num_layers):
         if layer > 0 and how.training and how.dropout > 0:
-            dropped = words_below(
-                how.dropout, layer * directions | DROPOUT, steps, batch, x.shape[-1], how.seed
-            )
+            stream = layer * directions | DROPOUT
+            dropped = mask_of(how.dropout, how.seed, steps, batch, x.shape[-1], stream)
             x = (x / (1 - how.dropout)).masked_fill(dropped, 0)
         outputs = []
         for direction in range(directions):
@@ -79,9 +67,7 @@ def call(
             states = [s[row] for s in (a.hx, a.cx) if s is not None]
             kept = [
                 kept_at(p, row | stream, steps, batch, s.shape[-1], how).to(dtype)
-                for p, stream, s in zip(
-                    how.zoneout, (ZONEOUT_OF_H, ZONEOUT_OF_STATE), states, strict=False
-                )
+                for p, stream, s in zip(how.zoneout, (ZONEOUT, CELL_ZONEOUT), states, strict=False)
             ]
             noise = None
             if a.eps is not None:

@@ -300,7 +300,7 @@ class Trial:
         training, dropout = options.get("training", True), options.get("dropout", 0.0)
         regularization = oracle.Regularization(dropout, pair, training)
         if mask_seed is not None:
-            regularization = replace(regularization, seed=int(mask_seed) % 2**64)
+            regularization = replace(regularization, seed=int(mask_seed))
         a = self._padded(leaves)
         output, *last = oracle.call(self.call.case, a, regularization, **how)
         return self._presented(output, last, a.lengths)

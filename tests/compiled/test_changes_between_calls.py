@@ -190,6 +190,10 @@ def two() -> float:
     return 2.0
 
 
+def two_of(one: object) -> float:
+    return 2.0
+
+
 def scheduler() -> torch.optim.lr_scheduler.LRScheduler:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
@@ -248,24 +252,33 @@ a scheduler | scheduler() | o.get_last_lr()[0] | o.optimizer.step(); o.step()
 an optimizer | scheduler().optimizer | o.param_groups[0]['lr'] | o.param_groups[0].update(lr=0.7)
 a thread's | of_thread(2.0) | o.a | o.a = 3.0
 an event | threading.Event() | 2.0 if o.is_set() else 1.0 | o.set()
+class | type('Class', (), {'a': 1.0})() | o.a | type(o).a = 2.0
+dict of a class | type('Class', (), {'d': {'a': 1.0}})() | o.d['a'] | o.d['a'] = 2.0
+method of a class | type('Class', (), {'get': lambda o: 1.0})() | o.get() | type(o).get = two_of
 """
 """What an attribute holds: its name, and Python that makes this `o`, reads it and changes it."""
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.partition(" | ")[0], marks=[pytest.mark.slow] if i % 2 else [])
-        for i, row in enumerate(HELD.strip().splitlines())
-    ],
-)
-def test_changes_in_an_attribute(row: str) -> None:
-    _, make, read, change = row.split(" | ")
+def rows_of(table: str, slow: bool = False) -> list[Any]:
+    """Rows by their names; every second one may be slow."""
+    return [
+        pytest.param(row, id=row.partition(" | ")[0], marks=[pytest.mark.slow] * (slow and i % 2))
+        for i, row in enumerate(table.strip().splitlines())
+    ]
+
+
+def of_row(row: str) -> tuple[Holds, Callable[[], Any], str]:
+    """A cell that reads what the row makes, the change, and what else the row says."""
+    _, make, read, change, *more = row.split(" | ")
     held = eval(make)
-    check(
-        Holds(held, eval(f"lambda o: {read}", globals())),
-        lambda: exec(change, globals() | {"o": held}),
-    )
+    cell = Holds(held, eval(f"lambda o: {read}", globals()))
+    return cell, lambda: exec(change, globals() | {"o": held}), "".join(more)
+
+
+@pytest.mark.parametrize("row", rows_of(HELD, slow=True))
+def test_changes_in_an_attribute(row: str) -> None:
+    cell, change, _ = of_row(row)
+    check(cell, change)
 
 
 EXCHANGED: dict[str, tuple[Any, Any, Read]] = {
@@ -360,14 +373,6 @@ def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> No
 # Classes and Python modules.
 
 
-class Settings:
-    a: Any = 1.0
-    d: Any = {"a": 1.0}  # noqa: RUF012
-
-    def get(self) -> float:
-        return 1.0
-
-
 class Of(Base):
     a: Any = 1.0
     d: Any = {"a": 1.0}  # noqa: RUF012
@@ -411,15 +416,6 @@ def test_attributes_and_methods_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     }
     for change in changes.values():  # each in a cell of its own, which knows no other program
         check(Below(), change)
-
-
-def test_attributes_and_methods_of_an_objects_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(
-        Holds(Settings(), lambda o: o.a * o.d["a"] * o.get()),
-        lambda: monkeypatch.setattr(Settings, "a", 2.0),
-        lambda: monkeypatch.setitem(Settings.d, "a", 2.0),
-        lambda: monkeypatch.setattr(Settings, "get", lambda self: 2.0),
-    )
 
 
 NUMBER, DICT, OBJECT, PARTIAL = 1.0, {"a": 1.0}, Data(), partial(scaled, scale=1.0)
@@ -636,37 +632,22 @@ def test_what_a_step_computes_once() -> None:
 
 # What is not looked at.
 
-TOO_MUCH: dict[str, tuple[Any, Read, Callable[[Any], Any], str]] = {
-    "objects": (
-        [Data() for _ in range(200)],
-        lambda v: v[150].a,
-        lambda v: setattr(v[150], "a", 2.0),
-        "200 entries",
-    ),
-    "large array": (
-        np.ones(2**18),
-        lambda v: float(v[9]),
-        lambda v: v.fill(2),
-        "of 2,097,152 bytes",
-    ),
-    "array of objects": (
-        np.array([Data()]),
-        lambda v: v[0].a,
-        lambda v: setattr(v[0], "a", 2.0),
-        "an array",
-    ),
-}
+TOO_MUCH = """
+objects | [Data() for _ in range(200)] | o[150].a | o[150].a = 2.0 | 200 entries
+large array | np.ones(2**18) | float(o[9]) | o.fill(2) | of 2,097,152 bytes
+array of objects | np.array([Data()]) | o[0].a | o[0].a = 2.0 | an array
+"""
+"""The same as in HELD, and why steps are taken in Python."""
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
-def test_what_would_take_too_long_to_look_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", rows_of(TOO_MUCH))
+def test_what_would_take_too_long_to_look_at(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are taken in Python, which see all changes."""
     monkeypatch.setattr(surroundings, "_MOST", 100)
-    held, read, change, reason = TOO_MUCH[name]
-    cell = Holds(held, read)
+    cell, change, reason = of_row(row)
     with pytest.raises(RuntimeError, match=f"cannot be compiled: .*{reason}"):
         fusedrnn.Recurrent(cell, compile="require")(*given())
-    check(cell, lambda: change(held), compile="auto")
+    check(cell, change, compile="auto")
 
 
 held = 0  # called like the attribute

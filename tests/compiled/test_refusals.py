@@ -167,14 +167,18 @@ def test_buffers_with_a_gradient() -> None:
     assert cell.scale.grad is not None
 
 
+class Products(nn.Module):
+    """Has what the sums of steps are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
+
+
 def clamped(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """Steps whose state is a part of a sum, and that compare the two behind a product of it."""
 
-    class Clamped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
-
+    class Clamped(Products):
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             made = self.ih(x) + self.hh(h)
             h = made.clamp(-0.5, 0.5)
@@ -231,11 +235,7 @@ def test_what_is_not_compared_to_what_it_is_made_of(name: str) -> None:
 def test_states_that_are_equal_by_their_making() -> None:
     """One is in the output, and the other is kept before each chunk alone."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
-
+    class Two(Products):
         def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
             h, made = state
             y = torch.where(h == made, h * x, made)
@@ -250,11 +250,7 @@ def test_states_that_are_equal_by_their_making() -> None:
 def test_values_that_16_bits_round() -> None:
     """An operand of a product is rounded to its dtype, and what it is made of is not."""
 
-    class Rounded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ih, self.hh = nn.Linear(H, H), nn.Linear(H, H)
-
+    class Rounded(Products):
         def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
             made = self.ih(x) + self.hh(h)
             new = made.clamp(-10, 10)

@@ -12,9 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, relative_errors, truth
-from checks import assert_no_worse, assert_same, with_bits
+from checks import assert_no_worse, assert_same
 from emulator.persistent import FLAGS, PACKETS
-from persistent_cases import BASE, FLOAT, FLOAT_SHAPES, IN_PLACE, LONG, SHAPES
+from persistent_cases import (
+    BASE,
+    FLOAT,
+    FLOAT_SHAPES,
+    IN_PLACE,
+    LONG,
+    SHAPES,
+    inferred,
+    spoil_gradient,
+    spoil_input,
+)
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, planned, tf32_allowed
 from tf32 import assert_backward_is_rounded, assert_forward_is_rounded, rounded_truth
 
@@ -65,12 +75,6 @@ def in_turn(cases, *slow, every=4):
 
 def results(case, **options):
     return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
-
-
-def inferred(case):
-    with torch.no_grad():
-        every = case.tensors().call(fusedrnn, **case.options)
-    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
 
 
 def outputs_of(found):
@@ -221,19 +225,12 @@ def test_from_output_or_last_state_alone(chain, cell, base, which):
 
 
 def in_input(arguments):
-    arguments.input[2, 1] = torch.nan
-    arguments.input[1, 4, 2] = torch.inf
+    spoil_input(arguments)
     arguments.hx[0, 6, :9] = -torch.inf
-    with_bits(arguments.hx, 0, 3, slice(None))
 
 
 def in_weights(arguments):
     arguments.weights[1][4, 3] = torch.inf
-
-
-def in_gradient(arguments):
-    arguments.grad_output[1, 4, 2] = torch.inf
-    with_bits(arguments.grad_h_n, 0, 3)
 
 
 NAN_CASES = [
@@ -253,7 +250,7 @@ def test_nan_and_infinity_go_through(chain, case):
             spoil(arguments)
         return arguments.results(fusedrnn, **case.options)
 
-    for spoil in (in_input, in_weights, in_gradient):
+    for spoil in (in_input, in_weights, spoil_gradient):
         theirs = chain(run, spoil, is_on=False)
         for exchange in (PACKETS, FLAGS):
             ours = chain(run, spoil, exchange=exchange)

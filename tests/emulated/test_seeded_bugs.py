@@ -7,7 +7,7 @@ import torch
 from cases import Case
 from checks import assert_same
 from emulator.persistent import FLAGS, PACKETS
-from persistent_cases import BASE, FLOAT, LONG
+from persistent_cases import BASE, FLOAT, LONG, inferred
 from speed_sizes import CELLS
 from tf32 import assert_backward_is_rounded, assert_forward_is_rounded
 
@@ -21,12 +21,6 @@ GAVE_UP = "other blocks have not sent their results in time"
 each_base = pytest.mark.parametrize("base", [BASE, FLOAT], ids=lambda base: str(base.dtype))
 
 
-def forward(case):
-    with torch.no_grad():
-        every = case.tensors().call(fusedrnn, **case.options)
-    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
-
-
 def trained(case):
     return case.tensors().to(case.dtype).results(fusedrnn, **case.options)
 
@@ -34,7 +28,7 @@ def trained(case):
 def test_other_roundings_are_noticed_in_forward(persistent):
     case = replace(FLOAT, cell="gru")
     with pytest.raises(AssertionError, match="output"):  # the bug truncates instead of rounding
-        assert_forward_is_rounded(persistent(forward, case, seeded_bug=NOT_ROUNDED), case)
+        assert_forward_is_rounded(persistent(inferred, case, seeded_bug=NOT_ROUNDED), case)
 
 
 def test_other_roundings_are_noticed_in_backward(chain):
@@ -48,16 +42,16 @@ def test_other_roundings_are_noticed_in_backward(chain):
 def test_what_the_next_kernel_needs_preset_is_missed(persistent, cell):
     """The third chunk would mistake the first one's packets for its own."""
     case = replace(LONG, **cell)
-    expected = persistent(forward, case)
+    expected = persistent(inferred, case)
     with pytest.raises(AssertionError):
-        assert_same(persistent(forward, case, seeded_bug=NOT_PRESET), expected)
+        assert_same(persistent(inferred, case, seeded_bug=NOT_PRESET), expected)
 
 
 @pytest.mark.parametrize("exchange", [PACKETS, FLAGS])
 def test_forward_gives_up_on_what_never_comes(persistent, exchange):
     silent = {"seeded_bug": NOTHING_IS_SENT, "spin_limit": 50, "exchange": exchange}
     with pytest.raises(RuntimeError, match=GAVE_UP):
-        persistent(forward, replace(BASE, cell="stochastic_gru"), **silent)
+        persistent(inferred, replace(BASE, cell="stochastic_gru"), **silent)
 
 
 @each_base

@@ -7,10 +7,12 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from cases import ALL_OPTIONS, Case
 from last_states_cases import Stacked, in_parts
+from layouts import shifted
 
 import fusedrnn
 from fusedrnn import _helpers, _library, cells, tuning
@@ -24,18 +26,12 @@ SHAPES = [
 ]
 
 
-def shifted(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy at an address that is not a multiple of 16."""
-    if tensor is None:
-        return None
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view_as(tensor)
-
-
 def call(case: Case) -> None:
     """Runs a case with tensors at aligned addresses, and at others."""
     aligned = case.tensors()
     names = ("input", "hx", "cx", "eps", "grad_output", "grad_h_n", "grad_c_n")
-    moved = {name: shifted(getattr(aligned, name)) for name in names}
+    given = {name: getattr(aligned, name) for name in names}
+    moved: dict[str, Any] = {name: shifted(t) for name, t in given.items() if t is not None}
     moved["weights"] = [shifted(w) for w in aligned.weights]
     for arguments in (aligned, replace(aligned, **moved)):
         for tensor in arguments.differentiable():

@@ -8,9 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import MASKED, Case, relative_errors, truth
-from checks import assert_no_worse, assert_same, with_bits
+from checks import assert_no_worse, assert_same
 from emulator import emulated_operators, use
-from persistent_cases import BASE, CASES, FLOAT_CASES, IN_PLACE
+from persistent_cases import (
+    BASE,
+    CASES,
+    FLOAT_CASES,
+    IN_PLACE,
+    inferred,
+    spoil_gradient,
+    spoil_input,
+)
 from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, tf32_allowed
 from tf32 import rounded_truth
 
@@ -21,9 +29,7 @@ pytestmark = pytest.mark.cuda
 
 
 def results(case, backend="persistent", device="cuda"):
-    with torch.no_grad():
-        every = case.tensors(device).call(fusedrnn, **case.options, backend=backend)
-    return dict(zip(("output", "h_n", "c_n"), every, strict=False))
+    return inferred(case, device, backend=backend)
 
 
 def trained(case, backend="persistent"):
@@ -188,22 +194,13 @@ def test_nan_and_infinity_do_not_hang(monkeypatch, cell, dtype, by_flags):
     monkeypatch.setattr(tuning.switches, "exchange_by_flags", by_flags)
     case = replace(BASE, dtype=dtype, **cell)
 
-    def in_input(arguments):
-        arguments.input[2, 1] = torch.nan
-        arguments.input[1, 4, 2] = torch.inf
-        with_bits(arguments.hx, 0, 3)
-
-    def in_gradient(arguments):
-        arguments.grad_output[1, 4, 2] = torch.inf
-        with_bits(arguments.grad_h_n, 0, 3)
-
     def run(spoil, backend):
         arguments = case.tensors("cuda").to(dtype)
         with torch.no_grad():
             spoil(arguments)
         return arguments.results(fusedrnn, **case.options, backend=backend)
 
-    for spoil in (in_input, in_gradient):
+    for spoil in (spoil_input, spoil_gradient):
         with tf32_allowed():
             ours, theirs = (run(spoil, backend) for backend in ("persistent", "stepwise"))
         torch.cuda.synchronize()

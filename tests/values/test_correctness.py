@@ -16,7 +16,6 @@ from cases import (
     truth,
 )
 from checks import assert_same
-from torch.autograd import gradcheck
 
 import fusedrnn
 from fusedrnn import reference
@@ -130,21 +129,6 @@ def test_same_bits_from_run_to_run_with_two_threads(case, threads):
     threads(2)
     first, again = (arguments.results(fusedrnn, **case.options) for _ in range(2))
     assert_same(first, again)
-
-
-SMALL = Case(seq_len=4, batch=2, input_size=3, hidden_size=3, latent_size=2, chunk_size=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ALL_OPTIONS, ids=lambda options: str(Case(**options)))
-def test_gradcheck(device, options):
-    case = replace(SMALL, **options)
-    arguments = case.tensors(device).to(torch.float64)
-
-    def function(*differentiable):
-        return arguments.with_differentiable(differentiable).call(fusedrnn, **case.options)
-
-    assert gradcheck(function, arguments.differentiable(), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
