@@ -19,6 +19,7 @@ from plain import Masks, loop, loss_of
 from recurrent.recorders import Repeated
 from registry import BY_NAME, CASES, Case, H
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 import fusedrnn
@@ -140,6 +141,10 @@ def check_call(
     check_same(ours, expected, leaves_of(x, state, masks.reset_to, cell))
 
 
+STATES = ["one row", "rows", "sequence"]
+"""Kinds of states at resets."""
+
+
 def resets(seq_len: int = T, batch: int = B) -> Tensor:
     """That hit first, last and missing steps."""
     reset = torch.zeros(seq_len, batch, dtype=torch.bool)
@@ -203,10 +208,6 @@ def test_says_why_a_step_is_not_compiled(case: Case) -> None:
         assert str(error).startswith("fusedrnn: the cell cannot be compiled: ")
 
 
-STATES = ["one row", "rows", "sequence"]
-"""Kinds of states at resets."""
-
-
 @pytest.mark.parametrize("kind", STATES)
 @SOME
 def test_other_states_at_resets(case: Case, backend: str, kind: str) -> None:
@@ -226,16 +227,38 @@ def test_a_reset_of_some_keys(case: Case, backend: str, key: int) -> None:
     check_call(case, backend, Masks(None, torch.rand(T, B) < 0.4, {some: state[some]}))
 
 
+def turned(tree: Any) -> Any:
+    """Rows before steps, or the other way round."""
+    return pytree.tree_map(lambda leaf: leaf.transpose(0, 1), tree)
+
+
+def is_packed(tree: Any) -> bool:
+    return isinstance(tree, PackedSequence)
+
+
+@pytest.mark.parametrize("kind", ["zero", *STATES])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("seq_len", [B, T])
 @on(SEVERAL, ["compiled", *IN_PYTHON])
-def test_batch_first(case: Case, backend: str) -> None:
-    one, x = ready(case, backend), case.inputs(T, B)
-    state, reset = case.state(one.cell, B), torch.rand(T, B) < 0.3
-    turned = pytree.tree_map(lambda leaf: leaf.transpose(0, 1), x)
-    rnn = one.with_options(batch_first=True)
-    output, last = rnn(turned, state, [3, 5, 2], reset.t(), generator=seeded())
-    output = pytree.tree_map(lambda leaf: leaf.transpose(0, 1), output)
-    expected = loop(one.cell, x, state, Masks([3, 5, 2], reset))
-    check_same((output, last), expected, leaves_of(x, state, one.cell))
+def test_batch_first(case: Case, backend: str, seq_len: int, packs: bool, kind: str) -> None:
+    """With as many steps as rows, a reset that is taken the wrong way round is no error."""
+    one, x, lengths = ready(case, backend), case.inputs(seq_len, B), [seq_len - 1, seq_len, 2]
+    state = case.state(one.cell, B)
+    masks = case.masks(one.cell, kind, torch.rand(seq_len, B) < 0.3, lengths)
+    assert masks.reset is not None
+    given, to = turned(x), turned(masks.reset_to) if masks.has_steps else masks.reset_to
+    if packs:
+        form: Any = {"batch_first": True, "enforce_sorted": False}
+        given = pytree.tree_map(lambda leaf: pack_padded_sequence(leaf, lengths, **form), given)
+    rnn, of_rows = one.with_options(batch_first=True), None if packs else lengths
+    output, last = rnn(given, state, of_rows, masks.reset.t(), to, generator=seeded())
+    if packs:
+        output = pytree.tree_map(
+            lambda leaf: pad_packed_sequence(leaf, batch_first=True)[0], output, is_leaf=is_packed
+        )
+    expected = loop(one.cell, x, state, masks)
+    leaves = leaves_of(x, state, masks.reset_to, one.cell)
+    check_same((turned(output), last), expected, leaves)
 
 
 MORE = ["ForumCell", "late reset, LayerNorm", "GRUCell", "sLSTM", "MGU"]
@@ -298,27 +321,6 @@ def test_without_gradients(case: Case, backend: str) -> None:
         ours = one.with_options()(x, state, generator=seeded())
         torch.testing.assert_close(ours, loop(one.cell, x, state), rtol=1e-10, atol=1e-10)
     assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(ours))
-
-
-def test_a_first_call_without_gradients() -> None:
-    case = BY_NAME["ForumCell"]
-    cell, x = case.cell(), case.inputs(T, B)
-    state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
-    with torch.no_grad():
-        ours = rnn(x, state, generator=seeded())
-        torch.testing.assert_close(ours, loop(cell, x, state), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dropout inside", "zoneout"])
-def test_training_and_evaluation_in_turn(name: str) -> None:
-    case = BY_NAME[name]
-    cell, x = case.cell(), case.inputs(T, B)
-    state, rnn = case.state(cell, B), fusedrnn.Recurrent(cell, compile="require")
-    for is_training in (True, False, True, False):
-        cell.train(is_training)
-        ours = rnn(x, state, generator=seeded())
-        check_same(ours, loop(cell, x, state), leaves_of(x, state, cell))
 
 
 # Errors of other dtypes.

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from compiled.plain import Masks, loop
-from loops import F64, MODES, By, Mixed, check_same, double
+from loops import F64, MODES, By, check_same, double
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils import _pytree as pytree
 
 import fusedrnn
 
@@ -69,55 +67,6 @@ def test_reset_without_a_batch() -> None:
     rnn = fusedrnn.Recurrent(cell)
     leaves = [x, to, *cell.parameters()]
     check_same(lambda: rnn(x, reset=RESET[:, 0], reset_to=to), expected, leaves)
-
-
-def test_a_tree_of_packed_sequences() -> None:
-    cell, input = Mixed(), {"x": double(T, B, 3), "scale": double(T, B)}
-    packed = pytree.tree_map(
-        lambda leaf: pack_padded_sequence(leaf, LENGTHS, enforce_sorted=False), input
-    )
-    output, state = fusedrnn.Recurrent(cell)(packed)
-    padded, expected_state = fusedrnn.Recurrent(cell)(input, lengths=LENGTHS)
-    own, lengths = pad_packed_sequence(output[0])
-    assert lengths.tolist() == LENGTHS
-    assert torch.equal(own, padded[0])
-    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
-
-
-# batch_first means the same as in the built-in layers
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("to", ["zeros", "state", "sequence"])
-@pytest.mark.parametrize(("batch", "seq_len"), [(3, 3), (3, 5)])
-def test_resets_of_batches(batch: int, seq_len: int, to: str, is_packed: bool) -> None:
-    """With as many steps as rows, a reset that is taken the wrong way round is no error."""
-    cell = nn.GRUCell(2, H, dtype=F64)
-    ours = fusedrnn.Recurrent(cell, batch_first=True)
-    built_in = fusedrnn.GRU(2, H, batch_first=True, dtype=F64)
-    weights = {f"{name}_l0": weight for name, weight in cell.named_parameters()}
-    x = double(batch, seq_len, 2)
-    reset = torch.rand(batch, seq_len, generator=torch.Generator().manual_seed(1)) < 0.4
-    shape = {"zeros": (), "state": (batch, H), "sequence": (batch, seq_len, H)}[to]
-    value = double(*shape) if shape else None
-    rows = None if value is None else value[None]
-
-    def given() -> Any:
-        if not is_packed:
-            return x
-        lengths = torch.tensor([seq_len - 1, seq_len, 2])
-        return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-
-    def padded(result: Any) -> tuple[Tensor, Tensor]:
-        output, state = result
-        return pad_packed_sequence(output)[0] if is_packed else output, state.view(batch, H)
-
-    named = {"reset": reset, "reset_to": rows}
-    check_same(
-        lambda: padded(ours(given(), reset=reset, reset_to=value)),
-        lambda: padded(torch.func.functional_call(built_in, weights, (given(),), named)),
-        [x, *cell.parameters(), *(() if value is None else (value,))],
-    )
 
 
 @pytest.mark.parametrize("mode", MODES)
