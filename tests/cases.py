@@ -82,6 +82,11 @@ class Case:
         """The arguments of the functional form other than tensors."""
         return self.sizes | {"recompute": self.recompute, "chunk_size": self.chunk_size}
 
+    def results(self, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
+        """Outputs and all gradients of the functional form, for arguments in the case's dtype."""
+        arguments = self.tensors(device).to(self.dtype)
+        return arguments.results(fusedrnn, **(self.options | options))
+
     def tensors(self, device: str = "cpu") -> Arguments:
         """Random arguments, the same for the same sizes whatever the dtype and the device."""
         generator = torch.Generator().manual_seed(17)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,31 +13,32 @@ from driver_cells import CELLS
 from torch import Tensor
 
 from fusedrnn._compile import operators
-from fusedrnn._compile.program import In, Operand, Out, Phase, Program, Source
+from fusedrnn._compile.program import In, Operand, Out, Phase, Program, Source, Stage
 
 GRU, LSTM, SAMPLE, NORM, OUTPUT, EMBED = (cell.program for cell in CELLS.values())
+
+
+Form = TypeVar("Form", Program, Stage)
 
 
 def add(program: Program) -> int:
     return operators.add_program(program, 1, dtype=torch.float32)  # no stage is ever called
 
 
-def changed(program: Program, part: str, index: int, **fields: Any) -> Program:
+def changed(whole: Form, part: str, index: int, **fields: Any) -> Form:
     """With other fields in an item of a list."""
-    items = list(getattr(program, part))
+    items = list(getattr(whole, part))
     items[index] = items[index]._replace(**fields)
-    return program._replace(**{part: items})
+    return whole._replace(**{part: items})
 
 
 def with_input(program: Program, stage: int, index: int, **fields: Any) -> Program:
-    inputs = list(program.stages[stage].inputs)
-    inputs[index] = inputs[index]._replace(**fields)
+    inputs = changed(program.stages[stage], "inputs", index, **fields).inputs
     return changed(program, "stages", stage, inputs=inputs)
 
 
 def with_result(program: Program, stage: int, index: int, **fields: Any) -> Program:
-    outputs = list(program.stages[stage].outputs)
-    outputs[index] = outputs[index]._replace(**fields)
+    outputs = changed(program.stages[stage], "outputs", index, **fields).outputs
     return changed(program, "stages", stage, outputs=outputs)
 
 

@@ -5,35 +5,25 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from stage_library import EXPORT, compiled, for_set, marked_sets
 from torch import Tensor
 
+OF_ONE_NUMBER = "exp log log1p expm1 sqrt rsqrt sigmoid tanh erf sin cos"
+OF_ONE_NUMBER += " floor ceil round trunc abs sign"
 # As printed code calls them, of `a` and `b`; and torch's.
-FUNCTIONS = {
-    "math::exp(a)": lambda a, b: torch.exp(a),
-    "math::log(a)": lambda a, b: torch.log(a),
-    "math::log1p(a)": lambda a, b: torch.log1p(a),
-    "math::expm1(a)": lambda a, b: torch.expm1(a),
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{
+        f"math::{name}(a)": lambda a, b, name=name: getattr(torch, name)(a)
+        for name in OF_ONE_NUMBER.split()
+    },
     "math::softplus(a)": lambda a, b: torch.nn.functional.softplus(a, threshold=50.0),
-    "math::sqrt(a)": lambda a, b: torch.sqrt(a),
-    "math::rsqrt(a)": lambda a, b: torch.rsqrt(a),
-    "math::sigmoid(a)": lambda a, b: torch.sigmoid(a),
-    "math::tanh(a)": lambda a, b: torch.tanh(a),
-    "math::erf(a)": lambda a, b: torch.erf(a),
-    "math::sin(a)": lambda a, b: torch.sin(a),
-    "math::cos(a)": lambda a, b: torch.cos(a),
-    "math::pow(a, b)": lambda a, b: torch.pow(a, b),
-    "math::floor(a)": lambda a, b: torch.floor(a),
-    "math::ceil(a)": lambda a, b: torch.ceil(a),
-    "math::round(a)": lambda a, b: torch.round(a),
-    "math::trunc(a)": lambda a, b: torch.trunc(a),
-    "math::abs(a)": lambda a, b: torch.abs(a),
-    "math::sign(a)": lambda a, b: torch.sign(a),
-    "math::min2(a, b)": lambda a, b: torch.minimum(a, b),
-    "math::max2(a, b)": lambda a, b: torch.maximum(a, b),
+    "math::pow(a, b)": torch.pow,
+    "math::min2(a, b)": torch.minimum,
+    "math::max2(a, b)": torch.maximum,
     "math::select(a < b, a, A(b + number<A>(0.5)))": lambda a, b: torch.where(a < b, a, b + 0.5),
     "math::select(mask_and(a < b, a >= 0.0f), a, b)": lambda a, b: torch.where(
         (a < b) & (a >= 0), a, b

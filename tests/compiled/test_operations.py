@@ -191,26 +191,6 @@ def test_compiled_operations_at_corners(kind: str, texts: list[str], dtype: torc
         assert not any(wrong.values()), "\n".join(f"{t}: {w}" for t, w in wrong.items() if w)
 
 
-class Watched(nn.Module):
-    """Gives a number to look at, whose derivative is infinite where the state starts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        return (h, h.square().sum(-1).sqrt()), torch.tanh(self.linear(x) + h)
-
-
-def test_outputs_without_gradient_have_no_part_in_gradients() -> None:
-    """Not even that of an infinity times 0."""
-    cell, x, h = Watched(), torch.randn(4, 2, 3).double(), torch.zeros(2, 3).double()
-    (y, norm), _ = fusedrnn.Recurrent(cell, compile="require")(x, h.requires_grad_())
-    assert norm[0].eq(0).all()
-    found = torch.autograd.grad(y.sum(), [h, *cell.parameters()])
-    assert all(g.isfinite().all() for g in found)
-
-
 @pytest.mark.parametrize("dims", [(-1, -2), (-2, -1), (2, 1), (1, 2)])
 def test_sums_over_several_dimensions_in_any_order(dims: tuple[int, int]) -> None:
     """Of as many columns as cannot be put into another order."""

@@ -30,16 +30,12 @@ FIRST_AHEAD, SECOND_AHEAD = 0, 1
 ORDERS = [FIRST_AHEAD, SECOND_AHEAD, 2, 3]
 
 
-def results(case, **options):
-    return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_order_of_streams_makes_no_difference(gpu, case):
-    expected = gpu(results, case)
+    expected = gpu(case.results)
     assert gpu.counts["splits"] == 0
     for order in ORDERS:
-        assert_same(gpu(results, case, overlap=True, streams_order=order), expected)
+        assert_same(gpu(case.results, overlap=True, streams_order=order), expected)
         passes, directions = 2, 2 if case.bidirectional else 1
         assert gpu.counts["splits"] == passes * directions * case.num_layers
 
@@ -71,8 +67,8 @@ def test_copies_and_dropout(gpu):
 def test_a_missing_wait_is_noticed(gpu, deterministic, stream):
     """It is noticed in the order that lets this stream run ahead, because fresh memory is NaN."""
     deterministic(True)
-    expected = gpu(results, BASE)
-    found = gpu(results, BASE, overlap=True, streams_order=stream, missing_wait=stream)
+    expected = gpu(BASE.results)
+    found = gpu(BASE.results, overlap=True, streams_order=stream, missing_wait=stream)
     assert any(not torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -80,8 +76,8 @@ def test_a_missing_wait_is_noticed(gpu, deterministic, stream):
 def test_floats_through_tf32_have_a_kernel_in_both_passes(gpu, order):
     case = replace(BASE, dtype=torch.float32)
     allow_tf32(True)
-    expected = gpu(results, case)
-    assert_same(gpu(results, case, overlap=True, streams_order=order), expected)
+    expected = gpu(case.results)
+    assert_same(gpu(case.results, overlap=True, streams_order=order), expected)
     assert gpu.counts["splits"] == 2
 
 
@@ -94,15 +90,15 @@ def test_floats_through_tf32_have_a_kernel_in_both_passes(gpu, order):
     ],
 )
 def test_one_stream_where_a_second_has_nothing_to_do(gpu, multiprocessors, options):
-    gpu(lambda: results(BASE, **options), multiprocessors=multiprocessors, overlap=True)
+    gpu(lambda: BASE.results(**options), multiprocessors=multiprocessors, overlap=True)
     assert gpu.counts["splits"] == 0
 
 
 def test_a_failure_leaves_nothing_behind(gpu):
-    expected = gpu(results, BASE, overlap=True)
+    expected = gpu(BASE.results, overlap=True)
     with pytest.raises(RuntimeError, match=r"column_sums_partial .* failed to launch"):
         gpu(failing, BASE, overlap=True)
-    assert_same(gpu(results, BASE, overlap=True), expected)
+    assert_same(gpu(BASE.results, overlap=True), expected)
 
 
 def failing(case):

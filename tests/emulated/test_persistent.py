@@ -73,10 +73,6 @@ def in_turn(cases, *slow, every=4):
     ]
 
 
-def results(case, **options):
-    return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
-
-
 def outputs_of(found):
     return {name: t for name, t in found.items() if not name.startswith("grad")}
 
@@ -87,43 +83,43 @@ def outputs_of(found):
 @pytest.mark.parametrize("case", in_turn(CASES, WIDEST), ids=str)
 def test_error_is_at_most_twice_that_of_single_steps(chain, case):
     """Errors are against the loop in float64; and both protocols give the same bits."""
-    packets = chain(results, case, exchange=PACKETS, schedule=1)
-    steps = chain(results, case, is_on=False)
+    packets = chain(case.results, exchange=PACKETS, schedule=1)
+    steps = chain(case.results, is_on=False)
     assert_no_worse(packets, steps, truth(case.same_for_torch(), "cpu"))
-    assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
+    assert_same(chain(case.results, exchange=FLAGS, schedule=2), packets)
 
 
 @pytest.mark.parametrize("case", in_turn(FLOAT_CASES, FLOAT_WIDEST), ids=str)
 def test_floats_are_rounded_to_tf32_and_nothing_else_is(chain, case):
     """Results are near the loop that rounds by hand, compared with that loop's own error."""
-    packets = chain(results, case, exchange=PACKETS, schedule=1)
+    packets = chain(case.results, exchange=PACKETS, schedule=1)
     assert_forward_is_rounded(outputs_of(packets), case)
     assert_backward_is_rounded(packets, case)
-    assert_same(chain(results, case, exchange=FLAGS, schedule=2), packets)
+    assert_same(chain(case.results, exchange=FLAGS, schedule=2), packets)
 
 
 @each_base
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_inference_has_the_bits_of_training(persistent, chain, cell, base):
     case = replace(base, chunk_size=3, **cell, **MASKED)
-    assert_same(persistent(inferred, case), chain(results, case))
+    assert_same(persistent(inferred, case), chain(case.results))
 
 
 def test_floats_are_stepwise_where_torch_does_not_allow_tf32(chain):
-    assert_same(chain(results, FLOAT, tf32=False, is_on=False), chain(results, FLOAT, is_on=False))
+    assert_same(chain(FLOAT.results, tf32=False, is_on=False), chain(FLOAT.results, is_on=False))
     with pytest.raises(AssertionError, match="have not been called"):
-        chain(results, FLOAT, tf32=False)
+        chain(FLOAT.results, tf32=False)
     with pytest.raises(RuntimeError, match=r"not possible here: float32 .* torch is not told to"):
-        chain(lambda: results(FLOAT, backend="persistent"), tf32=False)
+        chain(lambda: FLOAT.results(backend="persistent"), tf32=False)
 
 
 @pytest.mark.parametrize("case", in_turn(MASKED_CASES, every=5), ids=str)
 def test_order_of_threads_and_place_of_rows_make_no_difference(chain, case):
     """The order of threads varies, and so does the number of tiles in a group."""
-    expected = chain(results, case, exchange=FLAGS)
+    expected = chain(case.results, exchange=FLAGS)
     for exchange, schedule, multiprocessors in [(PACKETS, 2, 6), (FLAGS, 2, 3), (PACKETS, 3, 3)]:
         options = {"schedule": schedule, "multiprocessors": multiprocessors}
-        assert_same(chain(results, case, exchange=exchange, **options), expected)
+        assert_same(chain(case.results, exchange=exchange, **options), expected)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -135,7 +131,7 @@ def test_zoneout(chain, cell, base, training):
 
     def run(case):
         torch.manual_seed(5)  # draws the masks' seed
-        return results(case, zoneout=zoneout, training=training)
+        return case.results(zoneout=zoneout, training=training)
 
     torch.manual_seed(5)
     exact = case.tensors().to(torch.float64)
@@ -182,7 +178,7 @@ def assert_close(gradient, expected, name):
 @pytest.mark.parametrize("wanted", ["input", "weights", "none of h"])
 def test_some_gradients_only(chain, cell, base, wanted):
     case = replace(base, chunk_size=3, **cell)
-    exact = chain(results, case, is_on=False)
+    exact = chain(case.results, is_on=False)
 
     def run():
         arguments = case.tensors().to(case.dtype)
@@ -300,11 +296,11 @@ def test_speed_sizes(chain, size):
     In float32, errors are at most twice those of the loop that rounds by hand.
     """
     case, options = size.case, {"multiprocessors": size.multiprocessors}
-    packets = chain(results, case, schedule=1, **options)
+    packets = chain(case.results, schedule=1, **options)
     is_float = case.dtype is torch.float32
-    theirs = rounded_truth(case) if is_float else chain(results, case, is_on=False)
+    theirs = rounded_truth(case) if is_float else chain(case.results, is_on=False)
     assert_no_worse(packets, theirs, truth(case.same_for_torch(), "cpu"))
-    assert_same(chain(results, case, exchange=FLAGS, schedule=2, **options), packets)
+    assert_same(chain(case.results, exchange=FLAGS, schedule=2, **options), packets)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -321,7 +317,7 @@ def test_memory_is_preset_once_in_forward_and_for_each_chunk_in_backward(
 
     def presets(**options):
         persistent(inferred, case, **options)
-        chain(results, case, **options)
+        chain(case.results, **options)
         return persistent.presets, chain.presets - persistent.presets
 
     directions, chunks = 1 + case.bidirectional, -(-case.seq_len // case.chunk_size)

@@ -32,17 +32,13 @@ CASES = [
 ]
 
 
-def results(case, **options):
-    return case.tensors().to(case.dtype).results(fusedrnn, **(case.options | options))
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(gpu, case):
-    expected = gpu(results, case, multiprocessors=0)
-    assert_same(gpu(lambda: results(case, backend="stepwise")), expected)
+    expected = gpu(case.results, multiprocessors=0)
+    assert_same(gpu(lambda: case.results(backend="stepwise")), expected)
     exact = truth(case.same_for_torch(), "cpu")
     for refused, other in ((FORWARD, "backward_kernels"), (BACKWARD, "forward_kernels")):
-        ours = gpu(results, case, refused_kernel=refused)
+        ours = gpu(case.results, refused_kernel=refused)
         assert gpu.counts["forward_kernels" if refused == FORWARD else "backward_kernels"] == 1, (
             "tried again"
         )
@@ -54,13 +50,13 @@ def test_a_launch_that_is_refused_is_made_up_for_by_single_steps(gpu, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(gpu, case):
     """The driver is asked before; a part of the blocks is not enough."""
-    expected = gpu(results, case, multiprocessors=0)
+    expected = gpu(case.results, multiprocessors=0)
     grid = 4  # two tiles of rows, and two blocks for 17 units
     for blocks_at_once in (0, grid - 1):
-        ours = gpu(results, case, blocks_at_once=blocks_at_once)
+        ours = gpu(case.results, blocks_at_once=blocks_at_once)
         assert gpu.counts["forward_kernels"] == gpu.counts["backward_kernels"] == 0
         assert_same(ours, expected)
-    gpu(results, case, blocks_at_once=grid)
+    gpu(case.results, blocks_at_once=grid)
     assert gpu.counts["forward_kernels"] > 0 and gpu.counts["backward_kernels"] > 0
 
 
@@ -68,7 +64,7 @@ def test_a_kernel_that_the_driver_has_no_room_for_is_not_launched(gpu, case):
 def test_what_was_asked_for_is_an_error_that_says_why(gpu, refused):
     why = "refused to run all 4 blocks" if "refused_kernel" in refused else "and the .* runs 3"
     with pytest.raises(RuntimeError, match=f"'persistent' is not possible here: .*{why}"):
-        gpu(lambda: results(BASE, backend="persistent"), **refused)
+        gpu(lambda: BASE.results(backend="persistent"), **refused)
     assert not gpu.counts["error_is_pending"]
 
 
@@ -77,7 +73,7 @@ def test_no_error_is_left_for_the_next_kernel_to_tell(gpu, kernel):
     case = replace(BASE, reset=True)
     multiprocessors = 132 if "persistent" in kernel else 0
     with pytest.raises(RuntimeError, match=f"kernel {kernel} over .* failed to launch"):
-        gpu(results, case, failing_kernel=kernel, multiprocessors=multiprocessors)
+        gpu(case.results, failing_kernel=kernel, multiprocessors=multiprocessors)
     assert not gpu.counts["error_is_pending"]
 
 
@@ -86,12 +82,12 @@ def test_workspace_bytes_hold_after_a_refusal(gpu, refused):
     """The workspace is the largest allocation here."""
     case = replace(BASE, cell="lstm", chunk_size=None, seq_len=12)
     exact = truth(case.same_for_torch(), "cpu")
-    expected = gpu(results, case, multiprocessors=0)
+    expected = gpu(case.results, multiprocessors=0)
     for limit in (2_130_000, 2_150_000, 2_200_000):
         found = []
 
         def run(limit=limit, found=found):
-            found.append(results(case, workspace_bytes=limit, chunk_size=None))
+            found.append(case.results(workspace_bytes=limit, chunk_size=None))
 
         def run_again(run=run):
             run()  # the kernel is refused
@@ -108,7 +104,7 @@ def test_what_is_refused_is_said_where_room_lacks(gpu):
     case = Case("stochastic_gru", 2, 128, 16, 100, 512, dtype=torch.bfloat16)
     options = {"workspace_bytes": 3_689_216, "chunk_size": None}
     with pytest.raises(RuntimeError, match=r"at least .* got 3689216\. .* has refused"):
-        gpu(lambda: results(case, **options), refused_kernel=BACKWARD, multiprocessors=132)
+        gpu(lambda: case.results(**options), refused_kernel=BACKWARD, multiprocessors=132)
     assert not gpu.counts["error_is_pending"]
 
 
@@ -120,9 +116,9 @@ def test_products_that_cublas_has_no_algorithm_for_are_by_torch(gpu):
     ):
         exact = truth(case.same_for_torch(), "cpu")
         stepwise = {"multiprocessors": 0}
-        bounds = relative_errors(gpu(results, case, **stepwise), exact)
+        bounds = relative_errors(gpu(case.results, **stepwise), exact)
         assert (gpu.counts["replays"] > 0) == (case.seq_len > 6 and not case.lengths)
-        errors = relative_errors(gpu(results, case, failing_kernel="gemm", **stepwise), exact)
+        errors = relative_errors(gpu(case.results, failing_kernel="gemm", **stepwise), exact)
         assert gpu.counts["replays"] == 0, "torch takes memory, which no recording may"
         rounded_anyway = min(torch.finfo(case.dtype).eps, 1e-4)
         for name, error in errors.items():
@@ -278,10 +274,10 @@ def test_where_others_have_joined_some_are_left_free(monkeypatch, free):
 
 def test_calls_leave_them_free_too(gpu, free):
     case = replace(BASE, seq_len=2, batch=20)
-    expected = gpu(results, case)
+    expected = gpu(case.results)
     for count in (1, 128, 10**6):
         free(count)
-        assert_same(gpu(results, case), expected)
+        assert_same(gpu(case.results), expected)
         assert gpu.counts["forward_kernels"] > 0
 
 

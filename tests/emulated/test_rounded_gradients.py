@@ -11,8 +11,6 @@ import torch
 from cases import Case, relative_errors, truth
 from emulator import emulated_operators, use
 
-import fusedrnn
-
 CELLS = [
     {"cell": "gru"},
     {"cell": "lstm"},
@@ -23,19 +21,15 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 SUMS = 1e-5  # relative error of a sum in float32
 
 
-def results(case, device="cpu"):
-    return case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
-
-
 @pytest.fixture(params=["stepwise", "persistent", pytest.param("cuda", marks=pytest.mark.cuda)])
 def on_gpu(request):
     """Results of a case by the GPU backend: emulated in one of two ways, or on a GPU."""
     if request.param == "cuda":
-        return lambda case: {name: t.cpu() for name, t in results(case, "cuda").items()}
+        return lambda case: {name: t.cpu() for name, t in case.results("cuda").items()}
     gpu, is_persistent = request.getfixturevalue("gpu"), request.param == "persistent"
 
     def emulated(case):
-        found = gpu(results, case, multiprocessors=132 if is_persistent else 0, schedule=1)
+        found = gpu(case.results, multiprocessors=132 if is_persistent else 0, schedule=1)
         assert (gpu.counts["backward_kernels"] > 0) == is_persistent
         return found
 
@@ -49,7 +43,7 @@ def test_gradients_are_within_two_roundings(on_gpu, cell, dtype):
     case = Case(seq_len=20, batch=8, input_size=40, hidden_size=40, dtype=dtype, **cell)
     rounding, exact = 0.5 * torch.finfo(dtype).eps, truth(case, "cpu")
     gradients = {name: t for name, t in exact.items() if name.startswith("grad")}
-    cpu, gpu = (relative_errors(found, gradients) for found in (results(case), on_gpu(case)))
+    cpu, gpu = (relative_errors(found, gradients) for found in (case.results(), on_gpu(case)))
     print(f"\n{case}: CPU {max(cpu.values()):.1e}, GPU {max(gpu.values()):.1e}")
     for name in gradients:
         assert cpu[name] <= rounding and gpu[name] <= 2 * rounding, name
@@ -75,7 +69,7 @@ def test_a_single_number_is_as_exact_as_the_terms_of_its_sum(on_gpu, cell, dtype
         all_terms = terms.abs().sum().item()
         cpu, gpu = (
             (found["grad_input"] - exact["grad_input"]).abs().item()
-            for found in (results(case), on_gpu(case))
+            for found in (case.results(), on_gpu(case))
         )
         assert cpu <= rounding * size + SUMS * all_terms
         assert gpu <= rounding * size + (rounding + SUMS) * all_terms

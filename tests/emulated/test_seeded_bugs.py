@@ -21,10 +21,6 @@ GAVE_UP = "other blocks have not sent their results in time"
 each_base = pytest.mark.parametrize("base", [BASE, FLOAT], ids=lambda base: str(base.dtype))
 
 
-def trained(case):
-    return case.tensors().to(case.dtype).results(fusedrnn, **case.options)
-
-
 def test_other_roundings_are_noticed_in_forward(persistent):
     case = replace(FLOAT, cell="gru")
     with pytest.raises(AssertionError, match="output"):  # the bug truncates instead of rounding
@@ -33,9 +29,9 @@ def test_other_roundings_are_noticed_in_forward(persistent):
 
 def test_other_roundings_are_noticed_in_backward(chain):
     case = replace(FLOAT, cell="gru", recompute=False)
-    assert_backward_is_rounded(chain(trained, case), case)
+    assert_backward_is_rounded(chain(case.results), case)
     with pytest.raises(AssertionError, match="grad"):  # the bug truncates instead of rounding
-        assert_backward_is_rounded(chain(trained, case, backward_bug=NOT_ROUNDED), case)
+        assert_backward_is_rounded(chain(case.results, backward_bug=NOT_ROUNDED), case)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -59,7 +55,7 @@ def test_forward_gives_up_on_what_never_comes(persistent, exchange):
 def test_backward_gives_up_on_what_never_comes(chain, exchange, base):
     silent = {"backward_bug": NOTHING_IS_SENT, "spin_limit": 50, "exchange": exchange}
     with pytest.raises(RuntimeError, match=GAVE_UP):
-        chain(trained, base, **silent)
+        chain(base.results, **silent)
 
 
 @each_base

@@ -23,7 +23,7 @@ from fusedrnn import reference
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_loop_in_float64(device, case):
-    results = case.tensors(device).to(torch.float64).results(fusedrnn, **case.options)
+    results = case.results(device)
     for name, error in relative_errors(results, truth(case.same_for_torch(), device)).items():
         assert error < 1e-12, name
 
@@ -33,7 +33,7 @@ def test_error_is_at_most_twice_that_of_torch(device, case):
     """The errors are against float64 on the same inputs, which are numbers of the dtype."""
     if case.seq_len == 1:  # a handful of numbers, where either may be right by luck
         case = replace(case, batch=500)
-    results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
+    results = case.results(device)
     exact, torchs = (of(case.same_for_torch(), device) for of in (truth, baseline))
     # All results of a case count together, for the same reason.
     ours, theirs = (rms(relative_errors(r, exact).values()) for r in (results, torchs))
@@ -63,7 +63,7 @@ NARROW_CASES += [
 def test_long_sums_are_as_close_as_those_of_torch(device, case):
     """Each result counts by itself, if it has enough numbers not to be right by luck."""
     case = replace(case, dtype=torch.float32)
-    results = case.tensors(device).to(case.dtype).results(fusedrnn, **case.options)
+    results = case.results(device)
     exact, torchs = (of(case, device) for of in (truth, baseline))
     ours, theirs = (relative_errors(r, exact) for r in (results, torchs))
     for name, expected in exact.items():
@@ -125,9 +125,8 @@ def test_stages_give_the_same_bits_for_any_number_of_threads(case, threads):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_same_bits_from_run_to_run_with_two_threads(case, threads):
-    arguments = replace(case, dtype=torch.float32).tensors().to(torch.float32)
     threads(2)
-    first, again = (arguments.results(fusedrnn, **case.options) for _ in range(2))
+    first, again = (replace(case, dtype=torch.float32).results() for _ in range(2))
     assert_same(first, again)
 
 
@@ -136,8 +135,7 @@ def test_same_bits_from_run_to_run_with_two_threads(case, threads):
 def test_same_bits_from_run_to_run(device, options, dtype):
     case = Case(seq_len=40, batch=5, hidden_size=36, latent_size=20, chunk_size=6, dtype=dtype)
     case = replace(case, **options)
-    arguments = case.tensors(device).to(dtype)
-    first, again = (arguments.results(fusedrnn, **case.options) for _ in range(2))
+    first, again = (case.results(device) for _ in range(2))
     assert_same(first, again)
 
 
@@ -149,10 +147,7 @@ REBUILT = [options for options in ALL_OPTIONS if options.get("recompute", True)]
 def test_recompute_gives_the_same(device, options, dtype):
     case = Case(seq_len=20, batch=7, hidden_size=33, latent_size=20, chunk_size=6, dtype=dtype)
     case = replace(case, **options)
-    arguments = case.tensors(device).to(dtype)
-    saved, recomputed = (
-        arguments.results(fusedrnn, **replace(case, recompute=r).options) for r in (False, True)
-    )
+    saved, recomputed = (replace(case, recompute=r).results(device) for r in (False, True))
     accuracy = 10 * torch.finfo(dtype).eps
     errors = relative_errors(saved, {name: t.double() for name, t in recomputed.items()})
     assert max(errors.values()) < accuracy, errors
