@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from recurrent.test_distributed import check_two_processes, needs_distributed
 from torch import Tensor, nn
 
 import fusedrnn
@@ -53,34 +53,11 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def train(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(folder + "/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(Model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(rows().chunk(2, 1)[rank]).square().sum().backward()
-        optimizer.step()
-    torch.save([p.detach() for p in model.parameters()], f"{folder}/weights{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's threads sometimes abort a process that takes its group down
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@needs_distributed
 def test_two_processes_start_at_once(folder: Path, tmp_path: Path) -> None:
     """Both compile the same cell, which nobody has compiled before."""
-    mp.spawn(train, (str(tmp_path),), nprocs=2)
-    model = Model("never")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        sum(model(half).square().sum() for half in rows().chunk(2, 1)).div(2).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    for rank in range(2):
-        close(torch.load(tmp_path / f"weights{rank}.pt"), [p.detach() for p in model.parameters()])
+    check_two_processes(tmp_path, [("ddp", {"compile": "require"})])
     assert len(list(folder.rglob("*.so"))) == 1
 
 

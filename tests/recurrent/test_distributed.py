@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from loops import loss_of
+from compiled.plain import loss_of
 from torch import Tensor, nn
 
 import fusedrnn
@@ -32,11 +34,11 @@ class Cell(nn.Module):
 class Whole(nn.Module):
     """A model of one input."""
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(H, H)
-        self.rnn = fusedrnn.Recurrent(Cell(), mode=mode, chunk_size=4)
+        self.rnn = fusedrnn.Recurrent(Cell(), chunk_size=4, **options)
         self.double()
 
     def forward(self, x: Tensor) -> Any:
@@ -48,9 +50,9 @@ def rows() -> Tensor:
     return torch.randn(T, B, H, dtype=torch.float64)
 
 
-def one_process(mode: str) -> list[Tensor]:
+def one_process() -> list[Tensor]:
     """Weights after two steps on the whole batch, half by half."""
-    model = Whole(mode)
+    model = Whole(compile="never")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -60,10 +62,11 @@ def one_process(mode: str) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-KINDS = [("ddp", "replay"), ("fsdp", "replay"), ("fsdp", "parallel")]
+Kinds = Sequence[tuple[str, dict[str, Any]]]
+"""Whether by "ddp" or "fsdp", and options of the Recurrent."""
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, kinds: Kinds) -> None:
     """Trains one model after the other: what takes long is to start a process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -72,8 +75,8 @@ def work(rank: int, folder: str) -> None:
     store = dist.FileStore(folder + "/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    for i, (kind, mode) in enumerate(KINDS):
-        model: Any = Whole(mode)
+    for i, (kind, options) in enumerate(kinds):
+        model: Any = Whole(**options)
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         else:
@@ -85,18 +88,29 @@ def work(rank: int, folder: str) -> None:
             loss_of(*model(rows().chunk(2, 1)[rank])).backward()
             optimizer.step()
         weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-        if rank == 0:
-            torch.save([weight.detach() for weight in weights], f"{folder}/{i}.pt")
+        torch.save([weight.detach() for weight in weights], f"{folder}/{i} {rank}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads sometimes abort a process that takes its group down
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+needs_distributed = pytest.mark.skipif(
+    not dist.is_available(), reason="torch without torch.distributed"
+)
+
+
+def check_two_processes(folder: Path, kinds: Kinds) -> None:
+    """Each has learnt what one process learns of both halves."""
+    mp.spawn(work, (str(folder), kinds), nprocs=2)
+    expected = one_process()
+    for i, rank in itertools.product(range(len(kinds)), range(2)):
+        found = torch.load(folder / f"{i} {rank}.pt")
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@needs_distributed
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=2)
-    for i, (_, mode) in enumerate(KINDS):
-        found = torch.load(tmp_path / f"{i}.pt")
-        torch.testing.assert_close(found, one_process(mode), rtol=1e-10, atol=1e-10)
+    replay, parallel = {"mode": "replay"}, {"mode": "parallel"}
+    check_two_processes(tmp_path, [("ddp", replay), ("fsdp", replay), ("fsdp", parallel)])
 
 
 def test_replica_as_in_data_parallel() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import CELLS, MODULES
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.utils._pytree import tree_leaves, tree_map
 
 import fusedrnn
 
@@ -18,6 +19,11 @@ OPTIONS = [
     {"return_sequence": False, "bidirectional": True},
     {"proj_size": 3, "bidirectional": True, "chunk_size": 4},
 ]
+
+
+def in_order(order, tree):
+    """Tensors with their rows in another order."""
+    return tree_map(lambda leaf: None if leaf is None else leaf[:, order], tree)
 
 
 def both(cell, options, lengths, dtype, reset=False, device="cpu"):
@@ -42,22 +48,17 @@ def both(cell, options, lengths, dtype, reset=False, device="cpu"):
             data = pack_padded_sequence(leaves[0], torch.tensor(lengths), enforce_sorted=False)
             output, last = rnn(data, hx, reset=is_reset)
         else:
-            order = torch.tensor(lengths).sort(descending=True, stable=True)[1]
+            sorted_lengths, order = torch.tensor(lengths).sort(descending=True, stable=True)
+            rows, start, reset = in_order(order, (leaves[0], hx, is_reset))
+            output, last = rnn(rows, start, reset=reset, lengths=sorted_lengths)
             inverse = order.argsort()
-            rows = [t[:, order] for t in leaves]
-            last = rows[1] if len(rows) == 2 else tuple(rows[1:])
-            sorted_reset = None if is_reset is None else is_reset[:, order]
-            sorted_lengths = torch.tensor(lengths)[order]
-            output, last = rnn(rows[0], last, reset=sorted_reset, lengths=sorted_lengths)
+            last = in_order(inverse, last)
             if rnn.return_sequence:
                 output = pack_padded_sequence(output, sorted_lengths)
-                output = PackedSequence(output.data, output.batch_sizes, order, inverse)
             else:
                 output = output[inverse]
-            one = isinstance(last, torch.Tensor)
-            last = last[:, inverse] if one else tuple(t[:, inverse] for t in last)
         results = [output.data if isinstance(output, PackedSequence) else output]
-        results += [last] if isinstance(last, torch.Tensor) else list(last)
+        results += tree_leaves(last)
         ones = [cotangent.flatten()[: t.numel()].view(t.shape) for t in results]
         grads = torch.autograd.grad(results, [*leaves, *rnn.parameters()], ones)
         return [*results, *grads]
