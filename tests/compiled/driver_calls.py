@@ -245,8 +245,8 @@ def _of_reset(call: Call, j: int, wants: Callable[[str], bool]) -> Tensor:
     return full((call.batch, to.shape[1]), call.sums)
 
 
-def run(call: Call, memory: Memory) -> None:
-    """Forward and backward by the operators."""
+def run(call: Call, memory: Memory, *, has_backward: bool = True) -> None:
+    """Forward, and backward, by the operators."""
     arguments = (
         call.cell.number(call.dtype),
         call.inputs,
@@ -269,6 +269,8 @@ def run(call: Call, memory: Memory) -> None:
         "saved": memory.saved,
     }
     operators.forward(*arguments, last=memory.last, **options)
+    if not has_backward:
+        return
     operators.backward(
         *arguments,
         grad_sequences=call.grad_sequences,

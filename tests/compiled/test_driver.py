@@ -222,27 +222,11 @@ def test_chunk_sizes(cell: Cell) -> None:
 def test_forward_alone(cell: Cell) -> None:
     """Without backward nothing needs to be kept."""
     call = random_call(cell)
-    right = found(call)
-    sequences = [torch.empty_like(right[f"sequence {i}"]) for i in range(len(call.grad_sequences))]
-    last = [torch.empty_like(carry) for carry in call.carries]
-    operators.forward(
-        cell.number(torch.float64),
-        call.inputs,
-        call.carries,
-        call.weights,
-        call.vectors,
-        [],
-        [],
-        seed=torch.tensor([5]) if cell.draws else None,
-        sequences=sequences,
-        last=last,
-        kept=[],
-        saved=[],
-    )
-    for i, sequence in enumerate(sequences):
-        torch.testing.assert_close(sequence, right[f"sequence {i}"])
-    for j, carry in enumerate(last):
-        torch.testing.assert_close(carry, right[f"last {j}"])
+    right, memory = found(call), Memory.of(call, wants=lambda name: False)
+    memory.kept = []
+    run(call, memory, has_backward=False)
+    for name, tensor in memory.results().items():
+        torch.testing.assert_close(tensor, right[name])
 
 
 def test_numbers_that_are_infinite_or_none(cell: Cell) -> None:

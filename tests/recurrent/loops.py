@@ -46,6 +46,15 @@ def scan_loop(
     return state, stacked([outputs[time] for time in times])
 
 
+def linear(width: int) -> nn.Linear:
+    return nn.Linear(width, width, dtype=F64)
+
+
+def twice(h: Tensor) -> tuple[Tensor, Tensor]:
+    """A state that is the output, too."""
+    return h, h
+
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

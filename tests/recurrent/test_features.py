@@ -20,6 +20,7 @@ from loops import (
     check_same,
     double,
     generator,
+    linear,
     loss_of,
     plain_loop,
 )
@@ -32,10 +33,6 @@ T, B, H = 10, 3, 4
 
 def sequence() -> Tensor:
     return double(T, B, H)
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(H, H, dtype=F64)
 
 
 def gru(dtype: torch.dtype = F64) -> nn.GRUCell:
@@ -99,7 +96,7 @@ class Shared(nn.Module):
 
 def normed() -> nn.Module:
     """Batch norm and spectral norm in training."""
-    norm, a = nn.BatchNorm1d(H, dtype=F64), nn.utils.parametrizations.spectral_norm(linear())
+    norm, a = nn.BatchNorm1d(H, dtype=F64), nn.utils.parametrizations.spectral_norm(linear(H))
     return By(lambda c, x, h: torch.tanh(c.norm(c.a(h) + x)), a=a, norm=norm)
 
 
@@ -187,7 +184,7 @@ def test_draws_that_some_steps_make(seed: int, chunk_size: int | None) -> None:
         return torch.tanh(c.linear(h) + x)
 
     torch.manual_seed(seed)
-    cell, x = By(sometimes, linear=linear()), torch.randn(T, B, H, dtype=F64)
+    cell, x = By(sometimes, linear=linear(H)), torch.randn(T, B, H, dtype=F64)
     rnn = fusedrnn.Recurrent(cell, chunk_size=chunk_size)
 
     def loss(h: Tensor) -> Tensor:

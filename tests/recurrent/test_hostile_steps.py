@@ -18,8 +18,10 @@ from loops import (
     counted,
     double,
     generator,
+    linear,
     plain_loop,
     scan_loop,
+    twice,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,15 +44,6 @@ def no_warnings() -> Iterator[None]:
 
 def sequence() -> Tensor:
     return double(SEQ_LEN, BATCH, H)
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(H, H, dtype=F64)
-
-
-def twice(h: Tensor) -> tuple[Tensor, Tensor]:
-    """A state that is the output, too."""
-    return h, h
 
 
 # --- what steps read -----------------------------------------------------------------------------
@@ -127,7 +120,7 @@ def test_functional_call_around_forward(name: str) -> None:
         return h * c.scale, h
 
     shift = nn.Parameter(torch.zeros(H, dtype=F64), requires_grad=False)
-    cell, x = By(scaled, linear=linear(), shift=shift), sequence()
+    cell, x = By(scaled, linear=linear(H), shift=shift), sequence()
     cell.register_buffer("scale", torch.ones(H, dtype=F64))
     rnn, value = fusedrnn.Recurrent(cell), torch.rand(H, dtype=F64)
 
@@ -247,7 +240,9 @@ def test_kinds_of_numbers() -> None:
 
 
 def test_modes_of_modules_are_those_of_forward() -> None:
-    cell = By(lambda c, x, h: (c.dropout(c.linear(x)), h), linear=linear(), dropout=nn.Dropout(0.5))
+    cell = By(
+        lambda c, x, h: (c.dropout(c.linear(x)), h), linear=linear(H), dropout=nn.Dropout(0.5)
+    )
     rnn, x, gradients = fusedrnn.Recurrent(cell), sequence(), []
     for changes in (False, True):
         torch.manual_seed(0)

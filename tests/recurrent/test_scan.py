@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import MODES, WAYS, check_same, check_scan, double, generator, scan_loop
+from loops import MODES, WAYS, check_same, check_scan, double, generator, scan_loop, twice
 from recorders import Repeated
 from torch import Tensor, nn
 
@@ -14,11 +14,6 @@ import fusedrnn
 
 pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
 T, B, H = 10, 3, 4
-
-
-def twice(h: Tensor) -> tuple[Tensor, Tensor]:
-    """A state that is the output, too."""
-    return h, h
 
 
 def closed_over() -> Any:

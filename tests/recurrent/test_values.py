@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import F64, MODES, WAYS, By, Mixed, Noisy, check_cell, check_same, double
+from loops import F64, MODES, WAYS, By, Mixed, Noisy, check_cell, check_same, double, linear
 from recorders import Repeated
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,13 +19,9 @@ T, B, H = 11, 3, 4
 PAIRS = [(nn.RNNCell, nn.RNN), (nn.GRUCell, nn.GRU), (nn.LSTMCell, nn.LSTM)]
 
 
-def linear() -> nn.Linear:
-    return nn.Linear(H, H, dtype=F64)
-
-
 def two_layers(change: Callable[[Any], Any]) -> Callable[[], Any]:
     def make() -> Any:
-        cell = By(lambda c, x, h: torch.tanh(c.a(x) + c.b(h)), a=linear(), b=linear())
+        cell = By(lambda c, x, h: torch.tanh(c.a(x) + c.b(h)), a=linear(H), b=linear(H))
         change(cell)
         return cell.eval()  # else spectral_norm changes buffers
 
@@ -120,8 +116,8 @@ CELLS: dict[str, Callable[[], Any]] = {
     "trees, a count of integers": mixed,
     "all kinds of draws": Noisy,
     "draws of no rows": lambda: (By(rescaled), double(T, 0, H), double(0, H)),
-    "a gradient inside": lambda: By(descending, linear=linear()),
-    "a scan inside": lambda: By(scanning, linear=linear()),
+    "a gradient inside": lambda: By(descending, linear=linear(H)),
+    "a scan inside": lambda: By(scanning, linear=linear(H)),
     "weight_norm": two_layers(lambda c: nn.utils.parametrizations.weight_norm(c.b)),
     "spectral_norm": two_layers(lambda c: nn.utils.parametrizations.spectral_norm(c.b)),
     "old weight_norm": two_layers(lambda c: nn.utils.weight_norm(c.b)),
