@@ -5,10 +5,6 @@ from cases import relative_errors
 from torch.profiler import ProfilerActivity, profile
 
 
-def gradients(outputs, cotangents, inputs, **options):
-    return torch.autograd.grad(outputs, inputs, cotangents, **options)
-
-
 def allocations(function):
     """Sizes in bytes of what torch's allocator gave out while ``function`` ran."""
     with profile(

@@ -16,6 +16,7 @@ from checks import allocations
 from layouts import strided
 
 import fusedrnn
+from bench.clock import saved_sizes_bytes
 from fusedrnn import reference
 
 CASE = Case(seq_len=20, batch=6, chunk_size=8, dtype=torch.float32)
@@ -48,21 +49,11 @@ def test_no_memory_for_gradients_that_nobody_needs(cell):
     assert max(events) < arguments.input.nbytes / 2  # a gradient of the input would be larger
 
 
-def saved_storages(case, arguments, **options):
-    """Storages that are saved for backward, without those of the arguments and the output."""
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = call(case, arguments, **options)[0]
-    known = [output, *arguments.differentiable(), arguments.seed]
-    known = [t.untyped_storage().data_ptr() for t in known if t is not None]
-    assert known[0] in saved
-    found = [tensor for pointer, tensor in saved.items() if pointer not in known]
-    return [tensor for tensor in found if tensor.nbytes > 0]  # not the version of the flat buffer
+def saved_bytes(case, arguments, **options):
+    """Of each tensor that is saved for backward, without the arguments; in falling order."""
+    known = [t for t in (*arguments.differentiable(), arguments.seed) if t is not None]
+    sizes = saved_sizes_bytes(lambda: call(case, arguments, **options)[0], known)
+    return [size for size in sizes if size > 0]  # not the version of the flat buffer
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -73,11 +64,12 @@ def test_saves_its_arguments_and_the_output_and_little_else(cell, bidirectional)
     directions, state = 2 if bidirectional else 1, case.batch * case.hidden_size * 4
     chunks = -(-case.seq_len // case.chunk_size)
     states = [directions * chunks * state] if cell == "lstm" else []
-    assert [t.nbytes for t in saved_storages(case, arguments)] == states
+    output = directions * case.seq_len * state
+    assert saved_bytes(case, arguments) == sorted([output, *states], reverse=True)
     columns = 4 * case.hidden_size + 2 * case.latent_size * (cell == "stochastic_gru")
     pre_activations = directions * case.seq_len * case.batch * columns * 4
-    saved = saved_storages(case, arguments, recompute=False)
-    assert sorted(t.nbytes for t in saved) == sorted([pre_activations, *states])
+    saved = saved_bytes(case, arguments, recompute=False)
+    assert saved == sorted([pre_activations, output, *states], reverse=True)
 
 
 def test_nothing_is_kept_without_gradients(cell):

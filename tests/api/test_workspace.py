@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CELLS, DTYPES, MASKED, MODULES, Case, allow_tf32, operator_arguments
-from checks import allocations, gradients
+from checks import allocations
 from layouts import with_gaps
 
 import fusedrnn
@@ -246,7 +246,7 @@ def test_backward_has_the_chunks_of_forward(emulator, monkeypatch, case, before)
         with hooks if changes else contextlib.nullcontext():
             results = arguments.call(fusedrnn, **case.sizes, workspace_bytes=limit)
         tell(before != changes)
-        return gradients(results, arguments.cotangents(), arguments.differentiable())
+        return torch.autograd.grad(results, arguments.differentiable(), arguments.cotangents())
 
     gpu, others = gpu_of("emulated", MULTIPROCESSORS), 0
     tell(before)
@@ -313,7 +313,7 @@ def test_backward_has_chunks_of_forward_s_length(emulator, dtype):
     for chunk_size in (None, 49):
         rnn.chunk_size = chunk_size
         output, (_, c_n) = rnn(input)
-        found.append(gradients([output.sum() + c_n.sum()], None, [input, *rnn.parameters()]))
+        found.append(torch.autograd.grad(output.sum() + c_n.sum(), [input, *rnn.parameters()]))
     for automatic, whole in zip(*found, strict=True):
         error = (automatic - whole).double().norm() / whole.double().norm()
         assert error < {torch.bfloat16: 1e-2, torch.float64: 1e-12}[dtype]

@@ -1,15 +1,14 @@
 """A layer in plain torch, and its derivatives beyond the first, against operator and autograd."""
 
 import dataclasses
-import weakref
+from functools import partial
 
 import pytest
 import torch
 from last_states_cases import Stacked
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
+from bench.clock import measure_memory
 from fusedrnn import _ops, _replay
 from fusedrnn._ops import LayerTensors
 from fusedrnn._replay import Variables
@@ -253,28 +252,6 @@ def test_dtypes(cell, dtype):
         assert (found.double() - expected).norm() <= bound * expected.norm()
 
 
-class _Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive at once, made since the mode began."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.now, self.most = WeakIdKeyDictionary(), 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(results):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self.alive:
-                self.alive[storage] = True
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return results
-
-    def free(self, count):
-        self.now -= count
-
-
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_memory_of_second_order_grows_less_than_linearly(cell):
     extra = []
@@ -283,10 +260,11 @@ def test_memory_of_second_order_grows_less_than_linearly(cell):
         leaves, _ = leaves_of(tensors)
         directions = variables_of(tensors, random_like(leaves))
         grads = (*random_like(_replay.layer(call, tensors)[:2]), None)
-        with _Peak() as peak:
-            found, gradients = _replay.second_order(call, tensors, grads, directions)
+        second = partial(_replay.second_order, call, tensors, grads, directions)
+        found, gradients = second()
         # Results are made in parts, and then one of them is joined.
-        extra.append(peak.most - found[0].nbytes - 2 * gradients.input.nbytes)
+        results = found[0].nbytes + 2 * gradients.input.nbytes
+        extra.append(measure_memory(second).peak_bytes - results)
     assert 0 < extra[1] < 2.5 * extra[0], extra
 
 
