@@ -14,38 +14,24 @@ import os
 import pathlib
 import platform
 import re
-import shutil
 import subprocess
 
 import nvcc
 import pytest
 import torch
+from compiled.stage_library import COMPILER, TARGETS, cpu_flags, instruction_sets
 
 from fusedrnn import reference
 
 SOURCES = ("base/math.h", "base/scalar.h", "program/functions.h")
 CPP = pathlib.Path(__file__).parents[1] / "cpp"
 CSRC = CPP.parents[1] / "csrc"
-COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-# The processor flags, as Linux names them, that each instruction set's code may use.
-NEEDED = {
-    "baseline": set(),
-    "avx2": {"avx2", "fma"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-}
 CHECKS = ["special", "double", "select", "tails", "narrow", "philox", "normals"]
 FUNCTIONS = re.findall(r'"(\w+)"', (CPP / "functions.h").read_text())  # the only such strings
 EXHAUSTIVE = os.environ.get("FUSEDRNN_EXHAUSTIVE") == "1"
 STRIDES = [1] if EXHAUSTIVE else [4999, pytest.param(499, marks=pytest.mark.slow)]
-
-
-def cpu_flags() -> set[str]:
-    try:
-        return set(pathlib.Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return set()
 
 
 def constants() -> list[str]:
@@ -79,15 +65,15 @@ def said_by_failing(*command: str | pathlib.Path) -> str:
     return done.stdout
 
 
-WIDEST = [isa for isa, needed in NEEDED.items() if needed <= cpu_flags()][-1]
+HERE = instruction_sets()
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(i, marks=[pytest.mark.slow] * (i != WIDEST)) for i in NEEDED],
+    params=[pytest.param(i, marks=[pytest.mark.slow] * (i != HERE[-1])) for i in TARGETS],
 )
 def isa(request):
-    if not NEEDED[request.param] <= cpu_flags():
+    if request.param not in HERE:
         pytest.skip(f"no {request.param} on this processor")
     return request.param
 
