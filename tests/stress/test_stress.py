@@ -34,7 +34,7 @@ def test_nothing_is_wrong(name):
 @pytest.fixture
 def results():
     torch.set_num_threads(1)
-    return copied(results_of(GRU, GRU.tensors().to(GRU.dtype)))
+    return copied(GRU.results())
 
 
 def flipped(tensor):
