@@ -405,6 +405,7 @@ template <class T, int kDepth, class... Stages>
 FUSEDRNN_DEVICE void persistent_forward(StageList<Stages...>, const PersistentForward<T>& args,
                                         unsigned char* shared) {
   static_assert(sizeof...(Stages) <= 2, "two slots may not be enough");
+  static_assert(((Stages::kInputGates > 0) + ...) <= 1, "a block has memory for one ring");
   PersistentBlock<T> block(args, shared);
   PersistentStages<T, kDepth, 0, int(sizeof...(Stages)), Stages...> stages(block);
   block.clock.start();

@@ -13,6 +13,7 @@ template <int kWords>
 class Ring {
  public:
   static constexpr int kAhead = 3;
+  static_assert(kAhead < kRingItems);
 
   // `shared` has ring_floats(kWords).  The thread is one of those that compute units.
   FUSEDRNN_DEVICE Ring(float* shared) : mine_(shared + thread_index()) {}
