@@ -297,8 +297,10 @@ int backward(Device& device, Stages stages, const Call& call) {
   for (int s = 0; s < cell.num_stages; ++s) {
     sent += rows * traits(cell.stages[s].kind).hidden_blocks * call.hidden;
   }
-  auto* at = arrays.template result<Element>(sent + (plan.workspace_bytes() + 1) /
-                                                        int64_t(sizeof(Element)));
+  const int64_t in_packet = kPacketBytes / int64_t(sizeof(Element));
+  const int64_t padding = -sent & (in_packet - 1);  // only where gradients are not sent in place
+  const int64_t workspace = (plan.workspace_bytes() + 1) / int64_t(sizeof(Element));
+  auto* at = arrays.template result<Element>(sent + padding + workspace);
   for (int s = 0; s < cell.num_stages; ++s) {
     const StageTraits facts = traits(cell.stages[s].kind);
     arrays.fill(cell, s, args);
@@ -327,6 +329,7 @@ int backward(Device& device, Stages stages, const Call& call) {
       step.carry = {arrays.template random<Element>(rows * call.hidden), call.hidden, true};
     }
   }
+  at += padding;
   args.wants_dh = true;
   return run</*kIsBackward=*/true>(device, plan, call, arrays, [&](auto variant, int) {
     PersistentBackward<Element> now = args;

@@ -175,21 +175,12 @@ FUSEDRNN_DEVICE void store_if(bool is_wanted, uint32_t* p, uint32_t first, uint3
       : "memory");
 }
 
-// Whether all lanes of a warp, which call it together, say so.
-FUSEDRNN_DEVICE bool all_lanes(bool says) { return __all_sync(0xffffffffu, says) != 0; }
-
-// Starts to copy a word, or a packet that another block may have sent, into shared memory.
-// end_of_copies() ends a group of copies, perhaps an empty one; wait_for_copies() waits until all
-// but the last kGroups groups of this thread have arrived, which only this thread may read.
+// Starts to copy a word into shared memory. end_of_copies() ends a group of copies, perhaps an
+// empty one; wait_for_copies() waits until all but the last kGroups groups of this thread have
+// arrived, which only this thread may read.
 FUSEDRNN_DEVICE void copy_async(float* shared, const void* from) {
   asm volatile(
       "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
-      "l"(from)
-      : "memory");
-}
-FUSEDRNN_DEVICE void copy_async(Packet* shared, const Packet* from) {  // not through the L1 cache
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
       "l"(from)
       : "memory");
 }

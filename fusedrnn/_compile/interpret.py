@@ -62,9 +62,9 @@ class Interpreter:
             inputs: (seq_len, batch, ...) each.
             carries: (batch, ...) each.
         """
-        plan, dtype = self._plan, carries[0].dtype
-        weights, vectors = self._outside(constants, dtype)
-        inputs = self._outside.inputs(constants, inputs, dtype)
+        plan = self._plan
+        weights, vectors = self._outside(constants, carries[0])
+        inputs = self._outside.inputs(constants, inputs, carries[0])
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
         numbers = {d: draws(d) for d in plan.draws}
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]

@@ -86,21 +86,27 @@ class Outside:
     def hold_on(self, device: torch.device) -> None:
         """Copies to a device what a program has of its own: numbers in the step, and places.
 
-        A call could not: it would wait for the GPU, and no CUDA graph of it could be captured.
+        A call could not: it would wait for the GPU, and no CUDA graph of it could be captured. They
+        stay where they are for as long as the program lives, since a graph may read them.
         """
         with torch.inference_mode(False):  # a later call may train
             for node in self._module.graph.find_nodes(op="get_attr"):
-                number = getattr(self._module, node.target)
-                self._held[node.target, device] = number.to(device)
+                if (node.target, device) not in self._held:
+                    number = getattr(self._module, node.target)
+                    self._held[node.target, device] = number.to(device)
             for i, vector in enumerate(self._vectors):
-                if isinstance(vector, Columns) and vector.places:
+                if isinstance(vector, Columns) and vector.places and (i, device) not in self._held:
                     self._held[i, device] = torch.tensor(vector.places, device=device)
 
     def __call__(
-        self, constants: Sequence[Tensor], dtype: torch.dtype
+        self, constants: Sequence[Tensor], like: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights, (terms, columns) each, and vectors, (width,) each."""
-        evaluate = self._evaluation(constants, dtype)
+        """Weights, (terms, columns) each, and vectors, (width,) each.
+
+        Args:
+            like: A tensor of the program's dtype on its device, such as a carry.
+        """
+        evaluate = self._evaluation(constants, like)
         weights = [self._weight(weight, evaluate) for weight in self._weights]
         vectors = [
             self._bias(vector, evaluate)
@@ -111,25 +117,25 @@ class Outside:
         return weights, vectors
 
     def inputs(
-        self, constants: Sequence[Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
+        self, constants: Sequence[Tensor], inputs: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
         """The inputs that a program reads, (seq_len, batch, width) each."""
-        evaluate, found = self._evaluation(constants, dtype), []
+        evaluate, found = self._evaluation(constants, like), []
         for one in self._inputs:
             if isinstance(one, Table):
                 padding = one.padding if one.padding >= 0 else None
                 made = F.embedding(inputs[one.input], evaluate(one.table), padding)
             else:
                 made = inputs[one]
-            made = made.to(dtype)
+            made = made.to(like.dtype)
             found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
         return found
 
-    def _evaluation(self, constants: Sequence[Tensor], dtype: torch.dtype) -> _Evaluation:
-        device = constants[0].device if constants else torch.device("cpu")
+    def _evaluation(self, constants: Sequence[Tensor], like: Tensor) -> _Evaluation:
+        device = like.device
         held = {name: held for (name, on), held in self._held.items() if on == device}
         constants = [constants[i] for i in self._constants]
-        return _Evaluation(self._module, constants, held, dtype, device)
+        return _Evaluation(self._module, constants, held, like.dtype, device)
 
     def _weight(self, weight: Weight, evaluate: _Evaluation) -> Tensor:
         parts = [self._part(part, weight.terms, evaluate) for part in weight.parts]

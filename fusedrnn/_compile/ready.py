@@ -36,5 +36,6 @@ def with_library(
         dtype=program.dtype,
         is_for_gpu=kind == "cuda",
     )
+    program.printed.outside.hold_on(device)
     check(program, trial, device)
     return program

@@ -513,9 +513,8 @@ def _by_operators(
     batch = trial.batch
     with torch.enable_grad():
         outside = program.printed.outside
-        outside.hold_on(device)
-        weights, vectors = outside(constants, dtype)
-        made = [*weights, *vectors, *outside.inputs(constants, inputs, dtype)]
+        weights, vectors = outside(constants, state[0])
+        made = [*weights, *vectors, *outside.inputs(constants, inputs, state[0])]
     ends = len(weights), len(weights) + len(vectors)
     given = [t.detach() for t in made]
     carries = [leaf.detach().reshape(batch, -1) for leaf in state]

@@ -42,10 +42,11 @@ class Kept(NamedTuple):
 @torch.no_grad()
 def forward(arguments: Arguments) -> Results:
     call, outside = arguments.call, arguments.call.program.printed.outside
-    weights, vectors = outside(arguments.constants, arguments.dtype)
+    like = arguments.state[0]
+    weights, vectors = outside(arguments.constants, like)
 
     def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
-        inputs = outside.inputs(arguments.constants, arguments.inputs(part), arguments.dtype)
+        inputs = outside.inputs(arguments.constants, arguments.inputs(part), like)
         return arguments.of_part(part, inputs, state, weights, vectors)
 
     if call.is_whole:

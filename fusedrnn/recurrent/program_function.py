@@ -117,7 +117,7 @@ class _Backward:
         self._no_sums = self._nothing.to(arguments.sum_dtype)
         self._constants, self._named = self._with_needs()
         with torch.enable_grad():
-            weights, vectors = self._program.printed.outside(self._constants, arguments.dtype)
+            weights, vectors = self._program.printed.outside(self._constants, arguments.state[0])
         self._weights, self._vectors = weights, vectors
         # What parts give: of weights and vectors, of constants through inputs that are made of
         # them, of the step's inputs, and of what carries become at resets.
@@ -165,7 +165,8 @@ class _Backward:
             for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=False)
         ]
         with torch.enable_grad():
-            inputs = self._program.printed.outside.inputs(self._constants, own, arguments.dtype)
+            outside = self._program.printed.outside
+            inputs = outside.inputs(self._constants, own, arguments.state[0])
         weights, vectors = self._weights, self._vectors
         given = ([x.detach() for x in leaves] for leaves in (weights, vectors))
         state = self._state_before(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES
+from fusedrnn._compile import ready
 from fusedrnn._compile.outside import Outside
 
 T, B, H = 4, 3, 16
@@ -34,6 +36,15 @@ class Leaky(nn.Module):
         return h, h
 
 
+class Unweighted(nn.Module):
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * torch.tensor([0.5, 2.0]).repeat(H // 2) + x)
+        return h, h
+
+
+OWN = {"Leaky": Leaky, "Unweighted": Unweighted}
+
+
 class OnlyOn(TorchDispatchMode):
     """Refuses operators that read or make tensors on another device."""
 
@@ -50,19 +61,19 @@ class OnlyOn(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", ["Leaky", "DreamerV3"])
+@pytest.mark.parametrize("name", [*OWN, "DreamerV3"])
 def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for a GPU, and torch could not capture it in a CUDA graph."""
     asked: list[tuple[Outside, Sequence[Tensor]]] = []
     compute = Outside.__call__
 
-    def noted(self: Outside, constants: Sequence[Tensor], dtype: torch.dtype) -> Any:
+    def noted(self: Outside, constants: Sequence[Tensor], like: Tensor) -> Any:
         asked.append((self, constants))
-        return compute(self, constants, dtype)
+        return compute(self, constants, like)
 
     monkeypatch.setattr(Outside, "__call__", noted)
-    if name == "Leaky":
-        cell: nn.Module = Leaky()
+    if name in OWN:
+        cell: nn.Module = OWN[name]()
         inputs: Any = torch.randn(T, B, H)
     else:
         case = next(case for case in CASES if case.name == name)
@@ -71,10 +82,28 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
         fusedrnn.Recurrent(cell, compile="require")(inputs, start_of(cell, Size(T, B, H), "cpu"))
     outside, constants = asked[-1]
     meta = [constant.to("meta") for constant in constants]
+    carry = torch.empty(B, H, device="meta")
     with pytest.raises(AssertionError), OnlyOn("meta"):
-        compute(outside, meta, torch.float32)
+        compute(outside, meta, carry)
     with torch.inference_mode():
         outside.hold_on(torch.device("meta"))
     with OnlyOn("meta"):
-        compute(outside, meta, torch.float32)
+        compute(outside, meta, carry)
     assert not any(number.is_inference() for number in outside._held.values())
+    held = dict(outside._held)
+    outside.hold_on(torch.device("meta"))  # as another first use of the program does
+    assert all(number is held[key] for key, number in outside._held.items()), "a graph may read it"
+
+
+def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a record, which is not compared to anything."""
+    held: list[torch.device] = []
+    outside = SimpleNamespace(hold_on=held.append)
+    program: Any = SimpleNamespace(
+        printed=SimpleNamespace(text="", outside=outside), form=None, dtype=torch.float32
+    )
+    monkeypatch.setattr(ready, "build", lambda *_, **__: SimpleNamespace(function=0))
+    monkeypatch.setattr(ready.operators, "add_program", lambda *_, **__: 0)
+    device = torch.device("cpu")
+    assert ready.with_library(program, None, device, lambda *_: None) is program
+    assert held == [device]

@@ -130,6 +130,8 @@ MUTATIONS = [
     ),
     # Input gates are read before they have been copied.
     left_out(18, "forward.h", "input_gates_.wait();"),
+    # The ring has no room for the item that is read.
+    Mutation(19, "ring.h", "item % kRingItems", "item % (BUG ? kAhead : kRingItems)"),
 ]
 
 
