@@ -120,7 +120,8 @@ def parts(out: Path) -> dict[str, Part]:
             env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # blocks with the bounds of their tensors
         else:
             command += ["--kernel-name", "kns=fusedrnn"]  # what cuBLAS shares is its own matter
-        return Part(f"{tool}_{kind}", 190, [*command, python, "-m", "bench.sanitize", kind], env)
+        command += [python, "-m", "bench.sanitize", kind]
+        return Part(f"{tool}_{kind}", 190, command, env, verdict=sanitizer_results)
 
     def benchmark(name: str, limit_s: float, *options: str, module: str = "") -> Part:
         command = [python, "-m", f"bench.{module or name}", "--device", "cuda", "--out", str(out)]
@@ -168,6 +169,15 @@ def test_results(tail: str) -> tuple[bool, str]:
     found = re.findall(r"^.*\d+ \w+.* in [\d.]+s.*$", tail, re.MULTILINE)
     summary = found[-1].strip(" =") if found else ""
     return " passed" in summary, summary
+
+
+def sanitizer_results(tail: str) -> tuple[bool, str]:
+    """What compute-sanitizer says at its end, and whether it failed itself; its status decides.
+
+    An error of its own counts as one of the program.
+    """
+    said = re.findall(r"^=+ (Internal Sanitizer Error.*|\w+ SUMMARY.*)$", tail, re.MULTILINE)
+    return True, "; ".join(dict.fromkeys(said))
 
 
 def content_of(path: Path) -> dict[str, Any] | None:

@@ -29,6 +29,21 @@ def test_a_group_ends_in_time(tmp_path: Path, group: str) -> None:
     assert len({"summary.json", "summary.md", gpu_check.LOG, gpu_check.RUNNING_LOG, *files}) <= 10
 
 
+def test_a_sanitizer_that_fails_itself_says_so() -> None:
+    said = (
+        "========= COMPUTE-SANITIZER",
+        "masked GRU",
+        "========= Internal Sanitizer Error: The Sanitizer failed to handle a hardware exception.",
+        "RuntimeError: an illegal memory access",
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+    )
+    assert parts.sanitizer_results("\n".join(said)) == (
+        True,
+        "Internal Sanitizer Error: The Sanitizer failed to handle a hardware exception.; "
+        "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+    )
+
+
 def test_each_part_can_be_run_and_is_named_by_the_evidence(tmp_path: Path) -> None:
     known = parts.parts(tmp_path)
     assert {name for stages in parts.GROUPS.values() for s in stages for name in s} <= set(known)
