@@ -85,15 +85,18 @@ def growth(step: Step, steps: int) -> Row:
     for _ in range(round(WARM_UP * steps)):
         step()
     Memory.now()  # the measurement itself may fill caches
-    before = Memory.now()
-    for _ in range(steps):
-        step()
-    grown = Memory.now() - before
-    wrong = [
-        f"{name} grew by {value:,} over {steps:,} steps"
-        for name, value in vars(grown).items()
-        if value > vars(MOST)[name]
-    ]
+    for _ in range(3):  # what leaks does so each time; an allocator takes a page or an arena once
+        before = Memory.now()
+        for _ in range(steps):
+            step()
+        grown = Memory.now() - before
+        wrong = [
+            f"{name} grew by {value:,} over {steps:,} steps"
+            for name, value in vars(grown).items()
+            if value > vars(MOST)[name]
+        ]
+        if not wrong:
+            break
     return Row(f"{steps:,} steps", str(grown), wrong)
 
 
