@@ -20,10 +20,6 @@
 #include "../csrc/persistent/plan.h"
 #include "phase_arrays.h"
 
-#if !defined(FUSEDRNN_PHASES_OBSERVED)
-#define FUSEDRNN_PHASES_OBSERVED kAsInPackage
-#endif
-
 namespace fusedrnn::phases {
 
 // A variant for the benchmark alone: what most calls do not have is not there for the compiler
@@ -225,7 +221,7 @@ int run(Device& device, const PersistentPlan& plan, const Call& call, Arrays<Dev
   for (int i = 0; i <= call.launches; ++i) {
     arrays.rewrite_products();
     observers.begin();
-    const float taken = launch(VariantTag<FUSEDRNN_PHASES_OBSERVED>{}, i);
+    const float taken = launch(VariantTag<kAsInPackage>{}, i);
     if (i == 0) continue;  // it has loaded the kernel
     us.push_back(taken);
     observers.add();

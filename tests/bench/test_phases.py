@@ -12,7 +12,7 @@ import pytest
 from emulator.persistent import PHASES, PLAIN_PHASES, VARIANTS_OF_PHASES
 from nvcc import NVCC, needs_nvcc
 
-from bench import phase_programs, phases
+from bench import phase_programs, phases, ways
 from bench.phase_programs import CELLS, CLOCKS, PASSES, PLAIN, PROBES, VARIANTS, Programs
 from bench.phases import PACKAGE, POINTS, VARIANT_NAMES, Case
 from bench.report import NoProgress, Run
@@ -152,6 +152,16 @@ def test_tables(tmp_path: Path) -> None:
     assert [row[1] for row in others[2:]] == ["exit status 1", "not reached"]
     assert {len(row) for row in cycles.rows} == {len(cycles.columns)}
     assert probes.rows == [["clock", "clock: 1980 MHz"]]
+
+
+def test_tables_of_the_documents_are_those_that_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ways.main()
+    document = (ways.ROOT / "docs" / "gpu.md").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 4 * 2 + 5 + 5 + 20 + 15
+    assert [line for line in lines if line not in document] == []
 
 
 def test_programs_are_built_for_the_sources_and_the_gpu(
