@@ -8,6 +8,7 @@ from . import (
     _fakes,  # noqa: F401, so that tracers know the operators
     _flops,  # noqa: F401, so that torch counts their products
     _kernels,  # noqa: F401, so that they can be differentiated
+    _optimizers,  # noqa: F401, so that autograd notices their steps
     functional,
     reference,
 )

@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 
 from . import _last_states, _library, _ops, _vmap
 from ._autograd import Layer, LayerGradient, below_autograd, needs_grad, plainly
+from ._buffers import version_of
 from ._ops import LayerCall, LayerTensors, Saved
 from .cells import CELL_NAMES, CELLS
-from .weights import version_of
 
 
 def _step_as_layer(

@@ -13,13 +13,13 @@ from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
+from ._buffers import version_of
 from ._graphs import is_alone
 from .arguments import CallTensors, Checked
 from .batch import BatchForm, Mask
 from .cells import Sizes
 from .options import Options
 from .stack import Stack, States
-from .weights import version_of
 
 # A padded batch, a single sequence, or a PackedSequence: the output has the form of the input.
 S = TypeVar("S", Tensor, PackedSequence)

@@ -2,45 +2,50 @@
 
 A module must offer ``weight_ih_l0`` and its like as ordinary parameters: checkpoints, weight decay
 per matrix, freezing, pruning and ``parametrize`` all go by name. What moves weights in bulk (a copy
-to the host, an all-reduce, a matrix product over neighbours) wants a single buffer. Here the names
-are views of the buffer: code that goes by name and code that moves memory in bulk are both served,
-and nothing is ever copied for a call. The forward pass takes the named tensors, each with its own
-pointer; it is right, and equally fast, when they do not lie in one buffer.
+to the host, an all-reduce, a matrix product over neighbours) wants a single buffer. Here the named
+tensors lie side by side in one: code that goes by name and code that moves memory in bulk are both
+served, and nothing is ever copied for a call. The forward pass takes the named tensors, each with
+its own pointer; it is right, and equally fast, when they do not lie in one buffer.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.types import Device
 
+from ._buffers import (
+    DEVICES,
+    FlatBuffer,
+    Slot,
+    address_of,
+    are_all_of_a_storage,
+    buffer_of,
+    joined,
+    joined_gradients,
+    memory_kind,
+    new_version,
+    remember,
+    set_gradients,
+    size_of,
+    version_of,
+)
 from .cells import Layout
 
-# Devices whose memory can be compared and replaced. Elsewhere (meta, XLA) weights are left alone.
-_DEVICES = ("cpu", "cuda")
-
-
-class Slot(NamedTuple):
-    """Where one weight lies: contiguous, ``shape``, from element ``offset`` of the flat buffer."""
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """The offset just behind the last element."""
-        return self.offset + math.prod(self.shape)
-
-    def view(self, flat: Tensor) -> Tensor:
-        """This weight's part of ``flat``, without a copy."""
-        return flat[self.offset : self.end].view(self.shape)
+# What a module finds again by itself after it was copied or pickled.
+_NOT_PICKLED = (
+    "_slots",
+    "_flat_buffer",
+    "_flat_version",
+    "_plain_class",
+    "_first_id",
+    "_first_address",
+)
 
 
 class FlatModule(nn.Module):
@@ -51,10 +56,7 @@ class FlatModule(nn.Module):
     """
 
     _slots: tuple[Slot, ...]
-    _flat_version: Tensor
-    """Empty. Its version is that of the flat buffer: each write through ``flat_weight`` is one of
-    this tensor, as autograd counts them, so a layer that has saved it notices the write. Weights
-    have versions of their own."""
+    _flat_buffer: FlatBuffer
     _first_id: int
     """Of the first weight when it was last looked up, which takes microseconds; or 0."""
     _first_address: int
@@ -65,9 +67,9 @@ class FlatModule(nn.Module):
         raise NotImplementedError
 
     def _make_weights(self, device: Device, dtype: torch.dtype) -> None:
-        """Registers every weight as a view of a new buffer, with values still to be set."""
+        """Registers every weight as a part of a new buffer, with values still to be set."""
         self._slots = self._read_layout()
-        size = _size(self._slots)
+        size = size_of(self._slots)
         if size >= 2**63:  # torch's own error is about an int that it cannot read
             raise RuntimeError(f"fusedrnn: no {size:,} weights of {dtype} can be made: too many")
         try:
@@ -77,11 +79,9 @@ class FlatModule(nn.Module):
             reason = f"no {size:,} weights of {dtype} can be made: {error}"
             raise cls(f"fusedrnn: {reason}") from None
         for slot in self._slots:
-            # .data, so that each has a version of its own: autograd takes an in-place change of one
-            # view for a change of all that share its version.
-            self.register_parameter(slot.name, nn.Parameter(slot.view(flat).data))
-        self._flat_version = _new_version(flat.device)
-        self._place_version()
+            self.register_parameter(slot.name, nn.Parameter(slot.part(flat)))
+        self._flat_buffer = FlatBuffer(new_version(flat.device))
+        self._place_buffer(flat)
 
     def _read_layout(self) -> tuple[Slot, ...]:
         # The class whose weights can be read from _parameters, because none of its attributes hides
@@ -112,11 +112,11 @@ class FlatModule(nn.Module):
         if not torch.is_grad_enabled():
             return None
         if is_compiling():
-            return self._flat_version
+            return self._flat_buffer.version
         first = weights[0]
         is_known = id(first) == self._first_id and type(first) is nn.Parameter
         if is_known and first.data_ptr() == self._first_address:  # .data may have changed that
-            return self._flat_version
+            return self._flat_buffer.version
         return version_of(first)  # a functional call's, or another module's
 
     @property
@@ -125,7 +125,8 @@ class FlatModule(nn.Module):
 
         Writing to it changes the weights. It holds them in the order of ``state_dict()``,
         row-major. Ask for it anew after the module was moved or converted: an older one keeps the
-        former buffer.
+        former buffer. Torch sees another storage than the weights', so one compiled graph must not
+        write to it and also run the module.
 
         Raises:
             RuntimeError: The weights do not lie in one buffer at the moment, because one was
@@ -138,21 +139,43 @@ class FlatModule(nn.Module):
                 f"fusedrnn: flat_weight is not available because {obstacle}; "
                 "undo that and call flatten_parameters()"
             )
-        stray = self._stray()
-        if stray is not None:
+        flat = self._flat()
+        if isinstance(flat, str):
             raise RuntimeError(
                 "fusedrnn: flat_weight is not available because the weights do not lie in one "
-                f"buffer (see {stray}); call flatten_parameters() to bring them there again"
+                f"buffer (see {flat}); call flatten_parameters() to bring them there again"
             )
-        first = self._plain_weights()[0]
-        start = first.storage_offset() - self._slots[0].offset
-        memory = first.detach().as_strided((_size(self._slots),), (1,), start)
-        if first.is_inference():  # it has no version
-            return memory
-        self._place_version()
-        flat = self._flat_version.detach()
-        flat.data = memory
-        return flat
+        if flat.is_inference():  # it has no version
+            return flat
+        self._place_buffer()
+        versioned = self._flat_buffer.version.detach()
+        versioned.data = flat
+        return versioned
+
+    @property
+    def flat_grad(self) -> Tensor | None:
+        """All gradients as one 1-D tensor that shares their memory, in the order of flat_weight.
+
+        None where they do not lie side by side. A backward pass leaves those of one layer, with
+        both its directions, side by side. For several layers, or for the same memory in each step,
+        set it once: after ``rnn.flat_grad = torch.zeros_like(rnn.flat_weight)`` the ``grad`` of
+        each weight is a part of that tensor, and backward adds to it. ``zero_grad`` sets gradients
+        to None by default; ``rnn.flat_grad.zero_()`` keeps them there. Writing to it changes them.
+
+        Raises:
+            TypeError, ValueError: It is set to something other than None or a contiguous 1-D tensor
+                of the size, dtype and device of ``flat_weight``.
+            RuntimeError: It is set, and weights are tied, parametrized, sharded or not alike.
+        """
+        if self._obstacle() is not None:
+            return None
+        return joined_gradients(self._slots, self._plain_weights())
+
+    @flat_grad.setter
+    def flat_grad(self, value: Tensor | None) -> None:
+        if (obstacle := self._obstacle()) is not None:
+            raise RuntimeError(f"fusedrnn: flat_grad cannot be set because {obstacle}")
+        set_gradients(self._slots, self._plain_weights(), value)
 
     def flatten_parameters(self) -> None:
         """Brings the weights into one buffer again, so that ``flat_weight`` is available.
@@ -160,26 +183,46 @@ class FlatModule(nn.Module):
         Never needed for a right or a fast ``forward``, and called wherever torch moves the weights
         (``to``, ``copy.deepcopy``, unpickling, ``load_state_dict``). Call it after a weight was
         replaced by hand. The parameters stay the same objects, so an optimizer made earlier stays
-        valid.
+        valid. Each weight gets a storage of its own in that buffer.
 
         Does nothing if the weights are flat, or cannot be: on the meta device, sharded,
         parametrized, tied, of several dtypes, or in memory shared with other processes.
         """
-        if self._obstacle() is not None or self._stray() is None:
-            return
-        weights = self._plain_weights()
-        if any(w.is_cpu and w.untyped_storage().is_shared() for w in weights):
+        if self._obstacle() is None:
+            self._flatten(may_be_shared=False)
+
+    def _flatten(self, *, may_be_shared: bool) -> None:
+        """
+        Args:
+            may_be_shared: Memory that is shared between processes is known to this one alone. There
+                the weights remain views of one storage, which torch shares as a whole.
+
+        Requires that ``_obstacle`` is None.
+        """
+        weights, flat = self._plain_weights(), self._flat()
+        first = weights[0]
+        is_shared = any(w.is_cpu and w.is_shared() for w in weights)
+        if is_shared and not (may_be_shared and isinstance(flat, str)):
             return  # another process looks at this memory
-        dtype, device = weights[0].dtype, weights[0].device
+        if isinstance(flat, Tensor) and not are_all_of_a_storage(weights, flat):
+            return  # with storages of their own, or in somebody's buffer on purpose
         # Weights made in inference mode need a buffer made in it; other weights must not have one.
-        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():
-            # Zeros, so that no gap between the weights, where a layout has any, ever holds a NaN.
-            flat = torch.zeros(_size(self._slots), dtype=dtype, device=device)
+        with torch.inference_mode(first.is_inference()), torch.no_grad():
+            if isinstance(flat, str):
+                # Zeros, so that no gap between the weights, where a layout has any, holds a NaN.
+                flat = torch.zeros(size_of(self._slots), dtype=first.dtype, device=first.device)
+                for slot, weight in zip(self._slots, weights, strict=True):
+                    slot.view(flat).copy_(weight)
+            if is_shared:
+                flat.share_memory_()
             for slot, weight in zip(self._slots, weights, strict=True):
-                view = slot.view(flat)
-                view.copy_(weight)
-                weight.data = view
-        self._place_version(is_moved=True)
+                weight.data = slot.view(flat).data if is_shared else slot.part(flat)
+        self._place_buffer(flat)
+
+    def __dir__(self) -> list[str]:  # torch.jit reads all that is listed here
+        names = cast(list[str], super().__dir__())
+        is_flat = self._obstacle() is None and isinstance(self._flat(), Tensor)
+        return names if is_flat else [name for name in names if name != "flat_weight"]
 
     def _plain_weights(self) -> list[nn.Parameter]:
         """The parameters in layout order. Requires that ``_obstacle`` is None."""
@@ -200,32 +243,26 @@ class FlatModule(nn.Module):
                 return f"{slot.name} is not a plain nn.Parameter of this module"
             if tuple(weight.shape) != slot.shape:
                 return f"{slot.name} must have shape {slot.shape}, got {tuple(weight.shape)}"
-            if weight.device.type not in _DEVICES or weight.layout != torch.strided:
+            if weight.device.type not in DEVICES or weight.layout != torch.strided:
                 return f"{slot.name} is a {weight.layout} tensor on device {weight.device}"
             if id(weight) in seen:
                 return f"{slot.name} and {seen[id(weight)]} are one parameter"
             seen[id(weight)] = slot.name
             first = weight if first is None else first
-            if _kind(weight) != _kind(first):
-                return (
-                    f"{slot.name} is {_kind(weight)}, but {self._slots[0].name} is {_kind(first)}"
-                )
+            kinds = memory_kind(weight), memory_kind(first)
+            if kinds[0] != kinds[1]:
+                return f"{slot.name} is {kinds[0]}, but {self._slots[0].name} is {kinds[1]}"
         return None
 
-    def _stray(self) -> str | None:
-        """The first weight that is not where the layout has it relative to the very first, or None.
+    def _flat(self) -> Tensor | str:
+        """All weights as one tensor, or the first that is not where the layout has it.
 
         Requires that ``_obstacle`` is None.
         """
         weights = self._plain_weights()
-        memory = weights[0].untyped_storage()
-        start = weights[0].storage_offset() - self._slots[0].offset
-        for slot, weight in zip(self._slots, weights, strict=True):
-            same_memory = weight.untyped_storage().data_ptr() == memory.data_ptr()
-            in_place = weight.storage_offset() == start + slot.offset and weight.is_contiguous()
-            if not (same_memory and in_place):
-                return slot.name
-        return None
+        buffer = buffer_of(weights[0])
+        known = None if buffer is None else buffer.storage()
+        return joined(self._slots, weights, [weights[0].untyped_storage(), known])
 
     def _to_be_kept_flat(self) -> bool:
         """Whether the weights should be flat again after torch has moved them.
@@ -235,27 +272,32 @@ class FlatModule(nn.Module):
         """
         if any(w is not None and w.is_meta for w in self._parameters.values()):
             return True
-        return self._obstacle() is None and self._stray() is None
+        return self._obstacle() is None and isinstance(self._flat(), Tensor)
 
-    def _place_version(self, *, is_moved: bool = False) -> None:
-        """Has ``_flat_version`` be that of the weights' memory, and on their device.
+    def _place_buffer(self, flat: Tensor | None = None) -> None:
+        """Has ``_flat_buffer`` be that of the weights' memory, and its version on their device.
 
-        A graph of torch.compile needs it there. ``is_moved``: a call before that may have saved the
-        former version, and is to notice what is written to the new memory.
+        A graph of torch.compile needs it there.
+
+        Args:
+            flat: What the weights have just become parts of. A call before that may have saved the
+                version, and is to notice what is written to the new memory.
         """
         first = next((w for w in self._parameters.values() if w is not None), None)
         if first is None:
             return
-        known, address = version_of(first), _address(first)
-        if known is not None:
-            self._flat_version = known
-        elif is_moved and first.device == self._flat_version.device:
-            self._flat_version = self._flat_version.detach()  # another tensor with the same version
-        else:
-            self._flat_version = _new_version(first.device)
+        known = buffer_of(first) if flat is None else None
+        if known is None:
+            version = self._flat_buffer.version
+            is_new = flat is None or version.device != first.device
+            # detach: another tensor with the same version
+            version = new_version(first.device) if is_new else version.detach()
+            known = FlatBuffer(version, first if flat is None else flat)
+        self._flat_buffer = known
+        is_flat = self._obstacle() is None and isinstance(self._flat(), Tensor)
+        remember(known, self._plain_weights() if is_flat or flat is not None else [first])
         self._first_id = self._first_address = 0
-        if address != 0:
-            _versions[address] = self._flat_version
+        if address_of(first) != 0:
             self._first_id, self._first_address = id(first), first.data_ptr()
 
     # The places where torch gives weights other memory. copy.deepcopy goes through __setstate__.
@@ -263,57 +305,46 @@ class FlatModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         keep = self._to_be_kept_flat()
         super()._apply(fn, recurse)
-        if keep:
-            self.flatten_parameters()
-        self._place_version()
+        if keep and self._obstacle() is None:
+            self._flatten(may_be_shared=True)
+        self._place_buffer()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._flat_version = _new_version(None)
-        # The pickled layout is that of the release which wrote it.
+        kept = {name: value for name, value in state.items() if name not in _NOT_PICKLED}
+        super().__setstate__(kept)
         self._slots = self._read_layout()
+        self._flat_buffer = FlatBuffer(new_version(None))
         self.flatten_parameters()
-        self._place_version()
+        self._place_buffer()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, cls._sent)
+
+    def _sent(self) -> tuple[Any, ...]:
+        """The module as torch.multiprocessing sends it: flat on both sides, in the same memory.
+
+        Torch sends storages, those of a CPU after it has moved them to shared memory, and those of
+        a GPU only from where they were allocated. So here all weights go as views of one.
+        """
+        flat = self._flat() if self._obstacle() is None else None
+        if isinstance(flat, Tensor) and flat.is_cpu:
+            self.share_memory()
+        reduced: Any = self.__reduce_ex__(2)
+        made_by, arguments, state, *others = reduced
+        if isinstance(flat, Tensor) and flat.is_cuda:
+            parts = zip(self._slots, self._plain_weights(), strict=True)
+            views = {s.name: nn.Parameter(s.view(flat).data, w.requires_grad) for s, w in parts}
+            state = state | {"_parameters": self._parameters | views}
+        return made_by, arguments, state, *others
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         keep = self._to_be_kept_flat()
         super()._load_from_state_dict(*args, **kwargs)
         if keep:
             self.flatten_parameters()
-        self._place_version()
-
-
-# By the address of a buffer its version, as long as a module has it. Weights may belong to several
-# modules, and be passed to a functional form.
-_versions: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-
-def version_of(weight: Tensor) -> Tensor | None:
-    """``FlatModule._flat_version`` of a weight's module; None of other tensors."""
-    version = _versions.get(_address(weight))  # there is none for an address of 0
-    return None if version is None or version.device != weight.device else version
-
-
-def _address(weight: Tensor) -> int:
-    """Of the memory that a weight is a part of; 0 where it has none of the usual kind."""
-    if type(weight) not in (nn.Parameter, Tensor) or weight.device.type not in _DEVICES:
-        return 0
-    if torch._C._functorch.is_functorch_wrapped_tensor(weight):
-        return 0
-    return weight.untyped_storage().data_ptr()
-
-
-def _new_version(device: torch.device | None) -> Tensor:
-    with torch.inference_mode(False):  # tensors made in that mode have no version
-        return torch.empty(0, device=device)
-
-
-def _kind(weight: Tensor) -> str:
-    """The properties that all tensors in one buffer share, in words for the user."""
-    made = " and made in inference mode" if weight.is_inference() else ""
-    return f"{weight.dtype} on {weight.device}{made}"
-
-
-def _size(slots: Sequence[Slot]) -> int:
-    return max(slot.end for slot in slots)
+        self._place_buffer()

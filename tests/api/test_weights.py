@@ -242,8 +242,21 @@ def test_saved_files_hold_each_weight_once(what):
 
 
 def test_a_copied_state_dict_holds_each_weight_once(rnn):
-    storages = {w.untyped_storage().data_ptr() for w in copy.deepcopy(rnn.state_dict()).values()}
-    assert len(storages) == 1
+    copied = copy.deepcopy(rnn.state_dict())
+    storages = {w.untyped_storage().data_ptr(): w.untyped_storage() for w in copied.values()}
+    assert sum(storage.nbytes() for storage in storages.values()) == rnn.flat_weight.nbytes
+    assert len(storages) == len(copied)
+
+
+def test_saved_parts_are_no_larger_than_they_are():
+    """One weight, and the part of a state dict that belongs to an adapter."""
+    rnn = fusedrnn.LSTM(64, 64, num_layers=4)
+    biases = {name: w for name, w in rnn.state_dict().items() if name.startswith("bias")}
+    for part in (rnn.weight_hh_l2, rnn.weight_hh_l2.detach(), biases):
+        file = io.BytesIO()
+        torch.save(part, file)
+        size = sum(w.nbytes for w in (part.values() if isinstance(part, dict) else [part]))
+        assert file.tell() < size + 4096
 
 
 def test_load_state_dict_copies_into_the_buffer(rnn):

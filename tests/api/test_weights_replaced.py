@@ -172,18 +172,42 @@ def test_replica_as_in_data_parallel(rnn):
     assert_flat(rnn)
 
 
-def test_shared_memory(rnn):
-    rnn.share_memory()
-    assert all(p.is_shared() for p in rnn.parameters())
-    assert_flat(rnn)
-    # Pickled as for another process.
+def sent(module):
+    """What another process gets."""
     buffer = io.BytesIO()
-    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(rnn)
-    other = pickle.loads(buffer.getvalue())
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(module)
+    return pickle.loads(buffer.getvalue())
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_module_in_another_process(rnn, is_shared):
+    """The memory is one, and flat on both sides."""
+    rnn.weight_hz_l0.requires_grad_(False)
+    model, kept = nn.Sequential(nn.Linear(5, 5), rnn), rnn.weight_ih_l0
+    if is_shared:
+        model.share_memory()
+    other = sent(model)
     with torch.no_grad():
+        model[0].weight.fill_(3)
         rnn.flat_weight.fill_(3)
-    assert all((p == 3).all() for p in other.parameters())
-    assert_flat(other)
+        other[1].bias_hz_l0.fill_(4)
+    assert all(p.is_shared() for p in (*model.parameters(), *other.parameters()))
+    assert rnn.weight_ih_l0 is kept and not other[1].weight_hz_l0.requires_grad
+    for name, weight in other.named_parameters():
+        if name.startswith(("0.weight", "1.")):
+            assert (weight == (4 if name == "1.bias_hz_l0" else 3)).all()
+    assert_flat(rnn)
+    assert_flat(other[1])
+    assert_same_values(other[1], values(rnn))
+
+
+def test_a_module_that_is_not_flat_in_another_process(rnn):
+    rnn.weight_hz_l0 = nn.Parameter(torch.randn(6, 4))
+    other = sent(rnn)
+    with torch.no_grad():
+        rnn.weight_hz_l0.fill_(3)
+    assert (other.weight_hz_l0 == 3).all()
+    assert_same_values(other, values(rnn))
 
 
 def test_weights_in_shared_memory_are_not_moved(rnn):
