@@ -14,8 +14,10 @@ from dataclasses import replace
 import cases
 import pytest
 import torch
+import torch.multiprocessing
 from cases import DTYPES, OPTIONS, Case, operator_arguments, relative_errors
 from checks import assert_same
+from flat_weights import assert_flat
 from torch import nn
 
 import fusedrnn
@@ -456,6 +458,30 @@ def test_moved_and_copied_modules_compute_the_same():
     for other in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))):
         assert other.flat_weight.is_cuda
         assert torch.equal(other(input, sample=False)[0], expected)
+
+
+def test_each_weight_has_a_storage_of_its_own():
+    for rnn in (fusedrnn.LSTM(5, 7, 2).cuda(), fusedrnn.LSTM(5, 7, 2, device="cuda")):
+        assert_flat(rnn)
+        assert all(w.untyped_storage().nbytes() == w.nbytes for w in rnn.parameters())
+
+
+def fill(rnn, value, done):
+    with torch.no_grad():
+        rnn.flat_weight.fill_(value)
+    torch.cuda.synchronize()
+    done.set()
+
+
+def test_a_module_in_another_process():
+    context = torch.multiprocessing.get_context("spawn")
+    rnn, done = fusedrnn.GRU(5, 7, 2).cuda(), context.Event()
+    worker = context.Process(target=fill, args=(rnn, 3.0, done))
+    worker.start()
+    assert done.wait(120)
+    worker.join()
+    assert all((w == 3).all() for w in rnn.parameters())
+    assert_flat(rnn)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
