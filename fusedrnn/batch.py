@@ -133,5 +133,5 @@ class BatchForm(NamedTuple):
             checks.reset(reset, steps[::-1] if self.batch_first else steps, input)
             if self.batch_first and self.is_batched:
                 reset = reset.t()
-            reset = self.state(reset, packing).contiguous()
+            reset = checks.own_copy(self.state(reset, packing))
         return Mask(lengths, None if packing is None else packing.batch_sizes, reset)

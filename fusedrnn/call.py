@@ -183,7 +183,7 @@ def _run_checked(
     lengths, reset, to = masks
     reset_to = None
     if seed is not None:
-        checks.seed(seed, input)
+        seed = checks.seed(seed, input)
     if lengths is not None or reset is not None or packing is not None:
         mask = form.mask(lengths, reset, input, packing)
     if to is not None:

@@ -113,22 +113,31 @@ def noise(eps: object, seed: object, generator: object, sample: bool) -> None:
         raise TypeError(f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}")
 
 
-def seed(value: Tensor | None, input: Tensor) -> None:
-    """A seed is one int64 on the input's device, or None."""
-    if value is None:
-        return
+def own_copy(tensor: Tensor) -> Tensor:
+    """A copy of lengths, flags, indices or a seed: callers may write to theirs before backward.
+
+    Larger tensors are not copied. If a caller writes to one, autograd refuses backward. That also
+    happens under torch.compile, where nothing is copied: inductor may put off a copy until
+    backward, and the copy would have what the caller has written.
+    """
+    if torch.compiler.is_compiling():
+        return tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def seed(value: Tensor, input: Tensor) -> Tensor:
+    """A checked seed, one int64 on the input's device, as the call's own copy."""
     types({"seed": value})
     if value.dtype != torch.int64 or value.numel() != 1:
         raise ValueError(
             f"fusedrnn: seed must be one int64, got {value.dtype} of shape {tuple(value.shape)}"
         )
     on_device("seed", value, input)
+    return own_copy(value)
 
 
-def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> None:
-    """A reset is a bool for each row of the input, or None."""
-    if value is None:
-        return
+def reset(value: Tensor, expected: tuple[int, ...], input: Tensor) -> None:
+    """A reset is a bool for each row of the input."""
     types({"reset": value})
     if value.dtype != torch.bool:
         raise ValueError(f"fusedrnn: reset must be torch.bool, got {value.dtype}")
@@ -137,7 +146,7 @@ def reset(value: Tensor | None, expected: tuple[int, ...], input: Tensor) -> Non
 
 
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
-    """Checked lengths, as a contiguous int64 tensor on the CPU."""
+    """Checked lengths, as a contiguous int64 tensor on the CPU that is the call's own."""
     wanted = "lengths must be an int64 tensor or a sequence of ints"
     if isinstance(value, Tensor):
         types({"lengths": value})
@@ -148,7 +157,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
                 "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
                 f"got {value.device}"
             )
-        host = value
+        host = own_copy(value)
     else:
         if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
             raise TypeError(f"fusedrnn: {wanted}, got {kind_of(value)}")
@@ -176,11 +185,11 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
         if least < 1 or most > seq_len:
             wrong = least if least < 1 else most
             raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {wrong}")
-    return host.contiguous()
+    return host
 
 
 class Packing(NamedTuple):
-    """How the rows of a PackedSequence's data are ordered."""
+    """How the rows of a PackedSequence's data are ordered, in tensors of the call's own."""
 
     batch_sizes: Tensor
     """Rows that take each step, (seq_len,) int64 on the CPU; they never rise."""
@@ -217,7 +226,7 @@ def packing(input: PackedSequence) -> Packing:
 
     Indices on a GPU are checked by torch, on the GPU: a check here would wait for the GPU.
     """
-    data, batch_sizes, sorted_indices, unsorted_indices = input
+    data, batch_sizes = input[:2]
     types({"data of the PackedSequence": data, "batch_sizes": batch_sizes})
     if batch_sizes.dtype != torch.int64 or batch_sizes.dim() != 1:
         raise ValueError(
@@ -234,7 +243,13 @@ def packing(input: PackedSequence) -> Packing:
         raise RuntimeError("fusedrnn: expected a PackedSequence of at least one step")
     if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
         _check_packing(input)
-    return Packing(batch_sizes.contiguous(), sorted_indices, unsorted_indices)
+    return own_packing(input)
+
+
+def own_packing(input: PackedSequence) -> Packing:
+    """The packing of a PackedSequence, unchecked, as the call's own copies."""
+    indices = [own_copy(t) if isinstance(t, Tensor) else t for t in input[2:]]
+    return Packing(own_copy(input.batch_sizes), *indices)
 
 
 def _check_packing(input: PackedSequence) -> None:

@@ -113,7 +113,7 @@ class Sequences(NamedTuple):
         return torch.arange(self.seq_len, device=device)[:, None] == self.lengths.to(device) - 1
 
     def flags(self, reset: Tensor) -> Tensor:
-        """Resets, (seq_len, batch).
+        """Resets, (seq_len, batch), as the call's own copy.
 
         Raises:
             TypeError, ValueError, RuntimeError: They do not fit the input.
@@ -121,8 +121,8 @@ class Sequences(NamedTuple):
         steps = (self.padded_len, self.batch) if self.is_batched else (self.padded_len,)
         checks.reset(reset, steps[::-1] if self.batch_first else steps, self.leaves[0])
         if not self.is_batched:
-            return reset.unsqueeze(1)
-        return (reset.t() if self.batch_first else reset)[: self.seq_len]
+            return checks.own_copy(reset.unsqueeze(1))
+        return checks.own_copy((reset.t() if self.batch_first else reset)[: self.seq_len])
 
     def state(self, leaves: Leaves) -> Leaves:
         """A user's state, with a batch."""
@@ -170,15 +170,15 @@ def _is_packed(leaf: Any) -> bool:
 def _padded(input: Any) -> tuple[Any, Tensor, PackedSequence]:
     """An input of PackedSequences as padded tensors, their lengths, and one of them."""
     leaves, spec = pytree.tree_flatten(input, is_leaf=_is_packed)
-    first = next(leaf for leaf in leaves if _is_packed(leaf))
-    padded, lengths = [], None
+    padded, packed, lengths = [], list[PackedSequence](), None
     for leaf in leaves:
         if not _is_packed(leaf):
             raise TypeError(
                 "fusedrnn: either all tensors of an input must be PackedSequences or none, "
                 f"got {kind_of(leaf)} besides one"
             )
-        tensor, own = pad_packed_sequence(leaf)
+        packed.append(checks.own_packing(leaf).pack(leaf.data))
+        tensor, own = pad_packed_sequence(packed[-1])
         if lengths is not None and not torch.equal(own, lengths):
             raise ValueError(
                 "fusedrnn: all PackedSequences of an input must have the same lengths, got "
@@ -187,4 +187,4 @@ def _padded(input: Any) -> tuple[Any, Tensor, PackedSequence]:
         lengths = own
         padded.append(tensor)
     assert lengths is not None
-    return pytree.tree_unflatten(padded, spec), lengths, first
+    return pytree.tree_unflatten(padded, spec), lengths, packed[0]

@@ -51,9 +51,9 @@ def test_no_memory_for_gradients_that_nobody_needs(cell):
 
 def saved_bytes(case, arguments, **options):
     """Of each tensor that is saved for backward, without the arguments; in falling order."""
-    known = [t for t in (*arguments.differentiable(), arguments.seed) if t is not None]
+    known = [t for t in arguments.differentiable() if t is not None]
     sizes = saved_sizes_bytes(lambda: call(case, arguments, **options)[0], known)
-    return [size for size in sizes if size > 0]  # not the version of the flat buffer
+    return [size for size in sizes if size > 8]  # not the version of the flat buffer, nor the seed
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
