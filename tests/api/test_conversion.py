@@ -305,9 +305,7 @@ KEPT = {  # modules, made by functions, with the reason
         "it is compiled by TorchScript",
     ),
     "trace": (
-        lambda: nn.Sequential(
-            torch.jit.trace(nn.Sequential(nn.LSTM(5, 7)), INPUT, check_trace=False)
-        ),
+        lambda: nn.Sequential(torch.jit.trace(nn.Sequential(nn.LSTM(5, 7)), INPUT)),
         "it is compiled by TorchScript",
     ),
     **{
