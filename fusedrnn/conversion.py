@@ -136,7 +136,7 @@ def convert(module: M) -> tuple[M, ConversionReport]:
 
     Only submodules are replaced. A plain list, tuple, set or dict goes on holding the old module,
     which still works, with the same Parameters; the report names such places. It cannot name those
-    in closures and other objects.
+    in closures and other objects. docs/from-nn-lstm.md says what else changes.
 
     Args:
         module: The model, on any device or on meta, or a recurrent module by itself.
