@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._graphs import is_alone
+from ._graphs import is_alone, is_recorded
 
 _DEVICES = ("cpu", "cuda")  # torch raises an error when asked about other devices, such as meta
 
@@ -53,11 +53,7 @@ def _can_keep() -> bool:
     """Whether torch keeps copies, and they are tensors with numbers."""
     if not (is_alone() and torch.is_autocast_cache_enabled()) or torch.is_inference_mode_enabled():
         return False
-    return all(torch._C._get_dispatch_mode(mode) is None for mode in _TRACERS)
-
-
-_modes = torch._C._TorchDispatchModeKey
-_TRACERS = (_modes.FAKE, _modes.PROXY, _modes.FUNCTIONAL)
+    return not is_recorded()
 
 
 def _kept(weight: Tensor, dtype: torch.dtype, copies: dict[Any, Any], key: Any) -> Tensor:

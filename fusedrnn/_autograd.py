@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import _onnx, _ops, _replay, _vmap
-from ._graphs import is_alone
+from ._graphs import is_alone, is_traced
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
 
@@ -27,6 +27,8 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
     if not is_alone():
         if _onnx.is_exporting():
             return _onnx.run_layer(call, tensors)
+        # One trace is for calls with gradients and without; torch.jit.trace compares both.
+        save_gates = save_gates and not is_traced()
         tensors = tensors._replace(flat_version=traceable(tensors.flat_version, tensors.input))
         results: Any = _ops.forward(call, tensors, save_gates=save_gates)
     elif is_differentiated:
@@ -43,8 +45,11 @@ def needs_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def traceable(version: Tensor | None, input: Tensor) -> Tensor | None:
-    """``LayerTensors.flat_version`` for a graph, which would keep it as a constant if exported."""
-    if version is None or (is_compiling() and torch.compiler.is_exporting()):
+    """``LayerTensors.flat_version`` for a graph, which would keep it as a constant if exported.
+
+    A call of a graph that has none looks it up.
+    """
+    if version is None or is_traced() or (is_compiling() and torch.compiler.is_exporting()):
         return None
     return version if version.device == input.device else None
 

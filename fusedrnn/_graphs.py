@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -49,6 +50,30 @@ def never_in_graphs(function: F) -> F:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return cast(F, call)
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace records a call, for others with other sizes."""
+    return not is_compiling() and torch._C._is_tracing()  # torch.jit's function takes longer
+
+
+_modes = torch._C._TorchDispatchModeKey
+_TRACERS = (_modes.FAKE, _modes.PROXY, _modes.FUNCTIONAL)
+
+
+def is_recorded() -> bool:
+    """Whether a tracer such as make_fx sees what torch computes, and tensors may have no numbers.
+
+    Within torch.compile it cannot be asked.
+    """
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACERS)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether what is done may depend on the numbers of a tensor."""
+    if is_compiling() or torch._C._functorch.is_batchedtensor(tensor):
+        return False
+    return not is_recorded()
 
 
 def is_alone() -> bool:

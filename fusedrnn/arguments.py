@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from . import _helpers as helpers
 from . import checks
@@ -110,7 +109,7 @@ def check(
     if cell_sizes not in (None, sizes):
         raise RuntimeError(f"fusedrnn: weights must be of {cell_sizes}, got those of {sizes}")
     _check_states(tensors, form, sizes, options)
-    if not is_compiling():
+    if not form.is_any():
         _check_sizes(form, sizes, options)
     drops_out = options.dropout > 0 and options.num_layers > 1
     zoneout, cell_zoneout = options.zoneout_pair

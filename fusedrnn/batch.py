@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import checks
 from ._ops import reshaped
@@ -71,6 +72,10 @@ class BatchForm(NamedTuple):
         checks.rows(seq_len, batch, input.shape)
         is_batched = packing is not None or input.dim() == most
         return cls(seq_len, batch, is_batched, is_step, batch_first)
+
+    def is_any(self) -> bool:
+        """Whether the sizes are those of any call of a graph: to compute with them fixes them."""
+        return is_compiling() or not (type(self.seq_len) is type(self.batch) is int)
 
     def sequence(self, input: Tensor, packing: Packing | None) -> Tensor:
         """The user's input, as layers take it."""

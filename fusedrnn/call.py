@@ -200,7 +200,7 @@ def _run_checked(
     if flat_version is None and torch.is_grad_enabled() and not is_compiling():
         flat_version = version_of(weights[0])
     tuned = tuning.number_for(input)
-    if checked.can_lack_plan and not is_compiling():
+    if checked.can_lack_plan and not form.is_any():
         _check_plans(checked, options, noise.sample, input, weights, tuned)
 
     # From here on nothing is refused, so random numbers may be drawn.

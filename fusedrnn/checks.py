@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import _helpers as helpers
 from . import _library
+from ._graphs import has_values
 from .options import DTYPES, check_flag, kind_of
 
 
@@ -179,8 +180,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
         host = torch.tensor(kept, dtype=torch.int64, device="cpu")
     shape("lengths", host, (batch,))
-    has_values = not (torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(host))
-    if has_values:  # else the operator looks at them
+    if has_values(host):  # else the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
         if least < 1 or most > seq_len:
             wrong = least if least < 1 else most
@@ -241,7 +241,7 @@ def packing(input: PackedSequence) -> Packing:
         )
     if batch_sizes.numel() == 0:
         raise RuntimeError("fusedrnn: expected a PackedSequence of at least one step")
-    if not torch.compiler.is_compiling():  # else no values yet; the operator looks at them
+    if has_values(batch_sizes):  # else the operator looks at them
         _check_packing(input)
     return own_packing(input)
 

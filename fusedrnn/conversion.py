@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from . import _library
+from ._outside import modules_outside
 from .modules import GRU, LSTM, GRUCell, LSTMCell
 from .weights import FlatModule
 
@@ -71,7 +72,8 @@ class Kept(NamedTuple):
     """A recurrent module that was left as it is."""
 
     name: str
-    """Its name in the model, as in ``named_modules()``; empty for the model itself."""
+    """Its name in the model, as in ``named_modules()``; empty for the model itself. Of a module
+    that is no submodule its place, such as ``encoder.layers[0]``."""
     module: str
     """The module, in words."""
     reason: str
@@ -92,13 +94,30 @@ class ConversionReport:
     """The modules that were replaced, in the model's order."""
     kept: list[Kept] = field(default_factory=list)
     """The recurrent modules that could not be replaced, and why."""
+    outside: list[Kept] = field(default_factory=list)
+    """The recurrent modules that the model holds in a plain list, tuple, set or dict, and so were
+    not replaced: only submodules are."""
+    advice: list[str] = field(default_factory=list)
+    """What other code must do otherwise now."""
 
     def __str__(self) -> str:
         lines = []
-        for title, entries in (("Replaced", self.replaced), ("Kept", self.kept)):
+        for title, entries in (
+            ("Replaced", self.replaced),
+            ("Kept", self.kept),
+            ("Outside of submodules, so not replaced", self.outside),
+        ):
             if entries:
                 lines += [f"{title} {len(entries)}:", *(f"  {entry}" for entry in entries)]
+        if self.advice:
+            lines += ["In other code:", *(f"  {line}" for line in self.advice)]
         return "\n".join(lines) or "Nothing to replace."
+
+
+_ADVICE = (
+    "isinstance(m, nn.LSTM) is False now: initialise earlier, or ask for fusedrnn.LSTM too",
+    "torch.ao.quantization finds torch.nn's modules only: call fusedrnn.to_torch(model) before",
+)
 
 
 def convert(module: M) -> tuple[M, ConversionReport]:
@@ -115,8 +134,9 @@ def convert(module: M) -> tuple[M, ConversionReport]:
     quantized, sharded, scripted and compiled modules, to modules whose forward was overridden, and
     to options, dtypes and devices that fusedrnn does not have.
 
-    Only submodules are found: a plain list or a closure that holds a module goes on holding the old
-    one, which still works, with the same Parameters.
+    Only submodules are replaced. A plain list, tuple, set or dict goes on holding the old module,
+    which still works, with the same Parameters; the report names such places. It cannot name those
+    in closures and other objects. docs/from-nn-lstm.md says what else changes.
 
     Args:
         module: The model, on any device or on meta, or a recurrent module by itself.
@@ -125,7 +145,7 @@ def convert(module: M) -> tuple[M, ConversionReport]:
         model: ``module``, or the new module if ``module`` itself is a recurrent one and was
         replaced; type checkers take it for the old type.
 
-        report: What was replaced, and what was kept and why.
+        report: What was replaced, what was kept and why, and what other code must do otherwise.
 
     Raises:
         TypeError: ``module`` is not a torch.nn.Module.
@@ -139,6 +159,9 @@ def convert(module: M) -> tuple[M, ConversionReport]:
           a: torch.nn.LSTM(12, 32) -> fusedrnn.LSTM(12, 32)
         Kept 1:
           b: torch.nn.RNN(12, 32): fusedrnn has no counterpart of torch.nn.RNN
+        In other code:
+          isinstance(m, nn.LSTM) is False now: initialise earlier, or ask for fusedrnn.LSTM too
+          torch.ao.quantization finds torch.nn's modules only: call fusedrnn.to_torch(model) before
     """
     return _replace_all(module, _TO_FUSED)
 
@@ -183,6 +206,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
     # torch.compile's wrapper calls the module that it was made for, whatever replaces it.
     compiled = {m._modules["_orig_mod"] for m in root.modules() if "_orig_mod" in m._modules}
     done: dict[nn.Module, nn.Module] = {}
+    names: dict[nn.Module, str] = {}  # of modules that were replaced
 
     def visit(module: nn.Module, name: str, parent: nn.Module | None = None) -> nn.Module:
         if module in done:
@@ -198,7 +222,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
                 report.kept.append(Kept(name, _words(module), str(reason)))
             else:
                 report.replaced.append(Replaced(name, _words(module), _words(new), lost))
-                done[module] = new
+                done[module], names[module] = new, name
                 return new
             if _is_quantized(module):
                 return module  # its parts have the names of whole modules
@@ -210,7 +234,17 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
                     module.add_module(key, new)
         return module
 
-    return cast(M, visit(root, "")), report
+    model = cast(M, visit(root, ""))
+    for place, module in modules_outside(model):
+        if _is_recurrent(module, counterparts):
+            name = names.get(module)
+            reason = "a torch.nn.ModuleList would make it a submodule"
+            if name is not None:
+                reason = f"{name or 'the model'} was this one; put the new one here, too"
+            report.outside.append(Kept(place, _words(module), reason))
+    if report.replaced and counterparts is _TO_FUSED:
+        report.advice.extend(_ADVICE)
+    return model, report
 
 
 def _is_recurrent(module: nn.Module, counterparts: Counterparts) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _onnx
 from ._autograd import run_layer
 from ._draws import DROPOUT, mask_of
-from ._graphs import never_in_graphs
+from ._graphs import is_recorded, is_traced, never_in_graphs
 from ._last_states import run_last_states
 from ._ops import LayerCall, LayerTensors
 from ._pieces import Pieces, pieces_of
@@ -124,7 +124,7 @@ class Stack(NamedTuple):
     def _run_pieces_of_layer(
         self, here: slice, sequence: Tensor, states: States
     ) -> tuple[Tensor, States]:
-        if torch._C._is_tracing() or _onnx.is_exporting():
+        if is_traced() or is_recorded():
             raise RuntimeError(
                 "fusedrnn: reset_to cannot be traced: where sequences are cut is data"
             )

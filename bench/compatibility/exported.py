@@ -265,7 +265,7 @@ def onnx_torchscript(s: Subject) -> None:
 
 
 def _jit_traced(trial: Trial) -> Any:
-    return torch.jit.trace(Around(trial), _arguments(trial), check_trace=False)
+    return torch.jit.trace(Around(trial), _arguments(trial))
 
 
 @row("jit.trace")
@@ -291,7 +291,7 @@ def traced_cells(s: Subject) -> None:
     model = _Symbolic(trial, trial.cell())
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            traced = torch.jit.trace(model, trial.x[0, :2], check_trace=False)
+            traced = torch.jit.trace(model, trial.x[0, :2])
             same(traced(trial.x[1]), model(trial.x[1]))
 
 

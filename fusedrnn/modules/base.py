@@ -6,7 +6,8 @@ import functools
 import math
 import operator
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # a layer has an attribute for each option
 else:
     _Attributes = object
 
+T = TypeVar("T")
+
 _ATTRIBUTES = ("proj_size", *NAMES)
 _attributes_of = operator.attrgetter(*_ATTRIBUTES)  # takes half the time of a loop
 
@@ -44,6 +47,8 @@ class RNNBase(FlatModule, _Attributes):
     """
 
     _cell: str
+    mode: str
+    """The cell's name in capitals, as torch.nn's layers have it."""
 
     def __init__(
         self,
@@ -111,9 +116,32 @@ class RNNBase(FlatModule, _Attributes):
     @property
     def all_weights(self) -> list[list[Tensor]]:
         """The weights of each layer and direction, in a list of their own, as in torch.nn."""
-        weights = self._weights()
-        size = len(weights) // self._options().layer_directions
-        return [weights[i : i + size] for i in range(0, len(weights), size)]
+        return self._by_direction(self._weights())
+
+    # Published code reads these of torch.nn's layers, most often to initialise weights by name.
+
+    @property
+    def _all_weights(self) -> list[list[str]]:
+        """The names of ``all_weights``."""
+        return self._by_direction(self._flat_weights_names)
+
+    @property
+    def _flat_weights_names(self) -> list[str]:
+        return [slot.name for slot in self._slots]
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        """What each name leads to now. A layer reads its names, so weights are set by name."""
+        return _FlatWeights(getattr(self, name, None) for name in self._flat_weights_names)
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: Iterable[Tensor]) -> None:
+        # Wrappers that set a weight by name then refresh this list.
+        _check_same(list(weights or ()), self._flat_weights)
+
+    def _by_direction(self, of_all: list[T]) -> list[list[T]]:
+        size = len(of_all) // self._options().layer_directions
+        return [of_all[i : i + size] for i in range(0, len(of_all), size)]
 
     def reset_parameters(self) -> None:
         """Draws all weights anew from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size))."""
@@ -122,6 +150,19 @@ class RNNBase(FlatModule, _Attributes):
     def extra_repr(self) -> str:
         """Sizes, and the options that differ from their defaults."""
         return _repr(self, *_ATTRIBUTES)
+
+
+class _FlatWeights(list[Any]):
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check_same([value], [self[index]])
+
+
+def _check_same(weights: list[Any], expected: list[Any]) -> None:
+    if [*map(id, weights)] != [*map(id, expected)]:
+        raise RuntimeError(
+            "fusedrnn: weights must be set by name, such as weight_hh_l0, got others in "
+            "_flat_weights"
+        )
 
 
 def _layout_of_step(cell: str, sizes: Sizes, bias: bool) -> Layout:

@@ -64,6 +64,7 @@ class GRU(RNNBase):
     """
 
     _cell = "gru"
+    mode = "GRU"
 
     def __init__(
         self,

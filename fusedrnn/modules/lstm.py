@@ -67,6 +67,7 @@ class LSTM(RNNBase):
     """
 
     _cell = "lstm"
+    mode = "LSTM"
 
     def __init__(
         self,

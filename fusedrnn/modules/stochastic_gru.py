@@ -78,6 +78,7 @@ class StochasticGRU(RNNBase):
     """
 
     _cell = "stochastic_gru"
+    mode = "STOCHASTIC_GRU"
 
     def __init__(
         self,

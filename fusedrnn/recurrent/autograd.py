@@ -57,9 +57,12 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
 
     def take_steps() -> tuple[Leaves, Leaves]:
         state, outputs = values.state, dict[int, Leaves]()
+        # Not chunk by chunk: a trace of slices would leave out the steps of a longer sequence.
+        steps = [leaf.unbind(0) for leaf in values.inputs]
         for chunk in run.chunks():
             run.enter(chunk)
-            for time, x in zip(chunk.times, chunk.steps(chunk.of(values.inputs)), strict=True):
+            for time in chunk.times:
+                x = tuple(leaf[time] for leaf in steps)
                 state, outputs[time] = run.take(time, state, x, values.constants)
         return outputs_of(run, outputs), state
 
@@ -76,7 +79,7 @@ def outputs_of(run: Run, outputs: dict[int, Leaves]) -> Leaves:
     if run.returns_sequence:
         return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True))
     if run.last is None:
-        return outputs[run.time(run.seq_len - 1)]
+        return times[run.time(run.seq_len - 1)]
     last = times[0]
     for y, flags in zip(times[1:], run.last[1:], strict=True):
         both = zip(y, last, strict=True)

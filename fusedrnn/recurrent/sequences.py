@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils import _pytree as pytree
 
 from .. import checks
+from .._graphs import is_traced
 from ..options import kind_of
 from .trees import Leaves, Structure, check_tensors, flatten
 
@@ -85,9 +86,10 @@ class Sequences(NamedTuple):
                 raise ValueError(
                     "fusedrnn: lengths are for a batch of sequences, got input without batch"
                 )
-            if is_exporting():
+            if is_exporting() or (is_traced() and packed is None):
                 raise RuntimeError(
-                    "fusedrnn: lengths cannot be exported, since they tell how many steps there are"
+                    "fusedrnn: lengths cannot be exported or traced, since they tell how many "
+                    "steps there are"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
             if not batch:  # no row ends

@@ -20,6 +20,7 @@ def test_a_pickle_of_an_older_release_gets_the_defaults_of_newer_options():
     x = torch.randn(5, 2, 3)
     assert torch.equal(copied(x)[0], rnn(x)[0])
     assert repr(copied) == repr(rnn)
+    assert copied._all_weights == rnn._all_weights
 
 
 class OwnZoneout(fusedrnn.GRU):

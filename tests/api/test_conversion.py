@@ -305,9 +305,7 @@ KEPT = {  # modules, made by functions, with the reason
         "it is compiled by TorchScript",
     ),
     "trace": (
-        lambda: nn.Sequential(
-            torch.jit.trace(nn.Sequential(nn.LSTM(5, 7)), INPUT, check_trace=False)
-        ),
+        lambda: nn.Sequential(torch.jit.trace(nn.Sequential(nn.LSTM(5, 7)), INPUT)),
         "it is compiled by TorchScript",
     ),
     **{
@@ -398,10 +396,70 @@ def test_the_report_is_readable():
         "  a: torch.nn.LSTM(5, 7, num_layers=2) -> fusedrnn.LSTM(5, 7, num_layers=2)",
         "Kept 1:",
         "  b: torch.nn.RNN(5, 7): fusedrnn has no counterpart of torch.nn.RNN",
+        "In other code:",
+        "  isinstance(m, nn.LSTM) is False now: initialise earlier, or ask for fusedrnn.LSTM too",
+        "  torch.ao.quantization finds torch.nn's modules only: call fusedrnn.to_torch(model) "
+        "before",
     ]
     assert report.replaced[0].name == "a" and report.kept[0].name == "b"
     assert str(convert(nn.Linear(5, 7))[1]) == "Nothing to replace."
-    assert str(convert(nn.RNN(5, 7))[1]).splitlines()[1].startswith("  (the model): torch.nn.RNN")
+    (_, line) = str(convert(nn.RNN(5, 7))[1]).splitlines()  # nothing changes in other code
+    assert line.startswith("  (the model): torch.nn.RNN")
+    assert to_torch(nn.Sequential(fusedrnn.GRU(5, 7)))[1].advice == []
+
+
+class Holder(nn.Module):
+    """Holds modules in a plain list, among others, besides or in the place of submodules."""
+
+    def __init__(self, lstm, gru):
+        super().__init__()
+        self.lstm, self.inner = lstm, nn.Sequential(nn.Linear(5, 5), gru)
+        self.layers = [self.lstm, self.inner, self.inner[0]]
+        self.by_name = {"a": {1: (gru,)}, 3.5: [lstm], "many": list(range(1000)), "me": self}
+        self.by_name["itself"] = self.by_name
+        self.__dict__["alias"] = gru
+        self.inner.spare = {type(lstm)(5, 7)}
+        self.deep = [nn.Sequential(type(gru)(5, 7))]
+        self.sizes = torch.Size([2]), torch.zeros(2), "text", None
+
+
+@pytest.mark.parametrize(("way", "library"), [(convert, nn), (to_torch, fusedrnn)])
+def test_modules_outside_of_submodules_are_named(way, library):
+    """A list that a model goes through in forward would go on with the old modules."""
+    model = Holder(library.LSTM(5, 7), library.GRU(5, 7))
+    _, report = way(model)
+    assert [r.name for r in report.replaced] == ["lstm", "inner.1"]
+    name = f"{'torch.nn' if library is nn else 'fusedrnn'}."
+    found = {kept.name: (kept.module.removeprefix(name), kept.reason) for kept in report.outside}
+    put, hold = "was this one; put the new one here, too", "a torch.nn.ModuleList would make it"
+    assert found == {
+        "layers[0]": ("LSTM(5, 7)", f"lstm {put}"),
+        "by_name['a'][1][0]": ("GRU(5, 7)", f"inner.1 {put}"),
+        "by_name[float][0]": ("LSTM(5, 7)", f"lstm {put}"),
+        "alias": ("GRU(5, 7)", f"inner.1 {put}"),
+        "deep[0].0": ("GRU(5, 7)", f"{hold} a submodule"),
+        "inner.spare[0]": ("LSTM(5, 7)", f"{hold} a submodule"),
+    }
+    assert f"  layers[0]: {name}LSTM(5, 7): lstm {put}" in str(report).splitlines()
+    assert "Outside of submodules, so not replaced 6:" in str(report).splitlines()
+
+
+def test_what_holds_only_submodules_is_not_named():
+    model = Holder(nn.LSTM(5, 7), nn.GRU(5, 7))
+    model.layers, model.by_name, model.deep = [model.inner], {}, [nn.Linear(5, 5)]
+    del model.__dict__["alias"], model.inner.spare
+    assert convert(model)[1].outside == []
+
+
+def test_a_module_that_an_attribute_alone_holds():
+    model = nn.Sequential(nn.LSTM(5, 7))
+    model.__dict__["alias"] = model[0]
+    (kept,) = convert(model)[1].outside
+    assert kept.name == "alias" and kept.reason.startswith("0 was this one")
+    rnn = nn.LSTM(5, 7)
+    rnn.itself = [rnn]
+    (kept,) = convert(rnn)[1].outside
+    assert kept.name == "itself[0]" and kept.reason.startswith("the model was this one")
 
 
 def test_lost_options_are_reported():

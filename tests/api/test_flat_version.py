@@ -45,7 +45,7 @@ CALLS = {  # -> results, and the module whose buffer is written to
     "autocast": lambda rnn, x: (under(torch.autocast("cpu", torch.bfloat16), lambda: rnn(x)), rnn),
     "vmap": lambda rnn, x: (torch.func.vmap(rnn)(x[None]), rnn),
     "dual level": lambda rnn, x: (under(forward_ad.dual_level(), lambda: rnn(x)), rnn),
-    "jit.trace": lambda rnn, x: (torch.jit.trace(rnn, x, check_trace=False)(x), rnn),
+    "jit.trace": lambda rnn, x: (torch.jit.trace(rnn, x)(x), rnn),
     "export": exported,
     "function": lambda rnn, x: (fusedrnn.gru(x, list(rnn.parameters())), rnn),
     "copy": lambda rnn, x: (rnn(x), copy.copy(rnn)),

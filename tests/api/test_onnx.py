@@ -175,5 +175,5 @@ def test_nothing_changes_outside_of_an_export():
     rnn, x = fusedrnn.GRU(INPUT, HIDDEN).eval(), torch.randn(6, 3, INPUT)
     program = torch.export.export(rnn, (x,))
     assert any("fusedrnn" in str(node.target) for node in program.graph.nodes)
-    traced = torch.jit.trace(rnn, x, check_trace=False)
+    traced = torch.jit.trace(rnn, x)
     torch.testing.assert_close(traced(x), rnn(x))

@@ -4,12 +4,15 @@ Values and gradients are compared by the rows of bench/compatibility, whose loop
 torch's layers by values/test_reference.py.
 """
 
+import copy
 import inspect
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
@@ -83,13 +86,79 @@ def test_new_modules(name, options):
     assert_same_weights(ours, theirs)
     for ours_of_layer, theirs_of_layer in zip(ours.all_weights, theirs.all_weights, strict=True):
         assert all(map(torch.equal, ours_of_layer, theirs_of_layer))
-    for attribute in (*ATTRIBUTES.split(), "training"):
+    for attribute in (*ATTRIBUTES.split(), "training", "mode"):
         assert getattr(ours, attribute) == getattr(theirs, attribute)
     for to, source in ((ours, theirs), (theirs, ours)):
         source.reset_parameters()
         assert all(p.abs().max() <= 0.5 for p in source.parameters())
         assert str(to.load_state_dict(source.state_dict())) == "<All keys matched successfully>"
         assert_same_weights(ours, theirs)
+
+
+def replica(rnn):
+    """As DataParallel makes it: with plain tensors for parameters."""
+    made = rnn._replicate_for_data_parallel()
+    for name, weight in rnn.named_parameters():
+        setattr(made, name, weight.clone())
+    return made
+
+
+COPIES = {
+    "itself": lambda rnn: rnn,
+    "deepcopy": copy.deepcopy,
+    "unpickled": lambda rnn: pickle.loads(pickle.dumps(rnn)),
+    "replica": replica,
+    "parametrized": lambda rnn: parametrize.register_parametrization(
+        rnn, "weight_hh_l0", nn.Identity()
+    ),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("name", "options"), OF_EACH, ids=str)
+def test_names_of_weights_by_layer(name, options, copied):
+    """What published code reads of torch.nn's layers, most often to initialise them."""
+    made, theirs = pair(name, 5, 4, **options)
+    ours = copied(made)
+    assert ours._all_weights == theirs._all_weights
+    assert ours._flat_weights_names == theirs._flat_weights_names
+    assert isinstance(ours._flat_weights, list)
+    for key, weight in zip(ours._flat_weights_names, ours._flat_weights, strict=True):
+        assert torch.equal(getattr(ours, key), weight)
+    for names in ours._all_weights:  # as forget biases are set
+        for key in filter(lambda name: "bias" in name, names):
+            getattr(ours, key).data[4:8].fill_(1.0)
+            assert getattr(ours, key)[4:8].eq(1).all()
+
+
+def test_names_of_weights_of_a_stochastic_gru():
+    rnn = fusedrnn.StochasticGRU(5, 4, 3, num_layers=2, bidirectional=True)
+    first = ["weight_ih", "weight_zh", "weight_hz", "bias_ih", "bias_zh", "bias_hz"]
+    ends = ["_l0", "_l0_reverse", "_l1", "_l1_reverse"]
+    assert rnn._all_weights == [[f"{name}{end}" for name in first] for end in ends]
+    assert fusedrnn.StochasticGRU(5, 4, bias=False)._all_weights == [
+        [f"{name}_l0" for name in first[:3]]
+    ]
+    assert [w.shape for w in rnn._flat_weights] == [w.shape for w in rnn.parameters()]
+    assert rnn.mode == "STOCHASTIC_GRU"
+
+
+def test_a_list_of_weights_may_be_refreshed_but_does_not_set_them():
+    """Wrappers that drop weights set them by name, and then refresh torch.nn's list."""
+    rnn, x = fusedrnn.LSTM(5, 4), torch.randn(3, 2, 5)
+    dropped = rnn.weight_hh_l0.detach() * 0
+    expected = rnn(x)[0]
+    rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+    assert torch.equal(rnn(x)[0], expected)
+    for wrong in ([dropped, *rnn._flat_weights[1:]], [], None):
+        with pytest.raises(RuntimeError, match="fusedrnn: weights must be set by name"):
+            rnn._flat_weights = wrong
+    with pytest.raises(RuntimeError, match="fusedrnn: weights must be set by name"):
+        rnn._flat_weights[1] = dropped
+    rnn._parameters["weight_hh_l0"] = dropped
+    rnn._flat_weights[1] = rnn._parameters["weight_hh_l0"]
+    assert rnn._flat_weights[1] is dropped
+    assert not torch.equal(rnn(x)[0], expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -39,7 +39,16 @@ CELL_MATH = [
 
 # A module imports modules of lower layers.
 PYTHON_LAYERS = {
-    0: ["_buffers", "_draws", "_duals", "_graphs", "_helpers", "_optimizers", "_pieces"],
+    0: [
+        "_buffers",
+        "_draws",
+        "_duals",
+        "_graphs",
+        "_helpers",
+        "_optimizers",
+        "_outside",
+        "_pieces",
+    ],
     1: ["_library", "cells", "reference"],
     2: ["_plans", "options", "tuning", "weights"],
     3: ["_ops", "checks"],

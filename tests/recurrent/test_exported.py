@@ -1,4 +1,4 @@
-"""torch.export and torch.compile around a Recurrent: a plain loop in graphs, or none at all."""
+"""Export, traces and torch.compile around a Recurrent: a plain loop in graphs, or none at all."""
 
 from __future__ import annotations
 
@@ -79,11 +79,63 @@ def test_an_exported_program_draws_anew_in_each_call() -> None:
         torch.testing.assert_close(others, found[:2], rtol=1e-10, atol=1e-10)
 
 
-def test_lengths_cannot_be_exported() -> None:
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+def test_lengths_cannot_be_exported_or_traced() -> None:
+    """A trace would keep how many steps the longest sequence has."""
     rnn = fusedrnn.Recurrent(nn.GRUCell(H, H))
-    named = {"lengths": torch.tensor([2, 5, 1])}
+    named = {"lengths": torch.tensor([2, 4, 1])}
+    x = torch.randn(T, B, H)
     with pytest.raises(RuntimeError, match="fusedrnn: lengths cannot be exported"):
-        torch.export.export(rnn, (torch.randn(T, B, H),), named, strict=False)
+        torch.export.export(rnn, (x,), named, strict=False)
+    with pytest.raises(RuntimeError, match="fusedrnn: lengths cannot be exported or traced"):
+        torch.jit.trace(rnn, example_kwarg_inputs={"input": x, **named})
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compile": "never", "chunk_size": 2},
+        {"batch_first": True},
+        {"return_sequence": False},
+        {"bidirectional": True},
+    ],
+)
+def test_a_trace_is_the_plain_loop_over_as_many_steps(options: dict[str, Any]) -> None:
+    """Other sequences are refused, not cut."""
+    cells = [nn.GRUCell(H, H, dtype=F64) for _ in range(2 if "bidirectional" in options else 1)]
+    rnn = fusedrnn.Recurrent(cells, **options)
+
+    def sequence(steps: int, batch: int) -> Tensor:
+        x = torch.randn(steps, batch, H, dtype=F64)
+        return x.transpose(0, 1) if rnn.batch_first else x
+
+    for is_enabled in (True, False):
+        with torch.set_grad_enabled(is_enabled):
+            traced = torch.jit.trace(rnn, sequence(T, B))
+        for batch in (B, B + 2, 1):
+            x = sequence(T, batch)
+            torch.testing.assert_close(traced(x), rnn(x), rtol=1e-10, atol=1e-10)
+        for steps in (T - 2, T + 3):
+            with pytest.raises(RuntimeError, match=f"Expected {T} elements in a list but found"):
+                traced(sequence(steps, B))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:fusedrnn")
+def test_a_traced_scan() -> None:
+    cell = nn.GRUCell(H, H, dtype=F64).requires_grad_(False)
+
+    def run(start: Tensor, x: Tensor) -> Any:
+        return fusedrnn.scan(lambda h, x: (cell(x, h),) * 2, start, x)
+
+    start, x = torch.zeros(B, H, dtype=F64), torch.randn(T, B, H, dtype=F64)
+    traced = torch.jit.trace(run, (start, x))
+    torch.testing.assert_close(traced(start + 1, x), run(start + 1, x), rtol=1e-10, atol=1e-10)
+    with pytest.raises(RuntimeError, match=f"Expected {T} elements in a list but found"):
+        traced(start, torch.cat([x, x]))
 
 
 class Model(nn.Module):

@@ -113,7 +113,7 @@ def test_changes_before_backward_are_noticed_without_the_output(what):
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_traced_module_of_last_states_takes_other_lengths(bidirectional):
     rnn = fusedrnn.LSTM(4, 6, 2, bidirectional=bidirectional, return_sequence=False)
-    traced = torch.jit.trace(rnn, torch.randn(40, 3, 4), check_trace=False)
+    traced = torch.jit.trace(rnn, torch.randn(40, 3, 4))
     for shape in ((90, 5, 4), (3, 1, 4)):
         input = torch.randn(shape)
         torch.testing.assert_close(traced(input), rnn(input))

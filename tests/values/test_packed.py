@@ -147,7 +147,7 @@ def test_a_traced_module_takes_other_batches():
         packed = pack_sequence([torch.randn(n, 4) for n in lengths])
         return packed.data, packed.batch_sizes
 
-    traced = torch.jit.trace(last, batch(9, 5, 2), check_trace=False)
+    traced = torch.jit.trace(last, batch(9, 5, 2))
     for lengths in ((9, 5, 2), (9, 4), (7, 7, 7, 1)):
         example = batch(*lengths)
         torch.testing.assert_close(traced(*example), last(*example))

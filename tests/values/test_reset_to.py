@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled.plain import Masks, one_loop
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fusedrnn
@@ -195,6 +196,13 @@ def test_traces_are_refused() -> None:
     rnn, to = fusedrnn.GRU(3, H).requires_grad_(False), torch.ones(1, 1, H)
     with pytest.raises(RuntimeError, match="reset_to cannot be traced"):
         torch.jit.trace(lambda x: rnn(x, reset=RESET, reset_to=to)[0], torch.randn(T, B, 3))
+    weights = list(rnn.parameters())
+    for mode in ("real", "fake", "symbolic"):
+        with pytest.raises(RuntimeError, match="reset_to cannot be traced"):
+            make_fx(
+                lambda x, reset, to, *weights: fusedrnn.gru(x, weights, reset=reset, reset_to=to),
+                tracing_mode=mode,
+            )(torch.randn(T, B, 3), RESET, to, *weights)
 
 
 @pytest.mark.parametrize(
