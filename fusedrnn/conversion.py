@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from . import _library
-from ._outside import modules_outside
+from ._held_outside import modules_outside
 from .modules import GRU, LSTM, GRUCell, LSTMCell
 from .weights import FlatModule
 
