@@ -28,7 +28,7 @@ from .trial import Trial, expect, loss, same
 row = group("checkpoints")
 BATCH, PROCESSES = 6, 2
 RATE, STEPS = 0.05, 2
-WAIT_S = 60.0  # for processes that take a second or two
+WAIT_S = 100.0  # for processes that take a second or two
 # What takes longest, and is done once: processes are forks of one that has it.
 IMPORTED = [__name__, *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "optim"))]
 
