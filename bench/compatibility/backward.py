@@ -301,9 +301,9 @@ def reparametrized(s: Subject) -> None:
     for change in _REPARAMETRIZED:
         trial = Trial(s)
         names = list(trial.weights)
-        change(trial.module, names[1])
+        change(*trial.place(names[1]))
         outputs = trial.call(trial.x, *trial.states)
-        weights = {name: getattr(trial.module, name) for name in names}
+        weights = {name: getattr(*trial.place(name)) for name in names}
         expected = trial.truth(weights, trial.x, *trial.states)
         same(outputs, expected, what="output")
         leaves = list(trial.module.parameters())

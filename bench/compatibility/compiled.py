@@ -109,11 +109,20 @@ def by_inductor(s: Subject) -> None:
 @row("a model around it", speed="slow")
 def model(s: Subject) -> None:
     """A model with layers before and after, compiled as a whole by inductor in one graph."""
+    _in_a_model(s, fullgraph=True)
+
+
+@row("a model around it, in several graphs")
+def model_in_graphs(s: Subject) -> None:
+    """The same by aot_eager without fullgraph=True: a module may stay out of graphs."""
+    _in_a_model(s, backend="aot_eager")
+
+
+def _in_a_model(s: Subject, **options: Any) -> None:
     trial = Trial(s, seq_len=3)
     around = Around(trial)
     compiled = torch.compile(
-        lambda x, *states: tuple(o.tanh() * 2 for o in around(x.exp().log(), *states)),
-        fullgraph=True,
+        lambda x, *states: tuple(o.tanh() * 2 for o in around(x.exp().log(), *states)), **options
     )
 
     def call(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ def drawn_noise(s: Subject) -> None:
 @row("generator=")
 def generator(s: Subject) -> None:
     """With generator= the compiled noise is the module's; generators move on, and take 2 graphs."""
-    s.needs("noise", "fusedrnn")
+    s.needs("noise", "built-in")
     trial, counter = Trial(s, noise="drawn"), CompileCounterWithBackend("aot_eager")
     compiled = compiled_call(trial, backend=counter)
     for source in [torch.Generator(), torch.Generator()] * 2:
@@ -61,7 +61,7 @@ def generator(s: Subject) -> None:
 @row("seed= and eps=")
 def seed_and_eps(s: Subject) -> None:
     """The compiled functional form with seed=, and with eps= that needs a gradient."""
-    s.needs("noise", "fusedrnn")
+    s.needs("noise", "built-in")
     trial = Trial(s)
     function = torch.compile(fusedrnn.stochastic_gru, backend="aot_eager", fullgraph=True)
     weights = [w.detach().clone().requires_grad_() for w in trial.weights.values()]
@@ -157,7 +157,7 @@ def last_state_dynamic(s: Subject) -> None:
 @row("workspace_bytes and chunk_size")
 def workspace(s: Subject) -> None:
     """Compiled with a limit of the workspace, and with a length of chunks: several of each."""
-    s.needs("fusedrnn")
+    s.needs("built-in")
     for options in ({"workspace_bytes": 12_000, **DEEP}, {"chunk_size": 2}):
         trial = Trial(s, seq_len=40, **options)
         steps = fusedrnn.plan(trial.module, trial.x.shape, device="cpu").chunk_steps  # type: ignore
@@ -174,7 +174,7 @@ def dropout(s: Subject) -> None:
 @row("zoneout and weight_dropout")
 def zoneout(s: Subject) -> None:
     """The same with zoneout, in training and in evaluation, and with dropped weights."""
-    s.needs("fusedrnn")
+    s.needs("built-in")
     _as_eager(s, weight_dropout=0.5)
     _as_eager(s, zoneout=0.3)
     trial = Trial(s, zoneout=0.3)

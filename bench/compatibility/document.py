@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..report import Table, cpu_name, markdown_rows
-from .rows import ERROR, GROUPS, NOT_AVAILABLE, SKIPPED, SLOW, WORKS, WRONG, Outcome, Row
+from .rows import ERROR, GROUPS, LOOP, NOT_AVAILABLE, SKIPPED, SLOW, WORKS, WRONG, Outcome, Row
 from .subjects import SUBJECTS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -21,9 +21,11 @@ TITLES = {
     "amp": "Mixed precision",
     "compile": "torch.compile",
     "export": "Export and copies",
+    "checkpoints": "Checkpoints and distributed training",
 }
 _SHOWN = {
     WORKS: "✓",
+    LOOP: "✓ loop",
     NOT_AVAILABLE: "–",
     ERROR: "error",
     WRONG: "**wrong**",
@@ -36,11 +38,13 @@ _HEAD = """# What works with which feature of PyTorch
 `python -m bench.compatibility` ran every check below for every column, with torch {torch} on \
 {cpu}, and wrote this document. Each check compares values, and gradients where there are any, \
 with the plain loop in float64. *Plain loop* is the StochasticGRU of `fusedrnn.reference`, written \
-in plain torch.
+in plain torch. *Recurrent* is a `fusedrnn.Recurrent` around a GRU's step that is written by hand, \
+compiled wherever that is possible.
 
 | | |
 |:--|:--|
 | ✓ | works: the results are right |
+| ✓ loop | the same, but the steps run in Python |
 | error | raises an error, and no result is wrong; the message is below the table |
 | **wrong** | a result is wrong or missing without an error, or a wrong call passes |
 | slow | right, but `torch.compile` compiles more often than it should |

@@ -6,7 +6,6 @@ Longer than 350 lines, because its checks are of one topic and share their helpe
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import pickle
 import subprocess
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from .rows import group, table
-from .subjects import HIDDEN, Skipped, Subject
+from .subjects import HIDDEN, Subject, package
 from .trial import DEEP, Around, Trial, expect, loss, must_raise, same
 
 row = group("export")
@@ -232,20 +231,15 @@ def aot_inductor_dynamic(s: Subject) -> None:
     _packaged(s, dynamic=True)
 
 
-def _needs_onnx(*names: str) -> None:
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin it is a folder of that name
-            raise Skipped(f"{name} is not installed")
-
-
 def _onnx(s: Subject, *, dynamo: bool) -> None:
-    _needs_onnx("onnx", *(["onnxscript"] if dynamo else []))
+    onnx = package("onnx.reference")
+    if dynamo:
+        package("onnxscript")
     trial = _mean(s, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         torch.onnx.export(Around(trial), _arguments(trial), str(path), dynamo=dynamo, verbose=False)
-        evaluator: Any = importlib.import_module("onnx.reference").ReferenceEvaluator(str(path))
+        evaluator = onnx.ReferenceEvaluator(str(path))
         tensors = _arguments(trial)
         feeds = dict(zip(evaluator.input_names, (t.numpy() for t in tensors), strict=True))
         found = [torch.from_numpy(result) for result in evaluator.run(None, feeds)]

@@ -26,7 +26,7 @@ row = group("library")
 
 def _arguments(trial: Trial, *, requires_grad: bool = False) -> dict[str, Any]:
     """A layer's arguments, as the module passes them to the operator."""
-    trial.subject.needs("fusedrnn")
+    trial.subject.needs("built-in")
     tensors = [t.clone() for t in (trial.x, *trial.states, *trial.detached.values())]
     if requires_grad:
         tensors = [t.requires_grad_() for t in tensors]
@@ -176,7 +176,7 @@ def dispatch_mode(s: Subject) -> None:
     trial = Trial(s)
     with _Seen() as mode:
         trial.trains()
-    if s.is_ours:
+    if s.is_built_in:
         for name in ("fusedrnn.forward", "fusedrnn.backward"):
             expect(any(name in seen for seen in mode.names), f"the mode does not see {name}")
 
@@ -260,7 +260,7 @@ def function_subclass(s: Subject) -> None:
 @row("profiler")
 def profiler(s: Subject) -> None:
     """torch.profiler names the operators of forward and backward and records their shapes."""
-    s.needs("fusedrnn")
+    s.needs("built-in")
     trial = Trial(s)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         trial.trains()

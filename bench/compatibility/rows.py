@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from ..worker import Notes
-from .subjects import SUBJECTS, NotAvailable, Skipped, Slow, Subject, Wrong
+from .subjects import NOT_COMPILED, SUBJECTS, NotAvailable, Skipped, Slow, Subject, Wrong
 
-WORKS, ERROR, WRONG, SLOW = "works", "error", "wrong", "slow"
+WORKS, LOOP, ERROR, WRONG, SLOW = "works", "loop", "error", "wrong", "slow"
 NOT_AVAILABLE, SKIPPED = "n/a", "skipped"
+# How fusedrnn warns of steps in Python.
+_TAKES_LOOP = "take a plain loop over the steps"
 Check = Callable[[Subject], None]
 
 
@@ -60,6 +62,7 @@ GROUPS = {
     "amp": ("mixed_precision",),
     "compile": ("compiled", "compiled_options"),
     "export": ("exported",),
+    "checkpoints": ("checkpoints", "hugging_face", "distributed"),
 }
 
 
@@ -80,10 +83,10 @@ def group(name: str) -> Callable[..., Callable[[Check], Check]]:
     return row
 
 
-def table(row: Callable[..., Any], check: Callable[..., None], *rows: Any) -> None:
+def table(row: Callable[..., Any], check: Callable[..., None], *rows: Any, speed: str = "") -> None:
     """Adds rows of one check. rows: title, sentence, and further arguments of the check."""
     for title, says, options in rows:
-        row(title, says=says)(functools.partial(check, **options))
+        row(title, says=says, speed=speed)(functools.partial(check, **options))
 
 
 def all_rows() -> dict[str, Row]:
@@ -95,12 +98,22 @@ def all_rows() -> dict[str, Row]:
 
 
 def outcome(row: Row, subject: Subject) -> Outcome:
-    """Runs a check for a column."""
+    """Runs a check for a column; once more with steps in Python if a cell cannot be compiled."""
+    found = _outcome(row, subject)
+    refused = re.search(f"{NOT_COMPILED}: (.*)", found.note)
+    if refused is None:
+        return found
+    in_python = _outcome(row, subject.by_default)
+    is_right = in_python.kind in (WORKS, LOOP)
+    return Outcome(LOOP, f"steps in Python: {refused[1]}") if is_right else in_python
+
+
+def _outcome(row: Row, subject: Subject) -> Outcome:
     torch._dynamo.reset()
     torch.manual_seed(0)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             row.check(subject)
     except NotAvailable:
         return Outcome(NOT_AVAILABLE)
@@ -114,7 +127,7 @@ def outcome(row: Row, subject: Subject) -> Outcome:
         return Outcome(ERROR, f"{type(error).__name__}: {_first_line(str(error))}")
     finally:
         torch._dynamo.reset()
-    return Outcome(WORKS)
+    return Outcome(LOOP if any(_TAKES_LOOP in str(one.message) for one in said) else WORKS)
 
 
 def _first_line(text: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import reference
+
+from .own_cell import OfOwnCells
 
 
 class NotAvailable(Exception):
@@ -29,11 +34,42 @@ class Slow(Exception):
     """Right, but compiled too often."""
 
 
+def package(name: str) -> Any:
+    """An imported module of an optional package.
+
+    Raises:
+        Skipped: The package is not installed.
+    """
+    root = name.partition(".")[0]
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:  # without an origin it is a folder of that name
+        raise Skipped(f"{root} is not installed")
+    return importlib.import_module(name)
+
+
+def distributed(name: str = "") -> Any:
+    """torch.distributed, or a module of it.
+
+    Raises:
+        Skipped: torch was built without it.
+    """
+    if not torch.distributed.is_available():
+        raise Skipped("torch has no torch.distributed")
+    return importlib.import_module(f"torch.distributed.{name}".rstrip("."))
+
+
+# In the message of a Recurrent that must be compiled.
+NOT_COMPILED = "cannot be compiled"
+
 # Unlike each other and all usual numbers of steps and rows: torch.compile takes equal sizes that it
 # sees first for sizes that are always equal.
 INPUT, HIDDEN, LATENT = 4, 6, 2
 _LOOP_OPTIONS = ("num_layers", "bias", "batch_first", "bidirectional")
-_TORCH_OPTIONS = (*_LOOP_OPTIONS, "dropout")
+_OPTIONS = {
+    "loop": _LOOP_OPTIONS,
+    "torch": (*_LOOP_OPTIONS, "dropout"),
+    "recurrent": (*_LOOP_OPTIONS, "return_sequence", "recompute"),
+}
 
 
 class LoopModule(nn.Module):
@@ -63,18 +99,30 @@ class Subject:
     Attributes:
         name: Its heading.
         cell: In the names of fusedrnn.
-        kind: "fusedrnn", "loop" or "torch".
+        kind: "built-in" or "recurrent", which are of fusedrnn, "loop" or "torch".
+        make_by_default: Where ``make`` makes modules that refuse to take their steps in Python.
     """
 
     name: str
     cell: str
     kind: str
     make: Callable[..., nn.Module]
+    make_by_default: Callable[..., nn.Module] | None = None
 
     @property
     def is_ours(self) -> bool:
         """Whether it is a module of fusedrnn."""
-        return self.kind == "fusedrnn"
+        return self.is_built_in or self.kind == "recurrent"
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is a layer of fusedrnn with a cell of fusedrnn."""
+        return self.kind == "built-in"
+
+    @property
+    def by_default(self) -> Subject:
+        """The column with modules as users make them."""
+        return replace(self, make=self.make_by_default or self.make)
 
     @property
     def has_noise(self) -> bool:
@@ -89,10 +137,12 @@ class Subject:
     def needs(self, *features: str) -> None:
         """Leaves the check if the column lacks one of the features.
 
-        Features are "fusedrnn", "noise", "lengths" (and reset), "packed" or the name of a cell.
+        Features are "fusedrnn" (any module of it), "built-in" (a layer of it), "noise", "lengths"
+        (and reset), "packed", "unbatched" or the name of a cell.
         """
         has = {
             "fusedrnn": self.is_ours,
+            "built-in": self.is_built_in,
             "noise": self.has_noise,
             "lengths": self.kind != "torch",
             "packed": self.kind != "loop",
@@ -105,14 +155,14 @@ class Subject:
 
     def module(self, *, dtype: torch.dtype, **options: Any) -> nn.Module:
         """A module of the common sizes."""
-        known = {"loop": _LOOP_OPTIONS, "torch": _TORCH_OPTIONS}.get(self.kind, tuple(options))
+        known = _OPTIONS.get(self.kind, tuple(options))
         for name in options:
             is_projection = name == "proj_size"
             if (is_projection and self.cell != "lstm") or (
                 name not in known and not (is_projection and self.kind == "torch")
             ):
                 raise NotAvailable(name)
-        if self.kind == "fusedrnn" and self.has_noise:
+        if self.is_built_in and self.has_noise:
             options["latent_size"] = LATENT
         return self.make(INPUT, HIDDEN, dtype=dtype, **options)
 
@@ -120,9 +170,10 @@ class Subject:
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("StochasticGRU", "stochastic_gru", "fusedrnn", fusedrnn.StochasticGRU),
-        Subject("GRU", "gru", "fusedrnn", fusedrnn.GRU),
-        Subject("LSTM", "lstm", "fusedrnn", fusedrnn.LSTM),
+        Subject("StochasticGRU", "stochastic_gru", "built-in", fusedrnn.StochasticGRU),
+        Subject("GRU", "gru", "built-in", fusedrnn.GRU),
+        Subject("LSTM", "lstm", "built-in", fusedrnn.LSTM),
+        Subject("Recurrent", "gru", "recurrent", OfOwnCells, partial(OfOwnCells, compile="auto")),
         Subject("plain loop", "stochastic_gru", "loop", LoopModule),
         Subject("nn.GRU", "gru", "torch", nn.GRU),
         Subject("nn.LSTM", "lstm", "torch", nn.LSTM),
@@ -130,7 +181,12 @@ SUBJECTS = {
 }
 OURS = tuple(name for name, subject in SUBJECTS.items() if subject.is_ours)
 # The column that says what each of our modules should do at least.
-RIVALS = {"StochasticGRU": "plain loop", "GRU": "nn.GRU", "LSTM": "nn.LSTM"}
+RIVALS = {
+    "StochasticGRU": "plain loop",
+    "GRU": "nn.GRU",
+    "LSTM": "nn.LSTM",
+    "Recurrent": "plain loop",
+}
 
 
 def flat(results: tuple[Any, Any]) -> tuple[Tensor, ...]:

@@ -129,6 +129,11 @@ class Trial:
         """Copies of the parameters that need no gradient."""
         return {name: w.detach().clone() for name, w in self.module.named_parameters()}
 
+    def place(self, name: str) -> tuple[nn.Module, str]:
+        """The submodule that has a weight, and the weight's name there."""
+        path, _, leaf = name.rpartition(".")
+        return self.module.get_submodule(path), leaf
+
     @property
     def tolerance(self) -> float:
         """What rounding may change in this dtype."""
@@ -144,11 +149,11 @@ class Trial:
 
     def cell(self) -> nn.Module:
         """The class of single steps, with the weights of the module's one layer."""
-        if self.subject.kind == "loop":
+        if self.subject.kind in ("loop", "recurrent"):
             raise NotAvailable("cells")
         name = type(self.module).__name__ + "Cell"
         sizes = [INPUT, HIDDEN, *([LATENT] if self.subject.has_noise else [])]
-        cell: nn.Module = getattr(fusedrnn if self.subject.is_ours else nn, name)(
+        cell: nn.Module = getattr(fusedrnn if self.subject.is_built_in else nn, name)(
             *sizes, bias=self.options.get("bias", True), dtype=self.dtype
         )
         for name, weight in self.weights.items():

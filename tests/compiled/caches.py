@@ -1,0 +1,51 @@
+"""The cache of a run of tests that compile cells, and what compilers have made before."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fusedrnn._compile import build, headers
+from fusedrnn._compile.compiler import Compiler, compile
+
+COMPILED = Path(__file__).parents[2] / "build" / "compiled-programs"
+"""What compilers have made for earlier tests and runs, by all that it depends on."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing goes to the user's own cache. Processes that run tests side by side share one."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDRNN_CACHE", str(folder / "fusedrnn"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests of compilers, of libraries' files and of processes compile anew what is there."""
+    if not request.path.name.startswith(("test_build", "test_processes")):
+        monkeypatch.setattr(build, "compile", compile_once)
+
+
+def compile_once(compiler: Compiler, flags: list[str], text: Path, library: Path) -> None:
+    """As fusedrnn._compile.compiler.compile, but for each text once."""
+    source = text.read_text(encoding="utf-8")
+    parts = [*compiler.command, compiler.identity, *flags, headers.digest(source), source]
+    made = COMPILED / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}.so"
+    if made.exists():
+        shutil.copyfile(made, library)
+        return
+    compile(compiler, flags, text, library)
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=COMPILED, delete=False) as file:
+        shutil.copyfile(library, file.name)
+    os.replace(file.name, made)  # at once, since other processes may do the same
