@@ -196,9 +196,10 @@ class Recurrent(nn.Module):
                 tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
                 else what its method ``initial_state(batch)`` returns, which must have the dtype and
                 the device of the weights: ``self.weight.new_zeros(batch, size)`` has.
-            lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints.
-                Outputs behind a sequence's end are zero, its state is that after its last step, and
-                what ``input`` holds there is not looked at.
+            lengths: Steps of each sequence of a padded batch, (batch,) integers of any kind: in a
+                tensor on the CPU, an array or a list. Outputs behind a sequence's end are zero,
+                its state is that after its last step, and what ``input`` holds there is not looked
+                at.
             reset: Where the state is set to zero, or to ``reset_to``, before a step: bool of
                 (seq_len, batch), or as ``batch_first`` has it.
             reset_to: What a row's state becomes there: a state with the rows of the batch or with
