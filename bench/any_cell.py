@@ -2,8 +2,8 @@
 
 A training step of each cell of docs/examples/published_cells.py, by a plain loop, by a loop in
 which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on a GPU also with
-CUDA graphs. With --compiled also with steps by torch.compile, and by torch's own ``scan``, which
-takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
+CUDA graphs. With --torch-compile also with steps by torch.compile, and by torch's own ``scan``,
+which takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
 
 Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU these come first, so
 nvcc has built all libraries; each cell has a process of its own, and allocations are not counted.
@@ -83,16 +83,16 @@ QUICK_CELLS = ("ForumCell", "GRUCell", "LateResetGRU", "AttentionDecoder")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --cell and --compiled."""
+    """Adds --cell and --torch-compile."""
     names = [case.name for case in CASES]
     parser.add_argument("--cell", choices=names, help="this cell only", default=None)
-    parser.add_argument("--compiled", action="store_true", help="what needs torch.compile, too")
+    parser.add_argument("--torch-compile", action="store_true", help="steps by torch.compile, too")
 
 
 def run(run: Run) -> Report:
     """Measures all cells, and the peak of one of them over the length of the sequence."""
     size, cases = _size(run), _cases(run)
-    names = (*ON_CPU, *WITH_COMPILER) if run.options.compiled else ON_CPU
+    names = (*ON_CPU, *WITH_COMPILER) if run.options.torch_compile else ON_CPU
     over = QUICK_OVER_SEQ_LEN if run.quick else OVER_SEQ_LEN
     torch.distributions.Distribution.set_default_validate_args(False)
     first_cases = cases[:1] if run.quick else cases
@@ -118,20 +118,20 @@ def run(run: Run) -> Report:
         growth.append({"seq_len": seq_len, "peak_bytes": peaks})
         run.progress.advance(task)
     _plot(run, growth, size)
-    left_out = () if run.options.compiled else ("what needs --compiled",)
+    left_out = () if run.options.torch_compile else ("what needs --torch-compile",)
     return _report(size, names, results, growth, first, left_out)
 
 
 def run_on_cuda(run: Run) -> Report:
     """Measures all cells on a GPU, until the time is up."""
     size, cases = _size(run), _cases(run)
-    names = ON_CUDA_FIRST + ON_CUDA_THEN + ON_CUDA_WITH_COMPILER * run.options.compiled
+    names = ON_CUDA_FIRST + ON_CUDA_THEN + ON_CUDA_WITH_COMPILER * run.options.torch_compile
     results: dict[str, dict[str, Row]] = {
         c.name: dict.fromkeys(contenders(c, names), not_reached(run)) for c in cases
     }
     # What needs torch's compiler takes longest, and comes when all cells have the rest.
     jobs = [(case, group, STALL_S) for group in (ON_CUDA_FIRST, ON_CUDA_THEN) for case in cases]
-    if run.options.compiled:
+    if run.options.torch_compile:
         jobs += [(case, ON_CUDA_WITH_COMPILER, LATER_STALL_S) for case in cases]
     task = run.progress.add_task("any_cell", total=1 + len(jobs))
     budget = Budget(run)

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import fusedrnn
 from docs.examples.published_cells import Case
 
-LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, compiled step"
+LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, torch.compile"
 PROGRAM = "Recurrent, compiled cell"
 OURS, PARALLEL, COMPILED = "Recurrent, loop", "Recurrent, parallel", "Recurrent, torch.compile"
-GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, compiled step, CUDA graphs"
+GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, torch.compile, CUDA graphs"
 SCAN = "torch's scan"
 BUILT_IN = "built-in"
 BUILT_IN_LAYERS: dict[str, Callable[[int], nn.Module]] = {

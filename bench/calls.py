@@ -2,7 +2,7 @@
 
 "One step" is the cost for a model that calls a module once per step; a "short call" has a few steps
 of a small batch. Both are measured under no_grad and as training steps. The short call is measured
-eager and compiled by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
+eager and by torch.compile, which leaves nn.GRU and nn.LSTM as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .worker import Notes, Row, measure_apart, measure_here
 
 TITLES = {ONE_STEP: "one step", SHORT_CALL: "short call"}
 PASSES = {"no_grad": "under no_grad", "training": "training step"}
-SUFFIX = ", compiled"
+SUFFIX = ", torch.compile"
 # Calls per sample, since a single call is too short to be measured.
 CALLS_IN_SAMPLE = {ONE_STEP: 20, SHORT_CALL: 5}
 ROUNDS, ROUNDS_QUICK, BUDGET_S, CUDA_BUDGET_S = 40, 3, 5.0, 2.0
@@ -104,7 +104,7 @@ def run_on_cuda(run: Run) -> Report:
 
 
 def _jobs(compiles: bool) -> list[tuple[Shape, bool]]:
-    """Shapes, eager and compiled; compiled ones come last, since compiling may use up the time."""
+    """Shapes, eager and by torch.compile; these come last, since compiling may use up the time."""
     return [(shape, False) for shape in CALLS] + [(SHORT_CALL, True)] * compiles
 
 

@@ -30,7 +30,7 @@ from .steps import (
 THREADS = 2
 
 LSTM, GRU = "nn.LSTM", "nn.GRU"
-LOOP, COMPILED = "plain loop", "compiled loop"
+LOOP, COMPILED = "plain loop", "plain loop, torch.compile"
 OURS, SAVED = "fusedrnn", "fusedrnn, recompute=False"
 OUR_GRU, SAVED_GRU = "fusedrnn.GRU", "fusedrnn.GRU, recompute=False"
 OUR_LSTM, SAVED_LSTM = "fusedrnn.LSTM", "fusedrnn.LSTM, recompute=False"

@@ -39,7 +39,9 @@ from .report import Report, Run, Table, Target, main, mib
 from .sweep import Case, Results, failures, numbers, opened, release, sweep, why_none
 from .worker import Notes, Row
 
-LEFT_OUT = ("memory of the compiled loop, of recompute=False, over T, and of last states alone",)
+LEFT_OUT = (
+    "memory of the loop by torch.compile, of recompute=False, over T, and of last states alone",
+)
 
 
 def run(run: Run) -> Report:

@@ -53,7 +53,7 @@ GPU_PAIRS = (
 ANY_CELL = (
     *("Recurrent, compiled cell", "built-in"),
     *("Recurrent", "Recurrent, loop", "Recurrent, parallel", "checkpoint per chunk"),
-    *("Recurrent, compiled step", "Recurrent, torch.compile", "loop, compiled step"),
+    *("Recurrent, torch.compile", "loop, torch.compile"),
     "torch's scan",
 )
 

@@ -87,7 +87,7 @@ ONLY = {
         [Case(shape, "bfloat16") for shape in (CUDA_SHAPES[0], *CUDA_SHAPES[2:4])],
     ),
 }
-LEFT_OUT = ("time of the compiled loop and of recompute=False",)
+LEFT_OUT = ("time of the loop by torch.compile and of recompute=False",)
 DENORMAL, DENORMAL_QUICK = Shape(64, 32, 256), Shape(64, 32, 32)
 
 

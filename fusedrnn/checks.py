@@ -141,44 +141,64 @@ def reset(value: Tensor, expected: tuple[int, ...], input: Tensor) -> None:
     """A reset is a bool for each row of the input."""
     types({"reset": value})
     if value.dtype != torch.bool:
-        raise ValueError(f"fusedrnn: reset must be torch.bool, got {value.dtype}")
-    shape("reset", value, expected)
+        raise ValueError(f"fusedrnn: reset must be torch.bool, got {value.dtype}; use reset.bool()")
+    got = tuple(value.shape)
+    if got != tuple(expected):
+        hint = _hint_for_reset(got, tuple(expected))
+        raise RuntimeError(f"fusedrnn: reset must have shape {tuple(expected)}, got {got}{hint}")
     on_device("reset", value, input)
+
+
+def _hint_for_reset(got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """What makes flags of a known other form right: TorchRL's have a last dimension of one."""
+    if got == (*expected, 1):
+        return "; use reset.squeeze(-1)"
+    if got == expected[::-1]:
+        return "; its steps and batch must be in the order of batch_first: use reset.t()"
+    return ""
+
+
+_INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
 
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     """Checked lengths, as a contiguous int64 tensor on the CPU that is the call's own."""
-    wanted = "lengths must be an int64 tensor or a sequence of ints"
+    wanted = "lengths must be a tensor or a sequence of integers"
     if isinstance(value, Tensor):
         types({"lengths": value})
-        if value.dtype != torch.int64:
-            raise ValueError(f"fusedrnn: lengths must be int64, got {value.dtype}")
-        if not value.is_cpu:
-            raise RuntimeError(
-                "fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, "
-                f"got {value.device}"
-            )
-        host = own_copy(value)
+        host = value
     else:
         if isinstance(value, str | bytes | Mapping | Set) or not hasattr(value, "__len__"):
             raise TypeError(f"fusedrnn: {wanted}, got {kind_of(value)}")
         items: list[Any] = []
-        try:  # ints of all kinds, NumPy's too
+        try:  # ints of all kinds, NumPy's and tensors too
             items = list(value)
-            if any(isinstance(n, bool) for n in items):
+            if any(type(n) is not int and _is_no_length(n) for n in items):
                 raise TypeError
             # A tracer has symbols here, which operator.index would make numbers of one call.
             is_traced = torch.compiler.is_compiling()
             numbers = items if is_traced else [operator.index(n) for n in items]
         except TypeError:  # here and not above: torch.compile of torch 2.11 knows no names of types
-            kinds = " and ".join(sorted({kind_of(n) for n in items}))
-            got = f", got one with {kinds}" if kinds else ""
-            raise TypeError(f"fusedrnn: {wanted}{got}") from None
-        if is_traced:
-            kept = numbers
+            kinds = " and ".join(sorted({_kind_of_length(n) for n in items}))
+            got = f"one with {kinds}" if kinds else kind_of(value)
+            raise TypeError(f"fusedrnn: {wanted}, got {got}") from None
+        if is_traced and items:  # the dtype tells whether there are floats
+            host = torch.tensor(numbers, device="cpu")
         else:  # what is too large for an int64 is too long as well
             kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
-        host = torch.tensor(kept, dtype=torch.int64, device="cpu")
+            host = torch.tensor(kept, dtype=torch.int64, device="cpu")
+    if host.dtype not in _INTEGERS:
+        raise ValueError(f"fusedrnn: {wanted}, got {host.dtype}")
+    if not host.is_cpu:
+        raise RuntimeError(
+            f"fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, got {host.device}"
+        )
+    host = host.to(torch.int64)
+    if isinstance(value, Tensor):
+        host = own_copy(host)
     shape("lengths", host, (batch,))
     if has_values(host):  # else the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
@@ -186,6 +206,17 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             wrong = least if least < 1 else most
             raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {wrong}")
     return host
+
+
+def _is_no_length(value: object) -> bool:
+    """Whether it is a bool or a tensor of no integer, which Python may take for an index."""
+    if isinstance(value, Tensor):
+        return value.dtype not in _INTEGERS
+    return isinstance(value, bool)
+
+
+def _kind_of_length(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else kind_of(value)
 
 
 class Packing(NamedTuple):

@@ -53,8 +53,9 @@ class PlanMemory:
     """What one layer and direction takes, in bytes."""
 
     training_bytes: int
-    """Peak of a training step without weights, input and the output's gradient: the output, other
-    saved tensors, the workspace, and the gradients of the weights."""
+    """Peak of a training step: the output, the states before the first and after the last step,
+    other saved tensors, the workspace, and the gradients of the weights. It leaves out the weights,
+    the input, and the gradients of output and input."""
     nn_lstm_training_bytes: int
     """The least that torch.nn.LSTM of these sizes takes for the same on a GPU, by count: output,
     four gates, cell state and the gradient of the input of every step, and the gradients of the

@@ -1,5 +1,7 @@
 """Comparisons and counts that several tests share."""
 
+import itertools
+
 import torch
 from cases import relative_errors
 from torch.profiler import ProfilerActivity, profile
@@ -7,13 +9,21 @@ from torch.profiler import ProfilerActivity, profile
 
 def allocations(function):
     """Sizes in bytes of what torch's allocator gave out while ``function`` ran."""
+    return [size for size in _changes_of_memory(function) if size > 0]
+
+
+def peak_bytes(function):
+    """The most that torch's allocator had given out at a time while ``function`` ran."""
+    return max(itertools.accumulate(_changes_of_memory(function)))
+
+
+def _changes_of_memory(function):
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         function()
-    events = profiler.profiler.kineto_results.events()
-    sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
-    return [size for size in sizes if size > 0]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
 def assert_same(these, those):

@@ -97,10 +97,11 @@ inline int64_t saved_bytes(const Problem& problem, int64_t steps, int64_t sum_by
   return sum_bytes * problem.batch * (states + saved);
 }
 
-// The peak bytes of a training step for one direction, without weights, input and the output's
-// gradient: the output, whatever else forward saves, and the larger of two phases.  One phase is
-// forward with its workspace.  The other is backward: the gradients of the weights as they are
-// summed, with the workspace, or afterwards with the rounded gradients.
+// The peak bytes of a training step for one direction, without weights, and without the input, the
+// output's gradient and the input's: the output, the states before the first and after the last
+// step, whatever else forward saves, and the larger of two phases.  One phase is forward with its
+// workspace.  The other is backward: the gradients of the weights as they are summed, with the
+// workspace, or afterwards with the rounded gradients.
 template <class T>
 int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceBytes& workspace) {
   int64_t weights = 0;
@@ -110,11 +111,13 @@ int64_t training_bytes(const Problem& problem, int64_t steps, const WorkspaceByt
     weights += projection.blocks * problem.sizes[projection.to] *
                (problem.sizes[projection.from] + (has_bias ? 1 : 0));
   }
-  const int64_t output = problem.seq_len * problem.batch * problem.sizes.output;
+  const int64_t state =
+      problem.sizes.output + (has_cell_state(problem.cell) ? problem.sizes.hidden : 0);
+  const int64_t held = problem.batch * (problem.seq_len * problem.sizes.output + 2 * state);
   const int64_t rounded = std::is_same_v<T, Acc<T>> ? 0 : weights;
   const int64_t in_backward = weights * int64_t(sizeof(Acc<T>)) +
                               std::max(workspace.backward, rounded * int64_t(sizeof(T)));
-  return output * int64_t(sizeof(T)) + saved_bytes(problem, steps, sizeof(Acc<T>), true) +
+  return held * int64_t(sizeof(T)) + saved_bytes(problem, steps, sizeof(Acc<T>), true) +
          std::max(workspace.forward, in_backward);
 }
 

@@ -7,6 +7,7 @@ as the largest logit of a softmax does, is stopped: its derivative is zero.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,10 @@ def _layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
     centred = x - x.mean(dims, keepdim=True)
-    rstd = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    var = (centred * centred).mean(dims, keepdim=True)
+    # NaN where squares overflow, as torch has it where the width is a multiple of its vectors'; the
+    # root alone would make all numbers 0.
+    rstd = torch.rsqrt(var + eps) + _stopped(var * 0.0)
     y = centred * rstd
     if weight is not None:
         y = y * weight
@@ -107,20 +111,28 @@ def _gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> An
     return torch.where(_places(x, dim) == index, x, 0.0).sum(dim, keepdim=True)
 
 
+def _dims(x: Tensor, dim: Any) -> list[int]:
+    return list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
+
+
+def _mean_of_squares(x: Tensor, dims: list[int], correction: Any, keepdim: bool) -> Tensor:
+    count = math.prod(x.shape[d] for d in dims)
+    less = max(count - (1 if correction is None else correction), 0)
+    if x.dtype == torch.float64:
+        return (x * x).sum(dims, keepdim=keepdim) / less
+    # torch adds up squares of narrower numbers in float64, where no sum overflows.
+    return (x * (x * (1 / less if less else math.inf))).sum(dims, keepdim=keepdim)
+
+
 def _var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    centred = x - x.mean(dims, keepdim=True)
-    less = 1 if correction is None else correction
-    return (centred * centred).sum(dims, keepdim=keepdim) / max(count - less, 0)
+    dims = _dims(x, dim)
+    return _mean_of_squares(x - x.mean(dims, keepdim=True), dims, correction, keepdim)
 
 
 def _var_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    dims = list(range(x.dim())) if dim is None else list(dim)
+    dims = _dims(x, dim)
     return _var(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
@@ -149,14 +161,23 @@ def _root(squares: Tensor) -> Tensor:
 
 
 def _std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _root(_var(x, dim, correction=correction, keepdim=keepdim))
+    dims = _dims(x, dim)
+    centred = x - x.mean(dims, keepdim=True)
+    if x.dtype == torch.float64:
+        return _root(_mean_of_squares(centred, dims, correction, keepdim))
+    # In float64 no square of a narrower number overflows or vanishes. Here it is squared in units
+    # of the largest one.
+    largest = torch.amax(torch.abs(centred), dims, keepdim=True)
+    unit = _stopped(largest) + torch.finfo(x.dtype).tiny  # never 0
+    deviation = _root(_mean_of_squares(centred / unit, dims, correction, True)) * unit
+    return deviation if keepdim else deviation.squeeze(tuple(dims))
 
 
 def _std_mean(
     x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
-    return _root(var), mean
+    dims = _dims(x, dim)
+    return _std(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
 def _vector_norm(
@@ -164,7 +185,7 @@ def _vector_norm(
 ) -> Any:
     if ord not in (1, 2) or dtype is not None:
         return NotImplemented
-    dims = list(range(x.dim())) if dim is None else ([dim] if isinstance(dim, int) else list(dim))
+    dims = _dims(x, dim)
     if ord == 1:
         return torch.abs(x).sum(dims, keepdim=keepdim)
     return _root((x * x).sum(dims, keepdim=keepdim))

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _ops
 from ..recurrent.autograd import plain_loop
-from ..recurrent.noise import MOST_DRAWS, Noise, trial_seed
+from ..recurrent.noise import MOST_DRAWS, Noise, TrialSeed
 from ..recurrent.program_function import through
 from ..recurrent.reads import ClosedOver
 from ..recurrent.runs import Run
@@ -357,7 +357,7 @@ class _TrialNoise(Noise):
     """Numbers of one dtype, as those of another."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(trial_seed(), 0)
+        super().__init__(TrialSeed(), 0)
         self._dtype = dtype
 
     def _numbers(self, key: Any) -> Tensor:

@@ -107,10 +107,11 @@ class GRU(RNNBase):
                 without a batch (seq_len, input_size), or a PackedSequence.
             hx: State before the first step, (D * num_layers, batch, hidden_size) or without a batch
                 (D * num_layers, hidden_size); zeros if None.
-            lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints,
-                from 1 to seq_len. Outputs behind a sequence's end are zero, h_n is its last state,
-                what ``input`` holds there is not looked at, and steps that no sequence of the rest
-                of the batch takes cost nothing: sort by falling length for most of that.
+            lengths: Steps of each sequence of a padded batch, (batch,) integers of any kind: in a
+                tensor on the CPU, an array or a list; from 1 to seq_len. Outputs behind a
+                sequence's end are zero, h_n is its last state, what ``input`` holds there is not
+                looked at, and steps that no sequence of the rest of the batch takes cost nothing:
+                sort by falling length for most of that.
             reset: Where the state is zeroed before a step, bool of ``input``'s shape without its
                 features: in reinforcement learning, where an episode begins.
             reset_to: What the state becomes there instead of zero: shaped as ``hx``, or with one

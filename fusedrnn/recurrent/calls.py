@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._graphs import is_alone
 from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiled import CompiledStep, compile_step, warn
+from .draws import WAY_OUT, OtherDraws
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
@@ -140,14 +143,45 @@ def take(
 
     Raises:
         ValueError: The mode is "parallel", but the step is not row-wise.
-        RuntimeError: Even one step does not fit into ``workspace_bytes``.
+        RuntimeError: Even one step does not fit into ``workspace_bytes``, or a generator was given
+            and the step draws from others.
     """
-    given = (inputs, state, constants)
+    given, seed = (inputs, state, constants), run.noise.seed
+    # Where a tracer is at work, states have no values.
+    looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
+    before = run.random_states() if looks else ()
     # Another thread may have exchanged the weights, in backward or to trace the step.
     is_exchanged = torch.is_grad_enabled() or settings.compile != NEVER
-    with run.weights.locked() if is_exchanged else nullcontext():
-        taken = _take(run, settings, memory, *given)
+    try:
+        with run.weights.locked() if is_exchanged else nullcontext():
+            taken = _take(run, settings, memory, *given)
+            if not callable(taken) and run.missed(before):
+                _refuse_late_draws(run, before, *given)
+    finally:
+        seed.give_back()
     return taken() if callable(taken) else taken
+
+
+def _refuse_late_draws(
+    run: Run, random: tuple[Tensor, ...], inputs: Leaves, state: Leaves, constants: Leaves
+) -> None:
+    """Refuses random numbers from torch's own generators, unless other threads have drawn them.
+
+    For that it takes all steps again. All that they change is afterwards as before.
+
+    Args:
+        random: States of the generators before the steps.
+    """
+    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True, compiled=None)
+    draws = OtherDraws()
+    with torch.no_grad(), draws:
+        run.aside(lambda: run_sequence(trial, inputs, state, constants, is_parallel=False))
+    if draws.found:
+        run.set_random_states(random)
+        raise RuntimeError(
+            f"fusedrnn: the step draws by {draws.found} from torch's own generator, not from "
+            f"generator=, after its first step or within torch.func; {WAY_OUT}"
+        )
 
 
 def _take(

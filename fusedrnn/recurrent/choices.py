@@ -22,8 +22,8 @@ GRAPH = "graph"
 class Explanation:
     """How a call would run; print it."""
 
-    is_program: bool
-    """Whether the cell runs as a program of this package's kernels."""
+    is_compiled: bool
+    """Whether this package has compiled the cell, which then runs as a program of its kernels."""
     program: str
     """What the program is, and its library; or why steps are taken in Python."""
     mode: str
@@ -34,9 +34,9 @@ class Explanation:
     "program": backward makes the values of a chunk again by the program's kernels."""
     reason: str
     """Why it is that mode."""
-    is_compiled: bool
-    """Whether steps run by torch.compile."""
-    compile_reason: str
+    uses_torch_compile: bool
+    """Whether steps in Python run by torch.compile."""
+    torch_compile_reason: str
     """Why they do not, though they should."""
     is_recorded: bool
     """Whether whole chunks run as CUDA graphs, from the second call on."""
@@ -56,16 +56,16 @@ class Explanation:
     """What would make it faster."""
 
     def __str__(self) -> str:
-        first = f"compiled: {self.program}" if self.is_program else f"loop: {self.program}"
-        compiled = "yes" if self.is_compiled else f"no, {self.compile_reason}"
+        first = f"compiled: {self.program}" if self.is_compiled else f"loop: {self.program}"
+        by_torch = "yes" if self.uses_torch_compile else f"no, {self.torch_compile_reason}"
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
             first,
             f"mode {self.mode}: {self.reason}",
             f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
         ]
-        if not self.is_program:
-            lines += [f"torch.compile: {compiled}", f"CUDA graphs: {recorded}"]
+        if not self.is_compiled:
+            lines += [f"torch.compile: {by_torch}", f"CUDA graphs: {recorded}"]
         lines += [
             f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",

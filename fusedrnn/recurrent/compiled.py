@@ -139,7 +139,7 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
         return reason_of(error)
     pairs = zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True)
     if not all(bool(is_close(a, b)) for a, b in pairs):
-        return "compiled, it gives other numbers"
+        return "by torch.compile it gives other numbers"
     return compiled
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .noise import Source
 
@@ -211,4 +212,30 @@ DRAWS: dict[Any, Function] = {
     F.gumbel_softmax: _gumbel_softmax,
 }
 """torch's functions whose numbers come from a :class:`Source`. Others, such as torch.randint and
-the dropout inside of torch.nn.MultiheadAttention, draw from torch's generators."""
+the dropout inside of torch.nn.MultiheadAttention, draw from torch's own generators."""
+
+WAY_OUT = (
+    "draw by torch.rand, torch.randn, dropout or another function that takes its numbers from the "
+    "call, or give no generator and seed torch by torch.manual_seed"
+)
+
+
+class OtherDraws(TorchDispatchMode):
+    """Looks for numbers from torch's own generators, also within functions that are no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        """The first operation that draws such numbers, with the user's line."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.found and torch.Tag.nondeterministic_seeded in function.tags:
+            given = (*args, *kwargs.values())
+            if not any(isinstance(value, torch.Generator) for value in given):
+                from .._compile.lines import line
+
+                self.found = f"{function.overloadpacket}{line()}"
+        return function(*args, **kwargs)

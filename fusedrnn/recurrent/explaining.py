@@ -22,7 +22,7 @@ from .trees import Leaves
 
 _STEPS = 3
 
-_BETTER = {
+_LAYERS = {
     nn.RNNCell: "torch.nn.RNN",
     nn.GRUCell: "fusedrnn.GRU",
     nn.LSTMCell: "fusedrnn.LSTM",
@@ -30,6 +30,9 @@ _BETTER = {
     modules.LSTMCell: "fusedrnn.LSTM",
     modules.StochasticGRUCell: "fusedrnn.StochasticGRU",
 }
+"""From a cell to the layer that computes the same."""
+_FASTER_THAN_COMPILED = {"fusedrnn.GRU", "fusedrnn.LSTM", "fusedrnn.StochasticGRU"}
+"""Not torch.nn.RNN, which takes longer to train than a compiled RNNCell."""
 
 
 def explanation(call: LayersCall) -> Explanation:
@@ -51,12 +54,12 @@ def explanation(call: LayersCall) -> Explanation:
         return "; ".join(dict.fromkeys(getattr(part, name) for part in parts))
 
     return Explanation(
-        is_program=all(part.is_program for part in parts),
+        is_compiled=all(part.is_compiled for part in parts),
         program=different("program"),
         mode=different("mode"),
         reason=different("reason"),
-        is_compiled=any(part.is_compiled for part in parts),
-        compile_reason=different("compile_reason"),
+        uses_torch_compile=any(part.uses_torch_compile for part in parts),
+        torch_compile_reason=different("torch_compile_reason"),
         is_recorded=any(part.is_recorded for part in parts),
         record_reason=different("record_reason"),
         chunk_steps=min(part.chunk_steps for part in parts),
@@ -75,7 +78,7 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         saves_sums = not settings.recompute
         planned = plan_program(run, settings, one.memory, one.inputs, one.state, saves_sums)
     if not isinstance(planned, str):
-        return _of_program(settings, one, planned)
+        return _of_program(settings, one, planned, cell)
     measured = measure_step(run, *one.given)
     if settings.recompute:
         steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
@@ -88,25 +91,23 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         mode, reason = GRAPH, "recompute=False says so"
         kept, workspace = measured.bytes, 0
     faster = []
-    if type(cell) in _BETTER:
-        name = f"{type(cell).__module__.split('.')[0]}.{type(cell).__name__}"
-        faster.append(
-            f"use {_BETTER[type(cell)]}: this cell is {name.replace('torch.', 'torch.nn.')}"
-        )
+    layer = _layer_like(cell)
+    if layer:
+        faster.append(f"{layer} computes the same")
     elif not settings.torch_compile:
-        faster.append("torch_compile=True compiles the step")
+        faster.append("torch_compile=True has torch.compile compile the step")
     if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
     compiled = one.memory.compiled(run, *one.given) if settings.torch_compile else "not asked to"
     run.chunk_size = steps
     obstacle = obstacle_of_call(run, settings, known, *one.given)
     return Explanation(
-        is_program=False,
+        is_compiled=False,
         program=planned,
         mode=mode,
         reason=reason,
-        is_compiled=not isinstance(compiled, str),
-        compile_reason=compiled if isinstance(compiled, str) else "",
+        uses_torch_compile=not isinstance(compiled, str),
+        torch_compile_reason=compiled if isinstance(compiled, str) else "",
         is_recorded=not obstacle,
         record_reason=obstacle,
         chunk_steps=steps,
@@ -118,10 +119,16 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     )
 
 
-def _of_program(settings: Settings, one: OneCell, planned: Planned) -> Explanation:
+def _layer_like(cell: nn.Module) -> str:
+    """The layer that computes what a cell does; "" if there is none, or hooks change the cell."""
+    has_hooks = cell._forward_hooks or cell._forward_pre_hooks or "forward" in vars(cell)
+    return "" if has_hooks else _LAYERS.get(type(cell), "")
+
+
+def _of_program(settings: Settings, one: OneCell, planned: Planned, cell: nn.Module) -> Explanation:
     program, parts, chunk, workspace = planned
     run, form, size = one.run, program.form, program.dtype.itemsize
-    longest = max(part.steps for part in parts)
+    longest, layer = max(part.steps for part in parts), _layer_like(cell)
     steps, why = longest, "the whole sequence"
     if chunk < longest:
         steps = chunk
@@ -148,12 +155,12 @@ def _of_program(settings: Settings, one: OneCell, planned: Planned) -> Explanati
             saves_sums=not settings.recompute,
         )
     return Explanation(
-        is_program=True,
+        is_compiled=True,
         program=program.summary(),
         mode="program",
         reason="a program computes the same as the step, which a trial has shown",
-        is_compiled=False,
-        compile_reason="the cell is compiled by this package",
+        uses_torch_compile=False,
+        torch_compile_reason="the cell is compiled by this package",
         is_recorded=False,
         record_reason="the cell is compiled by this package",
         chunk_steps=steps,
@@ -161,7 +168,7 @@ def _of_program(settings: Settings, one: OneCell, planned: Planned) -> Explanati
         step_bytes=measure_step(run, *one.given).bytes,
         kept_bytes_per_step=kept,
         workspace_bytes=workspace,
-        faster=(),
+        faster=(f"{layer} computes the same",) if layer in _FASTER_THAN_COMPILED else (),
     )
 
 

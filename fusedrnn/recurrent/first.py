@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from .compiled import CompiledStep, obstacle_to_compile, warn
+from .draws import WAY_OUT, OtherDraws
 from .reads import ClosedOver
 from .runs import Mark, Run, are_equal, as_leaf
 from .trees import Leaves
@@ -80,18 +82,79 @@ def _after_seed(
 
     Returns:
         What it returns, and what was so before it.
+
+    Raises:
+        RuntimeError: A generator was given, and the step draws from others.
     """
-    mark, has_seed = run.mark(), run.noise.seed.is_drawn
-    result = take()
-    if not has_seed and run.noise.seed.is_drawn:
+    mark, has_seed, seed = run.mark(), run.noise.seed.is_drawn, run.noise.seed
+    draws = OtherDraws()
+    is_captured = not mark.random  # and generators do not tell whether somebody draws
+    with draws if is_captured and seed.misses(run.device) else nullcontext():
+        result = take()
+    if draws.found:
+        raise RuntimeError(
+            f"fusedrnn: the step draws by {draws.found} while a CUDA graph is captured, which "
+            f"generator= does not reach; {WAY_OUT}"
+        )
+    if not has_seed and seed.is_drawn:
         mark, has_drawn = _with_seed_before(run, mark)
         if has_drawn:
-            run.weights.write(mark.buffers)
-            run.python.put_back(mark.variables, run.python.changed(mark.variables))
-            run.noise.forget()
+            _put_back(run, mark)
             result = take()
-    run.draws, run.is_known = bool(run.noise.draws), True
+    if run.missed(mark.random):
+        result, mark = _from_given_generator(run, take, result, mark)
+    # With a generator, what later steps alone draw must not come from torch's.
+    run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.device)
+    run.is_known = True
     return result, mark
+
+
+def _put_back(run: Run, mark: Mark) -> None:
+    """All that the first step may have changed, but for states of generators."""
+    run.weights.write(mark.buffers)
+    run.python.put_back(mark.variables, run.python.changed(mark.variables))
+    run.noise.forget()
+
+
+def _from_given_generator(
+    run: Run,
+    take: Callable[[], tuple[Leaves, Leaves]],
+    result: tuple[Leaves, Leaves],
+    mark: Mark,
+) -> tuple[tuple[Leaves, Leaves], Mark]:
+    """Has the step, if it was the step that has drawn, draw from the generator of the call.
+
+    To that one torch's own generator is lent until the end of the call, and the first step is taken
+    again.
+
+    Args:
+        result: Of the first step.
+        mark: From before it.
+    """
+    seed, after, draws = run.noise.seed, run.random_states(), OtherDraws()
+    _put_back(run, mark)
+    with draws:
+        take()
+    if not draws.found:  # another thread has drawn
+        run.set_random_states(after)
+        return result, mark
+    _put_back(run, mark)
+    run.set_random_states(mark.random)
+    seed.lend()
+    lent = mark._replace(random=run.random_states())
+    result = take()
+    missed = run.missed(lent.random)
+    if missed:
+        seed.give_back(has_drawn=False)
+        _put_back(run, mark)
+        run.set_random_states(mark.random)
+        raise RuntimeError(
+            f"fusedrnn: the step draws on {missed[0]} by {draws.found}, where generator= does not "
+            f"reach; {WAY_OUT}"
+        )
+    if run.befores:
+        run.befores[0].random = lent.random
+    return result, lent
 
 
 def _compile_others(run: Run, compiled: CompiledStep | None, mark: Mark) -> None:

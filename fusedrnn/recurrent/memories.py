@@ -88,9 +88,10 @@ class _Steps:
         self._times[code] = self._times.get(code, 0) + 1
         if self._times[code] == _OFTEN:
             warnings.warn(
-                f"fusedrnn: the step {step.__qualname__} has been compiled {_OFTEN} times, because "
-                "it was defined anew with other values, or with tensors and objects of its own. "
-                "Define it once, outside of the call, or let it get its tensors by params=",
+                f"fusedrnn: the step {step.__qualname__} was compiled {_OFTEN} times by "
+                "torch.compile, because it was defined anew with other values, or with tensors and "
+                "objects of its own. Define it once, outside of the call, or let it get its "
+                "tensors by params=",
                 stacklevel=2,
             )
 

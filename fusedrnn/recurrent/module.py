@@ -196,16 +196,18 @@ class Recurrent(nn.Module):
                 tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
                 else what its method ``initial_state(batch)`` returns, which must have the dtype and
                 the device of the weights: ``self.weight.new_zeros(batch, size)`` has.
-            lengths: Steps of each sequence of a padded batch, (batch,) int64 on the CPU or ints.
-                Outputs behind a sequence's end are zero, its state is that after its last step, and
-                what ``input`` holds there is not looked at.
+            lengths: Steps of each sequence of a padded batch, (batch,) integers of any kind: in a
+                tensor on the CPU, an array or a list. Outputs behind a sequence's end are zero,
+                its state is that after its last step, and what ``input`` holds there is not looked
+                at.
             reset: Where the state is set to zero, or to ``reset_to``, before a step: bool of
                 (seq_len, batch), or as ``batch_first`` has it.
             reset_to: What a row's state becomes there: a state with the rows of the batch or with
                 one, which gets a gradient; or a sequence of states, (seq_len, batch, ...) each or
                 as ``batch_first`` has it. Of a state that is a dict it may have some keys: then
                 only those leaves are set. None for zeros.
-            generator: Where the seed of random numbers comes from; torch's own if None.
+            generator: Where random numbers come from, whatever function draws them; torch's own
+                generator if None.
 
         Returns:
             output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if

@@ -111,8 +111,10 @@ class Seed:
             raise TypeError(
                 f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
             )
-        self._generator = generator
+        self.generator = generator
         self._drawn: Tensor | None = None
+        self._lent: Tensor | None = None
+        """The state of torch's own generator that comes back at the end of the call."""
 
     @property
     def is_drawn(self) -> bool:
@@ -121,24 +123,68 @@ class Seed:
     @property
     def is_from_torch(self) -> bool:
         """Whether it comes from one of the generators that torch.rand draws from."""
-        return self._generator is None or self._generator in (
+        return self.generator is None or self.generator in (
             torch.default_generator,
             *torch.cuda.default_generators,
         )
 
     def on(self, device: torch.device) -> Tensor:
         if self._drawn is None:
-            self._drawn = _seeds.draw(self._generator, device)
+            self._drawn = _seeds.draw(self.generator, device)
         return self._drawn.to(device)
 
     def draw_again(self) -> None:
         assert self._drawn is not None
-        self._drawn = _seeds.draw(self._generator, self._drawn.device)
+        self._drawn = _seeds.draw(self.generator, self._drawn.device)
+
+    def misses(self, device: torch.device) -> bool:
+        """Whether functions that draw on a device take their numbers from elsewhere."""
+        if self.generator is None:
+            return False
+        own = _torchs_own(device)
+        is_lent = self._lent is not None and own is _torchs_own(self.generator.device)
+        return self.generator is not own and not is_lent
+
+    def lend(self) -> None:
+        """Has torch's own generator on the same device go on with the numbers of the given one."""
+        assert self.generator is not None
+        assert self._lent is None
+        own = _torchs_own(self.generator.device)
+        self._lent = own.get_state()
+        own.set_state(self.generator.get_state())
+
+    def give_back(self, has_drawn: bool = True) -> None:
+        """Ends what :meth:`lend` began: torch's own generator is as it was.
+
+        Args:
+            has_drawn: Whether the given generator goes on after the numbers of that time.
+        """
+        if self._lent is not None:
+            assert self.generator is not None
+            own = _torchs_own(self.generator.device)
+            if has_drawn:
+                self.generator.set_state(own.get_state())
+            own.set_state(self._lent)
+            self._lent = None
 
 
-def trial_seed() -> Seed:
+def _torchs_own(device: torch.device) -> torch.Generator:
+    """Which functions of torch draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    own: torch.Generator = torch.cuda.default_generators[index]
+    return own
+
+
+class TrialSeed(Seed):
     """Of steps whose results nobody gets; takes nothing from torch's generators."""
-    return Seed(torch.Generator().manual_seed(0))
+
+    def __init__(self) -> None:
+        super().__init__(torch.Generator().manual_seed(0))
+
+    def misses(self, device: torch.device) -> bool:
+        return False
 
 
 class Noise(Source):
@@ -159,7 +205,7 @@ class Noise(Source):
     @classmethod
     def for_trial(cls) -> Noise:
         """Of steps whose results nobody gets."""
-        return cls(trial_seed(), 0)
+        return cls(TrialSeed(), 0)
 
     def chunk(self, first: int, steps: int, rows: int) -> None:
         """The steps from ``first`` on come next, for a batch of ``rows``."""

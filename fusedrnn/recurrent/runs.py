@@ -282,6 +282,18 @@ class Run:
         """Whether numbers have been drawn from torch's generators since."""
         return not are_equal(mark.random, self.random_states())
 
+    def missed(self, random: tuple[Tensor, ...]) -> list[torch.device]:
+        """Where torch's own generator has moved since, though another one was given."""
+        if self.noise.seed.generator is None or not random:
+            return []
+        devices = [torch.device("cpu"), self.device]
+        states = zip(devices, random, self.random_states(), strict=False)
+        return [
+            device
+            for device, before, after in states
+            if self.noise.seed.misses(device) and not torch.equal(before, after)
+        ]
+
     def aside(self, function: Callable[[], T], weights: dict[str, Tensor] | None = None) -> T:
         """``function()``, after which all that it may change is as before."""
         mark = self.mark()

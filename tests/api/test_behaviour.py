@@ -9,6 +9,7 @@ import sys
 import textwrap
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from cases import CELLS, MASKED, Case, operator_arguments
@@ -137,6 +138,32 @@ def test_eps_is_standard_normal_and_independent():
         for f in (lambda x: x, lambda x: x**2 - 1):  # correlations of numbers and of squares
             correlation = (f(a) * f(b)).mean() / f(first).square().mean()
             assert abs(correlation) < 5 * a.numel() ** -0.5, name
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+LENGTHS = [6, 2, 3]
+KINDS_OF_LENGTHS = {
+    **{f"tensor of {name}": torch.tensor(LENGTHS).to(getattr(torch, name)) for name in INTEGERS},
+    **{f"array of {name}": numpy.array(LENGTHS, dtype=name) for name in INTEGERS},
+    **{f"list of {name}": list(numpy.array(LENGTHS, dtype=name)) for name in INTEGERS},
+    "list of tensors": list(torch.tensor(LENGTHS, dtype=torch.int32)),
+    "list of all kinds": [torch.tensor(6), 2, numpy.int16(3)],
+    "tuple": tuple(LENGTHS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LENGTHS)
+def test_lengths_are_integers_of_any_kind(kind):
+    x, given = torch.randn(6, 3, 4), KINDS_OF_LENGTHS[kind]
+    rnn, cell = fusedrnn.GRU(4, 5), torch.nn.GRUCell(4, 5)
+    for call in (
+        lambda lengths: rnn(x, lengths=lengths),
+        lambda lengths: fusedrnn.functional.gru(x, list(rnn.parameters()), lengths=lengths),
+        lambda lengths: fusedrnn.Recurrent(cell, compile="never")(x, lengths=lengths),
+    ):
+        torch.testing.assert_close(call(given), call(LENGTHS), rtol=0, atol=0)
 
 
 # --- shapes and strides --------------------------------------------------------------------------

@@ -27,6 +27,37 @@ def test_a_compiled_module_follows_the_switch_of_tf32():
         assert counter.frame_count == graphs
 
 
+LENGTHS = torch.tensor([6, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        LENGTHS.int(),
+        LENGTHS.to(torch.uint8),
+        LENGTHS.int().numpy(),
+        list(LENGTHS.numpy()),
+        list(LENGTHS.int()),
+        tuple(LENGTHS.tolist()),
+    ],
+    ids=lambda lengths: f"{type(lengths).__name__} of {lengths[0].__class__.__name__}",
+)
+def test_lengths_are_integers_of_any_kind(lengths):
+    rnn, x = fusedrnn.GRU(4, 5), torch.randn(6, 3, 4)
+    compiled = torch.compile(rnn, fullgraph=True, backend="aot_eager")
+    found = compiled(x, lengths=lengths)
+    torch.testing.assert_close(found, rnn(x, lengths=LENGTHS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS.float(), LENGTHS.float().numpy(), [6.0, 2.0, 3.0]], ids=type
+)
+def test_lengths_that_are_no_integers_are_refused(lengths):
+    compiled = torch.compile(fusedrnn.GRU(4, 5), backend="aot_eager")
+    with pytest.raises((TypeError, ValueError), match=r"^fusedrnn: lengths must be a tensor or a"):
+        compiled(torch.randn(6, 3, 4), lengths=lengths)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

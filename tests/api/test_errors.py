@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from cases import CELLS, Case
@@ -94,11 +95,18 @@ def bad_calls():
         ([0, 1, 2], ValueError, "lengths must be in [1, 4], got 0"),
         ([-1, 1, 2], ValueError, "lengths must be in [1, 4], got -1"),
         (torch.tensor([1, 5, 2]), ValueError, "lengths must be in [1, 4], got 5"),
-        (torch.tensor([1.0, 2.0, 3.0]), ValueError, "lengths must be int64, got torch.float32"),
-        (torch.tensor([1, 2, 3]).int(), ValueError, "lengths must be int64, got torch.int32"),
-        ([1.0, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
-        ([True, 2, 3], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
-        ([[1], [2], [3]], TypeError, "lengths must be an int64 tensor or a sequence of ints"),
+        (torch.tensor([1.0, 2.0, 3.0]), ValueError, "sequence of integers, got torch.float32"),
+        (torch.ones(3).bool(), ValueError, "a sequence of integers, got torch.bool"),
+        (numpy.ones(3, "float32"), TypeError, "a sequence of integers, got one with float32"),
+        (numpy.ones(3, "bool"), TypeError, "a sequence of integers, got one with bool"),
+        (numpy.array(3), TypeError, "a sequence of integers, got ndarray"),
+        ([1.0, 2, 3], TypeError, "lengths must be a tensor or a sequence of integers, got one"),
+        ([True, 2, 3], TypeError, "a sequence of integers, got one with bool and int"),
+        ([[1], [2], [3]], TypeError, "a sequence of integers, got one with list"),
+        ([torch.tensor(1.0), 2, 3], TypeError, "got one with int and torch.float32"),
+        ([torch.tensor(True), 2, 3], TypeError, "got one with int and torch.bool"),
+        (torch.tensor(3), RuntimeError, "lengths must have shape (3,), got ()"),
+        (torch.full((3,), 2**64 - 1, dtype=torch.uint64), ValueError, "must be in [1, 4], got"),
         (torch.ones(3, device="meta").long(), RuntimeError, "lengths must be on the CPU"),
     ):
         yield f"lengths {wrong}", arguments(lengths=wrong), {}, error, message
@@ -107,9 +115,9 @@ def bad_calls():
     reset = torch.zeros(4, 3, dtype=torch.bool)
     for name, wrong, error, message in (
         ("shape", reset[:3], RuntimeError, "reset must have shape (4, 3), got (3, 3)"),
-        ("order", reset.t(), RuntimeError, "reset must have shape (4, 3), got (3, 4)"),
-        ("rank", reset[..., None], RuntimeError, "reset must have shape (4, 3), got (4, 3, 1)"),
-        ("dtype", reset.float(), ValueError, "reset must be torch.bool, got torch.float32"),
+        ("order", reset.t(), RuntimeError, "(4, 3), got (3, 4); its steps and batch must be in"),
+        ("rank", reset[..., None], RuntimeError, "got (4, 3, 1); use reset.squeeze(-1)"),
+        ("dtype", reset.float(), ValueError, "got torch.float32; use reset.bool()"),
         ("type", reset.tolist(), TypeError, "reset must be a tensor, got list"),
         ("device", reset.to("meta"), RuntimeError, "reset must be on cpu"),
     ):
@@ -222,7 +230,7 @@ def test_hints():
         fusedrnn.GRU(5, 7)(torch.randn(4, 3, 5).double())
     with pytest.raises(TypeError, match=r"a pair of tensors .*, got tuple of Tensor, NoneType"):
         fusedrnn.LSTM(5, 7)(torch.randn(4, 3, 5), (torch.zeros(1, 3, 7), None))
-    with pytest.raises(TypeError, match="a sequence of ints, got one with float and int"):
+    with pytest.raises(TypeError, match="a sequence of integers, got one with float and int"):
         fusedrnn.GRU(5, 7)(torch.randn(4, 3, 5), lengths=[1.0, 2, 3])
 
 

@@ -9,11 +9,13 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CELLS
+from checks import peak_bytes
 
 import fusedrnn
 from fusedrnn import _helpers
@@ -368,11 +370,42 @@ def test_what_training_holds(cell, dtype):
     made = plan(cell, batch, size, dtype=dtype, seq_len=seq_len)
     weights = {"gru": 6, "lstm": 8, "stochastic_gru": 8}[cell] * size * (size + 1)
     output_bytes = seq_len * batch * size * dtype.itemsize
-    ours = output_bytes + made.memory.saved_bytes + 4 * weights
+    states = (
+        2 * (2 if cell == "lstm" else 1) * batch * size
+    )  # before the first step, after the last
+    ours = output_bytes + states * dtype.itemsize + made.memory.saved_bytes + 4 * weights
     assert made.memory.training_bytes == ours + made.backward.workspace_bytes
     lstm = 7 * output_bytes + 8 * size * (size + 1) * dtype.itemsize
     assert made.memory.nn_lstm_training_bytes == lstm
     assert made.memory.training_bytes <= limit_of(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(64, 32, 32, 64), (64, 8, 64, 48), (200, 4, 16, 16), (1, 8, 8, 8)]
+)
+@pytest.mark.parametrize(
+    "layer",
+    [fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU, partial(fusedrnn.LSTM, proj_size=6)],
+)
+def test_what_training_holds_is_what_it_takes(layer, sizes, dtype):
+    """The gradient of the input, which the plan leaves out, is made as well."""
+    seq_len, batch, input_size, hidden_size = sizes
+    rnn = layer(input_size, hidden_size, dtype=dtype)
+    x = torch.randn(seq_len, batch, input_size, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(seq_len, batch, rnn.proj_size or hidden_size, dtype=dtype)
+
+    def train():
+        output, last = rnn(x)
+        output.backward(gradient)
+        del output, last
+
+    train()
+    rnn.zero_grad()
+    x.grad = None
+    seed_bytes = 8 if layer is fusedrnn.StochasticGRU else 0
+    planned = fusedrnn.plan(rnn, (seq_len, batch, input_size), device="cpu").memory.training_bytes
+    assert peak_bytes(train) == planned + x.nbytes + seed_bytes
 
 
 GRU = fusedrnn.GRU(5, 7)

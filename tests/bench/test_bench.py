@@ -218,7 +218,7 @@ def on_a_gpu(
         of = getattr(fit, name)
         monkeypatch.setattr(fit, name, lambda c, _, of=of: of(c, "H100"))
     options = argparse.Namespace(
-        dtype=None, shape=None, budget_s=budget_s, device="cuda", cell=None, compiled=True
+        dtype=None, shape=None, budget_s=budget_s, device="cuda", cell=None, torch_compile=True
     )
     run = report.Run(True, out, report.NoProgress(), options, {"gpu": "none"})
     found = module.run_on_cuda(run)

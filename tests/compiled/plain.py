@@ -181,7 +181,7 @@ def loop(
     *,
     is_bidirectional: bool = False,
     returns_sequence: bool = True,
-    seed: int = 0,
+    seed: int | Seed = 0,
     drawn_in: torch.dtype | None = None,
 ) -> tuple[Any, Any]:
     """Output and state of all layers and directions, as Recurrent has them.
@@ -191,7 +191,7 @@ def loop(
         drawn_in: The dtype of random numbers; that which the cell asks for, if None.
     """
     masks = masks or Masks()
-    seeds = Seed(torch.Generator().manual_seed(seed))
+    seeds = Seed(torch.Generator().manual_seed(seed)) if isinstance(seed, int) else seed
     is_one, directions = isinstance(cells, nn.Module), 2 if is_bidirectional else 1
     layers, states = [cells] if is_one else list(cells), [state] if is_one else state
     last = []

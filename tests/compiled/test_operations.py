@@ -191,6 +191,53 @@ def test_compiled_operations_at_corners(kind: str, texts: list[str], dtype: torc
         assert not any(wrong.values()), "\n".join(f"{t}: {w}" for t, w in wrong.items() if w)
 
 
+VARIANCES = ["{}.var(-1)", "{}.var(-1,unbiased=False)"]
+DEVIATIONS = ["{}.std(-1)", "{}.std(-1,correction=0)", "torch.std_mean({},-1)[0]"]
+LENGTHS = ["{}.norm(dim=-1)", "F.rms_norm({},({}.shape[-1],))"]
+NORMS = ["F.layer_norm({},({}.shape[-1],))", "F.group_norm({},1)"]
+
+
+def scaled(width: int, scales: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Five rows of each scale."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(len(scales), 5, width, dtype=torch.float64, generator=generator) - 0.2
+    return (rows * torch.tensor(scales, dtype=torch.float64)[:, None, None]).flatten(0, 1).to(dtype)
+
+
+@pytest.mark.parametrize("width", [3, 8, 13])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_squares_that_overflow_or_vanish(dtype: torch.dtype, width: int) -> None:
+    """In float32, torch has the deviation of any finite numbers."""
+    facts = torch.finfo(dtype)
+    root = facts.max**0.5
+    scales = [facts.tiny**0.4, root / 30, root * 30, facts.max / 30]
+    if dtype == torch.float32:
+        scales += [facts.tiny * 1e6, facts.tiny**0.75]
+    for texts, more in ((VARIANCES, [root]), (DEVIATIONS, [root]), (LENGTHS, [])):
+        x = scaled(width, [*scales, *more], dtype)
+        run = Ran(texts, dtype)
+        every = zip(
+            texts, run.by_program((x, x.clone())), run.by_torch((x, x.clone())), strict=True
+        )
+        for text, mine, right in every:
+            for ours, theirs in zip(mine[:2], right[:2], strict=True):
+                unit = theirs.abs().amax(-1, keepdim=True) + facts.tiny
+                torch.testing.assert_close(
+                    ours / unit, theirs / unit, rtol=0, atol=1e-4, equal_nan=True, msg=text
+                )
+
+
+@pytest.mark.parametrize("width", [3, 8, 13, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_layer_norm_of_numbers_whose_squares_overflow(dtype: torch.dtype, width: int) -> None:
+    """NaN in any width; torch has NaN, or where vectors leave a remainder 0."""
+    run, x = Ran(NORMS, dtype), scaled(width, [torch.finfo(dtype).max ** 0.75], dtype)
+    for results_of in (run.by_program, run.by_torch):
+        for value, gradient, _ in results_of((x, x.clone())):
+            is_zero = results_of == run.by_torch and bool((value == 0).all())
+            assert is_zero or bool(value.isnan().all() and gradient.isnan().all())
+
+
 @pytest.mark.parametrize("dims", [(-1, -2), (-2, -1), (2, 1), (1, 2)])
 def test_sums_over_several_dimensions_in_any_order(dims: tuple[int, int]) -> None:
     """Of as many columns as cannot be put into another order."""

@@ -108,8 +108,8 @@ def check(rnn: fusedrnn.Recurrent, x: Tensor, h: Any = None, within: Any = None)
         close(gradients(ours, leaves), gradients(expected, leaves))
 
 
-def is_program(rnn: fusedrnn.Recurrent, x: Tensor) -> bool:
-    return rnn.explain(x, start(x.shape[1], x.dtype)).is_program
+def is_compiled(rnn: fusedrnn.Recurrent, x: Tensor) -> bool:
+    return rnn.explain(x, start(x.shape[1], x.dtype)).is_compiled
 
 
 # Other compilers and transforms.
@@ -571,7 +571,7 @@ def test_hooks_of_modules_within_the_step(kind: str) -> None:
         counts[0] += 1
 
     check(rnn, x)
-    assert is_program(rnn, x)
+    assert is_compiled(rnn, x)
     handle = getattr(rnn.cell.gate, f"register_{kind}_hook")(hook)
     loss_of(rnn(x)).backward()
     assert counts[0] >= T
@@ -748,7 +748,7 @@ def test_no_cycles() -> None:
 @pytest.mark.parametrize("sizes", [(1, 3), (5, 0), (1, 1), (1, 0)], ids=str)
 def test_small_sizes(sizes: tuple[int, int]) -> None:
     rnn, x = auto(), sequence(*sizes)
-    assert is_program(rnn, x) == (sizes[1] > 0)
+    assert is_compiled(rnn, x) == (sizes[1] > 0)
     never = fusedrnn.Recurrent(rnn.cell, compile="never")
     leaves = [x, *rnn.parameters()]
     close(gradients(rnn(x), leaves), gradients(never(x), leaves))
@@ -906,7 +906,7 @@ def test_options_that_have_steps_in_python() -> None:
             required(**options)
     rnn, x = auto(mode="replay"), sequence()
     assert "mode" in rnn.explain(x).program
-    assert not is_program(rnn, x)
+    assert not is_compiled(rnn, x)
     check(rnn, x)
     rnn = required()
     rnn.mode = "replay"  # by the back door
@@ -933,16 +933,30 @@ def test_a_workspace_that_is_too_small_for_the_program() -> None:
 def test_explain() -> None:
     rnn, x = required(), sequence()
     assert str(rnn.explain(x)).startswith("compiled: ")
-    assert rnn.explain(x).is_program
+    assert rnn.explain(x).is_compiled
     rnn(x)
-    assert rnn.explain(x).is_program
+    assert rnn.explain(x).is_compiled
     rnn.compile_cell = "never"
     assert "compile says so" in str(rnn.explain(x))
     for compile in ("never", "auto"):
         rnn.compile_cell = compile
         with pytest.raises(RuntimeError):
             rnn(x[:, :, :2])
-    assert rnn.explain(x).is_program
+    assert rnn.explain(x).is_compiled
+
+
+@pytest.mark.parametrize(
+    ("cell", "faster"),
+    [
+        (nn.GRUCell, ("fusedrnn.GRU computes the same",)),
+        (nn.LSTMCell, ("fusedrnn.LSTM computes the same",)),
+        (nn.RNNCell, ()),  # torch.nn.RNN takes longer
+    ],
+)
+def test_a_layer_that_is_faster(cell: type[nn.RNNCellBase], faster: tuple[str, ...]) -> None:
+    found = required(cell(3, 5)).explain(torch.randn(4, 2, 3))
+    assert found.is_compiled
+    assert found.faster == faster
 
 
 WRONG: dict[str, Callable[[fusedrnn.Recurrent], Any]] = {

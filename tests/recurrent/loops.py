@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn.recurrent.noise import Seed
 
 MODES = ["replay", "parallel"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -95,28 +96,40 @@ def check_same(
 def check_cell(cell: nn.Module, x: Any, h: Any, *more: Any, **options: Any) -> fusedrnn.Recurrent:
     """Recurrent is the plain loop over a cell, for all that needs a gradient; ``more`` as well.
 
-    In two calls: the second one has what the first one has found, and takes CUDA graphs. Numbers
-    of torch's generator are the same, and it is left as the loop leaves it.
+    In two calls: the second one has what the first one has found, and takes CUDA graphs. All random
+    numbers come from the generator of the call, and torch's own is left as it was.
     """
     rnn = fusedrnn.Recurrent(cell, **options)
-    states: list[Tensor] = []
 
-    def seeded(run: Callable[[], Any]) -> tuple[Any, Any]:
-        torch.manual_seed(1)
-        output, state = run()
-        states.append(torch.get_rng_state())
-        return output, state
-
-    def expected() -> tuple[Any, Any]:
-        output, state = seeded(lambda: plain_loop(cell, x, h))
+    def expected(given: torch.Generator) -> tuple[Any, Any]:
+        seed, before = Seed(given), torch.get_rng_state()
+        output, state = with_numbers_of(given, lambda: plain_loop(cell, x, h, seed=seed))
+        if seed.is_drawn:  # it comes before all that torch draws
+            given.set_state(after_seed(generator()).get_state())
+            output, state = with_numbers_of(given, lambda: plain_loop(cell, x, h, seed=seed))
+        torch.set_rng_state(before)
         return output if options.get("return_sequence", True) else at(output, -1), state
 
     leaves = leaves_with_gradient(x, h, list(cell.parameters()), more)
     for _ in range(2):
-        check_same(lambda: seeded(lambda: rnn(x, h, generator=generator())), expected, leaves)
-        states.append(torch.get_rng_state())
-        assert all(torch.equal(states[-1], state) for state in states)
+        before, mine, theirs = torch.get_rng_state(), generator(), generator()
+        check_same(lambda: rnn(x, h, generator=mine), lambda: expected(theirs), leaves)  # noqa: B023
+        assert torch.equal(mine.get_state(), theirs.get_state())
+        assert torch.equal(torch.get_rng_state(), before)
     return rnn
+
+
+def after_seed(given: torch.Generator) -> torch.Generator:
+    Seed(given).on(torch.device("cpu"))
+    return given
+
+
+def with_numbers_of(given: torch.Generator, run: Callable[[], Any]) -> Any:
+    """``run()``, for which functions of torch go on with the numbers of this generator."""
+    torch.set_rng_state(given.get_state())
+    results = run()
+    given.set_state(torch.get_rng_state())
+    return results
 
 
 def check_scan(

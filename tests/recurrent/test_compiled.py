@@ -62,7 +62,7 @@ def test_values(make: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
             [*leaves_with_gradient(x), *cell.parameters()],
         )
         graphs.append(counter.frame_count)
-    assert rnn.explain(x, start).is_compiled
+    assert rnn.explain(x, start).uses_torch_compile
     assert graphs[0] > 0
     assert graphs[-1] == graphs[0], "compiled anew for another seq_len or batch"
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_compiled_runs_without(
     with pytest.warns(UserWarning, match=f"runs without torch.compile, because.*{reason}"):
         output, _ = rnn(x, start)
     output.sum().backward()
-    assert reason in rnn.explain(x, start).compile_reason
+    assert reason in rnn.explain(x, start).torch_compile_reason
 
 
 CLOSED_OVER = torch.eye(H, requires_grad=True)

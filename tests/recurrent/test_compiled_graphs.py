@@ -84,7 +84,7 @@ def test_as_many_graphs_as_uses(kind: str, mode: str, monkeypatch: pytest.Monkey
     else:
         assert graphs[2] == uses
     assert graphs[-1] <= 2 * graphs[2]
-    assert rnn.explain(x, lengths=call.get("lengths")).is_compiled
+    assert rnn.explain(x, lengths=call.get("lengths")).uses_torch_compile
 
 
 @pytest.mark.filterwarnings("error:fusedrnn")
@@ -120,4 +120,4 @@ def test_no_rows_before_and_after_others(monkeypatch: pytest.MonkeyPatch) -> Non
         found[0].sum().backward()
         expected = fusedrnn.Recurrent(rnn.cell)(x, start, generator=generator())
         torch.testing.assert_close(found, expected)
-    assert rnn.explain(x, start).is_compiled
+    assert rnn.explain(x, start).uses_torch_compile

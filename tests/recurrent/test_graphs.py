@@ -191,7 +191,7 @@ def test_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     x = double(16, 3, H)
     rnn = check_cell(drawing_cell(), x, STATE, torch_compile=True, cuda_graphs=True)
     assert CalledAgain.count == 2
-    assert rnn.explain(x, STATE).is_compiled
+    assert rnn.explain(x, STATE).uses_torch_compile
 
 
 WAITS = "waits for the values of a tensor"
