@@ -47,20 +47,20 @@ def pieces_of(
     """
     device, flags = reset.device, reset.cpu()
     seq_len, batch = flags.shape
-    time, rows = torch.arange(seq_len)[:, None], torch.arange(batch)
+    taken, rows = (torch.arange(size, device="cpu") for size in (seq_len, batch))
+    time = taken = taken[:, None]
     if batch_sizes is not None:
         lengths = (batch_sizes[:, None] > rows).sum(0)
         data_start = batch_sizes.cumsum(0) - batch_sizes
     else:
         data_start = time[:, 0] * batch
     if lengths is None:
-        lengths = torch.full((batch,), seq_len)
+        lengths = torch.full((batch,), seq_len, device="cpu")
     is_active = time < lengths
     is_first = time == (lengths - 1 if reverse else 0)
     is_start = (is_first | flags) & is_active
     if reverse:  # from here on, time is counted as steps are taken
         is_active, is_start, time = is_active.flip(0), is_start.flip(0), time.flip(0)
-    taken = torch.arange(seq_len)[:, None]
     start = torch.where(is_start, taken, -1).cummax(0).values
     cells = is_active.nonzero()  # in order of steps
     t, b = cells.unbind(1)
@@ -68,7 +68,7 @@ def pieces_of(
     _, own, counts = torch.unique(piece_start * batch + b, return_inverse=True, return_counts=True)
     order = counts.argsort(descending=True, stable=True)
     rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order))
+    rank[order] = torch.arange(len(order), device="cpu")
     piece, step = rank[own], t - piece_start
     sizes = torch.bincount(step)
     piece_at = torch.zeros_like(start)

@@ -103,7 +103,7 @@ class Sequences(NamedTuple):
         if self.lengths is None:
             return None
         device, lengths = self.leaves[0].device, self.lengths
-        to_longest = (lengths.argmax() - torch.arange(self.batch)).to(device)
+        to_longest = (lengths.argmax() - torch.arange(self.batch, device="cpu")).to(device)
         has_ended = torch.arange(self.seq_len, device=device)[:, None] >= lengths.to(device)
         return to_longest * has_ended
 
