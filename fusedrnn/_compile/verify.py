@@ -309,7 +309,7 @@ class Trial:
             user_step=step,
             rows=self.batch,
             backwards=False,
-            compiled=None,
+            torch_compiled=None,
             noise=self.noise,
             device=torch.device("cpu"),
         )

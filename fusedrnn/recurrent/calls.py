@@ -16,7 +16,6 @@ from .._graphs import is_alone
 from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
-from .compiled import CompiledStep, compile_step, warn
 from .draws import WAY_OUT, OtherDraws
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
@@ -25,6 +24,7 @@ from .program_function import ready_program
 from .program_parts import Part, parts_of
 from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
 from .runs import Run
+from .torch_compile import TorchCompiledStep, torch_compile_step, warn
 from .trees import Leaves
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Memory:
         """``owner``: the cell or the function."""
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
-        self._compiled: dict[Any, CompiledStep | str] = {}
+        self._torch_compiled: dict[Any, TorchCompiledStep | str] = {}
         self.programs = Programs()
 
     def __reduce__(self) -> Any:
@@ -105,20 +105,20 @@ class Memory:
     def is_of(self, owner: Any) -> bool:
         return self._owner is not None and self._owner() is owner
 
-    def compiled(
+    def torch_compiled(
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
-    ) -> CompiledStep | str:
-        """The compiled step of a run, or why there is none."""
+    ) -> TorchCompiledStep | str:
+        """The step of a run by torch.compile, or why there is none."""
         if run.rows == 0:  # what such a step draws tells nothing of others
             return "there is nothing to compute"
         dtypes = tuple(leaf.dtype for leaf in (*inputs, *state, *constants))
         key = (run.signature, dtypes, *_kinds(run))
-        found = self._compiled.get(key)
+        found = self._torch_compiled.get(key)
         if found is None:
-            found = compile_step(run, inputs, state, constants)
+            found = torch_compile_step(run, inputs, state, constants)
             if isinstance(found, str):
                 warn(found)
-            self._compiled[key] = found
+            self._torch_compiled[key] = found
         return found
 
     def of(self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Known:
@@ -172,7 +172,7 @@ def _refuse_late_draws(
     Args:
         random: States of the generators before the steps.
     """
-    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True, compiled=None)
+    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True, torch_compiled=None)
     draws = OtherDraws()
     with torch.no_grad(), draws:
         run.aside(lambda: run_sequence(trial, inputs, state, constants, is_parallel=False))
@@ -206,9 +206,9 @@ def _take(
         if torch.is_grad_enabled():
             is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
     if settings.torch_compile:
-        compiled = memory.compiled(run, *given)
+        compiled = memory.torch_compiled(run, *given)
         if not isinstance(compiled, str):
-            run.compiled, run.values = compiled, run.weights.trained()
+            run.torch_compiled, run.values = compiled, run.weights.trained()
     if keeps_graph:
         return run_with_graph(run, *given)
     if not obstacle_of_call(run, settings, known, *given):

@@ -107,7 +107,7 @@ class Measured(NamedTuple):
 
 def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Measured:
     """Takes the first step once. Buffers and torch's generators are afterwards as before."""
-    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
+    run = dataclasses.replace(run.for_trial(1), draws=True, torch_compiled=None)
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
     x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)

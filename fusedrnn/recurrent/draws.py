@@ -169,7 +169,7 @@ def _dropout(
     if not training or p == 0:
         return input
     if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        raise ValueError(f"fusedrnn: dropout expects a probability from 0 to 1, got {p}")
     kept = source.uniform(input, input.shape, _float(input)) >= p
     mask = kept.to(input.dtype) * (0.0 if p == 1 else 1 / (1 - p))
     return input.mul_(mask) if inplace else input * mask

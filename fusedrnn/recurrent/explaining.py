@@ -98,7 +98,9 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         faster.append("torch_compile=True has torch.compile compile the step")
     if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
-    compiled = one.memory.compiled(run, *one.given) if settings.torch_compile else "not asked to"
+    compiled = (
+        one.memory.torch_compiled(run, *one.given) if settings.torch_compile else "not asked to"
+    )
     run.chunk_size = steps
     obstacle = obstacle_of_call(run, settings, known, *one.given)
     return Explanation(

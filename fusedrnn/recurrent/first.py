@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .compiled import CompiledStep, obstacle_to_compile, warn
 from .draws import WAY_OUT, OtherDraws
 from .reads import ClosedOver
 from .runs import Mark, Run, are_equal, as_leaf
+from .torch_compile import TorchCompiledStep, obstacle_to_torch_compile, warn
 from .trees import Leaves
 
 
@@ -26,8 +26,8 @@ def take_first(
     Raises:
         RuntimeError: Backward may follow, but could not give the gradients of what the step keeps.
     """
-    weights, compiled = run.weights, run.compiled
-    run.compiled = None  # the compiler would hide what it reads
+    weights, compiled = run.weights, run.torch_compiled
+    run.torch_compiled = None  # the compiler would hide what it reads
 
     def take() -> tuple[Leaves, Leaves]:
         run.closed_over = {}
@@ -53,7 +53,7 @@ def take_first(
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
-    _compile_others(run, compiled, mark)
+    _torch_compile_others(run, compiled, mark)
     return *result, mark
 
 
@@ -61,7 +61,7 @@ def take_first_in_graph(
     run: Run, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
     """The new state and the output, for a graph of all steps, in which nothing can be missed."""
-    compiled, run.compiled = run.compiled, None
+    compiled, run.torch_compiled = run.torch_compiled, None
 
     def take() -> tuple[Leaves, Leaves]:
         found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
@@ -71,7 +71,7 @@ def take_first_in_graph(
         return result
 
     result, mark = _after_seed(run, take)
-    _compile_others(run, compiled, mark)
+    _torch_compile_others(run, compiled, mark)
     return result
 
 
@@ -157,15 +157,15 @@ def _from_given_generator(
     return result, lent
 
 
-def _compile_others(run: Run, compiled: CompiledStep | None, mark: Mark) -> None:
+def _torch_compile_others(run: Run, compiled: TorchCompiledStep | None, mark: Mark) -> None:
     """Has the other steps run by torch.compile, unless the first one shows what is against it."""
     if compiled is None:
         return
-    obstacle = obstacle_to_compile(run, mark, run.closed_over)
+    obstacle = obstacle_to_torch_compile(run, mark, run.closed_over)
     if obstacle:
         warn(obstacle)
     else:
-        run.compiled = compiled
+        run.torch_compiled = compiled
 
 
 def _of_a_graph(leaf: Tensor) -> Tensor:

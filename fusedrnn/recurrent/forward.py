@@ -84,7 +84,7 @@ def forward(
             recorded = run.recorded("forward", take_whole)
             outputs.add(time, y)
             states.add(time, state, y, outputs.leaves)
-        looks = chunk.stop == run.seq_len and len(steps) > 0 and run.compiled is None
+        looks = chunk.stop == run.seq_len and len(steps) > 0 and run.torch_compiled is None
         with run.watched():
             for time, x in steps[: len(steps) - looks]:
                 state, y = run.take(time, state, x, constants)

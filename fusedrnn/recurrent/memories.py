@@ -19,15 +19,15 @@ from torch import nn
 
 from .calls import Known, Memory
 from .closures import Likeness, likeness
-from .compiled import CompiledStep
 from .runs import Run
+from .torch_compile import TorchCompiledStep
 from .trees import Leaves
 
 _MOST = 32
 """Steps that a module remembers after their functions are gone, and that are remembered without a
 module."""
 _OFTEN = 3
-"""Functions of one code for which the step is compiled before there is a warning."""
+"""Functions of one code for which torch.compile compiles the step before there is a warning."""
 
 
 def memory_of(step: Callable[..., Any]) -> Memory:
@@ -78,8 +78,8 @@ class _Steps:
                 del self._found[next(iter(self._found))]
         return found
 
-    def count_compiled(self, step: Any) -> None:
-        """Warns once of a code that is compiled for one function after the other."""
+    def count_torch_compiled(self, step: Any) -> None:
+        """Warns once of a code that torch.compile compiles for one function after the other."""
         while isinstance(step, partial):
             step = step.func
         code = getattr(step, "__code__", None)
@@ -115,22 +115,22 @@ class _Alike:
         self.steps, self.like = steps, like
         self.memory = Memory()
         self.refusals: dict[Any, str] = {}
-        """Why such a step cannot be compiled."""
-        self.compiled: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Functions that a compiled step may hold."""
+        """Why torch.compile cannot compile such a step."""
+        self.torch_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Functions that a step by torch.compile may hold."""
         self.is_counted = False
 
     def are_like(self, like: Likeness) -> bool:
         """Whether they still are: objects may be gone, and variables assigned anew."""
-        now = [likeness(function) for function in self.compiled]
+        now = [likeness(function) for function in self.torch_compiled]
         return self.like.is_alive() and all(one and one.key == like.key for one in now)
 
 
 class _OfFunction(Memory):
     """The memory of one function, most of which is that of all functions like it.
 
-    A compiled step holds its function and all that this one holds. So it is shared only where that
-    is modules, the first of which keeps it, and plain values.
+    A step by torch.compile holds its function and all that this one holds. So it is shared only
+    where that is modules, the first of which keeps it, and plain values.
     """
 
     def __init__(self, step: Any, alike: _Alike) -> None:
@@ -146,23 +146,23 @@ class _OfFunction(Memory):
         like = likeness(self._step())
         return like is not None and like.key == self._alike.like.key and self._alike.are_like(like)
 
-    def compiled(
+    def torch_compiled(
         self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
-    ) -> CompiledStep | str:
+    ) -> TorchCompiledStep | str:
         given, step, alike = (inputs, state, constants), self._step(), self._alike
         counted: _OfFunction | _Alike = self
         if alike.like.is_whole and self._is_still_like():
             counted = alike
-            alike.compiled.add(step)
-            found = alike.memory.compiled(run, *given)
+            alike.torch_compiled.add(step)
+            found = alike.memory.torch_compiled(run, *given)
         else:
             key = (run.signature, run.autocast, *(one.dtype for leaves in given for one in leaves))
             if key in alike.refusals:
                 return alike.refusals[key]
-            found = super().compiled(run, *given)
+            found = super().torch_compiled(run, *given)
             if isinstance(found, str):
                 alike.refusals[key] = found
         if not counted.is_counted and not isinstance(found, str):
             counted.is_counted = True
-            alike.steps.count_compiled(step)
+            alike.steps.count_torch_compiled(step)
         return found

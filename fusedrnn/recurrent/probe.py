@@ -48,7 +48,7 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
     inputs = tuple(leaf.detach()[:steps] for leaf in inputs)
     reason = ""
     for _ in range(2):
-        trial = dataclasses.replace(run.for_trial(steps), backwards=False, compiled=None)
+        trial = dataclasses.replace(run.for_trial(steps), backwards=False, torch_compiled=None)
         try:
             reason = _difference(trial, inputs, state, constants)
         except Exception as error:
@@ -73,7 +73,7 @@ def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leave
 
 
 def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
-    run = dataclasses.replace(run.for_trial(1), draws=True, compiled=None)
+    run = dataclasses.replace(run.for_trial(1), draws=True, torch_compiled=None)
     x = tuple(leaf.detach()[run.time(0)] for leaf in inputs)
     has_gradients = torch.is_grad_enabled()
 

@@ -19,9 +19,9 @@ from .trees import Leaves, differentiable
 from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
 if TYPE_CHECKING:
-    from .compiled import CompiledStep
     from .programs import Masks
     from .steps import Step
+    from .torch_compile import TorchCompiledStep
 
 T = TypeVar("T")
 
@@ -98,9 +98,9 @@ class Run:
     """Whether a first step has shown what it reads and draws."""
     graphs: Graphs | None = None
     """Where chunks are recorded and repeated; None: nowhere."""
-    compiled: CompiledStep | None = None
+    torch_compiled: TorchCompiledStep | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Of the weights, by name, for the compiled step."""
+    """Of the weights, by name, for a step by torch.compile."""
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)
 
     def __post_init__(self) -> None:
@@ -158,13 +158,13 @@ class Run:
 
     def bare_step(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         """One step, or all steps of a chunk at once, after the noise was told so."""
-        if self.compiled is None:
+        if self.torch_compiled is None:
             return self.step(state, x, constants)
-        return self.compiled.take(self, state, x, constants)
+        return self.torch_compiled.take(self, state, x, constants)
 
     def call_with(self, values: dict[str, Tensor], function: Callable[[], T]) -> T:
         """``function()``, whose steps have these values of weights and buffers."""
-        if self.compiled is None:
+        if self.torch_compiled is None:
             return self.weights.call_with(values, function)
         old, self.values = self.values, values
         try:
@@ -189,7 +189,7 @@ class Run:
                 # What the first step does not draw, others draw from torch's generators.
                 noise = self.noise if self.draws or not self.is_known else None
                 stack.enter_context(Watch(noise, replacements, closed_over))
-            elif self.compiled is None and (self.draws or replacements):
+            elif self.torch_compiled is None and (self.draws or replacements):
                 noise = self.noise if self.draws else None
                 stack.enter_context(Watch(noise, replacements))
             yield

@@ -14,6 +14,7 @@ import pytest
 import torch
 from loops import Mixed, Unseen, generator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fusedrnn
 
@@ -310,12 +311,14 @@ def test_outputs_that_are_no_trees(output: Any, message: str) -> None:
         (lambda: torch.ones(B, H).normal_(0, -1), "expects"),
         (lambda: torch.ones(B, H).exponential_(-1), "expects"),
         (lambda: torch.ones(B, H).uniform_(2, 1), "expects"),
+        (lambda: F.dropout(torch.ones(B, H), 1.5), "from 0 to 1, got 1.5"),
+        (lambda: torch.dropout(torch.ones(B, H), -0.5, True), "from 0 to 1, got -0.5"),
     ],
 )
 def test_draws_that_torch_refuses(draw: Callable[[], Tensor], message: str) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, ValueError)):
         draw()
-    with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{message}"):
+    with pytest.raises((RuntimeError, ValueError), match=f"^fusedrnn: .*{message}"):
         fusedrnn.scan(lambda h, x: (h + x, draw()), START, X)
 
 

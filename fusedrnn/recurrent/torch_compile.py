@@ -19,8 +19,8 @@ from .trees import Leaves
 _numbers = itertools.count()
 
 
-class CompiledStep:
-    """A step, compiled for any seq_len and batch.
+class TorchCompiledStep:
+    """A step by torch.compile, for any seq_len and batch.
 
     Weights and random numbers are arguments, so that its graphs hold no tensor.
     """
@@ -109,7 +109,9 @@ def _in_one_form(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> CompiledStep | str:
+def torch_compile_step(
+    run: Run, inputs: Leaves, state: Leaves, constants: Leaves
+) -> TorchCompiledStep | str:
     """The step by torch.compile, or why not; it must give what the step gives without.
 
     All that it changes is afterwards as before.
@@ -124,12 +126,12 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
         run.enter(run.chunks()[0])
         with run.watched(closed_over=found):
             results = run.take(run.time(0), *given)
-        return results, obstacle_to_compile(run, mark, found.with_gradient)
+        return results, obstacle_to_torch_compile(run, mark, found.with_gradient)
 
     expected, obstacle = run.aside(take)
     if obstacle:
         return obstacle
-    compiled = CompiledStep(run.noise.draws)
+    compiled = TorchCompiledStep(run.noise.draws)
     run.values = run.weights.trained()
     try:
         with run.watched():
@@ -143,8 +145,8 @@ def compile_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     return compiled
 
 
-def obstacle_to_compile(run: Run, mark: Mark, closed_over: dict[int, Tensor]) -> str:
-    """Why a step that has run since cannot be compiled; "" for nothing."""
+def obstacle_to_torch_compile(run: Run, mark: Mark, closed_over: dict[int, Tensor]) -> str:
+    """Why torch.compile cannot compile a step that has run since; "" for nothing."""
     if closed_over:
         return "it reads tensors of its own that need a gradient"
     if run.has_drawn(mark):
