@@ -89,12 +89,16 @@ class Known:
 class Memory:
     """What calls of one cell have found out; copies of a module start without."""
 
-    def __init__(self, owner: Any = None) -> None:
-        """``owner``: the cell or the function."""
+    def __init__(self, owner: Any = None, programs: Programs | None = None) -> None:
+        """
+        Args:
+            owner: The cell or the function.
+            programs: That others have found, too, whose keys tell all of what they are for.
+        """
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
         self._compiled: dict[Any, CompiledStep | str] = {}
-        self.programs = Programs()
+        self.programs = Programs() if programs is None else programs
 
     def __reduce__(self) -> Any:
         return Memory, ()
@@ -129,8 +133,7 @@ class Memory:
 
 def _kinds(run: Run) -> tuple[Any, ...]:
     """What may make a step another one besides its signature."""
-    training = tuple(module.training for module in run.weights.modules())
-    return run.device, run.autocast, training
+    return run.device, run.autocast, tuple(run.weights.training_flags())
 
 
 def take(

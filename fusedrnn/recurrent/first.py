@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from .compiled import CompiledStep, obstacle_to_compile, warn
+from .generators import drawn_from
 from .reads import ClosedOver
-from .runs import Mark, Run, are_equal, as_leaf
+from .runs import Mark, Run, as_leaf
 from .trees import Leaves
+from .unseen import Unseen
 
 
 def take_first(
@@ -39,7 +41,8 @@ def take_first(
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
 
-    result, mark = _after_seed(run, take)
+    in_python = for_backward or run.graphs is not None or compiled is not None
+    result, mark = _after_seed(run, take, in_python)
     run.changed_buffers = weights.changed(mark.versions, mark.buffers)
     run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
@@ -48,6 +51,9 @@ def take_first(
             mark.variables, run.changed_variables, needs_gradient=True
         )
         run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
+        run.draws_in_python = drawn_from(mark.random.others, run.random_states().others) is not None
+        if run.draws_in_python:
+            run.befores[0].random = mark.random
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
@@ -68,30 +74,74 @@ def take_first_in_graph(
         run.closed_over = found.with_gradient
         return result
 
-    result, mark = _after_seed(run, take)
+    result, mark = _after_seed(run, take, in_python=compiled is not None)
     _compile_others(run, compiled, mark)
     return result
 
 
 def _after_seed(
-    run: Run, take: Callable[[], tuple[Leaves, Leaves]]
+    run: Run, take: Callable[[], tuple[Leaves, Leaves]], in_python: bool
 ) -> tuple[tuple[Leaves, Leaves], Mark]:
     """``take()``, the first step, before which the seed is drawn if the step needs one.
+
+    Args:
+        in_python: Whether anybody is to know what it has drawn in Python.
 
     Returns:
         What it returns, and what was so before it.
     """
-    mark, has_seed = run.mark(), run.noise.seed.is_drawn
+    mark, has_seed = run.mark(in_python), run.noise.seed.is_drawn
     result = take()
-    if not has_seed and run.noise.seed.is_drawn:
+    if run.noise.seed.is_from_caller:
+        result = _by_seed_alone(run, take, result, mark)
+    elif not has_seed and run.noise.seed.is_drawn:
         mark, has_drawn = _with_seed_before(run, mark)
         if has_drawn:
-            run.weights.write(mark.buffers)
-            run.python.put_back(mark.variables, run.python.changed(mark.variables))
-            run.noise.forget()
+            _undo(run, mark)
             result = take()
     run.draws, run.is_known = bool(run.noise.draws), True
     return result, mark
+
+
+def _undo(run: Run, mark: Mark) -> None:
+    """Puts everything back to before the first step, but for the seed."""
+    run.set_random_states(mark.random)
+    run.weights.write(mark.buffers)
+    run.python.put_back(mark.variables, run.python.changed(mark.variables))
+    run.noise.forget()
+
+
+def _by_seed_alone(
+    run: Run,
+    take: Callable[[], tuple[Leaves, Leaves]],
+    result: tuple[Leaves, Leaves],
+    mark: Mark,
+) -> tuple[Leaves, Leaves]:
+    """The result of the first step, whose seed comes from the caller's generator.
+
+    Functions that are known to draw from torch's generators, such as torch.randint, may do so.
+
+    Args:
+        take: Takes the step.
+        result: What it has returned.
+        mark: From before the step.
+
+    Raises:
+        ValueError: The step draws where nobody sees it, so not from that seed.
+    """
+    if mark.random.is_same(run.random_states(in_python=False)):
+        return result
+    _undo(run, mark)  # or another thread has drawn from torch's generators
+    with Unseen() as unseen:
+        result = take()
+    if unseen.draw:
+        _undo(run, mark)
+        raise ValueError(
+            f"fusedrnn: {unseen.draw} draws random numbers inside of a scripted function or of one "
+            "of another library, where generator= has no part in them; draw in Python by "
+            "torch.rand and its kin, or leave out generator and call torch.manual_seed"
+        )
+    return result
 
 
 def _compile_others(run: Run, compiled: CompiledStep | None, mark: Mark) -> None:
@@ -136,12 +186,13 @@ def _with_seed_before(run: Run, mark: Mark) -> tuple[Mark, bool]:
         What was so before the step, but after the seed; and whether the step must be taken once
         more, since it draws from torch's generators as well.
     """
-    if not run.noise.seed.is_from_torch or not mark.random:
+    if not run.noise.seed.is_from_torch or not mark.random.torch:
         return mark, False
-    after = run.random_states()
-    run.set_random_states(mark.random)
+    after = run.random_states(in_python=False)
+    run.set_random_states(mark.random._replace(others=()))
     run.noise.seed.draw_again()
-    mark = mark._replace(random=run.random_states())
+    drawn = run.random_states(in_python=False).torch
+    mark = mark._replace(random=mark.random._replace(torch=drawn))
     if run.befores:
         run.befores[0].random = mark.random
-    return mark, not are_equal(mark.random, after)
+    return mark, not mark.random.is_same(after)

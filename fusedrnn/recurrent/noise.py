@@ -106,12 +106,12 @@ class Refusal(Source):
 class Seed:
     """The seed of all layers of a call, drawn when the first of their numbers is."""
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    def __init__(self, generator: torch.Generator | None = None, is_trial: bool = False) -> None:
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(
                 f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
             )
-        self._generator = generator
+        self._generator, self._is_trial = generator, is_trial
         self._drawn: Tensor | None = None
 
     @property
@@ -126,6 +126,11 @@ class Seed:
             *torch.cuda.default_generators,
         )
 
+    @property
+    def is_from_caller(self) -> bool:
+        """Whether it comes from another generator, which is to decide about all numbers."""
+        return not self.is_from_torch and not self._is_trial
+
     def on(self, device: torch.device) -> Tensor:
         if self._drawn is None:
             self._drawn = _seeds.draw(self._generator, device)
@@ -138,7 +143,7 @@ class Seed:
 
 def trial_seed() -> Seed:
     """Of steps whose results nobody gets; takes nothing from torch's generators."""
-    return Seed(torch.Generator().manual_seed(0))
+    return Seed(torch.Generator().manual_seed(0), is_trial=True)
 
 
 class Noise(Source):
