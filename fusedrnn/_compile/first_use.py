@@ -7,6 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from .log import log_of
 from .operators import CODES
 from .trace import ROWS, CannotCompile, FlatStep, Refused, check_held, of_graph, trace
 from .turns import Busy, one_at_a_time
+from .undrawn import undrawn
 from .verify import (
     BATCH,
     CORNERS,
@@ -34,6 +36,8 @@ from .verify import (
     verify,
     verify_library,
 )
+
+T = TypeVar("T")
 
 
 class _FirstUse:
@@ -110,7 +114,7 @@ class _FirstUse:
         log = self._log_or_reason(step)
         if self._log(step) != log:
             raise CannotCompile("the step does not do the same each time")
-        traced = self._run.aside(lambda: trace(step))
+        traced = self._aside(lambda: trace(step))
         check_held(self._run, traced.module)
         lowered = Lowered(traced, self._run.names)
         fields = printed(lowered, self._dtype, self._run.device)
@@ -177,12 +181,20 @@ class _FirstUse:
         program.logs[self._batch] = own_log
         return True
 
+    def _aside(self, take: Callable[[], T]) -> T:
+        """``take()``, which takes the step, after which all that it may change is as before.
+
+        Raises:
+            CannotCompile: The step draws from a generator of Python's or NumPy's.
+        """
+        return self._run.aside(lambda: undrawn(self._run, take))
+
     def _log(self, step: FlatStep) -> str:
         """A digest of what a step does.
 
         What it raises is that of the step.
         """
-        log = self._run.aside(lambda: log_of(step))
+        log = self._aside(lambda: log_of(step))
         assert self._output is not None
         return hashlib.sha256(f"{log}\n{self._output[0]}".encode()).hexdigest()
 
@@ -196,12 +208,18 @@ class _FirstUse:
         except CannotCompile:
             raise
         except Exception:
-            self._run.aside(lambda: trace(step))  # which says why, with the line
+            self._aside(lambda: trace(step))  # which says why, with the line
             raise
 
     def _log_or_error(self, step: FlatStep) -> str:
+        """
+        Raises:
+            CannotCompile: The step does what no program can do.
+        """
         try:
             return self._log(step)
+        except CannotCompile:
+            raise
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -232,7 +250,7 @@ class _FirstUse:
         @functools.cache
         def exact() -> Program:
             """The step's program in float64, with constants such as an eps as it has them there."""
-            traced = self._run.aside(lambda: trace(self._flat(in_float64=True)))
+            traced = self._aside(lambda: trace(self._flat(in_float64=True)))
             fields = printed(Lowered(traced), torch.float64, self._run.device)
             return replace(program, printed=fields[0], made=fields[1], dtype=torch.float64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from typing import Any
+from types import FrameType
 
 import torch
 from torch import fx
@@ -24,23 +24,27 @@ def is_own(file: str) -> bool:
 
 def user_line() -> str:
     """The line of the user's that is at work; or nothing."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_own(name):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if not is_own(frame.f_code.co_filename):
+            return line_in(frame)
         frame = frame.f_back
     return ""
 
 
+def line_in(frame: FrameType) -> str:
+    """The line at which a function is."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def line() -> str:
     """The same in brackets."""
-    return _in_brackets(user_line())
+    return in_brackets(user_line())
 
 
 def line_of(node: fx.Node) -> str:
     """The line that a node comes from, in brackets; or nothing."""
-    return _in_brackets(node.meta.get("stack_trace") or "")
+    return in_brackets(node.meta.get("stack_trace") or "")
 
 
 def line_of_error(error: BaseException) -> str:
@@ -51,8 +55,9 @@ def line_of_error(error: BaseException) -> str:
         if not is_own(name):
             found = f"{os.path.basename(name)}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return _in_brackets(found)
+    return in_brackets(found)
 
 
-def _in_brackets(where: str) -> str:
+def in_brackets(where: str) -> str:
+    """To be put behind what a reason says; nothing if it is not known where that is."""
     return f" ({where})" if where else ""

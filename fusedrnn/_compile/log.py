@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .lines import is_own
+from ..recurrent.unusual import unusual
+from .lines import is_own, line
 from .trace import CannotCompile, FlatStep
 
 
@@ -80,7 +81,7 @@ class _Log(TorchDispatchMode):
 
     def know(self, tensor: Tensor) -> None:
         """What comes into the step: not its numbers, but its shape."""
-        number = self._numbers.setdefault(tensor.untyped_storage()._cdata, len(self._numbers))
+        number = self._numbers.setdefault(_memory_of(tensor), len(self._numbers))
         said = f"{number} {_layout(tensor)}"
         self._known[id(tensor)] = tensor, said
         self.lines.append(said)
@@ -107,12 +108,22 @@ class _Log(TorchDispatchMode):
         return repr(value)
 
     def _tensor(self, tensor: Tensor) -> str:
-        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        number = self._numbers.get(_memory_of(tensor))
         if number is None:
             self.know(tensor)
             with torch.no_grad(), torch._C._DisableTorchDispatch():
                 return f"{_layout(tensor)} {_digest(tensor)}"
         return f"{number} {_layout(tensor)}"
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """
+    Raises:
+        CannotCompile: The tensor is no plain array.
+    """
+    if what := unusual(tensor):
+        raise CannotCompile(f"the step computes with a tensor that is {what}{line()}")
+    return tensor.untyped_storage()._cdata
 
 
 def _layout(tensor: Tensor) -> str:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
 from ..recurrent.runs import Run
+from ..recurrent.unusual import memory_of
 from .graphs import Operations
 from .lines import line, line_of, line_of_error, user_line
 
@@ -214,15 +215,16 @@ def of_graph(module: Operations, step: FlatStep) -> Traced:
 def check_held(run: Run, module: Operations) -> None:
     """Refuses tensors that the trace has found in attributes: the next call may have others."""
     held = {
-        tensor.untyped_storage().data_ptr()
+        address
         for value in run.python.values().values()
         for tensor in value.tensors()
-        if tensor.numel()
+        for address, size in memory_of(tensor).items()
+        if size
     }
     for node in module.graph.nodes:
         if node.op == "get_attr":
             tensor = getattr(module, node.target)
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in held:
+            if isinstance(tensor, Tensor) and not held.isdisjoint(memory_of(tensor)):
                 raise CannotCompile(
                     f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
                     "register it as a buffer"

@@ -29,6 +29,7 @@ from ..recurrent.trees import Leaves, differentiable
 from ..recurrent.values import Values
 from . import operators
 from .trace import CannotCompile, Refused
+from .undrawn import undrawn
 
 if TYPE_CHECKING:
     from .cell import Program
@@ -332,7 +333,9 @@ class Trial:
             return result
 
         try:
-            result = run.aside(lambda: run.weights.call_with(values, take_steps))
+            result = run.aside(
+                lambda: run.weights.call_with(values, lambda: undrawn(trial, take_steps))
+            )
         except CannotCompile:
             raise
         except Exception as error:
@@ -346,9 +349,14 @@ class Trial:
                 raise CannotCompile("the step changes a weight or a buffer in place")
         others = [*found.with_gradient.values(), *found.others.values()]
         if others:
+            shape = tuple(others[0].shape)
             raise CannotCompile(
-                f"the step reads a tensor of shape {tuple(others[0].shape)} that is no weight, "
-                "buffer, input or state of it; register it as a buffer"
+                f"the step reads a tensor of shape {shape} that is no weight, buffer, input or "
+                "state of it; register it as a buffer"
+                if others[0].grad_fn is None
+                else f"the step reads a tensor of shape {shape} that something else than functions "
+                "of torch has computed, as a scripted function or one of another library; compute "
+                "it in Python in the step, or pass it as an input"
             )
         return result
 

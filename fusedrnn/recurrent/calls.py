@@ -17,6 +17,7 @@ from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .draws import WAY_OUT, OtherDraws
+from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
@@ -92,12 +93,16 @@ class Known:
 class Memory:
     """What calls of one cell have found out; copies of a module start without."""
 
-    def __init__(self, owner: Any = None) -> None:
-        """``owner``: the cell or the function."""
+    def __init__(self, owner: Any = None, programs: Programs | None = None) -> None:
+        """
+        Args:
+            owner: The cell or the function.
+            programs: That others have found, too, whose keys tell all of what they are for.
+        """
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
         self._torch_compiled: dict[Any, TorchCompiledStep | str] = {}
-        self.programs = Programs()
+        self.programs = Programs() if programs is None else programs
 
     def __reduce__(self) -> Any:
         return Memory, ()
@@ -132,8 +137,7 @@ class Memory:
 
 def _kinds(run: Run) -> tuple[Any, ...]:
     """What may make a step another one besides its signature."""
-    training = tuple(module.training for module in run.weights.modules())
-    return run.device, run.autocast, training
+    return run.device, run.autocast, tuple(run.weights.training_flags())
 
 
 def take(
@@ -149,7 +153,7 @@ def take(
     given, seed = (inputs, state, constants), run.noise.seed
     # Where a tracer is at work, states have no values.
     looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
-    before = run.random_states() if looks else ()
+    before = run.random_states(in_python=False).torch if looks else ()
     # Another thread may have exchanged the weights, in backward or to trace the step.
     is_exchanged = torch.is_grad_enabled() or settings.compile != NEVER
     try:
@@ -177,7 +181,7 @@ def _refuse_late_draws(
     with torch.no_grad(), draws:
         run.aside(lambda: run_sequence(trial, inputs, state, constants, is_parallel=False))
     if draws.found:
-        run.set_random_states(random)
+        run.set_random_states(RandomStates(random, ()))
         raise RuntimeError(
             f"fusedrnn: the step draws by {draws.found} from torch's own generator, not from "
             f"generator=, after its first step or within torch.func; {WAY_OUT}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .runs import Run, as_leaf
 from .trees import Leaves
+from .unusual import memory_of
 
 AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
 GRAPH = "graph"
@@ -112,13 +113,11 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     start = tuple(as_leaf(leaf) for leaf in state)
     x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
     given = [*weights.values(), *run.weights.buffers(), *start, *x, *constants]
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in given}
+    excluded = {address for tensor in given for address in memory_of(tensor)}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in excluded:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept.update(memory_of(tensor))
         return tensor
 
     def take() -> tuple[Leaves, Leaves]:
@@ -133,4 +132,4 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
         keep(leaf)
     outputs = {id(leaf) for leaf in y}
     own = sum(leaf.nbytes for leaf in new if id(leaf) not in outputs)
-    return Measured(sum(kept.values()), own)
+    return Measured(sum(size for place, size in kept.items() if place not in excluded), own)

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
+from .generators import is_generator
+from .replicas import names_of_torch
 from .variables import names_in
 
 _DEEPEST = 3
@@ -24,6 +27,7 @@ _LONGEST = 1000
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CODE = (type, ModuleType, BuiltinFunctionType)
+_SKIPPED = (*_PLAIN, type, ModuleType)
 
 
 class Held(NamedTuple):
@@ -39,19 +43,21 @@ class Held(NamedTuple):
     """Others that have attributes."""
     containers: list[Any]
     """Lists, dicts and sets."""
+    generators: list[Any]
+    """Of random numbers, but torch's."""
 
 
 def held_by(step: Any) -> Held:
     """What a step holds."""
     modules: dict[nn.Module, None] = {}
-    held = Held([], [], [], [], [])
+    held = Held([], [], [], [], [], [])
     seen: set[int] = set()
 
     # No function that calls itself: that is a cycle, which would keep all this until gc runs.
     waiting: list[tuple[Any, int]] = [(step, 0)]
     while waiting:
         value, depth = waiting.pop()
-        if id(value) in seen or isinstance(value, (*_PLAIN, *_CODE)) or len(seen) > _MOST:
+        if id(value) in seen or isinstance(value, _SKIPPED) or len(seen) > _MOST:
             continue
         seen.add(id(value))  # of what somebody holds: other ids would come again
         if isinstance(value, Tensor):
@@ -63,6 +69,8 @@ def held_by(step: Any) -> Held:
             inner, depth = _hidden_in(value), _DEEPEST - 1
         elif isinstance(value, MethodType):
             inner = (value.__self__, value.__func__)
+        elif isinstance(value, BuiltinFunctionType):
+            inner = (value.__self__,)
         elif isinstance(value, partial):
             inner = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, FunctionType):
@@ -74,6 +82,9 @@ def held_by(step: Any) -> Held:
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             inner = value.values() if isinstance(value, dict) else value
             held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
+        elif is_generator(value):
+            held.generators.append(value)
+            continue
         elif depth < _DEEPEST:
             inner, depth = _attributes(value), depth + 1
             held.objects.extend(
@@ -95,17 +106,20 @@ def _is_of_user(kind: type) -> bool:
     return kind.__module__.split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
 
 
-_OF_ALL_MODULES = frozenset([*vars(nn.Module()), "_flat_weights"])
-
-
 def _hidden_in(module: nn.Module) -> list[Any]:
-    """What a module and those inside of it hold besides modules and tensors; their functions."""
+    """What a module and those inside of it hold besides modules and tensors; their functions.
+
+    Not of scripted ones: their attributes hold themselves in other forms, of the same weights.
+    """
     found: list[Any] = []
     for one in module.modules():
+        if isinstance(one, ScriptModule):
+            continue
+        of_torch = names_of_torch(one)
         found += [
             value
             for name, value in vars(one).items()
-            if name not in _OF_ALL_MODULES and type(value) not in _PLAIN
+            if name not in of_torch and type(value) not in _PLAIN
         ]
         found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
         if _is_of_user(type(one)):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .draws import WAY_OUT, OtherDraws
+from .generators import drawn_from
 from .reads import ClosedOver
-from .runs import Mark, Run, are_equal, as_leaf
+from .runs import Mark, Run, as_leaf
 from .torch_compile import TorchCompiledStep, obstacle_to_torch_compile, warn
 from .trees import Leaves
 
@@ -41,7 +42,8 @@ def take_first(
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
 
-    result, mark = _after_seed(run, take)
+    in_python = for_backward or run.graphs is not None or compiled is not None
+    result, mark = _after_seed(run, take, in_python)
     run.changed_buffers = weights.changed(mark.versions, mark.buffers)
     run.changed_variables = run.python.changed(mark.variables)
     if for_backward:
@@ -50,6 +52,9 @@ def take_first(
             mark.variables, run.changed_variables, needs_gradient=True
         )
         run.befores[0].buffers = {name: mark.buffers[name] for name in run.changed_buffers}
+        run.draws_in_python = drawn_from(mark.random.others, run.random_states().others) is not None
+        if run.draws_in_python:
+            run.befores[0].random = mark.random
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
@@ -70,15 +75,18 @@ def take_first_in_graph(
         run.closed_over = found.with_gradient
         return result
 
-    result, mark = _after_seed(run, take)
+    result, mark = _after_seed(run, take, in_python=compiled is not None)
     _torch_compile_others(run, compiled, mark)
     return result
 
 
 def _after_seed(
-    run: Run, take: Callable[[], tuple[Leaves, Leaves]]
+    run: Run, take: Callable[[], tuple[Leaves, Leaves]], in_python: bool
 ) -> tuple[tuple[Leaves, Leaves], Mark]:
     """``take()``, the first step, before which the seed is drawn if the step needs one.
+
+    Args:
+        in_python: Whether anybody is to know what it has drawn in Python.
 
     Returns:
         What it returns, and what was so before it.
@@ -86,9 +94,9 @@ def _after_seed(
     Raises:
         RuntimeError: A generator was given, and the step draws from others.
     """
-    mark, has_seed, seed = run.mark(), run.noise.seed.is_drawn, run.noise.seed
+    mark, has_seed, seed = run.mark(in_python), run.noise.seed.is_drawn, run.noise.seed
     draws = OtherDraws()
-    is_captured = not mark.random  # and generators do not tell whether somebody draws
+    is_captured = not mark.random.torch  # and generators do not tell whether somebody draws
     with draws if is_captured and seed.misses(run.device) else nullcontext():
         result = take()
     if draws.found:
@@ -101,7 +109,7 @@ def _after_seed(
         if has_drawn:
             _put_back(run, mark)
             result = take()
-    if run.missed(mark.random):
+    if run.missed(mark.random.torch):
         result, mark = _from_given_generator(run, take, result, mark)
     # With a generator, what later steps alone draw must not come from torch's.
     run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.device)
@@ -110,7 +118,8 @@ def _after_seed(
 
 
 def _put_back(run: Run, mark: Mark) -> None:
-    """All that the first step may have changed, but for states of generators."""
+    """All that the first step may have changed, but for states of torch's generators."""
+    run.set_random_states(mark.random._replace(torch=()))
     run.weights.write(mark.buffers)
     run.python.put_back(mark.variables, run.python.changed(mark.variables))
     run.noise.forget()
@@ -143,7 +152,7 @@ def _from_given_generator(
     seed.lend()
     lent = mark._replace(random=run.random_states())
     result = take()
-    missed = run.missed(lent.random)
+    missed = run.missed(lent.random.torch)
     if missed:
         seed.give_back(has_drawn=False)
         _put_back(run, mark)
@@ -199,12 +208,13 @@ def _with_seed_before(run: Run, mark: Mark) -> tuple[Mark, bool]:
         What was so before the step, but after the seed; and whether the step must be taken once
         more, since it draws from torch's generators as well.
     """
-    if not run.noise.seed.is_from_torch or not mark.random:
+    if not run.noise.seed.is_from_torch or not mark.random.torch:
         return mark, False
-    after = run.random_states()
-    run.set_random_states(mark.random)
+    after = run.random_states(in_python=False)
+    run.set_random_states(mark.random._replace(others=()))
     run.noise.seed.draw_again()
-    mark = mark._replace(random=run.random_states())
+    drawn = run.random_states(in_python=False).torch
+    mark = mark._replace(random=mark.random._replace(torch=drawn))
     if run.befores:
         run.befores[0].random = mark.random
-    return mark, not are_equal(mark.random, after)
+    return mark, not mark.random.is_same(after)

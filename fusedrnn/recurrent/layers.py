@@ -18,6 +18,7 @@ from .closures import held_by
 from .noise import Noise, Seed
 from .programs import Masks
 from .reads import Weights
+from .replicas import is_replica
 from .runs import Run
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
@@ -90,8 +91,7 @@ class LayersCall:
     def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
         """Cell number i, whose input has these leaves."""
         cell, sequence = self.cells[i], self.sequence
-        if not self.memories[i].is_of(cell):
-            self.memories[i] = Memory(cell)
+        memory = self._memory(i)
         place = f"[{i}]" if self.is_list else ""
         state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
         strides, inputs = sequence.strides_to_longest(), list(leaves)
@@ -133,9 +133,16 @@ class LayersCall:
             masks=Masks(len(leaves), sequence.lengths, self.reset, resets),
             place=way + layer,
         )
-        return OneCell(
-            run, self.memories[i], tuple(inputs), state, constants, state_structure, step
-        )
+        return OneCell(run, memory, tuple(inputs), state, constants, state_structure, step)
+
+    def _memory(self, i: int) -> Memory:
+        """What calls of cell number i have found out."""
+        cell = self.cells[i]
+        if is_replica(cell):  # each call has others, which share the list and its programs
+            return Memory(cell, self.memories[i].programs)
+        if not self.memories[i].is_of(cell):
+            self.memories[i] = Memory(cell)
+        return self.memories[i]
 
     def _state(self, i: int, input: Tensor, name: str) -> tuple[Leaves, Structure, list[str]]:
         """The state before the first step of a cell: leaves, structure and names."""

@@ -53,7 +53,9 @@ class Recurrent(nn.Module):
             :meth:`explain` says the reason, with the operation and its line. What the step reads in
             Python is constant in a program: attributes of modules and of objects in them,
             functions, variables of classes and Python modules. Each call looks at it, and after a
-            change the cell is traced anew. Random numbers are the same either way.
+            change the cell is traced anew. Random numbers of torch are the same either way. A step
+            that draws from Python's or NumPy's generators, or that can reach a generator, an
+            iterator or a clock, is not compiled.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.

@@ -22,10 +22,15 @@ loggers, lead to all that a process has."""
 _OF_TORCH = ("torch.distributions", "torch.optim", "torch.utils.data")
 """The same of torch: schedulers and samplers count epochs."""
 _READS_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+READS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
-class TooMuch(Exception):
+class NoKey(Exception):
     """Why there is no key, a sentence without a stop."""
+
+
+class TooMuch(NoKey):
+    """It takes too long to find that out in each call."""
 
 
 class Same:
@@ -100,7 +105,9 @@ class Names(NamedTuple):
     """What a function and those within it read by name."""
 
     attributes: frozenset[str]
-    """Also those in texts, for ``getattr``."""
+    """Also those in texts, for ``getattr``, and variables, which may be called like one."""
+    reads: frozenset[str]
+    """Those that it does read as attributes."""
     variables: tuple[str, ...]
     """Of its Python module, which may have others that are called like an attribute."""
     imports: tuple[str, ...]
@@ -114,8 +121,10 @@ def names_of(code: CodeType) -> Names:
     own = [(one.opname, one.argval) for one in dis.get_instructions(code)]
     variables = {name for operation, name in own if operation in _READS_VARIABLE}
     imports = {name for operation, name in own if operation == "IMPORT_NAME"}
+    reads = {name for operation, name in own if operation in READS_ATTRIBUTE}
     return Names(
         frozenset(texts.union(code.co_names, *(one.attributes for one in inner))),
+        frozenset(reads.union(*(one.reads for one in inner))),
         tuple(sorted(variables.union(*(one.variables for one in inner)))),
         tuple(sorted(imports.union(*(one.imports for one in inner)))),
     )

@@ -5,7 +5,6 @@ Everything that traces, lowers and builds is imported when the first program is 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import _library
 from ..options import text_of
-from .objects import TooMuch
+from .chance import Chance
+from .objects import NoKey, TooMuch
+from .obstacles import obstacle_to_programs, unusual_weight
 from .runs import Run
 from .surroundings import surroundings
 from .trees import Leaves
@@ -87,20 +87,25 @@ class Programs:
         self._kinds: dict[Any, int] = {}
         self._too_much = ""
         """Why none is looked for."""
+        self._no_key = ""
+        """Why the last call did not look for one."""
         self._has_warned = False
 
     def of(self, run: Run, inputs: Leaves, state: Leaves) -> Program | str:
         """The program of a run, or why there is none."""
         if self._too_much:
             return self._too_much
-        kind = _kind(run, inputs, state)
         try:
+            kind = _kind(run, inputs, state)
             key = _key(kind, run)
             found = self._known.get(key)
-        except TooMuch as error:  # which took a while to find out
-            self._too_much = str(error)
-            return self._too_much
+        except NoKey as error:
+            self._no_key = error.reason(run.python) if isinstance(error, Chance) else str(error)
+            self._too_much = self._no_key if isinstance(error, TooMuch) else ""  # that took a while
+            return self._no_key
         except Exception as error:  # of an object that does not let itself be looked at
+            if what := unusual_weight(run):
+                return what
             return f"looking at what its modules hold raises {type(error).__name__}: {error}"
         return found if found is not None else self._new(kind, key, run, inputs, state)
 
@@ -113,6 +118,8 @@ class Programs:
         same = self._same(kind, run, inputs, state)
         if same is not None:
             return self._keep(key, same)
+        if what := unusual_weight(run):
+            return self._keep(key, what)
         found, is_lasting = _compiled(run, inputs, state)
         before, key = key, key if isinstance(found, str) else _key(kind, run)
         if key != before:  # maybe the step keeps what it computes once
@@ -141,7 +148,7 @@ class Programs:
 
     def warn_once(self, reason: str, place: str) -> None:
         """Of a cell that was compiled before, and is no longer."""
-        if reason != _CHANGING or self._has_warned:
+        if reason not in (_CHANGING, self._no_key) or self._has_warned:
             return
         if all(isinstance(known, str) for known in self._known.values()):
             return  # as of any cell that never was: explain() says why
@@ -165,7 +172,7 @@ def described_by(run: Run) -> Any:
     """What Python may decide by.
 
     Raises:
-        TooMuch: It is too much to look at.
+        NoKey: It is too much to look at, or such that a program could not do what the step does.
     """
     return torch.get_default_dtype(), surroundings(run.weights.held.modules)
 
@@ -282,7 +289,7 @@ def choose_program(
     found: Program | str
     if compile == NEVER:
         return "compile says so"
-    found = others or _obstacle(run, inputs, state)
+    found = others or obstacle_to_programs(run, inputs, state)
     if not found:
         assert run.masks is not None
         found = programs.of(run, run.masks.within_ends(inputs)[: run.masks.inputs], state)
@@ -291,50 +298,3 @@ def choose_program(
     if isinstance(found, str):
         programs.warn_once(found, run.place)
     return found
-
-
-def _obstacle(run: Run, inputs: Leaves, state: Leaves) -> str:
-    """Why a call takes no program, whatever its step is; or nothing."""
-    allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
-    if allowed not in ("0", "1"):
-        raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
-    if allowed == "0":
-        return "FUSEDRNN_COMPILE=0 says so"
-    if run.masks is None:
-        return "programs are for Recurrent"
-    if run.autocast[0]:
-        return "autocast is on"
-    if run.device.type not in ("cpu", "cuda"):
-        return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {run.device}"
-    if run.device.type == "cuda" and _library.cuda is None:
-        return _library.cuda_obstacle or "the CUDA kernels are not loaded"
-    if run.rows == 0 or run.seq_len == 0:
-        return "there is nothing to compute"
-    if torch._C._len_torch_dispatch_stack():
-        return "a mode of torch looks at all operations"
-    hook = _hook(run)
-    if hook:
-        return hook
-    frozen = run.weights.frozen()
-    for name, buffer in frozen.items():
-        if buffer.requires_grad:
-            return f"the buffer {name.split('.', 2)[-1]} has a gradient"
-    leaves = (*inputs, *state, *run.weights.trained().values(), *frozen.values())
-    for leaf in leaves:
-        if type(leaf) not in (Tensor, nn.Parameter, nn.Buffer):
-            return f"a tensor is a {type(leaf).__name__}"
-        if leaf.device != run.device:
-            return f"a weight is on {leaf.device}"
-    return ""
-
-
-def _hook(run: Run) -> str:
-    """Says that a module of the step has a hook, which is to be called in each step; or nothing."""
-    if nn.modules.module._has_any_global_hook():
-        return "a hook of all modules is to be called in each step"
-    for module in run.weights.used.modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{type(module).__name__} has a hook, which is to be called in each step"
-        if module._backward_hooks or module._backward_pre_hooks:
-            return f"{type(module).__name__} has a hook for backward"
-    return ""

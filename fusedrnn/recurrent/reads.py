@@ -18,6 +18,7 @@ from .closures import Held
 from .draws import DRAWS
 from .locks import CallerLock
 from .noise import Source
+from .replicas import Replicas, parameters_of
 
 
 class Watch(TorchFunctionMode):
@@ -127,7 +128,7 @@ _locks_lock = threading.Lock()
 
 def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
     for module, flag in zip(modules, flags, strict=False):
-        if module.training != flag:
+        if getattr(module, "training", flag) != flag:  # a frozen one of torch.jit has none
             module.training = flag
 
 
@@ -136,7 +137,7 @@ class Weights(nn.Module):
 
     def __init__(self, held: Held) -> None:
         super().__init__()
-        self.used, self.held = nn.ModuleList(held.modules), held
+        self.used, self.held = Replicas.if_any(held.modules), held
         self._apart = {id(parameter) for parameter in held.parameters}
         self._known_slots: dict[str, list[str]] = {}
 
@@ -214,10 +215,10 @@ class Weights(nn.Module):
         if not self._known_slots:
             places: dict[int, list[str]] = {}
             for prefix, module in self.named_modules():
-                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                for name, tensor in (*parameters_of(module).items(), *module._buffers.items()):
                     if tensor is not None:
                         places.setdefault(id(tensor), []).append(f"{prefix}.{name}")
-            named = [*self.named_parameters(), *self.named_buffers()]
+            named = [*self.used.named_parameters("used"), *self.used.named_buffers("used")]
             self._known_slots = {name: places[id(tensor)] for name, tensor in named}
         return self._known_slots
 
@@ -248,13 +249,13 @@ class Weights(nn.Module):
             yield
 
     def training_flags(self) -> list[bool]:
-        return [module.training for module in self.used.modules()]
+        return [getattr(module, "training", False) for module in self.used.modules()]
 
     @contextmanager
     def with_training_flags(self, flags: Sequence[bool]) -> Iterator[None]:
         """Within, modules are in training or not as at another time."""
         modules = list(self.used.modules())
-        now = [module.training for module in modules]
+        now = [getattr(module, "training", False) for module in modules]
         try:
             _set_training(modules, flags)
             yield
@@ -267,7 +268,10 @@ _MOST_STATISTICS = 2**20
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:
-    return a.numel() <= _MOST_STATISTICS and not torch.equal(a, b)
+    try:
+        return a.numel() <= _MOST_STATISTICS and not torch.equal(a, b)
+    except (RuntimeError, TypeError, AttributeError):  # sparse ones and the like are not compared
+        return False
 
 
 def _module_of(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .chunks import Chunk, Names
+from .generators import RandomStates, State, global_generators, states_of
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
@@ -36,8 +37,7 @@ class Before:
 
     buffers: dict[str, Tensor]
     variables: Values
-    random: tuple[Tensor, ...]
-    """States of torch's generators."""
+    random: RandomStates
 
 
 class Mark(NamedTuple):
@@ -46,7 +46,7 @@ class Mark(NamedTuple):
     versions: dict[str, tuple[int, int]]
     buffers: dict[str, Tensor]
     variables: Values
-    random: tuple[Tensor, ...]
+    random: RandomStates
 
 
 @dataclass
@@ -94,6 +94,9 @@ class Run:
     """Of the outputs of each chunk, to which backward compares."""
     draws: bool = False
     """Whether the step draws from ``noise``."""
+    draws_in_python: bool = False
+    """Whether the first step has drawn from a generator of Python's or NumPy's. To note the states
+    of these takes too long to do it before each chunk of every step."""
     is_known: bool = False
     """Whether a first step has shown what it reads and draws."""
     graphs: Graphs | None = None
@@ -201,14 +204,14 @@ class Run:
             yield
 
     def before(self) -> Before:
-        states = self.random_states()
-        if self.befores and are_equal(states, self.befores[-1].random):
-            states = self.befores[-1].random  # each takes 5 KB
+        states = self.random_states(self.draws_in_python)
+        if self.befores and states.is_same(self.befores[-1].random):
+            states = self.befores[-1].random  # each takes 5 KB, or 30
         return Before(self.weights.copies(self.changed_buffers), self.python.values(), states)
 
     @contextmanager
     def again(self, index: int, whole: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Within, variables and torch's generators are as before this chunk.
+        """Within, variables and generators are as before this chunk.
 
         Gives the buffers of that time.
 
@@ -226,9 +229,10 @@ class Run:
         keys = [*dict.fromkeys([*self.changed_variables, *self.python.changed(before.variables)])]
         now = self.python.values(keys)
         contents = [Value.of(variables[key].value) for key in now if key in variables]
-        draws = not are_equal(before.random, after)
-        random = self.random_states() if draws else ()
-        self.set_random_states(before.random if draws else ())
+        draws = not before.random.is_same(after)
+        if draws:
+            random = self.random_states(self.draws_in_python)
+            self.set_random_states(before.random)
         try:
             self.python.put_back(variables, keys)
             yield copies
@@ -236,7 +240,8 @@ class Run:
             for content in contents:  # of containers that are in no variable any more
                 content.put_back()
             self.python.put_back(now, keys)
-            self.set_random_states(random)
+            if draws:
+                self.set_random_states(random)
 
     def for_trial(self, steps: int) -> Run:
         """The same step for the first steps, with noise of its own."""
@@ -255,10 +260,11 @@ class Run:
             graphs=None,
         )
 
-    def mark(self) -> Mark:
+    def mark(self, in_python: bool = True) -> Mark:
+        """``in_python``: as that of :meth:`random_states`."""
         versions = self.weights.buffer_versions()
         buffers = self.weights.copies(versions)
-        return Mark(versions, buffers, self.python.values(), self.random_states())
+        return Mark(versions, buffers, self.python.values(), self.random_states(in_python))
 
     def change(self, mark: Mark) -> str:
         """What the step has changed since, which only replay can put back; "" for nothing."""
@@ -279,15 +285,15 @@ class Run:
             )
 
     def has_drawn(self, mark: Mark) -> bool:
-        """Whether numbers have been drawn from torch's generators since."""
-        return not are_equal(mark.random, self.random_states())
+        """Whether numbers have been drawn since, but for those of ``noise``."""
+        return not mark.random.is_same(self.random_states())
 
     def missed(self, random: tuple[Tensor, ...]) -> list[torch.device]:
         """Where torch's own generator has moved since, though another one was given."""
         if self.noise.seed.generator is None or not random:
             return []
         devices = [torch.device("cpu"), self.device]
-        states = zip(devices, random, self.random_states(), strict=False)
+        states = zip(devices, random, self._states_of_torch(), strict=False)
         return [
             device
             for device, before, after in states
@@ -303,18 +309,31 @@ class Run:
             self.python.put_back(mark.variables, self.python.changed(mark.variables))
             self.set_random_states(mark.random)
 
-    def random_states(self) -> tuple[Tensor, ...]:
+    def random_states(self, in_python: bool = True) -> RandomStates:
+        """
+        Args:
+            in_python: Whether to note those of Python's and NumPy's generators, too, which takes
+                longer than all else.
+        """
+        others: tuple[State, ...] = ()
+        if in_python:
+            others = states_of([*global_generators(), *self.weights.held.generators])
+        return RandomStates(self._states_of_torch(), others)
+
+    def _states_of_torch(self) -> tuple[Tensor, ...]:
         if self.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return ()
             return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
         return (torch.get_rng_state(),)
 
-    def set_random_states(self, states: tuple[Tensor, ...]) -> None:
-        if states:
-            torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self.device)
+    def set_random_states(self, states: RandomStates) -> None:
+        if states.torch:
+            torch.set_rng_state(states.torch[0])
+        if len(states.torch) > 1:
+            torch.cuda.set_rng_state(states.torch[1], self.device)
+        for state in states.others:
+            state.put_back()
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -323,10 +342,6 @@ def add_note(error: Exception, note: str) -> None:
         error.add_note(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}",)
-
-
-def are_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(a is b or torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
 
 def as_leaf(tensor: Tensor, needs_gradient: bool = True) -> Tensor:

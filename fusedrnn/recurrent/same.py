@@ -80,7 +80,8 @@ def check_same(flags: Sequence[Tensor], names: Sequence[str]) -> None:
         )
     raise RuntimeError(
         f"fusedrnn: taken again for backward, the steps give another {[*names, 'output'][place]} "
-        "than in forward; steps must depend only on their arguments, weights, buffers and "
-        "attributes and on torch's random numbers, not those of Python or NumPy, and weights and "
-        "closed-over tensors must not change before backward"
+        "than in forward; steps must depend only on their arguments, weights, buffers, attributes "
+        "and random numbers, not on iterators or clocks, must draw from Python's or NumPy's "
+        "generators in the first step if in any, and weights and closed-over tensors must not "
+        "change before backward"
     )

@@ -21,6 +21,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from types import (
     BuiltinMethodType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -32,7 +33,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .chance import (
+    Chance,
+    asked_of,
+    check_asked,
+    check_class,
+    check_function,
+    kind_of_chance,
+)
 from .objects import (
+    NoKey,
     Same,
     TooMuch,
     Unordered,
@@ -48,7 +58,8 @@ from .objects import (
     package,
     wrapped_by,
 )
-from .variables import OF_EVERY_MODULE, versions_of
+from .replicas import names_of_torch
+from .variables import versions_of
 
 _MOST_ATOMS = 100_000
 """Of a container of numbers and texts, which also take some milliseconds."""
@@ -82,7 +93,8 @@ def surroundings(modules: Iterable[nn.Module]) -> Any:
     """The key of a step that calls these modules.
 
     Raises:
-        TooMuch: There are too many values to look at in each call.
+        NoKey: There are too many values to look at in each call; or one of them is such that a
+            program could not do what the step does.
     """
     return _Walk().key(modules)
 
@@ -100,6 +112,9 @@ class _Walk:
         self._spaces: list[tuple[Any, frozenset[str], set[str]]] = []
         """Classes and Python modules; names that each is asked for in any case; those that have
         been looked up."""
+        self._codes: list[CodeType] = []
+        self._clocks: list[Any] = []
+        """Python modules and classes that give something else each time."""
 
     def key(self, modules: Iterable[nn.Module]) -> Any:
         roots = list(modules)
@@ -115,7 +130,10 @@ class _Walk:
                     )
                 self._look(self._waiting.pop())
             if not self._look_up():
-                return tuple(self._key)
+                break
+        if self._clocks:
+            check_asked(self._codes, self._clocks)
+        return tuple(self._key)
 
     def _look_up(self) -> bool:
         """Variables of classes and Python modules by the names that code has; False without any."""
@@ -171,9 +189,13 @@ class _Walk:
         elif kind is BuiltinMethodType:
             own = value.__self__
             self._is(value.__name__)
+            if isinstance(own, type | ModuleType):
+                check_function(value, own.__name__)
             self._has(None if isinstance(own, ModuleType) else own)
         elif isinstance(value, type | ModuleType):
             self._is(Same(value))
+            check_class(value)
+            self._clocks += [value] if asked_of(value) else []
             is_function = isinstance(value, type) and issubclass(value, torch.autograd.Function)
             own = _MAKING | _DERIVING if is_function else _MAKING
             self._spaces += [(base, own, set()) for base in self._bases(value)]
@@ -198,13 +220,16 @@ class _Walk:
             self._object(value, kind)
 
     def _module(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NoKey("a scripted module cannot be traced: pass its Python class")
         self._is(module.training)
-        if isinstance(module, torch.jit.ScriptModule | LazyModuleMixin):
+        if isinstance(module, LazyModuleMixin):
             return self._is(Same(module))
+        of_torch = names_of_torch(module)
         own = [
             (name, value)
             for name, value in list(vars(module).items())
-            if name not in OF_EVERY_MODULE
+            if name not in of_torch
             and not str(name).startswith("_fusedrnn_")
             and not (name == "_memories" and type(module).__module__.startswith("fusedrnn."))
         ]
@@ -215,10 +240,12 @@ class _Walk:
     def _function(self, function: FunctionType) -> None:
         if not self._is_of_user(function):
             self._is(Same(function))
+            check_function(function, function.__module__)
             held = (*contents(function), *vars(function).values())
             return self._has(*(value for value in held if isinstance(value, _DECORATED)))
         code, around = function.__code__, function.__globals__
         names = names_of(code)
+        self._codes.append(code)
         self._names |= names.attributes
         self._is(Same(code))
         own = {k: v for k, v in vars(function).items() if not k.startswith("_fusedrnn_")}
@@ -230,6 +257,10 @@ class _Walk:
 
     def _object(self, value: Any, kind: type) -> None:
         """Any other: what it contains, its attributes, and what a call of its methods reads."""
+        if what := kind_of_chance(value, kind, self._is_of_user(kind)):
+            raise Chance(what, value)
+        if isinstance(value, torch.jit.ScriptFunction):
+            raise NoKey("a scripted function cannot be traced: call the function in Python")
         inner: list[Any] = []
         atom: Any = next((one for one in _ATOMS if isinstance(value, one)), None)
         if atom is not None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
+from .replicas import names_of_torch
+
 if TYPE_CHECKING:
     from .closures import Held
 
@@ -24,8 +26,7 @@ _MOST_ENTRIES = 1000
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, deque, OrderedDict, dict, set)
-OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"])
-"""The last two are torch.nn.RNNBase's, and follow its weights."""
+_WITHOUT_VARIABLES = (torch.jit.ScriptModule, LazyModuleMixin)
 
 
 class Namespace(NamedTuple):
@@ -37,14 +38,17 @@ class Namespace(NamedTuple):
     """Variables by name, or the cells that hold them."""
     only: tuple[str, ...] | None = None
     """The names that count; None for all that a user may have given."""
+    without: frozenset[str] = frozenset()
+    """Others that do not count."""
 
     def names(self) -> Iterable[str]:
         if self.only is not None:
             return [name for name in self.only if name in self.variables]
+        without = self.without
         return [
             name
             for name in self.variables
-            if name not in OF_EVERY_MODULE and not str(name).startswith("_fusedrnn_")
+            if name not in without and not str(name).startswith("_fusedrnn_")
         ]
 
     def read(self, name: str) -> Any:
@@ -180,9 +184,14 @@ class Variables:
     def of(cls, modules: Iterable[nn.Module], held: Held) -> Variables:
         """Attributes of modules and objects, variables around functions, and containers."""
         found = [
-            Namespace(f"the attribute {{!r}} of {type(module).__name__}", vars(module))
+            Namespace(
+                f"the attribute {{!r}} of {type(module).__name__}",
+                vars(module),
+                None,
+                names_of_torch(module),
+            )
             for module in modules
-            if not isinstance(module, torch.jit.ScriptModule | LazyModuleMixin)
+            if not isinstance(module, _WITHOUT_VARIABLES)
             and not type(module).__module__.startswith(("fusedrnn.", "torch._dynamo"))
         ]
         found += [
@@ -254,6 +263,11 @@ class Variables:
     def name(self, key: Key) -> str:
         """How errors call a variable."""
         return self._namespaces[key[0]].name.format(key[1])
+
+    def name_of(self, is_it: Callable[[Any], bool]) -> str:
+        """How errors call the first variable with such a value; nothing if there is none."""
+        named = ((space, name) for space in self._namespaces for name in space.names())
+        return next((a.name.format(name) for a, name in named if is_it(a.read(name))), "")
 
     def written(self, before: Values) -> str | None:
         """The name of a tensor that has been written in place since, which nobody can put back."""

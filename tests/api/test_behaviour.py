@@ -15,7 +15,6 @@ import torch
 from cases import CELLS, MASKED, Case, operator_arguments
 from checks import allocations
 from layouts import strided
-from torch import nn
 
 import fusedrnn
 from bench.clock import saved_sizes_bytes
@@ -317,44 +316,3 @@ def test_autocast_converts_weights_once(make):
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()
     assert {p.grad.dtype for p in rnn.parameters()} == {torch.float32}
-
-
-CALLS = {
-    "plain": {},
-    "lengths": {"lengths": [6, 2]},
-    "reset": {"reset": torch.arange(12).reshape(6, 2) % 5 == 3},
-    "reset_to": {
-        "reset": torch.arange(12).reshape(6, 2) % 5 == 3,
-        "reset_to": torch.ones(1, 2, 4),
-    },
-    "all": {
-        "lengths": [6, 2],
-        "reset": torch.arange(12).reshape(6, 2) % 5 == 3,
-        "reset_to": torch.ones(1, 2, 4),
-    },
-}
-
-
-@pytest.mark.parametrize("arguments", CALLS)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: fusedrnn.GRU(3, 4),
-        lambda: fusedrnn.GRU(3, 4, return_sequence=False),
-        lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="require"),
-        lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never"),
-        lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never", mode="parallel"),
-    ],
-    ids=["GRU", "last state", "compiled", "replay", "parallel"],
-)
-def test_another_default_device(make, arguments):
-    """What a call makes by itself is where its input is."""
-    rnn, x, given = make(), torch.randn(6, 2, 3, requires_grad=True), dict(CALLS[arguments])
-    if isinstance(rnn, fusedrnn.Recurrent) and "reset_to" in given:
-        given["reset_to"] = given["reset_to"][0]
-    expected = rnn(x, **given)
-    with torch.device("meta"):
-        actual = rnn(x, **given)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    for y in (*actual, *expected):
-        y.square().sum().backward(retain_graph=True)

@@ -12,9 +12,12 @@ import contextvars  # noqa: F401
 import dataclasses
 import enum
 import functools
+import itertools
+import random
 import re
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref  # noqa: F401
@@ -367,6 +370,43 @@ def test_attributes_that_change_too_often(monkeypatch: pytest.MonkeyPatch) -> No
     check_call(rnn, x, h)
     cell.held = 5.0
     with pytest.raises(RuntimeError, match="change from call to call"):
+        rnn(x, h)
+
+
+CHANCE: dict[str, Callable[[], Any]] = {
+    "a generator": lambda: random.Random(0),
+    "NumPy's": lambda: np.random.default_rng(0),
+    "its method": lambda: random.Random(0).random,
+    "in an object": lambda: types.SimpleNamespace(of=[random.Random(0)]),
+    "an iterator": lambda: itertools.cycle([0.3, 0.7]),
+    "a clock": lambda: time.perf_counter,
+}
+
+
+@pytest.mark.parametrize("name", CHANCE)
+def test_what_gives_another_value_each_time_comes_and_goes(name: str) -> None:
+    """It comes into an attribute of a cell that is compiled, and is not there for ever."""
+    held = CHANCE[name]()
+    cell, (x, h) = Holds(None, lambda o: 1.0 if o is None else drawn(o)), given()
+
+    def drawn(o: Any) -> float:
+        o = o.of[0] if hasattr(o, "of") else o
+        draw = next if hasattr(o, "__next__") else getattr(o, "random", o)
+        return float(draw(o) if draw is next else draw())
+
+    rnn = fusedrnn.Recurrent(cell)
+    for turn in range(2):
+        cell.held, rnn.compile_cell = None, "require"
+        check_call(rnn, x, h)
+        cell.held, rnn.compile_cell = held, "auto"
+        with warnings.catch_warnings(record=True) as said, torch.no_grad():
+            warnings.simplefilter("always")
+            outputs = [rnn(x, h)[0] for _ in range(4)]
+        assert any(not torch.equal(outputs[0], other) for other in outputs[1:])
+        assert ["is no longer compiled" in str(w.message) for w in said] == [True] * (turn == 0)
+        assert "a program would take the same choice" in rnn.explain(x, h).program
+    rnn.compile_cell = "require"
+    with pytest.raises(RuntimeError, match="a program would take the same choice"):
         rnn(x, h)
 
 

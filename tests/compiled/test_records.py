@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -377,7 +378,7 @@ def test_objects_that_only_their_type_tells_apart_have_no_records(
             super().__init__()
             self.held = held
 
-    numbers(Held(iter([])))
+    numbers(Held(object()))
     assert not steps(folder)
     pair = collections.namedtuple("Pair", "a b")(1.0, 2.0)
     for i, held in enumerate((range(2), range(3), Path("a"), pair, torch.ops.aten.relu.default)):
@@ -607,6 +608,27 @@ def test_a_step_that_differs_in_the_rows_of_a_trace(
         x = torch.randn(T, batch, H, dtype=torch.float64)
         made = [rnn(x, x[0]) for rnn in rnns]
         torch.testing.assert_close(*made, rtol=1e-12, atol=1e-12)
+
+
+class DrawsByEnvironment(Scaled):
+    """Draws in Python where no key shows it; what it does then is the same almost always."""
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        if os.environ.get("FUSEDRNN_OF_THIS_TEST") and random.random() < 1e-9:
+            x = 3 * x
+        return super().forward(x, h)
+
+
+def test_a_record_of_a_step_that_draws_in_python(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers(DrawsByEnvironment())
+    assert len(steps(folder)) == 1
+    monkeypatch.setenv("FUSEDRNN_OF_THIS_TEST", "1")
+    before = random.getstate()
+    with pytest.raises(RuntimeError, match=r"Python's random numbers \(test_records\.py:\d+\)"):
+        numbers(DrawsByEnvironment())
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,17 +5,32 @@ Longer than 350 lines, because it is one list of what is refused.
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import logging
+import os
+import random
 import re
-from collections.abc import Callable
+import secrets
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from random import Random, choice
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreted import interpreted
+from numpy.random import default_rng
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._compile import verify
+from fusedrnn._compile import first_use, verify
+from fusedrnn.recurrent import surroundings
 
 H = 5
 ZEROS = torch.zeros(2, H, dtype=torch.float64)
@@ -384,3 +399,226 @@ def test_what_a_step_does_with_the_rows_of_the_call_alone(name: str) -> None:
     cell = Special(lambda h, x: h + 1)
     reason = refused(cell, torch.randn(3, 1, H), torch.zeros(1, H, requires_grad=True))
     assert words in reason
+
+
+# --- what is given to Python another time each time ----------------------------------------------
+
+OWN = random.Random(0)
+RANDOM: Any = np.random.default_rng(0)
+
+
+def forever() -> Iterator[int]:
+    while True:
+        yield 1
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        return function(*given) if time.monotonic() > 0 else 0
+
+    return call
+
+
+class Counted:
+    """An iterator whose state shows."""
+
+    def __next__(self) -> int:
+        return 1
+
+
+Number = Callable[[Any], Any]
+CHANCE: dict[str, tuple[Number, Any, str]] = {
+    "random": (lambda o: random.random(), None, "Python's random numbers (test_refusals.py:"),
+    "a normal number": (lambda o: random.gauss(0, 1), None, "Python's random numbers"),
+    "NumPy": (lambda o: np.random.rand(), None, "NumPy's random numbers (test_refusals.py:"),
+    "NumPy's shuffle": (lambda o: np.random.permutation(3)[0], None, "NumPy's random numbers"),
+    "a function": (lambda o: choice([1, 2]), None, "'choice' holds a random.Random"),
+    "a variable": (lambda o: OWN.random(), None, "the variable 'OWN' holds a random.Random"),
+    "NumPy's in a variable": (lambda o: RANDOM.random(), None, "holds a numpy.random.Generator"),
+    "an attribute": (
+        lambda o: o.random(),
+        random.Random(0),
+        "the attribute 'held' of Reads holds a random.Random",
+    ),
+    "in a list": (lambda o: o[0].random(), [random.Random(0)], "'held' of Reads holds a random.R"),
+    "the system's": (lambda o: o.random(), random.SystemRandom(), "a random.SystemRandom"),
+    "an old one": (lambda o: o.rand(), np.random.RandomState(0), "RandomState"),
+    "a method": (lambda o: o(), np.random.default_rng(0).random, "a numpy.random.Generator"),
+    "made in the step": (lambda o: random.Random().random(), None, "reach random.Random (test_"),
+    "NumPy's in the step": (lambda o: np.random.default_rng().random(), None, "numpy.default_rng"),
+    "a class": (lambda o: Random().random(), None, "'Random' holds random.Random"),
+    "NumPy's function": (lambda o: default_rng().random(), None, "holds numpy.random.default_rng"),
+    "a count": (next, itertools.count(1), "holds an iterator (itertools.count)"),
+    "a list's iterator": (next, iter([1.0] * 1000), "holds an iterator (list_iterator)"),
+    "Python's own iterator": (next, forever(), "holds an iterator (generator)"),
+    "a clock": (lambda o: 1 + 0 * time.time(), None, "time.time (test_refusals.py:"),
+    "an imported clock": (lambda o: perf_counter(), None, "'perf_counter' holds time.perf_counter"),
+    "a clock inside": (lambda o: (lambda: time.monotonic_ns())(), None, "reach time.monotonic_ns"),
+    "a decorator's clock": (timed(lambda o: 1.0), None, "time.monotonic (test_refusals.py:"),
+    "a date": (lambda o: datetime.datetime.now().year, None, "reach datetime.now (test_refus"),
+    "bytes": (lambda o: os.urandom(1)[0], None, "reach os.urandom (test_refusals.py:"),
+    "secrets": (lambda o: secrets.randbelow(3), None, "reach secrets.randbelow"),
+    "a name": (lambda o: uuid.uuid4().int % 3, None, "reach uuid.uuid4"),
+}
+
+
+class Reads(nn.Module):
+    """A cell that multiplies by a number, and says how often it was taken."""
+
+    def __init__(self, read: Number, held: Any) -> None:
+        super().__init__()
+        self.gru, self.read, self.held = nn.GRUCell(H, H), read, held
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.gru(x, h) * float(self.read(self.held))
+
+
+@pytest.mark.parametrize("name", CHANCE)
+def test_what_is_another_value_each_time(name: str) -> None:
+    """A program would have the first one for ever."""
+    read, held, reason = CHANCE[name]
+    x, h = torch.randn(3, 2, H), torch.zeros(2, H)
+    states = random.getstate(), np.random.get_state(legacy=False)
+    said = refused(Reads(read, held), x, h)
+    assert reason in said and "as `forced = torch.rand(seq_len, batch) < p`" in said
+    # What was tried has taken no number from the user.
+    assert random.getstate() == states[0]
+    np.testing.assert_equal(np.random.get_state(legacy=False), states[1])
+
+
+HARMLESS: dict[str, tuple[Number, Any]] = {
+    "its module": (lambda o: random is not None and np.float64(2.0), None),
+    "another function of a module": (lambda o: time.sleep(0) or len(os.sep), None),
+    "a date that is given": (lambda o: o.year - 2000, datetime.datetime(2001, 1, 1)),
+    "containers": (lambda o: o[0][1] + o[1]["a"], ([1, 2], {"a": range(3)[1]})),
+    "an iterator in Python": (next, Counted()),
+    "a generator of torch": (lambda o: 2.0, torch.Generator()),
+    "a logger": (lambda o: 2.0, logging.getLogger("test")),
+    "a lock": (lambda o: 2.0, threading.Lock()),
+    "a thread": (lambda o: 2.0, threading.Thread(target=print)),
+    "a file": (lambda o: 2.0, sys.__stderr__),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_looks_like_another_value_each_time(name: str) -> None:
+    with interpreted():
+        rnn = fusedrnn.Recurrent(Reads(*HARMLESS[name]), compile="require")
+        rnn(torch.randn(3, 2, H), torch.zeros(2, H))
+
+
+def test_a_thread_that_draws_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is tried once more before it is said to draw."""
+    drawn, log_of = [], first_use.log_of
+
+    def log(step: Any) -> str:
+        if not drawn:
+            drawn.append(random.random())
+        return log_of(step)
+
+    monkeypatch.setattr(first_use, "log_of", log)
+    with interpreted():
+        rnn = fusedrnn.Recurrent(Reads(lambda o: 2.0, None), compile="require")
+        rnn(torch.randn(3, 2, H), torch.zeros(2, H))
+    assert drawn
+
+
+# --- what torch has scripted, and what is no plain array -----------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + h)
+
+
+def doubled_tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+def with_part(part: Any) -> nn.Module:
+    cell = Cell(lambda h, x: cell.part(h, h))
+    cell.part = part
+    return cell
+
+
+def with_function(is_attribute: bool = False) -> nn.Module:
+    scripted: Any = torch.jit.script(doubled_tanh)
+    return Cell(scripted if is_attribute else lambda h, x: scripted(h) + 1)
+
+
+class Scripted(torch.jit.ScriptModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    @torch.jit.script_method
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + h)
+
+
+SCRIPTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a class": (Scripted, "a scripted module cannot be traced: pass its Python class"),
+    "a module": (lambda: torch.jit.script(Plain()), "a scripted module cannot be traced"),
+    "a traced module": (
+        lambda: torch.jit.trace(Plain(), (torch.zeros(2, H), torch.zeros(2, H))),
+        "a scripted module cannot be traced: pass its Python class",
+    ),
+    "a frozen module": (lambda: torch.jit.freeze(torch.jit.script(Plain()).eval()), "scripted mod"),
+    "a part": (lambda: with_part(torch.jit.script(Plain())), "a scripted module cannot be traced"),
+    "a function": (with_function, "a scripted function cannot be traced: call the function in"),
+    "an attribute": (lambda: with_function(True), "a scripted function cannot be traced"),
+    "a function of another library": (
+        with_function,
+        "that something else than functions of torch has computed, as a scripted function",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_scripted_modules_and_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, reason = SCRIPTED[name]
+    if name.endswith("library"):  # which no key looks into
+        monkeypatch.setattr(surroundings._Walk, "_function", lambda self, function: None)
+    assert reason in refused(make(), torch.randn(3, 2, H), torch.zeros(2, H))
+
+
+class Sub(Tensor):
+    """A class of tensors that adds nothing."""
+
+
+EYE = torch.eye(H)
+Use = Callable[[Tensor, Tensor], Tensor]
+UNUSUAL: dict[str, tuple[Callable[[], Tensor], Use, str]] = {
+    "COO": (EYE.to_sparse, lambda t, h: (t @ h.T).T, "sparse (torch.sparse_coo)"),
+    "CSR": (EYE.to_sparse_csr, lambda t, h: (t @ h.T).T, "sparse (torch.sparse_csr)"),
+    "CSC": (EYE.to_sparse_csc, lambda t, h: (t @ h.T).T, "sparse (torch.sparse_csc)"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(EYE, 0.1, 0, torch.qint8),
+        lambda t, h: h @ t.dequantize(),
+        "quantized",
+    ),
+    "a subclass": (lambda: EYE.as_subclass(Sub), lambda t, h: h @ t, "a Sub"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|.*quantize:UserWarning")
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_tensors_that_are_no_plain_arrays(name: str, kind: str) -> None:
+    make, function, what = UNUSUAL[name]
+    cell, tensor = Cell(lambda h, x: function(cell.held, h)), make()
+    if kind == "buffer":
+        cell.register_buffer("held", tensor)
+    elif kind == "parameter":
+        cell.held = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    else:
+        cell.held = tensor
+    x, h = torch.randn(3, 2, H), torch.zeros(2, H)
+    said = refused(cell, x, h)
+    assert f" is {what}" in said
+    assert kind != "attribute" or "(test_refusals.py:" in said

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from compiled.interpreted import interpreted
+from compiled.plain import loop as plain_loop
 from compiled.plain import loss_of
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn._compile import first_use
 
 T, B, H = 9, 4, 6
 
@@ -113,15 +117,87 @@ def test_two_processes(tmp_path: Path) -> None:
     check_two_processes(tmp_path, [("ddp", replay), ("fsdp", replay), ("fsdp", parallel)])
 
 
-def test_replica_as_in_data_parallel() -> None:
-    """DataParallel's replicas hold plain tensors that are not leaves, as attributes."""
-    rnn = fusedrnn.Recurrent(nn.GRUCell(H, H))
-    replica = rnn._replicate_for_data_parallel()
-    replica.cell = rnn.cell._replicate_for_data_parallel()
-    for name, p in rnn.cell.named_parameters():
-        setattr(replica.cell, name, p * 1)
-    x = torch.randn(T, B, H)
-    found = torch.autograd.grad(loss_of(*replica(x)), list(rnn.parameters()))
-    other = copy.deepcopy(rnn)
-    expected = torch.autograd.grad(loss_of(*other(x)), list(other.parameters()))
-    torch.testing.assert_close(found, expected)
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.nn.parallel.replicate makes its replicas on the CPU."""
+    module = sys.modules["torch.nn.parallel.replicate"]
+
+    def copies(tensors: Any, devices: Any, detach: bool = False) -> list[list[Tensor]]:
+        return [[t.detach() if detach else t * 1 for t in tensors] for _ in devices]
+
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device)
+
+
+class Shared(nn.Module):
+    """A cell with weights of its own, a buffer, a frozen weight and one with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRUCell(H, H), nn.Linear(H, H)
+        self.shift, self.scale = nn.Parameter(torch.rand(H)), 0.5
+        self.frozen = nn.Parameter(torch.rand(H), requires_grad=False)
+        self.tied = self.shift
+        self.register_buffer("factor", torch.rand(H))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.gru(x + self.tied, h) * self.frozen
+        return self.out(h) * self.shift + self.factor * self.scale, h
+
+
+class Scan(nn.Module):
+    """The same by scan."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def step(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, h = self.cell(x, h)
+        return h, y
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        return fusedrnn.scan(self.step, h, x)[::-1]
+
+
+WAYS: dict[str, Callable[[], nn.Module]] = {
+    "compiled": lambda: fusedrnn.Recurrent(Shared(), compile="require"),
+    "replay": lambda: fusedrnn.Recurrent(Shared(), compile="never"),
+    "parallel": lambda: fusedrnn.Recurrent(Shared(), mode="parallel"),
+    "graph": lambda: fusedrnn.Recurrent(Shared(), compile="never", recompute=False),
+    "scan": lambda: Scan(Shared()),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_as_in_data_parallel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold plain tensors that are not leaves, as attributes, and each call has others."""
+    monkeypatch.setenv("FUSEDRNN_COMPILE", "1")
+    traced, new = [], first_use._FirstUse.new
+    monkeypatch.setattr(first_use._FirstUse, "new", lambda use: (traced.append(use), new(use))[1])
+    torch.manual_seed(0)
+    with interpreted():
+        rnn: Any = WAYS[way]().double()
+        other = copy.deepcopy(rnn)
+        x, h = rows(), torch.zeros(B, H, dtype=torch.float64)
+        leaves = [p for p in rnn.parameters() if p.requires_grad]
+        expected = plain_loop(other.cell, x, h)
+        exact = torch.autograd.grad(
+            loss_of(*expected), [p for p in other.parameters() if p.requires_grad]
+        )
+        for _ in range(2):
+            replicas: list[Any] = nn.parallel.replicate(rnn, [0, 1])  # type: ignore[arg-type]
+            for replica in (*replicas, rnn):
+                kept = dict(vars(replica.cell))
+                made = replica(x, h)
+                torch.testing.assert_close(made, expected)
+                found = torch.autograd.grad(loss_of(*made), leaves, retain_graph=True)
+                torch.testing.assert_close(found, exact)
+                assert vars(replica.cell) == kept
+        assert len(traced) == (2 if way == "compiled" else 0)  # by a replica, and by the module
+        for scale in (2.0, 0.5):
+            rnn.cell.scale = other.cell.scale = scale
+            (replica,) = nn.parallel.replicate(rnn, [0], detach=True)  # type: ignore[arg-type]
+            with torch.no_grad():
+                torch.testing.assert_close(replica(x, h), plain_loop(other.cell, x, h))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from loops import By, Mixed, Noisy
+from compiled.plain import loop as plain_loop
+from loops import By, Mixed, Noisy, check_same, scan_loop, twice
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 
 import fusedrnn
+from fusedrnn.recurrent.generators import drawn_from, global_generators, states_of
 
 
 def test_what_is_printed() -> None:
@@ -78,17 +84,20 @@ def test_layers() -> None:
 
 
 def test_it_leaves_no_trace() -> None:
-    """Buffers, torch's generator and gradients are as before."""
+    """Buffers, gradients, and generators of torch, Python and NumPy are as before."""
 
     def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
+        x = x * random.random() + np.random.rand() + c.held.random()
         return torch.tanh(c.norm(x) + h + torch.randint(3, h.shape) + torch.rand(h.shape))
 
-    rnn = fusedrnn.Recurrent(By(step, norm=nn.BatchNorm1d(4)))
+    held = random.Random(0)
+    rnn = fusedrnn.Recurrent(By(step, norm=nn.BatchNorm1d(4), held=held))
     x, h = torch.randn(9, 3, 4), torch.zeros(3, 4)
     before = {name: value.clone() for name, value in rnn.state_dict().items()}
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), states_of([*global_generators(), held])
     rnn.explain(x, h)
     assert torch.equal(torch.get_rng_state(), state)
+    assert drawn_from(others, states_of([*global_generators(), held])) is None
     torch.testing.assert_close(rnn.state_dict(), before, rtol=0, atol=0)
 
 
@@ -131,3 +140,62 @@ def test_what_autograd_keeps_at_once(mode: str) -> None:
         gc.collect()
         most.append(peak)
     assert most[0] == most[1] > 0
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(4, 4)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+Use = Callable[[Tensor, Tensor], Tensor]
+EYE = torch.eye(4)
+UNUSUAL: dict[str, tuple[Callable[[], Tensor], Use | None]] = {
+    "COO": (EYE.to_sparse, lambda t, h: (t @ h.T).T),
+    "CSR": (EYE.to_sparse_csr, lambda t, h: (t @ h.T).T),
+    "CSC": (EYE.to_sparse_csc, lambda t, h: (t @ h.T).T),
+    "BSR": (lambda: EYE.to_sparse_bsr((2, 2)), None),
+    "MKLDNN": (EYE.to_mkldnn, lambda t, h: h @ t.to_dense()),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(EYE, 0.1, 0, torch.qint8),
+        lambda t, h: h @ t.dequantize(),
+    ),
+    "meta": (lambda: EYE.to("meta"), None),
+    "fake": (fake, None),
+    "nested": (lambda: nested(torch.strided), None),
+    "jagged": (lambda: nested(torch.jagged), None),
+    "masked": (lambda: torch.masked.masked_tensor(EYE, EYE > 0), None),
+}
+"""Tensors without memory of their own, or with several pieces; and how a step reads them."""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|.*quantize|.*[Nn]ested|.*MaskedTensor:UserWarning")
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_tensors_that_are_no_plain_arrays(name: str, kind: str) -> None:
+    make, use = UNUSUAL[name]
+    cell: Any = By(
+        lambda c, x, h: torch.tanh(c.linear(x) + (h if use is None else use(c.held, h))),
+        linear=nn.Linear(4, 4),
+    )
+    held = make()
+    if kind == "buffer":
+        cell.register_buffer("held", held)
+    elif kind == "parameter":
+        cell.held = nn.Parameter(held, requires_grad=False)
+    else:
+        cell.held = held
+    rnn, x, h = fusedrnn.Recurrent(cell), torch.randn(9, 3, 4), torch.zeros(3, 4)
+    found = rnn.explain(x, h)
+    assert found.mode == "replay"
+    assert found.step_bytes < 9 * 3 * 4 * 4 * 4 + 1000
+    leaves = [*cell.linear.parameters()]
+    check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), leaves, 1e-5)
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return twice(cell(x, h))
+
+    check_same(lambda: fusedrnn.scan(step, h, x), lambda: scan_loop(step, h, x), leaves, 1e-5)

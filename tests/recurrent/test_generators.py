@@ -154,7 +154,7 @@ def test_while_a_graph_is_captured_other_functions_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When no generator tells its state."""
-    monkeypatch.setattr(Run, "random_states", lambda run: ())
+    monkeypatch.setattr(Run, "_states_of_torch", lambda run: ())
     rnn = fusedrnn.Recurrent(By(lambda c, x, h: x + F.dropout1d(h)), compile="never")
     with pytest.raises(RuntimeError, match=r"draws by aten.bernoulli_ .* graph is captured"):
         rnn(torch.randn(T, B, H), torch.zeros(B, H), generator=generator())

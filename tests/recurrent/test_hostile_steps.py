@@ -1,12 +1,18 @@
-"""Steps that read, draw and keep things in ways that are easily missed: right, or an error."""
+"""Steps that read, draw and keep things in ways that are easily missed: right, or an error.
+
+Longer than 350 lines, because it is one list of such steps.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loops import (
@@ -29,6 +35,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
+from fusedrnn.recurrent.generators import drawn_from, global_generators, states_of
 
 SEQ_LEN, BATCH, H = 16, 2, 3
 ZEROS = torch.zeros(BATCH, H, dtype=F64)
@@ -236,6 +243,159 @@ def test_kinds_of_numbers() -> None:
     assert drawn(lambda x: x + torch.rand(64), torch.zeros(5, 0, 64)).shape == (5, 0, 64)
 
 
+OWN = random.Random(0)
+DRAWS: dict[str, tuple[Callable[[Any], float], Any]] = {
+    "Python": (lambda c: random.random(), None),
+    "Python's normal numbers": (lambda c: abs(random.gauss(0, 1)) / 2, None),
+    "NumPy": (lambda c: np.random.rand(), None),
+    "NumPy's normal numbers": (lambda c: abs(np.random.randn()) / 2, None),
+    "a variable": (lambda c: OWN.random(), None),
+    "an attribute": (lambda c: c.held.random(), random.Random(0)),
+    "in a list": (lambda c: c.held[0].random(), [random.Random(0)]),
+    "a Generator": (lambda c: c.held.random(), np.random.default_rng(0)),
+    "its method": (lambda c: c.held(), np.random.default_rng(0).random),
+    "a RandomState": (lambda c: abs(c.held.randn()) / 2, np.random.RandomState(0)),
+}
+"""From generators of Python and NumPy."""
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"recompute": False}], ids=str)
+@pytest.mark.parametrize("name", DRAWS)
+def test_choices_that_python_makes_by_chance(name: str, options: Any) -> None:
+    """Backward makes the same again, also where they show in gradients alone. Afterwards all
+    generators are as the loop leaves them."""
+    draw, held = DRAWS[name]
+
+    def step(c: Any, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = h.detach() if draw(c) < 0.3 else h
+        h = torch.tanh(c.linear(x) + (h if draw(c) < 0.6 else 0.5 * h) + torch.rand_like(h) * 0)
+        return twice(h)
+
+    cell = By(step, linear=linear(H), held=held)
+    x, h = sequence(), double(BATCH, H)
+    own = held[0] if isinstance(held, list) else getattr(held, "__self__", held)
+    generators = [*global_generators(), OWN, *([] if own is None else [own])]
+    rnn = fusedrnn.Recurrent(cell, **options)
+    runs = {
+        "loop": lambda: plain_loop(cell, x, h),
+        "cell": lambda: rnn(x, h),
+        "scan": lambda: fusedrnn.scan(lambda h, x: cell(x, h), h, x, **options)[::-1],
+    }
+    before, found = states_of(generators), {}
+    for run, call in runs.items():
+        for state in before:
+            state.put_back()
+        y, last = call()
+        loss = y.square().sum() + last.sum() + h.sum()  # which the first step may have detached
+        gradients = torch.autograd.grad(loss, [x, h, *cell.parameters()])
+        assert drawn_from(before, states_of(generators)) is not None
+        found[run] = y, last, gradients, states_of(generators)
+    for run in ("cell", "scan"):
+        torch.testing.assert_close(found[run][:3], found["loop"][:3])
+        assert drawn_from(found[run][3], found["loop"][3]) is None
+
+
+def test_choices_by_chance_in_parallel_and_by_iterators() -> None:
+    x, h = sequence(), double(BATCH, H)
+    cell = By(lambda c, x, h: torch.tanh(x + h) * (1 + next(c.held)), held=itertools.count())
+    with pytest.raises(RuntimeError, match="not on iterators or clocks"):
+        fusedrnn.Recurrent(cell)(x, h)[0].sum().backward()
+    cell = By(lambda c, x, h: torch.tanh(x + h) * random.random())
+    with pytest.raises(ValueError, match="random numbers that are not for one row each"):
+        fusedrnn.Recurrent(cell, mode="parallel")(x, h)
+
+
+@torch.no_grad()
+def test_choices_by_chance_without_gradients() -> None:
+    cell, x = By(lambda c, x, h: torch.tanh(x + h) * random.random()), sequence()
+    state = random.getstate()
+    found = fusedrnn.Recurrent(cell)(x, ZEROS), random.getstate()
+    random.setstate(state)
+    torch.testing.assert_close(found[0], plain_loop(cell, x, ZEROS))
+    assert found[1] == random.getstate()
+
+
+def in_script(x: Tensor) -> Tensor:
+    return torch.tanh(x) + torch.rand_like(x)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.5, True)
+
+
+class Scripted(torch.jit.ScriptModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(H)
+
+    @torch.jit.script_method
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + h)
+
+
+class Python(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(H)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + h)
+
+
+SCRIPTED: dict[str, Callable[[], nn.Module]] = {
+    "class": Scripted,
+    "module": lambda: torch.jit.script(Python()),
+    "traced module": lambda: torch.jit.trace(Python(), (ZEROS, ZEROS)),
+    "frozen module": lambda: torch.jit.freeze(torch.jit.script(Python()).eval()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("place", ["cell", "part", "list"])
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_scripted_modules(name: str, place: str) -> None:
+    """Also what they hold stays what it is."""
+    cell = module = SCRIPTED[name]()
+    if place == "part":
+        cell = By(lambda c, x, h: c.part(x, h) * 0.5, part=module, linear=linear(H))
+    elif place == "list":
+        cell = By(lambda c, x, h: c.parts[0](x, h) * 0.5, parts=[module], linear=linear(H))
+    x, h = sequence(), double(BATCH, H)
+    leaves = [x, h, *module.parameters()]
+    for _ in range(2):
+        check_same(lambda: fusedrnn.Recurrent(cell)(x, h), lambda: plain_loop(cell, x, h), leaves)
+        check_scan(lambda h, x: twice(cell(x, h)), h, x, more=leaves)
+    torch.autograd.grad(cell(x[0], h).sum(), leaves)  # which all have a part in it, as before
+    assert fusedrnn.Recurrent(cell).explain(x, h).mode == "replay"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"recompute": False}], ids=str)
+@pytest.mark.parametrize("function", [in_script, dropped])
+def test_scripted_functions_that_draw(function: Any, options: Any) -> None:
+    """From torch's own generator, or from the caller's."""
+    scripted = torch.jit.script(function)
+    cell = By(lambda c, x, h: twice(torch.tanh(scripted(c.linear(x)) + h)), linear=linear(H))
+    x = sequence()
+    calls = {
+        "cell": lambda **given: fusedrnn.Recurrent(cell, **options)(x, ZEROS, **given)[0],
+        "scan": lambda **given: fusedrnn.scan(
+            lambda h, x: cell(x, h), ZEROS, x, **options, **given
+        )[1],
+    }
+    for call in calls.values():
+        made = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            made.append(call())
+            made[-1].sum().backward()
+        assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+        state = torch.get_rng_state()
+        made = [call(generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+        assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 # --- what changes between forward and backward ---------------------------------------------------
 
 
@@ -288,4 +448,4 @@ def test_what_is_kept_of_states_and_generators() -> None:
     _, y = fusedrnn.scan(lambda h, x: ((h @ weight)[:, :H], x), xs[0].detach(), xs, chunk_size=1)
     assert all(t.untyped_storage().nbytes() <= xs.nbytes for t in y.grad_fn.saved_tensors)
     befores = y.grad_fn.run.befores
-    assert len({id(before.random[0]) for before in befores}) == 1
+    assert len({id(before.random) for before in befores}) == 1
