@@ -9,6 +9,8 @@ of these lie side by side in one allocation, which lives as long as one of them.
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -55,10 +57,23 @@ def size_of(slots: Sequence[Slot]) -> int:
     return max(slot.end for slot in slots)
 
 
-def joined(
+class Place(NamedTuple):
+    """Where tensors lie side by side."""
+
+    storage: UntypedStorage
+    first_byte: int
+
+    def tensor(self, like: Tensor, size: int) -> Tensor:
+        """All of them as one 1-D tensor, without a copy, detached from autograd."""
+        with torch.inference_mode(like.is_inference()):
+            whole = torch.empty(0, dtype=like.dtype, device=like.device)
+            return whole.set_(self.storage, self.first_byte // like.itemsize, (size,), (1,))
+
+
+def place_of(
     slots: Sequence[Slot], tensors: Sequence[Tensor], memory: Sequence[UntypedStorage | None]
-) -> Tensor | str:
-    """Tensors that lie side by side as one 1-D tensor, without a copy, detached from autograd.
+) -> Place | str:
+    """Where tensors lie side by side. Looks at addresses alone, so tracers see nothing of it.
 
     Args:
         tensors: Of equal dtype and device, with the shapes of the slots.
@@ -67,30 +82,30 @@ def joined(
     Returns:
         Or the name of the first one that is not where the slots have it.
     """
-    first, size = tensors[0], size_of(slots)
+    first = tensors[0]
     start = first.data_ptr() - slots[0].offset * first.itemsize
     for slot, tensor in zip(slots, tensors, strict=True):
-        if tensor.data_ptr() != start + slot.offset * first.itemsize or not tensor.is_contiguous():
+        is_there = tensor.data_ptr() == start + slot.offset * first.itemsize
+        if not is_there or not tensor.is_contiguous() or tensor.is_neg():
             return slot.name
     for storage in memory:
         place = 0 if storage is None else start - storage.data_ptr()
         # Tensors of several allocations may be neighbours by chance.
-        if storage is not None and 0 <= place <= storage.nbytes() - size * first.itemsize:
-            with torch.inference_mode(first.is_inference()):
-                whole = torch.empty(0, dtype=first.dtype, device=first.device)
-                return whole.set_(storage, place // first.itemsize, (size,), (1,))
+        if storage is not None and 0 <= place <= storage.nbytes() - size_of(slots) * first.itemsize:
+            return Place(storage, place)
     return slots[1].name
 
 
-def are_all_of_a_storage(weights: Sequence[Tensor], flat: Tensor) -> bool:
-    """Whether weights are views of one storage that holds nothing else and that nothing else uses.
+def are_all_of_a_storage(weights: Sequence[Tensor]) -> bool:
+    """Whether weights that lie side by side are views of one storage, which holds nothing else."""
+    return weights[0].untyped_storage().nbytes() == sum(weight.nbytes for weight in weights)
 
-    So they come from files that were written so, or from another process. What else uses a storage
-    may have it resized or moved, which must not free the memory of weights.
-    """
+
+def is_used_elsewhere(weights: Sequence[Tensor]) -> bool:
+    """Whether something else uses the storage of which these are views. It may have that resized or
+    moved, which must not free the memory of weights."""
     storage = weights[0].untyped_storage()
-    uses = torch._C._storage_Use_Count(storage._cdata)
-    return storage.nbytes() == flat.nbytes and uses <= len(weights) + len([flat, storage])
+    return torch._C._storage_Use_Count(storage._cdata) > len(weights) + len([storage])
 
 
 def new_version(device: torch.device | None) -> Tensor:
@@ -112,10 +127,23 @@ class FlatBuffer:
         self._storage: StorageWeakRef | None = None
         if flat is not None and _has_memory(flat):
             self._storage = StorageWeakRef(flat.untyped_storage())
+        self._given: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> tuple[object, ...]:
         """A copy of the module, or one in another process, has other memory."""
         return FlatBuffer, (new_version(self.version.device),)
+
+    def flat_weight(self, memory: Tensor) -> Tensor:
+        """The memory as a user gets it, with its version."""
+        flat = self.version.detach()
+        flat.data = memory
+        self._given[id(flat)] = flat
+        return flat
+
+    def follow(self, memory: Tensor) -> None:
+        """Has what users have got be the memory to which the weights have moved."""
+        for flat in list(self._given.values()):
+            flat.data = memory
 
     def storage(self) -> UntypedStorage | None:
         """All of the memory, or None if no tensor lies there any more."""
@@ -134,19 +162,20 @@ class FlatBuffer:
 # them, and be passed to a functional form.
 _buffers: dict[int, FlatBuffer] = {}
 _least_to_clean = 256
+_lock = threading.Lock()
 
 
 def remember(buffer: FlatBuffer, weights: Sequence[Tensor]) -> None:
     """Has ``buffer_of`` find the buffer of these weights."""
     global _least_to_clean
-    if len(_buffers) > _least_to_clean:
-        for address, known in list(_buffers.items()):
-            if known.is_gone():
-                _buffers.pop(address, None)
-        _least_to_clean = 2 * len(_buffers) + 256
-    for weight in weights:
-        if (address := address_of(weight)) != 0:
-            _buffers[address] = buffer
+    with _lock:  # memory that is found to be gone may be another thread's when its entry goes
+        if len(_buffers) > _least_to_clean:
+            for address in [a for a, known in _buffers.items() if known.is_gone()]:
+                del _buffers[address]
+            _least_to_clean = 2 * len(_buffers) + 256
+        for weight in weights:
+            if (address := address_of(weight)) != 0:
+                _buffers[address] = buffer
 
 
 def buffer_of(weight: Tensor) -> FlatBuffer | None:
@@ -182,8 +211,8 @@ def joined_gradients(slots: Sequence[Slot], weights: Sequence[Tensor]) -> Tensor
     if not all(_is_like(grad, weight) for grad, weight in zip(grads, weights, strict=True)):
         return None
     found = cast(list[Tensor], grads)
-    flat = joined(slots, found, [found[0].untyped_storage()])
-    return None if isinstance(flat, str) else flat
+    place = place_of(slots, found, [found[0].untyped_storage()])
+    return None if isinstance(place, str) else place.tensor(found[0], size_of(slots))
 
 
 def set_gradients(slots: Sequence[Slot], weights: Sequence[Tensor], flat: Any) -> None:
@@ -209,7 +238,7 @@ def set_gradients(slots: Sequence[Slot], weights: Sequence[Tensor], flat: Any) -
 
 def _is_like(tensor: Tensor | None, weight: Tensor) -> bool:
     """Whether a gradient, or all of them as one, has a weight's kind of memory."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_neg():
         return False
     return tensor.dtype == weight.dtype and tensor.device == weight.device
 

@@ -31,8 +31,16 @@ def modules_outside(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                         yield f"{place}.{inner}" if inner else place, submodule
             elif id(value) not in seen:
                 seen.add(id(value))
-                items = value.items() if isinstance(value, dict) else enumerate(value)
+                items = _items(value)
                 found.extend((f"{place}[{_text(key)}]", of) for key, of in _worth_a_look(items))
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Without what a class of the user's own may do then."""
+    if isinstance(container, dict):
+        return dict.items(container)
+    kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    return enumerate(kind.__iter__(container))
 
 
 def _worth_a_look(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
@@ -41,4 +49,4 @@ def _worth_a_look(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]
 
 
 def _text(key: object) -> str:
-    return repr(key) if isinstance(key, str | int) else type(key).__name__
+    return repr(key) if type(key) in (str, int) else type(key).__name__

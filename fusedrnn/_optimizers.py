@@ -11,18 +11,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ._graphs import never_in_graphs
+
+# Packages whose optimizers write by kernels of their own.
+_FOREIGN = ("apex", "bitsandbytes", "deepspeed", "transformer_engine")
+
 
 def _count_changes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # the compiled graph counts
-        return
-    is_foreign = not type(optimizer).__module__.startswith("torch.optim.")
-    for group in optimizer.param_groups:
+    is_foreign = type(optimizer).__module__.partition(".")[0] in _FOREIGN
+    for group in getattr(optimizer, "param_groups", ()):
         if is_foreign or group.get("fused"):
-            changed = [weight for weight in group["params"] if weight.grad is not None]
-            torch.autograd.graph.increment_version(changed)
+            _count(group["params"])
+
+
+@never_in_graphs  # which would count once, when they are made
+def _count(weights: list[Tensor]) -> None:
+    changed = [weight for weight in weights if weight.grad is not None]
+    torch.autograd.graph.increment_version(changed)
 
 
 register_optimizer_step_post_hook(_count_changes)

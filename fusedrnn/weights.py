@@ -6,6 +6,8 @@ to the host, an all-reduce, a matrix product over neighbours) wants a single buf
 tensors lie side by side in one: code that goes by name and code that moves memory in bulk are both
 served, and nothing is ever copied for a call. The forward pass takes the named tensors, each with
 its own pointer; it is right, and equally fast, when they do not lie in one buffer.
+
+Longer than 350 lines, because all that torch does to the weights of a module is answered here.
 """
 
 from __future__ import annotations
@@ -22,19 +24,22 @@ from torch.types import Device
 from ._buffers import (
     DEVICES,
     FlatBuffer,
+    Place,
     Slot,
     address_of,
     are_all_of_a_storage,
     buffer_of,
-    joined,
+    is_used_elsewhere,
     joined_gradients,
     memory_kind,
     new_version,
+    place_of,
     remember,
     set_gradients,
     size_of,
     version_of,
 )
+from ._graphs import is_traced
 from .cells import Layout
 
 # What a module finds again by itself after it was copied or pickled.
@@ -125,8 +130,10 @@ class FlatModule(nn.Module):
 
         Writing to it changes the weights. It holds them in the order of ``state_dict()``,
         row-major. Ask for it anew after the module was moved or converted: an older one keeps the
-        former buffer. Torch sees another storage than the weights', so one compiled graph must not
-        write to it and also run the module.
+        former buffer. It follows a module that is shared with other processes by
+        ``share_memory()``, or sent to one. Torch moves a single tensor that is sent by itself, so
+        share the module first. Torch does not know that weights share this memory: one compiled
+        graph must not write to it and also run the module.
 
         Raises:
             RuntimeError: The weights do not lie in one buffer at the moment, because one was
@@ -139,18 +146,20 @@ class FlatModule(nn.Module):
                 f"fusedrnn: flat_weight is not available because {obstacle}; "
                 "undo that and call flatten_parameters()"
             )
-        flat = self._flat()
-        if isinstance(flat, str):
+        place, first = self._place(), self._plain_weights()[0]
+        if isinstance(place, str):
+            way_out = "call flatten_parameters() to bring them there again"
+            if first.is_cpu and first.is_shared():
+                way_out = "call share_memory() of the module before its tensors are shared or sent"
             raise RuntimeError(
                 "fusedrnn: flat_weight is not available because the weights do not lie in one "
-                f"buffer (see {flat}); call flatten_parameters() to bring them there again"
+                f"buffer (see {place}); {way_out}"
             )
-        if flat.is_inference():  # it has no version
+        flat = place.tensor(first, size_of(self._slots))
+        if first.is_inference():  # it has no version
             return flat
         self._place_buffer()
-        versioned = self._flat_buffer.version.detach()
-        versioned.data = flat
-        return versioned
+        return self._flat_buffer.flat_weight(flat)
 
     @property
     def flat_grad(self) -> Tensor | None:
@@ -188,40 +197,52 @@ class FlatModule(nn.Module):
         Does nothing if the weights are flat, or cannot be: on the meta device, sharded,
         parametrized, tied, of several dtypes, or in memory shared with other processes.
         """
+        if is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0:
+            return  # a tracer would look at it
         if self._obstacle() is None:
-            self._flatten(may_be_shared=False)
+            self._flatten()
 
-    def _flatten(self, *, may_be_shared: bool) -> None:
+    def _flatten(self, *, may_be_shared: bool = False, is_anew: bool = False) -> None:
         """
         Args:
             may_be_shared: Memory that is shared between processes is known to this one alone. There
                 the weights remain views of one storage, which torch shares as a whole.
+            is_anew: The weights come from a file or the like, so nobody looks at their memory.
 
         Requires that ``_obstacle`` is None.
         """
-        weights, flat = self._plain_weights(), self._flat()
-        first = weights[0]
+        weights, place = self._plain_weights(), self._place()
+        first, size = weights[0], size_of(self._slots)
         is_shared = any(w.is_cpu and w.is_shared() for w in weights)
-        if is_shared and not (may_be_shared and isinstance(flat, str)):
+        if is_shared and not (may_be_shared and isinstance(place, str)):
             return  # another process looks at this memory
-        if isinstance(flat, Tensor) and not are_all_of_a_storage(weights, flat):
-            return  # with storages of their own, or in somebody's buffer on purpose
+        if isinstance(place, Place):
+            if not are_all_of_a_storage(weights):
+                return  # with storages of their own, or in somebody's buffer on purpose
+            if is_used_elsewhere(weights):
+                if not (is_anew and first.is_cpu):
+                    return
+                place = ""
         # Weights made in inference mode need a buffer made in it; other weights must not have one.
         with torch.inference_mode(first.is_inference()), torch.no_grad():
-            if isinstance(flat, str):
-                # Zeros, so that no gap between the weights, where a layout has any, holds a NaN.
-                flat = torch.zeros(size_of(self._slots), dtype=first.dtype, device=first.device)
+            if isinstance(place, Place):
+                flat = place.tensor(first, size)
+            else:  # zeros, so that no gap between the weights, where a layout has any, holds a NaN
+                flat = torch.zeros(size, dtype=first.dtype, device=first.device)
                 for slot, weight in zip(self._slots, weights, strict=True):
                     slot.view(flat).copy_(weight)
             if is_shared:
                 flat.share_memory_()
             for slot, weight in zip(self._slots, weights, strict=True):
                 weight.data = slot.view(flat).data if is_shared else slot.part(flat)
+        former = self._flat_buffer
         self._place_buffer(flat)
+        if is_shared:
+            former.follow(flat)
 
     def __dir__(self) -> list[str]:  # torch.jit reads all that is listed here
         names = cast(list[str], super().__dir__())
-        is_flat = self._obstacle() is None and isinstance(self._flat(), Tensor)
+        is_flat = self._obstacle() is None and isinstance(self._place(), Place)
         return names if is_flat else [name for name in names if name != "flat_weight"]
 
     def _plain_weights(self) -> list[nn.Parameter]:
@@ -254,15 +275,15 @@ class FlatModule(nn.Module):
                 return f"{slot.name} is {kinds[0]}, but {self._slots[0].name} is {kinds[1]}"
         return None
 
-    def _flat(self) -> Tensor | str:
-        """All weights as one tensor, or the first that is not where the layout has it.
+    def _place(self) -> Place | str:
+        """Where the weights lie side by side, or the first that is not where the layout has it.
 
         Requires that ``_obstacle`` is None.
         """
         weights = self._plain_weights()
         buffer = buffer_of(weights[0])
         known = None if buffer is None else buffer.storage()
-        return joined(self._slots, weights, [weights[0].untyped_storage(), known])
+        return place_of(self._slots, weights, [weights[0].untyped_storage(), known])
 
     def _to_be_kept_flat(self) -> bool:
         """Whether the weights should be flat again after torch has moved them.
@@ -272,7 +293,7 @@ class FlatModule(nn.Module):
         """
         if any(w is not None and w.is_meta for w in self._parameters.values()):
             return True
-        return self._obstacle() is None and isinstance(self._flat(), Tensor)
+        return self._obstacle() is None and isinstance(self._place(), Place)
 
     def _place_buffer(self, flat: Tensor | None = None) -> None:
         """Has ``_flat_buffer`` be that of the weights' memory, and its version on their device.
@@ -294,7 +315,7 @@ class FlatModule(nn.Module):
             version = new_version(first.device) if is_new else version.detach()
             known = FlatBuffer(version, first if flat is None else flat)
         self._flat_buffer = known
-        is_flat = self._obstacle() is None and isinstance(self._flat(), Tensor)
+        is_flat = self._obstacle() is None and isinstance(self._place(), Place)
         remember(known, self._plain_weights() if is_flat or flat is not None else [first])
         self._first_id = self._first_address = 0
         if address_of(first) != 0:
@@ -318,7 +339,8 @@ class FlatModule(nn.Module):
         super().__setstate__(kept)
         self._slots = self._read_layout()
         self._flat_buffer = FlatBuffer(new_version(None))
-        self.flatten_parameters()
+        if self._obstacle() is None:
+            self._flatten(is_anew=True)
         self._place_buffer()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -331,20 +353,24 @@ class FlatModule(nn.Module):
         Torch sends storages, those of a CPU after it has moved them to shared memory, and those of
         a GPU only from where they were allocated. So here all weights go as views of one.
         """
-        flat = self._flat() if self._obstacle() is None else None
-        if isinstance(flat, Tensor) and flat.is_cpu:
+        place = self._place() if self._obstacle() is None else ""
+        if isinstance(place, Place) and place.storage.device.type == "cpu":
             self.share_memory()
         reduced: Any = self.__reduce_ex__(2)
         made_by, arguments, state, *others = reduced
-        if isinstance(flat, Tensor) and flat.is_cuda:
-            parts = zip(self._slots, self._plain_weights(), strict=True)
+        if isinstance(place, Place) and place.storage.device.type == "cuda":
+            weights = self._plain_weights()
+            flat = place.tensor(weights[0], size_of(self._slots))
+            parts = zip(self._slots, weights, strict=True)
             views = {s.name: nn.Parameter(s.view(flat).data, w.requires_grad) for s, w in parts}
             state = state | {"_parameters": self._parameters | views}
         return made_by, arguments, state, *others
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         keep = self._to_be_kept_flat()
-        super()._load_from_state_dict(*args, **kwargs)
-        if keep:
-            self.flatten_parameters()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if keep and self._obstacle() is None:
+            self._flatten(is_anew=local_metadata.get("assign_to_params_buffers", False))
         self._place_buffer()

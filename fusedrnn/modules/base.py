@@ -154,7 +154,8 @@ class RNNBase(FlatModule, _Attributes):
 
 class _FlatWeights(list[Any]):
     def __setitem__(self, index: Any, value: Any) -> None:
-        _check_same([value], [self[index]])
+        is_slice = isinstance(index, slice)
+        _check_same(value if is_slice else [value], self[index] if is_slice else [self[index]])
 
 
 def _check_same(weights: list[Any], expected: list[Any]) -> None:

@@ -4,11 +4,15 @@ import copy
 import gc
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from cases import allow_tf32
 from flat_weights import assert_flat
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 
 import fusedrnn
@@ -132,6 +136,105 @@ def test_memory_that_somebody_else_uses_stays_as_it_is():
     assert_flat(rnn)
 
 
+@pytest.mark.parametrize("way", ["share_memory", "sent", "sent in a model"])
+def test_a_flat_weight_follows_to_shared_memory(way):
+    """An optimizer may hold it, and goes on training the weights."""
+    rnn = make()
+    first, second = rnn.flat_weight, rnn.flat_weight
+    before = first.clone()
+    if way == "share_memory":
+        rnn.share_memory()
+    else:
+        model = rnn if way == "sent" else nn.Sequential(rnn)
+        ForkingPickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(model)
+    assert torch.equal(rnn.flat_weight, before)
+    for flat in (first, second):
+        flat.add_(1)
+    assert torch.equal(rnn.flat_weight, before + 1 + 1)
+    assert_flat(rnn)
+    output, _ = rnn(torch.randn(3, 2, 5))
+    first.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_tensors_that_are_shared_one_by_one():
+    rnn = make()
+    for weight in rnn.parameters():
+        weight.share_memory_()
+    with pytest.raises(RuntimeError, match=r"call share_memory\(\) of the module before its tens"):
+        _ = rnn.flat_weight
+    rnn(torch.randn(3, 2, 5))[0].sum().backward()
+
+
+def test_files_with_one_storage():
+    """As of a module in shared memory: each weight has its own after loading."""
+    rnn = make()
+    state = rnn.share_memory().state_dict()
+    other = make()
+    other.load_state_dict(loaded(state), assign=True)
+    kept = loaded(state)
+    third = make()
+    third.load_state_dict(kept, assign=True)  # the file's tensors live on
+    for module in (other, third, loaded(rnn), pickle.loads(pickle.dumps(rnn))):
+        assert_flat(module)
+        assert torch.equal(module.flat_weight, rnn.flat_weight)
+        assert all(w.untyped_storage().nbytes() == w.nbytes for w in module.parameters())
+
+
+def test_flatten_parameters_in_forward():
+    """Code for nn.LSTM calls it there; tracers see nothing of it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = make()
+
+        def forward(self, x):
+            self.rnn.flatten_parameters()
+            return self.rnn(x)[0]
+
+    model, x = Model(), torch.randn(3, 2, 5)
+    expected = model(x)
+    for mode in ("real", "fake", "symbolic"):
+        traced = make_fx(lambda x: model(x), tracing_mode=mode, _allow_non_fake_inputs=True)(x)
+        torch.testing.assert_close(traced(x), expected)
+    traced = torch.jit.trace(model, (x,))
+    torch.testing.assert_close(traced(x), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    allow_tf32(True)  # torch.export does not run where TF32 is forbidden
+    for is_strict in (False, True):
+        exported = torch.export.export(model, (x,), strict=is_strict)
+        torch.testing.assert_close(exported.module()(x), expected)
+
+
+def test_under_fake_tensors():
+    rnn = make()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rnn.flatten_parameters()
+        rnn.load_state_dict(rnn.state_dict())
+        dir(rnn)
+        copy.deepcopy(rnn)
+    assert_flat(rnn)
+
+
+def test_negative_views_are_not_flat():
+    rnn = fusedrnn.GRU(5, 4)
+    zeros = torch.zeros_like(rnn.flat_weight)
+    with pytest.raises(ValueError, match="flat_grad must be"):
+        rnn.flat_grad = torch._neg_view(zeros)
+    for slot in rnn._slots:
+        getattr(rnn, slot.name).grad = torch._neg_view(slot.view(zeros))
+    assert rnn.flat_grad is None
+    for slot in rnn._slots:
+        getattr(rnn, slot.name).data = torch._neg_view(slot.view(zeros + 1))
+    with pytest.raises(RuntimeError, match="do not lie in one buffer"):
+        _ = rnn.flat_weight
+    rnn.flatten_parameters()
+    assert (rnn.flat_weight == -1).all()
+
+
 def test_neighbours_by_chance_are_not_flat():
     """Allocators may place tensors side by side, each of which can be freed alone."""
     rnn = make()
@@ -169,105 +272,3 @@ def test_every_attribute_that_is_listed_can_be_read():
         for name in dir(rnn):
             getattr(rnn, name)
     assert "flat_weight" in dir(make()) and "flat_weight" not in dir(rnn)
-
-
-# --- gradients ----------------------------------------------------------------------------------
-
-INPUT = torch.linspace(-1, 1, 6 * 2 * 5).reshape(6, 2, 5)
-
-
-def train(rnn):
-    (rnn(INPUT)[0] if rnn.return_sequence else rnn(INPUT)[1][0]).square().sum().backward()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bidirectional": True},
-        {"proj_size": 2},
-        {"bias": False},
-        {"num_layers": 3, "return_sequence": False},
-    ],
-    ids=str,
-)
-def test_gradients_of_a_layer_lie_side_by_side(options):
-    rnn = fusedrnn.LSTM(5, 4, **options)
-    assert rnn.flat_grad is None
-    for _ in range(2):  # the second one adds
-        train(rnn)
-        flat = rnn.flat_grad
-        assert flat.shape == rnn.flat_weight.shape and not flat.requires_grad
-        assert torch.equal(flat, torch.cat([w.grad.flatten() for w in rnn.parameters()]))
-    flat.mul_(2)
-    assert torch.equal(flat, torch.cat([w.grad.flatten() for w in rnn.parameters()]))
-    flat.zero_()
-    assert not any(w.grad.any() for w in rnn.parameters())
-
-
-def test_gradients_that_do_not():
-    rnn = make()
-    train(rnn)
-    assert rnn.flat_grad is None  # of two layers
-    rnn = fusedrnn.GRU(5, 4)
-    rnn.weight_hh_l0.requires_grad_(False)
-    train(rnn)
-    assert rnn.flat_grad is None  # one is frozen
-    rnn = fusedrnn.GRU(5, 4)
-    parametrizations.weight_norm(rnn, "weight_hh_l0")
-    train(rnn)
-    assert rnn.flat_grad is None
-    rnn = fusedrnn.GRU(5, 4)
-    train(rnn)
-    rnn.weight_hh_l0.grad = rnn.weight_hh_l0.grad.to_sparse()
-    assert rnn.flat_grad is None
-
-
-def test_training_by_flat_tensors():
-    """One tensor for an optimizer, an all-reduce or a norm, of any number of layers."""
-    rnn, other = make(bidirectional=True), make(bidirectional=True)
-    flat = rnn.flat_weight
-    rnn.flat_grad = flat.grad = torch.zeros_like(flat)
-    ours = torch.optim.Adam([flat], lr=0.1)
-    theirs = torch.optim.Adam(other.parameters(), lr=0.1)
-    for _ in range(3):
-        flat.grad.zero_()
-        other.zero_grad()
-        train(rnn)
-        train(other)
-        assert rnn.flat_grad.data_ptr() == flat.grad.data_ptr()
-        ours.step()
-        theirs.step()
-    torch.testing.assert_close(rnn.flat_weight, other.flat_weight)
-    rnn.flat_grad = None
-    assert rnn.flat_grad is None and all(w.grad is None for w in rnn.parameters())
-
-
-def test_gradients_that_are_set_have_versions_of_their_own():
-    rnn = make()
-    rnn.flat_grad = torch.zeros_like(rnn.flat_weight)
-    version = rnn.bias_hh_l1.grad._version
-    rnn.weight_ih_l0.grad.add_(1)
-    assert rnn.bias_hh_l1.grad._version == version
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "match"),
-    [
-        (1.0, TypeError, "must be a Tensor or None, got"),
-        (torch.zeros(3), ValueError, r"of shape \(336,\) .* got shape \(3,\)"),
-        (torch.zeros(336).double(), ValueError, "float32 on cpu, got .*float64"),
-        (torch.zeros(336, device="meta"), ValueError, "on cpu, got .* on meta"),
-        (torch.zeros(672)[::2], ValueError, "must be contiguous"),
-    ],
-)
-def test_wrong_flat_gradients(value, error, match):
-    rnn = make()
-    train(rnn)
-    before = [w.grad for w in rnn.parameters()]
-    with pytest.raises(error, match=match):
-        rnn.flat_grad = value
-    assert all(w.grad is g for w, g in zip(rnn.parameters(), before, strict=True))
-    parametrizations.weight_norm(rnn, "weight_hh_l1")
-    with pytest.raises(RuntimeError, match="cannot be set because weight_hh_l1 is not a plain"):
-        rnn.flat_grad = torch.zeros(336)

@@ -12,6 +12,8 @@ INPUT = torch.linspace(-1, 1, 6 * 2 * 3, dtype=torch.float64).reshape(6, 2, 3)
 class Foreign(torch.optim.Optimizer):
     """A step by a kernel that autograd knows nothing of, as other packages have them."""
 
+    __module__ = "apex.optimizers.fused_sgd"
+
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -80,12 +82,47 @@ def test_a_step_on_flat_tensors_counts():
         output.sum().backward()
 
 
-def test_a_compiled_step():
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_step(backend):
     rnn, other = (fusedrnn.GRU(3, 4).double() for _ in range(2))
     other.load_state_dict(rnn.state_dict())
-    for module, wrap in ((rnn, lambda f: torch.compile(f, backend="eager")), (other, lambda f: f)):
+    for module, wrap in ((rnn, lambda f: torch.compile(f, backend=backend)), (other, lambda f: f)):
         step = wrap(torch.optim.AdamW(module.parameters(), fused=True).step)
         for _ in range(2):
             module(INPUT)[0].sum().backward()
             step()
+        output, _ = module(INPUT)
+        step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
     torch.testing.assert_close(rnn.flat_weight, other.flat_weight)
+
+
+def test_optimizers_of_other_kinds_go_on():
+    """What is no optimizer of torch's form is not looked into; its own changes count as ever."""
+
+    class Other(torch.optim.Optimizer):
+        def __init__(self):
+            self.rnn = fusedrnn.GRU(3, 4)
+            self._patch_step_function()
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+            self.defaults = {}
+
+        def step(self):
+            return 5
+
+    assert Other().step() == 5
+    rnn = fusedrnn.GRU(3, 4).double()
+
+    class Waits(Foreign):
+        """Takes no step yet, as while it accumulates gradients."""
+
+        __module__ = "my.optimizers"
+
+        def step(self, closure=None):
+            pass
+
+    output, _ = rnn(INPUT)
+    output.sum().backward(retain_graph=True)
+    Waits(rnn.parameters(), 0.1).step()
+    output.sum().backward()
