@@ -229,7 +229,7 @@ def set_gradients(slots: Sequence[Slot], weights: Sequence[Tensor], flat: Any) -
         flat.shape == shape and _is_like(flat, first) and flat.is_contiguous()
     ):
         wanted = f"contiguous, of shape {shape} and {memory_kind(first)}"
-        got = f"shape {tuple(flat.shape)} and {memory_kind(flat)}"
+        got = f"shape {tuple(flat.shape)}, strides {flat.stride()} and {memory_kind(flat)}"
         raise ValueError(f"fusedrnn: flat_grad must be {wanted}, got {got}")
     for slot, weight in zip(slots, weights, strict=True):
         # .data, so that each has a version of its own.

@@ -169,7 +169,8 @@ class FlatModule(nn.Module):
         both its directions, side by side. For several layers, or for the same memory in each step,
         set it once: after ``rnn.flat_grad = torch.zeros_like(rnn.flat_weight)`` the ``grad`` of
         each weight is a part of that tensor, and backward adds to it. ``zero_grad`` sets gradients
-        to None by default; ``rnn.flat_grad.zero_()`` keeps them there. Writing to it changes them.
+        to None by default, and they are elsewhere afterwards; ``zero_grad(set_to_none=False)``
+        keeps them there. After converting, moving or copying the module, set it anew.
 
         Raises:
             TypeError, ValueError: It is set to something other than None or a contiguous 1-D tensor
@@ -190,9 +191,10 @@ class FlatModule(nn.Module):
         """Brings the weights into one buffer again, so that ``flat_weight`` is available.
 
         Never needed for a right or a fast ``forward``, and called wherever torch moves the weights
-        (``to``, ``copy.deepcopy``, unpickling, ``load_state_dict``). Call it after a weight was
-        replaced by hand. The parameters stay the same objects, so an optimizer made earlier stays
-        valid. Each weight gets a storage of its own in that buffer.
+        (``to``, ``copy.deepcopy``, unpickling, ``load_state_dict``). Call it after weights were
+        replaced by hand, or by ``from_pretrained`` of transformers. The parameters stay the same
+        objects, so an optimizer made earlier stays valid. Each weight gets a storage of its own in
+        that buffer.
 
         Does nothing if the weights are flat, or cannot be: on the meta device, sharded,
         parametrized, tied, of several dtypes, or in memory shared with other processes.

@@ -48,6 +48,7 @@ class GRU(RNNBase):
         bias_ih_l{k}, bias_hh_l{k}: (3 * hidden_size,).
         weight_ih_l{k}_reverse and so on: The same for the other direction.
         flat_weight: All weights as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.
@@ -169,6 +170,7 @@ class GRUCell(RNNCellBase):
         weight_hh: (3 * hidden_size, hidden_size); rows of r, u, n.
         bias_ih, bias_hh: (3 * hidden_size,).
         flat_weight: All of them as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.

@@ -53,6 +53,7 @@ class LSTM(RNNBase):
         weight_hr_l{k}: (proj_size, hidden_size), if proj_size is not 0.
         weight_ih_l{k}_reverse and so on: Those of the other direction.
         flat_weight: All of them as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:
         TypeError, ValueError: As :class:`GRU`; a ValueError too if proj_size is negative, or not
@@ -155,6 +156,7 @@ class LSTMCell(RNNCellBase):
         weight_hh: (4 * hidden_size, hidden_size); rows of i, f, g, o.
         bias_ih, bias_hh: (4 * hidden_size,).
         flat_weight: All of them as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:
         TypeError, ValueError: As :class:`GRUCell`.

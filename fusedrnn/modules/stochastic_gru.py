@@ -59,6 +59,7 @@ class StochasticGRU(RNNBase):
         bias_hz_l{k}: (2 * latent_size,).
         weight_ih_l{k}_reverse and so on: The same for the other direction.
         flat_weight: All weights as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     All are drawn from U(-1/sqrt(hidden_size), 1/sqrt(hidden_size)), as in torch.nn.GRU. Save
     modules and state dicts with ``torch.save``, which writes the shared memory once; plain
@@ -188,6 +189,7 @@ class StochasticGRUCell(RNNCellBase):
         bias_ih, bias_zh: (3 * hidden_size,).
         bias_hz: (2 * latent_size,).
         flat_weight: All of them as one 1-D tensor that shares their memory.
+        flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or dtype is not a torch.dtype.

@@ -42,7 +42,7 @@ _OF_MODULES |= {"date": _OF_MODULES["datetime"]}
 _NOTHING: frozenset[str] = frozenset()
 AS_INPUT = (
     "a program would take the same choice each time; make it before the call and pass it as an "
-    "input, as `forced = torch.rand(seq_len, batch) < p`, or draw by torch in the step"
+    "input, as `forced = torch.rand(seq_len, batch, 1) < p` for torch.where in the step"
 )
 """Why Python must not decide by chance, and what to do instead."""
 _NO_CHANCE: tuple[type, ...] = (io.IOBase, *weakref.ProxyTypes)

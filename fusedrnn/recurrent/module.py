@@ -208,8 +208,8 @@ class Recurrent(nn.Module):
                 one, which gets a gradient; or a sequence of states, (seq_len, batch, ...) each or
                 as ``batch_first`` has it. Of a state that is a dict it may have some keys: then
                 only those leaves are set. None for zeros.
-            generator: Where random numbers come from, whatever function draws them; torch's own
-                generator if None.
+            generator: Where random numbers come from, whatever function of torch draws them;
+                torch's own generator if None. Python's and NumPy's have seeds of their own.
 
         Returns:
             output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if

@@ -480,7 +480,7 @@ def test_what_is_another_value_each_time(name: str) -> None:
     x, h = torch.randn(3, 2, H), torch.zeros(2, H)
     states = random.getstate(), np.random.get_state(legacy=False)
     said = refused(Reads(read, held), x, h)
-    assert reason in said and "as `forced = torch.rand(seq_len, batch) < p`" in said
+    assert reason in said and "as `forced = torch.rand(seq_len, batch, 1) < p`" in said
     # What was tried has taken no number from the user.
     assert random.getstate() == states[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), states[1])
