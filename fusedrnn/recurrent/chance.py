@@ -32,7 +32,8 @@ _OF_MODULES = {
     "uuid": {"uuid1", "uuid4"},
     "random": {"Random", "SystemRandom"},
     "numpy": {"default_rng", "RandomState"},
-    "numpy.random": {"default_rng", "RandomState"},
+    "numpy.random": {"default_rng", "RandomState", "SeedSequence"}
+    | {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"},
 }
 """Functions and methods of Python modules, and classes of generators that a step may make. Draws
 from global generators show in their states, so only steps that do draw are refused; see

@@ -97,8 +97,13 @@ def _after_seed(
     mark, has_seed, seed = run.mark(in_python), run.noise.seed.is_drawn, run.noise.seed
     draws = OtherDraws()
     is_captured = not mark.random.torch  # and generators do not tell whether somebody draws
-    with draws if is_captured and seed.misses(run.device) else nullcontext():
-        result = take()
+    try:
+        with draws if is_captured and seed.misses(run.device) else nullcontext():
+            result = take()
+    except BaseException:
+        if seed.misses(run.device):  # then torch's own generator is as it was after the call
+            run.set_random_states(mark.random._replace(others=()))
+        raise
     if draws.found:
         raise RuntimeError(
             f"fusedrnn: the step draws by {draws.found} while a CUDA graph is captured, which "

@@ -25,6 +25,7 @@ from types import (
     FunctionType,
     MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any
@@ -186,7 +187,7 @@ class _Walk:
             self._function(value)
         elif kind is MethodType:
             self._has(value.__self__, value.__func__)
-        elif kind is BuiltinMethodType:
+        elif kind in (BuiltinMethodType, MethodWrapperType):
             own = value.__self__
             self._is(value.__name__)
             if isinstance(own, type | ModuleType):
@@ -288,8 +289,10 @@ class _Walk:
         for base in kind.__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
+                is_private = name.startswith("__") and not name.endswith("__")
+                known = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
                 with suppress(AttributeError):
-                    yield name, object.__getattribute__(value, name)
+                    yield name, object.__getattribute__(value, known)
 
     def _class(self, kind: type) -> None:
         """The class of an object, of which its methods are called."""

@@ -123,6 +123,19 @@ class Slots:
     a: float
 
 
+class Private:
+    __slots__ = ("__a",)
+
+    def __init__(self, a: float) -> None:
+        self.__a = a
+
+    def get(self) -> float:
+        return self.__a
+
+    def set(self, a: float) -> None:
+        self.__a = a
+
+
 class Kind(enum.Enum):
     ONE, TWO = 1.0, 2.0
 
@@ -215,6 +228,7 @@ partial in a list | [partial(scaled, scale=1.0)] | o[0](1.0) | o[0].keywords['sc
 argument of a partial | partial(max, [1.0]) | o() | o.args[0][0] = 2
 dataclass | Data() | o.a | o.a = 2.0
 slots | Slots(1.0) | o.a | o.a = 2.0
+private slots | Private(1.0) | o.get() | o.set(2.0)
 dataclass in dicts | [{'k': Data()}] | o[0]['k'].a | o[0]['k'].a = 2.0
 dataclass in others | deep(6) | deepest(o).a | deepest(o).a = 2.0
 list in a dict in an object | Data({'k': [1.0]}) | o.a['k'][0] | o.a['k'][0] = 2.0

@@ -449,6 +449,12 @@ CHANCE: dict[str, tuple[Number, Any, str]] = {
     "a class": (lambda o: Random().random(), None, "'Random' holds random.Random"),
     "NumPy's function": (lambda o: default_rng().random(), None, "holds numpy.random.default_rng"),
     "a count": (next, itertools.count(1), "holds an iterator (itertools.count)"),
+    "a method of a count": (lambda o: o(), itertools.count(1).__next__, "an iterator (itertools"),
+    "NumPy's bits in the step": (
+        lambda o: np.random.Generator(np.random.PCG64()).random(),
+        None,
+        "numpy.PCG64",
+    ),
     "a list's iterator": (next, iter([1.0] * 1000), "holds an iterator (list_iterator)"),
     "Python's own iterator": (next, forever(), "holds an iterator (generator)"),
     "a clock": (lambda o: 1 + 0 * time.time(), None, "time.time (test_refusals.py:"),

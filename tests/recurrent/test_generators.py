@@ -138,6 +138,23 @@ def test_what_later_steps_alone_draw_by_other_functions_is_refused(options: Any)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"mode": "replay"}], ids=str)
+def test_an_error_in_a_step_leaves_torchs_generator(options: Any, at: int) -> None:
+    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
+        made = h + torch.randint(3, h.shape)
+        c.count += 1
+        if c.count > at:
+            raise ArithmeticError
+        return made
+
+    rnn = fusedrnn.Recurrent(By(step, count=0), compile="never", **options)
+    before = torch.get_rng_state()
+    with pytest.raises(ArithmeticError):
+        rnn(torch.ones(T, B, H), torch.zeros(B, H), generator=generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_within_vmap_other_functions_are_refused() -> None:
     def drawn(xs: Tensor) -> Tensor:
         step = lambda h, x: (h, x + torch.randint(3, x.shape))  # noqa: E731
