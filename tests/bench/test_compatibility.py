@@ -30,7 +30,6 @@ WORKS_NOW = "this row works now, or others do not: see the list of known differe
 RECURRENT = "Recurrent"
 FIXED = "steps are taken one by one, as many as the example has"
 KNOWN_OF_RECURRENT = {
-    "inputs: lengths under a default device": "rows are counted on the default device",
     "autograd: selective checkpoint": "outputs are written in place, step by step",
     "autograd: parametrizations and pruning": "pruning sets an attribute in each step",
     "func: make_fx, symbolic": FIXED,

@@ -232,7 +232,7 @@ def test_layer_norm_of_large_numbers(dtype: torch.dtype) -> None:
     """Almost up to where squares overflow; the cube of the inverse root vanishes long before."""
     facts = torch.finfo(dtype)
     x = scaled(8, [facts.max**0.3, facts.max**0.4, facts.max**0.45], dtype)
-    run = Ran([f"torch.sin({text})" for text in (*NORMS, LENGTHS[1])], dtype)
+    run = Ran([f"torch.sin({text})" for text in NORMS], dtype)
     pairs = zip(run.by_program((x, x.clone())), run.by_torch((x, x.clone())), strict=True)
     for mine, right in pairs:
         torch.testing.assert_close(mine[0], right[0], rtol=0, atol=1e-5)
