@@ -23,11 +23,6 @@ def _stopped(x: Tensor) -> Tensor:
     return made
 
 
-def _inverse_root(x: Tensor) -> Tensor:
-    # The derivative of rsqrt has its cube, which vanishes for large x long before the derivative.
-    return 1 / torch.sqrt(x)
-
-
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +31,7 @@ def _layer_norm(
     var = (centred * centred).mean(dims, keepdim=True)
     # NaN where squares overflow, as torch has it where the width is a multiple of its vectors'; the
     # root alone would make all numbers 0.
-    rstd = _inverse_root(var + eps) + _stopped(var * 0.0)
+    rstd = torch.rsqrt(var + eps) + _stopped(var * 0.0)
     y = centred * rstd
     if weight is not None:
         y = y * weight
@@ -63,8 +58,9 @@ def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = _inverse_root((x * x).mean(dims, keepdim=True) + eps)
+    rstd = torch.rsqrt(
+        (x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
     y = x * rstd
     return (y if weight is None else y * weight), rstd
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .variables import Variables
 
 _CLOCKS = "time monotonic perf_counter process_time thread_time clock_gettime"
+_OF_NUMPY = {"default_rng", "RandomState", "SeedSequence"}
+_OF_NUMPY |= {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}
 _OF_MODULES = {
     "time": {*_CLOCKS.split(), *(f"{name}_ns" for name in _CLOCKS.split())}
     | {"localtime", "gmtime", "ctime", "asctime", "strftime"},
@@ -31,9 +33,8 @@ _OF_MODULES = {
     | {"SystemRandom"},
     "uuid": {"uuid1", "uuid4"},
     "random": {"Random", "SystemRandom"},
-    "numpy": {"default_rng", "RandomState"},
-    "numpy.random": {"default_rng", "RandomState", "SeedSequence"}
-    | {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"},
+    "numpy": _OF_NUMPY,
+    "numpy.random": _OF_NUMPY,
 }
 """Functions and methods of Python modules, and classes of generators that a step may make. Draws
 from global generators show in their states, so only steps that do draw are refused; see

@@ -227,20 +227,6 @@ def test_squares_that_overflow_or_vanish(dtype: torch.dtype, width: int) -> None
                 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_layer_norm_of_large_numbers(dtype: torch.dtype) -> None:
-    """Almost up to where squares overflow; the cube of the inverse root vanishes long before."""
-    facts = torch.finfo(dtype)
-    x = scaled(8, [facts.max**0.3, facts.max**0.4, facts.max**0.45], dtype)
-    run = Ran([f"torch.sin({text})" for text in NORMS], dtype)
-    pairs = zip(run.by_program((x, x.clone())), run.by_torch((x, x.clone())), strict=True)
-    for mine, right in pairs:
-        torch.testing.assert_close(mine[0], right[0], rtol=0, atol=1e-5)
-        size = x.abs().amax(-1, keepdim=True)  # of which gradients are the inverse
-        assert (right[1] * size).abs().max() > 0.1
-        torch.testing.assert_close(mine[1] * size, right[1] * size, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("width", [3, 8, 13, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_layer_norm_of_numbers_whose_squares_overflow(dtype: torch.dtype, width: int) -> None:

@@ -19,7 +19,7 @@ from layouts import shifted, transposed, with_gaps, with_wide_rows
 from speed_sizes import CELLS
 
 import fusedrnn
-from fusedrnn import _ops, reference, tuning
+from fusedrnn import _ops, checks, reference, tuning
 
 pytestmark = pytest.mark.slow  # compiles all of csrc/cuda
 
@@ -72,11 +72,22 @@ def gpu(monkeypatch):
             patch.setattr(tuning.switches, "exchange_by_flags", by_flags)
             patch.setattr(tuning.switches, "overlap_chunks", overlap)
             patch.setattr(tuning.switches, "replay_chunks", replay)
+            patch.setattr(checks, "lengths", lengths_on_the_host)
             found = results(layout(on_gpu(case.tensors(), case)), case)
         call.launches, call.cooperative, call.gemms, call.replays, call.waits = operators.counts()
         assert operators.take_notes() == ""
         assert operators.last_error() == 0
         return found
+
+    check_lengths = checks.lengths
+
+    def lengths_on_the_host(*arguments):
+        """A copy of lengths stays on the CPU, as they do."""
+        operators.use_gpu_memory(False)
+        try:
+            return check_lengths(*arguments)
+        finally:
+            operators.use_gpu_memory(True)
 
     def on_gpu(arguments, case):
         arguments = arguments.to(case.dtype)
