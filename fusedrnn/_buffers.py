@@ -9,6 +9,7 @@ of these lie side by side in one allocation, which lives as long as one of them.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -163,6 +164,14 @@ class FlatBuffer:
 _buffers: dict[int, FlatBuffer] = {}
 _least_to_clean = 256
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # a thread that has it is not in the child
 
 
 def remember(buffer: FlatBuffer, weights: Sequence[Tensor]) -> None:

@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import os
 import pickle
+import signal
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -264,6 +266,18 @@ def test_what_is_known_of_memory_is_forgotten():
     for _ in range(200):
         make()
     assert len(_buffers._buffers) < 1000
+
+
+def test_a_process_that_is_forked_while_a_thread_makes_a_module():
+    from fusedrnn import _buffers
+
+    with _buffers._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            make()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_every_attribute_that_is_listed_can_be_read():
