@@ -313,17 +313,11 @@ def step(
 
     -> h, and c, which is empty if the cell has no cell state. States that are None are zero.
     """
-    results: tuple[Tensor, Tensor] = call_operator(
-        _library.operators.step,
-        CELLS[cell].index,
-        input,
-        hx,
-        cx,
-        list(weights),
-        eps=eps,
-        seed=seed,
-        tuning=tuning,
-    )
+    others: dict[str, Any] = {}  # named arguments take a tenth of a small step's time
+    if eps is not None or seed is not None or tuning != 0:
+        others = {"eps": eps, "seed": seed, "tuning": tuning}
+    arguments = (CELLS[cell].index, input, hx, cx, weights)
+    results: tuple[Tensor, Tensor] = call_operator(_library.operators.step, *arguments, **others)
     return results
 
 

@@ -209,7 +209,8 @@ class RNNCellBase(FlatModule):
         self.reset_parameters()
 
     def _sizes(self) -> Sizes:
-        latent_size = getattr(self, "latent_size", 0)
+        # By facts, since a module takes a microsecond to find that it lacks an attribute.
+        latent_size = self.latent_size if CELLS[self._cell].has_latent else 0
         return Sizes(self.input_size, self.hidden_size, latent_size, self.hidden_size)
 
     def _layout(self) -> Layout:
