@@ -195,6 +195,7 @@ class Backward : Pass<Backend> {
       start_gradient(i, chunk, buffers.sequence_gradients[i]);
     }
     clear_chunk(chunk);
+    clear_vectors(chunk, buffers);
   }
   void start_gradient(size_t i, const Chunk& chunk, T* copy) {
     const Sequence<const T>& given = gradients_.sequences[i];
@@ -237,6 +238,23 @@ class Backward : Pass<Backend> {
       if (!flow_.carries[j].gradient.is_zeroed || !d_before_[j].is_compact()) continue;
       clear_rows<A>(d_before_[j], program_.carries[j].width, chunk, whole);
     }
+  }
+  // Zeroes the gradients of vectors that steps add to.
+  void clear_vectors(const Chunk& chunk, const Buffers& buffers) {
+    for (size_t s = 0; s < program_.stages.size(); ++s) {
+      const Stage& stage = program_.stages[s];
+      if (!Buffers::adds_steps(stage)) continue;
+      for (size_t i = 0; i < stage.inputs.size(); ++i) {
+        O* const rows = buffers.vector_gradients[s][i];
+        if (rows != nullptr) backend_.zero(vector_rows<O>(rows, stage, i, chunk));
+      }
+    }
+  }
+  // The rows of the gradient of input i of a stage, which is a vector.
+  template <class P>
+  Matrix<P> vector_rows(P* data, const Stage& stage, size_t i, const Chunk& chunk) const {
+    const int64_t rows = Buffers::vector_rows(stage, chunk.steps, chunk.batch, chunk.rows());
+    return Matrix<P>::contiguous(data, rows, stage.inputs[i].columns(stage.width));
   }
   // Zeroes gradients of one step that are added to.
   void clear_step(const Chunk& chunk, int64_t s) {
@@ -396,15 +414,23 @@ class Backward : Pass<Backend> {
       }
       StageIn& in = args.in[i];
       Rows rows = gradient_rows(from);
-      int64_t column = from.offset;
+      int64_t column = from.offset, first = span.first;
+      bool adds = flow_.stage_adds[index][i];
       if (from.source == Source::Vector) {
-        rows = compact(buffers.vector_gradients[index][i], stage.inputs[i].columns(stage.width));
+        O* const memory = buffers.vector_gradients[index][i];
+        const int64_t columns = stage.inputs[i].columns(stage.width);
+        rows = compact(memory, columns);
+        if (Buffers::adds_steps(stage)) {
+          rows = rows_at(memory, columns, call_.batch * columns);
+          first /= Buffers::kAddedSteps;
+          adds = true;
+        }
         column = 0;
       }
-      in.gradient = rows.at(chunk, span.first, column);
+      in.gradient = rows.at(chunk, first, column);
       in.gradient_stride = rows.stride;
       in.gradient_is_storage = rows.is_storage;
-      in.adds = flow_.stage_adds[index][i];
+      in.adds = adds;
     }
     backend_.stage(call_.stages, int64_t(index), true, args, chunk.rows(span));
   }
@@ -488,29 +514,31 @@ class Backward : Pass<Backend> {
   void vector_gradients(const Chunk& chunk, const Buffers& buffers) {
     ColumnSums<O> sums{};
     sums.accumulate = true;
-    const auto add = [&](const Rows& rows, int64_t columns, A* to) {
-      sums.add(rows.matrix<const O>(chunk, chunk.whole(), 0, columns), to);
-      if (sums.count < ColumnSums<O>::kMost) return;
-      backend_.column_sums(sums);
+    const auto finish = [&] {
+      if (sums.count > 0) backend_.column_sums(sums);
       sums.count = 0;
+    };
+    const auto add = [&](const Matrix<const O>& rows, A* to) {
+      if (sums.count == ColumnSums<O>::kMost || rows.rows != sums.rows) finish();
+      sums.add(rows, to);
     };
     for (size_t a = 0; a < d_arrays_.size(); ++a) {
       const Array& array = program_.arrays[a];
       if (!array.has_bias() || gradients_.vectors[size_t(array.bias)] == nullptr) continue;
-      add(d_arrays_[a], array.columns, gradients_.vectors[size_t(array.bias)]);
+      add(d_arrays_[a].matrix<const O>(chunk, chunk.whole(), 0, array.columns),
+          gradients_.vectors[size_t(array.bias)]);
     }
     for (size_t s = 0; s < program_.stages.size(); ++s) {
       const Stage& stage = program_.stages[s];
       for (size_t i = 0; i < stage.inputs.size(); ++i) {
-        O* const rows = buffers.vector_gradients[s][i];
+        const O* const rows = buffers.vector_gradients[s][i];
         if (rows == nullptr) continue;
         const Operand& vector = stage.inputs[i].operand;
-        const int64_t columns = stage.inputs[i].columns(stage.width);
-        add(compact(rows, columns), columns,
+        add(vector_rows(rows, stage, i, chunk),
             gradients_.vectors[size_t(vector.index)] + vector.offset);
       }
     }
-    if (sums.count > 0) backend_.column_sums(sums);
+    finish();
   }
   // Copies the gradient of an input to the user's memory.
   void input_gradient(size_t i, const Chunk& chunk) {

@@ -154,7 +154,7 @@ struct Workspace {
     std::vector<A*> carries_after, carry_gradients, carry_gradients_before;
     std::vector<A*> input_gradients;
     std::vector<T*> sequence_gradients;             // copies
-    std::vector<std::vector<O*>> vector_gradients;  // of each input of each stage
+    std::vector<std::vector<O*>> vector_gradients;  // of each input of each stage: vector_rows()
 
     Backward(const Call<T>& call, const Gradients<T>& gradients, Arena& arena)
         : Buffers(call, true, scratch_needs(call, gradients), arena) {
@@ -162,6 +162,9 @@ struct Workspace {
       take_values(call, arena);
       take_carries(call, arena);
       const int64_t rows = times(call.chunk, call.batch);
+      const auto vector_numbers = [&](const Stage& stage, const StageInput& input) {
+        return times(vector_rows(stage, call.chunk, call.batch, rows), input.columns(stage.width));
+      };
       for (size_t i = 0; i < call.inputs.size(); ++i) {
         const bool is_needed = gradients.inputs[i] != nullptr && !input_gradient_is_ready(call);
         input_gradients.push_back(is_needed ? arena.take<A>(times(rows, call.inputs[i].width))
@@ -177,10 +180,23 @@ struct Workspace {
         for (const StageInput& input : stage.inputs) {
           const bool is_needed = input.operand.source == Source::Vector &&
                                  gradients.vectors[size_t(input.operand.index)] != nullptr;
-          of_stage.push_back(is_needed ? arena.take<O>(times(rows, input.columns(stage.width)))
-                                       : nullptr);
+          of_stage.push_back(is_needed ? arena.take<O>(vector_numbers(stage, input)) : nullptr);
         }
       }
+    }
+
+    // Whether backward adds up the gradients of a stage's vectors over steps as it does these, so
+    // that they need a part of the memory and stay in the cache.  Not in 16 bits, which would round
+    // each sum.
+    static bool adds_steps(const Stage& stage) {
+      return std::is_same_v<O, A> && stage.phase == Phase::Step;
+    }
+    // Steps [i kAddedSteps, (i + 1) kAddedSteps) of a chunk add up in the same rows.  Few, because
+    // a sum of many numbers one by one would round more than sums of sums.
+    static constexpr int64_t kAddedSteps = 16;
+    // How many rows the gradients of a stage's vectors have in a chunk of `rows` rows.
+    static int64_t vector_rows(const Stage& stage, int64_t steps, int64_t batch, int64_t rows) {
+      return adds_steps(stage) ? times((steps + kAddedSteps - 1) / kAddedSteps, batch) : rows;
     }
 
     // Whether a value is in a sequence, is not read, or is only a part of the carry of the next

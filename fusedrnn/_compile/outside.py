@@ -80,6 +80,7 @@ class Outside:
         """
         self._module, self._constants = module, constants
         self._weights, self._vectors, self._inputs = weights, vectors, inputs
+        self._cuts = _cuts(vectors)
         self._held: dict[tuple[str | int, torch.device], Tensor] = {}
         """What :meth:`hold_on` has copied, by name, or by the number of a vector."""
 
@@ -155,13 +156,25 @@ class Outside:
         flat = evaluate(columns.source).reshape(-1).to(evaluate.dtype)
         first, count = columns.first, columns.width
         if columns.step == 1:
-            return flat if count == flat.numel() else flat.narrow(0, first, count)
+            return flat if count == flat.numel() else self._cut(columns, flat, evaluate)
         if columns.step == 0:
             return flat.narrow(0, first, 1).expand(count)
         places = evaluate.held.get(number)
         if places is None:
             places = torch.tensor(columns.places, device=flat.device)
         return flat.index_select(0, places)
+
+    def _cut(self, columns: Columns, flat: Tensor, evaluate: _Evaluation) -> Tensor:
+        widths = self._cuts[columns.source]
+        if sum(widths.values()) != flat.numel():
+            return flat.narrow(0, columns.first, columns.width)
+        # At once: gradients of parts are put together at once, too, where each narrow() would add
+        # one of the whole.
+        parts = evaluate.parts.get(columns.source)
+        if parts is None:
+            parts = flat.split(list(widths.values()))
+            evaluate.parts[columns.source] = parts
+        return parts[list(widths).index(columns.first)]
 
     def _bias(self, vector: Bias, evaluate: _Evaluation) -> Tensor:
         total: Tensor | None = None
@@ -236,6 +249,26 @@ class Outside:
         )
 
 
+def _cuts(vectors: Sequence[Bias | Columns]) -> dict[fx.Node, dict[int, int]]:
+    """Of each tensor that vectors are parts of: where these begin, and how wide they are.
+
+    Nothing where they are not side by side from the first number on.
+    """
+    parts: dict[fx.Node, set[tuple[int, int]]] = {}
+    for vector in vectors:
+        if isinstance(vector, Columns) and vector.step == 1:
+            parts.setdefault(vector.source, set()).add((vector.first, vector.width))
+    found: dict[fx.Node, dict[int, int]] = {}
+    for source, pairs in parts.items():
+        end, found[source] = 0, dict(sorted(pairs))
+        for first, width in sorted(pairs):
+            if first != end:
+                found[source] = {}
+                break
+            end += width
+    return found
+
+
 class _Evaluation:
     """Values of nodes of a graph of constants, each made when somebody asks."""
 
@@ -252,6 +285,8 @@ class _Evaluation:
             held: What is on the device already; see :meth:`Outside.hold_on`.
         """
         self.held, self.dtype, self.device = held, dtype, device
+        self.parts: dict[fx.Node, tuple[Tensor, ...]] = {}
+        """Of vectors that are parts of one tensor."""
         self._known: dict[fx.Node, Any] = {}
         left = iter(constants)
         for node in module.graph.nodes:

@@ -173,8 +173,7 @@ class _Backward:
         now = arguments.of_part(part, [x.detach() for x in inputs], state, *given)
         kept = self._kept(now)
         of_inputs = [x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs]
-        of_weights, of_vectors = map(self._of_weight, weights), map(self._of_vector, vectors)
-        sums = [*of_weights, *of_vectors]
+        sums = [*map(self._of_weight, weights), *self._of_vectors(vectors)]
         of_before = [
             leaf.new_empty(leaf.shape) if need or index else self._nothing
             for leaf, need in zip(arguments.state, self._needs.state, strict=True)
@@ -216,10 +215,25 @@ class _Backward:
         terms, columns = weight.shape
         return weight.new_empty((columns, terms), dtype=self._no_sums.dtype).t()
 
-    def _of_vector(self, vector: Tensor) -> Tensor:
-        if not vector.requires_grad:
-            return self._no_sums
-        return vector.new_empty(vector.shape, dtype=self._no_sums.dtype)
+    def _of_vectors(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Memory for gradients of vectors, one for all parts of larger tensors.
+
+        Only for these, whose gradients autograd puts together in new memory; that of another one
+        may become a leaf's as it is, and would keep all of the memory.
+        """
+        are_parts = [
+            v.requires_grad and v._base is not None and v._base.numel() > v.numel() for v in vectors
+        ]
+        widths = [v.numel() for v, is_part in zip(vectors, are_parts, strict=True) if is_part]
+        parts = iter(self._no_sums.new_empty(sum(widths)).split(widths) if widths else ())
+        return [
+            next(parts)
+            if is_part
+            else self._no_sums.new_empty(v.shape)
+            if v.requires_grad
+            else self._no_sums
+            for v, is_part in zip(vectors, are_parts, strict=True)
+        ]
 
     def _of_sequences(
         self, given: Sequence[Tensor | None], sequences: Sequence[Tensor], part: Part

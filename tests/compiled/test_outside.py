@@ -107,3 +107,19 @@ def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatc
     device = torch.device("cpu")
     assert ready.with_library(program, None, device, lambda *_: None) is program
     assert held == [device]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_of_parts_over_many_steps(batch: int) -> None:
+    """Steps add up in memory of their own, and all parts of a weight become one gradient."""
+    torch.manual_seed(0)
+    case = next(case for case in CASES if case.name == "LayerNormLSTM")
+    cell = case.cell(H, batch, device="cpu").double()
+    x = torch.randn(40, batch, H, dtype=torch.float64)
+    state = cell.initial_state(batch)
+    found = []
+    for rnn in (fusedrnn.Recurrent(cell, compile=how) for how in ("never", "require")):
+        loss = rnn(x, state)[0].square().sum()
+        found.append(torch.autograd.grad(loss, [*cell.parameters()]))
+    for expected, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, expected)
