@@ -2,7 +2,7 @@
 
 Training, training with ``recompute=False`` and forward under no_grad, of LSTM and GRU in float32,
 with one thread and with two. Both are interleaved in one process, and a number is the median of the
-rounds' ratios. All of it takes about 20 minutes on two cores. A sequence is the shorter the larger
+rounds' ratios. All of it takes about ten minutes on two cores. A sequence is the shorter the larger
 its steps are, so the tables say T too.
 """
 
@@ -31,8 +31,8 @@ TRAINING, SAVED, INFERENCE = "training", "training, recompute=False", "inference
 WORST = {TRAINING: 1.05, SAVED: 1.0, INFERENCE: 1.0}
 MEDIAN = 0.9
 LENGTHS = (8, 16, 32, 64, 128, 256)
-# Multiply-adds of forward in a call: a training step of these takes a few tens of milliseconds.
-CALL_PRODUCTS = 5e8
+# Multiply-adds of forward in a call: a training step of these takes about a tenth of a second.
+CALL_PRODUCTS = 2e9
 ROUNDS, ROUNDS_QUICK, BUDGET_S = 15, 3, 0.8
 
 
