@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import sys
 import time
@@ -36,6 +37,7 @@ from bench import (
     packed,
     report,
     speed,
+    speed_map,
     steps,
     sweep,
     worker,
@@ -131,10 +133,13 @@ def test_what_the_short_form_leaves_out_is_said() -> None:
     assert report._left_out(said).endswith("measured by python -m bench --all: a, b")
 
 
+SPEED_MAP = speed_map.report({}).name  # has the name of the processor
 ALONE = [
     ("chunks", [], "chunks", ["automatic", "16", "32", "64", LSTM]),
     ("packed", [], "packed", [*packed.MODULES]),
     ("numerics", [], "numerics", [*numerics.CELLS]),
+    ("speed_map", ["--threads", "1"], SPEED_MAP, None),
+    ("products", [], "products", None),
     ("train_text", ["--steps", "2", "--cell", "ours"], "train_text", [OURS]),
     # torch lacks an LSTM in 16 bits for some processors
     ("train_text", ["--steps", "2", "--dtype", "bfloat16"], "train_text_bfloat16", None),
@@ -159,10 +164,16 @@ def test_a_benchmark_alone(
         report.main([module.run], None, add_options)
     found = check_file(tmp_path, file)
     assert found["environment"]["command"].startswith(f"python -m bench.{name} --quick")
-    measured = [row["cell"] for row in found.get("rows", ())]  # of numerics
-    measured = measured or found.get("cells") or found["cases"][0]["contenders"]
-    assert rows is None or [*dict.fromkeys(measured)] == rows
+    if rows is not None:
+        measured = [row["cell"] for row in found.get("rows", ())]  # of numerics
+        measured = measured or found.get("cells") or found["cases"][0]["contenders"]
+        assert [*dict.fromkeys(measured)] == rows
     assert name != "numerics" or all(target["passed"] for target in found["targets"])
+    if name == "speed_map":
+        assert [(of["cell"], of["mode"]) for of in found["maps"]] == [
+            *itertools.product(speed_map.CELLS, speed_map.WORST)
+        ]
+        assert all(len(of["rows"]) == 4 for of in found["maps"])
     if name == "any_cell":
         peaks = found["cells"]["LateResetGRU"]
         assert peaks["Recurrent, loop"]["peak_ratio"] < peaks["plain loop"]["peak_ratio"] == 1
