@@ -2,6 +2,7 @@
 #pragma once
 #include "../base/arena.h"
 #include "../base/scalar.h"
+#include "step.h"
 
 namespace fusedrnn::cpu {
 
@@ -13,6 +14,8 @@ struct Memory {
   using O = A;
   static constexpr bool kReplays = false, kGemmRounds = false;
   static constexpr bool kPersistent = false;
+  // Whether weights that steps multiply are packed; see cpu/step.h.
+  static constexpr bool kPacks = true;
 
   static int64_t scratch_bytes(const ScratchNeeds& /*needs*/) { return 0; }
 };

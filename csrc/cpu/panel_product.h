@@ -28,9 +28,37 @@ struct PanelProduct {
     }
   }
 
+  // Copies all of b to panels, one after the other: b.rows * kColumns numbers for each
+  // kColumns columns.  Columns [first, last), where first begins a panel.
+  static void pack(const Matrix<const A>& b, A* to, int64_t first, int64_t last) {
+    for (int64_t c = first; c < last; c += kColumns) {
+      copied(b.column_range(c, least(kColumns, last - c)), to + c * b.rows);
+    }
+  }
+  // The columns [first, last) of out (+)= a b, for a b that is packed.  The bits are those of
+  // all().
+  static void packed(const Matrix<A>& out, const Matrix<const A>& a, const A* panels,
+                     bool accumulate, int64_t first, int64_t last) {
+    for (int64_t c = first; c < last; c += kColumns) {
+      const int64_t count = least(kColumns, last - c),
+                    width = (count + kWidth - 1) / kWidth * kWidth;
+      const A* panel = panels + c * a.columns;
+      for (int64_t k = 0; k < a.columns; k += kTerms) {
+        const int64_t terms = least(kTerms, a.columns - k);
+        multiply(out.column_range(c, count), a.column_range(k, terms), false,
+                 Matrix<const A>::contiguous(panel + k * width, terms, width), accumulate || k > 0);
+      }
+    }
+  }
+
  private:
   typedef A Vector __attribute__((vector_size(4 * kLanes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
+#if defined(__x86_64__)
+  static constexpr bool kHasManyRegisters = kLanes == 16;  // 32 and not 16
+#else
+  static constexpr bool kHasManyRegisters = true;
+#endif
   static constexpr int kVectors = 4;  // of a row of a panel
   static constexpr int64_t kColumns = kVectors * kWidth;
   static constexpr int64_t kTerms = 128;  // the most that are added one after another
@@ -38,7 +66,7 @@ struct PanelProduct {
   static constexpr int64_t kFar = 4096 / sizeof(A);
   // The number of sums for which the instruction set has registers, in addition to two vectors of
   // factors.
-  static constexpr int kSums = kLanes == 16 ? 16 : kLanes == 8 ? 12 : 8, kRows = kSums / 2;
+  static constexpr int kSums = kHasManyRegisters ? 24 : 12, kRows = 6;
   // The size of one strip of kRows rows.  It is no multiple of a power of two that would map strips
   // to the same lines of a cache.
   static constexpr int64_t kStripSize = kTerms * kRows + kWidth;
@@ -93,7 +121,9 @@ struct PanelProduct {
           v[i] = load_first(b.data + column * b.column_stride + k, b.rows - k);
         }
         transpose<1>(v);
-        for (int64_t i = 0; i < kWidth; ++i) store_first(to + (k + i) * columns + c, v[i], kWidth);
+        for (int64_t i = 0; i < least(kWidth, b.rows - k); ++i) {
+          store_first(to + (k + i) * columns + c, v[i], kWidth);
+        }
       }
     }
     return Matrix<const A>::contiguous(to, b.rows, columns);
@@ -138,11 +168,15 @@ struct PanelProduct {
   static void multiply(const Matrix<A>& out, const Matrix<const A>& a, bool has_strips,
                        const Matrix<const A>& b, bool accumulate) {
     alignas(64) A strips[kStrips * kStripSize];
-    for (int64_t first = 0; first < a.rows; first += kStrips * kRows) {
-      const int64_t end = least(a.rows, first + kStrips * kRows);
+    const int64_t group = has_strips ? kStrips * kRows : a.rows;
+    for (int64_t first = 0; first < a.rows; first += group) {
+      const int64_t end = least(a.rows, first + group);
       if (has_strips) copy_strips(a.row_range(first, end - first), strips);
-      for (int64_t r = first; r < end; r += kRows) {
-        const int64_t rows = least(kRows, end - r);
+      // Without copies, strips are about equally high: 4 and 4 rows take less time than 6 and 2.
+      const int64_t height = end - first, strips_left = (height + kRows - 1) / kRows;
+      const int64_t even = has_strips ? kRows : (height + strips_left - 1) / strips_left;
+      for (int64_t r = first; r < end; r += even) {
+        const int64_t rows = least(even, end - r);
         const A* copy = strips + (r - first) / kRows * kStripSize;
         strip<kRows>(
             out.row_range(r, rows),
@@ -176,27 +210,46 @@ struct PanelProduct {
     in_registers<kCount, kAtOnce>(out, a, b, accumulate);
   }
 
-  // A function of its own, so that the compiler keeps exactly these sums in registers.
+  // A function of its own, so that the compiler keeps exactly these sums in registers.  All loops
+  // but that over the terms are unrolled before the compiler decides what is kept in memory.
   template <int kCount, int kAtOnce>
   __attribute__((noinline)) static void in_registers(const Matrix<A>& out, const Matrix<const A>& a,
                                                      const Matrix<const A>& b, bool accumulate) {
-    Vector sum[kCount][kAtOnce] = {};
-    for (int64_t k = 0; k < a.columns; ++k) {
-      const A* factors = b.data + k * b.row_stride;
+    constexpr std::make_integer_sequence<int, kCount> kAllRows;
+    constexpr std::make_integer_sequence<int, kAtOnce> kAllVectors;
+    Vector sum[kCount][kAtOnce];
+    for_each(kAllRows, [&](auto r) __attribute__((always_inline)) {
+      for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) { sum[r][j] = Vector{}; });
+    });
+    const int64_t row_stride = a.row_stride, column_stride = a.column_stride, stride = b.row_stride;
+    const A *term = a.data, *factors = b.data;
+    for (int64_t k = 0; k < a.columns; ++k, term += column_stride, factors += stride) {
       Vector factor[kAtOnce];
-      for (int j = 0; j < kAtOnce; ++j) factor[j] = load_whole(factors + j * kWidth);
-      for (int r = 0; r < kCount; ++r) {
-        const A term = a.data[r * a.row_stride + k * a.column_stride];
-        for (int j = 0; j < kAtOnce; ++j) sum[r][j] += term * factor[j];
-      }
+      for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) {
+        factor[j] = load_whole(factors + j * kWidth);
+      });
+      for_each(kAllRows, [&](auto r) __attribute__((always_inline)) {
+        const A x = term[r * row_stride];
+        for_each(kAllVectors,
+                 [&](auto j) __attribute__((always_inline)) { sum[r][j] += x * factor[j]; });
+      });
     }
-    for (int r = 0; r < kCount; ++r) {
-      for (int j = 0; j < kAtOnce; ++j) {
-        A* const to = out.data + r * out.row_stride + j * kWidth;
-        const int64_t count = out.columns - j * kWidth;
-        store_first(to, accumulate ? sum[r][j] + load_first(to, count) : sum[r][j], count);
-      }
-    }
+    A* to = out.data;
+    const int64_t last = out.columns - (kAtOnce - 1) * kWidth;
+    for_each(kAllRows, [&](auto r) __attribute__((always_inline)) {
+      for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) {
+        const int64_t count = j + 1 < kAtOnce ? kWidth : last;
+        A* const place = to + j * kWidth;
+        if (accumulate) sum[r][j] += load_first(place, count);
+        store_first(place, sum[r][j], count);
+      });
+      to += out.row_stride;
+    });
+  }
+
+  template <int... I, class F>
+  FUSEDRNN_HD static void for_each(std::integer_sequence<int, I...>, const F& f) {
+    (f(std::integral_constant<int, I>{}), ...);
   }
 };
 

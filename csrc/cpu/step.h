@@ -27,6 +27,14 @@ struct ProductRows {
 constexpr int64_t kLargeBytes = 512 << 10;
 constexpr int64_t kProductColumns = 16, kTileRows = 128, kTileColumns = 64;
 
+// The least steps of a sequence for which weights that single steps multiply are packed: they are
+// then copied once in a call, and not read across their rows in each step.
+constexpr int64_t kPackedSteps = 8;
+// The numbers of a packed weight, by which plans count.
+FUSEDRNN_HD int64_t packed_numbers(int64_t terms, int64_t columns) {
+  return terms * ((columns + kTileColumns - 1) / kTileColumns * kTileColumns);
+}
+
 template <class T>
 struct Kernels {
   void (*forward)(StageKind, const Forward<T>&, int64_t first_row, int64_t last_row);
@@ -48,6 +56,10 @@ struct Kernels {
   // out (+)= a b, all of it.
   void (*panel_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                         const Matrix<const Acc<T>>& b, bool accumulate);
+  // A weight b as panels, and the columns [first, last) of out (+)= a b for such a b.
+  void (*pack)(const Matrix<const Acc<T>>& b, Acc<T>* to, int64_t first, int64_t last);
+  void (*packed_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
+                         const Acc<T>* panels, bool accumulate, int64_t first, int64_t last);
   ProductRows product_rows;
 };
 
@@ -76,6 +88,12 @@ FUSEDRNN_HD Isa widest_isa() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::Avx2;
 #endif
   return Isa::Baseline;
+}
+
+// Without wide vectors, torch has the products.
+FUSEDRNN_HD bool packs(int64_t seq_len, int64_t terms, int64_t columns) {
+  return seq_len >= kPackedSteps && terms > 0 && columns >= kProductColumns &&
+         widest_isa() != Isa::Baseline;
 }
 
 template <class T>

@@ -14,7 +14,7 @@ struct Memory {
   using T = Element;
   using A = Acc<T>;
   using O = T;  // GEMMs accumulate in A and write either T or A
-  static constexpr bool kReplays = true, kGemmRounds = true;
+  static constexpr bool kReplays = true, kGemmRounds = true, kPacks = false;
   // Whether there are kernels for whole chunks, in each pass.
   static constexpr bool kPersistent = std::is_same_v<A, float>;
 

@@ -19,9 +19,9 @@ class BackwardPass : LayerPass<Backend> {
   using BackwardBuffers = typename Space::Backward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
-      Base::prepare, Base::input_rows, Base::unpack, Base::pack, Base::apply_dropout, Base::rows_of,
-      Base::output_sequence, Base::noise, Base::weight, Base::from_row, Base::output_from,
-      Base::apply_first_reset;
+      Base::prepare, Base::multiply_step, Base::input_rows, Base::unpack, Base::pack,
+      Base::apply_dropout, Base::rows_of, Base::output_sequence, Base::noise, Base::weight,
+      Base::from_row, Base::output_from, Base::apply_first_reset;
   using Base::kTensorIsOperand;
 
  public:
@@ -32,7 +32,7 @@ class BackwardPass : LayerPass<Backend> {
   void run(const Gradients<T>& gradients, const A* saved_gates, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
-    prepare(buffers);
+    prepare(buffers, true);
     has_weight_gradients_ = gradients.adds_to_weights;
     start_gradient(buffers.dh, gradients.h_n, output());
     if (layer_.has_cell_state()) start_gradient(buffers.dc, gradients.c_n, hidden());
@@ -338,11 +338,11 @@ class BackwardPass : LayerPass<Backend> {
       if (rows == 0) continue;
       if (s > 0) {
         const int64_t width = layer_.width(s - 1);
-        backend_.gemm(Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dhidden_gates,
+        multiply_step(s, Matrix<A>::contiguous(buffers.dstage[s - 1], rows, width), dhidden_gates,
                       weight(s), false);
       } else if (!is_first || gradients.hx != nullptr) {
-        backend_.gemm(Matrix<A>::contiguous(buffers.dh, rows, output()), dhidden_gates, weight(0),
-                      true);
+        multiply_step(0, Matrix<A>::contiguous(buffers.dh, rows, output()), dhidden_gates,
+                      weight(0), true);
       }
     }
   }

@@ -15,8 +15,8 @@ class ForwardPass : LayerPass<Backend> {
   using ForwardBuffers = typename Space::Forward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
-      Base::prepare, Base::input_rows, Base::pack, Base::rows_of, Base::output_sequence,
-      Base::noise, Base::weight, Base::output_from, Base::apply_first_reset;
+      Base::prepare, Base::multiply_step, Base::input_rows, Base::pack, Base::rows_of,
+      Base::output_sequence, Base::noise, Base::weight, Base::output_from, Base::apply_first_reset;
   using Base::kTensorIsOperand;
 
  public:
@@ -27,7 +27,7 @@ class ForwardPass : LayerPass<Backend> {
   void run(T* h_n, T* c_n, A* saved_gates, void* workspace) {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
-    prepare(buffers);
+    prepare(buffers, false);
     if (buffers.carry != nullptr) {
       copy_rows(buffers.carry, layer_.has_cell_state() ? layer_.cx : layer_.hx, hidden());
       apply_first_reset(buffers.carry, hidden());
@@ -143,7 +143,7 @@ class ForwardPass : LayerPass<Backend> {
       const bool adds_up = layer_.adds_up(s);
       const auto hidden_gates = Matrix<A>::contiguous(
           adds_up ? input_gates : buffers.hidden_gates[s], rows, layer_.columns(s));
-      backend_.gemm(hidden_gates, operand, weight(s).transposed(), adds_up);
+      multiply_step(s, hidden_gates, operand, weight(s).transposed(), adds_up);
       auto step = forward_stage(s, chunk, t, h, hidden_gates.data, eps, saved, buffers);
       step.replay_offset = replay_offset;
       backend_.forward(layer_.cell.stages[s].kind, step, rows);

@@ -88,7 +88,7 @@ class LayerPass {
 
   // Makes weights and biases available in the types that GEMMs and stages read.  The user's own
   // memory is used where it serves, so float weights are never copied.
-  void prepare(const Buffers& buffers) {
+  void prepare(const Buffers& buffers, bool is_backward) {
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(layer_.seq_len, layer_.batch);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
@@ -110,6 +110,22 @@ class LayerPass {
         bias_[p] = buffers.bias[p];
       }
     }
+    if constexpr (Backend::kPacks) {
+      for (int s = 0; s <= layer_.last(); ++s) {
+        packed_[s] = buffers.packed[s];
+        if (packed_[s] == nullptr) continue;
+        backend_.pack(is_backward ? weight(s) : weight(s).transposed(), buffers.packed[s]);
+      }
+    }
+  }
+
+  // The product of stage s in a step: out (+)= a w, where w is weight(s), in forward transposed.
+  void multiply_step(int s, const Matrix<A>& out, const Matrix<const O>& a,
+                     const Matrix<const O>& w, bool accumulate) {
+    if constexpr (Backend::kPacks) {
+      if (packed_[s] != nullptr) return backend_.gemm_packed(out, a, packed_[s], accumulate);
+    }
+    backend_.gemm(out, a, w, accumulate);
   }
 
   // copy: where to copy the input of a chunk; null if the user's own memory serves.
@@ -207,6 +223,7 @@ class LayerPass {
   Layer<T> layer_;
   Matrix<const O> weight_[kMaxProjections];
   const A* bias_[kMaxProjections];
+  const A* packed_[kMaxStages] = {};  // null if a weight is not packed
 };
 
 }  // namespace fusedrnn

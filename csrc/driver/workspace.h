@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../cpu/step.h"
 #include "layer.h"
 
 namespace fusedrnn {
@@ -48,13 +49,14 @@ struct Workspace {
   struct Buffers {
     O* weight[kMaxProjections];
     A* bias[kMaxProjections];
+    A* packed[kMaxStages];  // the weight of each stage, as its product in a step reads it
     T* eps;
     ScratchNeeds needs;
     char* scratch[2];  // the backend's own memory, for each stream
 
     // needs: all but the rows, which are filled in here.
-    Buffers(const Layer<T>& layer, const ScratchNeeds& needs, Arena& arena)
-        : weight{}, bias{}, eps{}, needs(needs), scratch{} {
+    Buffers(const Layer<T>& layer, bool is_backward, const ScratchNeeds& needs, Arena& arena)
+        : weight{}, bias{}, packed{}, eps{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = layer.chunk * layer.batch;
       for (int i = 0; i < layer.buffers(); ++i) {
         scratch[i] = arena.take<char>(Backend::scratch_bytes(this->needs));
@@ -64,6 +66,14 @@ struct Workspace {
         if (!weight_is_ready(w)) weight[p] = arena.take<O>(w.rows * w.columns);
         if (layer.bias[p].data != nullptr && !bias_is_ready(layer.bias[p])) {
           bias[p] = arena.take<A>(layer.bias[p].columns);
+        }
+      }
+      if constexpr (Backend::kPacks) {
+        for (int s = 0; s <= layer.last(); ++s) {
+          const int64_t from = layer.weight[layer.projection(s)].columns, to = layer.columns(s);
+          const int64_t terms = is_backward ? to : from, columns = is_backward ? from : to;
+          if (!cpu::packs(layer.seq_len, terms, columns)) continue;
+          packed[s] = arena.take<A>(cpu::packed_numbers(terms, columns));
         }
       }
       if (layer.eps.data != nullptr && !layer.eps.has_uniform_rows(layer.seq_len, layer.batch)) {
@@ -101,8 +111,9 @@ struct Workspace {
     A* input_gates_of(int64_t chunk) const { return input_gates[takes_turns ? chunk % 2 : 0]; }
 
     Forward(const Layer<T>& layer, Arena& arena)
-        : Buffers(layer, {}, arena), x(take_input(layer, arena)), input_gates{}, hidden_gates{},
-          operand{}, h{}, carry{}, h_after{}, exchange{}, output{}, takes_turns(layer.overlaps) {
+        : Buffers(layer, false, {}, arena), x(take_input(layer, arena)), input_gates{},
+          hidden_gates{}, operand{}, h{}, carry{}, h_after{}, exchange{}, output{},
+          takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) {
         input_gates[i] = arena.take<A>(layer.chunk * layer.batch * layer.input_columns());
       }
@@ -237,8 +248,8 @@ struct Workspace {
     const Recomputed& of(int64_t index) const { return chunk[takes_turns ? index % 2 : 0]; }
 
     Backward(const Layer<T>& layer, const Gradients<T>& gradients, Arena& arena)
-        : Buffers(layer, scratch_needs(layer, gradients), arena), chunk{}, dh{}, dc{}, dstage{},
-          grad_output{}, takes_turns(layer.overlaps) {
+        : Buffers(layer, true, scratch_needs(layer, gradients), arena), chunk{}, dh{}, dc{},
+          dstage{}, grad_output{}, takes_turns(layer.overlaps) {
       for (int i = 0; i < layer.buffers(); ++i) chunk[i] = Recomputed(layer, gradients, arena);
       for (int s = 0; s < layer.last() && !layer.is_persistent; ++s) {
         dstage[s] = arena.take<A>(layer.batch * layer.width(s));

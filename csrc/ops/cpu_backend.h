@@ -110,6 +110,18 @@ class CpuBackend : public cpu::Memory<Element> {
                                                            accumulate ? 1.0 : 0.0, 1.0));
   }
 
+  // The same for a weight as panels.
+  void pack(Matrix<const A> b, A* to) const {
+    share_panels(b.columns, b.rows,
+                 [&](int64_t first, int64_t last) { kernels_.pack(b, to, first, last); });
+  }
+  void gemm_packed(Matrix<A> out, Matrix<const A> a, const A* panels, bool accumulate) {
+    signals_.look();
+    share_panels(out.columns, a.rows * a.columns, [&](int64_t first, int64_t last) {
+      kernels_.packed_product(out, a, panels, accumulate, first, last);
+    });
+  }
+
   template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
     // A call of torch takes longer than copying a few rows.
@@ -254,6 +266,15 @@ class CpuBackend : public cpu::Memory<Element> {
         kernels_.panel_product(out.row_range(r, tall).column_range(c, wide), a.row_range(r, tall),
                                b.column_range(c, wide), accumulate);
       }
+    });
+  }
+  // terms: of all multiply-adds of a column.
+  template <class F>
+  static void share_panels(int64_t columns, int64_t terms, const F& f) {
+    constexpr int64_t kPanel = cpu::kTileColumns;
+    const int64_t panels = (columns + kPanel - 1) / kPanel;
+    parallel(panels, kPanel * terms / kTermsPerElement, [&](int64_t first, int64_t last) {
+      f(first * kPanel, std::min(last * kPanel, columns));
     });
   }
   void narrow(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,

@@ -35,7 +35,7 @@ class Backward : Pass<Backend> {
   void run(void* workspace) {
     Arena arena(workspace);
     Buffers buffers(call_, gradients_, arena);
-    this->prepare(buffers);
+    this->prepare(buffers, true);
     place(buffers);
     clear();
     start_carries();
@@ -478,9 +478,14 @@ class Backward : Pass<Backend> {
       return;
     }
     const Matrix<const O> d = product_gradient(product, chunk, span);
-    const Rows rows = gradient_rows(to);
-    backend_.gemm(rows.matrix<A>(chunk, span, to.offset, product.terms), d,
-                  weights_[size_t(product.weight)].transposed(), flow_.product_adds[index],
+    const auto out = gradient_rows(to).template matrix<A>(chunk, span, to.offset, product.terms);
+    if constexpr (Backend::kPacks) {
+      if (product.phase == Phase::Step && !flow_.is_deferred(product) &&
+          this->panels(product) != nullptr) {
+        return backend_.gemm_packed(out, d, this->panels(product), flow_.product_adds[index]);
+      }
+    }
+    backend_.gemm(out, d, weights_[size_t(product.weight)].transposed(), flow_.product_adds[index],
                   /*is_of_input=*/to.source == Source::Input);
   }
 

@@ -112,7 +112,8 @@ class Pass {
 
   // Makes weights and vectors available in the types that GEMMs and stages read.  The user's own
   // memory is used where it serves.
-  void prepare(const Buffers& buffers) {
+  void prepare(const Buffers& buffers, bool is_backward) {
+    is_backward_ = is_backward;
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(call_.seq_len, call_.batch);
     operand_copy_ = buffers.operand;
@@ -135,6 +136,13 @@ class Pass {
       }
       backend_.copy(Matrix<A>::contiguous(buffers.vectors[v], 1, vector.columns), vector);
       vectors_.push_back(buffers.vectors[v]);
+    }
+    if constexpr (Backend::kPacks) {
+      packed_ = buffers.packed;
+      for (size_t w = 0; w < packed_.size(); ++w) {
+        if (packed_[w] == nullptr) continue;
+        backend_.pack(is_backward ? weights_[w].transposed() : weights_[w], packed_[w]);
+      }
     }
   }
 
@@ -288,10 +296,18 @@ class Pass {
   }
   void multiply(size_t index, const Chunk& chunk, const Span& span) {
     const Product& product = program_.products[index];
-    backend_.gemm(
-        arrays_[size_t(product.array)].matrix<A>(chunk, span, product.offset, product.columns),
-        operand(product, chunk, span), weights_[size_t(product.weight)], product.adds);
+    const auto out =
+        arrays_[size_t(product.array)].matrix<A>(chunk, span, product.offset, product.columns);
+    const Matrix<const O> from = operand(product, chunk, span);
+    if constexpr (Backend::kPacks) {
+      // Backward has its own panels, of the transposed weight.
+      if (product.phase == Phase::Step && !is_backward_ && panels(product) != nullptr) {
+        return backend_.gemm_packed(out, from, panels(product), product.adds);
+      }
+    }
+    backend_.gemm(out, from, weights_[size_t(product.weight)], product.adds);
   }
+  const A* panels(const Product& product) const { return packed_[size_t(product.weight)]; }
 
   // Stages
 
@@ -375,6 +391,8 @@ class Pass {
   const Flow& flow_;
   std::vector<Matrix<const O>> weights_;
   std::vector<const A*> vectors_;
+  std::vector<A*> packed_;  // null if a weight is not packed
+  bool is_backward_ = false;
   O* operand_copy_ = nullptr;
   // Of the current chunk: what products and stages read, and where results go that are wanted.
   std::vector<Rows> inputs_, arrays_, values_, results_;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../base/arena.h"
+#include "../cpu/step.h"
 #include "call.h"
 
 namespace fusedrnn::program {
@@ -54,6 +55,7 @@ struct Workspace {
 
   struct Buffers {
     std::vector<O*> weights, inputs;  // inputs: of a chunk
+    std::vector<A*> packed;           // weights, as products in steps read them
     std::vector<A*> vectors;
     O* operand;  // of a product, where it must be copied
     ScratchNeeds needs;
@@ -67,6 +69,7 @@ struct Workspace {
       for (const Matrix<const T>& w : call.weights) {
         weights.push_back(weight_is_ready(w) ? nullptr : arena.take<O>(times(w.rows, w.columns)));
       }
+      take_packed(call, is_backward, arena);
       for (const Matrix<const T>& v : call.vectors) {
         vectors.push_back(vector_is_ready(v) ? nullptr : arena.take<A>(v.columns));
       }
@@ -78,6 +81,20 @@ struct Workspace {
     }
 
    private:
+    void take_packed(const Call<T>& call, bool is_backward, Arena& arena) {
+      packed.assign(call.weights.size(), nullptr);
+      if constexpr (Backend::kPacks) {
+        for (const Product& product : call.program->products) {
+          const bool is_of_step =
+              product.phase == Phase::Step && !(is_backward && call.flow->is_deferred(product));
+          const int64_t terms = is_backward ? product.columns : product.terms;
+          const int64_t columns = is_backward ? product.terms : product.columns;
+          if (!is_of_step || !cpu::packs(call.seq_len, terms, columns)) continue;
+          A*& place = packed[size_t(product.weight)];
+          if (place == nullptr) place = arena.take<A>(cpu::packed_numbers(terms, columns));
+        }
+      }
+    }
     // The most numbers of an operand that is copied for its product.
     static int64_t operand_numbers(const Call<T>& call, bool is_backward) {
       int64_t most = 0;
