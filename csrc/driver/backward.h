@@ -14,14 +14,15 @@ template <class Backend>
 class BackwardPass : LayerPass<Backend> {
   using Base = LayerPass<Backend>;
   using typename Base::A, typename Base::Chunk, typename Base::O, typename Base::T;
-  using typename Base::Recording, typename Base::Space;
+  using typename Base::Part, typename Base::Recording, typename Base::Space;
   using Recomputed = typename Space::Recomputed;
   using BackwardBuffers = typename Space::Backward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
       Base::prepare, Base::multiply_step, Base::input_rows, Base::unpack, Base::pack,
       Base::apply_dropout, Base::rows_of, Base::output_sequence, Base::noise, Base::weight,
-      Base::from_row, Base::output_from, Base::apply_first_reset;
+      Base::from_step, Base::output_from, Base::apply_first_reset, Base::chunks, Base::for_parts,
+      Base::rows_of_part;
   using Base::kTensorIsOperand;
 
  public:
@@ -67,7 +68,7 @@ class BackwardPass : LayerPass<Backend> {
       backend_.on_side_stream([&] { recompute(chunk_at(index), saved, buffers); });
       return index;
     };
-    int64_t index = recompute_before(layer_.chunks());
+    int64_t index = recompute_before(chunks());
     backend_.sync();
     while (index >= 0) {
       const Chunk chunk = chunk_at(index);
@@ -116,12 +117,22 @@ class BackwardPass : LayerPass<Backend> {
     }
   }
 
-  // h_{t-1} in the output, for the rows of a chunk whose step before is there.  copy: memory for it
-  // if the output is packed.
-  RowView<const T> output_before(const Chunk& chunk, T* copy) {
+  // h_{t-1} in the output, for the rows of a part whose step before is there.  copy: memory for it
+  // if the output is packed and rows are not compact.
+  RowView<const T> output_before(const Chunk& chunk, const Part& part, T* copy) {
     const int64_t direction = layer_.mask.direction;
-    if (copy == nullptr)
-      return this->template output_from<const T>(chunk.first_row - direction * layer_.batch);
+    if (copy == nullptr && layer_.is_packed()) {
+      const RowView<T> here = output_from(chunk, part.t);
+      const int64_t step = chunk.first + chunk.step(part.t);
+      // In the first step no row has a step before, but the part may have more steps.
+      const int64_t back = direction < 0 ? -layer_.rows_of_step(step)
+                           : step > 0    ? layer_.rows_of_step(step - 1)
+                                         : layer_.batch;
+      return {here.data - back * here.stride, here.stride, false};
+    }
+    if (copy == nullptr) {
+      return this->template output_from<const T>(part.place - direction * layer_.batch);
+    }
     // There is no step before the first or after the last.
     const int64_t first = std::max<int64_t>(chunk.first - direction, 0);
     const int64_t last = std::min(chunk.first - direction + chunk.steps, layer_.seq_len);
@@ -138,18 +149,19 @@ class BackwardPass : LayerPass<Backend> {
     const RowView<const T> eps = rows_of(layer_.eps, chunk, buffers.eps);
     Recomputed& recomputed = buffers.of(chunk.index);
     if (layer_.mask.any()) {
-      const GatherStep<T, O> step{
-          output(),  chunk.first_row, output_before(chunk, recomputed.output),
-          layer_.hx, layer_.mask,     recomputed.h};
-      backend_.gather(step, chunk.rows());
+      for_parts(chunk, [&](const Part& part) {
+        const GatherStep<T, O> step{
+            output(),  part.place,  output_before(chunk, part, recomputed.output),
+            layer_.hx, layer_.mask, recomputed.h + part.row * output()};
+        backend_.gather(step, part.rows);
+      });
     } else if (recomputed.h != nullptr) {
       for_h_before(chunk, [&](const Matrix<const T>& h, int64_t first) {
         backend_.copy(Matrix<O>::contiguous(recomputed.h + first * output(), h.rows, output()), h);
       });
     }
     if (layer_.has_cell_state() && !layer_.is_persistent) {
-      copy_rows(recomputed.cell_states + chunk.row(0) * hidden(), cell_state_before(chunk),
-                hidden());
+      copy_cell_states(recomputed, chunk, 0, 0);
     }
     const GatePlanes<A>& planes = recomputed.planes;
     recomputed.input = input_rows(chunk, recomputed.x);
@@ -162,13 +174,16 @@ class BackwardPass : LayerPass<Backend> {
         });
       }
       if (s < layer_.recurrent_stage()) {
-        auto step = this->template make_step<ForwardStep<T, O>>(
-            s, chunk, 0, saved.at(s, chunk.first_row), nullptr, planes.hidden_gates[s]);
-        step.noise = noise(eps, 0);
-        step.operand = recomputed.operand[s];
-        step.factors = recomputed.factors[s];
-        step.factor_blocks = recomputed.factor_blocks;
-        backend_.forward(layer_.cell.stages[s].kind, step, chunk.rows());
+        for_parts(chunk, [&](const Part& part) {
+          auto step = this->template make_step<ForwardStep<T, O>>(
+              s, part.place, saved.at(s, part.place), nullptr,
+              planes.hidden_gates[s] + part.row * layer_.columns(s));
+          step.noise = noise(eps, chunk, part.t);
+          step.operand = recomputed.operand[s] + part.row * layer_.width(s);
+          step.factors = factors(s, part.row, recomputed);
+          step.factor_blocks = recomputed.factor_blocks;
+          backend_.forward(layer_.cell.stages[s].kind, step, part.rows);
+        });
       }
     }
     if (is_saved) return;
@@ -200,9 +215,12 @@ class BackwardPass : LayerPass<Backend> {
 
   // What backward of a stage reads instead of GEMM results: its factors, or saved pre-activations;
   // null if it has neither.
-  const A* ready(int s, const Chunk& chunk, int64_t row, const SavedGates<const A>& saved,
+  const A* ready(int s, const Chunk& chunk, int64_t t, const SavedGates<const A>& saved,
                  const Recomputed& recomputed) const {
-    if (!traits(layer_.cell.stages[s].kind).has_factors) return saved.at(s, chunk.first_row + row);
+    if (!traits(layer_.cell.stages[s].kind).has_factors) return saved.at(s, chunk.place(t));
+    return factors(s, chunk.row(t), recomputed);
+  }
+  A* factors(int s, int64_t row, const Recomputed& recomputed) const {
     return recomputed.factors[s] + row * recomputed.factor_blocks * layer_.width(s);
   }
 
@@ -239,20 +257,20 @@ class BackwardPass : LayerPass<Backend> {
                                                    const BackwardBuffers& buffers) const {
     cuda::PersistentBackward<T> args{};
     const Recomputed& recomputed = buffers.of(chunk.index);
-    const int64_t row = chunk.row(0), from_start = chunk.first_row + row;
+    const int64_t row = chunk.row(0), from_start = chunk.place(0);
     const bool is_first = chunk.begin == 0;
     const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
     const GatePlanes<O> d = recomputed.gradient.from_row(layer_, row);
     for (int s = 0; s <= layer_.last(); ++s) {
-      const A* pre = ready(s, chunk, row, saved, recomputed);
-      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.input_gates,
+      const A* pre = ready(s, chunk, 0, saved, recomputed);
+      auto step = this->template make_step<BackwardStep<T, O>>(s, from_start, pre, at.input_gates,
                                                                at.hidden_gates[s]);
       step.factor_blocks = recomputed.factor_blocks;
       step.dinput_gates = d.input_gates;
       step.dhidden_gates = d.hidden_gates[s];
       if (step.is_last) {
         step.dout = buffers.dh;
-        step.grad_output = from_row(grad_output, row);
+        step.grad_output = from_step(grad_output, chunk, 0);
       }
       if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
       args.step[s] = step;
@@ -284,23 +302,42 @@ class BackwardPass : LayerPass<Backend> {
   void cell_state_step(const Chunk& chunk, int64_t t, const int64_t* replay_offset,
                        const SavedGates<const A>& saved, const BackwardBuffers& buffers) {
     const int s = layer_.recurrent_stage();
-    const int64_t row = chunk.row(t);
     const Recomputed& recomputed = buffers.of(chunk.index);
-    const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
-    auto step = this->template make_step<ForwardStep<T, O>>(
-        s, chunk, row, saved.at(s, chunk.first_row + row), at.input_gates, at.hidden_gates[s]);
-    step.replay_offset = replay_offset;
-    step.is_last = false;  // h is in the output already
-    step.carry = {recomputed.cell_states + row * hidden(), hidden()};
-    if (t + 1 < chunk.steps) step.carry_out = recomputed.cell_states + chunk.row(t + 1) * hidden();
-    if (s < layer_.last()) step.operand = recomputed.operand[s] + row * layer_.width(s);
-    backend_.forward(layer_.cell.stages[s].kind, step, layer_.batch);
+    const bool has_next = t + 1 < chunk.steps, has_operand = s < layer_.last();
+    const int64_t rows = chunk.rows_of(t), next = has_next ? chunk.rows_of(t + 1) : 0;
+    const auto run = [&](int64_t first, int64_t count, bool carries) {
+      const int64_t row = chunk.row(t) + first, place = chunk.place(t) + first;
+      const GatePlanes<A> at = recomputed.planes.from_row(layer_, row);
+      auto step = this->template make_step<ForwardStep<T, O>>(s, place, saved.at(s, place),
+                                                              at.input_gates, at.hidden_gates[s]);
+      step.replay_offset = replay_offset;
+      step.is_last = false;  // h is in the output already
+      step.carry = {recomputed.cell_states + row * hidden(), hidden()};
+      if (carries) {
+        step.carry_out = recomputed.cell_states + (chunk.row(t + 1) + first) * hidden();
+      }
+      if (has_operand) step.operand = recomputed.operand[s] + row * layer_.width(s);
+      backend_.forward(layer_.cell.stages[s].kind, step, count);
+    };
+    const int64_t lasting = std::min(rows, next);
+    if (lasting > 0) run(0, lasting, true);
+    if (has_operand && rows > lasting) run(lasting, rows - lasting, false);
+    if (next > rows) copy_cell_states(recomputed, chunk, t + 1, rows);
+  }
+  // The cell states before step t in rows that have taken no step of the chunk, from one on.
+  void copy_cell_states(const Recomputed& recomputed, const Chunk& chunk, int64_t t,
+                        int64_t first) {
+    const int64_t rows = chunk.rows_of(t) - first;
+    A* const out = recomputed.cell_states + (chunk.row(t) + first) * hidden();
+    const A* const from = cell_state_before(chunk) + first * hidden();
+    backend_.copy(Matrix<A>::contiguous(out, rows, hidden()),
+                  Matrix<const A>::contiguous(from, rows, hidden()));
   }
 
   void backward_data_step(const Chunk& chunk, int64_t t, const RowView<const T>& grad_output,
                           const int64_t* replay_offset, const Gradients<T>& gradients,
                           const SavedGates<const A>& saved, const BackwardBuffers& buffers) {
-    const int64_t batch = layer_.batch, row = chunk.row(t), from_start = chunk.first_row + row;
+    const int64_t batch = layer_.batch, row = chunk.row(t), from_start = chunk.place(t);
     const int64_t rows = layer_.rows_of_step(chunk.first + chunk.step(t));
     const bool is_first = chunk.begin + t == 0;
     const Recomputed& recomputed = buffers.of(chunk.index);
@@ -308,8 +345,8 @@ class BackwardPass : LayerPass<Backend> {
     const GatePlanes<O> d = recomputed.gradient.from_row(layer_, row);
     for (int s = layer_.last(); s >= 0; --s) {
       const StageKind kind = layer_.cell.stages[s].kind;
-      const A* pre = ready(s, chunk, row, saved, recomputed);
-      auto step = this->template make_step<BackwardStep<T, O>>(s, chunk, row, pre, at.input_gates,
+      const A* pre = ready(s, chunk, t, saved, recomputed);
+      auto step = this->template make_step<BackwardStep<T, O>>(s, from_start, pre, at.input_gates,
                                                                at.hidden_gates[s]);
       step.factor_blocks = recomputed.factor_blocks;
       step.replay_offset = replay_offset;
@@ -329,9 +366,9 @@ class BackwardPass : LayerPass<Backend> {
         step.dcarry = layer_.has_cell_state() ? buffers.dc : buffers.dh;
       }
       step.dout = step.is_last ? buffers.dh : buffers.dstage[s];
-      if (step.is_last) step.grad_output = from_row(grad_output, row);
+      if (step.is_last) step.grad_output = from_step(grad_output, chunk, t);
       if (gradients.eps != nullptr) step.deps = gradients.eps + from_start * step.width;
-      backend_.backward(kind, step, batch);
+      backend_.backward(kind, step, chunk.rows_of(t));
 
       const auto dhidden_gates =
           Matrix<const O>::contiguous(d.hidden_gates[s], rows, layer_.columns(s));
@@ -382,12 +419,13 @@ class BackwardPass : LayerPass<Backend> {
 
   void input_gradient(const Chunk& chunk, const Gradients<T>& gradients,
                       const Recomputed& recomputed) {
+    constexpr bool kDropsSum = std::is_same_v<O, A>;  // before it is rounded
     const bool drops = layer_.dropout > 0 && gradients.completes_input;
     const int64_t width = layer_.sizes.input;
-    const Sequence<T> packed = layer_.sequence(gradients.input, width, width);
-    T* at = gradients.input + chunk.first_row * width;
-    if (layer_.is_packed()) at = recomputed.grad_input;
-    if (layer_.is_packed() && gradients.adds_to_input) unpack(at, packed, chunk);
+    const Sequence<T> rows = layer_.sequence(gradients.input, width, width);
+    const bool packs = recomputed.grad_input != nullptr;
+    T* const at = packs ? recomputed.grad_input : rows.at(chunk.first);
+    if (packs && gradients.adds_to_input) unpack(at, rows, chunk);
     const auto dx = Matrix<T>::contiguous(at, chunk.rows(), width);
     const auto add_up = [&](const auto& sum) {
       bool adds = gradients.adds_to_input;
@@ -402,17 +440,32 @@ class BackwardPass : LayerPass<Backend> {
     }
     if (recomputed.dx != nullptr) {
       const auto wide = Matrix<A>::contiguous(recomputed.dx, dx.rows, dx.columns);
-      if (gradients.adds_to_input) backend_.copy(wide, dx);
+      if (gradients.adds_to_input) {
+        for_places(dx, wide, rows, chunk,
+                   [&](const auto& there, const auto& here) { backend_.copy(here, there); });
+      }
       add_up(wide);
-      if constexpr (!kTensorIsOperand) {
+      if constexpr (kDropsSum) {
         if (drops) apply_dropout(wide.data, chunk);
       }
-      backend_.copy(dx, wide);
+      for_places(dx, wide, rows, chunk,
+                 [&](const auto& there, const auto& here) { backend_.copy(there, here); });
     }
     if constexpr (kTensorIsOperand) {
-      if (drops) apply_dropout(dx.data, chunk);
+      if (drops && (recomputed.dx == nullptr || !kDropsSum)) apply_dropout(dx.data, chunk);
     }
-    if (layer_.is_packed()) pack(packed, dx.data, chunk);
+    if (packs) pack(rows, dx.data, chunk);
+  }
+
+  // Calls f(there, here) for the rows of a chunk's gradient where they lie at one stride both in
+  // the tensor and in the workspace.
+  template <class F>
+  void for_places(const Matrix<T>& there, const Matrix<A>& here, const Sequence<T>& rows,
+                  const Chunk& chunk, const F& f) {
+    if (chunk.starts == nullptr || layer_.is_packed()) return f(there, here);
+    for_parts(chunk, [&](const Part& part) {
+      f(rows_of_part(rows, chunk, part), here.row_range(part.row, part.rows));
+    });
   }
 
   void weight_gradient(A* gradient, const Matrix<const O>& d, const Matrix<const O>& source,

@@ -15,7 +15,7 @@ class ForwardPass : LayerPass<Backend> {
   using ForwardBuffers = typename Space::Forward;
   using Base::backend_, Base::layer_, Base::weight_, Base::chunk_at, Base::is_finished,
       Base::hidden, Base::output, Base::cell_state_before, Base::copy_rows, Base::enqueue_steps,
-      Base::prepare, Base::multiply_step, Base::input_rows, Base::pack, Base::rows_of,
+      Base::prepare, Base::multiply_step, Base::input_rows, Base::pack, Base::rows_of, Base::chunks,
       Base::output_sequence, Base::noise, Base::weight, Base::output_from, Base::apply_first_reset;
   using Base::kTensorIsOperand;
 
@@ -41,7 +41,7 @@ class ForwardPass : LayerPass<Backend> {
     if (buffers.h != nullptr) {
       copy_rows(h_n, buffers.h, output());
     } else {
-      const Chunk last = chunk_at(layer_.chunks() - 1);
+      const Chunk last = chunk_at(chunks() - 1);
       backend_.copy(Matrix<T>::contiguous(h_n, layer_.batch, output()),
                     layer_.output_rows(last.first_row + last.row(last.steps - 1), layer_.batch));
     }
@@ -55,11 +55,11 @@ class ForwardPass : LayerPass<Backend> {
     Recording recording;
     auto streams = backend_.fork(layer_.overlaps);
     const auto project = [&](int64_t index) {
-      if (index == layer_.chunks() || is_finished(chunk_at(index))) return;
+      if (index == chunks() || is_finished(chunk_at(index))) return;
       backend_.on_side_stream([&] { project_input(chunk_at(index), buffers); });
     };
     if (layer_.overlaps) project(0);
-    for (int64_t index = 0; index < layer_.chunks(); ++index) {
+    for (int64_t index = 0; index < chunks(); ++index) {
       const Chunk chunk = chunk_at(index);
       if (!layer_.overlaps) project(index);
       backend_.sync();
@@ -67,10 +67,19 @@ class ForwardPass : LayerPass<Backend> {
         copy_rows(cell_state_before(chunk), carry_, hidden());
       }
       if (!is_finished(chunk)) forward_chunk(chunk, saved, buffers, recording);
-      if (layer_.is_packed()) pack(output_sequence(), buffers.output, chunk);
+      if (buffers.output != nullptr) pack(output_sequence(), buffers.output, chunk);
       if (layer_.overlaps) project(index + 1);
     }
     streams.join();
+    clear_rest();
+  }
+
+  // Zeroes the cell states of chunks that there are not, since rows are compact.
+  void clear_rest() {
+    const int64_t rest = (layer_.chunks() - chunks()) * layer_.batch;
+    if (layer_.chunk_cell_states == nullptr || rest == 0) return;
+    A* const first = layer_.chunk_cell_states + chunks() * layer_.batch * hidden();
+    backend_.zero(Matrix<A>::contiguous(first, rest, hidden()));
   }
 
   void project_input(const Chunk& chunk, const ForwardBuffers& buffers) {
@@ -100,7 +109,7 @@ class ForwardPass : LayerPass<Backend> {
     if (chunk.begin + t == 0) {
       return Matrix<const O>::contiguous(reinterpret<const O>(layer_.hx), rows, output());
     }
-    const int64_t before = chunk.first_row + chunk.row(t) - layer_.mask.direction * layer_.batch;
+    const int64_t before = chunk.place(t) - layer_.mask.direction * layer_.batch;
     return {reinterpret<const O>(layer_.output + before * layer_.output_stride), rows, output(),
             layer_.output_stride, 1};
   }
@@ -109,11 +118,11 @@ class ForwardPass : LayerPass<Backend> {
   ForwardStep<T, O> forward_stage(int s, const Chunk& chunk, int64_t t, const Matrix<const O>& h,
                                   const A* hidden_gates, const RowView<const T>& eps,
                                   const SavedGates<A>& saved, const ForwardBuffers& buffers) const {
-    const int64_t row = chunk.row(t), from_start = chunk.first_row + row;
+    const int64_t row = chunk.row(t), from_start = chunk.place(t);
     const A* input_gates = buffers.input_gates_of(chunk.index) + row * layer_.input_columns();
-    auto step = this->template make_step<ForwardStep<T, O>>(s, chunk, row, nullptr, input_gates,
+    auto step = this->template make_step<ForwardStep<T, O>>(s, from_start, nullptr, input_gates,
                                                             hidden_gates);
-    step.noise = noise(eps, row);
+    step.noise = noise(eps, chunk, t);
     step.saved_gates = saved.at(s, from_start);
     if (s == layer_.recurrent_stage()) {
       step.carry = {buffers.carry, hidden()};
@@ -121,8 +130,11 @@ class ForwardPass : LayerPass<Backend> {
       if (buffers.carry == nullptr) step.carry = {reinterpret<const A>(h.data), h.row_stride};
     }
     if (step.is_last) {
-      step.output = output_from(from_start);
-      if (layer_.is_packed()) step.output = {buffers.output + row * output(), output(), false};
+      if (buffers.output != nullptr) {
+        step.output = {buffers.output + row * output(), output(), false};
+      } else {
+        step.output = output_from(chunk, t);
+      }
       step.operand = buffers.h;
       if (layer_.has_cell_state()) step.h = {h.data, h.row_stride, false};
     } else {
@@ -155,7 +167,7 @@ class ForwardPass : LayerPass<Backend> {
                        ForwardBuffers& buffers) {
     cuda::PersistentForward<T> all{};
     const Chunk next = chunk_at(chunk.index + 1);
-    const bool has_next = next.index < layer_.chunks() && !is_finished(next);
+    const bool has_next = next.index < chunks() && !is_finished(next);
     const auto h = Matrix<const O>::contiguous(buffers.h, layer_.batch, output());
     for (int s = 0; s <= layer_.last(); ++s) {
       all.step[s] = forward_stage(s, chunk, 0, h, nullptr, eps, saved, buffers);

@@ -21,15 +21,15 @@ class WorkspaceCount {
  public:
   // Assumes that all gradients are wanted, that noise is drawn and that tensors are contiguous.
   // With for_any, assumes instead everything that can make a call take more: lengths, resets, eps
-  // and its gradient; and input, eps and the output's gradient that are packed, or have strides
-  // that require a copy.
+  // and its gradient; and input, eps and the output's gradient in strides that require a copy, and
+  // packed where that takes more, which is where rows are not compact.
   WorkspaceCount(const Problem& problem, bool for_any) {
     static T there{};  // only pointed to, never read
     static A sum{};
     static const int64_t length{}, start{};
     static const bool reset{};
     const auto sequence = [&](int64_t width) -> Sequence<const T> {
-      if (for_any) return {&there, width, 0, 0, 0, &start};
+      if (for_any) return {&there, width, 0, 0, 0, Memory::kReplays ? &start : nullptr};
       return {&there, width, problem.batch * width, width, 1};
     };
     const Cell& cell = problem.cell;

@@ -38,6 +38,25 @@ struct Workspace {
     return kTensorIsOperand && !layer.mask.any();
   }
 
+  // Whether the rows of a chunk in the workspace are only those that are active; see Chunk.  A GPU
+  // replays or runs chunks of the same length and place, so there every step has all rows.
+  static bool is_compact(const Layer<T>& layer) {
+    return !Backend::kReplays && !layer.is_persistent && layer.mask.lengths != nullptr;
+  }
+  // Whether the rows of each chunk lie at one stride in the tensor.  Packed rows do if those in the
+  // workspace are compact.
+  template <class P>
+  static bool has_uniform_rows(const Layer<T>& layer, const Sequence<P>& sequence) {
+    if (!sequence.is_packed()) return sequence.has_uniform_rows(layer.seq_len, layer.batch);
+    return is_compact(layer) && (sequence.stride_w == 1 || sequence.width == 1) &&
+           sequence.stride_b >= sequence.width;
+  }
+  // Whether a chunk of the input's gradient is made in the workspace and copied: sums that are
+  // rounded once, or compact rows that the tensor does not have.
+  static bool copies_input_gradient(const Layer<T>& layer) {
+    return !input_gradient_is_result(layer) || (is_compact(layer) && !layer.is_packed());
+  }
+
   static bool weight_is_ready(const Matrix<const T>& weight) {
     return kTensorIsOperand && weight.is_operand();
   }
@@ -76,24 +95,27 @@ struct Workspace {
           packed[s] = arena.take<A>(cpu::packed_numbers(terms, columns));
         }
       }
-      if (layer.eps.data != nullptr && !layer.eps.has_uniform_rows(layer.seq_len, layer.batch)) {
+      if (layer.eps.data != nullptr && !has_uniform_rows(layer, layer.eps)) {
         eps = arena.take<T>(rows * layer.sizes.latent);
       }
     }
   };
 
-  // Memory for the input of a chunk, or null if it need not be copied.
+  // Memory for the input of a chunk, or null if it need not be copied.  Packed rows are copied as
+  // padded ones are: the bits of a product may depend on where in memory its operands are.
   static O* take_input(const Layer<T>& layer, Arena& arena) {
     if (kTensorIsOperand && layer.mask.lengths == nullptr && layer.dropout == 0 &&
-        layer.input.has_uniform_rows(layer.seq_len, layer.batch)) {
+        has_uniform_rows(layer, layer.input)) {
       return nullptr;
     }
     return arena.take<O>(layer.chunk * layer.batch * layer.sizes.input);
   }
 
-  // Memory for a chunk of a packed tensor, or null if tensors are not packed.
+  // Memory for a chunk of a packed tensor, or null if tensors are not packed or serve as they are.
   static T* take_packed(const Layer<T>& layer, int64_t width, Arena& arena) {
-    return layer.is_packed() ? arena.take<T>(layer.chunk * layer.batch * width) : nullptr;
+    return layer.is_packed() && !is_compact(layer)
+               ? arena.take<T>(layer.chunk * layer.batch * width)
+               : nullptr;
   }
 
   struct Forward : Buffers {
@@ -218,7 +240,7 @@ struct Workspace {
       if (gradients.input != nullptr) {
         grad_input = take_packed(layer, layer.sizes.input, arena);
       }
-      if (gradients.input != nullptr && !input_gradient_is_result(layer)) {
+      if (gradients.input != nullptr && copies_input_gradient(layer)) {
         dx = take_input_gradient(layer, arena);
       }
     }
@@ -256,8 +278,7 @@ struct Workspace {
       }
       if (layer.has_cell_state()) dc = arena.take<A>(layer.batch * layer.sizes.hidden);
       dh = arena.take<A>(layer.batch * layer.sizes.output);
-      if (gradients.output.data != nullptr &&
-          !gradients.output.has_uniform_rows(layer.seq_len, layer.batch)) {
+      if (gradients.output.data != nullptr && !has_uniform_rows(layer, gradients.output)) {
         grad_output = arena.take<T>(layer.chunk * layer.batch * layer.sizes.output);
       }
     }

@@ -200,7 +200,8 @@ def test_a_call_with_all_there_can_be_takes_just_what_is_counted(request, device
     if device == "emulated":
         request.getfixturevalue("emulator")
     case = replace(case, dtype=dtype, noise="eps", **MASKED)
-    call = Call(case, strided=True, dropout=0.5, packed=True)
+    # Packed rows take more only where those of a chunk are not compact.
+    call = Call(case, strided=True, dropout=0.5, packed=device != "cpu")
     limit = call.least() + 10_000
     plan = made(call.case, gpu_of(device), workspace_bytes=limit, strides=call.strides)
     forward, backward = call.run(limit)

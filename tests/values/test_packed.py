@@ -97,6 +97,55 @@ def test_packed_rows_of_persistent_kernels(emulator, monkeypatch, cell, overlap)
         assert torch.equal(ours, expected)
 
 
+FALLING = [30, 29, 29, 12, 7, 7, 2, 1]
+MIXED = [2, 12, 1, 29, 7, 30, 7, 29]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [FALLING, MIXED], ids=["falling", "mixed"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_sequences_of_a_ragged_batch_are_as_alone(device, cell, lengths, options):
+    """The fewer rows are active, the more steps a chunk has; NaN in padding goes nowhere."""
+    if options.get("proj_size") and cell != "lstm":
+        pytest.skip("an option of the LSTM")
+    torch.manual_seed(1)
+    # Masks are drawn for a row's place in the batch, which a sequence alone does not have.
+    options = options | {"chunk_size": 2, "dropout": 0.0, "zoneout": 0.0}
+    if "workspace_bytes" in options:
+        del options["chunk_size"]
+    rnn = MODULES[cell](5, 7, dtype=torch.float64, device=device, **options)
+    layers = rnn.num_layers * (2 if rnn.bidirectional else 1)
+    widths = [rnn.proj_size or 7] + [7] * (cell == "lstm")
+    batch = len(lengths)
+    x = torch.randn(30, batch, 5, dtype=torch.float64, device=device)
+    reset = torch.rand(30, batch, device=device) < 0.1
+    states = [torch.randn(layers, batch, n, dtype=torch.float64, device=device) for n in widths]
+    for b, n in enumerate(lengths):
+        x[n:, b] = torch.nan
+
+    def run(some, steps, **masks):
+        """Last states, outputs by row, and gradients, of some rows of the batch."""
+        leaves = [x[:steps, some].clone(), *(s[:, some].clone() for s in states)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        hx = leaves[1] if len(leaves) == 2 else tuple(leaves[1:])
+        output, last = rnn(leaves[0], hx, reset=reset[:steps, some], **masks)
+        results = [*tree_leaves(last)] + [output] * rnn.return_sequence
+        loss = sum(result.nan_to_num().sin().sum() for result in results)
+        grads = torch.autograd.grad(loss, [*leaves, *rnn.parameters()])
+        return results, grads[: len(leaves)], grads[len(leaves) :]
+
+    results, grads, of_weights = run(list(range(batch)), 30, lengths=torch.tensor(lengths))
+    sums = [torch.zeros_like(w) for w in of_weights]
+    for b, n in enumerate(lengths):
+        ours, own, weights = run([b], n)
+        for together, alone in zip([*results, *grads], [*ours, *own], strict=True):
+            steps = n if together.shape[0] == 30 else None
+            torch.testing.assert_close(together[:steps, b : b + 1], alone)
+            assert steps is None or not together[n:, b].any()
+        sums = [total + w for total, w in zip(sums, weights, strict=True)]
+    torch.testing.assert_close(list(of_weights), sums)
+
+
 def test_nothing_is_saved_of_steps_that_are_not_there():
     """There is one long row among short ones: padded, the batch would have ten times the rows."""
     lengths = torch.tensor([1000] + [10] * 99)
