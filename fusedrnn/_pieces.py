@@ -65,7 +65,9 @@ def pieces_of(
     cells = is_active.nonzero()  # in order of steps
     t, b = cells.unbind(1)
     piece_start = start[t, b]
-    _, own, counts = torch.unique(piece_start * batch + b, return_inverse=True, return_counts=True)
+    number = is_start.flatten().cumsum(0) - 1  # of the piece that starts there
+    own = number[piece_start * batch + b]
+    counts = torch.bincount(own)
     order = counts.argsort(descending=True, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device="cpu")

@@ -138,7 +138,9 @@ class Stack(NamedTuple):
             self._run_pieces(row, sequence, states.of(slice(i, i + 1)))
             for i, row in enumerate(rows)
         ]
-        return torch.cat([output for output, _ in parts], -1), _joined([s for _, s in parts])
+        outputs = [output for output, _ in parts]  # cat() would copy a single one, too
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return output, _joined([s for _, s in parts])
 
     def _run_pieces(self, row: int, sequence: Tensor, states: States) -> tuple[Tensor, States]:
         """One direction of a layer, as a batch of the pieces between resets."""
