@@ -28,8 +28,8 @@ struct PanelProduct {
     }
   }
 
-  // Copies all of b to panels, one after the other: b.rows * kColumns numbers for each
-  // kColumns columns.  Columns [first, last), where first begins a panel.
+  // Copies columns [first, last) of b to panels, one after the other: kColumns columns each, the
+  // last one as many as whole vectors take.  first begins a panel.
   static void pack(const Matrix<const A>& b, A* to, int64_t first, int64_t last) {
     for (int64_t c = first; c < last; c += kColumns) {
       copied(b.column_range(c, least(kColumns, last - c)), to + c * b.rows);
@@ -64,8 +64,7 @@ struct PanelProduct {
   static constexpr int64_t kTerms = 128;  // the most that are added one after another
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFar = 4096 / sizeof(A);
-  // The number of sums for which the instruction set has registers, in addition to two vectors of
-  // factors.
+  // The number of sums for which the instruction set has registers, in addition to the factors.
   static constexpr int kSums = kHasManyRegisters ? 24 : 12, kRows = 6;
   // The size of one strip of kRows rows.  It is no multiple of a power of two that would map strips
   // to the same lines of a cache.

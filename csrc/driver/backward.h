@@ -33,7 +33,7 @@ class BackwardPass : LayerPass<Backend> {
   void run(const Gradients<T>& gradients, const A* saved_gates, void* workspace) {
     Arena arena(workspace);
     BackwardBuffers buffers(layer_, gradients, arena);
-    prepare(buffers, true);
+    prepare(buffers);
     has_weight_gradients_ = gradients.adds_to_weights;
     start_gradient(buffers.dh, gradients.h_n, output());
     if (layer_.has_cell_state()) start_gradient(buffers.dc, gradients.c_n, hidden());

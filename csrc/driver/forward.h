@@ -27,7 +27,7 @@ class ForwardPass : LayerPass<Backend> {
   void run(T* h_n, T* c_n, A* saved_gates, void* workspace) {
     Arena arena(workspace);
     ForwardBuffers buffers(layer_, arena);
-    prepare(buffers, false);
+    prepare(buffers);
     if (buffers.carry != nullptr) {
       copy_rows(buffers.carry, layer_.has_cell_state() ? layer_.cx : layer_.hx, hidden());
       apply_first_reset(buffers.carry, hidden());

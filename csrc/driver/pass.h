@@ -144,7 +144,7 @@ class LayerPass {
 
   // Makes weights and biases available in the types that GEMMs and stages read.  The user's own
   // memory is used where it serves, so float weights are never copied.
-  void prepare(const Buffers& buffers, bool is_backward) {
+  void prepare(const Buffers& buffers) {
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(layer_.seq_len, layer_.batch);
     for (int p = 0; p < layer_.cell.num_projections; ++p) {
@@ -170,7 +170,7 @@ class LayerPass {
       for (int s = 0; s <= layer_.last(); ++s) {
         packed_[s] = buffers.packed[s];
         if (packed_[s] == nullptr) continue;
-        backend_.pack(is_backward ? weight(s) : weight(s).transposed(), buffers.packed[s]);
+        backend_.pack(buffers.is_backward ? weight(s) : weight(s).transposed(), buffers.packed[s]);
       }
     }
   }

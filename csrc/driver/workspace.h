@@ -66,6 +66,7 @@ struct Workspace {
 
   // Null where the user's own memory serves.
   struct Buffers {
+    bool is_backward;
     O* weight[kMaxProjections];
     A* bias[kMaxProjections];
     A* packed[kMaxStages];  // the weight of each stage, as its product in a step reads it
@@ -75,7 +76,7 @@ struct Workspace {
 
     // needs: all but the rows, which are filled in here.
     Buffers(const Layer<T>& layer, bool is_backward, const ScratchNeeds& needs, Arena& arena)
-        : weight{}, bias{}, packed{}, eps{}, needs(needs), scratch{} {
+        : is_backward(is_backward), weight{}, bias{}, packed{}, eps{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = layer.chunk * layer.batch;
       for (int i = 0; i < layer.buffers(); ++i) {
         scratch[i] = arena.take<char>(Backend::scratch_bytes(this->needs));

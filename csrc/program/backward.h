@@ -35,7 +35,7 @@ class Backward : Pass<Backend> {
   void run(void* workspace) {
     Arena arena(workspace);
     Buffers buffers(call_, gradients_, arena);
-    this->prepare(buffers, true);
+    this->prepare(buffers);
     place(buffers);
     clear();
     start_carries();
@@ -479,14 +479,13 @@ class Backward : Pass<Backend> {
     }
     const Matrix<const O> d = product_gradient(product, chunk, span);
     const auto out = gradient_rows(to).template matrix<A>(chunk, span, to.offset, product.terms);
-    if constexpr (Backend::kPacks) {
-      if (product.phase == Phase::Step && !flow_.is_deferred(product) &&
-          this->panels(product) != nullptr) {
-        return backend_.gemm_packed(out, d, this->panels(product), flow_.product_adds[index]);
-      }
+    const Matrix<const O> w = weights_[size_t(product.weight)].transposed();
+    const bool adds = flow_.product_adds[index], is_of_input = to.source == Source::Input;
+    if (product.phase == Phase::Step && !flow_.is_deferred(product)) {
+      this->multiply_step(out, d, product, w, adds, is_of_input);
+    } else {
+      backend_.gemm(out, d, w, adds, is_of_input);
     }
-    backend_.gemm(out, d, weights_[size_t(product.weight)].transposed(), flow_.product_adds[index],
-                  /*is_of_input=*/to.source == Source::Input);
   }
 
   // The gradients of weights, vectors and inputs, of all steps of a chunk at once.

@@ -23,7 +23,7 @@ class Forward : Pass<Backend> {
   void run(const std::vector<T*>& last, void* workspace) {
     Arena arena(workspace);
     const Buffers buffers(call_, arena);
-    this->prepare(buffers, false);
+    this->prepare(buffers);
     place(buffers);
     if (call_.has_lengths()) {
       for (size_t i = 0; i < call_.sequences.size(); ++i) {

@@ -112,8 +112,7 @@ class Pass {
 
   // Makes weights and vectors available in the types that GEMMs and stages read.  The user's own
   // memory is used where it serves.
-  void prepare(const Buffers& buffers, bool is_backward) {
-    is_backward_ = is_backward;
+  void prepare(const Buffers& buffers) {
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(call_.seq_len, call_.batch);
     operand_copy_ = buffers.operand;
@@ -141,7 +140,7 @@ class Pass {
       packed_ = buffers.packed;
       for (size_t w = 0; w < packed_.size(); ++w) {
         if (packed_[w] == nullptr) continue;
-        backend_.pack(is_backward ? weights_[w].transposed() : weights_[w], packed_[w]);
+        backend_.pack(buffers.is_backward ? weights_[w].transposed() : weights_[w], packed_[w]);
       }
     }
   }
@@ -296,18 +295,26 @@ class Pass {
   }
   void multiply(size_t index, const Chunk& chunk, const Span& span) {
     const Product& product = program_.products[index];
-    const auto out =
-        arrays_[size_t(product.array)].matrix<A>(chunk, span, product.offset, product.columns);
-    const Matrix<const O> from = operand(product, chunk, span);
-    if constexpr (Backend::kPacks) {
-      // Backward has its own panels, of the transposed weight.
-      if (product.phase == Phase::Step && !is_backward_ && panels(product) != nullptr) {
-        return backend_.gemm_packed(out, from, panels(product), product.adds);
-      }
-    }
-    backend_.gemm(out, from, weights_[size_t(product.weight)], product.adds);
+    backend_.gemm(
+        arrays_[size_t(product.array)].matrix<A>(chunk, span, product.offset, product.columns),
+        operand(product, chunk, span), weights_[size_t(product.weight)], product.adds);
   }
-  const A* panels(const Product& product) const { return packed_[size_t(product.weight)]; }
+  // The product of a step of forward.
+  void multiply_step(size_t index, const Chunk& chunk, const Span& span) {
+    const Product& product = program_.products[index];
+    multiply_step(
+        arrays_[size_t(product.array)].matrix<A>(chunk, span, product.offset, product.columns),
+        operand(product, chunk, span), product, weights_[size_t(product.weight)], product.adds);
+  }
+  // out (+)= a w in a step, where w is the product's weight, in backward transposed.
+  void multiply_step(const Matrix<A>& out, const Matrix<const O>& a, const Product& product,
+                     const Matrix<const O>& w, bool accumulate, bool is_of_input = false) {
+    if constexpr (Backend::kPacks) {
+      const A* const panels = packed_[size_t(product.weight)];
+      if (panels != nullptr) return backend_.gemm_packed(out, a, panels, accumulate);
+    }
+    backend_.gemm(out, a, w, accumulate, is_of_input);
+  }
 
   // Stages
 
@@ -381,7 +388,7 @@ class Pass {
     if (item.is_stage) {
       run_stage(index, chunk, {s, 1});
     } else {
-      multiply(index, chunk, {s, 1});
+      multiply_step(index, chunk, {s, 1});
     }
   }
 
@@ -392,7 +399,6 @@ class Pass {
   std::vector<Matrix<const O>> weights_;
   std::vector<const A*> vectors_;
   std::vector<A*> packed_;  // null if a weight is not packed
-  bool is_backward_ = false;
   O* operand_copy_ = nullptr;
   // Of the current chunk: what products and stages read, and where results go that are wanted.
   std::vector<Rows> inputs_, arrays_, values_, results_;

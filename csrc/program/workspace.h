@@ -54,6 +54,7 @@ struct Workspace {
   }
 
   struct Buffers {
+    bool is_backward;
     std::vector<O*> weights, inputs;  // inputs: of a chunk
     std::vector<A*> packed;           // weights, as products in steps read them
     std::vector<A*> vectors;
@@ -63,13 +64,13 @@ struct Workspace {
 
     // needs: all but the rows, which are filled in here.
     Buffers(const Call<T>& call, bool is_backward, const ScratchNeeds& needs, Arena& arena)
-        : operand{}, needs(needs), scratch{} {
+        : is_backward(is_backward), operand{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = times(call.chunk, call.batch);
       scratch[0] = arena.take<char>(Backend::scratch_bytes(this->needs));
       for (const Matrix<const T>& w : call.weights) {
         weights.push_back(weight_is_ready(w) ? nullptr : arena.take<O>(times(w.rows, w.columns)));
       }
-      take_packed(call, is_backward, arena);
+      take_packed(call, arena);
       for (const Matrix<const T>& v : call.vectors) {
         vectors.push_back(vector_is_ready(v) ? nullptr : arena.take<A>(v.columns));
       }
@@ -81,7 +82,7 @@ struct Workspace {
     }
 
    private:
-    void take_packed(const Call<T>& call, bool is_backward, Arena& arena) {
+    void take_packed(const Call<T>& call, Arena& arena) {
       packed.assign(call.weights.size(), nullptr);
       if constexpr (Backend::kPacks) {
         for (const Product& product : call.program->products) {

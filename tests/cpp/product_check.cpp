@@ -1,6 +1,6 @@
-// Products by dots and by panels (csrc/cpu/flat_product.h, panel_product.h) at all kinds of edges:
-// compared with sums in long double, with NaN around everything that they may read, and known
-// numbers around everything that they may write.
+// Products by dots and by panels, also of a packed operand (csrc/cpu/flat_product.h,
+// panel_product.h) at all kinds of edges: compared with sums in long double, with NaN around
+// everything that they may read, and known numbers around everything that they may write.
 #include "check.h"
 // (the instruction set first)
 #include <algorithm>
@@ -26,6 +26,39 @@ void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A
             bool accumulate, int64_t first, int64_t last) {
   const int64_t count = last - first;
   PanelProduct<A>::all(out.column_range(first, count), a, b.column_range(first, count), accumulate);
+}
+
+// By a copy of b in panels, which two threads have made.  Nothing is written around it, and the
+// bits are those of a b that is not packed.
+template <class A>
+void packed(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
+            bool accumulate, int64_t first, int64_t last) {
+  constexpr int64_t kAround = 64;
+  const int64_t count = last - first, numbers = cpu::packed_numbers(b.rows, count);
+  const int64_t half = std::min(cpu::kTileColumns, count);
+  const Matrix<A> to = out.column_range(first, count);
+  const Matrix<const A> of_b = b.column_range(first, count);
+  std::vector<A> expected(size_t(a.rows * count)), memory(size_t(numbers + 2 * kAround), A(7));
+  const auto same = Matrix<A>::contiguous(expected.data(), a.rows, count);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    std::copy_n(to.data + r * to.row_stride, count, same.data + r * count);
+  }
+  A* const panels = memory.data() + kAround;
+  PanelProduct<A>::pack(of_b, panels, half, count);
+  PanelProduct<A>::pack(of_b, panels, 0, half);
+  PanelProduct<A>::packed(to, a, panels, accumulate, half, count);
+  PanelProduct<A>::packed(to, a, panels, accumulate, 0, half);
+  PanelProduct<A>::all(same, a, of_b, accumulate);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t c = 0; c < count; ++c) {
+      const A x = to.data[r * to.row_stride + c], y = same.data[r * count + c];
+      expect(x == y, "a packed product", y, x);
+    }
+  }
+  for (int64_t i = 0; i < kAround; ++i) {
+    const A before = memory[size_t(i)], after = memory[size_t(kAround + numbers + i)];
+    expect(before == 7 && after == 7, "what is around panels", before, after);
+  }
 }
 
 // A matrix with margins around each row and around the whole.
@@ -145,12 +178,15 @@ void edges_of() {
   check_edges<A>(&panels<A>, {true, false}, {2, 8, 67});
   check_edges<A>(&panels<A>, {false, true}, {3, 7, 67});
   check_edges<A>(&panels<A>, {false, true, 1100}, {6, 8, 9, 67});
+  check_edges<A>(&packed<A>, {true, true}, {1, 5, 8, 13});
+  check_edges<A>(&packed<A>, {true, false}, {1, 6, 7});
 }
 template <class A>
 void many_of() {
   check_many<A>(&FlatProduct<A>::columns, {true, false});
   check_many<A>(&panels<A>, {true, true});
   check_many<A>(&panels<A>, {true, false});
+  check_many<A>(&packed<A>, {true, false});
 }
 
 void edges() {
