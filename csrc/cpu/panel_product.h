@@ -1,6 +1,7 @@
 // Products of any size.  A panel, some columns of the second operand, is copied so that its rows
-// are contiguous, unless they already are and are not read often.  Then a few vectors of the panel
-// at a time are multiplied with a few rows of the first operand, in registers.
+// are contiguous, unless they already are and are not read often.  The first operand is copied too
+// if its elements lie far apart and several panels meet them.  Then a few vectors of the panel at a
+// time are multiplied with a few rows of the first operand, in registers.
 #pragma once
 #include "step.h"
 #include "vector.h"
@@ -11,19 +12,19 @@ template <class A>
 struct PanelProduct {
   // out (+)= a b, for at most kTileRows rows.  Rows of out are contiguous, and so are the rows or
   // the columns of a and of b.  An element's bits depend only on its own row of a and column of b.
+  // scratch: kScratchNumbers numbers of the calling thread.
   static void all(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
-                  bool accumulate) {
+                  bool accumulate, A* scratch) {
     alignas(64) A panel_copy[kTerms * kColumns];
     for (int64_t k = 0; k < a.columns; k += kTerms) {
       const int64_t terms = least(kTerms, a.columns - k);
-      const Matrix<const A> of_a = a.column_range(k, terms);
-      const bool has_strips = a.row_stride == 1 && a.column_stride >= kFar && a.rows > kRows;
+      const Rows of_a = near(a.column_range(k, terms), out.columns, scratch);
       for (int64_t c = 0; c < out.columns; c += kColumns) {
         const int64_t count = least(kColumns, out.columns - c);
         const bool is_ready = b.column_stride == 1 && count % kWidth == 0 && a.rows <= kFewRows;
         const Matrix<const A> block = b.row_range(k, terms).column_range(c, count);
-        multiply(out.column_range(c, count), of_a, has_strips,
-                 is_ready ? block : copied(block, panel_copy), accumulate || k > 0);
+        multiply(out.column_range(c, count), of_a, is_ready ? block : copied(block, panel_copy),
+                 accumulate || k > 0);
       }
     }
   }
@@ -45,7 +46,7 @@ struct PanelProduct {
       const A* panel = panels + c * a.columns;
       for (int64_t k = 0; k < a.columns; k += kTerms) {
         const int64_t terms = least(kTerms, a.columns - k);
-        multiply(out.column_range(c, count), a.column_range(k, terms), false,
+        multiply(out.column_range(c, count), {a.column_range(k, terms)},
                  Matrix<const A>::contiguous(panel + k * width, terms, width), accumulate || k > 0);
       }
     }
@@ -61,18 +62,28 @@ struct PanelProduct {
 #endif
   static constexpr int kVectors = 4;  // of a row of a panel
   static constexpr int64_t kColumns = kVectors * kWidth;
-  static constexpr int64_t kTerms = 128;  // the most that are added one after another
+  static constexpr int64_t kTerms = kPartTerms;
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFar = 4096 / sizeof(A);
   // The number of sums for which the instruction set has registers, in addition to the factors.
   static constexpr int kSums = kHasManyRegisters ? 24 : 12, kRows = 6;
-  // The size of one strip of kRows rows.  It is no multiple of a power of two that would map strips
-  // to the same lines of a cache.
-  static constexpr int64_t kStripSize = kTerms * kRows + kWidth;
-  // The number of strips that are copied together.  The columns they come from are far apart, so
-  // together they take more than a cache line of each; and they fit, with a panel, on a small
-  // thread's stack.
-  static constexpr int64_t kStrips = 16 / sizeof(A);
+  // The distances of rows and of strips of kRows rows in a copy of a.  They are no multiples of a
+  // power of two that would map rows or strips to the same lines of a cache.
+  static constexpr int64_t kCopiedRow = kTerms + kWidth, kStripSize = kTerms * kRows + kWidth;
+  static_assert(kScratchNumbers >= kTileRows * kCopiedRow &&
+                kScratchNumbers >= (kTileRows + kRows - 1) / kRows * kStripSize);
+
+  // At most kTerms columns of a.  strip_stride: the distance of each strip of kRows rows from the
+  // one before it, if it is not as far as that of kRows rows.
+  struct Rows {
+    Matrix<const A> all;
+    int64_t strip_stride = 0;
+
+    Matrix<const A> strip(int64_t first, int64_t count) const {
+      if (strip_stride == 0) return all.row_range(first, count);
+      return {all.data + first / kRows * strip_stride, count, all.columns, 1, kRows};
+    }
+  };
 
   FUSEDRNN_HD static Vector load_whole(const A* p) {
     Vector x;
@@ -103,16 +114,21 @@ struct PanelProduct {
   // Copies a block of a panel to rows of whole vectors.  Elements beyond its columns are
   // unspecified and do not reach a result.
   static Matrix<const A> copied(const Matrix<const A>& b, A* to) {
+    constexpr int64_t kAhead = 8;  // rows: a processor does not foresee jumps to other pages
     const int64_t columns = (b.columns + kWidth - 1) / kWidth * kWidth;
+    if (b.column_stride == 1) {
+      for (int64_t k = 0; k < b.rows; ++k) {
+        const A* const from = b.data + k * b.row_stride;
+        const A* const ahead = from + least(kAhead, b.rows - 1 - k) * b.row_stride;
+        for (int64_t c = 0; c < b.columns; c += kWidth) {
+          __builtin_prefetch(ahead + c);
+          store_first(to + k * columns + c, load_first(from + c, b.columns - c), kWidth);
+        }
+      }
+      return Matrix<const A>::contiguous(to, b.rows, columns);
+    }
     for (int64_t c = 0; c < b.columns; c += kWidth) {
       const int64_t count = b.columns - c;
-      if (b.column_stride == 1) {
-        for (int64_t k = 0; k < b.rows; ++k) {
-          store_first(to + k * columns + c, load_first(b.data + k * b.row_stride + c, count),
-                      kWidth);
-        }
-        continue;
-      }
       for (int64_t k = 0; k < b.rows; k += kWidth) {
         Vector v[kWidth];
         for (int64_t i = 0; i < kWidth; ++i) {
@@ -150,8 +166,24 @@ struct PanelProduct {
         upper, lower, ((I & kStep) == 0 ? I + kHalf * kStep : I + kWidth - (1 - kHalf) * kStep)...);
   }
 
-  // Copies rows whose elements each lie in another page of memory, as strips of kRows rows, column
-  // by column.
+  // The rows of a so that neighbouring elements are near each other: copied if they lie in other
+  // pages of memory, unless so few panels meet them that a copy does not pay.
+  static Rows near(const Matrix<const A>& a, int64_t columns_of_b, A* to) {
+    if (a.row_stride == 1 && a.column_stride >= kFar && a.rows > kRows) {
+      copy_strips(a, to);
+      return {{to, a.rows, a.columns, 1, kRows}, kStripSize};
+    }
+    if (a.column_stride == 1 && a.row_stride >= kFar && a.rows > kFewRows &&
+        columns_of_b > kColumns) {
+      for (int64_t r = 0; r < a.rows; ++r) {
+        memcpy(to + r * kCopiedRow, a.data + r * a.row_stride, size_t(a.columns) * sizeof(A));
+      }
+      return {{to, a.rows, a.columns, kCopiedRow, 1}};
+    }
+    return {a};
+  }
+
+  // Copies strips of kRows rows, column by column.
   static void copy_strips(const Matrix<const A>& a, A* to) {
     for (int64_t k = 0; k < a.columns; ++k) {
       const A* from = a.data + k * a.column_stride;
@@ -164,24 +196,15 @@ struct PanelProduct {
     }
   }
 
-  static void multiply(const Matrix<A>& out, const Matrix<const A>& a, bool has_strips,
-                       const Matrix<const A>& b, bool accumulate) {
-    alignas(64) A strips[kStrips * kStripSize];
-    const int64_t group = has_strips ? kStrips * kRows : a.rows;
-    for (int64_t first = 0; first < a.rows; first += group) {
-      const int64_t end = least(a.rows, first + group);
-      if (has_strips) copy_strips(a.row_range(first, end - first), strips);
-      // Without copies, strips are about equally high: 4 and 4 rows take less time than 6 and 2.
-      const int64_t height = end - first, strips_left = (height + kRows - 1) / kRows;
-      const int64_t even = has_strips ? kRows : (height + strips_left - 1) / strips_left;
-      for (int64_t r = first; r < end; r += even) {
-        const int64_t rows = least(even, end - r);
-        const A* copy = strips + (r - first) / kRows * kStripSize;
-        strip<kRows>(
-            out.row_range(r, rows),
-            has_strips ? Matrix<const A>{copy, rows, a.columns, 1, kRows} : a.row_range(r, rows), b,
-            accumulate);
-      }
+  static void multiply(const Matrix<A>& out, const Rows& a, const Matrix<const A>& b,
+                       bool accumulate) {
+    // Unless they are copies, strips are about equally high: 4 and 4 rows take less time than 6 and
+    // 2.
+    const int64_t strips = (out.rows + kRows - 1) / kRows;
+    const int64_t height = a.strip_stride > 0 ? kRows : (out.rows + strips - 1) / strips;
+    for (int64_t r = 0; r < out.rows; r += height) {
+      const int64_t rows = least(height, out.rows - r);
+      strip<kRows>(out.row_range(r, rows), a.strip(r, rows), b, accumulate);
     }
   }
 
@@ -219,6 +242,12 @@ struct PanelProduct {
     Vector sum[kCount][kAtOnce];
     for_each(kAllRows, [&](auto r) __attribute__((always_inline)) {
       for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) { sum[r][j] = Vector{}; });
+    });
+    // The results' places are fetched while the sums are computed.
+    for_each(kAllRows, [&](auto r) __attribute__((always_inline)) {
+      for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) {
+        __builtin_prefetch(out.data + r * out.row_stride + j * kWidth, 1);
+      });
     });
     const int64_t row_stride = a.row_stride, column_stride = a.column_stride, stride = b.row_stride;
     const A *term = a.data, *factors = b.data;

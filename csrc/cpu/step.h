@@ -20,19 +20,28 @@ constexpr int64_t kWide = 12, kTall = 4;
 // The number of rows up to which a product of at least kProductColumns columns is computed here and
 // not by torch's GEMM.  dots: by dot products (flat_product.h), if the second operand is the
 // transpose of a weight; dots_of_large: the same if the weight is too large for a core's cache;
-// panels: by panels (panel_product.h), in tiles of kTileRows rows and kTileColumns columns.
+// panels: by panels (panel_product.h), in tiles.
 struct ProductRows {
   int64_t dots, dots_of_large, panels;
 };
 constexpr int64_t kLargeBytes = 512 << 10;
-constexpr int64_t kProductColumns = 16, kTileRows = 128, kTileColumns = 64;
+constexpr int64_t kProductColumns = 16;
+// The most rows and columns of a tile, and the least to which tiles shrink so that all threads have
+// some.  A tile's rows of the first operand are copied once for all of its columns, so larger ones
+// take less time; this copy and a panel fit in a core's cache.
+constexpr int64_t kTileRows = 256, kTileColumns = 256, kLeastTile = 64;
+// The most terms that are added one after another, and the numbers of a thread's copy of so many
+// columns of a tile's rows.
+constexpr int64_t kPartTerms = 128, kScratchNumbers = kTileRows * (kPartTerms + 16);
 
 // The least steps of a sequence for which weights that single steps multiply are packed: they are
 // then copied once in a call, and not read across their rows in each step.
 constexpr int64_t kPackedSteps = 8;
+// Threads pack, and multiply by what is packed, so many columns at a time.
+constexpr int64_t kPackedColumns = 64;
 // The numbers of a packed weight, by which plans count.
 FUSEDRNN_HD int64_t packed_numbers(int64_t terms, int64_t columns) {
-  return terms * ((columns + kTileColumns - 1) / kTileColumns * kTileColumns);
+  return terms * ((columns + kPackedColumns - 1) / kPackedColumns * kPackedColumns);
 }
 
 template <class T>
@@ -53,9 +62,9 @@ struct Kernels {
   // The columns [first, last) of out (+)= a b.
   void (*flat_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                        const Matrix<const Acc<T>>& b, bool accumulate, int64_t first, int64_t last);
-  // out (+)= a b, all of it.
+  // out (+)= a b, all of a tile.  scratch: kScratchNumbers numbers of the calling thread.
   void (*panel_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
-                        const Matrix<const Acc<T>>& b, bool accumulate);
+                        const Matrix<const Acc<T>>& b, bool accumulate, Acc<T>* scratch);
   // A weight b as panels, and the columns [first, last) of out (+)= a b for such a b.
   void (*pack)(const Matrix<const Acc<T>>& b, Acc<T>* to, int64_t first, int64_t last);
   void (*packed_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,

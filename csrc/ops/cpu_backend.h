@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <optional>
 
 #include "../cpu/denormals.h"
@@ -254,24 +255,38 @@ class CpuBackend : public cpu::Memory<Element> {
   }
   void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
               bool accumulate) const {
-    const int64_t rows = std::min(out.rows, cpu::kTileRows);
-    const int64_t columns = std::min(out.columns, cpu::kTileColumns);
-    const int64_t across = (out.columns + columns - 1) / columns;
-    const int64_t tiles = (out.rows + rows - 1) / rows * across;
-    parallel(tiles, rows * columns * a.columns / kTermsPerElement, [&](int64_t tile, int64_t end) {
-      for (; tile < end; ++tile) {
-        const int64_t r = tile / across * rows, c = tile % across * columns;
-        const int64_t tall = std::min(rows, out.rows - r),
-                      wide = std::min(columns, out.columns - c);
-        kernels_.panel_product(out.row_range(r, tall).column_range(c, wide), a.row_range(r, tall),
-                               b.column_range(c, wide), accumulate);
-      }
-    });
+    int64_t rows = std::min(out.rows, cpu::kTileRows);
+    int64_t columns = std::min(out.columns, cpu::kTileColumns);
+    const auto across = [&] { return (out.columns + columns - 1) / columns; };
+    const auto tiles = [&] { return (out.rows + rows - 1) / rows * across(); };
+    // Several tiles for each thread, so that all end at about the same time.
+    const int64_t threads = torch::stable::get_num_threads(),
+                  wanted = threads > 1 ? 4 * threads : 1;
+    while (tiles() < wanted && std::max(rows, columns) > cpu::kLeastTile) {
+      int64_t& larger = columns >= rows ? columns : rows;
+      larger = std::max(larger / 2, cpu::kLeastTile);
+    }
+    parallel(tiles(), rows * columns * a.columns / kTermsPerElement,
+             [&](int64_t tile, int64_t end) {
+               for (; tile < end; ++tile) {
+                 const int64_t r = tile / across() * rows, c = tile % across() * columns;
+                 const int64_t tall = std::min(rows, out.rows - r),
+                               wide = std::min(columns, out.columns - c);
+                 kernels_.panel_product(out.row_range(r, tall).column_range(c, wide),
+                                        a.row_range(r, tall), b.column_range(c, wide), accumulate,
+                                        scratch());
+               }
+             });
+  }
+  // Kept by each thread that multiplies; on its stack it could be too large for a small one.
+  static A* scratch() {
+    static thread_local const std::unique_ptr<A[]> numbers(new A[cpu::kScratchNumbers]);
+    return numbers.get();
   }
   // terms: of all multiply-adds of a column.
   template <class F>
   static void share_panels(int64_t columns, int64_t terms, const F& f) {
-    constexpr int64_t kPanel = cpu::kTileColumns;
+    constexpr int64_t kPanel = cpu::kPackedColumns;
     const int64_t panels = (columns + kPanel - 1) / kPanel;
     parallel(panels, kPanel * terms / kTermsPerElement, [&](int64_t first, int64_t last) {
       f(first * kPanel, std::min(last * kPanel, columns));

@@ -21,11 +21,20 @@ template <class A>
 using Product = void (*)(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
                          bool accumulate, int64_t first, int64_t last);
 
+// NaN, as of an earlier product.
+template <class A>
+A* scratch() {
+  static std::vector<A> numbers;
+  numbers.assign(cpu::kScratchNumbers, std::numeric_limits<A>::quiet_NaN());
+  return numbers.data();
+}
+
 template <class A>
 void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
             bool accumulate, int64_t first, int64_t last) {
   const int64_t count = last - first;
-  PanelProduct<A>::all(out.column_range(first, count), a, b.column_range(first, count), accumulate);
+  PanelProduct<A>::all(out.column_range(first, count), a, b.column_range(first, count), accumulate,
+                       scratch<A>());
 }
 
 // By a copy of b in panels, which two threads have made.  Nothing is written around it, and the
@@ -35,7 +44,7 @@ void packed(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A
             bool accumulate, int64_t first, int64_t last) {
   constexpr int64_t kAround = 64;
   const int64_t count = last - first, numbers = cpu::packed_numbers(b.rows, count);
-  const int64_t half = std::min(cpu::kTileColumns, count);
+  const int64_t half = std::min(cpu::kPackedColumns, count);
   const Matrix<A> to = out.column_range(first, count);
   const Matrix<const A> of_b = b.column_range(first, count);
   std::vector<A> expected(size_t(a.rows * count)), memory(size_t(numbers + 2 * kAround), A(7));
@@ -48,7 +57,7 @@ void packed(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A
   PanelProduct<A>::pack(of_b, panels, 0, half);
   PanelProduct<A>::packed(to, a, panels, accumulate, half, count);
   PanelProduct<A>::packed(to, a, panels, accumulate, 0, half);
-  PanelProduct<A>::all(same, a, of_b, accumulate);
+  PanelProduct<A>::all(same, a, of_b, accumulate, scratch<A>());
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t c = 0; c < count; ++c) {
       const A x = to.data[r * to.row_stride + c], y = same.data[r * count + c];
@@ -178,6 +187,7 @@ void edges_of() {
   check_edges<A>(&panels<A>, {true, false}, {2, 8, 67});
   check_edges<A>(&panels<A>, {false, true}, {3, 7, 67});
   check_edges<A>(&panels<A>, {false, true, 1100}, {6, 8, 9, 67});
+  check_edges<A>(&panels<A>, {true, false, 1100}, {64, 65});
   check_edges<A>(&packed<A>, {true, true}, {1, 5, 8, 13});
   check_edges<A>(&packed<A>, {true, false}, {1, 6, 7});
 }
