@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROGRESS := build_backend/progress.sh
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*/*.cu tests/*/*.cpp)
-CPP += $(wildcard bench/*.h bench/*.cu)
+CPP += $(wildcard bench/*.h bench/*.cpp bench/*.cu)
 LINTERS := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 
 WHEELS := build/wheels

@@ -1,22 +1,24 @@
-"""Rates of products in whole layers, over torch.mm's: ``python -m bench.products``.
+"""Rates of products, alone and in whole layers, over torch.mm's: ``python -m bench.products``.
 
-A layer's rate is the operations of its matrix products in forward over the time of forward under
-no_grad; a multiply-add counts as two. torch.mm's peak is its fastest rate over some sizes, measured
-again in the same rounds as the layer.
+Products alone are those of one step of an LSTM, and those of a chunk of 256 rows, on one thread,
+by the CPU's kernels and by torch.mm. A layer's rate is the operations of its matrix products in
+forward over the time of forward under no_grad; a multiply-add counts as two. torch.mm's peak is its
+fastest rate over some sizes, measured again in the same rounds as the layer.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 
+from . import products_alone
 from .cases import CONTENDERS, GRU, LSTM, OUR_GRU, OUR_LSTM, Shape, training_step
-from .clock import interleaved_ms, ratio
+from .clock import Ratio, interleaved_ms, ratio
 from .report import Report, Run, Table, Target, main
 from .speed_map import seq_len, whole_number
 
@@ -25,7 +27,10 @@ HIDDEN, BATCH = (256, 512, 1024), (16, 64, 128)
 CONTENDER_NAMES = (OUR_LSTM, LSTM, OUR_GRU, GRU)
 QUICK = Shape(8, 4, 16)
 ROUNDS, BUDGET_S = 15, 2.0
-SHARE = 0.7  # of torch.mm's peak, that our layers should have
+SHARE = 0.7  # of torch.mm's peak, that our layers and products of steps should have
+CHUNK_SHARE = 0.8  # and products of chunks
+CHUNK_ROWS = 256
+CALLS = 20  # of a product alone between two looks at the clock
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,15 +46,24 @@ def run(run: Run) -> Report:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(run.options.threads)
     task = run.progress.add_task("products", total=len(shapes))
+    why_not_alone = products_alone.why_not()
     try:
         peak_size, of_sizes = _peak(PEAK_SIZES_QUICK if run.quick else PEAK_SIZES, rounds)
         times = {}
         for shape in shapes:
             times[shape] = _times_ms(shape, peak_size, rounds)
             run.progress.advance(task)
+        torch.set_num_threads(1)
+        sizes = sorted(
+            {(shape.batch, shape.hidden_size) for shape in shapes}, key=lambda s: s[::-1]
+        )
+        alone = [] if why_not_alone else _alone(sizes, peak_size, rounds)
     finally:
         torch.set_num_threads(threads_before)
-    return _report(run.options.threads, peak_size, of_sizes, times)
+    report = _report(run.options.threads, peak_size, of_sizes, times)
+    if why_not_alone:
+        return replace(report, left_out=[f"products alone ({why_not_alone})"])
+    return _with_alone(report, alone)
 
 
 def _mm(size: int) -> Callable[[], object]:
@@ -78,6 +92,78 @@ def _times_ms(shape: Shape, peak_size: int, rounds: int) -> dict[str, list[float
     for call in calls.values():  # allocates the memory that libraries keep
         call()
     return interleaved_ms(calls, rounds=rounds, budget_s=BUDGET_S)
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """Times of one product, ours and torch.mm's, and of torch.mm's fastest, each per operation."""
+
+    name: str
+    share_wanted: float
+    ns: dict[str, list[float]]
+
+    @property
+    def share(self) -> Ratio:
+        """Of torch.mm's peak rate: times per operation, the other way round."""
+        return ratio(self.ns["peak"], self.ns["ours"])
+
+
+def _alone(sizes: list[tuple[int, int]], peak_size: int, rounds: int) -> list[_Alone]:
+    measured = []
+    for batch, hidden in sizes:
+        calls = products_alone.step(batch, hidden)
+        name = f"a step, B={batch} H={hidden}"
+        measured.append(_one_alone(name, SHARE, calls, 8 * batch * hidden**2, peak_size, rounds))
+    for hidden in sorted({hidden for _, hidden in sizes}):
+        for name, calls in products_alone.chunk(CHUNK_ROWS, hidden).items():
+            operations = 8 * CHUNK_ROWS * hidden**2
+            name = f"a chunk's {name}, H={hidden}"
+            measured.append(_one_alone(name, CHUNK_SHARE, calls, operations, peak_size, rounds))
+    return measured
+
+
+def _one_alone(
+    name: str,
+    share_wanted: float,
+    calls: dict[str, Callable[[], object]],
+    operations: int,
+    peak_size: int,
+    rounds: int,
+) -> _Alone:
+    def repeated(call: Callable[[], object]) -> Callable[[], None]:
+        def repeat() -> None:
+            for _ in range(CALLS):
+                call()
+
+        return repeat
+
+    timed = {what: repeated(call) for what, call in calls.items()} | {"peak": _mm(peak_size)}
+    for call in timed.values():
+        call()
+    times = interleaved_ms(timed, rounds=rounds, budget_s=BUDGET_S)
+    counts = {what: CALLS * operations for what in calls} | {"peak": 2 * peak_size**3}
+    ns = {what: [1e6 * ms / counts[what] for ms in times[what]] for what in times}
+    return _Alone(name, share_wanted, ns)
+
+
+def _with_alone(report: Report, alone: list[_Alone]) -> Report:
+    lines, rows, targets = [], [], []
+    for product in alone:
+        rates = {what: 1 / median(ns) for what, ns in product.ns.items()}
+        share = product.share
+        lines.append([product.name, f"{rates['ours']:.1f}", f"{rates['torch.mm']:.1f}", str(share)])
+        rows.append({"name": product.name, "gflops": rates, "share": asdict(share)})
+        what, bound = "torch.mm's peak rate / a product's alone", 1 / product.share_wanted
+        targets.append(Target(what, product.name, 1 / share.median, bound))
+    table = Table(
+        "Products alone, 1 thread", ["", "GF/s", "torch.mm, GF/s", "of torch.mm's peak"], lines
+    )
+    return replace(
+        report,
+        numbers=report.numbers | {"alone": rows},
+        tables=[*report.tables, table],
+        targets=[*report.targets, *targets],
+    )
 
 
 def _report(
