@@ -4,6 +4,7 @@ Longer than 350 lines, because its tests are of one topic and share their fixtur
 """
 
 import contextlib
+import math
 import random
 import re
 from collections import Counter
@@ -130,6 +131,16 @@ def others(sizes, results):
     return list(left.elements())
 
 
+def length_of(chunks, case, gpu):
+    """The steps of each of so many chunks: on a GPU with rows in 128s, if that takes no more."""
+    steps = -(-case.seq_len // chunks)
+    alike = 1 if gpu is None else 128 // math.gcd(case.batch, 128)
+    rounded = -(-steps // alike) * alike
+    if -(-case.seq_len // rounded) == chunks:
+        return min(rounded, case.seq_len)
+    return steps
+
+
 def check(call, gpu, part):
     """Checks a limit between one step, whose bytes an error says, and the whole sequence."""
     case, least = call.case, call.least()
@@ -148,7 +159,7 @@ def check(call, gpu, part):
         if chunks > 1:  # chunks would be too long if there were one less
             ways = {plan["forward"]["backend"], plan["backward"]["backend"]}
             backend = "stepwise" if ways == {"stepwise"} else "auto"
-            steps = -(-case.seq_len // (chunks - 1))
+            steps = length_of(chunks - 1, case, gpu)
             longer = made(case, gpu, steps, backend=backend, strides=call.strides)
             assert longer["memory"]["most_workspace_bytes"] > limit
 
