@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <optional>
 
 #include "../cpu/denormals.h"
 #include "../cpu/memory.h"
@@ -14,46 +13,10 @@
 #include "../cpu/step.h"
 #include "../program/carries.h"
 #include "../program/stage.h"
+#include "cpu_threads.h"
 #include "stable.h"
 
 namespace fusedrnn {
-
-// The number of multiply-adds from which on torch may use several threads for a GEMM.
-constexpr int64_t kParallelWork = 10'000'000;
-
-// While it lives, denormals are flushed to zero on this thread, and on the threads of torch's pool
-// if GEMMs of `work` multiply-adds use them; then all threads return to their previous mode.
-class FlushDenormalsInPool {
- public:
-  explicit FlushDenormalsInPool(int64_t work) : threads_(torch::stable::get_num_threads()) {
-    start_pool();
-    caller_.emplace();
-    if (work < kParallelWork) threads_ = 1;
-    if (threads_ > 1) on_each_thread([] { worker().emplace(); });
-  }
-  ~FlushDenormalsInPool() {
-    if (threads_ > 1) on_each_thread([] { worker().reset(); });
-  }
-
- private:
-  static std::optional<cpu::FlushDenormals>& worker() {
-    static thread_local std::optional<cpu::FlushDenormals> flush;
-    return flush;
-  }
-  // A thread inherits the mode of the thread that starts it, so the pool must be started before.
-  void start_pool() const {
-    static thread_local int64_t started = 1;
-    if (threads_ > 1 && threads_ != started) on_each_thread([] {});
-    started = threads_;
-  }
-  template <class F>
-  void on_each_thread(const F& f) const {
-    torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) { f(); });
-  }
-
-  std::optional<cpu::FlushDenormals> caller_;
-  int64_t threads_;
-};
 
 template <class Element>
 class CpuBackend : public cpu::Memory<Element> {
@@ -127,18 +90,29 @@ class CpuBackend : public cpu::Memory<Element> {
   void copy(Matrix<To> out, Matrix<From> from) const {
     // A call of torch takes longer than copying a few rows.
     constexpr int64_t kFew = 16'384;
-    if (out.column_stride == 1 && from.column_stride == 1 && out.rows * out.columns <= kFew) {
+    const bool has_rows = out.column_stride == 1 && from.column_stride == 1;
+    if (has_rows && out.rows * out.columns <= kFew) {
       for (int64_t r = 0; r < out.rows; ++r) {
         copy_row(out.data + r * out.row_stride, from.data + r * from.row_stride, out.columns);
       }
-      return;
+    } else if (lacks_pool()) {
+      copy_elements(out, Matrix<const From>(from));
+    } else {
+      borrower_.copy(out, Matrix<const From>(from));
     }
-    borrower_.copy(out, Matrix<const From>(from));
   }
   template <class To, class From>
   void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
                   int64_t begin, int64_t steps, int64_t batch) const {
-    borrower_.copy_steps(out, first, from, begin, steps, batch);
+    if (!lacks_pool()) {
+      return borrower_.copy_steps(out, first, from, begin, steps, batch);
+    }
+    for (int64_t t = 0; t < steps; ++t) {
+      const int64_t rows = std::min(out.rows_of(first + t, batch), from.rows_of(begin + t, batch));
+      copy_elements(
+          Matrix<To>{out.at(first + t), rows, out.width, out.stride_b, out.stride_w},
+          Matrix<const From>{from.at(begin + t), rows, from.width, from.stride_b, from.stride_w});
+    }
   }
 
   template <class C>
@@ -247,6 +221,16 @@ class CpuBackend : public cpu::Memory<Element> {
     }
   }
 
+  template <class To, class From>
+  static void copy_elements(const Matrix<To>& out, const Matrix<const From>& from) {
+    for (int64_t r = 0; r < out.rows; ++r) {
+      for (int64_t c = 0; c < out.columns; ++c) {
+        To& to = out.data[r * out.row_stride + c * out.column_stride];
+        copy_row(&to, from.data + r * from.row_stride + c * from.column_stride, 1);
+      }
+    }
+  }
+
   void flat(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
             bool accumulate) const {
     parallel(out.columns, a.rows * a.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
@@ -309,7 +293,7 @@ class CpuBackend : public cpu::Memory<Element> {
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {
     const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));
-    if (count <= grain) return f(0, count);
+    if (count <= grain || lacks_pool()) return f(0, count);
     torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
       const cpu::FlushDenormals flush;
       f(first, last);
