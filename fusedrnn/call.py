@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
+from . import _autocast, _autograd, _plans, _seeds, arguments, checks, tuning
 from ._buffers import version_of
 from ._graphs import is_alone
 from .arguments import CallTensors, Checked
@@ -212,10 +212,9 @@ def _run_checked(
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
 
-    if form.is_step and is_alone() and not _autograd.needs_grad(tensors.flat()):
-        with _autograd.below_autograd():
-            h_n, c_n = _ops.step(call.cell, input, hx, cx, weights, eps, seed, tuned)
-        return None, h_n, c_n
+    if form.is_step and is_alone():
+        states = _autograd.run_step(call.cell, tensors[:4], weights, seed, flat_version, tuned)
+        return None, *states
     sequence = form.sequence(input, packing)
     h = input.new_zeros(checked.h_shape) if hx is None else form.state(hx, packing)
     c: Tensor | None = None
