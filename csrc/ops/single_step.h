@@ -116,9 +116,27 @@ std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor
                                          Weights weights, MaybeTensor eps, MaybeTensor seed,
                                          int64_t tuning) {
   const SingleStep step(cell, input, hx, cx, weights, eps, seed, tuning);
-  const auto [output, h_n, c_n, saved_gates, chunk_cell_states] =
-      forward<Platform>(step.call(), /*save_gates=*/false);
-  return {step.of_step(h_n), step.has_cell_state() ? step.of_step(c_n) : c_n};
+  Arguments args(step.call());
+  Platform platform(input, args.tuning());
+  args.place(platform);
+  return planned_anew(input, [&](auto element) {
+    using T = decltype(element);
+    const Plan plan = plan_layer<BackendOf<Platform, T>>(args.problem(platform));
+    const int64_t width = args.sizes().output;
+    std::vector<int64_t> shape{args.batch(), width}, none{0, args.batch(), width};
+    if (input.dim() == 1) shape.erase(shape.begin());
+    const Tensor h = allocate(input, shape, input.scalar_type(), "h");
+    const Tensor c =
+        allocate(input, step.has_cell_state() ? shape : none, input.scalar_type(), "c");
+    // The output of a single step is h, and is copied to where it is.
+    run_forward<T>(platform, args, plan,
+                   {.output = pointer<T>(h),
+                    .h_n = pointer<T>(h),
+                    .c_n = step.has_cell_state() ? pointer<T>(c) : nullptr,
+                    .saved_gates = nullptr,
+                    .chunk_cell_states = nullptr});
+    return std::make_tuple(h, c);
+  });
 }
 
 // The operator `step_backward`: gradients of what `step` returns -> those of input, hx, cx, eps and
@@ -130,6 +148,8 @@ std::vector<Tensor> step_backward_operator(MaybeTensor grad_h, MaybeTensor grad_
                                            MaybeTensor /*flat_version*/, int64_t tuning,
                                            int64_t needs) {
   const SingleStep step(cell, input, hx, cx, weights, eps, seed, tuning);
+  FUSEDRNN_CHECK(hx || (needs & kHx) == 0, "hx is not given and has no gradient");
+  FUSEDRNN_CHECK(cx || (needs & kCx) == 0, "cx is not given and has no gradient");
   // What forward saves of a layer: its output, which has no step before, so it is not read; and c
   // before the only chunk.
   const Tensor output = Arguments::dense(step.h());

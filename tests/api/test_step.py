@@ -6,44 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODULES
+from step_cases import CELLS, Spy, arguments, as_layer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves as flat
 
 import fusedrnn
-from fusedrnn import _ops, call, cells
-
-CELLS = [f"{module.__name__}Cell" for module in MODULES.values()]
-
-
-def arguments(
-    name: str, batch: tuple[int, ...], sizes: tuple[int, int], **kwargs: Any
-) -> tuple[Tensor, Any, dict[str, Any]]:
-    input_size, hidden_size = sizes
-    x = torch.randn(*batch, input_size, **kwargs)
-    h, c = (torch.randn(*batch, hidden_size, **kwargs) for _ in range(2))
-    noise = {"eps": torch.randn(*batch, hidden_size, **kwargs)} if "Stochastic" in name else {}
-    return x, (h, c) if name == "LSTMCell" else h, noise
-
-
-class Spy:
-    """Counts the calls of a function."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls += 1
-        return self.function(*args)
-
-
-def as_layer(patch: pytest.MonkeyPatch) -> None:
-    """Has cells take their steps as layers do, as where something else than autograd looks."""
-    patch.setattr(call, "is_alone", lambda: False)
+from fusedrnn import _ops, cells
 
 
 def both_ways(cell: torch.nn.Module, *args: Any, **kwargs: Any) -> list[list[Tensor]]:
-    """Results of the operator for a step, with gradients and without, and of that for a sequence."""
+    """Results of the operator for a step, without gradients and with, and of a layer's."""
     results = []
     with pytest.MonkeyPatch.context() as patch:
         spy = Spy(_ops.step)
@@ -72,105 +44,6 @@ def test_the_same_bits_as_with_gradients(device, name, bias, batch, dtype):
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
                     assert a.is_contiguous()
-
-
-def leaves(x: Tensor, states: Any, noise: dict[str, Any]) -> list[Tensor]:
-    return [x, *(t for t in flat(states) if t is not None), *noise.values()]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch", [(), (0,), (1,), (7,), (40,)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", CELLS)
-def test_the_same_bits_of_gradients_as_a_layer(device, name, bias, batch, dtype):
-    for sizes in ((1, 1), (3, 5), (17, 33)):
-        cell = getattr(fusedrnn, name)(*sizes, bias=bias, device=device, dtype=dtype)
-        x, states, noise = arguments(name, batch, sizes, device=device, dtype=dtype)
-        cotangents = [torch.randn(*batch, sizes[1], device=device, dtype=dtype) for _ in range(2)]
-        for given in (states, None):
-            wanted = [*leaves(x, given, noise), *cell.parameters()]
-            for leaf in wanted:
-                leaf.requires_grad_()
-            for used in ([0], [1], [0, 1]):
-                found = []
-                for is_layer in (False, True):
-                    with pytest.MonkeyPatch.context() as patch:
-                        spy = Spy(_ops.step_backward)
-                        patch.setattr(_ops, "step_backward", spy)
-                        if is_layer:
-                            as_layer(patch)
-                        results = flat(cell(x, given, **noise))
-                        chosen = [(results[i], cotangents[i]) for i in used if i < len(results)]
-                        if not chosen:
-                            continue
-                        outputs, grads = zip(*chosen, strict=True)
-                        found.append(torch.autograd.grad(outputs, wanted, grads))
-                        assert spy.calls == (not is_layer)
-                if not found:
-                    continue
-                for leaf, a, b in zip(wanted, *found, strict=True):
-                    assert a.shape == leaf.shape and a.is_contiguous()
-                    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_gradients_of_some_tensors_alone(name):
-    cell = getattr(fusedrnn, name)(3, 4)
-    x, states, noise = arguments(name, (2,), (3, 4))
-    wanted = [*leaves(x, states, noise), *cell.parameters()]
-    for leaf in wanted:
-        leaf.requires_grad_()
-    expected = torch.autograd.grad(sum(t.sum() for t in flat(cell(x, states, **noise))), wanted)
-    for i, leaf in enumerate(wanted):
-        for other in wanted:
-            other.requires_grad_(other is leaf)
-        (found,) = torch.autograd.grad(sum(t.sum() for t in flat(cell(x, states, **noise))), leaf)
-        assert torch.equal(found, expected[i])
-
-
-@pytest.mark.filterwarnings("ignore:.*second derivatives")
-@pytest.mark.parametrize("batch", [(2,), ()])
-@pytest.mark.parametrize("name", CELLS)
-def test_gradients_of_gradients(name, batch):
-    cell = getattr(fusedrnn, name)(3, 4, dtype=torch.float64)
-    x, states, noise = arguments(name, batch, (3, 4), dtype=torch.float64)
-    tensors = [t.requires_grad_() for t in (*leaves(x, states, noise), *cell.parameters())]
-
-    def results(*_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(flat(cell(x, states, **noise)))
-
-    assert torch.autograd.gradcheck(results, tensors)
-    assert torch.autograd.gradgradcheck(results, tensors)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_batched_cotangents(name):
-    """By torch.func.vmap over backward of a graph that is there, and by the older vmap."""
-    cell = getattr(fusedrnn, name)(3, 4)
-    x, states, noise = arguments(name, (2,), (3, 4))
-    wanted = [t.requires_grad_() for t in (*leaves(x, states, noise), *cell.parameters())]
-    h = flat(cell(x, states, **noise))[0]
-    grads = torch.randn(5, *h.shape)
-
-    def of(grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(h, wanted, grad, retain_graph=True)
-
-    each = [torch.stack(found) for found in zip(*map(of, grads), strict=True)]
-    older = torch.autograd.grad(h, wanted, grads, retain_graph=True, is_grads_batched=True)
-    for found in (torch.func.vmap(of)(grads), older):
-        torch.testing.assert_close([*found], each)
-
-
-def test_only_arguments_are_saved():
-    """The gates are recomputed, and neither h nor c is kept a second time."""
-    for name in CELLS:
-        cell = getattr(fusedrnn, name)(3, 4)
-        x, states, noise = arguments(name, (2,), (3, 4))
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            cell(x, states, **noise)
-        known = {t.data_ptr() for t in (*leaves(x, states, noise), *cell.parameters())}
-        assert {t.data_ptr() for t in saved if t.numel() > 0} == known
 
 
 @pytest.mark.parametrize("name", CELLS)
