@@ -190,10 +190,17 @@ def _fake_step_backward(
     **_: Any,
 ) -> list[Tensor]:
     _check_devices(input, [grad_h, grad_c, hx, cx, *weights, eps, seed])
-    tensors = (input, hx, cx, eps, *weights)
-    return [
-        input.new_empty(t.shape) for i, t in enumerate(tensors) if t is not None and needs & 1 << i
+    states = (input, hx, cx, eps)
+    found = [
+        input.new_empty(t.shape) for i, t in enumerate(states) if t is not None and needs & 1 << i
     ]
+    flat = input.new_empty(sum(w.numel() for w in weights))  # the gradients of weights share it
+    first = 0
+    for i, weight in enumerate(weights):
+        if needs & NEEDS_FIRST_WEIGHT << i:
+            found.append(flat.narrow(0, first, weight.numel()).view(weight.shape))
+        first += weight.numel()
+    return found
 
 
 @torch.library.register_fake("fusedrnn::backward")
