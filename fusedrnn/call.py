@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _autocast, _autograd, _plans, _seeds, arguments, checks, tuning
+from . import _autocast, _plans, _seeds, _step, arguments, checks, tuning
 from ._buffers import version_of
 from ._graphs import is_alone
 from .arguments import CallTensors, Checked
@@ -256,7 +256,7 @@ def _run_step(cell: str, tensors: CallTensors, noise: Noise) -> tuple[Tensor, Te
     if noise.sample and eps is None and seed is None:
         seed = _seeds.draw(noise.generator, input.device)
     tuned = tuning.number_for(input)
-    return _autograd.run_step(cell, tensors[:4], weights, seed, flat_version, tuned)
+    return _step.run_step(cell, tensors[:4], weights, seed, flat_version, tuned)
 
 
 def _checked_reset_to(
