@@ -6,7 +6,7 @@
 //   gpu()                        the GPU's properties for plans, or null
 //   keep(host)                   keeps memory alive while enqueued work may read it
 //   backend<T>()                 the driver's backend
-//   computing(multiply_adds)     an object that lives while the driver works
+//   compute(multiply_adds, f)    calls f, in which the driver works
 #pragma once
 #include <string>
 #include <tuple>
@@ -98,13 +98,13 @@ ForwardResults forward(const Call& call, bool save_gates) {
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace =
           allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
-      [[maybe_unused]] const auto computing =
-          platform.computing(args.seq_len() * driver.step_work());
-      driver.forward(
-          pointer<T>(h_n) + d * args.h_numel(),
-          args.has_cell_state() ? pointer<T>(c_n) + d * args.cell_state_numel() : nullptr,
-          save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
-          workspace.mutable_data_ptr());
+      platform.compute(args.seq_len() * driver.step_work(), [&] {
+        driver.forward(
+            pointer<T>(h_n) + d * args.h_numel(),
+            args.has_cell_state() ? pointer<T>(c_n) + d * args.cell_state_numel() : nullptr,
+            save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
+            workspace.mutable_data_ptr());
+      });
     }
     return std::make_tuple(output, h_n, c_n, saved_gates, chunk_cell_states);
   });
@@ -244,11 +244,12 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
-      [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
-      driver.backward(
-          gradients,
-          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
-          workspace.mutable_data_ptr());
+      platform.compute(seq_len * driver.step_work(), [&] {
+        driver.backward(
+            gradients,
+            saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
+            workspace.mutable_data_ptr());
+      });
     }
     return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, rounded<T>(grad_weights));
   });
