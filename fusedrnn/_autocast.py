@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._graphs import is_alone, is_recorded
@@ -21,6 +22,8 @@ _DEVICES = ("cpu", "cuda")  # torch raises an error when asked about other devic
 
 def dtype_for(input: Any) -> torch.dtype | None:
     """The dtype of autocast, where it is on for this input."""
+    if not is_compiling() and not torch._C._is_any_autocast_enabled():  # the usual case
+        return None
     device = input.device.type if isinstance(input, Tensor) else ""
     if device in _DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)

@@ -174,6 +174,35 @@ def _fake_step(
     return h, torch.empty_like(h) if has_cell_state else h.new_empty(0, batch, h.shape[-1])
 
 
+@torch.library.register_fake("fusedrnn::step_backward")
+def _fake_step_backward(
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    *,
+    needs: int,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    **_: Any,
+) -> list[Tensor]:
+    _check_devices(input, [grad_h, grad_c, hx, cx, *weights, eps, seed])
+    states = (input, hx, cx, eps)
+    found = [
+        input.new_empty(t.shape) for i, t in enumerate(states) if t is not None and needs & 1 << i
+    ]
+    flat = input.new_empty(sum(w.numel() for w in weights))  # the gradients of weights share it
+    first = 0
+    for i, weight in enumerate(weights):
+        if needs & NEEDS_FIRST_WEIGHT << i:
+            found.append(flat.narrow(0, first, weight.numel()).view(weight.shape))
+        first += weight.numel()
+    return found
+
+
 @torch.library.register_fake("fusedrnn::backward")
 def _fake_backward(
     grad_output: Tensor | None,

@@ -87,6 +87,26 @@ def _step(
     return sum(p.flops for p in _products(cell, _rows(input), weights, 1, has_noise))
 
 
+def _step_backward(
+    grad_h: Shape | None,
+    grad_c: Shape | None,
+    cell: int,
+    input: Shape,
+    hx: Shape | None,
+    cx: Shape | None,
+    weights: Sequence[Shape],
+    *,
+    needs: int,
+    eps: Shape | None = None,
+    seed: Shape | None = None,
+    **_: Any,
+) -> int:
+    has_noise = eps is not None or seed is not None
+    products = [*_products(cell, _rows(input), weights, 1, has_noise)]
+    needs_weights = [bool(needs & NEEDS_FIRST_WEIGHT << i) for i in range(len(weights))]
+    return _of_backward(products, bool(needs & NEEDS_INPUT), needs_weights, saved=False)
+
+
 def _backward(
     grad_output: Shape | None,
     grad_h_n: Shape | None,
@@ -140,5 +160,6 @@ def _last_states_backward(
 register_flop_formula(_library.operators.forward)(_forward)
 register_flop_formula(_library.operators.last_states)(_forward)
 register_flop_formula(_library.operators.step)(_step)
+register_flop_formula(_library.operators.step_backward)(_step_backward)
 register_flop_formula(_library.operators.backward)(_backward)
 register_flop_formula(_library.operators.last_states_backward)(_last_states_backward)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _last_states, _library, _ops, _vmap
-from ._autograd import Layer, LayerGradient, below_autograd, needs_grad, plainly
+from ._autograd import Layer, LayerGradient, below_autograd, by_tensor, needs_grad, plainly
 from ._buffers import version_of
-from ._ops import LayerCall, LayerTensors, Saved
+from ._ops import Cotangents, LayerCall, LayerTensors, Saved
 from .cells import CELL_NAMES, CELLS
 
 
@@ -32,6 +32,61 @@ def _step_as_layer(
     tuning: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The operator ``step``, by a layer with one step."""
+    call, tensors = _layer_of_step(cell, input, hx, cx, weights, eps, seed, tuning)
+    _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
+    shape = (*input.shape[:-1], h_n.shape[-1])
+    return h_n.reshape(shape), c_n.reshape(shape) if tensors.cx is not None else c_n
+
+
+def _step_backward_as_layer(
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    *,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    flat_version: Tensor | None = None,
+    tuning: int = 0,
+    needs: int,
+) -> list[Tensor]:
+    """The operator ``step_backward``, by a layer with one step."""
+    call, tensors = _layer_of_step(cell, input, hx, cx, weights, eps, seed, tuning)
+    if flat_version is None and len(weights) > 0:
+        flat_version = version_of(weights[0])
+    tensors = tensors._replace(flat_version=flat_version)
+    rows, c = (1, *tensors.hx.shape[1:]), tensors.cx
+    if c is not None:  # as forward saves it
+        wide = torch.promote_types(c.dtype, torch.float32)
+        c = c.detach().to(wide).contiguous()[None]
+    # No step reads the output of one before it.
+    saved = Saved(tensors.hx.detach().contiguous(), None, c)
+    grads = [None if g is None else g.reshape(rows) for g in (grad_h, grad_c)]
+    if c is None:
+        grads[1] = None
+    found = _ops.backward(call, needs, Cotangents(None, *grads), saved, tensors)
+    needed = _ops.needed_of(needs, tensors)
+    parts = by_tensor(found, tensors, needed)
+    shapes = (input, hx, cx, eps, *weights)
+    of_step = (parts.input, parts.hx, parts.cx, parts.eps, *parts.weights)
+    pairs = zip(of_step, shapes, strict=True)
+    return [g.reshape(t.shape) for g, t in pairs if g is not None and t is not None]
+
+
+def _layer_of_step(
+    cell: int,
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    eps: Tensor | None,
+    seed: Tensor | None,
+    tuning: int,
+) -> tuple[LayerCall, LayerTensors]:
+    """A step's call as that of a layer."""
     name = _ops.name_at(CELL_NAMES, cell, "cell")
     facts = CELLS[name]
     batch = (None,) if input.dim() == 1 else ()
@@ -46,10 +101,7 @@ def _step_as_layer(
         c = zeros if cx is None else cx[None][batch]
     noise = None if eps is None else eps[None, None][batch]
     call = LayerCall(cell=name, tuning=tuning)
-    tensors = LayerTensors(input[None][batch], h, weights, c, noise, seed)
-    _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
-    shape = (*input.shape[:-1], widths["hidden"])
-    return h_n.reshape(shape), c_n.reshape(shape) if facts.has_cell_state else c_n
+    return call, LayerTensors(input[None][batch], h, weights, c, noise, seed)
 
 
 def _read(*arguments: Any, **named: Any) -> tuple[LayerCall, LayerTensors, dict[str, Any]]:
@@ -113,6 +165,15 @@ def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
         return _library.operators.step(*arguments, **named)
 
 
+def _step_backward_for_autograd(*arguments: Any, **named: Any) -> Any:
+    grad_h, grad_c, _, input, hx, cx, weights = arguments
+    tensors = (grad_h, grad_c, input, hx, cx, *weights, named.get("eps"))
+    if needs_grad(tensors) or forward_ad._current_level >= 0:
+        return _step_backward_as_layer(*arguments, **named)
+    with below_autograd():
+        return _library.operators.step_backward(*arguments, **named)
+
+
 _layers_for_last_states = plainly(_last_states.LayersForLastStates)
 
 
@@ -159,6 +220,7 @@ def _register(library: torch.library.Library) -> None:
         library.impl(name, kernels.for_old_vmap, "Batched")
     for name, for_autograd, by_layers in (
         ("step", _step_for_autograd, _step_as_layer),
+        ("step_backward", _step_backward_for_autograd, _step_backward_as_layer),
         ("last_states", _last_states_for_autograd, _last_states_by_layers),
         (
             "last_states_backward",

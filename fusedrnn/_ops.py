@@ -321,6 +321,35 @@ def step(
     return results
 
 
+def step_backward(
+    cell: str,
+    grads: tuple[Tensor | None, Tensor | None],
+    input: Tensor,
+    hx: Tensor | None,
+    cx: Tensor | None,
+    weights: Sequence[Tensor],
+    eps: Tensor | None,
+    seed: Tensor | None,
+    tuning: int,
+    needs: int,
+    flat_version: Tensor | None = None,
+) -> list[Tensor]:
+    """The gradients of :func:`step` that are needed: of input, hx, cx, eps and each weight.
+
+    Args:
+        grads: Of h and c.
+        needs: Which are needed, see :func:`needs_of`.
+    """
+    others: dict[str, Any] = {"needs": needs}
+    if eps is not None or seed is not None or tuning != 0:
+        others |= {"eps": eps, "seed": seed, "tuning": tuning}
+    if flat_version is not None:
+        others["flat_version"] = flat_version
+    arguments = (*grads, CELLS[cell].index, input, hx, cx, weights)
+    results: list[Tensor] = call_operator(_library.operators.step_backward, *arguments, **others)
+    return results
+
+
 # The distributions of draw, as in csrc/step/step.h.
 NORMAL, UNIFORM = 0, 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _autocast, _autograd, _ops, _plans, _seeds, arguments, checks, tuning
+from . import _autocast, _plans, _seeds, _step, arguments, checks, tuning
 from ._buffers import version_of
 from ._graphs import is_alone
 from .arguments import CallTensors, Checked
@@ -51,6 +51,7 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
+_NO_MASK = Mask()
 
 
 _remembered: dict[Hashable, Checked] = {}
@@ -178,8 +179,10 @@ def _run_checked(
     masks: Masks,
 ) -> tuple[Any, Tensor, Tensor | None]:
     """What depends on values is checked in every call; then one operator runs for each layer."""
+    if checked.form.is_step and is_alone():
+        return None, *_run_step(checked.call.cell, tensors, noise)
     input, hx, cx, eps, weights, flat_version = tensors
-    form, call, seed, mask, mask_seed = checked.form, checked.call, noise.seed, Mask(), None
+    form, call, seed, mask, mask_seed = checked.form, checked.call, noise.seed, _NO_MASK, None
     lengths, reset, to = masks
     reset_to = None
     if seed is not None:
@@ -212,10 +215,6 @@ def _run_checked(
         p, named = options.weight_dropout, zip(checked.names, weights, strict=True)
         weights = [_drop_if_recurrent(name, weight, p) for name, weight in named]
 
-    if form.is_step and is_alone() and not _autograd.needs_grad(tensors.flat()):
-        with _autograd.below_autograd():
-            h_n, c_n = _ops.step(call.cell, input, hx, cx, weights, eps, seed, tuned)
-        return None, h_n, c_n
     sequence = form.sequence(input, packing)
     h = input.new_zeros(checked.h_shape) if hx is None else form.state(hx, packing)
     c: Tensor | None = None
@@ -246,6 +245,18 @@ def _run_checked(
         result = form.result_state(output, packing, dim=0)
     h_n = form.result_state(last.h, packing)
     return result, h_n, None if last.c is None else form.result_state(last.c, packing)
+
+
+def _run_step(cell: str, tensors: CallTensors, noise: Noise) -> tuple[Tensor, Tensor | None]:
+    """The same for a cell where nothing but autograd looks: it has none of what sequences have."""
+    input, _, _, eps, weights, flat_version = tensors
+    seed = None if noise.seed is None else checks.seed(noise.seed, input)
+    if flat_version is None and torch.is_grad_enabled():
+        flat_version = version_of(weights[0])
+    if noise.sample and eps is None and seed is None:
+        seed = _seeds.draw(noise.generator, input.device)
+    tuned = tuning.number_for(input)
+    return _step.run_step(cell, tensors[:4], weights, seed, flat_version, tuned)
 
 
 def _checked_reset_to(

@@ -170,6 +170,8 @@ def split_lstm_state(
     """
     if hx is None:
         return None, None
+    if type(hx) is tuple and len(hx) == 2 and type(hx[0]) is type(hx[1]) is Tensor:
+        return hx  # the usual case, in little time
     if not isinstance(hx, tuple | list) or [isinstance(t, Tensor) for t in hx] != [True, True]:
         got = type(hx).__name__
         if isinstance(hx, tuple | list):

@@ -107,7 +107,7 @@ class FlatModule(nn.Module):
         if attributes.get("_plain_class") is type(self) and not is_compiling():
             try:  # what getattr would find, in half the time
                 found = [attributes.get(name, parameters[name]) for name, _, _ in self._slots]
-                return cast(list[Tensor], found)
+                return cast("list[Tensor]", found)
             except KeyError:
                 pass  # a name leads to something other than a parameter
         return [getattr(self, slot.name) for slot in self._slots]

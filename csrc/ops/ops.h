@@ -2,6 +2,7 @@
 #pragma once
 #include "draw.h"
 #include "last_states.h"
+#include "single_step.h"
 
 namespace fusedrnn {
 
@@ -37,78 +38,6 @@ ForwardResults forward_operator(int64_t cell, Tensor input, Tensor hx, MaybeTens
                             .backend = backend,
                             .tuning = tuning},
                            save_gates);
-}
-
-// A view of `tensor` with `more` leading dimensions of size one added, or removed if `more` is
-// negative.
-inline Tensor with_dimensions(const Tensor& tensor, int64_t more) {
-  std::vector<int64_t> sizes, strides;
-  for (int64_t i = 0; i < more; ++i) {
-    sizes.push_back(1);
-    strides.push_back(tensor.numel());
-  }
-  for (int64_t i = std::max<int64_t>(-more, 0); i < tensor.dim(); ++i) {
-    sizes.push_back(tensor.size(i));
-    strides.push_back(tensor.stride(i));
-  }
-  return view(tensor, sizes, strides);
-}
-
-// The operator `step`: one step with little overhead, without gradients.  input (B, I) or (I), hx
-// and cx (B, H) or (H) and zeros if absent, eps (B, Z) or (Z) -> h (B, H) or (H), and c alike, or
-// (0, B, H) if the cell has no cell state.
-template <class Platform>
-std::tuple<Tensor, Tensor> step_operator(int64_t cell, Tensor input, MaybeTensor hx, MaybeTensor cx,
-                                         Weights weights, MaybeTensor eps, MaybeTensor seed,
-                                         int64_t tuning) {
-  FUSEDRNN_CHECK(cell >= 0 && cell < int64_t(std::size(kCells)), "there is no cell ", cell);
-  const Cell& named = kCells[cell];
-  FUSEDRNN_CHECK(!is_projected(named), named.name, " has no single steps");
-  FUSEDRNN_CHECK(input.dim() == 1 || input.dim() == 2, "input must have 1 or 2 dimensions, got ",
-                 shape_text(input.sizes()));
-  const size_t reads_h = size_t(named.stages[0].projection);
-  FUSEDRNN_CHECK(weights.size() > reads_h && weights[reads_h].dim() == 2, "weights[", reads_h,
-                 "] must have 2 dimensions");
-  const int64_t missing = 3 - input.dim();  // dimensions
-  const int64_t batch = input.dim() == 2 ? input.size(0) : 1, width = weights[reads_h].size(1);
-  const auto state = [&](const char* name, const MaybeTensor& given) {
-    if (!given) return allocate(input, {1, batch, width}, input.scalar_type(), name, true);
-    FUSEDRNN_CHECK(given->dim() == input.dim(), name, " must have ", input.dim(),
-                   " dimensions as input has, got ", shape_text(given->sizes()));
-    return with_dimensions(*given, missing);
-  };
-  const Tensor h = state("hx", hx);
-  MaybeTensor c, noise;
-  if (has_cell_state(named)) c = hx || cx ? state("cx", cx) : h;
-  FUSEDRNN_CHECK(has_cell_state(named) || !cx, named.name, " takes no cx");
-  if (eps) noise = with_dimensions(*eps, missing + 1);
-  const Tensor sequence = with_dimensions(input, missing);
-  const MaybeTensor none;
-  const auto [output, h_n, c_n, saved_gates, chunk_cell_states] =
-      forward<Platform>({.cell = cell,
-                         .input = sequence,
-                         .hx = h,
-                         .cx = c,
-                         .weights = weights,
-                         .lengths = none,
-                         .batch_sizes = none,
-                         .reset = none,
-                         .eps = noise,
-                         .seed = seed,
-                         .dropout = 0,
-                         .zoneout = 0,
-                         .cell_zoneout = 0,
-                         .mask_seed = none,
-                         .noise_stream = 0,
-                         .first_step = 0,
-                         .reverse = false,
-                         .chunk_size = 0,
-                         .workspace_bytes = 0,
-                         .backend = 0,
-                         .tuning = tuning},
-                        /*save_gates=*/false);
-  return {with_dimensions(h_n, -missing),
-          has_cell_state(named) ? with_dimensions(c_n, -missing) : c_n};
 }
 
 // The operator `backward`.  Its arguments are the schema's, in the same order.
@@ -235,6 +164,11 @@ constexpr const char* kForwardSchema =
 constexpr const char* kStepSchema =
     "step(int cell, Tensor input, Tensor? hx, Tensor? cx, Tensor[] weights, *, Tensor? eps=None, "
     "Tensor? seed=None, int tuning=0) -> (Tensor h, Tensor c)";
+// The gradients that are needed, in the order of the bits of `needs`, which are those of backward.
+constexpr const char* kStepBackwardSchema =
+    "step_backward(Tensor? grad_h, Tensor? grad_c, int cell, Tensor input, Tensor? hx, Tensor? cx, "
+    "Tensor[] weights, *, Tensor? eps=None, Tensor? seed=None, Tensor? flat_version=None, "
+    "int tuning=0, int needs) -> Tensor[]";
 constexpr const char* kBackwardSchema =
     "backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, " FUSEDRNN_CALL_SCHEMA
     "Tensor output, Tensor? saved_gates=None, Tensor? chunk_cell_states=None, int needs) "
@@ -261,6 +195,7 @@ template <class Library>
 void define_operators(Library& m) {
   m.def(kForwardSchema);
   m.def(kStepSchema);
+  m.def(kStepBackwardSchema);
   m.def(kBackwardSchema);
   m.def(kLastStatesSchema);
   m.def(kLastStatesBackwardSchema);
@@ -270,6 +205,7 @@ template <class Platform, class Library>
 void implement_operators(Library& m) {
   m.impl("forward", TORCH_BOX(&forward_operator<Platform>));
   m.impl("step", TORCH_BOX(&step_operator<Platform>));
+  m.impl("step_backward", TORCH_BOX(&step_backward_operator<Platform>));
   m.impl("backward", TORCH_BOX(&backward_operator<Platform>));
   m.impl("last_states", TORCH_BOX(&last_states_operator<Platform>));
   m.impl("last_states_backward", TORCH_BOX(&last_states_backward_operator<Platform>));

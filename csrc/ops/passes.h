@@ -55,6 +55,37 @@ auto planned_anew(const Tensor& input, const F& f) {
 template <class Platform, class T>
 using BackendOf = decltype(std::declval<Platform&>().template backend<T>());
 
+// Where forward writes; null for what is not wanted.
+template <class T>
+struct ForwardMemory {
+  T *output, *h_n, *c_n;  // c_n: null if there is no cell state
+  Acc<T>*saved_gates, *chunk_cell_states;
+};
+
+// Runs forward in every direction, by a plan that has been made for these arguments.
+template <class T, class Platform>
+void run_forward(Platform& platform, const Arguments& args, const Plan& plan,
+                 const ForwardMemory<T>& to) {
+  const int64_t directions = args.directions(), width = args.sizes().output;
+  for (int64_t d = 0; d < directions && args.batch() > 0; ++d) {
+    Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
+    problem.output = to.output + d * width;
+    problem.output_stride = directions * width;
+    const int64_t state = d * args.cell_state_numel();
+    if (to.chunk_cell_states != nullptr) {
+      problem.chunk_cell_states = to.chunk_cell_states + problem.chunks() * state;
+    }
+    Driver driver(platform.template backend<T>(), problem);
+    const Tensor workspace = allocate(args.input(), {driver.forward_workspace_bytes()},
+                                      ScalarType::Byte, "the workspace");
+    platform.compute(args.seq_len() * driver.step_work(), [&] {
+      driver.forward(to.h_n + d * args.h_numel(), to.c_n != nullptr ? to.c_n + state : nullptr,
+                     to.saved_gates != nullptr ? to.saved_gates + d * args.saved_numel() : nullptr,
+                     workspace.mutable_data_ptr());
+    });
+  }
+}
+
 // output (T, B, D P), h_n (D, B, P), c_n (D, B, H) or empty; saved_gates: the pre-activations of
 // all steps, empty unless they are to be saved; chunk_cell_states: c before each chunk, (D, chunks,
 // B, H) or empty. P is the number of features of h: H, unless the cell projects h.
@@ -87,25 +118,13 @@ ForwardResults forward(const Call& call, bool save_gates) {
                                   "what recompute=False saves", args.has_lengths());
     Tensor chunk_cell_states = allocate(input, args.chunk_cell_states_shape(plan.steps),
                                         kScalarType<A>, "the cell states before each chunk");
-    for (int64_t d = 0; d < directions && batch > 0; ++d) {
-      Layer<T> problem = args.layer<T>(plan.steps, plan.forward, d);
-      problem.output = pointer<T>(output) + d * width;
-      problem.output_stride = directions * width;
-      if (args.has_cell_state()) {
-        problem.chunk_cell_states =
-            pointer<A>(chunk_cell_states) + d * problem.chunks() * args.cell_state_numel();
-      }
-      Driver driver(platform.template backend<T>(), problem);
-      const Tensor workspace =
-          allocate(input, {driver.forward_workspace_bytes()}, ScalarType::Byte, "the workspace");
-      platform.compute(args.seq_len() * driver.step_work(), [&] {
-        driver.forward(
-            pointer<T>(h_n) + d * args.h_numel(),
-            args.has_cell_state() ? pointer<T>(c_n) + d * args.cell_state_numel() : nullptr,
-            save_gates ? pointer<A>(saved_gates) + d * gates_numel : nullptr,
-            workspace.mutable_data_ptr());
-      });
-    }
+    const bool has_c = args.has_cell_state();
+    run_forward<T>(platform, args, plan,
+                   {.output = pointer<T>(output),
+                    .h_n = pointer<T>(h_n),
+                    .c_n = has_c ? pointer<T>(c_n) : nullptr,
+                    .saved_gates = save_gates ? pointer<A>(saved_gates) : nullptr,
+                    .chunk_cell_states = has_c ? pointer<A>(chunk_cell_states) : nullptr});
     return std::make_tuple(output, h_n, c_n, saved_gates, chunk_cell_states);
   });
 }

@@ -53,7 +53,7 @@ PYTHON_LAYERS = {
     3: ["_ops", "checks"],
     4: ["_fakes", "_flops", "_onnx", "_replay", "_seeds", "_vmap", "batch"],
     5: ["_autograd"],
-    6: ["_autocast", "_last_states", "arguments"],
+    6: ["_autocast", "_last_states", "_step", "arguments"],
     7: ["_kernels", "stack"],
     8: ["call"],
     9: ["functional"],
