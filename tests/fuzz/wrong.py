@@ -92,7 +92,8 @@ def tensor(value: Tensor, rng: random.Random) -> tuple[Any, bool]:
         dim = rng.randrange(t.dim())
         shape = list(t.shape)
         shape[dim] = rng.choice(HUGE)
-        one = t.flatten()[:1] if t.numel() else t.new_zeros(1)
+        # torch copies a negative view whole before an operator sees it.
+        one = t.flatten()[:1].resolve_neg() if t.numel() else t.new_zeros(1)
         try:
             return one.as_strided(shape, [0] * len(shape)), False
         except RuntimeError:  # too many elements
