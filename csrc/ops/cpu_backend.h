@@ -11,6 +11,7 @@
 #include "../cpu/memory.h"
 #include "../cpu/signals.h"
 #include "../cpu/step.h"
+#include "../cpu/team.h"
 #include "../program/carries.h"
 #include "../program/stage.h"
 #include "cpu_threads.h"
@@ -100,14 +101,19 @@ class CpuBackend : public cpu::Memory<Element> {
     } else if (lacks_pool()) {
       copy_elements(out, Matrix<const From>(from));
     } else {
-      borrower_.copy(out, Matrix<const From>(from));
+      const Matrix<const From> source = from;
+      share_copies(out.rows, out.columns, [&](int64_t first, int64_t last) {
+        borrower_.copy(out.row_range(first, last - first), source.row_range(first, last - first));
+      });
     }
   }
   template <class To, class From>
   void copy_steps(const Sequence<To>& out, int64_t first, const Sequence<const From>& from,
                   int64_t begin, int64_t steps, int64_t batch) const {
     if (!lacks_pool()) {
-      return borrower_.copy_steps(out, first, from, begin, steps, batch);
+      return share_copies(steps, batch * out.width, [&](int64_t s, int64_t end) {
+        borrower_.copy_steps(out, first + s, from, begin + s, end - s, batch);
+      });
     }
     for (int64_t t = 0; t < steps; ++t) {
       const int64_t rows = std::min(out.rows_of(first + t, batch), from.rows_of(begin + t, batch));
@@ -296,10 +302,21 @@ class CpuBackend : public cpu::Memory<Element> {
   static void parallel(int64_t count, int64_t size, const F& f) {
     const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));
     if (count <= grain || lacks_pool()) return f(0, count);
+    if (cpu::Team* const team = cpu::Team::led()) {
+      return team->share(count, grain, (count * size + kStageGrain - 1) / kStageGrain, f);
+    }
     torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
       const cpu::FlushDenormals flush;
       f(first, last);
     });
+  }
+
+  // The same for copies by torch, which shares them by itself where there is no team.  To copy a
+  // few elements takes as long as one element of a stage.
+  template <class F>
+  static void share_copies(int64_t count, int64_t elements, const F& f) {
+    if (cpu::Team::led() == nullptr) return f(0, count);
+    parallel(count, (elements + 3) / 4, f);
   }
 
   const Borrower borrower_{0, 0};  // the CPU

@@ -42,7 +42,6 @@ LastStates last_states(const Call& call, double inner_dropout) {
     passes.carve(memory.mutable_data_ptr(), nullptr);
     const Tensor workspace =
         allocate(input, {passes.workspace_bytes(nullptr)}, ScalarType::Byte, "the workspace");
-    [[maybe_unused]] const auto computing = platform.computing(passes.work());
     const auto copy_first = [](const Tensor& states, const Tensor& first) {
       Tensor at = view(states, {states.size(1), states.size(2), states.size(3)},
                        {states.stride(1), states.stride(2), states.stride(3)});
@@ -55,12 +54,13 @@ LastStates last_states(const Call& call, double inner_dropout) {
               has_cell_state ? pointer<T>(part_c) + index * layers * bottom.cell_state_numel()
                              : nullptr};
     };
-    for (int64_t index = 0; index < parts; ++index) {
-      const bool is_last = index + 1 == parts;
-      passes.forward(index, before(index),
-                     is_last ? StackStates<T>{pointer<T>(h_n), pointer<T>(c_n)} : before(index + 1),
-                     workspace.mutable_data_ptr());
-    }
+    const StackStates<T> last{pointer<T>(h_n), pointer<T>(c_n)};
+    platform.compute(passes.work(), [&] {
+      for (int64_t index = 0; index < parts; ++index) {
+        passes.forward(index, before(index), index + 1 == parts ? last : before(index + 1),
+                       workspace.mutable_data_ptr());
+      }
+    });
     return results;
   });
 }
@@ -149,14 +149,15 @@ BackwardResults last_states_backward(const MaybeTensor& grad_h_n, const MaybeTen
       passes.carve(memory.mutable_data_ptr(), &gradients);
       const Tensor workspace =
           allocate(input, {passes.workspace_bytes(&gradients)}, ScalarType::Byte, "the workspace");
-      [[maybe_unused]] const auto computing = platform.computing(passes.work());
-      for (int64_t index = parts - 1; index >= 0; --index) {
-        const StackStates<const T> before{
-            Arguments::data<T>(part_h) + index * layers * bottom.h_numel(),
-            part_c ? Arguments::data<T>(*part_c) + index * layers * bottom.cell_state_numel()
-                   : nullptr};
-        passes.backward(index, before, gradients, workspace.mutable_data_ptr());
-      }
+      platform.compute(passes.work(), [&] {
+        for (int64_t index = parts - 1; index >= 0; --index) {
+          const StackStates<const T> before{
+              Arguments::data<T>(part_h) + index * layers * bottom.h_numel(),
+              part_c ? Arguments::data<T>(*part_c) + index * layers * bottom.cell_state_numel()
+                     : nullptr};
+          passes.backward(index, before, gradients, workspace.mutable_data_ptr());
+        }
+      });
     }
     return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, rounded<T>(grad_weights));
   });

@@ -4,6 +4,7 @@
 #include "../program/stage.h"
 #include "cpu_backend.h"
 #include "program_ops.h"
+#include "with_team.h"
 
 namespace fusedrnn {
 namespace {
@@ -17,8 +18,9 @@ struct CpuPlatform {
   CpuBackend<T> backend() const {
     return {};
   }
-  FlushDenormalsInPool computing(int64_t multiply_adds) const {
-    return FlushDenormalsInPool(multiply_adds);
+  template <class F>
+  void compute(int64_t multiply_adds, const F& f) const {
+    with_team(multiply_adds, f);
   }
 };
 

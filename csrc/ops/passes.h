@@ -6,7 +6,7 @@
 //   gpu()                        the GPU's properties for plans, or null
 //   keep(host)                   keeps memory alive while enqueued work may read it
 //   backend<T>()                 the driver's backend
-//   computing(multiply_adds)     an object that lives while the driver works
+//   compute(multiply_adds, f)    calls f, in which the driver works
 #pragma once
 #include <string>
 #include <tuple>
@@ -78,10 +78,11 @@ void run_forward(Platform& platform, const Arguments& args, const Plan& plan,
     Driver driver(platform.template backend<T>(), problem);
     const Tensor workspace = allocate(args.input(), {driver.forward_workspace_bytes()},
                                       ScalarType::Byte, "the workspace");
-    [[maybe_unused]] const auto computing = platform.computing(args.seq_len() * driver.step_work());
-    driver.forward(to.h_n + d * args.h_numel(), to.c_n != nullptr ? to.c_n + state : nullptr,
-                   to.saved_gates != nullptr ? to.saved_gates + d * args.saved_numel() : nullptr,
-                   workspace.mutable_data_ptr());
+    platform.compute(args.seq_len() * driver.step_work(), [&] {
+      driver.forward(to.h_n + d * args.h_numel(), to.c_n != nullptr ? to.c_n + state : nullptr,
+                     to.saved_gates != nullptr ? to.saved_gates + d * args.saved_numel() : nullptr,
+                     workspace.mutable_data_ptr());
+    });
   }
 }
 
@@ -262,11 +263,12 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
-      [[maybe_unused]] const auto computing = platform.computing(seq_len * driver.step_work());
-      driver.backward(
-          gradients,
-          saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
-          workspace.mutable_data_ptr());
+      platform.compute(seq_len * driver.step_work(), [&] {
+        driver.backward(
+            gradients,
+            saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,
+            workspace.mutable_data_ptr());
+      });
     }
     return std::make_tuple(grad_input, grad_hx, grad_cx, grad_eps, rounded<T>(grad_weights));
   });

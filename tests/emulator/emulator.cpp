@@ -215,7 +215,10 @@ class EmulatedPlatform {
   GpuBackend<T, EmulatedDevice> backend() {
     return GpuBackend<T, EmulatedDevice>(device_);
   }
-  int computing(int64_t) const { return 0; }
+  template <class F>
+  void compute(int64_t /*multiply_adds*/, const F& f) const {
+    f();
+  }
 
  private:
   EmulatedDevice device_;
