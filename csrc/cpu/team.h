@@ -23,8 +23,6 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  int64_t members() const { return members_; }
-
   // Calls f(first, last) for ranges of [0, count), each of at least `grain` items but for the last
   // ones, and returns after all of them.  grains: how much work all are, in grains of one item or
   // many.  An exception of any of them is thrown here.  Only the leader may call this, and f may

@@ -21,7 +21,8 @@ import fusedrnn
 
 CPP = Path(__file__).parents[1] / "cpp"
 TEAM = CPP.parents[1] / "csrc/cpu/team.cpp"
-HAS_SAME_BITS = torch.backends.cpu.get_cpu_capability() != "DEFAULT"  # else products are torch's
+# Elsewhere products are torch's. Arm's processors have names of their own.
+HAS_SAME_BITS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 CELLS = ["StochasticGRU", "GRU", "LSTM"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 T, B, I, H = 24, 36, 40, 128  # noqa: E741
