@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import _onnx, _ops, _replay, _vmap
+from . import _onnx, _ops, _plans, _replay, _vmap
 from ._graphs import is_alone, is_traced
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
@@ -22,13 +22,12 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
     """One layer over a sequence -> output, h_n, and c_n, which is (0, B, H) without cell state."""
     flat = tensors.flat()
     is_differentiated = needs_grad(flat)
-    # If nothing is differentiated there is no backward, and nothing is saved for it.
-    save_gates = is_differentiated and not call.recompute
+    # If nothing is differentiated there is no backward, and nothing is saved for it. One trace of
+    # torch.jit is for calls with gradients and without; it compares both.
+    save_gates = is_differentiated and not is_traced() and not recomputes(call, tensors)
     if not is_alone():
         if _onnx.is_exporting():
             return _onnx.run_layer(call, tensors)
-        # One trace is for calls with gradients and without; torch.jit.trace compares both.
-        save_gates = save_gates and not is_traced()
         tensors = tensors._replace(flat_version=traceable(tensors.flat_version, tensors.input))
         results: Any = _ops.forward(call, tensors, save_gates=save_gates)
     elif is_differentiated:
@@ -37,6 +36,19 @@ def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, T
         with below_autograd():
             results = _ops.forward(call, tensors, save_gates=False)
     return cast(tuple[Tensor, Tensor, Tensor], tuple(results[:3]))
+
+
+def recomputes(call: LayerCall, tensors: LayerTensors) -> bool:
+    """Whether backward of a call recomputes the pre-activations, which forward then does not save.
+
+    ``recompute=None`` chooses by the sizes alone, so that the bits of gradients repeat.
+    """
+    if call.recompute is not None:
+        return call.recompute
+    steps = tensors.input if tensors.batch_sizes is None else tensors.batch_sizes
+    return not _plans.are_cheap_to_save(
+        steps.shape[0], tensors.hx.shape[1], tensors.input.shape[-1] + tensors.hx.shape[-1]
+    )
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:

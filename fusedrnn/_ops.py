@@ -39,7 +39,8 @@ class LayerCall:
     workspace_bytes: int = 0
     """An upper bound on the workspace, or 0 for none."""
     backend: str = "auto"
-    recompute: bool = True
+    recompute: bool | None = None
+    """None for what ``_autograd.recomputes`` chooses."""
     dropout: float = 0.0
     """The probability with which an element of the layer's input is zeroed."""
     zoneout: float = 0.0

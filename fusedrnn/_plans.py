@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from typing_extensions import NotRequired, Unpack
 
 from . import _helpers as helpers
@@ -71,6 +72,23 @@ def gpu_facts(device: torch.device) -> helpers.Gpu | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     multiprocessors = facts.multi_processor_count
     return facts.name, capability, multiprocessors, shared_bytes, index, _library.most_blocks
+
+
+def are_cheap_to_save(seq_len: int, batch: int, features: int) -> bool:
+    """Whether saved pre-activations take about as little memory as the gradients of the weights.
+
+    With one row (step x batch) for each feature of input and h they are as many numbers as the
+    weights of an LSTM, and four for three of a GRU. A call of one step saves nothing: loops in
+    Python make such calls in large numbers, and their memory adds up.
+
+    A graph that has symbols for sizes is one for all of them, and recomputes.
+    """
+    rows = seq_len * batch
+    if isinstance(rows, int) and not is_compiling():
+        return seq_len > 1 and rows <= features
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes 0.4 s
+
+    return statically_known_true(seq_len > 1) and statically_known_true(rows <= features)
 
 
 def name_of(dtype: torch.dtype) -> str:

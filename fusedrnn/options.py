@@ -60,9 +60,10 @@ class FusedOptions(TypedDict, total=False):
         layer; the layers below save their output.
     recompute: True has backward recompute the pre-activations of the gates. False saves them in
         forward, which gives the same output, and the same gradients up to rounding: 4 * hidden_size
-        numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32, or in
-        float64 if that is the dtype. Training then needs fewer matrix products and 5 to 13 times
-        the memory of the output. :func:`fusedrnn.plan` says what both cost for given sizes.
+        numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32 or float64.
+        Training then takes 5 to 13 times the memory of the output. None saves them if a call has
+        several steps and no more rows (steps x batch) than input and h have features: they are as
+        small as the weights there. See :func:`fusedrnn.plan`.
     chunk_size: Time steps per chunk. Memory for temporary results is proportional to it. None
         chooses: about 256 rows (steps x batch) on the CPU; on a GPU as many steps as it takes to
         make the fixed cost of a chunk small, within half or a quarter of the memory that
@@ -82,7 +83,7 @@ class FusedOptions(TypedDict, total=False):
     zoneout: float | tuple[float, float]
     weight_dropout: float
     return_sequence: bool
-    recompute: bool
+    recompute: bool | None
     chunk_size: int | None
     workspace_bytes: int | None
     backend: str
@@ -104,7 +105,7 @@ class OptionValues:
     zoneout: float | tuple[float, float] = 0.0
     weight_dropout: float = 0.0
     return_sequence: bool = True
-    recompute: bool = True
+    recompute: bool | None = None
     chunk_size: int | None = None
     workspace_bytes: int | None = None
     backend: str = "auto"
@@ -131,7 +132,7 @@ class Options(OptionValues):
         check_flag("bidirectional", self.bidirectional)
         check_flag("training", self.training)
         check_flag("return_sequence", self.return_sequence)
-        check_flag("recompute", self.recompute)
+        check_flag("recompute", self.recompute is None or self.recompute, " or None")
         check_num_layers(self.num_layers)
         check_proj_size(self.proj_size)
         self.cell = cell_name(self.cell, self.proj_size)
@@ -265,10 +266,10 @@ def check_proj_size(value: int, hidden_size: int | None = None) -> int:
     return value
 
 
-def check_flag(name: str, value: bool) -> bool:
+def check_flag(name: str, value: bool, or_else: str = "") -> bool:
     """Nothing but a bool counts as true or false: the text "False" would be true."""
     if not isinstance(value, bool):
-        raise TypeError(f"fusedrnn: {name} must be a bool, got {kind_of(value)}")
+        raise TypeError(f"fusedrnn: {name} must be a bool{or_else}, got {kind_of(value)}")
     return value
 
 
@@ -343,8 +344,6 @@ def kind_of(value: object) -> str:
 
 def text_of(value: object) -> str:
     """A value in a message: written out if that is short, else its type."""
-    if isinstance(value, str | int | float | tuple | None):
-        text = repr(value)
-        if len(text) <= 40:
-            return text
+    if isinstance(value, str | int | float | tuple | None) and len(text := repr(value)) <= 40:
+        return text
     return kind_of(value)

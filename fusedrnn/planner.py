@@ -90,12 +90,17 @@ class Plan:
     ``nn_lstm_training_bytes``, and within 256 MiB or a quarter of them, whichever is more; if the
     weights are large for the sequence, even the shortest chunks may take more. The number of rows
     of a chunk is a multiple of 128 if possible. A CPU gets chunks of 256 rows."""
+    recompute: bool
+    """Whether backward recomputes the pre-activations of the gates: what the module's
+    ``recompute`` says, or what is chosen for these sizes if that is None."""
     memory: PlanMemory
 
     def __str__(self) -> str:
         lines = [self.reason, f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}"]
         if self.fp32_precision:
             lines.append(f"products of float32: {self.fp32_precision}")
+        says = "recomputes" if self.recompute else "reads what forward saved of"
+        lines.append(f"backward {says} the pre-activations")
         for name in ("forward", "backward"):
             made: PassPlan = getattr(self, name)
             lines.append(f"{name}: {made.backend}")
@@ -201,7 +206,10 @@ def plan(
         precision = "tf32" if rounds else "ieee"
     parts = {"forward": PassPlan, "backward": PassPlan, "memory": PlanMemory}
     named = {name: parts[name](**made.pop(name)) for name in parts}
-    return Plan(fp32_precision=precision, **named, **made)
+    recompute = module.recompute
+    if recompute is None:
+        recompute = not _plans.are_cheap_to_save(seq_len, batch, widest + output_size)
+    return Plan(fp32_precision=precision, recompute=recompute, **named, **made)
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:

@@ -282,7 +282,7 @@ def flops(s: Subject) -> None:
     projected = [{"proj_size": 2}, {"proj_size": 2, **DEEP}] if s.cell == "lstm" else []
     saved = [{"recompute": False, **DEEP}, {"recompute": False}] if s.is_ours else []
     for options in ({}, DEEP, {"bias": False, "num_layers": 2}, *saved, *projected):
-        trial = Trial(s, **options)
+        trial = Trial(s, **({"recompute": True} if s.is_ours else {}) | options)
         weights = {name: w.requires_grad_() for name, w in trial.detached.items()}
         x, *states = (t.clone().requires_grad_() for t in (trial.x, *trial.states))
         forward, outputs = _flops(lambda t=trial, x=x, st=states: t.call(x, *st))  # type: ignore

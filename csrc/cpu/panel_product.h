@@ -30,8 +30,9 @@ struct PanelProduct {
   }
 
   // Copies columns [first, last) of b to panels, one after the other: kColumns columns each, the
-  // last one as many as whole vectors take.  first begins a panel.
-  static void pack(const Matrix<const A>& b, A* to, int64_t first, int64_t last) {
+  // last one as many as whole vectors take.  first begins a panel.  16-bit numbers are converted.
+  template <class From>
+  static void pack(const Matrix<const From>& b, A* to, int64_t first, int64_t last) {
     for (int64_t c = first; c < last; c += kColumns) {
       copied(b.column_range(c, least(kColumns, last - c)), to + c * b.rows);
     }
@@ -91,9 +92,13 @@ struct PanelProduct {
     return x;
   }
   // Loads the first n elements, at most a whole vector.
-  FUSEDRNN_HD static Vector load_first(const A* p, int64_t n) {
-    if (n >= kWidth) return load_whole(p);
-    if constexpr (std::is_same_v<Vector, VecF>) {
+  template <class From>
+  FUSEDRNN_HD static Vector load_first(const From* p, int64_t n) {
+    if constexpr (!std::is_same_v<From, A>) {
+      return load(p, least(n, kWidth));
+    } else if (n >= kWidth) {
+      return load_whole(p);
+    } else if constexpr (std::is_same_v<Vector, VecF>) {
       return load(p, n);
     } else {
       Vector x{};
@@ -113,13 +118,14 @@ struct PanelProduct {
 
   // Copies a block of a panel to rows of whole vectors.  Elements beyond its columns are
   // unspecified and do not reach a result.
-  static Matrix<const A> copied(const Matrix<const A>& b, A* to) {
+  template <class From>
+  static Matrix<const A> copied(const Matrix<const From>& b, A* to) {
     constexpr int64_t kAhead = 8;  // rows: a processor does not foresee jumps to other pages
     const int64_t columns = (b.columns + kWidth - 1) / kWidth * kWidth;
     if (b.column_stride == 1) {
       for (int64_t k = 0; k < b.rows; ++k) {
-        const A* const from = b.data + k * b.row_stride;
-        const A* const ahead = from + least(kAhead, b.rows - 1 - k) * b.row_stride;
+        const From* const from = b.data + k * b.row_stride;
+        const From* const ahead = from + least(kAhead, b.rows - 1 - k) * b.row_stride;
         for (int64_t c = 0; c < b.columns; c += kWidth) {
           __builtin_prefetch(ahead + c);
           store_first(to + k * columns + c, load_first(from + c, b.columns - c), kWidth);

@@ -65,8 +65,10 @@ struct Kernels {
   // out (+)= a b, all of a tile.  scratch: kScratchNumbers numbers of the calling thread.
   void (*panel_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                         const Matrix<const Acc<T>>& b, bool accumulate, Acc<T>* scratch);
-  // A weight b as panels, and the columns [first, last) of out (+)= a b for such a b.
+  // A weight b as panels, from either type, and the columns [first, last) of out (+)= a b for such
+  // a b.  Rows or columns of b are contiguous.
   void (*pack)(const Matrix<const Acc<T>>& b, Acc<T>* to, int64_t first, int64_t last);
+  void (*pack_tensor)(const Matrix<const T>& b, Acc<T>* to, int64_t first, int64_t last);
   void (*packed_product)(const Matrix<Acc<T>>& out, const Matrix<const Acc<T>>& a,
                          const Acc<T>* panels, bool accumulate, int64_t first, int64_t last);
   ProductRows product_rows;

@@ -231,7 +231,8 @@ Kernels<T> kernels() {
           &NarrowProduct<Acc<T>>::rows,
           &FlatProduct<Acc<T>>::columns,
           &PanelProduct<Acc<T>>::all,
-          &PanelProduct<Acc<T>>::pack,
+          &PanelProduct<Acc<T>>::template pack<Acc<T>>,
+          &PanelProduct<Acc<T>>::template pack<T>,
           &PanelProduct<Acc<T>>::packed,
           kLanes == 4 ? ProductRows{2, 2, 2} : ProductRows{5, 8, INT64_MAX}};
 }

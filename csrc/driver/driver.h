@@ -13,7 +13,7 @@
 // A backend has the types T (tensors), O (GEMM operands) and A = Acc<T>, and
 //   gemm(Matrix<A> out, Matrix<const O> a, Matrix<const O> b, accumulate, is_of_input)
 //       out (+)= a b; is_of_input: whether out is the gradient of the input
-//   pack(Matrix<const O> b, A* to), gemm_packed(Matrix<A> out, Matrix<const O> a, panels,
+//   pack(Matrix<const O or T> b, A* to), gemm_packed(Matrix<A> out, Matrix<const O> a, panels,
 //   accumulate)
 //       if kPacks: the same with a b that is copied once to where steps read it fast
 //   copy(Matrix<To> out, Matrix<const From> from), which converts

@@ -151,7 +151,7 @@ class LayerPass {
       const Matrix<const T>& w = layer_.weight[p];
       if (Space::weight_is_ready(w)) {
         if constexpr (kTensorIsOperand) weight_[p] = w;
-      } else {
+      } else if (!Space::is_read_as_panels(layer_, p, buffers.is_backward)) {
         const auto copy = Matrix<O>::contiguous(buffers.weight[p], w.rows, w.columns);
         backend_.copy(copy, w);
         weight_[p] = copy;
@@ -170,7 +170,15 @@ class LayerPass {
       for (int s = 0; s <= layer_.last(); ++s) {
         packed_[s] = buffers.packed[s];
         if (packed_[s] == nullptr) continue;
-        backend_.pack(buffers.is_backward ? weight(s) : weight(s).transposed(), buffers.packed[s]);
+        const auto pack = [&](const auto& w) {
+          backend_.pack(buffers.is_backward ? w : w.transposed(), buffers.packed[s]);
+        };
+        const Matrix<const T>& w = layer_.weight[layer_.projection(s)];
+        if (w.is_operand()) {
+          pack(w.row_range(0, layer_.columns(s)));
+        } else {
+          pack(weight(s));
+        }
       }
     }
   }

@@ -64,6 +64,26 @@ struct Workspace {
     return std::is_same_v<T, A> && (bias.column_stride == 1 || bias.columns == 1);
   }
 
+  // The terms and columns of a stage's product in a step, and whether its weight is packed for it.
+  struct StepProduct {
+    int64_t terms, columns;
+    bool is_packed;
+  };
+  static StepProduct step_product(const Layer<T>& layer, int s, bool is_backward) {
+    const int64_t from = layer.weight[layer.projection(s)].columns, to = layer.columns(s);
+    const int64_t terms = is_backward ? to : from, columns = is_backward ? from : to;
+    return {terms, columns, Backend::kPacks && cpu::packs(layer.seq_len, terms, columns)};
+  }
+  // Whether a weight is read as panels alone, which are made of the user's own memory.  Backward
+  // reads weights in products of whole chunks, too.
+  static bool is_read_as_panels(const Layer<T>& layer, int p, bool is_backward) {
+    if (is_backward || !layer.weight[p].is_operand()) return false;
+    for (int s = 0; s <= layer.last(); ++s) {
+      if (layer.projection(s) == p) return step_product(layer, s, is_backward).is_packed;
+    }
+    return false;
+  }
+
   // Null where the user's own memory serves.
   struct Buffers {
     bool is_backward;
@@ -83,18 +103,17 @@ struct Workspace {
       }
       for (int p = 0; p < layer.cell.num_projections; ++p) {
         const Matrix<const T>& w = layer.weight[p];
-        if (!weight_is_ready(w)) weight[p] = arena.take<O>(w.rows * w.columns);
+        if (!weight_is_ready(w) && !is_read_as_panels(layer, p, is_backward)) {
+          weight[p] = arena.take<O>(w.rows * w.columns);
+        }
         if (layer.bias[p].data != nullptr && !bias_is_ready(layer.bias[p])) {
           bias[p] = arena.take<A>(layer.bias[p].columns);
         }
       }
-      if constexpr (Backend::kPacks) {
-        for (int s = 0; s <= layer.last(); ++s) {
-          const int64_t from = layer.weight[layer.projection(s)].columns, to = layer.columns(s);
-          const int64_t terms = is_backward ? to : from, columns = is_backward ? from : to;
-          if (!cpu::packs(layer.seq_len, terms, columns)) continue;
-          packed[s] = arena.take<A>(cpu::packed_numbers(terms, columns));
-        }
+      for (int s = 0; s <= layer.last(); ++s) {
+        const StepProduct product = step_product(layer, s, is_backward);
+        if (!product.is_packed) continue;
+        packed[s] = arena.take<A>(cpu::packed_numbers(product.terms, product.columns));
       }
       if (layer.eps.data != nullptr && !has_uniform_rows(layer, layer.eps)) {
         eps = arena.take<T>(rows * layer.sizes.latent);

@@ -78,9 +78,15 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   // The same for a weight as panels.
-  void pack(Matrix<const A> b, A* to) const {
-    share_panels(b.columns, b.rows,
-                 [&](int64_t first, int64_t last) { kernels_.pack(b, to, first, last); });
+  template <class From>
+  void pack(Matrix<const From> b, A* to) const {
+    share_panels(b.columns, b.rows, [&](int64_t first, int64_t last) {
+      if constexpr (std::is_same_v<From, A>) {
+        kernels_.pack(b, to, first, last);
+      } else {
+        kernels_.pack_tensor(b, to, first, last);
+      }
+    });
   }
   void gemm_packed(Matrix<A> out, Matrix<const A> a, const A* panels, bool accumulate) {
     signals_.look();

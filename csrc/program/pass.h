@@ -122,6 +122,10 @@ class Pass {
         if constexpr (kTensorIsOperand) weights_.push_back(weight);
         continue;
       }
+      if (Space::is_read_as_panels(call_, w, buffers.is_backward)) {
+        weights_.push_back({});
+        continue;
+      }
       // A weight of torch is (columns, terms) in memory.
       const auto copy = Matrix<O>::contiguous(buffers.weights[w], weight.columns, weight.rows);
       backend_.copy(copy, weight.transposed());
@@ -140,7 +144,14 @@ class Pass {
       packed_ = buffers.packed;
       for (size_t w = 0; w < packed_.size(); ++w) {
         if (packed_[w] == nullptr) continue;
-        backend_.pack(buffers.is_backward ? weights_[w].transposed() : weights_[w], packed_[w]);
+        const auto pack = [&](const auto& weight) {
+          backend_.pack(buffers.is_backward ? weight.transposed() : weight, packed_[w]);
+        };
+        if (call_.weights[w].is_operand()) {
+          pack(call_.weights[w]);
+        } else {
+          pack(weights_[w]);
+        }
       }
     }
   }

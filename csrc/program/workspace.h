@@ -31,6 +31,22 @@ struct Workspace {
     return (kTensorIsOperand || !call.flow->inputs[i].is_operand) &&
            call.inputs[i].has_uniform_rows(call.seq_len, call.batch);
   }
+  // Whether a product in a step reads its weight as panels.
+  static bool is_packed(const Call<T>& call, const Product& product, bool is_backward) {
+    const bool is_of_step =
+        product.phase == Phase::Step && !(is_backward && call.flow->is_deferred(product));
+    const int64_t terms = is_backward ? product.columns : product.terms;
+    const int64_t columns = is_backward ? product.terms : product.columns;
+    return Backend::kPacks && is_of_step && cpu::packs(call.seq_len, terms, columns);
+  }
+  // Whether all products read a weight as panels, which are made of the user's own memory.
+  static bool is_read_as_panels(const Call<T>& call, size_t w, bool is_backward) {
+    const auto& products = call.program->products;
+    return !is_backward && call.weights[w].is_operand() &&
+           std::all_of(products.begin(), products.end(), [&](const Product& product) {
+             return size_t(product.weight) != w || is_packed(call, product, is_backward);
+           });
+  }
   // Whether stages can read the gradient of a sequence in the user's memory.
   static bool gradient_is_ready(const Call<T>& call, const Sequence<const T>& gradient) {
     return (gradient.stride_w == 1 || gradient.width == 1) &&
@@ -67,8 +83,10 @@ struct Workspace {
         : is_backward(is_backward), operand{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = times(call.chunk, call.batch);
       scratch[0] = arena.take<char>(Backend::scratch_bytes(this->needs));
-      for (const Matrix<const T>& w : call.weights) {
-        weights.push_back(weight_is_ready(w) ? nullptr : arena.take<O>(times(w.rows, w.columns)));
+      for (size_t w = 0; w < call.weights.size(); ++w) {
+        const Matrix<const T>& weight = call.weights[w];
+        const bool is_copied = !weight_is_ready(weight) && !is_read_as_panels(call, w, is_backward);
+        weights.push_back(is_copied ? arena.take<O>(times(weight.rows, weight.columns)) : nullptr);
       }
       take_packed(call, arena);
       for (const Matrix<const T>& v : call.vectors) {
@@ -84,16 +102,13 @@ struct Workspace {
    private:
     void take_packed(const Call<T>& call, Arena& arena) {
       packed.assign(call.weights.size(), nullptr);
-      if constexpr (Backend::kPacks) {
-        for (const Product& product : call.program->products) {
-          const bool is_of_step =
-              product.phase == Phase::Step && !(is_backward && call.flow->is_deferred(product));
-          const int64_t terms = is_backward ? product.columns : product.terms;
-          const int64_t columns = is_backward ? product.terms : product.columns;
-          if (!is_of_step || !cpu::packs(call.seq_len, terms, columns)) continue;
-          A*& place = packed[size_t(product.weight)];
-          if (place == nullptr) place = arena.take<A>(cpu::packed_numbers(terms, columns));
-        }
+      for (const Product& product : call.program->products) {
+        if (!is_packed(call, product, is_backward)) continue;
+        A*& place = packed[size_t(product.weight)];
+        if (place != nullptr) continue;
+        const int64_t terms = is_backward ? product.columns : product.terms;
+        const int64_t columns = is_backward ? product.terms : product.columns;
+        place = arena.take<A>(cpu::packed_numbers(terms, columns));
       }
     }
     // The most numbers of an operand that is copied for its product.

@@ -29,7 +29,8 @@ class GRU(RNNBase):
         h' = n + u * (h - n)
 
     from Cho et al. 2014, "Learning Phrase Representations using RNN Encoder-Decoder for Statistical
-    Machine Translation". For backward only the output is saved; the gates are recomputed.
+    Machine Translation". For backward only the output is saved; the gates are recomputed,
+    unless ``recompute`` saves them.
 
     Args:
         input_size: Features of the input.

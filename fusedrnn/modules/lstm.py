@@ -30,7 +30,7 @@ class LSTM(RNNBase):
 
     from Hochreiter & Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers,
     Schmidhuber & Cummins 2000, "Learning to Forget". For backward it saves the output, and c once
-    for each chunk of time; gates and all other c are recomputed.
+    for each chunk of time; gates, unless ``recompute`` saves them, and all other c are recomputed.
 
     With ``proj_size`` h has fewer features than c, h' = W_hr (o * tanh(c')), from Sak, Senior &
     Beaufays 2014, "Long Short-Term Memory Based Recurrent Neural Network Architectures for Large

@@ -40,7 +40,7 @@ class StochasticGRU(RNNBase):
     torch.nn.GRU. Layer k > 0 takes the output of layer k - 1 as its input.
 
     The whole sequence is one operator. For backward it saves only the states, which are the output
-    itself; gates and latents are recomputed.
+    itself; gates and latents are recomputed, or with little memory saved: ``recompute``.
 
     Args:
         input_size: Features of the input.

@@ -168,7 +168,7 @@ def test_bad_call(name):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-FLAGS = ("bias", "batch_first", "bidirectional", "training", "return_sequence", "recompute")
+FLAGS = ("bias", "batch_first", "bidirectional", "training", "return_sequence")
 
 
 @pytest.mark.parametrize("value", ["False", 0, 1, None, torch.tensor(True)], ids=repr)
@@ -179,6 +179,10 @@ def test_flags_are_bools(cell, value):
     for flag in FLAGS:
         with pytest.raises(TypeError, match=f"^fusedrnn: {flag} must be a bool, got {kind}$"):
             arguments.call(fusedrnn, **(CASE.options | {flag: value}))
+    if value is not None:
+        message = f"^fusedrnn: recompute must be a bool or None, got {kind}$"
+        with pytest.raises(TypeError, match=message):
+            arguments.call(fusedrnn, **(CASE.options | {"recompute": value}))
     if cell == "stochastic_gru":
         with pytest.raises(TypeError, match=r"^fusedrnn: sample must be a bool, got"):
             replace(arguments, sample=value).call(fusedrnn)

@@ -17,9 +17,13 @@ WRONG = {  # of options, by values, errors and what they say
         *((n, TypeError, "must be an int, got") for n in (True, 2.0, "4", (4,))),
     ],
     ("input_size", "hidden_size", "num_layers"): [(None, TypeError, "must be an int, got None")],
-    ("bias", "batch_first", "bidirectional", "recompute"): [
+    ("bias", "batch_first", "bidirectional"): [
         (value, TypeError, f"must be a bool, got {type(value).__name__}")
         for value in (1, 0, None, "yes")
+    ],
+    ("recompute",): [
+        (value, TypeError, f"must be a bool or None, got {type(value).__name__}")
+        for value in (1, 0, "yes")
     ],
     ("chunk_size", "workspace_bytes"): [
         (0, ValueError, "must be a positive integer, got 0"),

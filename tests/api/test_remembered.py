@@ -94,7 +94,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "weight_dropout": [False, float("nan")],
     "training": [1, 1.0],
     "return_sequence": [1, "yes"],
-    "recompute": [1, None],
+    "recompute": [1, 0, "no"],
     "chunk_size": [True, 2.0, 0, "2"],
     "workspace_bytes": [10, 0, 1e6],
     "backend": ["persistent", "fast", b"auto"],

@@ -1,0 +1,121 @@
+"""Which pre-activations forward saves for backward with ``recompute=None``, the default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fusedrnn
+from bench.clock import saved_sizes_bytes
+from tests.cases import CELLS, Case
+
+INPUT, HIDDEN, LATENT = 5, 7, 3
+SIZES = {"input_size": INPUT, "hidden_size": HIDDEN}
+MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
+
+
+def make(cell: str, **options: Any) -> torch.nn.Module:
+    latent = {"latent_size": LATENT} if cell == "stochastic_gru" else {}
+    return MODULES[cell](**SIZES, **latent, **options)
+
+
+def saves(rnn: torch.nn.Module, *arguments: Any, **named: Any) -> int:
+    """How many tensors of the size of all pre-activations a call saves."""
+    x = arguments[0]
+    data = x.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else x
+    steps, batch = (len(x.batch_sizes), int(x.batch_sizes[0])) if data is not x else x.shape[:2]
+    columns = 4 * HIDDEN + 2 * LATENT * isinstance(rnn, fusedrnn.StochasticGRU)
+    directions = 2 if rnn.bidirectional else 1
+    known = [*rnn.parameters(), data]
+
+    def forward() -> torch.Tensor:
+        output = rnn(*arguments, **named)[0]
+        return output.data if data is not x else output
+
+    sizes = saved_sizes_bytes(forward, known)
+    return sizes.count(4 * directions * steps * batch * columns)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "batch", "expected"), [(2, 6, 1), (12, 1, 1), (13, 1, 0), (2, 7, 0), (1, 4, 0)]
+)
+def test_saved_where_it_costs_no_more_than_the_weights(cell, bidirectional, steps, batch, expected):
+    rnn = make(cell, bidirectional=bidirectional)
+    x = torch.randn(steps, batch, INPUT)
+    assert saves(rnn, x) == expected
+    made = fusedrnn.plan(rnn, x.shape, device="cpu")
+    assert made.recompute is not bool(expected)
+    assert ("recomputes" in str(made)) is made.recompute
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_caller_who_says_which_is_obeyed(cell, recompute):
+    rnn = make(cell, recompute=recompute)
+    for steps, batch in ((2, 6), (40, 6), (1, 4)):
+        x = torch.randn(steps, batch, INPUT)
+        assert saves(rnn, x) == (not recompute)
+        assert fusedrnn.plan(rnn, x.shape, device="cpu").recompute is recompute
+
+
+def test_a_layer_counts_the_features_that_it_reads():
+    """The second layer of two directions has 2 * 7 + 7 features, the first one 5 + 7."""
+    rnn = make("gru", num_layers=2, bidirectional=True)
+    assert saves(rnn, torch.randn(2, 6, INPUT)) == 2
+    assert saves(rnn, torch.randn(2, 10, INPUT)) == 1
+    assert saves(rnn, torch.randn(2, 11, INPUT)) == 0
+
+
+def test_rows_of_packed_sequences_are_those_of_the_padded_batch():
+    rnn = make("lstm")
+    pack = torch.nn.utils.rnn.pack_sequence
+    assert saves(rnn, pack([torch.randn(n, INPUT) for n in (4, 2, 1)])) == 1
+    assert saves(rnn, pack([torch.randn(n, INPUT) for n in (7, 2)])) == 0
+    lengths = torch.tensor([4, 2, 1])
+    assert saves(rnn, torch.randn(4, 3, INPUT), lengths=lengths) == 1
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_are_those_of_either(cell):
+    case = replace(Case(cell=cell), seq_len=2, batch=3)
+    chosen, saved = (replace(case, recompute=r).results("cpu") for r in (None, False))
+    assert chosen.keys() == saved.keys()
+    assert all(torch.equal(chosen[name], saved[name]) for name in saved)
+
+
+def test_a_graph_for_all_lengths_recomputes():
+    """Its choice would be a guard on the length, or fail where a length is to be free."""
+    rnn = fusedrnn.LSTM(5, 7)
+    weights = [*rnn.parameters()]
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(rnn(x)[0].sum(), weights)[0]
+
+    graph = make_fx(train, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        torch.randn(2, 3, 5)
+    )
+    assert "save_gates = True" not in graph.code
+    for steps in (2, 9):
+        x = torch.randn(steps, 3, 5)
+        torch.testing.assert_close(graph(x), train(x))
+    static = make_fx(train, _allow_non_fake_inputs=True)(torch.randn(2, 3, 5))
+    assert "save_gates = True" in static.code
+
+
+def test_a_compiled_model_is_not_compiled_again_for_the_choice():
+    torch._dynamo.reset()
+    rnn = fusedrnn.GRU(5, 7)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rnn, backend=counter, dynamic=True)
+    compiled(torch.randn(2, 3, 5))[0].sum().backward()
+    graphs = counter.frame_count
+    for steps in (3, 9, 40):
+        compiled(torch.randn(steps, 3, 5))[0].sum().backward()
+    assert counter.frame_count == graphs
