@@ -111,7 +111,9 @@ void Team::wake() {
 
 // False if there will be none.
 bool Team::wait_for_loop(uint32_t seen) {
-  const auto has_begun = [&] { return loops_.load() != seen; };
+  // The end is looked for by itself: a member that has seen a loop begin, and is held up, counts
+  // loops only after the end has been counted, too.
+  const auto has_begun = [&] { return loops_.load() != seen || is_over_.load(); };
   if (!spin_until(has_begun)) {
     std::unique_lock lock(mutex_);
     sleepers_.fetch_add(1);  // before the look at loops_; the leader has it the other way round

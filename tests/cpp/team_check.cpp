@@ -1,10 +1,12 @@
 // A team under the thread sanitizer: each item of each loop is computed once, whoever comes late or
 // never; errors of loops arrive; no thread is left behind.
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -66,6 +68,38 @@ void all_items() {
   }
 }
 
+// Members that see the last loop begin and are then held up, until the work has ended: more threads
+// than cores, and teams that end at once.
+void short_teams() {
+  constexpr int64_t kTeams = 3'000, kMembers = 8;
+  std::barrier<> every(kMembers);
+  std::unique_ptr<Team> team;
+  std::vector<std::thread> threads;
+  for (int64_t m = 1; m < kMembers; ++m) {
+    threads.emplace_back([&, m] {
+      for (int64_t i = 0; i < kTeams; ++i) {
+        every.arrive_and_wait();
+        team->work(m);
+        every.arrive_and_wait();
+      }
+    });
+  }
+  for (int64_t i = 0; i < kTeams; ++i) {
+    team = std::make_unique<Team>(kMembers);
+    every.arrive_and_wait();
+    std::atomic<int64_t> done{0};
+    {
+      const Team::Leading leading(*team);
+      for (int64_t loop = 0; loop <= i % 3; ++loop) {
+        team->share(4, 1, 4, [&](int64_t first, int64_t last) { done += last - first; });
+      }
+    }
+    expect(done == 4 * (i % 3 + 1), "a short team", i);
+    every.arrive_and_wait();
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 void many_items() {
   with_members(2, 1, 0, [](Team& team) {
     const Team::Leading leading(team);
@@ -114,6 +148,7 @@ void errors() {
 
 int main() {
   fusedrnn::check::all_items();
+  fusedrnn::check::short_teams();
   fusedrnn::check::many_items();
   fusedrnn::check::errors();
   std::printf("%d failures\n", fusedrnn::check::failures);
