@@ -164,6 +164,9 @@ _INTEGERS = (
 )
 
 
+_HUGE = 2**62  # stands for larger lengths, which no int64 holds
+
+
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     """Checked lengths, as a contiguous int64 tensor on the CPU that is the call's own."""
     wanted = "lengths must be a tensor or a sequence of integers"
@@ -188,7 +191,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
         if is_traced and items:  # the dtype tells whether there are floats
             host = torch.tensor(numbers, device="cpu")
         else:  # what is too large for an int64 is too long as well
-            kept = [n if abs(n) < 2**62 else -1 if n < 0 else 2**62 for n in numbers]
+            kept = [max(-_HUGE, min(n, _HUGE)) for n in numbers]
             host = torch.tensor(kept, dtype=torch.int64, device="cpu")
     if host.dtype not in _INTEGERS:
         raise ValueError(f"fusedrnn: {wanted}, got {host.dtype}")
@@ -203,7 +206,9 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
     if has_values(host):  # else the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
         if least < 1 or most > seq_len:
-            wrong = least if least < 1 else most
+            wrong = str(least if least < 1 else most)
+            if wrong.lstrip("-") == str(_HUGE):
+                wrong = "-2^62 or less" if least < 1 else "2^62 or more"
             raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {wrong}")
     return host
 
