@@ -105,7 +105,7 @@ def run(run: Run) -> Report:
     results: dict[str, dict[str, Row]] = {}
     for case in cases:
         here = contenders(case, names)
-        results[case.name] = _measure(case, size, here, 2 if run.quick else ROUNDS)
+        results[case.name] = measured(case, size, here, 2 if run.quick else ROUNDS)
         run.progress.advance(task, len(names))
     growth = []
     plotted = next(case for case in CASES if case.name == PLOTTED)
@@ -181,7 +181,7 @@ def _cases(run: Run) -> list[Case]:
     return sorted(cases, key=lambda case: place.get(case.name, len(FIRST)))
 
 
-def _measure(case: Case, size: Size, names: Sequence[str], rounds: int) -> dict[str, Row]:
+def measured(case: Case, size: Size, names: Sequence[str], rounds: int) -> dict[str, Row]:
     """Peaks, allocations and times on the CPU, or why there are none."""
     torch.compiler.reset()
     rows: dict[str, Row] = {}
@@ -231,8 +231,8 @@ def _report(
     first: dict[str, dict[str, Row]] | None = None,
     left_out: Sequence[str] = (),
 ) -> Report:
-    results = {cell: _with_ratios(of_cell) for cell, of_cell in rows.items()}
-    tables = [_table(size, results, names), _unable(results)]
+    results = {cell: with_ratios(of_cell) for cell, of_cell in rows.items()}
+    tables = [table(size, results, names), _unable(results)]
     content: dict[str, Any] = {"size": asdict(size), "cells": results}
     if growth:
         content["over_seq_len"] = growth
@@ -254,7 +254,7 @@ def _report(
     return Report("any_cell", content, [t for t in tables if t], targets, failures, left_out)
 
 
-def _with_ratios(rows: dict[str, Row]) -> dict[str, Row]:
+def with_ratios(rows: dict[str, Row]) -> dict[str, Row]:
     """Also multiples of the loop's memory and time; of medians, if each had its own process."""
     loop, found = rows[LOOP], {}
     for name, row in rows.items():
@@ -294,7 +294,7 @@ def _targets(cell: str, result: dict[str, Any], size: Size) -> list[Target]:
     return found
 
 
-def _table(size: Size, results: dict[str, Any], names: Sequence[str]) -> Table:
+def table(size: Size, results: dict[str, Any], names: Sequence[str]) -> Table:
     names = [name for name in names if any(name in result for result in results.values())]
     columns = ["", "outputs MiB", "loop MiB", "loop ms"]
     columns += [f"{name}: {what}" for name in names if name != LOOP for what in ("peak", "time")]

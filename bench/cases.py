@@ -13,7 +13,9 @@ from torch import nn
 import fusedrnn
 
 from .steps import (
+    CellLoop,
     CellStep,
+    CheckpointedCellLoop,
     CheckpointedLoop,
     CompiledLoop,
     FlaggedStep,
@@ -42,6 +44,9 @@ STEPWISE_GRU, STEPWISE_LSTM = "fusedrnn.GRU, stepwise", "fusedrnn.LSTM, stepwise
 # The module of torch that each drop-in replaces.
 DROP_INS = {OUR_GRU: GRU, SAVED_GRU: GRU, STEPWISE_GRU: GRU}
 DROP_INS |= {OUR_LSTM: LSTM, SAVED_LSTM: LSTM, STEPWISE_LSTM: LSTM}
+# Loops over torch's cell, as people write them who change an LSTM.
+LSTM_LOOP, CHECKPOINTED_LSTM_LOOP = "loop of nn.LSTMCell", "loop of nn.LSTMCell, checkpoint"
+LSTM_LOOPS = (LSTM_LOOP, CHECKPOINTED_LSTM_LOOP)
 LAST_GRU, LAST_LSTM = "fusedrnn.GRU, last state only", "fusedrnn.LSTM, last state only"
 # These need a GPU.
 REPLAYED, CAPTURED = "fusedrnn, stepwise, replayed chunks", "fusedrnn, CUDA graph"
@@ -55,6 +60,7 @@ BESIDE = {LSTM: LSTM_BESIDE, GRU: GRU_BESIDE}
 CHECKPOINTED, OFFLOADED = "plain loop, checkpoint", "plain loop, save_on_cpu"
 
 ON_CPU = (LSTM, GRU, LOOP, COMPILED, OURS, SAVED, OUR_GRU, SAVED_GRU, OUR_LSTM, SAVED_LSTM)
+ON_CPU += LSTM_LOOPS
 # The contenders for which there is time without --all.
 ON_CPU_SHORT = (LSTM, GRU, LOOP, OURS, OUR_GRU, OUR_LSTM)
 # The contenders of a group run side by side in one process, at every shape and dtype. A fault of a
@@ -79,17 +85,9 @@ ON_CUDA_TOGETHER: tuple[tuple[str, ...], ...] = (
     ),
 )
 # All contenders, in the order of tables.
-ON_CUDA: tuple[str, ...] = (
-    OURS,
-    SAVED,
-    STEPWISE,
-    REPLAYED,
-    BY_FLAGS,
-    OVERLAPPED,
-    LSTM,
-    LSTM_BESIDE,
-)
-ON_CUDA += (GRU, GRU_BESIDE, LSTM_GRAPHED, GRU_GRAPHED, LOOP, GRAPHED, CAPTURED, *DROP_INS)
+ON_CUDA: tuple[str, ...] = (OURS, SAVED, STEPWISE, REPLAYED, BY_FLAGS, OVERLAPPED)
+ON_CUDA += (LSTM, LSTM_BESIDE, GRU, GRU_BESIDE, LSTM_GRAPHED, GRU_GRAPHED, LOOP, GRAPHED, CAPTURED)
+ON_CUDA += tuple(DROP_INS)
 # Contenders that run last, one by one, because they are slow to run or to compile; those that the
 # time budget does not reach are reported as missing.
 ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
@@ -256,6 +254,8 @@ LSTM_GEMMS, RECOMPUTED_LSTM = (4 + 4, 8 + 4), (4 + 4, 8 + 8 + 4)
 CONTENDERS: dict[str, Contender] = {
     **dict.fromkeys((LSTM, LSTM_BESIDE), Contender(_like(nn.LSTM), LSTM_GEMMS)),
     **dict.fromkeys((GRU, GRU_BESIDE), Contender(_like(nn.GRU), GRU_GEMMS)),
+    LSTM_LOOP: Contender(_like(CellLoop), LSTM_GEMMS),
+    CHECKPOINTED_LSTM_LOOP: Contender(_like(CheckpointedCellLoop), RECOMPUTED_LSTM),
     LSTM_GRAPHED: Contender(_like(nn.LSTM), LSTM_GEMMS, GraphedStep),
     GRU_GRAPHED: Contender(_like(nn.GRU), GRU_GEMMS, GraphedStep),
     LOOP: Contender(_over(Loop), STOCHASTIC),
@@ -307,18 +307,19 @@ class Group:
 def groups(names: Collection[str]) -> list[Group]:
     """StochasticGRU with its competitors; and GRU and LSTM, each next to torch's."""
     drop_ins = [GRU, GRU_BESIDE, OUR_GRU, SAVED_GRU, STEPWISE_GRU]
-    drop_ins += [LSTM, LSTM_BESIDE, OUR_LSTM, SAVED_LSTM, STEPWISE_LSTM]
-    of_torch = {beside: name for name, beside in BESIDE.items()}
+    drop_ins += [LSTM, LSTM_BESIDE, OUR_LSTM, SAVED_LSTM, STEPWISE_LSTM, *LSTM_LOOPS]
+    over = DROP_INS | {beside: name for name, beside in BESIDE.items()}
+    over |= dict.fromkeys(LSTM_LOOPS, LSTM)
     return [
         Group(
             "",
-            [name for name in names if name not in DROP_INS],
+            [name for name in names if name not in (*DROP_INS, *LSTM_LOOPS)],
             {"/ LSTM": lambda _: LSTM, "/ loop": lambda _: LOOP},
         ),
         Group(
             "GRU and LSTM, ",
             [name for name in drop_ins if name in names],
-            {"/ torch.nn": lambda name: (DROP_INS | of_torch).get(name, name)},
+            {"/ torch.nn": lambda name: over.get(name, name)},
         ),
     ]
 

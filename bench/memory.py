@@ -16,6 +16,7 @@ from .cases import (
     LONG,
     LONG_QUICK,
     LSTM,
+    LSTM_LOOPS,
     MEMORY_LIMITS,
     ON_CPU,
     ON_CPU_SHORT,
@@ -54,7 +55,7 @@ def run(run: Run) -> Report:
     if not run.everything:
         names, over_seq_len, on_long = ON_CPU_SHORT, (), ()
     contenders = [name for name in names if not (run.quick and name == COMPILED)]
-    over_contenders = [name for name in contenders if name not in DROP_INS]
+    over_contenders = [name for name in contenders if name not in (*DROP_INS, *LSTM_LOOPS)]
     steps = 1 + len(contenders) * len(shapes) + len(over_contenders) * len(over_seq_len)
     task = run.progress.add_task("memory", total=steps + len(on_long))
 

@@ -1,7 +1,8 @@
 """Puts measured numbers into README.md and docs/gpu.md: ``python -m bench.readme``.
 
-Reads what benchmarks left in bench/results, writes bench/results/readme.md (the three rows and the
-sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), gpu-h100.md
+Reads what benchmarks left in bench/results, writes bench/results/readme.md (the rows and the
+sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), speed_map.md
+(that in docs/performance.md), gpu-h100.md
 (the table in docs/gpu.md) and any_cell.md (that in docs/any-cells.md), and copies them between the
 markers of these documents. Measures nothing: `python -m bench --all --out bench/results` does, and
 then writes readme.md too.
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from .cases import (
+    CHECKPOINTED_LSTM_LOOP,
     GRAPHED,
     GRU,
     GRU_GRAPHED,
@@ -23,9 +25,11 @@ from .cases import (
     LOOP,
     LSTM,
     LSTM_GRAPHED,
+    LSTM_LOOP,
     OUR_GRU,
     OUR_LSTM,
     OURS,
+    SAVED_LSTM,
     Shape,
 )
 from .report import Run, Table, machine, markdown_rows, mib
@@ -41,6 +45,9 @@ PAIRS = (
     (OURS, LOOP, "`fusedrnn.StochasticGRU`", "a hand-written loop"),
     (OUR_GRU, GRU, "`fusedrnn.GRU`", "`nn.GRU`"),
     (OUR_LSTM, LSTM, "`fusedrnn.LSTM`", "`nn.LSTM`"),
+    (SAVED_LSTM, LSTM, "`LSTM(recompute=False)`", "`nn.LSTM`"),
+    (LSTM_LOOP, LSTM, "a loop of `nn.LSTMCell`", "`nn.LSTM`"),
+    (CHECKPOINTED_LSTM_LOOP, LSTM, "the same loop, checkpointed", "`nn.LSTM`"),
 )
 # Our module, the one it is compared with on a GPU, and the latter in a CUDA graph.
 GPU_PAIRS = (
@@ -65,7 +72,7 @@ def afterwards(run: Run) -> None:
 
 
 def summary(results: Path) -> str:
-    """The block of the README: three rows of the CPU, and a sentence about a GPU, if measured."""
+    """The block of the README: rows of the CPU, and a sentence about a GPU, if measured."""
     text = f"{_cpu_rows(results)}\n{_cpu_source(results)}\n"
     return text + f"\n{_gpu_sentence(results)}\n" if (results / f"{GPU}.json").exists() else text
 
@@ -226,10 +233,38 @@ def own_cell_line(results: Path) -> str:
     )
 
 
+def speed_map_table(results: Path) -> str:
+    """Time over torch.nn's at many sizes, on each processor that was measured."""
+    columns = ["time / torch.nn", "median", "least", "most", "at", "sizes above 1.05"]
+    parts = []
+    for path in sorted(results.glob("speed_map-*.json")):
+        content = json.loads(path.read_text())
+        about, rows = content["environment"], []
+        for place in content["maps"]:
+            sizes = sorted(place["rows"], key=lambda row: row["median"])
+            ratios = [row["median"] for row in sizes]
+            threads = place["threads"]
+            rows.append(
+                [
+                    f"{place['cell'].upper()}, {place['mode']}, "
+                    f"{threads} thread{'s' * (threads > 1)}",
+                    *(f"{x:.2f}" for x in (median(ratios), ratios[0], ratios[-1])),
+                    str(Shape(*(sizes[-1][name] for name in vars(LARGE)))),
+                    f"{sum(x > 1.05 for x in ratios)} of {len(ratios)}",
+                ]
+            )
+        parts.append(
+            f"{about['cpu']}, {content['instructions']}, torch {about['torch']}, "
+            f"{about['date'][:10]}:\n\n{markdown_rows(Table('', columns, rows))}"
+        )
+    return "\n".join(parts)
+
+
 DOCUMENTS: dict[str, tuple[Callable[[Path], str], Path]] = {
     "readme": (summary, ROOT / "README.md"),
     "own_cell": (own_cell_line, ROOT / "README.md"),
     GPU: (gpu_table, ROOT / "docs/gpu.md"),
+    "speed_map": (speed_map_table, ROOT / "docs/performance.md"),
     "any_cell": (any_cell_table, ROOT / "docs/any-cells.md"),
 }
 

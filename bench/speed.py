@@ -36,6 +36,7 @@ from .cases import (
     LOOP,
     LSTM,
     LSTM_GRAPHED,
+    LSTM_LOOPS,
     ON_CPU,
     ON_CPU_SHORT,
     ON_CUDA_TOGETHER,
@@ -130,6 +131,7 @@ def run(run: Run) -> Report:
         train_ms[GEMMS] = [a + b for a, b in zip(train_ms[SAVED_GEMMS], recompute_ms, strict=True)]
         forward_ms = measure(_forward_calls(shape), rounds, budget_s=12)
         pairs = [pair for pair in SPEED_LIMITS[LARGE] if pair[0] in train_ms]
+        pairs += [(name, LSTM) for name in LSTM_LOOPS if name in train_ms]
         ratios = {(a, b): ratio(train_ms[a], train_ms[b]) for a, b in pairs}
         for (a, b), limit in SPEED_LIMITS.get(shape, {}).items():
             if (a, b) not in ratios:

@@ -108,6 +108,42 @@ class OffloadedLoop(Loop):
             return super().forward(input, hx, eps=eps)
 
 
+class CellLoop(nn.Module):
+    """A loop over torch.nn.LSTMCell."""
+
+    def __init__(self, input_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(input_size, hidden_size)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Runs the loop from a state of zeros."""
+        zeros = input.new_zeros(input.shape[1], self.cell.hidden_size)
+        return self.steps(input, (zeros, zeros))
+
+    def steps(
+        self, input: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Runs the loop from any state."""
+        output = []
+        for x in input:
+            state = self.cell(x, state)
+            output.append(state[0])
+        return torch.stack(output), state
+
+
+class CheckpointedCellLoop(CellLoop):
+    """The loop in about sqrt(T) segments that keep their first state and run again in backward."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Runs the loop from a state of zeros."""
+        zeros = input.new_zeros(input.shape[1], self.cell.hidden_size)
+        state, output = (zeros, zeros), []
+        for segment in input.split(math.isqrt(len(input))):
+            part, state = checkpoint(self.steps, segment, state, use_reentrant=False)
+            output.append(part)
+        return torch.cat(output), state
+
+
 class TrainingStep:
     """Forward and backward of one contender on random numbers, the same ones for all.
 

@@ -13,9 +13,9 @@ namespace {
 
 // About as long as it takes to fall asleep and to be woken.
 constexpr std::chrono::microseconds kSpin{30};
-// The grains of work from which on sleeping members are woken: what that costs the leader is then
-// a small part of them.
-constexpr int64_t kWorthWaking = 8;
+// The work from which on sleeping members are woken: what that costs the leader is then a small
+// part of it.
+constexpr int64_t kWorthWaking = 32'768;
 // A member takes its share in so many blocks: the others then have something to take over.
 constexpr int64_t kBlocksOfShare = 4;
 // Ranges have 32 bits for each end.
@@ -58,9 +58,9 @@ Team*& Team::of_this_thread() {
   return team;
 }
 
-void Team::run(int64_t count, int64_t grain, int64_t grains, const Body& body) {
+void Team::run(int64_t count, int64_t grain, int64_t work, const Body& body) {
   body_ = body;
-  missed_ += grains;
+  missed_ += work;
   for (int64_t first = 0; first < count; first += kMostItems) {
     run_part(first, std::min(count - first, kMostItems), grain);
   }

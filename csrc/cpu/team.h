@@ -24,14 +24,13 @@ class Team {
   Team& operator=(const Team&) = delete;
 
   // Calls f(first, last) for ranges of [0, count), each of at least `grain` items but for the last
-  // ones, and returns after all of them.  grains: how much work all are, in grains of one item or
-  // many.  An exception of any of them is thrown here.  Only the leader may call this, and f may
-  // not.
+  // ones, and returns after all of them.  work: how much all are, in elements of a stage.  An
+  // exception of any of them is thrown here.  Only the leader may call this, and f may not.
   template <class F>
-  void share(int64_t count, int64_t grain, int64_t grains, const F& f) {
-    run(count, grain, grains, {&f, [](const void* body, int64_t first, int64_t last) {
-                                 (*static_cast<const F*>(body))(first, last);
-                               }});
+  void share(int64_t count, int64_t grain, int64_t work, const F& f) {
+    run(count, grain, work, {&f, [](const void* body, int64_t first, int64_t last) {
+                               (*static_cast<const F*>(body))(first, last);
+                             }});
   }
 
   // Helps with all loops until the leader ends the work.  member: from 1 on.
@@ -69,7 +68,7 @@ class Team {
   };
 
   static Team*& of_this_thread();
-  void run(int64_t count, int64_t grain, int64_t grains, const Body& body);
+  void run(int64_t count, int64_t grain, int64_t work, const Body& body);
   void run_part(int64_t offset, int64_t count, int64_t grain);
   void wake();
   void take_all(int64_t member);
@@ -84,7 +83,7 @@ class Team {
   Body body_{};
   int64_t offset_ = 0;
   std::atomic<int64_t> block_{1};
-  int64_t missed_ = 0;  // the grains since members were all awake, or were woken
+  int64_t missed_ = 0;  // the work since members were all awake, or were woken
 
   alignas(64) std::atomic<uint32_t> loops_{0};  // begun so far; members wait for the next one
   std::atomic<bool> is_over_{false};

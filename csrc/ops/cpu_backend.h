@@ -297,20 +297,21 @@ class CpuBackend : public cpu::Memory<Element> {
     });
   }
 
-  // The number of elements of a stage per thread below which one thread does all: a barrier would
-  // cost as much as it saves.
-  static constexpr int64_t kStageGrain = 4'096;
+  // The number of elements of a stage per thread below which one thread does all: to share them
+  // would cost as much as it saves, by a barrier of torch's pool or in a team, whose threads take a
+  // loop up in less than a microsecond.
+  static constexpr int64_t kStageGrain = 4'096, kTeamGrain = 1'024;
   // The number of terms of a product that take as long as one element of a stage.
   static constexpr int64_t kTermsPerElement = 16;
   // Calls f for ranges of [0, count), where each item is as much work as `size` elements of a
   // stage.
   template <class F>
   static void parallel(int64_t count, int64_t size, const F& f) {
-    const int64_t grain = std::max<int64_t>(1, kStageGrain / std::max<int64_t>(size, 1));
+    cpu::Team* const team = cpu::Team::led();
+    const int64_t least = team == nullptr ? kStageGrain : kTeamGrain;
+    const int64_t grain = std::max<int64_t>(1, least / std::max<int64_t>(size, 1));
     if (count <= grain || lacks_pool()) return f(0, count);
-    if (cpu::Team* const team = cpu::Team::led()) {
-      return team->share(count, grain, (count * size + kStageGrain - 1) / kStageGrain, f);
-    }
+    if (team != nullptr) return team->share(count, grain, count * size, f);
     torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
       const cpu::FlushDenormals flush;
       f(first, last);

@@ -32,7 +32,7 @@ void loops(Team& team, int64_t count_of_loops) {
     const int64_t count = loop * 37 % 499 + 1, grain = loop % 7 + 1;
     // Some loops are worth waking for, and in some the members have fallen asleep.
     if (loop % 97 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-    Team::led()->share(count, grain, loop % 3 * 8, [&](int64_t first, int64_t last) {
+    Team::led()->share(count, grain, loop % 3 * 32'768, [&](int64_t first, int64_t last) {
       if (loop % 61 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
       for (int64_t i = first; i < last; ++i) numbers[size_t(i)] += loop;
     });
@@ -91,7 +91,7 @@ void short_teams() {
     {
       const Team::Leading leading(*team);
       for (int64_t loop = 0; loop <= i % 3; ++loop) {
-        team->share(4, 1, 4, [&](int64_t first, int64_t last) { done += last - first; });
+        team->share(4, 1, 4'096, [&](int64_t first, int64_t last) { done += last - first; });
       }
     }
     expect(done == 4 * (i % 3 + 1), "a short team", i);
@@ -105,7 +105,8 @@ void many_items() {
     const Team::Leading leading(team);
     constexpr int64_t kCount = (int64_t{1} << 32) + 5;  // more than a range can say
     std::atomic<int64_t> sum{0};
-    team.share(kCount, kCount / 16, 16, [&](int64_t first, int64_t last) { sum += last - first; });
+    team.share(kCount, kCount / 16, kCount,
+               [&](int64_t first, int64_t last) { sum += last - first; });
     expect(sum == kCount, "the number of items", sum);
   });
 }
@@ -117,7 +118,7 @@ void errors() {
       bool is_thrown = false;
       std::atomic<int64_t> done{0};
       try {
-        team.share(100, 1, 100, [&](int64_t first, int64_t last) {
+        team.share(100, 1, 1'000'000, [&](int64_t first, int64_t last) {
           done += last - first;
           if (first <= bad && bad < last) throw std::runtime_error("this one");
         });
