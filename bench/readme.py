@@ -102,7 +102,8 @@ def _cpu_source(results: Path) -> str:
     about = _load(results, "speed")["environment"]
     return (
         f"{LARGE}, float32, {machine(about)}, {about['date'][:10]}. Peak memory includes output "
-        "and gradients, not weights and input."
+        "and gradients, not weights and input. A ratio of times is the median of the rounds' "
+        "(least–most), and not that of the two medians beside it."
     )
 
 
@@ -128,7 +129,7 @@ def _gpu_sentence(results: Path) -> str:
 
     parts = [
         f"{_name(ours)} / {_name(other)} {least_and_most(ours, other)} "
-        f"({least_and_most(ours, graphed)} if that runs in a CUDA graph)"
+        f"({least_and_most(ours, graphed)} if {_name(other)} runs in a CUDA graph)"
         for ours, other, graphed in GPU_PAIRS
     ]
     return f"Time of a training step on one {_gpu_source(results)}: {'; '.join(parts)}."

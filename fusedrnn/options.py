@@ -61,9 +61,9 @@ class FusedOptions(TypedDict, total=False):
     recompute: True has backward recompute the pre-activations of the gates. False saves them in
         forward, which gives the same output, and the same gradients up to rounding: 4 * hidden_size
         numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32 or float64.
-        Training then takes 5 to 13 times the memory of the output. None saves them if a call has
-        several steps and no more rows (steps x batch) than input and h have features: they are as
-        small as the weights there. See :func:`fusedrnn.plan`.
+        None saves them in a call of several steps whose steps x batch are at most the features of
+        input and h: they are about as large as the weights then. See :func:`fusedrnn.plan`. Has no
+        effect with ``return_sequence=False``, which always recomputes.
     chunk_size: Time steps per chunk. Memory for temporary results is proportional to it. None
         chooses: about 256 rows (steps x batch) on the CPU; on a GPU as many steps as it takes to
         make the fixed cost of a chunk small, within half or a quarter of the memory that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class PassPlan:
     modelled_us: float
     """Microseconds of the whole pass."""
     modelled_us_without_recompute: float
-    """Microseconds of the whole pass with ``recompute=False``."""
+    """Microseconds of the whole pass with ``recompute=False``, whatever is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class PlanMemory:
     weights."""
     saved_bytes: int
     """Tensors that wait for backward besides input, weights and output: of an LSTM, the cell state
-    before each chunk."""
+    before each chunk; and the pre-activations, unless ``Plan.recompute``."""
     saved_bytes_without_recompute: int
     """The same with ``recompute=False``, which saves all pre-activations too."""
     most_workspace_bytes: int
@@ -92,7 +92,8 @@ class Plan:
     of a chunk is a multiple of 128 if possible. A CPU gets chunks of 256 rows."""
     recompute: bool
     """Whether backward recomputes the pre-activations of the gates: what the module's
-    ``recompute`` says, or what is chosen for these sizes if that is None."""
+    ``recompute`` says, or what this layer chooses at these sizes if that is None; always with
+    ``return_sequence=False``. The numbers of this plan are those of that choice."""
     memory: PlanMemory
 
     def __str__(self) -> str:
@@ -123,7 +124,7 @@ def plan(
     module: RNNBase | Mapping[str, Any],
     input_shape: Sequence[int],
     dtype: torch.dtype | None = None,
-    device: Device = "cuda",
+    device: Device = None,
     *,
     sample: bool = True,
 ) -> Plan:
@@ -140,7 +141,8 @@ def plan(
             this call: ``torch.backends.cudnn.rnn.fp32_precision``, "tf32" by default, or "ieee".
         device: "cpu", a CUDA device of this machine, or the name of a GPU: "A100", "H100", "H200",
             "B200", "L40S", "RTX 4090". The driver of a GPU of this machine is asked as well: it may
-            have no room for all blocks of a kernel at once.
+            have no room for all blocks of a kernel at once. None for the module's device; that of a
+            mapping, or of a module on meta, is the GPU if there is one, else the CPU.
         sample: As in the call of a StochasticGRU.
 
     The plan also depends on :func:`fusedrnn.set_free_multiprocessors`, whose default differs if
@@ -181,6 +183,10 @@ def plan(
     widest = module.input_size
     if module.num_layers > 1:
         widest = max(widest, directions * output_size)
+    if device is None:
+        device = module.all_weights[0][0].device
+        if device.type == "meta":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu, tf32 = _gpu(device), tuning.allows_tf32(dtype)
     made = _plans.plan_layer(
         gpu,
@@ -205,11 +211,26 @@ def plan(
         rounds = tf32 and gpu is not None and gpu[1] >= 80  # no GPU that is older has TF32
         precision = "tf32" if rounds else "ieee"
     parts = {"forward": PassPlan, "backward": PassPlan, "memory": PlanMemory}
-    named = {name: parts[name](**made.pop(name)) for name in parts}
+    named: Any = {name: parts[name](**made.pop(name)) for name in parts}
     recompute = module.recompute
     if recompute is None:
         recompute = not _plans.are_cheap_to_save(seq_len, batch, widest + output_size)
+    recompute = recompute or not module.return_sequence
+    if not recompute:
+        named["backward"] = _without_recompute(named["backward"])
+        named["memory"] = _saving(named["memory"])
     return Plan(fp32_precision=precision, recompute=recompute, **named, **made)
+
+
+def _without_recompute(backward: PassPlan) -> PassPlan:
+    return replace(backward, modelled_us=backward.modelled_us_without_recompute)
+
+
+def _saving(memory: PlanMemory) -> PlanMemory:
+    """The memory of a layer that saves the pre-activations, from that of one that does not."""
+    saved = memory.saved_bytes_without_recompute
+    training = memory.training_bytes + saved - memory.saved_bytes
+    return replace(memory, saved_bytes=saved, training_bytes=training)
 
 
 def _module_of(options: Mapping[str, Any]) -> RNNBase:

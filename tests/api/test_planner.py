@@ -449,7 +449,7 @@ def test_what_cannot_be_planned(arguments, error, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_there_must_be_a_gpu_to_ask():
     with pytest.raises(RuntimeError, match="there is no cuda on this machine"):
-        fusedrnn.plan(fusedrnn.GRU(5, 7), (3, 2, 5))
+        fusedrnn.plan(fusedrnn.GRU(5, 7), (3, 2, 5), device="cuda")
 
 
 @pytest.mark.cuda

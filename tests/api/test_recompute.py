@@ -65,6 +65,34 @@ def test_a_caller_who_says_which_is_obeyed(cell, recompute):
         assert fusedrnn.plan(rnn, x.shape, device="cpu").recompute is recompute
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_plan_has_the_numbers_of_its_choice(cell):
+    shape, device = (1024, 64, INPUT), "H100"
+    saves, recomputes = (
+        fusedrnn.plan(make(cell, recompute=r), shape, torch.bfloat16, device) for r in (False, True)
+    )
+    more = saves.memory.saved_bytes - recomputes.memory.saved_bytes
+    columns = 4 * HIDDEN + 2 * LATENT * (cell == "stochastic_gru")
+    assert more == 4 * 1024 * 64 * columns
+    assert saves.memory.training_bytes - recomputes.memory.training_bytes == more
+    us = saves.backward.modelled_us
+    assert us == recomputes.backward.modelled_us_without_recompute < recomputes.backward.modelled_us
+    assert fusedrnn.plan(make(cell), shape, torch.bfloat16, device) == recomputes
+
+
+def test_a_plan_is_for_the_device_of_the_module():
+    cpu = fusedrnn.plan(fusedrnn.GRU(5, 7), (3, 2, 5))
+    assert cpu == fusedrnn.plan(fusedrnn.GRU(5, 7), (3, 2, 5), device="cpu")
+    if not torch.cuda.is_available():
+        sizes = {"cell": "gru", "input_size": 5, "hidden_size": 7}
+        assert fusedrnn.plan(sizes, (3, 2, 5)) == cpu
+
+
+def test_the_last_state_alone_always_recomputes():
+    rnn = make("gru", return_sequence=False, recompute=False)
+    assert fusedrnn.plan(rnn, (2, 3, INPUT)).recompute
+
+
 def test_a_layer_counts_the_features_that_it_reads():
     """The second layer of two directions has 2 * 7 + 7 features, the first one 5 + 7."""
     rnn = make("gru", num_layers=2, bidirectional=True)
