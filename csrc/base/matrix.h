@@ -12,13 +12,21 @@ struct Matrix {
   static Matrix contiguous(T* data, int64_t rows, int64_t columns) {
     return {data, rows, columns, columns, 1};
   }
+  // A tensor of any strides.  That of a dimension with one element says nothing, and is made one of
+  // a matrix whose rows, or else columns, are contiguous: products look at strides alone.
+  static Matrix strided(T* data, int64_t rows, int64_t columns, int64_t row_stride,
+                        int64_t column_stride) {
+    if (columns == 1) column_stride = 1;
+    if (rows == 1) row_stride = column_stride == 1 ? columns : 1;
+    return {data, rows, columns, row_stride, column_stride};
+  }
   operator Matrix<const T>() const { return {data, rows, columns, row_stride, column_stride}; }
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
   // Whether a GEMM can read it: the elements of each row, or of each column, lie next to each other
   // in memory.
   bool is_operand() const {
-    return ((column_stride == 1 || columns == 1) && (row_stride >= columns || rows == 1)) ||
-           ((row_stride == 1 || rows == 1) && (column_stride >= rows || columns == 1));
+    return (column_stride == 1 && (row_stride >= columns || rows == 1)) ||
+           (row_stride == 1 && (column_stride >= rows || columns == 1));
   }
   Matrix row_range(int64_t begin, int64_t count) const {
     return {data + begin * row_stride, count, columns, row_stride, column_stride};

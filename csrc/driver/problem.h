@@ -39,7 +39,8 @@ struct Problem {
   std::array<bool, kMaxProjections> is_operand = {true, true, true};
 
   void see_weight(const Parameter& p, int64_t row_stride, int64_t column_stride) {
-    const Matrix<const char> weight{nullptr, p.rows, p.columns, row_stride, column_stride};
+    const auto weight =
+        Matrix<const char>::strided(nullptr, p.rows, p.columns, row_stride, column_stride);
     is_operand[p.projection] = is_operand[p.projection] && weight.is_operand();
   }
 };

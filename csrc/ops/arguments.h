@@ -166,7 +166,8 @@ class Arguments {
       if (layout_[i].columns == 0) {
         l.bias[p] = {data<T>(w), 1, w.size(0), w.size(0), w.stride(0)};
       } else {
-        l.weight[p] = {data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)};
+        l.weight[p] =
+            Matrix<const T>::strided(data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1));
       }
     }
     l.mask = {lengths_, call_.reset ? data<bool>(*call_.reset) : nullptr, seq_len(), batch(),

@@ -145,7 +145,8 @@ class ProgramArguments {
     for (const Tensor& x : call_.inputs) c.inputs.push_back(sequence<T>(x));
     for (const Tensor& carry : carries_) c.carries.push_back(data<T>(carry));
     for (const Tensor& w : call_.weights) {
-      c.weights.push_back({data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)});
+      c.weights.push_back(
+          Matrix<const T>::strided(data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)));
     }
     for (const Tensor& v : call_.vectors) {
       c.vectors.push_back({data<T>(v), 1, v.size(0), v.size(0), v.stride(0)});
@@ -184,9 +185,9 @@ class ProgramArguments {
     for (const Tensor& x : g.inputs) d.inputs.push_back(wanted<T>(x));
     for (const Tensor& c : g.carries) d.carries.push_back(wanted<T>(c));
     for (const Tensor& w : g.weights) {
-      d.weights.push_back(
-          is_none(w) ? Matrix<A>{}
-                     : Matrix<A>{pointer<A>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)});
+      d.weights.push_back(is_none(w) ? Matrix<A>{}
+                                     : Matrix<A>::strided(pointer<A>(w), w.size(0), w.size(1),
+                                                          w.stride(0), w.stride(1)));
     }
     for (const Tensor& v : g.vectors) d.vectors.push_back(wanted<A>(v));
     for (size_t j = 0; j < g.reset_to.size(); ++j) {
