@@ -2,10 +2,9 @@
 
 Reads what benchmarks left in bench/results, writes bench/results/readme.md (the rows and the
 sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), speed_map.md
-(that in docs/performance.md), gpu-h100.md
-(the table in docs/gpu.md) and any_cell.md (that in docs/any-cells.md), and copies them between the
-markers of these documents. Measures nothing: `python -m bench --all --out bench/results` does, and
-then writes readme.md too.
+(the table in docs/performance.md), gpu-h100.md (that in docs/gpu.md) and any_cell.md (that in
+docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
+`python -m bench --all --out bench/results` does, and then writes readme.md too.
 """
 
 from __future__ import annotations

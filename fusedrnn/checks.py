@@ -164,7 +164,8 @@ _INTEGERS = (
 )
 
 
-_HUGE = 2**62  # stands for larger lengths, which no int64 holds
+_HUGE = 2**62  # stands for all larger lengths, which an int64 may not hold
+_HUGE_TEXTS = {_HUGE: "2^62 or more", -_HUGE: "-2^62 or less"}
 
 
 def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
@@ -199,17 +200,19 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
         raise RuntimeError(
             f"fusedrnn: lengths must be on the CPU, as for pack_padded_sequence, got {host.device}"
         )
+    is_unsigned = host.dtype == torch.uint64
     host = host.to(torch.int64)
+    if is_unsigned:  # from 2^63 on they have become negative
+        host = host.masked_fill(host < 0, _HUGE)
     if isinstance(value, Tensor):
         host = own_copy(host)
     shape("lengths", host, (batch,))
     if has_values(host):  # else the operator looks at them
         least, most = (int(host.min()), int(host.max())) if batch else (1, 1)
         if least < 1 or most > seq_len:
-            wrong = str(least if least < 1 else most)
-            if wrong.lstrip("-") == str(_HUGE):
-                wrong = "-2^62 or less" if least < 1 else "2^62 or more"
-            raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {wrong}")
+            wrong = least if least < 1 else most
+            got = _HUGE_TEXTS.get(wrong, str(wrong))
+            raise ValueError(f"fusedrnn: lengths must be in [1, {seq_len}], got {got}")
     return host
 
 

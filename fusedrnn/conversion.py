@@ -114,10 +114,17 @@ class ConversionReport:
         return "\n".join(lines) or "Nothing to replace."
 
 
-_ADVICE = (
-    "isinstance(m, nn.LSTM) is False now: initialise earlier, or ask for fusedrnn.LSTM too",
-    "torch.ao.quantization finds torch.nn's modules only: call fusedrnn.to_torch(model) before",
-)
+def _advice(replaced: list[Replaced]) -> list[str]:
+    """What code around a model of fusedrnn's modules must do, for the classes that it has now."""
+    names = sorted({entry.after.split("(", 1)[0].rpartition(".")[2] for entry in replaced})
+    lines = [
+        f"isinstance(m, nn.{name}) is False now: initialise earlier, or ask for fusedrnn.{name} too"
+        for name in names
+    ]
+    lines.append(
+        "torch.ao.quantization finds torch.nn's modules only: call fusedrnn.to_torch(model) before"
+    )
+    return lines
 
 
 def convert(module: M) -> tuple[M, ConversionReport]:
@@ -243,7 +250,7 @@ def _replace_all(root: M, counterparts: Counterparts) -> tuple[M, ConversionRepo
                 reason = f"{name or 'the model'} was this one; put the new one here, too"
             report.outside.append(Kept(place, _words(module), reason))
     if report.replaced and counterparts is _TO_FUSED:
-        report.advice.extend(_ADVICE)
+        report.advice.extend(_advice(report.replaced))
     return model, report
 
 

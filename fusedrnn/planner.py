@@ -217,13 +217,13 @@ def plan(
         recompute = not _plans.are_cheap_to_save(seq_len, batch, widest + output_size)
     recompute = recompute or not module.return_sequence
     if not recompute:
-        named["backward"] = _without_recompute(named["backward"])
-        named["memory"] = _saving(named["memory"])
+        backward = named["backward"]
+        us = backward.modelled_us_without_recompute
+        named |= {
+            "backward": replace(backward, modelled_us=us),
+            "memory": _saving(named["memory"]),
+        }
     return Plan(fp32_precision=precision, recompute=recompute, **named, **made)
-
-
-def _without_recompute(backward: PassPlan) -> PassPlan:
-    return replace(backward, modelled_us=backward.modelled_us_without_recompute)
 
 
 def _saving(memory: PlanMemory) -> PlanMemory:

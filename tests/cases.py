@@ -49,7 +49,7 @@ class Case:
     lengths: bool = False
     reset: bool = False
     noise: str = "seed"  # or "eps" or "none"; only for a stochastic GRU
-    recompute: bool = True
+    recompute: bool | None = True
     chunk_size: int | None = None
     gain: float = 1.0  # a factor of the weights
     dtype: torch.dtype = torch.float64

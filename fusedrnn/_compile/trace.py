@@ -242,7 +242,7 @@ def _reason(error: Exception) -> str:
         "_local_scalar_dense",
     )
     if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
-        return f"the step looks at values of tensors, as if, float() and .item() do{where}"
+        return f"the step looks at values of tensors, by if, float() or .item(){where}"
     return f"with a batch of {ROWS} it raises {type(error).__name__}: {text[:200]}{where}"
 
 

@@ -96,6 +96,11 @@ def bad_calls():
         ([-1, 1, 2], ValueError, "lengths must be in [1, 4], got -1"),
         (torch.tensor([1, 5, 2]), ValueError, "lengths must be in [1, 4], got 5"),
         ([2**70, 1, 2], ValueError, "lengths must be in [1, 4], got 2^62 or more"),
+        (
+            torch.tensor([2**64 - 1, 1, 2], dtype=torch.uint64),
+            ValueError,
+            "lengths must be in [1, 4], got 2^62 or more",
+        ),
         ([-(2**70), 1, 2], ValueError, "lengths must be in [1, 4], got -2^62 or less"),
         (torch.tensor([1.0, 2.0, 3.0]), ValueError, "sequence of integers, got torch.float32"),
         (torch.ones(3).bool(), ValueError, "a sequence of integers, got torch.bool"),

@@ -93,6 +93,21 @@ def test_the_last_state_alone_always_recomputes():
     assert fusedrnn.plan(rnn, (2, 3, INPUT)).recompute
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="nothing is packed"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_weights_of_steps_have_no_copy_but_their_panels(dtype):
+    """In forward; the same numbers in float32 have none either, since their memory serves."""
+    rnn = fusedrnn.LSTM(1, 256)
+    weight_bytes = 4 * 4 * 256 * 256
+    narrow, wide = (
+        fusedrnn.plan(rnn, (8, 1, 1), dtype=d, device="cpu").forward.workspace_bytes
+        for d in (dtype, torch.float32)
+    )
+    assert weight_bytes < wide < narrow < wide + weight_bytes // 4
+
+
 def test_a_layer_counts_the_features_that_it_reads():
     """The second layer of two directions has 2 * 7 + 7 features, the first one 5 + 7."""
     rnn = make("gru", num_layers=2, bidirectional=True)

@@ -65,7 +65,7 @@ def usual(rng: random.Random, most: int = 40) -> Call:
         lengths=rows == "packed" or (rows == "batch" and some(0.3)),
         reset=some(0.25),
         noise=noise if noise in ("eps", "none") else "seed",
-        recompute=not some(0.4),
+        recompute=rng.choice([None, True, False]),
         chunk_size=rng.randint(1, 25) if some(0.4) else None,
         dtype=rng.choice(SHARES),
     )
@@ -136,7 +136,7 @@ def any_sizes(rng: random.Random) -> Call:
         noise=rng.choice(["seed", "eps", "none"]),
         chunk_size=rng.choice([None, rng.randint(1, 25)]),
         **{name: rng.random() < 0.5 for name in ("bias", "bidirectional", "lengths", "reset")},
-        recompute=rng.random() < 0.5,
+        recompute=rng.choice([None, True, False]),
     )
     return Call(case, noise=case.noise, is_plain=True, exact=1e-12)
 

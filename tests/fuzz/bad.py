@@ -45,9 +45,11 @@ def spoil(good: Good, rng: random.Random) -> tuple[list[str], bool]:
         if isinstance(value, dict):  # the arguments of a constructor
             key = rng.choice(list(value))
             value[key], is_wrong = wrong(value[key], rng)
+            is_wrong &= not (key == "recompute" and value[key] is None)
             name = f"{name}[{key!r}]"
         else:
             good.arguments[name], is_wrong = wrong(value, rng)
+            is_wrong &= not (name == "recompute" and good.arguments[name] is None)
         alone = count == 1 and name in OF_ONE_SHAPE and before is not None
         if alone and (now := kinds_of(good.arguments[name])) is not None:
             is_wrong |= len(now) == len(before) and now != before

@@ -127,12 +127,9 @@ def number(value: float, rng: random.Random) -> tuple[Any, bool]:
 
 
 def flag(value: bool, rng: random.Random) -> tuple[Any, bool]:
-    """A value that Python takes for true or false, but this package must refuse.
-
-    ``recompute`` takes None, too.
-    """
+    """A value that Python takes for true or false, but this package must refuse."""
     chosen = rng.choice(["False", 0, 1, None, torch.tensor(True), 1.0, [], "", np.bool_(True)])
-    return chosen, chosen is not None
+    return chosen, True
 
 
 def text(value: str, rng: random.Random) -> tuple[Any, bool]:
