@@ -16,6 +16,10 @@
 //   pack(Matrix<const O or T> b, A* to), gemm_packed(Matrix<A> out, Matrix<const O> a, panels,
 //   accumulate)
 //       if kPacks: the same with a b that is copied once to where steps read it fast
+//   share_rows(rows, work, f)
+//       if kPacks: calls f() once, or once for each of several shares of the rows of a batch, on
+//       different threads.  What f calls, only gemm_packed, forward and backward of all rows, then
+//       concerns the rows of the share.  work: the multiply-adds of all rows
 //   copy(Matrix<To> out, Matrix<const From> from), which converts
 //   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
 //   forward / backward(StageKind, step, rows), gather / clear / dropout(step, rows): see step.h
@@ -59,13 +63,13 @@ class Driver {
     return arena.size_bytes();
   }
 
-  // The number of multiply-adds in the recurrent GEMMs of one step.
-  int64_t step_work() const {
+  // The number of multiply-adds in the recurrent GEMMs of one row in one step.
+  int64_t row_work() const {
     int64_t work = 0;
     for (int s = 0; s <= layer_.last(); ++s) {
       work += layer_.columns(s) * layer_.weight[layer_.projection(s)].columns;
     }
-    return work * layer_.batch;
+    return work;
   }
 
   // See ForwardPass::run and BackwardPass::run.

@@ -136,6 +136,12 @@ class LayerPass {
   // recording pays off from a few alike chunks on.
   template <class F>
   void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
+    if constexpr (Backend::kPacks) {
+      if (row_work_ > 0) {
+        return backend_.share_rows(layer_.batch, row_work_ * layer_.batch * chunk.steps,
+                                   [&] { enqueue(nullptr); });
+      }
+    }
     const bool is_whole = chunk.steps == layer_.chunk;
     const bool repeats = chunk.begin > 0 && is_whole && layer_.rows_at == nullptr &&
                          layer_.seq_len > kLeastReplays * layer_.chunk;
@@ -167,6 +173,7 @@ class LayerPass {
       }
     }
     if constexpr (Backend::kPacks) {
+      row_work_ = Space::shared_row_work(layer_, buffers.is_backward);
       for (int s = 0; s <= layer_.last(); ++s) {
         packed_[s] = buffers.packed[s];
         if (packed_[s] == nullptr) continue;
@@ -326,6 +333,7 @@ class LayerPass {
   Matrix<const O> weight_[kMaxProjections];
   const A* bias_[kMaxProjections];
   const A* packed_[kMaxStages] = {};  // null if a weight is not packed
+  int64_t row_work_ = 0;              // see Workspace::shared_row_work
 
  private:
   // Only with compact rows: the active rows before each step and before the end, and the steps done

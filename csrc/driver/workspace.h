@@ -74,6 +74,19 @@ struct Workspace {
     const int64_t terms = is_backward ? to : from, columns = is_backward ? from : to;
     return {terms, columns, Backend::kPacks && cpu::packs(layer.seq_len, terms, columns)};
   }
+  // The multiply-adds of a row in a step, if each thread may take a share of the rows through all
+  // steps of a chunk, or else 0.  It then reads the weights of all steps, which must stay in its
+  // cache; and a step may do nothing but multiply by packed weights and run stages on all rows.
+  static int64_t shared_row_work(const Layer<T>& layer, bool is_backward) {
+    int64_t work = 0;
+    for (int s = 0; s <= layer.last(); ++s) {
+      const StepProduct product = step_product(layer, s, is_backward);
+      if (!product.is_packed) return 0;
+      work += product.terms * product.columns;
+    }
+    const bool fits = work * int64_t(sizeof(A)) <= cpu::kLargeBytes;
+    return fits && layer.rows_at == nullptr ? work : 0;
+  }
   // Whether a weight is read as panels alone, which are made of the user's own memory.  Backward
   // reads weights in products of whole chunks, too.
   static bool is_read_as_panels(const Layer<T>& layer, int p, bool is_backward) {

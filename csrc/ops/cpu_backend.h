@@ -45,6 +45,17 @@ class CpuBackend : public cpu::Memory<Element> {
                const F& steps) const {
     steps(nullptr);
   }
+  template <class F>
+  void share_rows(int64_t rows, int64_t work, const F& f) {
+    cpu::Team* const team = cpu::Team::led();
+    const int64_t least = kLeastRows * torch::stable::get_num_threads();
+    if (team == nullptr || lacks_pool() || rows < least) return f();
+    signals_.look();
+    team->share(rows, kRowsAtOnce, work / kTermsPerElement, [&](int64_t first, int64_t last) {
+      const Share share(first, last);
+      f();
+    });
+  }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate,
             bool /*is_of_input*/ = false) {
@@ -89,6 +100,11 @@ class CpuBackend : public cpu::Memory<Element> {
     });
   }
   void gemm_packed(Matrix<A> out, Matrix<const A> a, const A* panels, bool accumulate) {
+    if (const Share* const share = Share::of_this_thread; share != nullptr) {
+      const int64_t first = share->first, rows = share->last - first;
+      return kernels_.packed_product(out.row_range(first, rows), a.row_range(first, rows), panels,
+                                     accumulate, 0, out.columns);
+    }
     signals_.look();
     share_panels(out.columns, a.rows * a.columns, [&](int64_t first, int64_t last) {
       kernels_.packed_product(out, a, panels, accumulate, first, last);
@@ -135,13 +151,13 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   void forward(StageKind kind, const cpu::Forward<T>& step, int64_t rows) const {
-    parallel(rows, step.width,
-             [&](int64_t first, int64_t last) { kernels_.forward(kind, step, first, last); });
+    of_rows(rows, step.width,
+            [&](int64_t first, int64_t last) { kernels_.forward(kind, step, first, last); });
   }
 
   void backward(StageKind kind, const cpu::Backward<T>& step, int64_t rows) const {
-    parallel(rows, step.width,
-             [&](int64_t first, int64_t last) { kernels_.backward(kind, step, first, last); });
+    of_rows(rows, step.width,
+            [&](int64_t first, int64_t last) { kernels_.backward(kind, step, first, last); });
   }
 
   void gather(const GatherStep<T, A>& step, int64_t rows) const {
@@ -296,6 +312,27 @@ class CpuBackend : public cpu::Memory<Element> {
       kernels_.narrow_product(out, a, b, accumulate, first, last);
     });
   }
+
+  // While it lives, what this thread is told to do for all rows of the batch it does for a share of
+  // them.
+  struct Share {
+    Share(int64_t first, int64_t last) : first(first), last(last) { of_this_thread = this; }
+    ~Share() { of_this_thread = nullptr; }
+    Share(const Share&) = delete;
+    Share& operator=(const Share&) = delete;
+
+    const int64_t first, last;
+    static inline thread_local const Share* of_this_thread = nullptr;
+  };
+  template <class F>
+  static void of_rows(int64_t rows, int64_t width, const F& f) {
+    const Share* const share = Share::of_this_thread;
+    if (share != nullptr) return f(share->first, share->last);
+    parallel(rows, width, f);
+  }
+  // The rows per thread from which on a thread takes a share of them through all steps, and the most
+  // that it does not leave to others in part: each share reads all weights.
+  static constexpr int64_t kLeastRows = 2, kRowsAtOnce = 8;
 
   // The number of elements of a stage per thread below which one thread does all: to share them
   // would cost as much as it saves, by a barrier of torch's pool or in a team, whose threads take a

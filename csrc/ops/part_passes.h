@@ -86,11 +86,12 @@ class PartPasses {
     return most;
   }
 
-  // The multiply-adds of all steps in recurrent GEMMs.
-  int64_t work() const {
+  // The rows of all steps, and the multiply-adds of one of them in recurrent GEMMs of all layers.
+  int64_t rows() const { return parts_.seq_len * bottom().batch(); }
+  int64_t row_work() const {
     int64_t work = 0;
     for (int64_t l = 0; l < stack_.size(); ++l) {
-      work += parts_.seq_len * driver(layer(l, 0, &Plan::forward, {})).step_work();
+      work += driver(layer(l, 0, &Plan::forward, {})).row_work();
     }
     return work;
   }

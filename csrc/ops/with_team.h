@@ -4,6 +4,7 @@
 #include <exception>
 #include <thread>
 
+#include "../base/checked.h"
 #include "../cpu/denormals.h"
 #include "../cpu/step.h"
 #include "../cpu/team.h"
@@ -12,8 +13,9 @@
 
 namespace fusedrnn {
 
-// The number of multiply-adds from which on a call has a team.
-constexpr int64_t kTeamWork = 1'000'000;
+// The numbers of multiply-adds from which on a call has a team: of all rows, and of one.  With fewer
+// for each row, to read what another thread has written takes longer than to compute it.
+constexpr int64_t kTeamWork = 1'000'000, kTeamRowWork = 1'000;
 
 // Calls f on this thread, as the leader of a team of the pool's threads.
 template <class F>
@@ -45,14 +47,15 @@ void lead_team(int64_t threads, const F& f) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-// Calls f, which computes `work` multiply-adds in GEMMs, with denormals flushed and on as many
-// threads as are worth it.
+// Calls f, which computes `row_work` multiply-adds in GEMMs for each of `rows`, with denormals
+// flushed and on as many threads as are worth it.
 template <class F>
-void with_team(int64_t work, const F& f) {
-  const int64_t threads = pool_threads();
+void with_team(int64_t rows, int64_t row_work, const F& f) {
+  const int64_t threads = pool_threads(), work = times(rows, row_work);
   const bool has_team = cpu::Team::led() != nullptr;  // in a handler of a signal, within a call
   // Torch's GEMMs, which the baseline takes, have one thread within a region of its pool.
-  if (threads == 1 || has_team || work < kTeamWork || cpu::widest_isa() == cpu::Isa::Baseline) {
+  const bool is_little = work < kTeamWork || row_work < kTeamRowWork;
+  if (threads == 1 || has_team || is_little || cpu::widest_isa() == cpu::Isa::Baseline) {
     const FlushDenormalsInPool flush(has_team ? 0 : work);
     f();
   } else {

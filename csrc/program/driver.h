@@ -39,13 +39,13 @@ int64_t backward_workspace_bytes(const Call<typename Backend::T>& call,
   return arena.size_bytes();
 }
 
-// The number of multiply-adds in the products of one step, in rows of the batch.
-inline int64_t step_work(const Program& program, int64_t batch) {
+// The number of multiply-adds in the products of one row in one step.
+inline int64_t row_work(const Program& program) {
   int64_t work = 0;
   for (const Product& product : program.products) {
     work = plus(work, times(product.terms, product.columns));
   }
-  return times(work, batch);
+  return work;
 }
 
 }  // namespace fusedrnn::program
