@@ -46,9 +46,10 @@ def recomputes(call: LayerCall, tensors: LayerTensors) -> bool:
     if call.recompute is not None:
         return call.recompute
     steps = tensors.input if tensors.batch_sizes is None else tensors.batch_sizes
-    return not _plans.are_cheap_to_save(
-        steps.shape[0], tensors.hx.shape[1], tensors.input.shape[-1] + tensors.hx.shape[-1]
-    )
+    _, batch, output_size = tensors.hx.shape
+    hidden_size = output_size if tensors.cx is None else tensors.cx.shape[-1]
+    features = tensors.input.shape[-1] + output_size
+    return not _plans.are_cheap_to_save(steps.shape[0], batch, features, hidden_size)
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -74,21 +74,26 @@ def gpu_facts(device: torch.device) -> helpers.Gpu | None:
     return facts.name, capability, multiprocessors, shared_bytes, index, _library.most_blocks
 
 
-def are_cheap_to_save(seq_len: int, batch: int, features: int) -> bool:
-    """Whether saved pre-activations take about as little memory as the gradients of the weights.
+SMALL_STATES = 2**20
+"""Numbers of all states of a call up to which its pre-activations are saved; four times as many."""
 
-    With one row (step x batch) for each feature of input and h they are as many numbers as the
-    weights of an LSTM, and four for three of a GRU. A call of one step saves nothing: loops in
+
+def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int) -> bool:
+    """Whether saved pre-activations take little memory, by itself or beside the weights.
+
+    With one row (step x batch) for each of the features of input and h they are as many numbers as
+    the weights of an LSTM, and four for three of a GRU. A call of one step saves nothing: loops in
     Python make such calls in large numbers, and their memory adds up.
 
     A graph that has symbols for sizes is one for all of them, and recomputes.
     """
     rows = seq_len * batch
+    most = max(features, SMALL_STATES // max(hidden_size, 1))
     if isinstance(rows, int) and not is_compiling():
-        return seq_len > 1 and rows <= features
+        return seq_len > 1 and rows <= most
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes 0.4 s
 
-    return statically_known_true(seq_len > 1) and statically_known_true(rows <= features)
+    return statically_known_true(seq_len > 1) and statically_known_true(rows <= most)
 
 
 def name_of(dtype: torch.dtype) -> str:

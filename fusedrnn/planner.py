@@ -214,7 +214,9 @@ def plan(
     named: Any = {name: parts[name](**made.pop(name)) for name in parts}
     recompute = module.recompute
     if recompute is None:
-        recompute = not _plans.are_cheap_to_save(seq_len, batch, widest + output_size)
+        recompute = not _plans.are_cheap_to_save(
+            seq_len, batch, widest + output_size, module.hidden_size
+        )
     recompute = recompute or not module.return_sequence
     if not recompute:
         backward = named["backward"]

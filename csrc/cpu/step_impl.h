@@ -125,15 +125,46 @@ FUSEDRNN_HD void for_units(const Step& step, const Noise<T>* noise, int64_t firs
   }
 }
 
+// Whether units need nothing that most calls lack, masks and zoneout, and rows are whole vectors.
+template <class Step>
+FUSEDRNN_HD bool is_plain(const Step& step) {
+  const auto& zoneout = step.zoneout;
+  return !step.mask.any() && !zoneout.h.is_possible() && !zoneout.cell_state.is_possible() &&
+         step.width % kLanes == 0;
+}
+// Calls f(step, row, place, column, unit) for a plain step.  The compiler knows what this copy of
+// the step lacks: the loop has few branches then, all of its constants in registers, and takes
+// about four fifths of the time.
+template <class Step, class F>
+FUSEDRNN_HD void for_plain_units(Step step, int64_t first, int64_t last, const F& f) {
+  step.replay_offset = nullptr;
+  step.mask.lengths = nullptr;
+  step.mask.reset = nullptr;
+  step.zoneout.h.probability = step.zoneout.cell_state.probability = 0;
+  for (int64_t row = first; row < last; ++row) {
+    const Place at = Place::of_row(step.first_row + row, step.mask.batch);
+    for (int64_t column = 0; column < step.width; column += kLanes) {
+      f(step, row, at, column, VectorUnit{kLanes, nullptr});
+    }
+  }
+}
+// Whether a stage's plain steps have a loop of their own.
+template <class Stage, class T>
+inline constexpr bool kHasPlainLoop = Stage::kCarry && !std::is_same_v<T, double>;
+
 template <class T>
 void forward(StageKind kind, const Forward<T>& step, int64_t first, int64_t last) {
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
+    const auto run = [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
+        __attribute__((always_inline)) { forward_unit<Stage>(step, row, at, column, unit); };
+    if constexpr (kHasPlainLoop<Stage, T>) {
+      if (is_plain(step)) return for_plain_units(step, first, last, run);
+    }
     const bool draws = Stage::kNoise && step.noise.eps.data == nullptr;
-    for_units<T>(
-        step, draws ? &step.noise : nullptr, first, last,
-        [&](int64_t row, Place at, int64_t column, const auto& unit)
-            __attribute__((always_inline)) { forward_unit<Stage>(step, row, at, column, unit); });
+    for_units<T>(step, draws ? &step.noise : nullptr, first, last,
+                 [&](int64_t row, Place at, int64_t column, const auto& unit)
+                     __attribute__((always_inline)) { run(step, row, at, column, unit); });
   });
 }
 
@@ -141,11 +172,15 @@ template <class T>
 void backward(StageKind kind, const Backward<T>& step, int64_t first, int64_t last) {
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
+    const auto run = [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
+        __attribute__((always_inline)) { backward_unit<Stage>(step, row, at, column, unit); };
+    if constexpr (kHasPlainLoop<Stage, T>) {
+      if (is_plain(step)) return for_plain_units(step, first, last, run);
+    }
     const Noise<T>* no_noise = nullptr;
-    for_units<T>(
-        step, no_noise, first, last,
-        [&](int64_t row, Place at, int64_t column, const auto& unit)
-            __attribute__((always_inline)) { backward_unit<Stage>(step, row, at, column, unit); });
+    for_units<T>(step, no_noise, first, last,
+                 [&](int64_t row, Place at, int64_t column, const auto& unit)
+                     __attribute__((always_inline)) { run(step, row, at, column, unit); });
   });
 }
 
