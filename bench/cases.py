@@ -96,8 +96,9 @@ ON_CUDA_LATER = (CHECKPOINTED, OFFLOADED, COMPILED)
 LARGE = Shape(256, 64, 512)
 SMALL = Shape(128, 32, 256)
 OVER_SEQ_LEN = tuple(Shape(seq_len, 32, 256) for seq_len in (32, 64, 128, 256, 512))
-# Two lengths of more than one chunk of time, so that the workspace has its full size.
-OVER_SEQ_LEN_QUICK = tuple(Shape(seq_len, 32, 32) for seq_len in (32, 64))
+# Two lengths of more than one chunk of time, so that the workspace has its full size, and so long
+# that backward recomputes.
+OVER_SEQ_LEN_QUICK = tuple(Shape(seq_len, 32, 256) for seq_len in (72, 80))
 
 LONG, LONG_QUICK = Shape(4096, 32, 256), Shape(256, 32, 32)  # for the last state alone
 HAS_LAST_STATE_ONLY = "return_sequence" in inspect.signature(fusedrnn.GRU).parameters

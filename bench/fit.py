@@ -110,7 +110,7 @@ def plan(configuration: Configuration, place: Place, device: str) -> fusedrnn.Pl
     """The plan of a configuration."""
     seq_len, chunk_size = place
     size = configuration.size
-    sizes = {"input_size": size, "hidden_size": size, "chunk_size": chunk_size}
+    sizes = {"input_size": size, "hidden_size": size, "chunk_size": chunk_size, "recompute": True}
     options = sizes | {"cell": configuration.cell, "backend": configuration.backend}
     return fusedrnn.plan(options, (seq_len, configuration.batch, size), DTYPE, device)
 

@@ -74,8 +74,8 @@ def gpu_facts(device: torch.device) -> helpers.Gpu | None:
     return facts.name, capability, multiprocessors, shared_bytes, index, _library.most_blocks
 
 
-SMALL_STATES = 2**20
-"""Numbers of all states of a call up to which its pre-activations are saved; four times as many."""
+SMALL_STATES = 2**19
+"""Numbers of all states of a call up to which its pre-activations are saved; they are 8 MiB then."""
 
 
 def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int) -> bool:

@@ -61,11 +61,10 @@ class FusedOptions(TypedDict, total=False):
     recompute: True has backward recompute the pre-activations of the gates. False saves them in
         forward, which gives the same output, and the same gradients up to rounding: 4 * hidden_size
         numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32 or float64.
-        None saves them in a call of several steps where they take little memory: where steps x
-        batch x hidden_size are at most 2**20 (they take 16 MiB then), or steps x batch at most the
-        features of input and h (they are about as large as the weights). See
-        :func:`fusedrnn.plan`. Has no effect with ``return_sequence=False``, which always
-        recomputes.
+        None saves them in a call of several steps where that is little: where steps x batch x
+        hidden_size are at most 2**19 (8 MiB are saved), or steps x batch at most the features of
+        input and h (about the size of the weights). See :func:`fusedrnn.plan`. Has no effect with
+        ``return_sequence=False``, which always recomputes.
     chunk_size: Time steps per chunk. Memory for temporary results is proportional to it. None
         chooses: about 256 rows (steps x batch) on the CPU; on a GPU as many steps as it takes to
         make the fixed cost of a chunk small, within half or a quarter of the memory that

@@ -156,8 +156,9 @@ template <class T>
 void forward(StageKind kind, const Forward<T>& step, int64_t first, int64_t last) {
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    const auto run = [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
-        __attribute__((always_inline)) { forward_unit<Stage>(step, row, at, column, unit); };
+    const auto run =
+        [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
+            __attribute__((always_inline)) { forward_unit<Stage>(step, row, at, column, unit); };
     if constexpr (kHasPlainLoop<Stage, T>) {
       if (is_plain(step)) return for_plain_units(step, first, last, run);
     }
@@ -172,8 +173,9 @@ template <class T>
 void backward(StageKind kind, const Backward<T>& step, int64_t first, int64_t last) {
   dispatch_stage(kind, [&](auto stage) {
     using Stage = decltype(stage);
-    const auto run = [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
-        __attribute__((always_inline)) { backward_unit<Stage>(step, row, at, column, unit); };
+    const auto run =
+        [](const auto& step, int64_t row, Place at, int64_t column, const auto& unit)
+            __attribute__((always_inline)) { backward_unit<Stage>(step, row, at, column, unit); };
     if constexpr (kHasPlainLoop<Stage, T>) {
       if (is_plain(step)) return for_plain_units(step, first, last, run);
     }

@@ -16,10 +16,11 @@
 //   pack(Matrix<const O or T> b, A* to), gemm_packed(Matrix<A> out, Matrix<const O> a, panels,
 //   accumulate)
 //       if kPacks: the same with a b that is copied once to where steps read it fast
-//   share_rows(rows, work, f)
-//       if kPacks: calls f() once, or once for each of several shares of the rows of a batch, on
-//       different threads.  What f calls, only gemm_packed, forward and backward of all rows, then
-//       concerns the rows of the share.  work: the multiply-adds of all rows
+//   can_share_rows(rows), share_rows(rows, work, f)
+//       if kPacks: calls f(first) for each of several shares of the rows of a batch, on different
+//       threads.  What f calls for all rows, gemm_packed, copy, zero, forward, backward and what
+//       program/driver.h adds, then concerns the rows of the share, from `first` on.  work: the
+//       multiply-adds of all rows
 //   copy(Matrix<To> out, Matrix<const From> from), which converts
 //   copy_steps(Sequence<To> out, first, Sequence<const From> from, begin, steps, batch)
 //   forward / backward(StageKind, step, rows), gather / clear / dropout(step, rows): see step.h

@@ -137,9 +137,9 @@ class LayerPass {
   template <class F>
   void enqueue_steps(Recording& recording, const Chunk& chunk, const F& enqueue) {
     if constexpr (Backend::kPacks) {
-      if (row_work_ > 0) {
+      if (row_work_ > 0 && backend_.can_share_rows(layer_.batch)) {
         return backend_.share_rows(layer_.batch, row_work_ * layer_.batch * chunk.steps,
-                                   [&] { enqueue(nullptr); });
+                                   [&](int64_t) { enqueue(nullptr); });
       }
     }
     const bool is_whole = chunk.steps == layer_.chunk;

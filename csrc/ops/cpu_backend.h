@@ -14,7 +14,7 @@
 #include "../cpu/team.h"
 #include "../program/carries.h"
 #include "../program/stage.h"
-#include "cpu_threads.h"
+#include "cpu_loops.h"
 #include "stable.h"
 
 namespace fusedrnn {
@@ -45,16 +45,11 @@ class CpuBackend : public cpu::Memory<Element> {
                const F& steps) const {
     steps(nullptr);
   }
+  static bool can_share_rows(int64_t rows) { return fusedrnn::can_share_rows(rows); }
   template <class F>
   void share_rows(int64_t rows, int64_t work, const F& f) {
-    cpu::Team* const team = cpu::Team::led();
-    const int64_t least = kLeastRows * torch::stable::get_num_threads();
-    if (team == nullptr || lacks_pool() || rows < least) return f();
     signals_.look();
-    team->share(rows, kRowsAtOnce, work / kTermsPerElement, [&](int64_t first, int64_t last) {
-      const Share share(first, last);
-      f();
-    });
+    fusedrnn::share_rows(rows, work, f);
   }
 
   void gemm(Matrix<A> out, Matrix<const A> a, Matrix<const A> b, bool accumulate,
@@ -100,10 +95,9 @@ class CpuBackend : public cpu::Memory<Element> {
     });
   }
   void gemm_packed(Matrix<A> out, Matrix<const A> a, const A* panels, bool accumulate) {
-    if (const Share* const share = Share::of_this_thread; share != nullptr) {
-      const int64_t first = share->first, rows = share->last - first;
-      return kernels_.packed_product(out.row_range(first, rows), a.row_range(first, rows), panels,
-                                     accumulate, 0, out.columns);
+    if (const RowShare* const share = RowShare::of_this_thread; share != nullptr) {
+      return kernels_.packed_product(share->of(out), share->of(a), panels, accumulate, 0,
+                                     out.columns);
     }
     signals_.look();
     share_panels(out.columns, a.rows * a.columns, [&](int64_t first, int64_t last) {
@@ -113,6 +107,10 @@ class CpuBackend : public cpu::Memory<Element> {
 
   template <class To, class From>
   void copy(Matrix<To> out, Matrix<From> from) const {
+    if (const RowShare* const share = RowShare::of_this_thread; share != nullptr) {
+      out = share->of(out);
+      from = share->of(from);
+    }
     // A call of torch takes longer than copying a few rows.
     constexpr int64_t kFew = 16'384;
     const bool has_rows = out.column_stride == 1 && from.column_stride == 1;
@@ -146,7 +144,9 @@ class CpuBackend : public cpu::Memory<Element> {
   }
 
   template <class C>
-  void zero(const Matrix<C>& out) const {
+  void zero(Matrix<C> out) const {
+    if (const RowShare* const share = RowShare::of_this_thread; share != nullptr)
+      out = share->of(out);
     std::fill_n(out.data, out.rows * out.columns, C{});
   }
 
@@ -193,15 +193,15 @@ class CpuBackend : public cpu::Memory<Element> {
 
   void stage(const program::Stages& stages, int64_t stage, bool is_backward,
              const program::StageArgs& args, int64_t rows) {
-    signals_.look();
-    parallel(rows, args.width, [&](int64_t first, int64_t last) {
+    if (RowShare::of_this_thread == nullptr) signals_.look();
+    of_rows(rows, args.width, [&](int64_t first, int64_t last) {
       stages.run(stage, is_backward, &args, first, last);
     });
   }
 
   template <class P, class To>
   void carry_before(const program::CarryBefore<T, P, To>& step, int64_t rows) const {
-    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+    of_rows(rows, step.width, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         To* const out = step.out + row * step.width;
         step.with_source(row, [&](const auto* from) {
@@ -222,7 +222,7 @@ class CpuBackend : public cpu::Memory<Element> {
     }
   }
   void carry_gradient(const program::CarryGradient<T>& step, int64_t rows) const {
-    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+    of_rows(rows, step.width, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         if (!step.takes_step(row)) continue;
         const bool is_reset = step.is_reset(row);
@@ -231,7 +231,7 @@ class CpuBackend : public cpu::Memory<Element> {
     });
   }
   void carry_part(const program::CarryPart<A>& step, int64_t rows) const {
-    parallel(rows, step.width, [&](int64_t first, int64_t last) {
+    of_rows(rows, step.width, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         const bool takes_step = step.takes_step(row);
         for (int64_t column = 0; column < step.width; ++column) step.unit(row, column, takes_step);
@@ -311,56 +311,6 @@ class CpuBackend : public cpu::Memory<Element> {
     parallel(out.rows, a.columns * b.columns / kTermsPerElement, [&](int64_t first, int64_t last) {
       kernels_.narrow_product(out, a, b, accumulate, first, last);
     });
-  }
-
-  // While it lives, what this thread is told to do for all rows of the batch it does for a share of
-  // them.
-  struct Share {
-    Share(int64_t first, int64_t last) : first(first), last(last) { of_this_thread = this; }
-    ~Share() { of_this_thread = nullptr; }
-    Share(const Share&) = delete;
-    Share& operator=(const Share&) = delete;
-
-    const int64_t first, last;
-    static inline thread_local const Share* of_this_thread = nullptr;
-  };
-  template <class F>
-  static void of_rows(int64_t rows, int64_t width, const F& f) {
-    const Share* const share = Share::of_this_thread;
-    if (share != nullptr) return f(share->first, share->last);
-    parallel(rows, width, f);
-  }
-  // The rows per thread from which on a thread takes a share of them through all steps, and the most
-  // that it does not leave to others in part: each share reads all weights.
-  static constexpr int64_t kLeastRows = 2, kRowsAtOnce = 8;
-
-  // The number of elements of a stage per thread below which one thread does all: to share them
-  // would cost as much as it saves, by a barrier of torch's pool or in a team, whose threads take a
-  // loop up in less than a microsecond.
-  static constexpr int64_t kStageGrain = 4'096, kTeamGrain = 1'024;
-  // The number of terms of a product that take as long as one element of a stage.
-  static constexpr int64_t kTermsPerElement = 16;
-  // Calls f for ranges of [0, count), where each item is as much work as `size` elements of a
-  // stage.
-  template <class F>
-  static void parallel(int64_t count, int64_t size, const F& f) {
-    cpu::Team* const team = cpu::Team::led();
-    const int64_t least = team == nullptr ? kStageGrain : kTeamGrain;
-    const int64_t grain = std::max<int64_t>(1, least / std::max<int64_t>(size, 1));
-    if (count <= grain || lacks_pool()) return f(0, count);
-    if (team != nullptr) return team->share(count, grain, count * size, f);
-    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
-      const cpu::FlushDenormals flush;
-      f(first, last);
-    });
-  }
-
-  // The same for copies by torch, which shares them by itself where there is no team.  To copy a
-  // few elements takes as long as one element of a stage.
-  template <class F>
-  static void share_copies(int64_t count, int64_t elements, const F& f) {
-    if (cpu::Team::led() == nullptr) return f(0, count);
-    parallel(count, (elements + 3) / 4, f);
   }
 
   const Borrower borrower_{0, 0};  // the CPU

@@ -13,8 +13,8 @@
 
 namespace fusedrnn {
 
-// The numbers of multiply-adds from which on a call has a team: of all rows, and of one.  With fewer
-// for each row, to read what another thread has written takes longer than to compute it.
+// The numbers of multiply-adds from which on a call has a team: of all rows, and of one.  With
+// fewer for each row, to read what another thread has written takes longer than to compute it.
 constexpr int64_t kTeamWork = 1'000'000, kTeamRowWork = 1'000;
 
 // Calls f on this thread, as the leader of a team of the pool's threads.

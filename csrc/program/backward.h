@@ -13,6 +13,7 @@ namespace fusedrnn::program {
 template <class Backend>
 class Backward : Pass<Backend> {
   using Base = Pass<Backend>;
+  friend Base;
   using typename Base::A, typename Base::O, typename Base::T, typename Base::Space;
   using Buffers = typename Space::Backward;
   using Base::arrays_, Base::values_, Base::results_, Base::before_, Base::after_, Base::is_direct_;
@@ -289,7 +290,10 @@ class Backward : Pass<Backend> {
     program_.for_items(Phase::Before, run);
     program_.for_items(Phase::Step, run);
     if (has_sequential_steps()) {
-      for (int64_t t = 0; t < chunk.steps; ++t) make_step(chunk, t);
+      const int64_t row_work = this->shared_row_work([](const Product&) { return false; });
+      this->share_steps(*this, chunk, row_work, [&](Backward& pass) {
+        for (int64_t t = 0; t < chunk.steps; ++t) pass.make_step(chunk, t);
+      });
     }
     program_.for_items(Phase::After, run);
   }
@@ -322,9 +326,13 @@ class Backward : Pass<Backend> {
   void backward_chunk(const Chunk& chunk, const Buffers& buffers) {
     const auto at_once = [&](const Item& item) { backward_item(item, chunk, buffers); };
     program_.for_items_reversed(Phase::After, at_once);
-    for (int64_t t = chunk.steps - 1; t >= 0; --t) {
-      if (chunk.rows_of(chunk.step(t)) > 0) backward_step(chunk, t, buffers);
-    }
+    const int64_t row_work =
+        this->shared_row_work([&](const Product& p) { return !flow_.is_deferred(p); });
+    this->share_steps(*this, chunk, row_work, [&](Backward& pass) {
+      for (int64_t t = chunk.steps - 1; t >= 0; --t) {
+        if (chunk.rows_of(chunk.step(t)) > 0) pass.backward_step(chunk, t, buffers);
+      }
+    });
     program_.for_items_reversed(Phase::Step, [&](const Item& item) {
       if (!item.is_stage && flow_.is_deferred(program_.products[size_t(item.index)])) at_once(item);
     });
@@ -556,6 +564,12 @@ class Backward : Pass<Backend> {
   template <class F>
   void for_spans_of_steps(const Chunk& chunk, const F& f) const {
     this->for_spans(chunk, false, !chunk.is_full, f);
+  }
+
+  void take_places(Backward& other) {
+    Base::take_places(other);
+    d_before_.swap(other.d_before_);
+    d_after_.swap(other.d_after_);
   }
 
   const Gradients<T>& gradients_;

@@ -9,6 +9,7 @@ namespace fusedrnn::program {
 template <class Backend>
 class Forward : Pass<Backend> {
   using Base = Pass<Backend>;
+  friend Base;
   using typename Base::A, typename Base::O, typename Base::T, typename Base::Space;
   using Buffers = typename Space::Forward;
   using Base::arrays_, Base::values_, Base::results_, Base::before_, Base::after_, Base::is_direct_;
@@ -97,15 +98,19 @@ class Forward : Pass<Backend> {
 
   void run_chunk(const Chunk& chunk, const std::vector<T*>& last) {
     program_.for_items(Phase::Before, [&](const Item& item) { run_item(item, chunk); });
-    for (int64_t t = 0; t < chunk.steps; ++t) {
-      const int64_t s = chunk.step(t);
-      if (chunk.rows_of(s) == 0) continue;
-      enter(chunk, t);
-      program_.for_items(Phase::Step, [&](const Item& item) { run_item(item, chunk, s); });
-      this->leave_step(chunk, t);
-      if (call_.has_lengths() && call_.ends_at[size_t(chunk.first + s)]) end_rows(chunk, t, last);
-    }
+    const int64_t row_work = this->shared_row_work([](const Product&) { return true; });
+    this->share_steps(*this, chunk, row_work, [&](Forward& pass) {
+      for (int64_t t = 0; t < chunk.steps; ++t) pass.run_step(chunk, t, last);
+    });
     program_.for_items(Phase::After, [&](const Item& item) { run_item(item, chunk); });
+  }
+  void run_step(const Chunk& chunk, int64_t t, const std::vector<T*>& last) {
+    const int64_t s = chunk.step(t);
+    if (chunk.rows_of(s) == 0) return;
+    enter(chunk, t);
+    program_.for_items(Phase::Step, [&](const Item& item) { run_item(item, chunk, s); });
+    this->leave_step(chunk, t);
+    if (call_.has_lengths() && call_.ends_at[size_t(chunk.first + s)]) end_rows(chunk, t, last);
   }
   void enter(const Chunk& chunk, int64_t t) {
     this->enter_step(chunk, t);

@@ -327,6 +327,46 @@ class Pass {
     backend_.gemm(out, a, w, accumulate, is_of_input);
   }
 
+  // Steps
+
+  // The multiply-adds of a row in a step, if each thread may take a share of the rows through all
+  // steps of a chunk: as in Workspace::shared_row_work of driver/workspace.h.  Or else -1.
+  // is_multiplied: whether steps multiply by the weight of a product.
+  template <class F>
+  int64_t shared_row_work(const F& is_multiplied) const {
+    if constexpr (!Backend::kPacks) return -1;
+    if (call_.has_lengths()) return -1;
+    int64_t work = 0;
+    for (const Product& product : program_.products) {
+      if (product.phase != Phase::Step || !is_multiplied(product)) continue;
+      if (packed_[size_t(product.weight)] == nullptr) return -1;
+      work += product.terms * product.columns;
+    }
+    return work * int64_t(sizeof(A)) <= cpu::kLargeBytes ? work : -1;
+  }
+  // Calls f(pass), which goes through steps of a chunk: for the pass itself, or for copies of it
+  // that each take a share of the rows.  All of them end with the same places of states.
+  template <class Derived, class F>
+  static void share_steps(Derived& pass, const Chunk& chunk, int64_t row_work, const F& f) {
+    if constexpr (Backend::kPacks) {
+      if (row_work >= 0 && pass.backend_.can_share_rows(chunk.batch)) {
+        const Derived before(pass);
+        return pass.backend_.share_rows(chunk.batch, row_work * chunk.rows(), [&](int64_t first) {
+          Derived own(before);
+          f(own);
+          if (first == 0) pass.take_places(own);
+        });
+      }
+    }
+    f(pass);
+  }
+  void take_places(Pass& other) {
+    before_.swap(other.before_);
+    after_.swap(other.after_);
+    values_.swap(other.values_);
+    results_.swap(other.results_);
+  }
+
   // Stages
 
   // The arguments of a stage that forward and backward have in common.

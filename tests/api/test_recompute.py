@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedrnn
 from bench.clock import saved_sizes_bytes
+from fusedrnn import _plans
 from tests.cases import CELLS, Case
 
 INPUT, HIDDEN, LATENT = 5, 7, 3
@@ -41,12 +42,40 @@ def saves(rnn: torch.nn.Module, *arguments: Any, **named: Any) -> int:
     return sizes.count(4 * directions * steps * batch * columns)
 
 
+@pytest.fixture
+def no_small_states(monkeypatch):
+    """Saves only where it costs no more than the weights."""
+    monkeypatch.setattr(_plans, "SMALL_STATES", 0)
+
+
+def test_the_limit_is_eight_mebibytes():
+    saves, recomputes = (
+        fusedrnn.plan(fusedrnn.GRU(1, 256), (64, batch, 1), device="cpu") for batch in (32, 33)
+    )
+    assert not saves.recompute and recomputes.recompute
+    assert saves.memory.saved_bytes - recomputes.memory.saved_bytes == pytest.approx(2**23, rel=0.01)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("steps", "batch", "expected"), [(2, 10, 1), (20, 1, 1), (21, 1, 0), (2, 11, 0)]
+)
+def test_saved_where_it_is_little_by_itself(monkeypatch, cell, steps, batch, expected):
+    monkeypatch.setattr(_plans, "SMALL_STATES", 21 * HIDDEN - 1)  # more rows than there are features
+    rnn = make(cell)
+    x = torch.randn(steps, batch, INPUT)
+    assert saves(rnn, x) == expected
+    assert fusedrnn.plan(rnn, x.shape, device="cpu").recompute is not bool(expected)
+
+
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(
     ("steps", "batch", "expected"), [(2, 6, 1), (12, 1, 1), (13, 1, 0), (2, 7, 0), (1, 4, 0)]
 )
-def test_saved_where_it_costs_no_more_than_the_weights(cell, bidirectional, steps, batch, expected):
+def test_saved_where_it_costs_no_more_than_the_weights(
+    no_small_states, cell, bidirectional, steps, batch, expected
+):
     rnn = make(cell, bidirectional=bidirectional)
     x = torch.randn(steps, batch, INPUT)
     assert saves(rnn, x) == expected
@@ -66,7 +95,7 @@ def test_a_caller_who_says_which_is_obeyed(cell, recompute):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_plan_has_the_numbers_of_its_choice(cell):
+def test_a_plan_has_the_numbers_of_its_choice(no_small_states, cell):
     shape, device = (1024, 64, INPUT), "H100"
     saves, recomputes = (
         fusedrnn.plan(make(cell, recompute=r), shape, torch.bfloat16, device) for r in (False, True)
@@ -108,7 +137,7 @@ def test_16_bit_weights_of_steps_have_no_copy_but_their_panels(dtype):
     assert weight_bytes < wide < narrow < wide + weight_bytes // 4
 
 
-def test_a_layer_counts_the_features_that_it_reads():
+def test_a_layer_counts_the_features_that_it_reads(no_small_states):
     """The second layer of two directions has 2 * 7 + 7 features, the first one 5 + 7."""
     rnn = make("gru", num_layers=2, bidirectional=True)
     assert saves(rnn, torch.randn(2, 6, INPUT)) == 2
@@ -116,7 +145,7 @@ def test_a_layer_counts_the_features_that_it_reads():
     assert saves(rnn, torch.randn(2, 11, INPUT)) == 0
 
 
-def test_rows_of_packed_sequences_are_those_of_the_padded_batch():
+def test_rows_of_packed_sequences_are_those_of_the_padded_batch(no_small_states):
     rnn = make("lstm")
     pack = torch.nn.utils.rnn.pack_sequence
     assert saves(rnn, pack([torch.randn(n, INPUT) for n in (4, 2, 1)])) == 1
@@ -133,7 +162,7 @@ def test_gradients_are_those_of_either(cell):
     assert all(torch.equal(chosen[name], saved[name]) for name in saved)
 
 
-def test_a_graph_for_all_lengths_recomputes():
+def test_a_graph_for_all_lengths_recomputes(no_small_states):
     """Its choice would be a guard on the length, or fail where a length is to be free."""
     rnn = fusedrnn.LSTM(5, 7)
     weights = [*rnn.parameters()]
@@ -152,7 +181,7 @@ def test_a_graph_for_all_lengths_recomputes():
     assert "save_gates = True" in static.code
 
 
-def test_a_compiled_model_is_not_compiled_again_for_the_choice():
+def test_a_compiled_model_is_not_compiled_again_for_the_choice(no_small_states):
     torch._dynamo.reset()
     rnn = fusedrnn.GRU(5, 7)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

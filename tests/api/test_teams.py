@@ -18,6 +18,7 @@ from compiled.stage_library import COMPILER, WARNINGS
 from torch import Tensor
 
 import fusedrnn
+from docs.examples.gated_cells import LayerNormLSTMCell, PeepholeLSTMCell
 
 CPP = Path(__file__).parents[1] / "cpp"
 TEAM = CPP.parents[1] / "csrc/cpu/team.cpp"
@@ -84,17 +85,28 @@ def test_bits_of_layers(threads, cell: str, dtype: torch.dtype) -> None:
     assert_bits_do_not_depend_on_threads(threads, lambda: results_of_layer(layer, input))
 
 
+# The weights of 256 units are too large for each thread to read all of them.
+FORMS = {
+    "layers": {"num_layers": 2, "bidirectional": True, "dropout": 0.3},
+    "last states": {"num_layers": 2, "return_sequence": False},
+    "zoneout": {"zoneout": 0.3},
+    "recomputed": {"recompute": True},
+    "large": {"hidden_size": 256},
+    **dict.fromkeys(("strided", "lengths", "resets", "few rows")),
+}
+
+
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("form", ["layers", "strided", "lengths", "last states"])
+@pytest.mark.parametrize("form", FORMS)
 def test_bits_of_other_passes(threads, cell: str, form: str) -> None:
     """Copies of each kind are shared out too."""
-    layers = {"layers": {"num_layers": 2, "bidirectional": True, "dropout": 0.3}}
-    layers["last states"] = {"num_layers": 2, "return_sequence": False}
-    layer = getattr(fusedrnn, cell)(I, H, **layers.get(form, {}))
-    input = torch.randn(T, B, I)
+    layer = getattr(fusedrnn, cell)(I, **({"hidden_size": H} | (FORMS[form] or {})))
+    input = torch.randn(4 * T, 7, I) if form == "few rows" else torch.randn(T, B, I)
     if form == "strided":
         input = torch.randn(I, B, T).permute(2, 1, 0)
     options = {"lengths": torch.arange(B) % T + 1} if form == "lengths" else {}
+    if form == "resets":
+        options = {"reset": torch.rand(T, B) < 0.2}
     assert_bits_do_not_depend_on_threads(threads, lambda: results_of_layer(layer, input, **options))
 
 
@@ -125,6 +137,27 @@ def test_bits_of_a_compiled_cell(threads) -> None:
     recurrent = fusedrnn.Recurrent(Gated(), compile="require")
     input = torch.randn(T, B, I)
     assert_bits_do_not_depend_on_threads(threads, lambda: results_of_cell(recurrent, input))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["plain", "resets", "lengths"])
+@pytest.mark.parametrize("cell", [LayerNormLSTMCell, PeepholeLSTMCell])
+def test_bits_of_a_compiled_cell_with_two_states(threads, cell, form, dtype) -> None:
+    """Their steps have vectors, norms, and a state that products do not read."""
+    recurrent = fusedrnn.Recurrent(cell(I, H), compile="require").to(dtype)
+    input = torch.randn(T, B, I, dtype=dtype)
+    options = {"resets": {"reset": torch.rand(T, B) < 0.2}}
+    options["lengths"] = {"lengths": torch.arange(B) % T + 1}
+
+    def results() -> list[Tensor]:
+        given = [input.detach().requires_grad_()]
+        given += [torch.full((B, H), 0.1, dtype=dtype).requires_grad_() for _ in range(2)]
+        output, last = recurrent(given[0], tuple(given[1:]), **options.get(form, {}))
+        total = sum(tensor.float().square().sum() for tensor in (output, *last))
+        found = torch.autograd.grad(total, [*given, *recurrent.parameters()])
+        return [*(o.detach() for o in (output, *last)), *found]
+
+    assert_bits_do_not_depend_on_threads(threads, results)
 
 
 def test_calls_of_several_threads_at_once(threads) -> None:
