@@ -41,15 +41,11 @@ struct PanelProduct {
   // all().
   static void packed(const Matrix<A>& out, const Matrix<const A>& a, const A* panels,
                      bool accumulate, int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; c += kColumns) {
-      const int64_t count = least(kColumns, last - c),
-                    width = (count + kWidth - 1) / kWidth * kWidth;
-      const A* panel = panels + c * a.columns;
-      for (int64_t k = 0; k < a.columns; k += kTerms) {
-        const int64_t terms = least(kTerms, a.columns - k);
-        multiply(out.column_range(c, count), {a.column_range(k, terms)},
-                 Matrix<const A>::contiguous(panel + k * width, terms, width), accumulate || k > 0);
-      }
+    const int64_t bytes = a.columns * out.columns * int64_t(sizeof(A));
+    if (bytes > kLargeBytes && a.rows > kRows) {
+      packed<true>(out, a, panels, accumulate, first, last);
+    } else {
+      packed<false>(out, a, panels, accumulate, first, last);
     }
   }
 
@@ -202,47 +198,84 @@ struct PanelProduct {
     }
   }
 
+  template <bool kFetches>
+  static void packed(const Matrix<A>& out, const Matrix<const A>& a, const A* panels,
+                     bool accumulate, int64_t first, int64_t last) {
+    for (int64_t c = first; c < last; c += kColumns) {
+      const int64_t count = least(kColumns, last - c),
+                    width = (count + kWidth - 1) / kWidth * kWidth;
+      const A* panel = panels + c * a.columns;
+      for (int64_t k = 0; k < a.columns; k += kTerms) {
+        const int64_t terms = least(kTerms, a.columns - k);
+        multiply<kFetches>(out.column_range(c, count), {a.column_range(k, terms)},
+                           Matrix<const A>::contiguous(panel + k * width, terms, width),
+                           accumulate || k > 0);
+      }
+    }
+  }
+
+  // kFetches: whether to fetch what comes after b in memory, for the next call.
+  template <bool kFetches = false>
   static void multiply(const Matrix<A>& out, const Rows& a, const Matrix<const A>& b,
                        bool accumulate) {
     // Unless they are copies, strips are about equally high: 4 and 4 rows take less time than 6 and
     // 2.
     const int64_t strips = (out.rows + kRows - 1) / kRows;
     const int64_t height = a.strip_stride > 0 ? kRows : (out.rows + strips - 1) / strips;
+    // As much as b, whose rows are contiguous.  Each strip fetches a line of memory per term, or
+    // every second one, whose neighbour comes with it; when all is fetched, one line again and
+    // again, which costs nothing.
+    constexpr int64_t kLine = 64 / int64_t(sizeof(A));
+    const int64_t size = b.rows * b.row_stride;
+    const A* const next = b.data + size;
+    Ahead ahead{next, strips * kLine < b.row_stride ? 2 * kLine : kLine};
     for (int64_t r = 0; r < out.rows; r += height) {
       const int64_t rows = least(height, out.rows - r);
-      strip<kRows>(out.row_range(r, rows), a.strip(r, rows), b, accumulate);
+      strip<kRows, kFetches>(out.row_range(r, rows), a.strip(r, rows), b, accumulate, ahead);
+      if constexpr (kFetches) {
+        ahead.from += ahead.step * b.rows;
+        if (ahead.from - next >= size) ahead = {next, 0};
+      }
     }
   }
 
+  // Where to fetch, and how far from term to term.
+  struct Ahead {
+    const A* from;
+    int64_t step;
+  };
   // For at most kCount rows.
-  template <int kCount>
+  template <int kCount, bool kFetches>
   FUSEDRNN_HD static void strip(const Matrix<A>& out, const Matrix<const A>& a,
-                                const Matrix<const A>& b, bool accumulate) {
+                                const Matrix<const A>& b, bool accumulate, const Ahead& ahead) {
     if constexpr (kCount > 1) {
-      if (a.rows < kCount) return strip<kCount - 1>(out, a, b, accumulate);
+      if (a.rows < kCount) return strip<kCount - 1, kFetches>(out, a, b, accumulate, ahead);
     }
     constexpr int kAtOnce = kSums / kCount < kVectors ? kSums / kCount : kVectors;
     for (int64_t c = 0; c < out.columns; c += kAtOnce * kWidth) {
-      tile<kCount, kAtOnce>(out.column_range(c, out.columns - c), a,
-                            b.column_range(c, b.columns - c), accumulate);
+      tile<kCount, kAtOnce, kFetches>(out.column_range(c, out.columns - c), a,
+                                      b.column_range(c, b.columns - c), accumulate, ahead);
     }
   }
 
   // Multiplies the first kAtOnce vectors of columns, or as many as there are.
-  template <int kCount, int kAtOnce>
+  template <int kCount, int kAtOnce, bool kFetches>
   FUSEDRNN_HD static void tile(const Matrix<A>& out, const Matrix<const A>& a,
-                               const Matrix<const A>& b, bool accumulate) {
+                               const Matrix<const A>& b, bool accumulate, const Ahead& ahead) {
     if constexpr (kAtOnce > 1) {
-      if (b.columns < kAtOnce * kWidth) return tile<kCount, kAtOnce - 1>(out, a, b, accumulate);
+      if (b.columns < kAtOnce * kWidth) {
+        return tile<kCount, kAtOnce - 1, kFetches>(out, a, b, accumulate, ahead);
+      }
     }
-    in_registers<kCount, kAtOnce>(out, a, b, accumulate);
+    in_registers<kCount, kAtOnce, kFetches>(out, a, b, accumulate, ahead);
   }
 
   // A function of its own, so that the compiler keeps exactly these sums in registers.  All loops
   // but that over the terms are unrolled before the compiler decides what is kept in memory.
-  template <int kCount, int kAtOnce>
+  template <int kCount, int kAtOnce, bool kFetches>
   __attribute__((noinline)) static void in_registers(const Matrix<A>& out, const Matrix<const A>& a,
-                                                     const Matrix<const A>& b, bool accumulate) {
+                                                     const Matrix<const A>& b, bool accumulate,
+                                                     const Ahead& ahead) {
     constexpr std::make_integer_sequence<int, kCount> kAllRows;
     constexpr std::make_integer_sequence<int, kAtOnce> kAllVectors;
     Vector sum[kCount][kAtOnce];
@@ -256,8 +289,12 @@ struct PanelProduct {
       });
     });
     const int64_t row_stride = a.row_stride, column_stride = a.column_stride, stride = b.row_stride;
-    const A *term = a.data, *factors = b.data;
+    const A *term = a.data, *factors = b.data, *line = ahead.from;
     for (int64_t k = 0; k < a.columns; ++k, term += column_stride, factors += stride) {
+      if (kFetches) {
+        __builtin_prefetch(line, 0, 2);
+        line += ahead.step;
+      }
       Vector factor[kAtOnce];
       for_each(kAllVectors, [&](auto j) __attribute__((always_inline)) {
         factor[j] = load_whole(factors + j * kWidth);
