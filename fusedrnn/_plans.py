@@ -75,7 +75,7 @@ def gpu_facts(device: torch.device) -> helpers.Gpu | None:
 
 
 SMALL_STATES = 2**19
-"""Numbers of all states of a call up to which its pre-activations are saved; they are 8 MiB then."""
+"""Numbers of all states of a call up to which its pre-activations are saved: 8 MiB of them."""
 
 
 def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int) -> bool:

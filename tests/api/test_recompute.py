@@ -53,7 +53,9 @@ def test_the_limit_is_eight_mebibytes():
         fusedrnn.plan(fusedrnn.GRU(1, 256), (64, batch, 1), device="cpu") for batch in (32, 33)
     )
     assert not saves.recompute and recomputes.recompute
-    assert saves.memory.saved_bytes - recomputes.memory.saved_bytes == pytest.approx(2**23, rel=0.01)
+    assert saves.memory.saved_bytes - recomputes.memory.saved_bytes == pytest.approx(
+        2**23, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -61,7 +63,7 @@ def test_the_limit_is_eight_mebibytes():
     ("steps", "batch", "expected"), [(2, 10, 1), (20, 1, 1), (21, 1, 0), (2, 11, 0)]
 )
 def test_saved_where_it_is_little_by_itself(monkeypatch, cell, steps, batch, expected):
-    monkeypatch.setattr(_plans, "SMALL_STATES", 21 * HIDDEN - 1)  # more rows than there are features
+    monkeypatch.setattr(_plans, "SMALL_STATES", 21 * HIDDEN - 1)  # above 12, the features
     rnn = make(cell)
     x = torch.randn(steps, batch, INPUT)
     assert saves(rnn, x) == expected
