@@ -334,7 +334,8 @@ class Pass {
   // is_multiplied: whether steps multiply by the weight of a product.
   template <class F>
   int64_t shared_row_work(const F& is_multiplied) const {
-    if constexpr (!Backend::kPacks) return -1;
+    // In 16 bits, products of any width copy what they read to the same memory.
+    if constexpr (!Backend::kPacks || !std::is_same_v<T, A>) return -1;
     if (call_.has_lengths()) return -1;
     int64_t work = 0;
     for (const Product& product : program_.products) {

@@ -160,6 +160,34 @@ def test_bits_of_a_compiled_cell_with_two_states(threads, cell, form, dtype) -> 
     assert_bits_do_not_depend_on_threads(threads, results)
 
 
+class Widths(torch.nn.Module):
+    """A cell whose steps multiply states and values of different widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.state = torch.nn.Linear(I, 32), torch.nn.Linear(32, 32)
+        self.wider, self.back = torch.nn.Linear(32, H), torch.nn.Linear(H, 32)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.tanh(self.wider(torch.tanh(self.input(x) + self.state(h))))
+        return wide, torch.tanh(self.back(wide) + h)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_a_compiled_cell_of_several_widths(threads, dtype) -> None:
+    recurrent = fusedrnn.Recurrent(Widths(), compile="require").to(dtype)
+    input = torch.randn(4 * T, B, I, dtype=dtype)
+
+    def results() -> list[Tensor]:
+        given = input.detach().requires_grad_()
+        output, last = recurrent(given, torch.zeros(B, 32, dtype=dtype))
+        total = output.float().square().sum() + last.float().sum()
+        found = torch.autograd.grad(total, [given, *recurrent.parameters()])
+        return [output.detach(), last.detach(), *found]
+
+    assert_bits_do_not_depend_on_threads(threads, results)
+
+
 def test_calls_of_several_threads_at_once(threads) -> None:
     layer = fusedrnn.LSTM(I, H)
     input = torch.randn(T, B, I)
