@@ -88,12 +88,14 @@ def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int)
     A graph that has symbols for sizes is one for all of them, and recomputes.
     """
     rows = seq_len * batch
-    most = max(features, SMALL_STATES // max(hidden_size, 1))
-    if isinstance(rows, int) and not is_compiling():
-        return seq_len > 1 and rows <= most
+    states = rows * hidden_size
+    if isinstance(states, int) and not is_compiling():
+        return seq_len > 1 and (rows <= features or states <= SMALL_STATES)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes 0.4 s
 
-    return statically_known_true(seq_len > 1) and statically_known_true(rows <= most)
+    return statically_known_true(seq_len > 1) and (
+        statically_known_true(rows <= features) or statically_known_true(states <= SMALL_STATES)
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:
