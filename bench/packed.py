@@ -155,4 +155,4 @@ def _report(results: Results) -> Report:
 
 
 if __name__ == "__main__":
-    main([run], __doc__, on_cuda=[run_on_cuda], cuda_options=())
+    main([run], __doc__, on_cuda=[run_on_cuda], cuda_options=("--budget-s",))
