@@ -15,7 +15,7 @@ import fusedrnn
 from docs.examples.published_cells import Case
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, torch.compile"
-PROGRAM = "Recurrent, compiled cell"
+PROGRAM, SAVED = "Recurrent, compiled cell", "the same, recompute=False"
 OURS, PARALLEL, COMPILED = "Recurrent, loop", "Recurrent, parallel", "Recurrent, torch.compile"
 GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, torch.compile, CUDA graphs"
 SCAN = "torch's scan"
@@ -74,6 +74,7 @@ class Step:
             CHECKPOINT: self._checkpointed,
             COMPILED_LOOP: lambda: self._loop(compiled),
             PROGRAM: ours(compile="require"),
+            SAVED: ours(compile="require", recompute=False),
             OURS: ours(compile="never"),
             PARALLEL: ours(mode="parallel"),
             COMPILED: ours(torch_compile=True),
