@@ -25,7 +25,7 @@ pytestmark = [
         reason=f"no {' and no '.join(MISSING)}: apt-get install g++-aarch64-linux-gnu qemu-user",
     ),
 ]
-SWEEP, PLANS = "math_sweep.cpp", "plans.cpp"
+SWEEP, PLANS, TEAM = "math_sweep.cpp", "plans.cpp", "team_check.cpp"
 STRIDE = "499"
 
 
@@ -71,7 +71,7 @@ def run(*command: str | pathlib.Path) -> str:
 
 def test_every_program_is_run() -> None:
     programs = {path.name for path in CPP.glob("*.cpp")}
-    assert programs == {*named_checks(), SWEEP, PLANS}
+    assert programs == {*named_checks(), SWEEP, PLANS, TEAM}
     assert all(named_checks().values()), "each has checks"
 
 
@@ -80,6 +80,13 @@ def test_the_kernels_compile(source: str, tmp_path: pathlib.Path) -> None:
     """Those for instruction sets of x86 are empty there."""
     compile_for_aarch64(CSRC / "cpu" / source, tmp_path / "kernels.o", "-c")
     assert os.path.getsize(tmp_path / "kernels.o") > 0
+
+
+def test_a_team(tmp_path: pathlib.Path) -> None:
+    """How threads wait differs there, and what they see of each other's memory."""
+    program, of_csrc = tmp_path / "team_check", str(CSRC / "cpu" / "team.cpp")
+    compile_for_aarch64(CPP / TEAM, program, of_csrc, "-std=c++20", "-static", "-pthread")
+    run(program)
 
 
 # Sums in long double are computed without hardware there, and take minutes.
