@@ -49,7 +49,9 @@ def recomputes(call: LayerCall, tensors: LayerTensors) -> bool:
     _, batch, output_size = tensors.hx.shape
     hidden_size = output_size if tensors.cx is None else tensors.cx.shape[-1]
     features = tensors.input.shape[-1] + output_size
-    return not _plans.are_cheap_to_save(steps.shape[0], batch, features, hidden_size)
+    return not _plans.are_cheap_to_save(
+        steps.shape[0], batch, features, hidden_size, call.layer_directions
+    )
 
 
 def needs_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -41,6 +41,8 @@ class LayerCall:
     backend: str = "auto"
     recompute: bool | None = None
     """None for what ``_autograd.recomputes`` chooses."""
+    layer_directions: int = 1
+    """Of the whole stack, for that choice: what they save adds up."""
     dropout: float = 0.0
     """The probability with which an element of the layer's input is zeroed."""
     zoneout: float = 0.0
@@ -142,7 +144,8 @@ def name_at(names: Sequence[str], number: int, what: str) -> str:
     return names[number]
 
 
-_OPTIONS = [f.name for f in fields(LayerCall) if f.name not in ("cell", "recompute") and f.init]
+_NO_OPTIONS = ("cell", "recompute", "layer_directions")
+_OPTIONS = [f.name for f in fields(LayerCall) if f.name not in _NO_OPTIONS and f.init]
 
 
 class ForwardResults(NamedTuple):

@@ -75,11 +75,14 @@ def gpu_facts(device: torch.device) -> helpers.Gpu | None:
 
 
 SMALL_STATES = 2**19
-"""Numbers of all states of a call up to which its pre-activations are saved: 8 MiB of them."""
+"""Numbers of all states of a call, of all layers in all directions, up to which pre-activations are
+saved: 8 MiB in all."""
 
 
-def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int) -> bool:
-    """Whether saved pre-activations take little memory, by itself or beside the weights.
+def are_cheap_to_save(
+    seq_len: int, batch: int, features: int, hidden_size: int, layer_directions: int
+) -> bool:
+    """Whether saved pre-activations take little memory: of all layers, or beside a layer's weights.
 
     With one row (step x batch) for each of the features of input and h they are as many numbers as
     the weights of an LSTM, and four for three of a GRU. A call of one step saves nothing: loops in
@@ -88,7 +91,7 @@ def are_cheap_to_save(seq_len: int, batch: int, features: int, hidden_size: int)
     A graph that has symbols for sizes is one for all of them, and recomputes.
     """
     rows = seq_len * batch
-    states = rows * hidden_size
+    states = rows * hidden_size * layer_directions
     if isinstance(states, int) and not is_compiling():
         return seq_len > 1 and (rows <= features or states <= SMALL_STATES)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes 0.4 s

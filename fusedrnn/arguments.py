@@ -126,6 +126,7 @@ def check(
             workspace_bytes=options.workspace_bytes or 0,
             backend=options.backend,
             recompute=options.recompute,
+            layer_directions=options.layer_directions,
             dropout=options.dropout if drops_out and options.training else 0.0,
             zoneout=zoneout,
             cell_zoneout=cell_zoneout,

@@ -62,9 +62,9 @@ class FusedOptions(TypedDict, total=False):
         forward, which gives the same output, and the same gradients up to rounding: 4 * hidden_size
         numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32 or float64.
         None saves them in a call of several steps where that is little: where steps x batch x
-        hidden_size are at most 2**19 (8 MiB are saved), or steps x batch at most the features of
-        input and h (about the size of the weights). See :func:`fusedrnn.plan`. Has no effect with
-        ``return_sequence=False``, which always recomputes.
+        hidden_size x layers x directions are at most 2**19 (8 MiB), or in a layer where steps x
+        batch are at most the features of input and h (about its weights' size). See
+        :func:`fusedrnn.plan`. No effect with ``return_sequence=False``, which recomputes.
     chunk_size: Time steps per chunk. Memory for temporary results is proportional to it. None
         chooses: about 256 rows (steps x batch) on the CPU; on a GPU as many steps as it takes to
         make the fixed cost of a chunk small, within half or a quarter of the memory that

@@ -93,7 +93,8 @@ class Plan:
     recompute: bool
     """Whether backward recomputes the pre-activations of the gates: what the module's
     ``recompute`` says, or what this layer chooses at these sizes if that is None; always with
-    ``return_sequence=False``. The numbers of this plan are those of that choice."""
+    ``return_sequence=False``. The numbers of this plan are those of that choice, of one layer in
+    one direction."""
     memory: PlanMemory
 
     def __str__(self) -> str:
@@ -101,7 +102,7 @@ class Plan:
         if self.fp32_precision:
             lines.append(f"products of float32: {self.fp32_precision}")
         says = "recomputes" if self.recompute else "reads what forward saved of"
-        lines.append(f"backward {says} the pre-activations")
+        lines.append(f"backward {says} the pre-activations; all numbers are of one layer, one way")
         for name in ("forward", "backward"):
             made: PassPlan = getattr(self, name)
             lines.append(f"{name}: {made.backend}")
@@ -167,6 +168,7 @@ def plan(
         >>> plan.forward.backend, plan.forward.grid
         ('persistent', 128)
     """
+    options = module
     if isinstance(module, Mapping):
         module = _module_of(module)
     if not isinstance(module, RNNBase):
@@ -180,8 +182,10 @@ def plan(
     seq_len, batch = _steps(module, input_shape)
     directions = 2 if module.bidirectional else 1
     output_size = module.proj_size or module.hidden_size
-    widest = module.input_size
-    if module.num_layers > 1:
+    widest, num_layers = module.input_size, module.num_layers
+    if isinstance(options, Mapping):  # from which a module of two layers at most was made
+        num_layers = options.get("num_layers", 1)
+    if num_layers > 1:
         widest = max(widest, directions * output_size)
     if device is None:
         device = module.all_weights[0][0].device
@@ -215,7 +219,7 @@ def plan(
     recompute = module.recompute
     if recompute is None:
         recompute = not _plans.are_cheap_to_save(
-            seq_len, batch, widest + output_size, module.hidden_size
+            seq_len, batch, widest + output_size, module.hidden_size, num_layers * directions
         )
     recompute = recompute or not module.return_sequence
     if not recompute:

@@ -59,6 +59,22 @@ def test_the_limit_is_eight_mebibytes():
 
 
 @pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("layers, bidirectional", [(2, False), (1, True), (3, True)])
+def test_what_all_layers_save_adds_up(monkeypatch, cell, layers, bidirectional):
+    count = layers * (2 if bidirectional else 1)
+    monkeypatch.setattr(_plans, "SMALL_STATES", count * 22 * HIDDEN)  # above 21, the features
+    rnn = make(cell, num_layers=layers, bidirectional=bidirectional)
+    sizes = {"cell": cell, **SIZES, "num_layers": layers, "bidirectional": bidirectional}
+    if cell == "stochastic_gru":
+        sizes["latent_size"] = LATENT
+    for steps, expected in ((22, layers), (23, 0)):
+        assert saves(rnn, torch.randn(steps, 1, INPUT)) == expected
+        for module in (rnn, sizes):
+            made = fusedrnn.plan(module, (steps, 1, INPUT), device="cpu")
+            assert made.recompute is (expected == 0)
+
+
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize(
     ("steps", "batch", "expected"), [(2, 10, 1), (20, 1, 1), (21, 1, 0), (2, 11, 0)]
 )
