@@ -6,6 +6,7 @@ They are compiled into a library of their own, since no operator is a product al
 from __future__ import annotations
 
 import ctypes
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -27,11 +28,17 @@ Call = Callable[[], object]
 
 def why_not() -> str | None:
     """Why products cannot be measured here; None if they can."""
-    if torch.backends.cpu.get_cpu_capability() not in TARGETS:
+    if _target() is None:
         return "products are torch's here: this processor has neither AVX2 nor AVX-512"
     if shutil.which(get_cxx_compiler()) is None:
         return "no C++ compiler"
     return None
+
+
+def _target() -> str | None:
+    if platform.machine() == "aarch64":
+        return "baseline"
+    return TARGETS.get(torch.backends.cpu.get_cpu_capability())
 
 
 def step(batch: int, hidden: int) -> dict[str, Call]:
@@ -87,7 +94,8 @@ def _matrix(matrix: Tensor) -> tuple[ctypes.c_void_p, ctypes.Array[ctypes.c_int6
 
 @cache
 def _library() -> ctypes.CDLL:
-    isa = TARGETS[torch.backends.cpu.get_cpu_capability()]
+    isa = _target()
+    assert isa is not None
     macros = (f"-DFUSEDRNN_ISA={isa}", f"-DFUSEDRNN_HAS_{isa.upper()}=1", "-Wno-psabi")
     with TemporaryDirectory() as folder:
         library = Path(folder, "products.so")

@@ -1,10 +1,16 @@
 """Comparisons and counts that several tests share."""
 
 import itertools
+import platform
 
 import torch
 from cases import relative_errors
 from torch.profiler import ProfilerActivity, profile
+
+# Whether products on the CPU are the package's own, and not torch's: cpu::multiplies().
+HAS_OWN_PRODUCTS = (
+    torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() == "aarch64"
+)
 
 
 def allocations(function):

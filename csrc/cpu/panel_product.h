@@ -52,18 +52,18 @@ struct PanelProduct {
  private:
   typedef A Vector __attribute__((vector_size(4 * kLanes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
-#if defined(__x86_64__)
-  static constexpr bool kHasManyRegisters = kLanes == 16;  // 32 and not 16
-#else
-  static constexpr bool kHasManyRegisters = true;
-#endif
   static constexpr int kVectors = 4;  // of a row of a panel
   static constexpr int64_t kColumns = kVectors * kWidth;
   static constexpr int64_t kTerms = kPartTerms;
   static constexpr int64_t kFewRows = 64;
   static constexpr int64_t kFar = 4096 / sizeof(A);
-  // The number of sums for which the instruction set has registers, in addition to the factors.
-  static constexpr int kSums = kHasManyRegisters ? 24 : 12, kRows = 6;
+  // The number of sums for which the instruction set has registers, in addition to the factors, and
+  // the most rows of a strip.
+#if defined(__x86_64__)
+  static constexpr int kSums = kLanes == 16 ? 24 : 12, kRows = 6;  // of 32 registers, or of 16
+#else
+  static constexpr int kSums = 20, kRows = 5;  // of 32, of which the strip's terms take kRows
+#endif
   // The distances of rows and of strips of kRows rows in a copy of a.  They are no multiples of a
   // power of two that would map rows or strips to the same lines of a cache.
   static constexpr int64_t kCopiedRow = kTerms + kWidth, kStripSize = kTerms * kRows + kWidth;

@@ -101,10 +101,17 @@ FUSEDRNN_HD Isa widest_isa() {
   return Isa::Baseline;
 }
 
-// Without wide vectors, torch has the products.
+// Whether the baseline's vectors are the processor's, so that products are not left to torch, whose
+// library knows wider ones.
+#if defined(__aarch64__)
+constexpr bool kBaselineMultiplies = true;
+#else
+constexpr bool kBaselineMultiplies = false;
+#endif
+FUSEDRNN_HD bool multiplies() { return kBaselineMultiplies || widest_isa() != Isa::Baseline; }
+
 FUSEDRNN_HD bool packs(int64_t seq_len, int64_t terms, int64_t columns) {
-  return seq_len >= kPackedSteps && terms > 0 && columns >= kProductColumns &&
-         widest_isa() != Isa::Baseline;
+  return seq_len >= kPackedSteps && terms > 0 && columns >= kProductColumns && multiplies();
 }
 
 template <class T>

@@ -271,7 +271,7 @@ Kernels<T> kernels() {
           &PanelProduct<Acc<T>>::template pack<Acc<T>>,
           &PanelProduct<Acc<T>>::template pack<T>,
           &PanelProduct<Acc<T>>::packed,
-          kLanes == 4 ? ProductRows{2, 2, 2} : ProductRows{5, 8, INT64_MAX}};
+          kLanes > 4 || kBaselineMultiplies ? ProductRows{5, 8, INT64_MAX} : ProductRows{2, 2, 2}};
 }
 template Kernels<float> kernels<float>();
 template Kernels<double> kernels<double>();

@@ -1,5 +1,6 @@
 // The driver's backend for CPU tensors: products and stages by the kernels of cpu/, copies by
-// torch, on the threads of torch's pool.  Without AVX2, torch also does most products.
+// torch, on the threads of torch's pool.  Torch also does most products on processors for which
+// cpu::multiplies() is false.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -75,7 +76,7 @@ class CpuBackend : public cpu::Memory<Element> {
     }
     if (is_narrow && (sums_rows || !has_few_rows)) return narrow(out, a, b, accumulate);
     // torch's GEMM may round differently with another number of threads.
-    if (kernels_.product_rows.panels == INT64_MAX) return panels(out, a, b, accumulate);
+    if (cpu::multiplies()) return panels(out, a, b, accumulate);
     const BorrowedTensor out_tensor = borrower_.borrow(out), a_tensor = borrower_.borrow(a),
                          b_tensor = borrower_.borrow(b);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out_tensor.get(), out_tensor.get(),

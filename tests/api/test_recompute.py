@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from checks import HAS_OWN_PRODUCTS
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedrnn
@@ -140,9 +141,7 @@ def test_the_last_state_alone_always_recomputes():
     assert fusedrnn.plan(rnn, (2, 3, INPUT)).recompute
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="nothing is packed"
-)
+@pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="nothing is packed")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_weights_of_steps_have_no_copy_but_their_panels(dtype):
     """In forward; the same numbers in float32 have none either, since their memory serves."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import HAS_OWN_PRODUCTS
 from compiled.stage_library import COMPILER, WARNINGS
 from torch import Tensor
 
@@ -22,8 +23,6 @@ from docs.examples.gated_cells import LayerNormLSTMCell, PeepholeLSTMCell
 
 CPP = Path(__file__).parents[1] / "cpp"
 TEAM = CPP.parents[1] / "csrc/cpu/team.cpp"
-# Elsewhere products are torch's. Arm's processors have names of their own.
-HAS_SAME_BITS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 CELLS = ["StochasticGRU", "GRU", "LSTM"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 T, B, I, H = 24, 36, 40, 128  # noqa: E741
@@ -71,7 +70,7 @@ def assert_bits_do_not_depend_on_threads(
         threads(count)
         for _ in range(3):  # members come early or late
             found = results()
-            if HAS_SAME_BITS:
+            if HAS_OWN_PRODUCTS:
                 assert same(alone, found), count
             else:
                 torch.testing.assert_close(found, alone)
@@ -199,7 +198,7 @@ def test_calls_of_several_threads_at_once(threads) -> None:
         torch.set_num_threads(2)  # a thread has its own number
         for _ in range(20):
             found = results_of_layer(layer, input)
-            others.append(same(expected, found) if HAS_SAME_BITS else True)
+            others.append(same(expected, found) if HAS_OWN_PRODUCTS else True)
 
     workers = [threading.Thread(target=calls) for _ in range(4)]
     for worker in workers:
@@ -224,7 +223,7 @@ if child == 0:
     signal.alarm(60)
     found = results()
     torch.set_num_threads(1)  # those of equal() would hang, too
-    os._exit(0 if t.same(before, found) or not t.HAS_SAME_BITS else 1)
+    os._exit(0 if t.same(before, found) or not t.HAS_OWN_PRODUCTS else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert t.same(before, results())  # the parent still has its threads
 """

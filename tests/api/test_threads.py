@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from checks import HAS_OWN_PRODUCTS
 
 import fusedrnn
 
@@ -71,10 +72,7 @@ SIZES = {
 }
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="products are torch's here",
-)
+@pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="products are torch's here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_bits_are_the_same_for_any_number_of_threads(size: str, dtype: torch.dtype) -> None:
