@@ -55,7 +55,7 @@ LastStates last_states(const Call& call, double inner_dropout) {
                              : nullptr};
     };
     const StackStates<T> last{pointer<T>(h_n), pointer<T>(c_n)};
-    platform.compute(passes.rows(), passes.row_work(), [&] {
+    platform.compute(passes.rows(), passes.row_work(), false, [&] {
       for (int64_t index = 0; index < parts; ++index) {
         passes.forward(index, before(index), index + 1 == parts ? last : before(index + 1),
                        workspace.mutable_data_ptr());
@@ -149,7 +149,7 @@ BackwardResults last_states_backward(const MaybeTensor& grad_h_n, const MaybeTen
       passes.carve(memory.mutable_data_ptr(), &gradients);
       const Tensor workspace =
           allocate(input, {passes.workspace_bytes(&gradients)}, ScalarType::Byte, "the workspace");
-      platform.compute(passes.rows(), passes.row_work(), [&] {
+      platform.compute(passes.rows(), passes.row_work(), true, [&] {
         for (int64_t index = parts - 1; index >= 0; --index) {
           const StackStates<const T> before{
               Arguments::data<T>(part_h) + index * layers * bottom.h_numel(),

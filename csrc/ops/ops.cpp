@@ -19,8 +19,8 @@ struct CpuPlatform {
     return {};
   }
   template <class F>
-  void compute(int64_t rows, int64_t row_work, const F& f) const {
-    with_team(rows, row_work, f);
+  void compute(int64_t rows, int64_t row_work, bool is_backward, const F& f) const {
+    with_team(rows, row_work, is_backward, f);
   }
 };
 

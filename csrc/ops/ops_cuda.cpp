@@ -31,7 +31,7 @@ class CudaPlatform {
     return GpuBackend<T, CudaDevice>(device_);
   }
   template <class F>
-  void compute(int64_t /*rows*/, int64_t /*row_work*/, const F& f) const {
+  void compute(int64_t /*rows*/, int64_t /*row_work*/, bool /*is_backward*/, const F& f) const {
     f();
   }
 

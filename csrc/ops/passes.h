@@ -6,8 +6,9 @@
 //   gpu()                        the GPU's properties for plans, or null
 //   keep(host)                   keeps memory alive while enqueued work may read it
 //   backend<T>()                 the driver's backend
-//   compute(rows, row_work, f)   calls f, in which the driver works: the rows of all steps, and the
-//                                multiply-adds of one of them
+//   compute(rows, row_work, is_backward, f)
+//                                calls f, in which the driver works: the rows of all steps, and the
+//                                multiply-adds of one of them in forward
 #pragma once
 #include <string>
 #include <tuple>
@@ -79,7 +80,7 @@ void run_forward(Platform& platform, const Arguments& args, const Plan& plan,
     Driver driver(platform.template backend<T>(), problem);
     const Tensor workspace = allocate(args.input(), {driver.forward_workspace_bytes()},
                                       ScalarType::Byte, "the workspace");
-    platform.compute(args.seq_len() * args.batch(), driver.row_work(), [&] {
+    platform.compute(args.seq_len() * args.batch(), driver.row_work(), false, [&] {
       driver.forward(to.h_n + d * args.h_numel(), to.c_n != nullptr ? to.c_n + state : nullptr,
                      to.saved_gates != nullptr ? to.saved_gates + d * args.saved_numel() : nullptr,
                      workspace.mutable_data_ptr());
@@ -264,7 +265,7 @@ BackwardResults backward(const Cotangents& grad, const Call& call, const Saved& 
       Driver driver(platform.template backend<T>(), problem);
       const Tensor workspace = allocate(input, {driver.backward_workspace_bytes(gradients)},
                                         ScalarType::Byte, "the workspace");
-      platform.compute(seq_len * batch, driver.row_work(), [&] {
+      platform.compute(seq_len * batch, driver.row_work(), true, [&] {
         driver.backward(
             gradients,
             saved.gates ? Arguments::data<A>(*saved.gates) + d * args.saved_numel() : nullptr,

@@ -33,7 +33,7 @@ void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, 
     for (const Tensor& l : last) ends.push_back(pointer<T>(l));
     const Tensor workspace = allocate(args.like(), {program::forward_workspace_bytes<Backend>(c)},
                                       ScalarType::Byte, "the workspace");
-    platform.compute(times(c.seq_len, c.batch), program::row_work(*c.program), [&] {
+    platform.compute(times(c.seq_len, c.batch), program::row_work(*c.program), false, [&] {
       program::Forward<Backend>(platform.template backend<T>(), c)
           .run(ends, workspace.mutable_data_ptr());
     });
@@ -77,7 +77,7 @@ void program_backward_operator(int64_t program, Tensors inputs, Tensors carries,
     const Tensor workspace =
         allocate(args.like(), {program::backward_workspace_bytes<Backend>(c, gradients)},
                  ScalarType::Byte, "the workspace");
-    platform.compute(times(c.seq_len, c.batch), program::row_work(*c.program), [&] {
+    platform.compute(times(c.seq_len, c.batch), program::row_work(*c.program), true, [&] {
       program::Backward<Backend>(platform.template backend<T>(), c, gradients)
           .run(workspace.mutable_data_ptr());
     });

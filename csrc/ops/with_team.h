@@ -13,9 +13,10 @@
 
 namespace fusedrnn {
 
-// The numbers of multiply-adds from which on a call has a team: of all rows, and of one.  With
-// fewer for each row, to read what another thread has written takes longer than to compute it.
-constexpr int64_t kTeamWork = 1'000'000, kTeamRowWork = 1'000;
+// The numbers of multiply-adds from which on a call has a team: of all rows, and of one, in forward
+// and in backward.  With fewer for each row, to read what another thread has written takes longer
+// than to compute it.  Backward reads more of that: gradients of weights are sums over all rows.
+constexpr int64_t kTeamWork = 1'000'000, kTeamRowWork[] = {250, 1'000};
 
 // Calls f on this thread, as the leader of a team of the pool's threads.
 template <class F>
@@ -47,15 +48,15 @@ void lead_team(int64_t threads, const F& f) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-// Calls f, which computes `row_work` multiply-adds in GEMMs for each of `rows`, with denormals
-// flushed and on as many threads as are worth it.
+// Calls f, a pass whose GEMMs take `row_work` multiply-adds for each of `rows` in forward, with
+// denormals flushed and on as many threads as are worth it.
 template <class F>
-void with_team(int64_t rows, int64_t row_work, const F& f) {
+void with_team(int64_t rows, int64_t row_work, bool is_backward, const F& f) {
   const int64_t threads = pool_threads(), work = times(rows, row_work);
   const bool has_team = cpu::Team::led() != nullptr;  // in a handler of a signal, within a call
-  // Torch's GEMMs, which the baseline takes, have one thread within a region of its pool.
-  const bool is_little = work < kTeamWork || row_work < kTeamRowWork;
-  if (threads == 1 || has_team || is_little || cpu::widest_isa() == cpu::Isa::Baseline) {
+  // Torch's GEMMs have one thread within a region of its pool.
+  const bool is_little = work < kTeamWork || row_work < kTeamRowWork[is_backward];
+  if (threads == 1 || has_team || is_little || !cpu::multiplies()) {
     const FlushDenormalsInPool flush(has_team ? 0 : work);
     f();
   } else {

@@ -216,7 +216,7 @@ class EmulatedPlatform {
     return GpuBackend<T, EmulatedDevice>(device_);
   }
   template <class F>
-  void compute(int64_t /*rows*/, int64_t /*row_work*/, const F& f) const {
+  void compute(int64_t /*rows*/, int64_t /*row_work*/, bool /*is_backward*/, const F& f) const {
     f();
   }
 
