@@ -4,7 +4,8 @@ Reads what benchmarks left in bench/results, writes bench/results/readme.md (the
 sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), speed_map.md
 (the table in docs/performance.md), gpu-h100.md (that in docs/gpu.md) and any_cell.md (that in
 docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
-`python -m bench --all --out bench/results` does, and then writes readme.md too.
+`python -m bench --all --out bench/results` does, and then writes readme.md too. What the same
+command found on another processor is in a folder of bench/results; the README has a column for it.
 """
 
 from __future__ import annotations
@@ -79,31 +80,45 @@ def summary(results: Path) -> str:
 def _cpu_rows(results: Path) -> str:
     memory = _at(LARGE, _load(results, "memory")["shapes"])["contenders"]
     speed = _at(LARGE, _load(results, "speed")["shapes"])
+    others = [_at(LARGE, _load(folder, "speed")["shapes"]) for folder in _of_others(results)]
     rows = []
     for ours, other, name, other_name in PAIRS:
         bytes_ = [memory[each]["peak_bytes"] for each in (ours, other)]
         times_ms = [median(speed["train_ms"][each]) for each in (ours, other)]
-        ratio = speed["ratios"][f"{ours} / {other}"]
+        ratios = [of["ratios"][f"{ours} / {other}"] for of in (speed, *others)]
         rows.append(
             [
                 f"{name} / {other_name}",
                 f"{mib(bytes_[0])} / {mib(bytes_[1])} MiB",
                 f"**{bytes_[0] / bytes_[1]:.2f}**",
                 f"{times_ms[0]:,.0f} / {times_ms[1]:,.0f} ms",
-                f"**{ratio['median']:.2f}** ({ratio['least']:.2f}–{ratio['most']:.2f})",
+                *(
+                    f"**{ratio['median']:.2f}** ({ratio['least']:.2f}–{ratio['most']:.2f})"
+                    for ratio in ratios
+                ),
             ]
         )
     columns = ["one training step of", "peak memory", "ratio", "time", "ratio"]
+    for folder in _of_others(results):
+        columns.append(f"ratio, {_load(folder, 'speed')['environment']['cpu']}")
     return markdown_rows(Table("", columns, rows))
 
 
 def _cpu_source(results: Path) -> str:
-    about = _load(results, "speed")["environment"]
+    machines = []
+    for folder in (results, *_of_others(results)):
+        about = _load(folder, "speed")["environment"]
+        machines.append(f"{machine(about)}, {about['date'][:10]}")
     return (
-        f"{LARGE}, float32, {machine(about)}, {about['date'][:10]}. Peak memory includes output "
+        f"{LARGE}, float32, {'; '.join(machines)}. Peak memory includes output "
         "and gradients, not weights and input. A ratio of times is the median of the rounds' "
         "(least–most), and not that of the two medians beside it."
     )
+
+
+def _of_others(results: Path) -> list[Path]:
+    """Folders with the results of other processors."""
+    return sorted(path.parent for path in results.glob("*/speed.json"))
 
 
 def gpu_table(results: Path) -> str:
