@@ -100,7 +100,7 @@ def _cpu_rows(results: Path) -> str:
         )
     columns = ["one training step of", "peak memory", "ratio", "time", "ratio"]
     for folder in _of_others(results):
-        columns.append(f"ratio, {_load(folder, 'speed')['environment']['cpu']}")
+        columns.append(f"ratio of times, {_load(folder, 'speed')['environment']['cpu']}")
     return markdown_rows(Table("", columns, rows))
 
 
@@ -113,6 +113,7 @@ def _cpu_source(results: Path) -> str:
         f"{LARGE}, float32, {'; '.join(machines)}. Peak memory includes output "
         "and gradients, not weights and input. A ratio of times is the median of the rounds' "
         "(least–most), and not that of the two medians beside it."
+        + (" Memory and milliseconds are the first processor's." if machines[1:] else "")
     )
 
 

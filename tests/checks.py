@@ -7,10 +7,10 @@ import torch
 from cases import relative_errors
 from torch.profiler import ProfilerActivity, profile
 
+from fusedrnn import _library
+
 # Whether products on the CPU are the package's own, and not torch's: cpu::multiplies().
-HAS_OWN_PRODUCTS = (
-    torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() == "aarch64"
-)
+HAS_OWN_PRODUCTS = platform.machine() == "aarch64" or _library.core.fusedrnn_isa() != 0
 
 
 def allocations(function):

@@ -35,7 +35,7 @@ struct FlatProduct {
   typedef A Vector __attribute__((vector_size(kBytes > kLeastBytes ? kBytes : kLeastBytes)));
   typedef A Group __attribute__((vector_size(kLeastBytes)));
   static constexpr int64_t kWidth = sizeof(Vector) / sizeof(A);
-  // The number of rows for which the instruction set has registers.
+  // The number of rows for which x86 has registers; other processors may have them for more.
   static constexpr int kRows = kLanes == 16 ? 4 : 2;
 
   FUSEDRNN_HD static Vector load_all(const A* p) {

@@ -13,9 +13,10 @@
 
 namespace fusedrnn {
 
-// The numbers of multiply-adds from which on a call has a team: of all rows, and of one, in forward
-// and in backward.  With fewer for each row, to read what another thread has written takes longer
-// than to compute it.  Backward reads more of that: gradients of weights are sums over all rows.
+// The numbers of multiply-adds, as forward counts them, from which on a pass has a team: of all
+// rows, and of one for a forward and for a backward pass.  With fewer for each row, to read what
+// another thread has written takes longer than to compute it.  Backward reads more of that, since
+// gradients of weights are sums over all rows.
 constexpr int64_t kTeamWork = 1'000'000, kTeamRowWork[] = {250, 1'000};
 
 // Calls f on this thread, as the leader of a team of the pool's threads.

@@ -84,6 +84,12 @@ def test_bits_of_layers(threads, cell: str, dtype: torch.dtype) -> None:
     assert_bits_do_not_depend_on_threads(threads, lambda: results_of_layer(layer, input))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_a_layer_that_has_a_team_in_forward_alone(threads, dtype: torch.dtype) -> None:
+    layer, input = fusedrnn.LSTM(8, 8, dtype=dtype), torch.randn(48, 100, 8, dtype=dtype)
+    assert_bits_do_not_depend_on_threads(threads, lambda: results_of_layer(layer, input))
+
+
 # The weights of 256 units are too large for each thread to read all of them.
 FORMS = {
     "layers": {"num_layers": 2, "bidirectional": True, "dropout": 0.3},

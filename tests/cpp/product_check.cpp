@@ -218,7 +218,7 @@ void edges_of() {
   check_edges<A>(&panels<A>, {true, true}, {1, 2, 3, 4, 5, 6, 7, 8, 67});
   check_edges<A>(&panels<A>, {true, false}, {2, 8, 67});
   check_edges<A>(&panels<A>, {false, true}, {3, 7, 67});
-  check_edges<A>(&panels<A>, {false, true, 1100}, {6, 8, 9, 67});
+  check_edges<A>(&panels<A>, {false, true, 1100}, {6, 8, 9, 10, 12, 67});
   check_edges<A>(&panels<A>, {true, false, 1100}, {64, 65});
   check_edges<A>(&packed<A>, {true, true}, {1, 5, 8, 13});
   check_edges<A>(&packed<A>, {true, false}, {1, 6, 7});
