@@ -41,6 +41,9 @@ struct Traits<float> {
   }
   static FUSEDRNN_HD float from_int(Int i) { return static_cast<float>(i); }
   static FUSEDRNN_HD float sqrt(float x) { return ::sqrtf(x); }
+  // A NaN in x stays a NaN, as in the instructions min and max of x86.
+  static FUSEDRNN_HD float min(float bound, float x) { return bound < x ? bound : x; }
+  static FUSEDRNN_HD float max(float bound, float x) { return bound > x ? bound : x; }
 };
 
 template <>
@@ -60,6 +63,8 @@ struct Traits<double> {
   }
   static FUSEDRNN_HD double from_int(Int i) { return static_cast<double>(i); }
   static FUSEDRNN_HD double sqrt(double x) { return ::sqrt(x); }
+  static FUSEDRNN_HD double min(double bound, double x) { return bound < x ? bound : x; }
+  static FUSEDRNN_HD double max(double bound, double x) { return bound > x ? bound : x; }
 };
 
 namespace math {
@@ -79,12 +84,12 @@ FUSEDRNN_HD F select(M mask, F a, F b) {
 // A NaN in x stays a NaN in min(x, b) and max(x, b).
 template <class F>
 FUSEDRNN_HD F min(F x, float b) {
-  return select(x > b, splat<F>(b), x);
+  return Traits<F>::min(splat<F>(b), x);
 }
 
 template <class F>
 FUSEDRNN_HD F max(F x, float b) {
-  return select(x < b, splat<F>(b), x);
+  return Traits<F>::max(splat<F>(b), x);
 }
 
 template <class F>
