@@ -83,9 +83,15 @@ class ForwardPass : LayerPass<Backend> {
   }
 
   void project_input(const Chunk& chunk, const ForwardBuffers& buffers) {
-    A* input_gates = buffers.input_gates_of(chunk.index);
-    backend_.gemm(Matrix<A>::contiguous(input_gates, chunk.rows(), layer_.input_columns()),
-                  input_rows(chunk, buffers.x), weight_[0].transposed(), false);
+    const auto input_gates = Matrix<A>::contiguous(buffers.input_gates_of(chunk.index),
+                                                   chunk.rows(), layer_.input_columns());
+    const Matrix<const O> input = input_rows(chunk, buffers.x);
+    if constexpr (Backend::kPacks) {
+      if (buffers.packed_input != nullptr) {
+        return backend_.gemm_packed(input_gates, input, buffers.packed_input, false);
+      }
+    }
+    backend_.gemm(input_gates, input, weight_[0].transposed(), false);
   }
 
   void forward_chunk(const Chunk& chunk, const SavedGates<A>& saved, ForwardBuffers& buffers,

@@ -176,17 +176,21 @@ class LayerPass {
       row_work_ = Space::shared_row_work(layer_, buffers.is_backward);
       for (int s = 0; s <= layer_.last(); ++s) {
         packed_[s] = buffers.packed[s];
-        if (packed_[s] == nullptr) continue;
-        const auto pack = [&](const auto& w) {
-          backend_.pack(buffers.is_backward ? w : w.transposed(), buffers.packed[s]);
-        };
-        const Matrix<const T>& w = layer_.weight[layer_.projection(s)];
-        if (w.is_operand()) {
-          pack(w.row_range(0, layer_.columns(s)));
-        } else {
-          pack(weight(s));
-        }
+        pack_weight(layer_.projection(s), layer_.columns(s), buffers.is_backward,
+                    buffers.packed[s]);
       }
+      pack_weight(0, layer_.input_columns(), buffers.is_backward, buffers.packed_input);
+    }
+  }
+  // Packs the first rows of a weight, in forward transposed, unless `to` is null.
+  void pack_weight(int p, int64_t rows, bool is_backward, A* to) {
+    if (to == nullptr) return;
+    const auto pack = [&](const auto& w) { backend_.pack(is_backward ? w : w.transposed(), to); };
+    const Matrix<const T>& w = layer_.weight[p];
+    if (w.is_operand()) {
+      pack(w.row_range(0, rows));
+    } else {
+      pack(weight_[p].row_range(0, rows));
     }
   }
 

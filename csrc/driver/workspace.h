@@ -87,10 +87,18 @@ struct Workspace {
     const bool fits = work * int64_t(sizeof(A)) <= cpu::kLargeBytes;
     return fits && layer.rows_at == nullptr ? work : 0;
   }
+  // Whether forward packs the input's weight as well, once and not for each chunk: where that takes
+  // at most half of the input's memory.
+  static bool packs_input(const Layer<T>& layer) {
+    const int64_t terms = layer.sizes.input, columns = layer.input_columns();
+    return Backend::kPacks && columns <= layer.rows() / 2 &&
+           cpu::packs(layer.seq_len, terms, columns);
+  }
   // Whether a weight is read as panels alone, which are made of the user's own memory.  Backward
   // reads weights in products of whole chunks, too.
   static bool is_read_as_panels(const Layer<T>& layer, int p, bool is_backward) {
     if (is_backward || !layer.weight[p].is_operand()) return false;
+    if (p == 0) return packs_input(layer);
     for (int s = 0; s <= layer.last(); ++s) {
       if (layer.projection(s) == p) return step_product(layer, s, is_backward).is_packed;
     }
@@ -103,13 +111,15 @@ struct Workspace {
     O* weight[kMaxProjections];
     A* bias[kMaxProjections];
     A* packed[kMaxStages];  // the weight of each stage, as its product in a step reads it
+    A* packed_input;        // only in forward
     T* eps;
     ScratchNeeds needs;
     char* scratch[2];  // the backend's own memory, for each stream
 
     // needs: all but the rows, which are filled in here.
     Buffers(const Layer<T>& layer, bool is_backward, const ScratchNeeds& needs, Arena& arena)
-        : is_backward(is_backward), weight{}, bias{}, packed{}, eps{}, needs(needs), scratch{} {
+        : is_backward(is_backward), weight{}, bias{}, packed{}, packed_input{}, eps{}, needs(needs),
+          scratch{} {
       const int64_t rows = this->needs.rows = layer.chunk * layer.batch;
       for (int i = 0; i < layer.buffers(); ++i) {
         scratch[i] = arena.take<char>(Backend::scratch_bytes(this->needs));
@@ -127,6 +137,10 @@ struct Workspace {
         const StepProduct product = step_product(layer, s, is_backward);
         if (!product.is_packed) continue;
         packed[s] = arena.take<A>(cpu::packed_numbers(product.terms, product.columns));
+      }
+      if (!is_backward && packs_input(layer)) {
+        const int64_t columns = layer.input_columns();
+        packed_input = arena.take<A>(cpu::packed_numbers(layer.sizes.input, columns));
       }
       if (layer.eps.data != nullptr && !has_uniform_rows(layer, layer.eps)) {
         eps = arena.take<T>(rows * layer.sizes.latent);

@@ -101,8 +101,14 @@ class CpuBackend : public cpu::Memory<Element> {
                                      out.columns);
     }
     signals_.look();
-    share_panels(out.columns, a.rows * a.columns, [&](int64_t first, int64_t last) {
-      kernels_.packed_product(out, a, panels, accumulate, first, last);
+    if (out.rows <= cpu::kLeastTile) {
+      return share_panels(out.columns, a.rows * a.columns, [&](int64_t first, int64_t last) {
+        kernels_.packed_product(out, a, panels, accumulate, first, last);
+      });
+    }
+    share_tiles(out, a.columns, [&](int64_t r, int64_t tall, int64_t c, int64_t wide) {
+      kernels_.packed_product(out.row_range(r, tall), a.row_range(r, tall), panels, accumulate, c,
+                              c + wide);
     });
   }
 
@@ -270,6 +276,17 @@ class CpuBackend : public cpu::Memory<Element> {
   }
   void panels(const Matrix<A>& out, const Matrix<const A>& a, const Matrix<const A>& b,
               bool accumulate) const {
+    share_tiles(out, a.columns, [&](int64_t r, int64_t tall, int64_t c, int64_t wide) {
+      kernels_.panel_product(out.row_range(r, tall).column_range(c, wide), a.row_range(r, tall),
+                             b.column_range(c, wide), accumulate, scratch());
+    });
+  }
+  // Calls f(first row, rows, first column, columns) for tiles of a product of so many terms.  Each
+  // begins a panel of a packed weight.
+  template <class F>
+  static void share_tiles(const Matrix<A>& out, int64_t terms, const F& f) {
+    static_assert(cpu::kTileColumns % cpu::kPackedColumns == 0 &&
+                  cpu::kLeastTile % cpu::kPackedColumns == 0);
     int64_t rows = std::min(out.rows, cpu::kTileRows);
     int64_t columns = std::min(out.columns, cpu::kTileColumns);
     const auto across = [&] { return (out.columns + columns - 1) / columns; };
@@ -279,19 +296,14 @@ class CpuBackend : public cpu::Memory<Element> {
                   wanted = threads > 1 ? 4 * threads : 1;
     while (tiles() < wanted && std::max(rows, columns) > cpu::kLeastTile) {
       int64_t& larger = columns >= rows ? columns : rows;
-      larger = std::max(larger / 2, cpu::kLeastTile);
+      larger = (larger / 2 + cpu::kLeastTile - 1) / cpu::kLeastTile * cpu::kLeastTile;
     }
-    parallel(tiles(), rows * columns * a.columns / kTermsPerElement,
-             [&](int64_t tile, int64_t end) {
-               for (; tile < end; ++tile) {
-                 const int64_t r = tile / across() * rows, c = tile % across() * columns;
-                 const int64_t tall = std::min(rows, out.rows - r),
-                               wide = std::min(columns, out.columns - c);
-                 kernels_.panel_product(out.row_range(r, tall).column_range(c, wide),
-                                        a.row_range(r, tall), b.column_range(c, wide), accumulate,
-                                        scratch());
-               }
-             });
+    parallel(tiles(), rows * columns * terms / kTermsPerElement, [&](int64_t tile, int64_t end) {
+      for (; tile < end; ++tile) {
+        const int64_t r = tile / across() * rows, c = tile % across() * columns;
+        f(r, std::min(rows, out.rows - r), c, std::min(columns, out.columns - c));
+      }
+    });
   }
   // Kept by each thread that multiplies; on its stack it could be too large for a small one.
   static A* scratch() {
