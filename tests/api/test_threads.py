@@ -69,7 +69,7 @@ SIZES = {
     "2 projected, B=1": (fusedrnn.LSTM, {"input_size": 9, "hidden_size": 100, "proj_size": 2}, 1),
     "5 hidden, B=3": (fusedrnn.GRU, {"input_size": 1000, "hidden_size": 5}, 3),
     "a tile for each thread": (fusedrnn.GRU, {"input_size": 96, "hidden_size": 96}, 300),
-    # The input's weight is packed, in panels of 64 columns, and halves of tiles would not begin one.
+    # The input's weight is packed, in panels of 64 columns; halves of tiles would begin within one.
     "200 columns": (fusedrnn.LSTM, {"input_size": 60, "hidden_size": 50}, 80),
 }
 
