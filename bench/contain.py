@@ -116,9 +116,15 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(mark: str) -> None:
-    """Kills all processes whose environment contains this text, until there are none."""
+    """Kills all processes whose environment contains this text, until there are none.
+
+    Looks twice: a process that is about to run another program has no environment for a moment.
+    """
     end = time.monotonic() + KILL_S
-    while (found := _marked(mark)) and time.monotonic() < end:
+    looks_without = 0
+    while looks_without < 2 and time.monotonic() < end:
+        found = _marked(mark)
+        looks_without = 0 if found else looks_without + 1
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
