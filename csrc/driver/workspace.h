@@ -88,10 +88,12 @@ struct Workspace {
     return fits && layer.rows_at == nullptr ? work : 0;
   }
   // Whether forward packs the input's weight as well, once and not for each chunk: where that takes
-  // at most half of the input's memory.
+  // at most half of the input's memory, and no more than a chunk's input gates; but not in chunks
+  // of one step, which the least workspace has.
   static bool packs_input(const Layer<T>& layer) {
     const int64_t terms = layer.sizes.input, columns = layer.input_columns();
-    return Backend::kPacks && columns <= layer.rows() / 2 &&
+    return Backend::kPacks && layer.chunk > 1 && terms <= layer.chunk * layer.batch &&
+           columns * int64_t(sizeof(A)) <= layer.rows() * int64_t(sizeof(T)) / 2 &&
            cpu::packs(layer.seq_len, terms, columns);
   }
   // Whether a weight is read as panels alone, which are made of the user's own memory.  Backward

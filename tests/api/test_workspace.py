@@ -287,6 +287,12 @@ def test_an_empty_batch_takes_none():
     assert output.shape == (4, 0, 7)
 
 
+def test_the_least_workspace_holds_no_packed_weight_of_the_input():
+    layer = fusedrnn.GRU(4000, 64, workspace_bytes=2**19)
+    output, _ = layer(torch.randn(512, 1, 4000))  # the packed weight would take 3 MB
+    assert output.isfinite().all()
+
+
 def test_single_steps_where_a_persistent_kernel_has_no_room():
     case = replace(LSTM, dtype=torch.bfloat16, batch=64, hidden_size=256, input_size=256)
     gpu = gpu_of("emulated", MULTIPROCESSORS)
