@@ -26,7 +26,7 @@ except (ImportError, OSError) as error:
     raise ImportError(
         f"fusedrnn is not built: its compiled modules in {Path(__file__).parent} are missing, or "
         f"are of another Python or torch ({error}); run `pip install .` in the source tree and "
-        "import from elsewhere"
+        "import from elsewhere, or `pip install -e .` to import from the tree, as the benchmarks do"
     ) from error
 core = ctypes.CDLL(str(_core))
 """What else the library of the operators for the CPU exports: see csrc/ops/ops.cpp."""
