@@ -42,7 +42,6 @@ struct Traits<float> {
   static FUSEDRNN_HD float from_int(Int i) { return static_cast<float>(i); }
   static FUSEDRNN_HD float sqrt(float x) { return ::sqrtf(x); }
   // NaN in x stays NaN; a denormal x may become 0 where they are flushed.
-  static FUSEDRNN_HD float min(float bound, float x) { return bound < x ? bound : x; }
   static FUSEDRNN_HD float max(float bound, float x) { return bound > x ? bound : x; }
 };
 
@@ -108,11 +107,7 @@ FUSEDRNN_HD F horner(F x, float c, Rest... rest) {
   return horner(x, rest...) * x + c;
 }
 
-// min and max in one instruction instead of three, for where a denormal x may count as 0.
-template <class F>
-FUSEDRNN_HD F at_most(F x, float b) {
-  return Traits<F>::min(splat<F>(b), x);
-}
+// max in one instruction instead of three, for where a denormal x may count as 0.
 template <class F>
 FUSEDRNN_HD F at_least(F x, float b) {
   return Traits<F>::max(splat<F>(b), x);
@@ -203,7 +198,7 @@ FUSEDRNN_HD F exp(F x) {
   if constexpr (std::is_same_v<F, double>) {
     return ::exp(x);
   } else {
-    return detail::exp_in_range(detail::at_most(detail::at_least(x, -87.5f), 89.0f));
+    return detail::exp_in_range(min(detail::at_least(x, -87.5f), 89.0f));
   }
 }
 

@@ -69,17 +69,6 @@ struct Traits<VecF> {
     return x;
 #endif
   }
-  static FUSEDRNN_HD VecF min(VecF bound, VecF x) {
-#if FUSEDRNN_LANES == 16
-    return (VecF)_mm512_maskz_min_ps(0xffff, (__m512)bound, (__m512)x);
-#elif FUSEDRNN_LANES == 8
-    return (VecF)_mm256_min_ps((__m256)bound, (__m256)x);
-#elif defined(__x86_64__)
-    return (VecF)_mm_min_ps((__m128)bound, (__m128)x);
-#else
-    return bound < x ? bound : x;
-#endif
-  }
   static FUSEDRNN_HD VecF max(VecF bound, VecF x) {
 #if FUSEDRNN_LANES == 16
     return (VecF)_mm512_maskz_max_ps(0xffff, (__m512)bound, (__m512)x);

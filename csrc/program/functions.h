@@ -165,8 +165,7 @@ FUSEDRNN_HD F expm1(F x) {
   } else {
     // 2^n e^r - 1 = 2^n (e^r - 1) + (2^n - 1), all halved, so that it overflows where it should.
     F r, half_scale;
-    const F q =
-        detail::exp_parts(detail::at_most(detail::at_least(x, -87.5f), 89.0f), r, half_scale);
+    const F q = detail::exp_parts(min(max(x, -87.5f), 89.0f), r, half_scale);
     const F p = (q * r) * 0.5f;
     const F half = half_scale * p + (half_scale - 0.5f);
     return select(half_scale == 0.5f, p, F(half + half));

@@ -291,6 +291,12 @@ def test_the_least_workspace_holds_no_packed_weight_of_the_input():
     layer = fusedrnn.GRU(4000, 64, workspace_bytes=2**19)
     output, _ = layer(torch.randn(512, 1, 4000))  # the packed weight would take 3 MB
     assert output.isfinite().all()
+    one, two = (
+        fusedrnn.plan(fusedrnn.LSTM(64, 64, chunk_size=n), (100, 64, 64)).forward.workspace_bytes
+        for n in (1, 2)
+    )
+    gates = packed = 64 * 256 * 4  # of a step, and the weight
+    assert two - one == gates + packed
 
 
 def test_single_steps_where_a_persistent_kernel_has_no_room():
