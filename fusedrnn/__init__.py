@@ -12,6 +12,7 @@ from . import (
     functional,
     reference,
 )
+from .bank import BankPlan, WeightBank
 from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
 from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
@@ -23,6 +24,7 @@ __version__ = _version("fusedrnn")
 __all__ = [
     "GRU",
     "LSTM",
+    "BankPlan",
     "ConversionReport",
     "Explanation",
     "GRUCell",
@@ -33,6 +35,7 @@ __all__ = [
     "Recurrent",
     "StochasticGRU",
     "StochasticGRUCell",
+    "WeightBank",
     "convert",
     "functional",
     "gru",

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .closures import Held
 from .draws import DRAWS
-from .locks import CallerLock
+from .._locks import CallerLock
 from .noise import Source
 from .replicas import Replicas, parameters_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn.recurrent import locks
+from fusedrnn import _locks as locks
 
 SEQ_LEN, BATCH, H = 16, 2, 3
 

@@ -1,0 +1,340 @@
+"""The device of a bank: which weights are there, and how gradients leave it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .engines import Engine, Immediate, engine_of
+from .gradients import Gradient, Home, Pass, Passes, executed, gradient_layout
+from .slots import Slot, Slots
+from .task import Task, Version, versions_of
+
+
+class Key(NamedTuple):
+    """What the numbers in a slot were made of."""
+
+    task: Version
+    shared: tuple[tuple[int, int], ...]
+    """Address and version of each weight that is added."""
+
+
+class Device:
+    """One device, with the slots and the gradients of one bank."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        slots: int,
+        shared: nn.Module | None,
+        most: Callable[[], int],
+        deliver: Callable[[list[Gradient]], None],
+        keeps: Callable[[], bool],
+        engine: Engine | None = None,
+    ) -> None:
+        """
+        Args:
+            most: Gives the bytes of the largest task.
+            deliver: Takes the gradients of each pass at its end.
+            keeps: Whether they stay on the device until then, for an exchange.
+        """
+        self.device = device
+        self.engine = engine_of(device) if engine is None else engine
+        if self.engine is None and shared is not None:
+            self.engine = Immediate()
+        self.shared, self.lock = shared, threading.RLock()
+        self.slots = None if self.engine is None else Slots(slots, device, self.engine)
+        self.home = Home(self.engine, device)
+        self.passes = Passes(self._finish)
+        self.reloads = 0
+        self._most, self._deliver, self._keeps = most, deliver, keeps
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def key(self, task: Task) -> Key:
+        """Of the numbers as they are now."""
+        theta = [] if self.shared is None else list(self.shared.parameters())
+        addresses = (tensor.data_ptr() for tensor in theta)
+        return Key(task.version(), tuple(zip(addresses, versions_of(theta), strict=True)))
+
+    def resident(self, task: Task, *, ahead: bool = False, index: int | None = None) -> Slot:
+        """A slot with the task's weights of now, which the caller's stream waits for.
+
+        Args:
+            ahead: Nobody needs them yet.
+            index: Of the slot that must have them.
+        """
+        assert self.slots is not None and self.engine is not None
+        task.check()
+        key = self.key(task)
+        slot = self.slots.find(task, key)
+        if slot is not None and index is not None and slot is not self._at(index):
+            slot = None
+        if slot is None:
+            slot = self.slots.bring(task, key, self._most(), index)
+        elif _is_checked():
+            self._compare(task, slot)
+        if not ahead:
+            slot.use(self.engine)
+            if self.shared is not None and not slot.is_sum:
+                self._add_shared(task, slot)
+        return slot
+
+    def _at(self, index: int) -> Slot | None:
+        assert self.slots is not None
+        return self.slots.slots[index] if index < len(self.slots.slots) else None
+
+    def _add_shared(self, task: Task, slot: Slot) -> None:
+        assert self.shared is not None and self.engine is not None
+        theta = list(self.shared.parameters())
+        with torch.no_grad(), torch.inference_mode(False):
+            views = [place.view(slot.memory) for place in task.places if place.is_parameter]
+            torch._foreach_add_(views, [tensor.detach() for tensor in theta])
+        slot.is_sum = True
+        slot.arrives(self.engine.mark(self.engine.stream()))
+
+    def for_backward(self, task: Task, key: Key) -> Slot:
+        """A slot with the weights that a call had.
+
+        Raises:
+            RuntimeError: They have changed since.
+        """
+        assert self.slots is not None and self.engine is not None
+        with self.lock:
+            number = torch._C._current_graph_task_id()
+            now = (number, key)
+            for slot in self.slots.slots:
+                if slot.task is task and slot.checked == now and number != -1:
+                    break  # once in each pass
+            else:
+                task.check()
+                self._check_unchanged(task, key)
+                copies = self.slots.copies
+                slot = self.resident(task)
+                self.reloads += self.slots.copies - copies
+                slot.checked = now
+                self.passes.now()
+            slot.use(self.engine)
+            return slot
+
+    def _check_unchanged(self, task: Task, key: Key) -> None:
+        now = self.key(task)
+        changed = None
+        if now.task.epoch != key.task.epoch:
+            changed = "tensors", "replaced, or refresh() was called,"
+        elif now.task.flat != key.task.flat:
+            changed = "flat_weight", "written to"
+        elif now.shared != key.shared:
+            changed = "a weight of shared", "changed"
+        else:
+            for place, before, after in zip(
+                task.places, key.task.tensors, now.task.tensors, strict=True
+            ):
+                if before != after and place.is_parameter:
+                    changed = place.names[0], f"changed (version {before} is now {after})"
+                    break
+        if changed is not None:
+            raise RuntimeError(
+                f"fusedrnn: {changed[0]} of {task.name} was {changed[1]} between forward and "
+                "backward, which needs the numbers that forward had: call backward() before "
+                "step(), and before weights are loaded"
+            )
+
+    def _compare(self, task: Task, slot: Slot) -> None:
+        """Raises if the numbers in a slot are not those on the host, with FUSEDRNN_CHECK=1."""
+        assert self.engine is not None
+        slot.use(self.engine)
+        theta = [] if self.shared is None else list(self.shared.parameters())
+        for i, (place, tensor) in enumerate(zip(task.places, task.tensors, strict=True)):
+            expected = tensor.detach().to(self.device)
+            if place.is_parameter and slot.is_sum:
+                expected = expected + theta[i].detach()
+            there = place.view(slot.memory)
+            if not torch.equal(torch.nan_to_num(there), torch.nan_to_num(expected)):
+                raise RuntimeError(
+                    f"fusedrnn: {place.names[0]} of {task.name} has changed in a way that torch "
+                    "does not count, such as a write to .data: call refresh() of the bank after it"
+                )
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def tensors(self, task: Task, slot: Slot | None) -> list[Tensor]:
+        """What a call of the task computes with: with a history, if a gradient is wanted.
+
+        Args:
+            slot: Where the weights are; None if that is the host.
+        """
+        theta = [] if self.shared is None else list(self.shared.parameters())
+        parameters = sum(place.is_parameter for place in task.places)
+        trained = [
+            i
+            for i in range(parameters)
+            if task.tensors[i].requires_grad or (theta and theta[i].requires_grad)
+        ]
+        wants = torch.is_grad_enabled() and trained and not torch.is_inference_mode_enabled()
+        # A call within a pass, as of a checkpoint, has tensors of its own.
+        made_for = trained, torch._C._current_graph_task_id()
+        if slot is not None and slot.views is not None and wants and slot.views[0] == made_for:
+            return slot.views[1]  # so that gradients of several calls are added on the device
+        with torch.inference_mode(False):
+            if slot is None:
+                found = [tensor.detach() for tensor in task.tensors[:parameters]]
+                found += task.tensors[parameters:]
+            else:
+                found = [place.view(slot.memory) for place in task.places]
+        if not wants:
+            return found
+        own = [i for i in trained if task.tensors[i].requires_grad]
+        inputs = [_input(task.tensors[i], self._keeps()) for i in own]
+        inputs += [theta[i] for i in trained if theta and theta[i].requires_grad]
+        made = Fetch.apply(self, task, trained, own, [found[i] for i in trained], *inputs)
+        for i, tensor in zip(trained, made, strict=True):
+            found[i] = tensor
+        if slot is not None:
+            slot.views = made_for, found
+        return found
+
+    def bring_buffers_home(
+        self, task: Task, slot: Slot, tensors: Sequence[Tensor], before: Sequence[int]
+    ) -> None:
+        """After a call: what it has changed of the buffers goes to the host.
+
+        Args:
+            before: The versions that they had.
+        """
+        # torch's batch norm does not count what it writes to its statistics.
+        always = task.module.training
+        first = len(tensors) - len(before)
+        changed = [
+            i
+            for i, version in enumerate(before, first)
+            if always or versions_of([tensors[i]])[0] != version
+        ]
+        with torch.inference_mode(False), torch.no_grad():
+            for i in changed:
+                task.tensors[i].copy_(task.places[i].view(slot.memory))  # waits for the device
+                self.home.nbytes_out += task.tensors[i].nbytes
+        if changed and slot.key.task.epoch == task.version().epoch:
+            # What else has changed since is not in the slot.
+            now, then = task.version(), slot.key.task
+            tensors_now = (*then.tensors[:first], *now.tensors[first:])
+            slot.key = slot.key._replace(task=then._replace(tensors=tensors_now))
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def _finish(self, passed: Pass) -> None:
+        with self.lock:
+            if self.slots is not None:
+                self.slots.settle()
+            gradients = [*passed.gradients.values()]
+            passed.gradients.clear()
+            passed.is_over = True
+        self._deliver(gradients)
+
+    def take_gradients(
+        self, task: Task, own: Sequence[int], grads: Sequence[Tensor | None],
+        outer: weakref.ref[Pass] | None,
+    ) -> None:
+        """Keeps gradients of a task until the end of the pass.
+
+        Args:
+            outer: The pass in which the call was made, if it was one.
+        """
+        with self.lock:
+            passed = None if outer is None else outer()
+            if passed is None or passed.is_over:
+                passed = self.passes.now()
+            assert passed is not None
+            gradient = passed.gradients.get(task)
+            layout = gradient_layout(task, own)
+            if gradient is None:
+                gradient = passed.gradients[task] = Gradient(task, layout, self.home)
+            gradient.add(grads)
+            if not self._keeps():
+                gradient.send()
+
+    def return_gradients(
+        self, task: Task, own: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients on the host, at once."""
+        with self.lock:
+            gradient = Gradient(task, gradient_layout(task, own), self.home)
+            gradient.add(grads)
+            return gradient.results()
+
+
+class Fetch(torch.autograd.Function):
+    """Parameters on the host in, tensors on the device out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        device: Device,
+        task: Task,
+        trained: list[int],
+        own: list[int],
+        views: list[Tensor],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.device, ctx.task, ctx.trained, ctx.own = device, task, trained, own
+        with device.lock:
+            outer = device.passes.now()
+        ctx.outer = None if outer is None else weakref.ref(outer)
+        ctx.set_materialize_grads(False)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        device: Device = ctx.device
+        task, own = ctx.task, ctx.own
+        at = {i: grad for i, grad in zip(ctx.trained, grads, strict=True)}
+        mine = [at[i] for i in own]
+        of_theta: list[Tensor | None] = []
+        if device.shared is not None:
+            wanted = [p.requires_grad for p in device.shared.parameters()]
+            of_theta = [grad for i, grad in at.items() if wanted[i]]
+        if torch.is_grad_enabled() or any(map(_is_wrapped, mine)):
+            home: list[Tensor | None] = [None if g is None else g.to("cpu") for g in mine]
+        else:
+            now = executed(ctx, len(own))
+            if now is None or (_has_hooked(task, own) and not device._keeps()):
+                home = device.return_gradients(task, own, mine)
+            else:
+                kept = [g if has else None for g, has in zip(mine, now, strict=True)]
+                device.take_gradients(task, own, kept, ctx.outer)
+                home = [None] * len(own)
+        return (None, None, None, None, None, *home, *of_theta)
+
+
+def _input(parameter: Tensor, keeps: bool) -> Tensor:
+    """A parameter as autograd is to know it.
+
+    Where gradients come to ``.grad`` only at the end of the pass, hooks are called there. Autograd
+    would call them before, without a gradient, so it gets another leaf.
+    """
+    return parameter.detach().requires_grad_() if keeps and _has_hooks(parameter) else parameter
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _has_hooked(task: Task, own: Sequence[int]) -> bool:
+    return any(_has_hooks(task.tensors[i]) for i in own)
+
+
+def _is_wrapped(tensor: Tensor | None) -> bool:
+    return tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_checked() -> bool:
+    return os.environ.get("FUSEDRNN_CHECK", "0") not in ("", "0")

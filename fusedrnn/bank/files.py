@@ -1,0 +1,151 @@
+"""Tasks whose weights stay in a file: more of them than the host has memory for."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .engines import Engine, Event
+from .layout import Layout, lay_out
+from .memory import allocate
+from .task import Task, Version
+
+_MOST_KEPT = 64
+"""Modules of tasks that were used last, which are views of the file and take little memory."""
+
+
+class File:
+    """A file of safetensors with the state dict of a bank, by the name of each task."""
+
+    def __init__(self, path: str | Path, module: nn.Module) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError(
+                "fusedrnn: WeightBank.open reads a file of safetensors: pip install safetensors"
+            ) from error
+        self._file = safe_open(str(path), framework="pt")
+        self.path, self.module = path, module
+        names: dict[str, list[str]] = {}
+        for full in self._file.keys():  # noqa: SIM118, it is no dict
+            key, _, name = full.partition(".")
+            names.setdefault(key, []).append(name)
+        expected = module.state_dict()
+        if not names:
+            raise ValueError(f"fusedrnn: {path} has no tensors")
+        for key, found in names.items():
+            self._check(key, found, expected)
+        ordered = sorted(names, key=lambda key: (len(key), key) if key.isdigit() else (10**9, key))
+        self.keys = dict.fromkeys(ordered)
+
+    def _check(self, key: str, found: list[str], expected: dict[str, Tensor]) -> None:
+        if set(found) != expected.keys():
+            differ = sorted(set(found) ^ expected.keys())
+            raise ValueError(
+                f"fusedrnn: task {key!r} in {self.path} must have the tensors of the module, "
+                f"{', '.join(sorted(expected)[:4])}, …; only one of them has {', '.join(differ[:4])}"
+            )
+        for name in found:
+            shape = tuple(self._file.get_slice(f"{key}.{name}").get_shape())
+            if shape != tuple(expected[name].shape):
+                raise ValueError(
+                    f"fusedrnn: {name} of task {key!r} in {self.path} must have the module's shape "
+                    f"{tuple(expected[name].shape)}, got {shape}"
+                )
+
+    def read(self, key: str) -> nn.Module:
+        """The module of a task, whose tensors are those of the file, read when they are used."""
+        own = [*self.module.parameters(), *self.module.buffers()]
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
+        module = copy.deepcopy(self.module, memo)  # its structure alone
+        expected = module.state_dict()
+        state = {name: self._file.get_tensor(f"{key}.{name}") for name in expected}
+        for name, tensor in state.items():
+            if tensor.dtype != expected[name].dtype:
+                raise ValueError(
+                    f"fusedrnn: {name} of task {key!r} in {self.path} must be "
+                    f"{expected[name].dtype} as the module's, got {tensor.dtype}"
+                )
+        module.load_state_dict(state, assign=True)
+        return module.requires_grad_(False).eval()
+
+
+class FileTask(Task):
+    """A task that is read when it is used."""
+
+    def __init__(self, key: int | str, module: nn.Module, layout: Layout, tasks: FileTasks) -> None:
+        self._tasks = tasks
+        super().__init__(key, module, layout)
+        self.tensors = [where[name] for (where, name), *_ in self._owners]
+
+    def check(self) -> None:
+        """Nobody trains them."""
+
+    def version(self) -> Version:
+        return Version(0, (), tuple(0 for _ in self.tensors))
+
+    def bytes(self) -> Tensor:
+        assert self._tasks.staging is not None
+        return self._tasks.staging.fill(self)
+
+    def was_read(self, event: Event) -> None:
+        assert self._tasks.staging is not None
+        self._tasks.staging.event = event
+
+
+class Staging:
+    """One block of host memory, through which weights go from the file to the device."""
+
+    def __init__(self, nbytes: int, engine: Engine) -> None:
+        self._memory, self._engine = allocate(nbytes), engine
+        engine.pin(self._memory)
+        self.event: Event | None = None
+        """When the last copy out of it is done."""
+
+    def fill(self, task: FileTask) -> Tensor:
+        """The bytes of a task."""
+        if self.event is not None:
+            self._engine.host_wait(self.event)
+        with torch.no_grad():
+            for place, tensor in zip(task.places, task.tensors, strict=True):
+                place.view(self._memory).copy_(tensor)
+        return self._memory[: task.nbytes]
+
+
+class FileTasks(Mapping[str, Task]):
+    """The tasks of a file; those used last are kept."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._layout = lay_out(file.module, "the module")
+        self._kept: OrderedDict[str, FileTask] = OrderedDict()
+        self.nbytes = self._layout.nbytes
+        self.staging: Staging | None = None
+
+    def use(self, engine: Engine | None) -> None:
+        """Weights go to the device of this engine."""
+        self.staging = None if engine is None else Staging(self._layout.nbytes, engine)
+
+    def __getitem__(self, key: str) -> FileTask:
+        if key not in self._file.keys:
+            raise KeyError(key)
+        task = self._kept.pop(key, None)
+        if task is None:
+            named = int(key) if key.isdigit() else key
+            task = FileTask(named, self._file.read(key), self._layout, self)
+        self._kept[key] = task
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return task
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys)
+
+    def __len__(self) -> int:
+        return len(self._file.keys)

@@ -1,0 +1,108 @@
+"""Memory on the host, of exact size, that a GPU can copy while the host goes on.
+
+torch's allocator of pinned memory rounds each block up to a power of two: 34 MB take 64. Here a
+block is a mapping of whole pages, which is registered with CUDA as it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Registry(Protocol):
+    """What makes memory that exists known to a GPU."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Returns why it cannot be, or "" if it is."""
+
+    def unregister(self, address: int) -> None:
+        """After all copies from and to the memory are done."""
+
+
+def allocate(nbytes: int) -> Tensor:
+    """New memory of the host: uint8, zeros, from the beginning of a page.
+
+    It is freed when no tensor has a part of it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    with torch.inference_mode(False):  # tensors made in that mode have no version
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    _mappings[memory.data_ptr()] = pages
+    return memory
+
+
+# A tensor keeps its mapping, and a mapping can tell when it goes.
+_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+
+def pin(memory: Tensor, registry: Registry) -> None:
+    """Registers what ``allocate`` has returned with a GPU, for as long as it exists.
+
+    Warns if that fails: then copies are right, but the host waits for them.
+    """
+    address, nbytes = memory.data_ptr(), memory.nbytes
+    if reason := registry.register(address, nbytes):
+        warnings.warn(
+            f"fusedrnn: {nbytes:,} bytes of a WeightBank's host memory could not be pinned "
+            f"({reason}): the host will wait for each copy. `ulimit -l` shows the limit of locked "
+            "memory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    finalizer = weakref.finalize(_mappings[address], _unpin, registry.unregister, address)
+    finalizer.atexit = False  # CUDA may be gone
+
+
+def _unpin(unregister: Callable[[int], None], address: int, process: int = os.getpid()) -> None:
+    if os.getpid() == process:  # a forked child must not call CUDA
+        unregister(address)
+
+
+class HostPool:
+    """Blocks of host memory that are used again when no tensor has a part of them."""
+
+    def __init__(self, prepare: Callable[[Tensor], None]) -> None:
+        """
+        Args:
+            prepare: Called once with each new block.
+        """
+        self._prepare = prepare
+        self._blocks: list[tuple[Tensor, int]] = []
+        """With the references to the storage that the pool itself has."""
+
+    def take(self, nbytes: int) -> Tensor:
+        """A block of at least ``nbytes``, with any content. Keep it, or a view, while in use."""
+        best = None
+        for block, own in self._blocks:
+            is_free = _references(block) <= own
+            if is_free and block.nbytes >= nbytes and (best is None or block.nbytes < best.nbytes):
+                best = block
+        if best is not None:
+            return best.view(-1)
+        block = allocate(nbytes)
+        self._prepare(block)
+        self._blocks.append((block, _references(block)))
+        return block.view(-1)
+
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(block.nbytes for block, _ in self._blocks)
+
+
+def _references(block: Tensor) -> int:
+    return references(block.untyped_storage())
+
+
+def references(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storages have this memory, ``storage`` itself included."""
+    return torch._C._storage_Use_Count(storage._cdata)

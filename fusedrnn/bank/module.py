@@ -1,0 +1,697 @@
+"""The bank as a module: tasks by name, calls, and what torch does to a module."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.types import Device as DeviceLike
+
+from .._graphs import never_in_graphs
+from . import ranks
+from .device import Device
+from .engines import Engine
+from .files import File, FileTask, FileTasks
+from .gradients import Gradient
+from .layout import aligned
+from .memory import allocate
+from .optimizer import SHARED, TaskOptimizer
+from .plan import BankPlan, break_even
+from .saved import saving
+from .steps import DeviceStep, Holders, watch
+from .task import Task, versions_of
+
+Key = int | str
+_RUNTIME = ("_device", "_ranks", "_tasks", "_holders", "_stepping", "_most")
+
+
+class WeightBank(nn.Module):
+    """T modules of which the device holds those in use: theta[t], for t = 1..T.
+
+    ``bank(t, ...)`` is ``modules[t](...)`` of an ``nn.ModuleList``. The weights of all tasks stay
+    in host memory, one block for each; a call brings those of its task to the device in one copy,
+    and backward brings their gradient to ``.grad`` on the host in another. So the device needs
+    memory for ``slots`` tasks, however many there are. On a CPU a call is that of the module.
+
+    ``bank[t]`` is the module of a task, whose tensors are on the host: initialise, load, freeze or
+    inspect them there. Any optimizer of torch steps them; ``optimizer()`` makes one that does not
+    look at idle tasks. The state dict is that of an ``nn.ModuleList``, or of an ``nn.ModuleDict``.
+
+    With several ranks the gradients of tasks in use are averaged at the end of each backward pass,
+    and nothing is sent for others: call ``WeightBank.exclude(model)`` before
+    ``DistributedDataParallel(model)``, and pass ``ignored_params=set(bank.parameters())`` to
+    ``fully_shard``. Each rank runs as many backward passes through the bank; one whose backward
+    does not touch it calls ``sync_gradients()``.
+
+    Args:
+        modules: A list or a dict of modules, which may differ in shape; or one module, of which
+            ``tasks`` copies are made.
+        tasks: How many copies, or a name for each.
+        device: Where calls are computed. The accelerator if there is one, else the CPU;
+            ``model.to(device)`` changes it.
+        shared: "add": the weights of a task are those of the module plus its own, which start as
+            0. The module is ``bank.shared``, stays on the device, and is trained too. Its buffers
+            are not used: each task has its own.
+        slots: Tasks that the device has memory for; with 2 the next one comes while one is in use.
+        average: Over ranks. "world": the mean over all ranks, as DistributedDataParallel's;
+            "users": over those that used the task.
+        process_group: Of the ranks, as torch.distributed has it; None for all.
+        step_on: Where optimizers step the tasks in use: on the "host", or on the "device", to
+            which their weights, gradients and states then go for the step.
+
+    Raises:
+        TypeError, ValueError: An argument is of another kind; tasks have no or the same names, or
+            share a module; a tensor is a subclass, on the meta device, or not strided.
+        RuntimeError: From a call: it is within a DistributedDataParallel that did not exclude the
+            bank, or in a replica of DataParallel. From backward: weights have changed since
+            forward, or ranks have diverged. The message says which.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Iterable[nn.Module] | Mapping[Any, nn.Module],
+        tasks: int | Sequence[str] | None = None,
+        *,
+        device: DeviceLike = None,
+        shared: Literal["add"] | None = None,
+        slots: int = 2,
+        average: ranks.Average = "world",
+        process_group: Any = None,
+        step_on: Literal["host", "device"] = "host",
+    ) -> None:
+        super().__init__()
+        _check_choice("shared", shared, (None, "add"))
+        _check_choice("step_on", step_on, ("host", "device"))
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ValueError(f"fusedrnn: slots must be an int of at least 1, got {slots!r}")
+        made, self._is_list = _named(modules, tasks, shared)
+        self._slot_count, self._step_on = slots, step_on
+        self._average, self._group = average, process_group
+        if shared is not None:
+            assert isinstance(modules, nn.Module)
+            self._modules[SHARED] = modules
+            with torch.no_grad():
+                for module in made.values():
+                    for parameter in module.parameters():
+                        parameter.zero_()
+        self._target = _device(device)
+        self._begin()
+        self._take({key: Task(key, module) for key, module in made.items()})
+
+    @classmethod
+    def open(
+        cls,
+        file: str | Path,
+        module: nn.Module,
+        *,
+        device: DeviceLike = None,
+        slots: int = 2,
+    ) -> WeightBank:
+        """A bank for inference whose tasks stay in a file, and are read when they are used.
+
+        For more tasks than the host has memory for. Weights have no gradient, modules are in
+        eval mode, and the bank's own state dict is empty.
+
+        Args:
+            file: Of safetensors, with the state dict of a bank: ``3.rnn.weight_ih_l0``.
+            module: Has the structure, shapes and dtypes of every task; its values are not used.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: The file has other tensors.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fusedrnn: open takes a module, got {type(module).__name__}")
+        bank = cls([nn.Identity()], device=device, slots=slots)
+        bank._modules.clear()
+        bank._tasks = FileTasks(File(file, module))
+        bank._is_list = all(key.isdigit() for key in bank._tasks)
+        bank._use(None)
+        return bank
+
+    def _begin(self) -> None:
+        self._tasks: dict[str, Task] | FileTasks = {}
+        self._ranks = ranks.Ranks(self._average, self._group)
+        self._holders = Holders()
+        self._stepping: dict[Optimizer, DeviceStep] = {}
+        self._most: int | None = None
+        self._use(None)
+        watch(self)
+
+    def _use(self, engine: Engine | None) -> None:
+        """Makes the device's memory, or that of an engine, anew at the next call."""
+        self._device = Device(
+            self._target,
+            slots=self._slot_count,
+            shared=self._shared,
+            most=self._most_bytes,
+            deliver=self._deliver,
+            keeps=lambda: self._ranks.are_several(),
+            engine=engine,
+        )
+        if isinstance(self._tasks, FileTasks):
+            self._tasks.use(self._device.engine)
+
+    @property
+    def _shared(self) -> nn.Module | None:
+        return self._modules.get(SHARED) if SHARED not in self.__dict__.get("_tasks", {}) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where calls are computed."""
+        return self._target
+
+    # --- a list, or a dictionary, of modules ------------------------------------------------------
+
+    def _take(self, tasks: dict[Key, Task]) -> None:
+        """Moves modules into one block of host memory."""
+        memory = allocate(sum(aligned(task.nbytes) for task in tasks.values()))
+        begin = 0
+        assert isinstance(self._tasks, dict)
+        for key, task in tasks.items():
+            end = begin + aligned(task.nbytes)
+            task.place(memory[begin:end])
+            self._tasks[str(key)] = task
+            self._modules[str(key)] = task.module
+            begin = end
+        if self._device.engine is not None:
+            self._device.engine.pin(memory)
+        self._memories = [*getattr(self, "_memories", []), memory]
+        self._changed()
+
+    def _changed(self) -> None:
+        self._most = None
+        self._holders.forget()
+
+    def _most_bytes(self) -> int:
+        if self._most is None:
+            if isinstance(self._tasks, FileTasks):
+                self._most = self._tasks.nbytes
+            else:
+                self._most = max((task.nbytes for task in self._tasks.values()), default=0)
+        return self._most
+
+    def add(self, key: Key, module: nn.Module) -> None:
+        """Adds a task. With ``shared="add"`` the module has what is added, in shared's shapes."""
+        if isinstance(self._tasks, FileTasks):
+            raise RuntimeError("fusedrnn: a bank of a file is for reading only, so none is added")
+        _check_key(key)
+        if str(key) in self._modules:
+            raise ValueError(f"fusedrnn: there is a task {key!r} already")
+        _check_modules({key: module}, [task.module for task in self._tasks.values()])
+        task = Task(key, module)
+        if self._shared is not None:
+            _check_like_shared(task, self._shared)
+        self._take({key: task})
+
+    def __delitem__(self, key: Key) -> None:
+        """Removes a task; the names of others stay as they are."""
+        task = self._get(key)
+        if isinstance(self._tasks, FileTasks):
+            raise RuntimeError("fusedrnn: a bank of a file is for reading only")
+        if self._device.slots is not None:
+            with self._device.lock:
+                self._device.slots.forget(task)
+        del self._tasks[str(task.key)], self._modules[str(task.key)]
+        self._changed()
+
+    def __getitem__(self, key: Key) -> nn.Module:
+        """The module of a task, with its tensors on the host."""
+        return self._get(key).module
+
+    def _get(self, key: Any) -> Task:
+        name = key if type(key) in (int, str) else _name_of(key)
+        task = self._tasks.get(str(name))
+        if task is None and self._is_list and isinstance(name, int) and -len(self) <= name < 0:
+            task = self._tasks[list(self._tasks)[name]]  # as of a list
+        if task is None:
+            names = list(self._tasks)
+            shown = ", ".join(names if len(names) <= 5 else [*names[:4], f"…, {names[-1]}"])
+            raise KeyError(f"fusedrnn: task must be one of {shown or 'none'}, got {key!r}")
+        return task
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int | str) and str(key) in self._tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Modules, as those of a list; names, as those of a dict."""
+        return iter(self.values() if self._is_list else self.keys())
+
+    def keys(self) -> list[Key]:
+        """The names of tasks."""
+        return [task.key for task in self._tasks.values()]
+
+    def values(self) -> Iterator[nn.Module]:
+        """The modules of tasks."""
+        return (task.module for task in self._tasks.values())
+
+    def items(self) -> Iterator[tuple[Key, nn.Module]]:
+        """Names and modules of tasks."""
+        return ((task.key, task.module) for task in self._tasks.values())
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def forward(self, task: Key, *args: Any, **kwargs: Any) -> Any:
+        """``bank[task](*args, **kwargs)`` on the device.
+
+        Raises:
+            KeyError: There is no such task.
+            ValueError: The inputs are on another device than the bank.
+        """
+        if self._is_direct():
+            return self._get(task).module(*args, **kwargs)
+        _check_inputs([*args, *kwargs.values()], self._target)
+        with self.active(task) as module:
+            return module(*args, **kwargs)
+
+    def active(self, task: Key, *, slot: int | None = None) -> AbstractContextManager[nn.Module]:
+        """The module of a task, with its weights on the device, for several calls or methods.
+
+        Args:
+            slot: The slot to take, from 0 on. Its memory does not move, so a CUDA graph that was
+                captured over one task can be replayed for another in the same slot.
+
+        Raises:
+            KeyError: There is no such task.
+            RuntimeError: The slot is in use.
+        """
+        found = self._get(task)
+        if slot is not None and not (type(slot) is int and 0 <= slot < self._slot_count):
+            raise ValueError(
+                f"fusedrnn: slot must be an int from 0 to {self._slot_count - 1}, got {slot!r}"
+            )
+        return _Call(self, found, slot)
+
+    def _is_direct(self) -> bool:
+        """Whether a call is nothing but that of the module."""
+        return self._device.engine is None and not self._ranks.are_several()
+
+    def _check_place(self) -> None:
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "fusedrnn: a WeightBank has one device in a process, so it does not run in the "
+                "replicas of nn.DataParallel: use DistributedDataParallel"
+            )
+        if torch.distributed.is_available() and ranks.is_known_to_ddp(self._some_parameters()):
+            raise RuntimeError(
+                "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
+                "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model)"
+            )
+
+    def _some_parameters(self) -> list[Tensor]:
+        """One of each task is enough to know whether the bank is excluded."""
+        first = next(iter(self._modules.items()), None) if self._tasks else None
+        if first is None or isinstance(self._tasks, FileTasks):
+            return []
+        found = (next(task.module.parameters(), None) for task in self._tasks.values())
+        return [parameter for parameter in found if parameter is not None]
+
+    def prefetch(self, task: Key) -> None:
+        """Begins to bring a task's weights to the device, where the next call finds them.
+
+        Announce a task after the ``step()`` that changes it; what comes before is brought again.
+        """
+        found = self._get(task)
+        if self._device.engine is not None:
+            with self._device.lock:
+                self._device.resident(found, ahead=True)
+
+    def prefetching(self, batches: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any]]:
+        """The pairs (task, batch) of ``batches``, with the weights of the next one on their way."""
+        source = iter(batches)
+        now = next(source, None)
+        while now is not None:
+            self.prefetch(now[0])
+            following = next(source, None)
+            if following is not None and self._slot_count > 1:
+                self.prefetch(following[0])
+            yield now
+            now = following
+
+    def refresh(self, task: Key | None = None) -> None:
+        """After a change that torch does not count, such as a write to ``.data`` or through NumPy:
+        forgets what the device has of a task, or of all.
+
+        With the environment variable FUSEDRNN_CHECK=1 every use of weights that are on the device
+        compares them with the host's, and an error names a change that was not told.
+        """
+        for found in self._tasks.values() if task is None else [self._get(task)]:
+            found.refresh()
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> TaskOptimizer:
+        """One optimizer for each task, made at its first gradient, with one state dict.
+
+        Equal to ``cls(bank.parameters(), **options)``, which looks at all tasks in each step.
+
+        Args:
+            cls: Of torch.optim, such as ``torch.optim.AdamW``.
+            options: Its arguments. On a CPU ``fused=True`` is the fastest.
+        """
+        return TaskOptimizer(self, cls, options)
+
+    def _deliver(self, gradients: list[Gradient]) -> None:
+        if not self._ranks.are_several():
+            for gradient in gradients:
+                gradient.accumulate()
+            return
+        self._ranks.keep(gradients)
+        if self._ranks.is_synced:
+            self.sync_gradients()
+
+    def sync_gradients(self) -> None:
+        """Averages over ranks the gradients since the last exchange, and adds them to ``.grad``.
+
+        A backward pass through the bank does it at its end. A rank whose backward pass does not go
+        through the bank calls it after that pass, since every rank takes part.
+        """
+        if self._ranks.are_several():
+            self._ranks.exchange(list(self._tasks.values()), self._device)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it gradients add up on this rank; the next backward pass after it averages them.
+
+        As DistributedDataParallel's, of which it is no part: enter both.
+        """
+        return self._ranks.no_sync()
+
+    @staticmethod
+    def exclude(model: nn.Module) -> nn.Module:
+        """Has DistributedDataParallel leave the tasks of all banks in ``model`` to the banks.
+
+        Call it before ``DistributedDataParallel(model)``. Returns ``model``.
+        """
+        names = []
+        for path, bank in model.named_modules():
+            if isinstance(bank, WeightBank):
+                for key in bank._tasks if isinstance(bank._tasks, dict) else ():
+                    prefix = f"{path}.{key}" if path else key
+                    tensors = bank._tasks[key].places
+                    names += [f"{prefix}.{name}" for place in tensors for name in place.names]
+        ranks.exclude(model, names)
+        return model
+
+    # --- what it takes ----------------------------------------------------------------------------
+
+    def plan(
+        self,
+        *,
+        gb_per_s: Sequence[float] = (25.0, 55.0, 400.0),
+        tflops: Sequence[float] = (50.0, 100.0, 300.0),
+    ) -> BankPlan:
+        """Bytes on the device and on the host, and when copies take no time; print it.
+
+        Args:
+            gb_per_s: Rates of copies: PCIe 4, PCIe 5 and NVLink-C2C.
+            tflops: What the device reaches in the products of a training step.
+        """
+        for name, values in (("gb_per_s", gb_per_s), ("tflops", tflops)):
+            if not values or not all(value > 0 for value in values):
+                raise ValueError(f"fusedrnn: {name} must be numbers above 0, got {values!r}")
+        tasks = [] if isinstance(self._tasks, FileTasks) else list(self._tasks.values())
+        most, total = self._most_bytes(), sum(task.nbytes for task in tasks)
+        trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in tasks]
+        weights = max((t.numel() for task in tasks for t in task.tensors), default=0)
+        width = 4.0
+        if weights:
+            numbers = sum(tensor.numel() for tensor in tasks[0].tensors)
+            width = tasks[0].nbytes / max(numbers, 1)
+        gradient = max(trained, default=0)
+        steps = 4 * gradient if self._step_on == "device" else 0
+        return BankPlan(
+            tasks=len(self._tasks),
+            task_bytes=most,
+            slot_count=self._slot_count,
+            device_weight_bytes=self._slot_count * aligned(most),
+            device_gradient_bytes=2 * aligned(gradient),
+            device_step_bytes=steps,
+            all_tasks_bytes=most * len(self._tasks) if not tasks else total,
+            host_weight_bytes=total,
+            host_gradient_bytes_per_task=gradient,
+            host_adam_bytes=2 * sum(trained),
+            bytes_to_device=most,
+            bytes_to_host=gradient,
+            milliseconds=tuple((rate, most / rate / 1e6) for rate in gb_per_s),
+            hidden_from=break_even(width, gb_per_s, tflops),
+        )
+
+    def extra_repr(self) -> str:
+        shared = ', shared="add"' if self._shared is not None else ""
+        return f"tasks={len(self)}, device={self._target}, slots={self._slot_count}{shared}"
+
+    # --- what torch does to a module --------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightBank:
+        """Moves the bank's device, and converts the weights, which stay on the host."""
+        if isinstance(self._tasks, FileTasks):
+            self._move(fn(torch.empty(0)))
+            return self
+        if self._shared is not None:
+            self._shared._apply(fn)
+        dtypes = {tensor.dtype for task in self._tasks.values() for tensor in task.tensors}
+        results = {dtype: fn(torch.empty(0, dtype=dtype)) for dtype in dtypes}
+        if any(result.is_cpu and result.is_shared() for result in results.values()):
+            raise RuntimeError(
+                "fusedrnn: the memory of a WeightBank is not shared between processes: each has "
+                "weights of its own"
+            )
+        convert: Callable[[Tensor], Tensor] | None = None
+        if any(result.dtype != dtype for dtype, result in results.items()):
+            to = {dtype: result.dtype for dtype, result in results.items()}
+            convert = lambda tensor: tensor.to(to[tensor.dtype])  # noqa: E731
+        elif all(result.is_cpu for result in results.values()):
+            convert = fn
+        if convert is not None:
+            for task in self._tasks.values():
+                task.module._apply(convert)
+            remade = {task.key: Task(task.key, task.module) for task in self._tasks.values()}
+            self._memories, self._tasks = [], {}
+            self._take(remade)
+        self._move(next(iter(results.values()), fn(torch.empty(0))))
+        return self
+
+    def _move(self, like: Tensor) -> None:
+        if like.is_meta:
+            raise RuntimeError("fusedrnn: the weights of a WeightBank cannot go to the meta device")
+        self._target = _device(like.device)
+        self._use(None)
+        if self._device.engine is not None:
+            for memory in self._memories:
+                self._device.engine.pin(memory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self._tasks, FileTasks):
+            raise TypeError("fusedrnn: a bank of a file cannot be copied or pickled: open it anew")
+        state = {name: value for name, value in vars(self).items() if name not in _RUNTIME}
+        names = [(task.key, name) for name, task in self._tasks.items()]
+        return state | {"_memories": [], "_group": None, "_names": names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop("_names")
+        super().__setstate__(state)
+        self._begin()
+        self._take({key: Task(key, self._modules[name]) for key, name in names})
+
+
+class _Call:
+    """The time in which a task's module has its weights on the device."""
+
+    def __init__(self, bank: WeightBank, task: Task, index: int | None) -> None:
+        self._bank, self._task, self._index = bank, task, index
+        self._slot: Any = None
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    @never_in_graphs
+    def __enter__(self) -> nn.Module:
+        bank, task, device = self._bank, self._task, self._bank._device
+        self._device = device
+        bank._check_place()
+        if bank._is_direct():
+            return task.module
+        self._enter(task.lock)
+        try:
+            self._begin(device, task)
+        except BaseException:
+            self._leave(None, None, None)
+            raise
+        return task.module
+
+    def _begin(self, device: Device, task: Task) -> None:
+        if device.slots is None:
+            task.check()
+            self._tensors = device.tensors(task, None)
+        else:
+            with device.lock:
+                slot = device.resident(task, index=self._index)
+                self._tensors = device.tensors(task, slot)
+                slot.running += 1
+                self._slot = slot
+            buffers = [t for t, p in zip(self._tensors, task.places, strict=True) if not p.is_parameter]
+            self._before = versions_of(buffers)
+        self._enter(task.swapped(self._tensors))
+        if self._slot is not None:
+            self._enter(saving(device, task, self._slot))
+
+    @never_in_graphs
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave(kind, error, traceback)
+
+    def _enter(self, manager: AbstractContextManager[Any]) -> None:
+        manager.__enter__()
+        self._entered.append(manager)
+
+    def _leave(self, *about: Any) -> None:
+        device, task, slot = self._device, self._task, self._slot
+        while len(self._entered) > 1:
+            self._entered.pop().__exit__(*about)
+        if slot is not None:
+            with device.lock:
+                slot.running -= 1
+                if not isinstance(task, FileTask):
+                    device.bring_buffers_home(task, slot, self._tensors, self._before)
+                if not slot.running:
+                    slot.settle(device.engine)
+        while self._entered:
+            self._entered.pop().__exit__(*about)
+
+
+def _named(
+    modules: Any, tasks: int | Sequence[str] | None, shared: str | None
+) -> tuple[dict[Key, nn.Module], bool]:
+    """The modules by the names of their tasks, and whether these are those of a list."""
+    is_one = isinstance(modules, nn.Module) and not isinstance(
+        modules, nn.ModuleList | nn.ModuleDict
+    )
+    if not is_one:
+        if tasks is not None or shared is not None:
+            name = "tasks" if tasks is not None else "shared"
+            raise TypeError(
+                f"fusedrnn: {name} is for a single module, of which a bank makes copies; got a "
+                f"{type(modules).__name__} of modules"
+            )
+        is_dict = isinstance(modules, Mapping | nn.ModuleDict)
+        if not is_dict and not isinstance(modules, Iterable):
+            raise TypeError(
+                f"fusedrnn: modules must be a module, a list or a dict, got {type(modules).__name__}"
+            )
+        made = dict(modules.items() if is_dict else enumerate(modules))
+        _check_modules(made, [])
+    else:
+        if tasks is None:
+            raise TypeError(
+                "fusedrnn: a bank of a single module needs tasks: how many copies, or their names"
+            )
+        is_dict = not isinstance(tasks, int)
+        if isinstance(tasks, str) or (not is_dict and (isinstance(tasks, bool) or tasks < 1)):
+            raise ValueError(
+                f"fusedrnn: tasks must be a number above 0, or a list of names, got {tasks!r}"
+            )
+        names: list[Any] = list(tasks) if is_dict else list(range(tasks))  # type: ignore[arg-type]
+        made = {}
+        for name in names:
+            if name in made:
+                raise ValueError(f"fusedrnn: tasks has the name {name!r} twice")
+            made[name] = copy.deepcopy(modules)
+    if not made:
+        raise ValueError("fusedrnn: a bank needs at least one task, got none")
+    for key in made:
+        _check_key(key)
+        if shared is not None and str(key) == SHARED:
+            raise ValueError(f'fusedrnn: with shared="add" no task can have the name {SHARED!r}')
+    if len({str(key) for key in made}) < len(made):
+        raise ValueError("fusedrnn: names of tasks must differ as text, as they do in a state dict")
+    return made, not is_dict
+
+
+def _check_key(key: Any) -> None:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise TypeError(f"fusedrnn: the name of a task is an int or a str, got {key!r}")
+    if key == "" or "." in str(key):
+        raise ValueError(
+            f"fusedrnn: the name of a task has no dot, and is not empty, since state dicts have it "
+            f"before a dot; got {key!r}"
+        )
+
+
+def _check_modules(made: Mapping[Any, Any], known: Sequence[nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    for module in known:
+        seen |= {id(tensor): "another task" for tensor in [*module.parameters(), *module.buffers()]}
+    for key, module in made.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"fusedrnn: a task must be an nn.Module, got {type(module).__name__} for {key!r}"
+            )
+        own = {id(tensor): f"task {key!r}" for tensor in [*module.parameters(), *module.buffers()]}
+        for number in own.keys() & seen.keys():
+            raise ValueError(
+                f"fusedrnn: task {key!r} shares a tensor with {seen[number]}: what all tasks have "
+                "in common belongs outside of the bank, or is shared='add'"
+            )
+        seen |= own
+
+
+def _check_like_shared(task: Task, shared: nn.Module) -> None:
+    ours = [(p.shape, p.dtype) for p in task.module.parameters()]
+    theirs = [(p.shape, p.dtype) for p in shared.parameters()]
+    if ours != theirs:
+        raise ValueError(
+            f"fusedrnn: {task.name} must have the shapes and dtypes of shared, {theirs}, got {ours}"
+        )
+
+
+def _check_inputs(values: Iterable[Any], device: torch.device) -> None:
+    for value in values:
+        if isinstance(value, tuple | list):
+            _check_inputs(value, device)
+        elif isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
+            if value.device.type != device.type or (value.device != device and value.is_cuda):
+                raise ValueError(
+                    f"fusedrnn: the bank computes on {device}, got an input on {value.device}: "
+                    "move the input, or the bank by to()"
+                )
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"fusedrnn: {name} must be one of {choices}, got {value!r}")
+
+
+def _name_of(key: Any) -> Any:
+    """The int that an index of another type stands for."""
+    if isinstance(key, Tensor) and not key.is_cpu:
+        raise TypeError(
+            f"fusedrnn: a task is an int or a str, got a tensor on {key.device}: keep tasks on the "
+            "host, since Python has to know which module to call"
+        )
+    try:
+        return operator.index(key)
+    except TypeError:
+        raise TypeError(f"fusedrnn: a task is an int or a str, got {key!r}") from None
+
+
+def _device(device: DeviceLike) -> torch.device:
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu") if found is None else found
+    made = torch.device(device)
+    if made.type != "cpu" and made.index is None:
+        made = torch.device(made.type, torch.accelerator.current_device_index())
+    return made

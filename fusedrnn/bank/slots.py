@@ -1,0 +1,171 @@
+"""Blocks of device memory, each with the weights of one task."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engines import Engine, Event
+from .layout import aligned
+from .memory import references
+from .task import Task
+
+
+class Slot:
+    """One block, and what is known of it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._storage = self.memory.untyped_storage()
+        self.address = self._storage.data_ptr()
+        self.task: Task | None = None
+        self.key: Any = None
+        """What its numbers were made of: equal keys, equal numbers."""
+        self.views: Any = None
+        """Of the task's tensors, with their history, while they are current."""
+        self.is_sum = False
+        self.running = 0
+        """Calls that are in progress."""
+        self.turn = 0
+        self.checked: Any = None
+        """The pass and the version for which backward has compared versions."""
+        self._arrival: Event = None
+        self._waited: set[Hashable] = set()
+        """Streams that wait for it already."""
+        self._used: set[Hashable] = set()
+        """Streams that use it, since the last marks."""
+        self._marks: dict[Hashable, Event] = {}
+        self._typed: dict[torch.dtype, Tensor] = {}
+        self._own = references(self._storage)
+
+    def typed(self, dtype: torch.dtype) -> Tensor:
+        """All of it as numbers of a dtype."""
+        if dtype not in self._typed:
+            with torch.inference_mode(False):
+                self._typed[dtype] = self.memory.view(dtype)
+            self._own += 1
+        return self._typed[dtype]
+
+    def is_held(self) -> bool:
+        """Whether somebody besides the bank has a tensor here, so that it must not be overwritten."""
+        self.views = None
+        return references(self._storage) > self._own
+
+    def use(self, engine: Engine) -> None:
+        """The caller's stream waits until the numbers are there, and is noted."""
+        stream = engine.stream()
+        if stream not in self._waited:
+            engine.wait(self._arrival)
+            self._waited.add(stream)
+        self._used.add(stream)
+
+    def arrives(self, event: Event) -> None:
+        """Its numbers are there when this event comes."""
+        self._arrival = event
+        self._waited.clear()
+
+    def settle(self, engine: Engine) -> None:
+        """A use has ended: from here on it may be overwritten."""
+        for stream in self._used:
+            self._marks[stream] = engine.mark(stream)
+        self._used.clear()
+
+    def take_marks(self, engine: Engine) -> list[Event]:
+        """What a copy that overwrites it has to wait for."""
+        self.settle(engine)
+        marks = [*self._marks.values()]
+        self._marks.clear()
+        return marks
+
+
+class Slots:
+    """The slots of a bank. The caller holds the bank's lock."""
+
+    def __init__(self, count: int, device: torch.device, engine: Engine) -> None:
+        self.count, self.device, self.engine = count, device, engine
+        self.slots: list[Slot] = []
+        self.copies = self.hits = self.extra = self.nbytes_in = 0
+        self._turn = 0
+
+    def find(self, task: Task, key: Any) -> Slot | None:
+        """The slot that has the weights of a task, or will."""
+        for slot in self.slots:
+            if slot.task is task and slot.key == key:
+                self.hits += 1
+                self._turn += 1
+                slot.turn = self._turn
+                return slot
+        return None
+
+    def bring(self, task: Task, key: Any, most: int, index: int | None) -> Slot:
+        """Begins to copy a task's weights into a free slot.
+
+        Args:
+            most: Bytes of the largest task.
+            index: Of the slot to take.
+        """
+        slot = self._free(most) if index is None else self._fixed(index, most)
+        self._turn += 1
+        slot.task, slot.key, slot.views, slot.turn = task, key, None, self._turn
+        slot.checked, slot.is_sum = None, False
+        after = slot.take_marks(self.engine)
+        event = self.engine.bring(slot.memory[: task.nbytes], task.bytes(), after)
+        task.was_read(event)
+        slot.arrives(event)
+        self.copies += 1
+        self.nbytes_in += task.nbytes
+        return slot
+
+    def settle(self) -> None:
+        """The uses of all slots have ended, but for calls that are in progress."""
+        for slot in self.slots:
+            if not slot.running:
+                slot.settle(self.engine)
+
+    def forget(self, task: Task) -> None:
+        """A task is no longer one of the bank's."""
+        for slot in self.slots:
+            if slot.task is task:
+                slot.task = slot.key = slot.views = None
+
+    def _free(self, most: int) -> Slot:
+        nbytes = max(aligned(most), 1)
+        self.slots = [s for s in self.slots if s.memory.nbytes >= nbytes or s.running or s.is_held()]
+        free = [
+            s for s in self.slots if not s.running and s.memory.nbytes >= nbytes and not s.is_held()
+        ]
+        if len(self.slots) < self.count or not free:
+            slot = Slot(nbytes, self.device)  # first, since there may be too little memory
+            if len(self.slots) >= self.count:
+                self._warn()
+            self.slots.append(slot)
+            return slot
+        return min(free, key=lambda slot: slot.turn)
+
+    def _fixed(self, index: int, most: int) -> Slot:
+        nbytes = max(aligned(most), 1)
+        while len(self.slots) <= index:
+            self.slots.append(Slot(nbytes, self.device))
+        slot = self.slots[index]
+        if slot.running or slot.is_held() or slot.memory.nbytes < nbytes:
+            why = "is too small for a task that was added"
+            if slot.memory.nbytes >= nbytes:
+                why = "is in use by a call, or by a tensor that somebody keeps"
+            raise RuntimeError(f"fusedrnn: slot {index} cannot take other weights: it {why}")
+        return slot
+
+    def _warn(self) -> None:
+        self.extra += 1
+        if self.extra == 1:
+            warnings.warn(
+                f"fusedrnn: all {self.count} slots of a WeightBank are in use, by calls in "
+                "progress or by tensors of weights that somebody keeps, so another one is made: "
+                "the bank takes more memory than plan() says",
+                RuntimeWarning,
+                stacklevel=2,
+            )

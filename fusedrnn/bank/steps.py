@@ -1,0 +1,272 @@
+"""Steps of optimizers over the weights of banks.
+
+torch tells of each step before and after it. A bank counts steps, by which ranks that have diverged
+are noticed; and with ``step_on="device"`` the weights, gradients and states of tasks in use go to
+the device for the time of the step, which there takes none of the host's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .engines import Event
+from .layout import Place, aligned
+from .task import Task
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .module import WeightBank
+
+_banks: weakref.WeakSet[WeightBank] = weakref.WeakSet()
+
+
+def watch(bank: WeightBank) -> None:
+    """Has the steps of optimizers tell this bank."""
+    _banks.add(bank)
+
+
+class Holders:
+    """Which optimizers have weights of a bank."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def forget(self) -> None:
+        """The bank has other weights now."""
+        self._known = weakref.WeakKeyDictionary()
+
+    def has(self, optimizer: Optimizer, bank: WeightBank) -> bool:
+        """Whether an optimizer has a weight of the bank."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._known.get(optimizer)
+        if known is None or known[0] != count:
+            ids = {id(parameter) for parameter in bank.parameters()}
+            found = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+            known = self._known[optimizer] = count, found
+        return known[1]
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for bank in list(_banks):
+        if bank._step_on == "device" and bank._holders.has(optimizer, bank):
+            closure = args[0] if args else kwargs.get("closure")
+            if closure is not None:
+                raise ValueError(
+                    'fusedrnn: a WeightBank with step_on="device" takes its weights to the device '
+                    "before step(), so step() can have no closure that calls the bank: compute "
+                    'gradients before, or take step_on="host"'
+                )
+            bank._stepping[optimizer] = DeviceStep(bank, optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for bank in list(_banks):
+        step = bank._stepping.pop(optimizer, None)
+        if step is not None:
+            step.go_home()
+        # The optimizers of single tasks are steps of the one that has them.
+        if not hasattr(optimizer, "is_of_a_task") and bank._holders.has(optimizer, bank):
+            bank._ranks.steps += 1
+
+
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(_after)
+
+
+class DeviceStep:
+    """One step, between the hooks before and after it."""
+
+    def __init__(self, bank: WeightBank, optimizer: Optimizer) -> None:
+        self._device, self._optimizer = bank._device, optimizer
+        self._moved: list[_TaskStep] = []
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for task in bank._tasks.values():
+            task.check()
+            stepped = [
+                i for i, t in enumerate(task.tensors) if t.grad is not None and id(t) in groups
+            ]
+            if stepped:
+                of = [groups[id(task.tensors[i])] for i in stepped]
+                step = _TaskStep(self._device, task, stepped, optimizer.state, of)
+                self._moved.append(step)
+
+    def go_home(self) -> None:
+        for step in self._moved:
+            step.go_home()
+
+
+class _TaskStep:
+    """The tensors of one task, on the device for a step."""
+
+    def __init__(
+        self,
+        device: Device,
+        task: Task,
+        stepped: list[int],
+        state: Any,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """
+        Args:
+            stepped: Indices of the task's tensors that take the step.
+            state: That of the optimizer.
+            groups: Its group of each of these tensors.
+        """
+        self._device, self._task, self._state = device, task, state
+        assert device.engine is not None
+        self._engine = device.engine
+        self._parameters = [task.tensors[i] for i in stepped]
+        self._grads = [_grad(p) for p in self._parameters]
+        self._homes = [p.data for p in self._parameters]
+        self._places = _side_by_side(task, stepped)
+        self._sources: list[Tensor] = []
+        """Of copies that may be under way."""
+        weights = self._bring_weights([task.places[i] for i in stepped])
+        grads = self._bring(self._grads)
+        of_each = [state.get(p, {}) for p in self._parameters]
+        for name in sorted({name for own in of_each for name in own}):
+            values = [own.get(name) for own in of_each]
+            if all(_is_like(v, p) for v, p in zip(values, self._parameters, strict=True)):
+                for own, value in zip(of_each, self._bring(values), strict=True):
+                    own[name] = value
+            else:
+                for own, value, group in zip(of_each, values, groups, strict=True):
+                    if isinstance(value, Tensor) and (value.ndim or _counts_there(group)):
+                        own[name] = value.to(device.device)
+        for parameter, weight, grad in zip(self._parameters, weights, grads, strict=True):
+            _set(parameter, weight, grad)
+
+    def _bring_weights(self, places: list[Place]) -> list[Tensor]:
+        task, device = self._task, self._device
+        assert device.slots is not None
+        end = task.layout.parameter_end
+        self._weights = _bytes(end, device.device)
+        slot = device.slots.find(task, device.key(task))
+        self._slot = None if slot is None or slot.is_sum or slot.running else slot
+        if self._slot is not None:
+            self._slot.use(self._engine)
+            self._weights.copy_(self._slot.memory[:end])
+        else:
+            self._copy(self._weights, task.bytes()[:end])
+        return [place.view(self._weights) for place in places]
+
+    def _bring(self, values: list[Any]) -> list[Tensor]:
+        """Tensors on the device, by one copy."""
+        nbytes = self._nbytes()
+        source = _block_of(values, self._places, nbytes)
+        if source is None:
+            source = self._device.home.pool.take(nbytes)[:nbytes]
+            for place, value in zip(self._places, values, strict=True):
+                place.view(source).copy_(value.detach())
+        there = _bytes(nbytes, self._device.device)
+        self._copy(there, source)
+        return [place.view(there) for place in self._places]
+
+    def _copy(self, there: Tensor, source: Tensor) -> None:
+        self._sources.append(source)
+        after = [self._engine.mark(self._engine.stream())]  # memory that torch may have used before
+        self._engine.wait(self._engine.bring(there, source, after))
+
+    def _send(self, values: list[Tensor]) -> tuple[list[Tensor], Event]:
+        """Tensors on the host, by one copy, and when they are there."""
+        nbytes = self._nbytes()
+        there = _block_of(values, self._places, nbytes)
+        if there is None:
+            there = _bytes(nbytes, self._device.device)
+            for place, value in zip(self._places, values, strict=True):
+                place.view(there).copy_(value)
+        block = self._device.home.pool.take(nbytes)[:nbytes]
+        self._sources.append(there)
+        return [place.view(block) for place in self._places], self._engine.send(block, there)
+
+    def _nbytes(self) -> int:
+        return self._places[-1].offset + self._places[-1].span
+
+    def go_home(self) -> None:
+        """After the step."""
+        task, device = self._task, self._device
+        end = task.layout.parameter_end
+        events = [self._engine.send(task.bytes()[:end], self._weights)]
+        of_each = [self._state.get(p, {}) for p in self._parameters]
+        for name in sorted({name for own in of_each for name in own}):
+            values = [own.get(name) for own in of_each]
+            if all(_is_like(v, p) for v, p in zip(values, self._parameters, strict=True)):
+                home, event = self._send(values)
+                events.append(event)
+                for own, value in zip(of_each, home, strict=True):
+                    own[name] = value
+            else:
+                for own, value in zip(of_each, values, strict=True):
+                    if isinstance(value, Tensor):
+                        own[name] = value.to("cpu")
+        for event in events:
+            self._engine.host_wait(event)
+        for parameter, home, grad in zip(self._parameters, self._homes, self._grads, strict=True):
+            _set(parameter, home, grad)
+        torch.autograd.graph.increment_version(self._parameters)
+        slot = self._slot
+        if slot is not None and slot.task is task and not slot.is_held():
+            slot.memory[:end].copy_(self._weights)
+            slot.use(self._engine)
+            slot.settle(self._engine)
+            slot.arrives(self._engine.mark(self._engine.stream()))
+            slot.key, slot.checked = device.key(task), None
+
+
+def _set(parameter: Tensor, data: Tensor, grad: Tensor) -> None:
+    parameter.grad = None  # torch refuses one on another device
+    parameter.data = data
+    parameter.grad = grad
+
+
+def _bytes(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+    return is_like and value.dtype == parameter.dtype and value.layout == torch.strided
+
+
+def _counts_there(group: dict[str, Any]) -> bool:
+    """Whether an optimizer keeps its count of steps where the weights are."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _side_by_side(task: Task, stepped: list[int]) -> list[Place]:
+    places, end = [], 0
+    for i in stepped:
+        like = torch.empty_like(task.tensors[i], device="meta")
+        places.append(task.places[i]._replace(offset=end, stride=like.stride()))
+        end = aligned(end + places[-1].span)
+    return places
+
+
+def _block_of(values: list[Any], places: list[Place], nbytes: int) -> Tensor | None:
+    """The memory that has tensors at these places already."""
+    storage = values[0].untyped_storage()
+    begin = values[0].data_ptr() - places[0].offset - storage.data_ptr()
+    if not 0 <= begin <= storage.nbytes() - nbytes:
+        return None
+    for value, place in zip(values, places, strict=True):
+        is_there = value.data_ptr() == storage.data_ptr() + begin + place.offset
+        if not is_there or value.stride() != place.stride:
+            return None
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return memory.set_(storage, begin, (nbytes,), (1,))
