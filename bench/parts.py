@@ -41,6 +41,7 @@ BENCHMARKS = {
     "memory": "memory.json",
     "chunks": "chunks.json",
     "packed": "packed.json",
+    "weight_bank": "weight_bank.json",
     "kernels": "kernels.json",
     "any_cell": "any_cell.json",
     "train_text": "train_text_bfloat16.json",
@@ -155,6 +156,8 @@ def parts(out: Path) -> dict[str, Part]:
         sweep("memory", 75),
         sweep("chunks", 60),
         sweep("packed", 60),
+        sweep("weight_bank", 180),
+        tests("bank", 180, "tests/bank"),
         sweep("kernels", 90),
         sweep("any_cell", 320),  # not enough for all cells: any_cell.FIRST come first
         benchmark("train_text", 200, "--dtype", "bfloat16"),

@@ -52,6 +52,22 @@ def never_in_graphs(function: F) -> F:
     return cast(F, call)
 
 
+def unseen(function: F) -> F:
+    """``function`` for autograd to call, so that torch.compile does not look at it.
+
+    The compiler would, and at all that it calls, as long as a graph of its runs. Without it, that
+    is ``function`` itself.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return cast(F, _disabled(function))
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)
+
+
 def is_traced() -> bool:
     """Whether torch.jit.trace records a call, for others with other sizes."""
     return not is_compiling() and torch._C._is_tracing()  # torch.jit's function takes longer

@@ -188,6 +188,7 @@ def builds(speed: str) -> list[Build]:
     """All that the tests of a speed need, and those of the faster ones."""
     import emulator
     import fake_cuda
+    from bank import fake_runtime
     from emulator import persistent
     from fuzz import sanitized
 
@@ -196,7 +197,7 @@ def builds(speed: str) -> list[Build]:
         return quick
     # What takes longest comes first, since it is one source, and so one core.
     slow = [emulator.SANITIZED, sanitized.LIBRARY] if sanitized.is_possible() else []
-    slow += [emulator.seeded(), *quick, fake_cuda.LIBRARY]
+    slow += [emulator.seeded(), *quick, fake_cuda.LIBRARY, fake_runtime.LIBRARY]
     return list(dict.fromkeys([*slow, *persistent.programs(speed == "nightly")]))
 
 

@@ -6,13 +6,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .engines import Engine, Immediate, engine_of
-from .gradients import Gradient, Home, Pass, Passes, executed, gradient_layout
+from .fetch import Fetch, input_of
+from .gradients import Gradient, Home, gradient_layout
+from .passes import Pass, Passes
 from .slots import Slot, Slots
 from .task import Task, Version, versions_of
 
@@ -78,7 +80,7 @@ class Device:
         if slot is not None and index is not None and slot is not self._at(index):
             slot = None
         if slot is None:
-            slot = self.slots.bring(task, key, self._most(), index)
+            slot = self.slots.bring(task, key, max(self._most(), task.nbytes), index)
         elif _is_checked():
             self._compare(task, slot)
         if not ahead:
@@ -86,6 +88,12 @@ class Device:
             if self.shared is not None and not slot.is_sum:
                 self._add_shared(task, slot)
         return slot
+
+    def forget_views(self) -> None:
+        """The next calls get other tensors than those before."""
+        if self.slots is not None:
+            for slot in self.slots.slots:
+                slot.views = None
 
     def _at(self, index: int) -> Slot | None:
         assert self.slots is not None
@@ -100,8 +108,11 @@ class Device:
         slot.is_sum = True
         slot.arrives(self.engine.mark(self.engine.stream()))
 
-    def for_backward(self, task: Task, key: Key) -> Slot:
-        """A slot with the weights that a call had.
+    def for_backward(self, task: Task, key: Key, view: Callable[[Slot], Tensor]) -> Tensor:
+        """A tensor in a slot with the weights that a call had.
+
+        Args:
+            view: Makes it, before anybody can overwrite the slot.
 
         Raises:
             RuntimeError: They have changed since.
@@ -122,24 +133,24 @@ class Device:
                 slot.checked = now
                 self.passes.now()
             slot.use(self.engine)
-            return slot
+            return view(slot)
 
     def _check_unchanged(self, task: Task, key: Key) -> None:
         now = self.key(task)
         changed = None
-        if now.task.epoch != key.task.epoch:
-            changed = "tensors", "replaced, or refresh() was called,"
-        elif now.task.flat != key.task.flat:
+        for place, before, after in zip(
+            task.places, key.task.tensors, now.task.tensors, strict=True
+        ):
+            if before != after and place.is_parameter:
+                what = "replaced, or refresh() was called,"
+                if before[0] == after[0]:
+                    what = f"changed (version {before[1]} is now {after[1]})"
+                changed = place.names[0], what
+                break
+        if now.task.flat != key.task.flat:
             changed = "flat_weight", "written to"
         elif now.shared != key.shared:
-            changed = "a weight of shared", "changed"
-        else:
-            for place, before, after in zip(
-                task.places, key.task.tensors, now.task.tensors, strict=True
-            ):
-                if before != after and place.is_parameter:
-                    changed = place.names[0], f"changed (version {before} is now {after})"
-                    break
+            changed = "a weight that is added (shared)", "changed"
         if changed is not None:
             raise RuntimeError(
                 f"fusedrnn: {changed[0]} of {task.name} was {changed[1]} between forward and "
@@ -171,6 +182,7 @@ class Device:
         Args:
             slot: Where the weights are; None if that is the host.
         """
+        self.passes.now()  # so that passes within this one are known to be
         theta = [] if self.shared is None else list(self.shared.parameters())
         parameters = sum(place.is_parameter for place in task.places)
         trained = [
@@ -192,7 +204,7 @@ class Device:
         if not wants:
             return found
         own = [i for i in trained if task.tensors[i].requires_grad]
-        inputs = [_input(task.tensors[i], self._keeps()) for i in own]
+        inputs = [input_of(task.tensors[i], self._keeps()) for i in own]
         inputs += [theta[i] for i in trained if theta and theta[i].requires_grad]
         made = Fetch.apply(self, task, trained, own, [found[i] for i in trained], *inputs)
         for i, tensor in zip(trained, made, strict=True):
@@ -221,8 +233,7 @@ class Device:
             for i in changed:
                 task.tensors[i].copy_(task.places[i].view(slot.memory))  # waits for the device
                 self.home.nbytes_out += task.tensors[i].nbytes
-        if changed and slot.key.task.epoch == task.version().epoch:
-            # What else has changed since is not in the slot.
+        if changed:  # what else has changed since is not in the slot
             now, then = task.version(), slot.key.task
             tensors_now = (*then.tensors[:first], *now.tensors[first:])
             slot.key = slot.key._replace(task=then._replace(tensors=tensors_now))
@@ -236,10 +247,14 @@ class Device:
             gradients = [*passed.gradients.values()]
             passed.gradients.clear()
             passed.is_over = True
-        self._deliver(gradients)
+        if gradients:  # none of a pass that reads weights alone, as that of autograd.grad
+            self._deliver(gradients)
 
     def take_gradients(
-        self, task: Task, own: Sequence[int], grads: Sequence[Tensor | None],
+        self,
+        task: Task,
+        own: Sequence[int],
+        grads: Sequence[Tensor | None],
         outer: weakref.ref[Pass] | None,
     ) -> None:
         """Keeps gradients of a task until the end of the pass.
@@ -268,72 +283,6 @@ class Device:
             gradient = Gradient(task, gradient_layout(task, own), self.home)
             gradient.add(grads)
             return gradient.results()
-
-
-class Fetch(torch.autograd.Function):
-    """Parameters on the host in, tensors on the device out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        device: Device,
-        task: Task,
-        trained: list[int],
-        own: list[int],
-        views: list[Tensor],
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.device, ctx.task, ctx.trained, ctx.own = device, task, trained, own
-        with device.lock:
-            outer = device.passes.now()
-        ctx.outer = None if outer is None else weakref.ref(outer)
-        ctx.set_materialize_grads(False)
-        return tuple(views)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        device: Device = ctx.device
-        task, own = ctx.task, ctx.own
-        at = {i: grad for i, grad in zip(ctx.trained, grads, strict=True)}
-        mine = [at[i] for i in own]
-        of_theta: list[Tensor | None] = []
-        if device.shared is not None:
-            wanted = [p.requires_grad for p in device.shared.parameters()]
-            of_theta = [grad for i, grad in at.items() if wanted[i]]
-        if torch.is_grad_enabled() or any(map(_is_wrapped, mine)):
-            home: list[Tensor | None] = [None if g is None else g.to("cpu") for g in mine]
-        else:
-            now = executed(ctx, len(own))
-            if now is None or (_has_hooked(task, own) and not device._keeps()):
-                home = device.return_gradients(task, own, mine)
-            else:
-                kept = [g if has else None for g, has in zip(mine, now, strict=True)]
-                device.take_gradients(task, own, kept, ctx.outer)
-                home = [None] * len(own)
-        return (None, None, None, None, None, *home, *of_theta)
-
-
-def _input(parameter: Tensor, keeps: bool) -> Tensor:
-    """A parameter as autograd is to know it.
-
-    Where gradients come to ``.grad`` only at the end of the pass, hooks are called there. Autograd
-    would call them before, without a gradient, so it gets another leaf.
-    """
-    return parameter.detach().requires_grad_() if keeps and _has_hooks(parameter) else parameter
-
-
-def _has_hooks(tensor: Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(
-        getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
-
-
-def _has_hooked(task: Task, own: Sequence[int]) -> bool:
-    return any(_has_hooks(task.tensors[i]) for i in own)
-
-
-def _is_wrapped(tensor: Tensor | None) -> bool:
-    return tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _is_checked() -> bool:

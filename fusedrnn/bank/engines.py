@@ -7,6 +7,7 @@ events. ``bring`` is a copy to the device, ``send`` one to the host, each on a s
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +91,7 @@ class Streams:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._incoming, self._outgoing = runtime.new_stream(), runtime.new_stream()
+        self._has_warned = False
 
     def stream(self) -> Hashable:
         return self._runtime.current_stream()
@@ -115,7 +117,8 @@ class Streams:
         self._runtime.synchronize(event)
 
     def pin(self, memory: Tensor) -> None:
-        pin(memory, self._runtime)
+        if not pin(memory, self._runtime, warns=not self._has_warned):
+            self._has_warned = True
 
 
 class Cuda:
@@ -148,7 +151,11 @@ class Cuda:
     def register(self, address: int, nbytes: int) -> str:
         with torch.cuda.device(self._device):
             error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        return "" if int(error) == 0 else torch.cuda.cudart().cudaGetErrorString(error)
+            if int(error) == 0:
+                return ""
+            with suppress(RuntimeError):  # takes CUDA's last error, which others would report
+                torch.ones(1, device=self._device)
+        return torch.cuda.cudart().cudaGetErrorString(error)
 
     def unregister(self, address: int) -> None:
         torch.cuda.synchronize(self._device)  # a copy may still be under way

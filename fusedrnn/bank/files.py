@@ -49,7 +49,8 @@ class File:
             differ = sorted(set(found) ^ expected.keys())
             raise ValueError(
                 f"fusedrnn: task {key!r} in {self.path} must have the tensors of the module, "
-                f"{', '.join(sorted(expected)[:4])}, …; only one of them has {', '.join(differ[:4])}"
+                f"{', '.join(sorted(expected)[:4])}, …; one of them alone has "
+                f"{', '.join(differ[:4])}"
             )
         for name in found:
             shape = tuple(self._file.get_slice(f"{key}.{name}").get_shape())
@@ -88,7 +89,7 @@ class FileTask(Task):
         """Nobody trains them."""
 
     def version(self) -> Version:
-        return Version(0, (), tuple(0 for _ in self.tensors))
+        return Version((), tuple((0, 0) for _ in self.tensors))
 
     def bytes(self) -> Tensor:
         assert self._tasks.staging is not None

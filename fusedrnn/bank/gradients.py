@@ -7,19 +7,16 @@ autograd would have done.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from .engines import Engine, Event
 from .layout import Place, aligned
 from .memory import HostPool
 from .task import Task
-
 
 _DONE = object()
 """In place of an event: the copy is there."""
@@ -49,6 +46,14 @@ class GradientLayout(NamedTuple):
 
 def gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
     """The gradients of the tensors with indices ``trained``, by dtype."""
+    key = tuple(trained)
+    if key not in task.gradient_layouts:
+        task.gradient_layouts[key] = _gradient_layout(task, trained)
+    found: GradientLayout = task.gradient_layouts[key]
+    return found
+
+
+def _gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
     parameters = [task.tensors[i] for i in trained]
     places: dict[int, Place] = {}
     segments, end = [], 0
@@ -77,6 +82,15 @@ class Block:
         self.sent: Event = None
         """When its last copy to the host has been done."""
         self.is_sent = False
+        self._views: tuple[GradientLayout, Tensor, list[Tensor]] | None = None
+
+    def views(self, layout: GradientLayout) -> list[Tensor]:
+        """Its gradients, for a layout."""
+        known = self._views
+        if known is None or known[0] is not layout or known[1] is not self.memory:
+            views = [place.view(self.memory) for place in layout.places]
+            known = self._views = layout, self.memory, views
+        return known[2]
 
 
 class Home:
@@ -104,6 +118,8 @@ class Home:
             self.engine.wait(block.sent)
         self.most = max(self.most, nbytes)
         if block.memory.nbytes < nbytes:
+            if block.is_sent:  # the former memory may be of another stream than the caller's
+                self.engine.host_wait(block.sent)
             with torch.inference_mode(False):
                 block.memory = torch.empty(self.most, dtype=torch.uint8, device=self.device)
         block.owner, owner.block = owner, block
@@ -126,19 +142,25 @@ class Gradient:
         """What the block on the device has."""
         self._apart: dict[int, Tensor] = {}
         """Sparse gradients, on the host."""
+        self._shown: dict[int, tuple[Tensor, bool, int]] = {}
+        """What ``.grad`` was after ``show``, whether it is the one from here, and its version."""
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Packs gradients into a block, or adds them to those that are in one."""
+        dense = list(grads)
         for i, grad in enumerate(grads):
             if grad is not None and grad.layout != torch.strided:
                 home = grad.detach().to("cpu")
                 self._apart[i] = self._apart[i] + home if i in self._apart else home
-        dense = [None if i in self._apart else grad for i, grad in enumerate(grads)]
+                dense[i] = None
         here = [grad is not None for grad in dense]
         self.present = [a or b is not None for a, b in zip(self.present, grads, strict=True)]
         if not any(here):
             return
-        views, given = [], []
+        views: list[Tensor] = []
+        given: list[Tensor] = []
+        added: list[Tensor] = []
+        to_add: list[Tensor] = []
         engine = self._home.engine
         is_new = self.block is None
         memory = self._home.take(self, self.layout.nbytes) if is_new else self.block.memory  # type: ignore[union-attr]
@@ -146,11 +168,14 @@ class Gradient:
             self._here = [False] * len(dense)
         elif engine is not None and self._packed[0] != engine.stream():
             engine.wait(self._packed[1])
-        added, to_add = [], []
-        for place, grad, has in zip(self.layout.places, dense, self._here, strict=True):
+        if self.block is None:
+            places = [place.view(memory) for place in self.layout.places]
+        else:
+            places = self.block.views(self.layout)
+        for view, grad, has in zip(places, dense, self._here, strict=True):
             if grad is not None:
-                (added if has else views).append(place.view(memory))
-                (to_add if has else given).append(grad.detach())
+                (added if has else views).append(view)
+                (to_add if has else given).append(grad)
         with torch.no_grad():
             if views:
                 torch._foreach_copy_(views, given)
@@ -185,6 +210,34 @@ class Gradient:
         for i, grad in later._apart.items():
             self._apart[i] = self._apart[i] + grad if i in self._apart else grad
 
+    def show(self) -> None:
+        """Has them in ``.grad`` while they wait, so that who discards that discards them, too."""
+        for i, grad in enumerate(self.results()):
+            if grad is not None:
+                parameter = self.layout.parameters[i]
+                is_own = parameter.grad is None
+                if is_own:
+                    parameter.grad = grad
+                assert parameter.grad is not None
+                self._shown[i] = parameter.grad, is_own, parameter.grad._version
+
+    def hide(self) -> bool:
+        """Undoes ``show``, and forgets what was discarded since. Returns whether some are left."""
+        for i, (shown, is_own, version) in self._shown.items():
+            parameter = self.layout.parameters[i]
+            is_kept = parameter.grad is shown
+            if is_kept and is_own:
+                parameter.grad = None
+            elif is_kept and shown._version != version:
+                is_kept = bool(shown.any())  # zero_grad(set_to_none=False)
+            if not is_kept:
+                self.present[i] = False
+                self._apart.pop(i, None)
+                for _, has, _ in self._on_host:
+                    has[i] = False
+        self._shown.clear()
+        return any(self.present)
+
     def on_host(self) -> Tensor:
         """All dense gradients in one block of the host, zeros where there is none."""
         self.send()
@@ -210,10 +263,10 @@ class Gradient:
 
     def to_reduce(self) -> tuple[Tensor, list[bool]]:
         """One block with all of them, on the device if there is one, and what it has."""
-        for i, grad in self._apart.items():  # ranks need not have the same rows of a sparse one
+        apart, self._apart = self._apart, {}
+        for i, grad in apart.items():  # ranks need not have the same rows of a sparse one
             dense = grad.to_dense().to(self._home.device)
             self.add([dense if j == i else None for j in range(len(self.present))])
-        self._apart.clear()
         engine = self._home.engine
         if engine is None:
             memory = self.on_host()
@@ -228,8 +281,9 @@ class Gradient:
                 self._staged = whole
             self._here = here
         elif self.block is None:
-            memory, self._here = self._home.take(self, self.layout.nbytes), [False] * len(
-                self.present
+            memory, self._here = (
+                self._home.take(self, self.layout.nbytes),
+                [False] * len(self.present),
             )
         else:
             memory = self.block.memory
@@ -286,48 +340,3 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
             parameter.grad += grad
         for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(parameter)
-
-
-class Pass:
-    """One backward pass that goes through a bank. Autograd keeps it until its end."""
-
-    def __init__(self, finish: Callable[[Pass], None]) -> None:
-        self.gradients: dict[Task, Gradient] = {}
-        self.is_over = False
-        self._finish = finish
-        Variable._execution_engine.queue_callback(self._end)
-
-    def _end(self) -> None:
-        self._finish(self)
-
-
-class Passes:
-    """The passes that are under way, by autograd's number of each."""
-
-    def __init__(self, finish: Callable[[Pass], None]) -> None:
-        self._finish = finish
-        self._known: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-
-    def now(self) -> Pass | None:
-        """The pass that the caller is in."""
-        number = torch._C._current_graph_task_id()
-        if number == -1:
-            return None
-        found = self._known.get(number)
-        if found is None:
-            found = self._known[number] = Pass(self._finish)
-        return found
-
-
-def executed(context: Any, count: int) -> list[bool] | None:
-    """For each of the first ``count`` inputs, whether this pass adds a gradient to it.
-
-    None if it is one of torch.autograd.grad, which returns gradients.
-    """
-    found = []
-    for node, _ in context.next_functions[:count]:
-        try:
-            found.append(node is not None and torch._C._will_engine_execute_node(node))
-        except RuntimeError:  # torch.autograd.grad asks for it
-            return None
-    return found if any(found) else None

@@ -7,6 +7,7 @@ of 64 bytes. Parameters come before buffers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -41,8 +42,9 @@ class Place(NamedTuple):
 
     def view(self, memory: Tensor) -> Tensor:
         """This tensor in a block of uint8, which it shares, without a history."""
-        part = memory[self.offset : self.offset + self.span].view(self.dtype)
-        return part.as_strided(self.shape, self.stride, part.storage_offset()).data
+        begin = (memory.storage_offset() + self.offset) // self.dtype.itemsize
+        own = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return own.set_(memory.untyped_storage(), begin, self.shape, self.stride)
 
     def part(self, memory: Tensor) -> Tensor:
         """The same with a storage of its own, as tools that save tensors want it."""
@@ -167,9 +169,7 @@ def _check_apart(tensors: Sequence[tuple[tuple[str, ...], bool, Tensor]], what: 
         for names, kind, t in tensors
         if t.numel()
     )
-    for (_, end, kind, name), (begin, _, next_kind, next_name) in zip(
-        spans, spans[1:], strict=False
-    ):
+    for (_, end, kind, name), (begin, _, next_kind, next_name) in itertools.pairwise(spans):
         if begin < end and kind != next_kind:
             raise ValueError(
                 f"fusedrnn: {name} and {next_name} of {what} share memory: in a WeightBank a "

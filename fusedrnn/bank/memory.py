@@ -6,6 +6,7 @@ block is a mapping of whole pages, which is registered with CUDA as it is.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import warnings
@@ -33,37 +34,52 @@ def allocate(nbytes: int) -> Tensor:
     It is freed when no tensor has a part of it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+    nbytes = max(nbytes, 1)
+    # An array of the mapping, since it tells that it goes before the mapping does, not after.
+    pages = (ctypes.c_uint8 * nbytes).from_buffer(mmap.mmap(-1, nbytes, flags=flags))
     with torch.inference_mode(False):  # tensors made in that mode have no version
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     _mappings[memory.data_ptr()] = pages
     return memory
 
 
-# A tensor keeps its mapping, and a mapping can tell when it goes.
-_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+# A tensor keeps its pages, and they can tell when they go.
+_Pages = ctypes.Array[ctypes.c_uint8]
+_mappings: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
+_registered: set[int] = set()
 
 
-def pin(memory: Tensor, registry: Registry) -> None:
-    """Registers what ``allocate`` has returned with a GPU, for as long as it exists.
+def pin(memory: Tensor, registry: Registry, *, warns: bool = True) -> bool:
+    """Registers what ``allocate`` has returned with a GPU, once, for as long as it exists.
 
-    Warns if that fails: then copies are right, but the host waits for them.
+    Args:
+        warns: If that fails. Then copies are right, but the host waits for them.
+
+    Returns:
+        Whether it is registered.
     """
     address, nbytes = memory.data_ptr(), memory.nbytes
+    if address in _registered:
+        return True
     if reason := registry.register(address, nbytes):
-        warnings.warn(
-            f"fusedrnn: {nbytes:,} bytes of a WeightBank's host memory could not be pinned "
-            f"({reason}): the host will wait for each copy. `ulimit -l` shows the limit of locked "
-            "memory",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    finalizer = weakref.finalize(_mappings[address], _unpin, registry.unregister, address)
+        if warns:
+            warnings.warn(
+                f"fusedrnn: {nbytes:,} bytes of a WeightBank's host memory could not be pinned "
+                f"({reason}): the host will wait for each copy. `ulimit -l` shows the limit of "
+                "locked memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+    _registered.add(address)
+    pages, process = _mappings[address], os.getpid()
+    finalizer = weakref.finalize(pages, _unpin, registry.unregister, address, process)
     finalizer.atexit = False  # CUDA may be gone
+    return True
 
 
-def _unpin(unregister: Callable[[int], None], address: int, process: int = os.getpid()) -> None:
+def _unpin(unregister: Callable[[int], None], address: int, process: int) -> None:
+    _registered.discard(address)
     if os.getpid() == process:  # a forked child must not call CUDA
         unregister(address)
 

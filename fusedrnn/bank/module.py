@@ -1,13 +1,14 @@
-"""The bank as a module: tasks by name, calls, and what torch does to a module."""
+"""The bank as a module: tasks by name, calls, and what torch does to a module.
+
+Longer than 350 lines, because all that users and torch call is here, with its documentation.
+"""
 
 from __future__ import annotations
 
-import copy
-import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -15,22 +16,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.types import Device as DeviceLike
 
-from .._graphs import never_in_graphs
+from .._graphs import is_recorded
 from . import ranks
+from .arguments import (
+    Key,
+    check_choice,
+    check_inputs,
+    check_key,
+    check_like_shared,
+    check_modules,
+    device_of,
+    in_parts,
+    name_of,
+    named_modules,
+    zeroed,
+)
+from .call import Call
 from .device import Device
 from .engines import Engine
-from .files import File, FileTask, FileTasks
+from .files import File, FileTasks
 from .gradients import Gradient
 from .layout import aligned
 from .memory import allocate
 from .optimizer import SHARED, TaskOptimizer
 from .plan import BankPlan, break_even
-from .saved import saving
 from .steps import DeviceStep, Holders, watch
-from .task import Task, versions_of
+from .task import Task
 
-Key = int | str
-_RUNTIME = ("_device", "_ranks", "_tasks", "_holders", "_stepping", "_most")
+_PART_BYTES = 64 << 20
+"""Modules are taken in parts of so much, so that a generator of them needs little memory twice."""
+_RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping", "_most")
 
 
 class WeightBank(nn.Module):
@@ -47,9 +62,10 @@ class WeightBank(nn.Module):
 
     With several ranks the gradients of tasks in use are averaged at the end of each backward pass,
     and nothing is sent for others: call ``WeightBank.exclude(model)`` before
-    ``DistributedDataParallel(model)``, and pass ``ignored_params=set(bank.parameters())`` to
+    ``DistributedDataParallel(model)``, and pass ``ignored_params=set(bank.task_parameters())`` to
     ``fully_shard``. Each rank runs as many backward passes through the bank; one whose backward
-    does not touch it calls ``sync_gradients()``.
+    does not touch it calls ``sync_gradients()``. All ranks begin with the same weights, which
+    nobody sends.
 
     Args:
         modules: A list or a dict of modules, which may differ in shape; or one module, of which
@@ -88,23 +104,21 @@ class WeightBank(nn.Module):
         step_on: Literal["host", "device"] = "host",
     ) -> None:
         super().__init__()
-        _check_choice("shared", shared, (None, "add"))
-        _check_choice("step_on", step_on, ("host", "device"))
+        check_choice("shared", shared, (None, "add"))
+        check_choice("step_on", step_on, ("host", "device"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"fusedrnn: slots must be an int of at least 1, got {slots!r}")
-        made, self._is_list = _named(modules, tasks, shared)
+        made, self._is_list = named_modules(modules, tasks, shared)
         self._slot_count, self._step_on = slots, step_on
         self._average, self._group = average, process_group
         if shared is not None:
             assert isinstance(modules, nn.Module)
             self._modules[SHARED] = modules
-            with torch.no_grad():
-                for module in made.values():
-                    for parameter in module.parameters():
-                        parameter.zero_()
-        self._target = _device(device)
+            made = zeroed(made)
+        self._target = device_of(device)
         self._begin()
-        self._take({key: Task(key, module) for key, module in made.items()})
+        for some in in_parts(made, _PART_BYTES):
+            self._take(some)
 
     @classmethod
     def open(
@@ -143,20 +157,31 @@ class WeightBank(nn.Module):
         self._holders = Holders()
         self._stepping: dict[Optimizer, DeviceStep] = {}
         self._most: int | None = None
+        self._generation = 0
+        """Counts changes of the tasks."""
         self._use(None)
         watch(self)
 
     def _use(self, engine: Engine | None) -> None:
         """Makes the device's memory, or that of an engine, anew at the next call."""
-        self._device = Device(
+        if "_end" in vars(self):
+            self._end()
+        # A graph keeps the device, which does not keep the bank: the two are in a circle through
+        # nodes of autograd, where Python's collector does not see it, until this ends.
+        me = weakref.ref(self)
+        self._device: Device = Device(
             self._target,
             slots=self._slot_count,
             shared=self._shared,
-            most=self._most_bytes,
-            deliver=self._deliver,
-            keeps=lambda: self._ranks.are_several(),
+            most=lambda: 0 if (bank := me()) is None else bank._most_bytes(),
+            deliver=lambda gradients: _deliver(me(), gradients),
+            keeps=lambda: (bank := me()) is not None and bank._ranks.are_several(),
             engine=engine,
         )
+        self._end: weakref.finalize[[], WeightBank] = weakref.finalize(
+            self, self._device.forget_views
+        )
+        self._end.atexit = False
         if isinstance(self._tasks, FileTasks):
             self._tasks.use(self._device.engine)
 
@@ -189,6 +214,7 @@ class WeightBank(nn.Module):
 
     def _changed(self) -> None:
         self._most = None
+        self._generation += 1
         self._holders.forget()
 
     def _most_bytes(self) -> int:
@@ -203,13 +229,13 @@ class WeightBank(nn.Module):
         """Adds a task. With ``shared="add"`` the module has what is added, in shared's shapes."""
         if isinstance(self._tasks, FileTasks):
             raise RuntimeError("fusedrnn: a bank of a file is for reading only, so none is added")
-        _check_key(key)
+        check_key(key)
         if str(key) in self._modules:
             raise ValueError(f"fusedrnn: there is a task {key!r} already")
-        _check_modules({key: module}, [task.module for task in self._tasks.values()])
+        check_modules({key: module}, [task.module for task in self._tasks.values()])
         task = Task(key, module)
         if self._shared is not None:
-            _check_like_shared(task, self._shared)
+            check_like_shared(task, self._shared)
         self._take({key: task})
 
     def __delitem__(self, key: Key) -> None:
@@ -228,7 +254,7 @@ class WeightBank(nn.Module):
         return self._get(key).module
 
     def _get(self, key: Any) -> Task:
-        name = key if type(key) in (int, str) else _name_of(key)
+        name = key if type(key) in (int, str) else name_of(key)
         task = self._tasks.get(str(name))
         if task is None and self._is_list and isinstance(name, int) and -len(self) <= name < 0:
             task = self._tasks[list(self._tasks)[name]]  # as of a list
@@ -237,6 +263,10 @@ class WeightBank(nn.Module):
             shown = ", ".join(names if len(names) <= 5 else [*names[:4], f"…, {names[-1]}"])
             raise KeyError(f"fusedrnn: task must be one of {shown or 'none'}, got {key!r}")
         return task
+
+    def task_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all tasks; not those of ``shared``, which each call adds."""
+        return (parameter for module in self.values() for parameter in module.parameters())
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, int | str) and str(key) in self._tasks
@@ -271,7 +301,7 @@ class WeightBank(nn.Module):
         """
         if self._is_direct():
             return self._get(task).module(*args, **kwargs)
-        _check_inputs([*args, *kwargs.values()], self._target)
+        check_inputs([*args, *kwargs.values()], self._target)
         with self.active(task) as module:
             return module(*args, **kwargs)
 
@@ -291,19 +321,24 @@ class WeightBank(nn.Module):
             raise ValueError(
                 f"fusedrnn: slot must be an int from 0 to {self._slot_count - 1}, got {slot!r}"
             )
-        return _Call(self, found, slot)
+        return Call(self, found, slot)
 
     def _is_direct(self) -> bool:
         """Whether a call is nothing but that of the module."""
         return self._device.engine is None and not self._ranks.are_several()
 
     def _check_place(self) -> None:
+        if is_recorded():
+            raise RuntimeError(
+                "fusedrnn: a WeightBank decides by names which weights it brings, so it cannot be "
+                "traced or exported: do that with the module of one task, bank[t]"
+            )
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
                 "fusedrnn: a WeightBank has one device in a process, so it does not run in the "
                 "replicas of nn.DataParallel: use DistributedDataParallel"
             )
-        if torch.distributed.is_available() and ranks.is_known_to_ddp(self._some_parameters()):
+        if self._ranks.is_known_to_ddp(self._some_parameters):
             raise RuntimeError(
                 "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
                 "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model)"
@@ -362,15 +397,6 @@ class WeightBank(nn.Module):
         """
         return TaskOptimizer(self, cls, options)
 
-    def _deliver(self, gradients: list[Gradient]) -> None:
-        if not self._ranks.are_several():
-            for gradient in gradients:
-                gradient.accumulate()
-            return
-        self._ranks.keep(gradients)
-        if self._ranks.is_synced:
-            self.sync_gradients()
-
     def sync_gradients(self) -> None:
         """Averages over ranks the gradients since the last exchange, and adds them to ``.grad``.
 
@@ -423,11 +449,9 @@ class WeightBank(nn.Module):
         tasks = [] if isinstance(self._tasks, FileTasks) else list(self._tasks.values())
         most, total = self._most_bytes(), sum(task.nbytes for task in tasks)
         trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in tasks]
-        weights = max((t.numel() for task in tasks for t in task.tensors), default=0)
-        width = 4.0
-        if weights:
-            numbers = sum(tensor.numel() for tensor in tasks[0].tensors)
-            width = tasks[0].nbytes / max(numbers, 1)
+        of_first = [t for t in tasks[0].tensors if isinstance(t, nn.Parameter)] if tasks else []
+        numbers = sum(tensor.numel() for tensor in of_first)
+        width = sum(tensor.nbytes for tensor in of_first) / numbers if numbers else 4.0
         gradient = max(trained, default=0)
         steps = 4 * gradient if self._step_on == "device" else 0
         return BankPlan(
@@ -476,16 +500,17 @@ class WeightBank(nn.Module):
         if convert is not None:
             for task in self._tasks.values():
                 task.module._apply(convert)
-            remade = {task.key: Task(task.key, task.module) for task in self._tasks.values()}
-            self._memories, self._tasks = [], {}
-            self._take(remade)
+            if not all(task.is_in_place() for task in self._tasks.values()):
+                remade = {task.key: Task(task.key, task.module) for task in self._tasks.values()}
+                self._memories, self._tasks = [], {}
+                self._take(remade)
         self._move(next(iter(results.values()), fn(torch.empty(0))))
         return self
 
     def _move(self, like: Tensor) -> None:
         if like.is_meta:
             raise RuntimeError("fusedrnn: the weights of a WeightBank cannot go to the meta device")
-        self._target = _device(like.device)
+        self._target = device_of(like.device)
         self._use(None)
         if self._device.engine is not None:
             for memory in self._memories:
@@ -502,196 +527,17 @@ class WeightBank(nn.Module):
         names = state.pop("_names")
         super().__setstate__(state)
         self._begin()
-        self._take({key: Task(key, self._modules[name]) for key, name in names})
+        self._take({key: Task(key, self.get_submodule(name)) for key, name in names})
 
 
-class _Call:
-    """The time in which a task's module has its weights on the device."""
-
-    def __init__(self, bank: WeightBank, task: Task, index: int | None) -> None:
-        self._bank, self._task, self._index = bank, task, index
-        self._slot: Any = None
-        self._entered: list[AbstractContextManager[Any]] = []
-
-    @never_in_graphs
-    def __enter__(self) -> nn.Module:
-        bank, task, device = self._bank, self._task, self._bank._device
-        self._device = device
-        bank._check_place()
-        if bank._is_direct():
-            return task.module
-        self._enter(task.lock)
-        try:
-            self._begin(device, task)
-        except BaseException:
-            self._leave(None, None, None)
-            raise
-        return task.module
-
-    def _begin(self, device: Device, task: Task) -> None:
-        if device.slots is None:
-            task.check()
-            self._tensors = device.tensors(task, None)
-        else:
-            with device.lock:
-                slot = device.resident(task, index=self._index)
-                self._tensors = device.tensors(task, slot)
-                slot.running += 1
-                self._slot = slot
-            buffers = [t for t, p in zip(self._tensors, task.places, strict=True) if not p.is_parameter]
-            self._before = versions_of(buffers)
-        self._enter(task.swapped(self._tensors))
-        if self._slot is not None:
-            self._enter(saving(device, task, self._slot))
-
-    @never_in_graphs
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._leave(kind, error, traceback)
-
-    def _enter(self, manager: AbstractContextManager[Any]) -> None:
-        manager.__enter__()
-        self._entered.append(manager)
-
-    def _leave(self, *about: Any) -> None:
-        device, task, slot = self._device, self._task, self._slot
-        while len(self._entered) > 1:
-            self._entered.pop().__exit__(*about)
-        if slot is not None:
-            with device.lock:
-                slot.running -= 1
-                if not isinstance(task, FileTask):
-                    device.bring_buffers_home(task, slot, self._tensors, self._before)
-                if not slot.running:
-                    slot.settle(device.engine)
-        while self._entered:
-            self._entered.pop().__exit__(*about)
-
-
-def _named(
-    modules: Any, tasks: int | Sequence[str] | None, shared: str | None
-) -> tuple[dict[Key, nn.Module], bool]:
-    """The modules by the names of their tasks, and whether these are those of a list."""
-    is_one = isinstance(modules, nn.Module) and not isinstance(
-        modules, nn.ModuleList | nn.ModuleDict
-    )
-    if not is_one:
-        if tasks is not None or shared is not None:
-            name = "tasks" if tasks is not None else "shared"
-            raise TypeError(
-                f"fusedrnn: {name} is for a single module, of which a bank makes copies; got a "
-                f"{type(modules).__name__} of modules"
-            )
-        is_dict = isinstance(modules, Mapping | nn.ModuleDict)
-        if not is_dict and not isinstance(modules, Iterable):
-            raise TypeError(
-                f"fusedrnn: modules must be a module, a list or a dict, got {type(modules).__name__}"
-            )
-        made = dict(modules.items() if is_dict else enumerate(modules))
-        _check_modules(made, [])
-    else:
-        if tasks is None:
-            raise TypeError(
-                "fusedrnn: a bank of a single module needs tasks: how many copies, or their names"
-            )
-        is_dict = not isinstance(tasks, int)
-        if isinstance(tasks, str) or (not is_dict and (isinstance(tasks, bool) or tasks < 1)):
-            raise ValueError(
-                f"fusedrnn: tasks must be a number above 0, or a list of names, got {tasks!r}"
-            )
-        names: list[Any] = list(tasks) if is_dict else list(range(tasks))  # type: ignore[arg-type]
-        made = {}
-        for name in names:
-            if name in made:
-                raise ValueError(f"fusedrnn: tasks has the name {name!r} twice")
-            made[name] = copy.deepcopy(modules)
-    if not made:
-        raise ValueError("fusedrnn: a bank needs at least one task, got none")
-    for key in made:
-        _check_key(key)
-        if shared is not None and str(key) == SHARED:
-            raise ValueError(f'fusedrnn: with shared="add" no task can have the name {SHARED!r}')
-    if len({str(key) for key in made}) < len(made):
-        raise ValueError("fusedrnn: names of tasks must differ as text, as they do in a state dict")
-    return made, not is_dict
-
-
-def _check_key(key: Any) -> None:
-    if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(f"fusedrnn: the name of a task is an int or a str, got {key!r}")
-    if key == "" or "." in str(key):
-        raise ValueError(
-            f"fusedrnn: the name of a task has no dot, and is not empty, since state dicts have it "
-            f"before a dot; got {key!r}"
-        )
-
-
-def _check_modules(made: Mapping[Any, Any], known: Sequence[nn.Module]) -> None:
-    seen: dict[int, str] = {}
-    for module in known:
-        seen |= {id(tensor): "another task" for tensor in [*module.parameters(), *module.buffers()]}
-    for key, module in made.items():
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"fusedrnn: a task must be an nn.Module, got {type(module).__name__} for {key!r}"
-            )
-        own = {id(tensor): f"task {key!r}" for tensor in [*module.parameters(), *module.buffers()]}
-        for number in own.keys() & seen.keys():
-            raise ValueError(
-                f"fusedrnn: task {key!r} shares a tensor with {seen[number]}: what all tasks have "
-                "in common belongs outside of the bank, or is shared='add'"
-            )
-        seen |= own
-
-
-def _check_like_shared(task: Task, shared: nn.Module) -> None:
-    ours = [(p.shape, p.dtype) for p in task.module.parameters()]
-    theirs = [(p.shape, p.dtype) for p in shared.parameters()]
-    if ours != theirs:
-        raise ValueError(
-            f"fusedrnn: {task.name} must have the shapes and dtypes of shared, {theirs}, got {ours}"
-        )
-
-
-def _check_inputs(values: Iterable[Any], device: torch.device) -> None:
-    for value in values:
-        if isinstance(value, tuple | list):
-            _check_inputs(value, device)
-        elif isinstance(value, Tensor) and value.is_floating_point() and value.ndim:
-            if value.device.type != device.type or (value.device != device and value.is_cuda):
-                raise ValueError(
-                    f"fusedrnn: the bank computes on {device}, got an input on {value.device}: "
-                    "move the input, or the bank by to()"
-                )
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ValueError(f"fusedrnn: {name} must be one of {choices}, got {value!r}")
-
-
-def _name_of(key: Any) -> Any:
-    """The int that an index of another type stands for."""
-    if isinstance(key, Tensor) and not key.is_cpu:
-        raise TypeError(
-            f"fusedrnn: a task is an int or a str, got a tensor on {key.device}: keep tasks on the "
-            "host, since Python has to know which module to call"
-        )
-    try:
-        return operator.index(key)
-    except TypeError:
-        raise TypeError(f"fusedrnn: a task is an int or a str, got {key!r}") from None
-
-
-def _device(device: DeviceLike) -> torch.device:
-    if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        device = torch.device("cpu") if found is None else found
-    made = torch.device(device)
-    if made.type != "cpu" and made.index is None:
-        made = torch.device(made.type, torch.accelerator.current_device_index())
-    return made
+def _deliver(bank: WeightBank | None, gradients: list[Gradient]) -> None:
+    """At the end of a pass, which may be longer there than the bank."""
+    if bank is None or not bank._ranks.are_several():
+        # Another thread may add to the same parameters.
+        with nullcontext() if bank is None else bank._device.lock:
+            for gradient in gradients:
+                gradient.accumulate()
+        return
+    bank._ranks.keep(gradients, bank._device)
+    if bank._ranks.is_synced:
+        bank.sync_gradients()

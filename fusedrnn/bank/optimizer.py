@@ -35,7 +35,8 @@ class TaskOptimizer(Optimizer):
         if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
             raise TypeError(f"fusedrnn: optimizer takes a class of torch.optim, got {cls!r}")
         self._bank, self._cls, self._options = bank, cls, options
-        self._made: dict[str, Optimizer] = {}
+        self._made: dict[Any, Optimizer] = {}
+        self._generation = bank._generation
         probe = cls([nn.Parameter(torch.empty(1))], **options)
         super().__init__(self._groups(), probe.defaults)
 
@@ -43,8 +44,8 @@ class TaskOptimizer(Optimizer):
         found: list[dict[str, Any]] = []
         if self._bank._shared is not None:
             found.append({"params": [*self._bank._shared.parameters()], "task": SHARED})
-        for key, task in self._bank._tasks.items():
-            found.append({"params": [*task.module.parameters()], "task": key})
+        for task in self._bank._tasks.values():
+            found.append({"params": [*task.module.parameters()], "task": task.key})
         return found
 
     def step(self, closure: Any = None) -> Any:
@@ -96,10 +97,11 @@ class TaskOptimizer(Optimizer):
 
     def _follow_tasks(self) -> None:
         """Tasks may have been added or deleted."""
+        if self._generation == self._bank._generation:
+            return
+        self._generation = self._bank._generation
         now = {group["task"]: group for group in self._groups()}
         known = {group["task"] for group in self.param_groups}
-        if now.keys() == known:
-            return
         for group in [group for group in self.param_groups if group["task"] not in now]:
             self.param_groups.remove(group)
             self._made.pop(group["task"], None)
@@ -115,7 +117,7 @@ class TaskOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._made = {}
+        self._made, self._generation = {}, -1
 
     def __repr__(self) -> str:
         lr = self.defaults.get("lr")

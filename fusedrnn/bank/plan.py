@@ -18,7 +18,7 @@ class BankPlan:
     """Weights and buffers of the largest task."""
     slot_count: int
     device_weight_bytes: int
-    """``slot_count`` times the largest task, on an accelerator; none on a CPU."""
+    """``slot_count`` times the largest task. A CPU takes none of this, nor of the next two."""
     device_gradient_bytes: int
     """Two blocks with the gradients of a task. Under autocast each call that waits for backward
     also has a copy of the weights in 16 bits."""
@@ -59,9 +59,7 @@ class BankPlan:
             f"  to the host, for backward  {self.bytes_to_host:>18,} bytes",
         ]
         if self.device_step_bytes:
-            lines.insert(
-                4, f"  a step there, of one task  {self.device_step_bytes:>18,} bytes"
-            )
+            lines.insert(4, f"  a step there, of one task  {self.device_step_bytes:>18,} bytes")
         at = ", ".join(f"{ms:.2f} ms at {rate:g} GB/s" for rate, ms in self.milliseconds)
         lines.append(f"a copy to the device takes {at}")
         for tflops, rows in self.hidden_from:

@@ -7,6 +7,7 @@ So any number of tasks can be in one graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._graphs import unseen
 from .slots import Slot
 from .task import Task
 
@@ -26,31 +28,43 @@ def saving(device: Device, task: Task, slot: Slot) -> AbstractContextManager[Any
     """Hooks for a call of ``task``, whose weights are in ``slot``."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    key, address, end = slot.key, slot.address, task.layout.parameter_end
-    # torch calls the innermost hooks only: others, as those of a checkpoint, are called from here.
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = functools.partial(unseen(_Saving.pack), _Saving(device, task, slot))
+    return saved_tensors_hooks(pack, unseen(_unpack))
 
-    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+
+class _Saving:
+    """What one call saves."""
+
+    def __init__(self, device: Device, task: Task, slot: Slot) -> None:
+        self._device, self._task = device, task
+        self._key, self._address = slot.key, slot.address
+        self._end = task.layout.parameter_end
+        # torch calls the innermost hooks only: others, as a checkpoint's, are called from here.
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if is_plain and tensor.numel() and tensor.untyped_storage().data_ptr() == address:
-            first = tensor.data_ptr() - address
-            if first >= end or tensor.is_conj() or tensor.is_neg():
+        if is_plain and tensor.numel() and tensor.untyped_storage().data_ptr() == self._address:
+            first = tensor.data_ptr() - self._address
+            if first >= self._end or tensor.is_conj() or tensor.is_neg():
                 return _copy(tensor)  # of a buffer, which the next call may change
-            return _weight(first, tensor)
-        if outer is not None:
-            return _outer(tensor, *outer)
+            return self._weight(first, tensor)
+        if self._outer is not None:
+            return _outer(tensor, *self._outer)
         return _other(tensor)
 
-    def _weight(first: int, tensor: Tensor) -> Callable[[], Tensor]:
+    def _weight(self, first: int, tensor: Tensor) -> Callable[[], Tensor]:
         shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        device, task, key = self._device, self._task, self._key
 
-        def unpack() -> Tensor:
-            now = device.for_backward(task, key)
-            return now.typed(dtype).as_strided(shape, stride, first // dtype.itemsize)
+        def view(slot: Slot) -> Tensor:
+            return slot.typed(dtype).as_strided(shape, stride, first // dtype.itemsize)
 
-        return unpack
+        return functools.partial(device.for_backward, task, key, view)
 
-    return saved_tensors_hooks(pack, lambda unpack: unpack())
+
+def _unpack(unpack: Callable[[], Tensor]) -> Tensor:
+    return unpack()
 
 
 def _copy(tensor: Tensor) -> Callable[[], Tensor]:

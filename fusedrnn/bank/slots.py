@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Hashable
 from typing import Any
@@ -18,9 +20,10 @@ from .task import Task
 class Slot:
     """One block, and what is known of it."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, engine: Engine) -> None:
         with torch.inference_mode(False):
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._engine, self._stream, self._process = engine, engine.stream(), os.getpid()
         self._storage = self.memory.untyped_storage()
         self.address = self._storage.data_ptr()
         self.task: Task | None = None
@@ -37,11 +40,24 @@ class Slot:
         self._arrival: Event = None
         self._waited: set[Hashable] = set()
         """Streams that wait for it already."""
-        self._used: set[Hashable] = set()
-        """Streams that use it, since the last marks."""
+        self._used: set[Hashable] = {self._stream}
+        """Streams that use it, since the last marks. torch gives out memory that this one may still
+        be using for something else."""
         self._marks: dict[Hashable, Event] = {}
         self._typed: dict[torch.dtype, Tensor] = {}
         self._own = references(self._storage)
+
+    def __del__(self) -> None:
+        """torch gives the memory to others in the order of the stream that it gave it to."""
+        if not hasattr(self, "_own") or sys.is_finalizing() or os.getpid() != self._process:
+            return  # it was never made, or CUDA may be gone
+        for stream in self._used - {self._stream}:
+            self._marks[stream] = self._engine.mark(stream)
+        self._marks.pop(self._stream, None)
+        for event in self._marks.values():
+            self._engine.host_wait(event)
+        if self._arrival is not None and self._stream not in self._waited:
+            self._engine.host_wait(self._arrival)
 
     def typed(self, dtype: torch.dtype) -> Tensor:
         """All of it as numbers of a dtype."""
@@ -52,7 +68,7 @@ class Slot:
         return self._typed[dtype]
 
     def is_held(self) -> bool:
-        """Whether somebody besides the bank has a tensor here, so that it must not be overwritten."""
+        """Whether somebody besides the bank has a tensor here, so that it must stay as it is."""
         self.views = None
         return references(self._storage) > self._own
 
@@ -135,12 +151,15 @@ class Slots:
 
     def _free(self, most: int) -> Slot:
         nbytes = max(aligned(most), 1)
-        self.slots = [s for s in self.slots if s.memory.nbytes >= nbytes or s.running or s.is_held()]
+        self.slots = [
+            s for s in self.slots if s.memory.nbytes >= nbytes or s.running or s.is_held()
+        ]
         free = [
             s for s in self.slots if not s.running and s.memory.nbytes >= nbytes and not s.is_held()
         ]
         if len(self.slots) < self.count or not free:
-            slot = Slot(nbytes, self.device)  # first, since there may be too little memory
+            # First, since there may be too little memory.
+            slot = Slot(nbytes, self.device, self.engine)
             if len(self.slots) >= self.count:
                 self._warn()
             self.slots.append(slot)
@@ -150,7 +169,7 @@ class Slots:
     def _fixed(self, index: int, most: int) -> Slot:
         nbytes = max(aligned(most), 1)
         while len(self.slots) <= index:
-            self.slots.append(Slot(nbytes, self.device))
+            self.slots.append(Slot(nbytes, self.device, self.engine))
         slot = self.slots[index]
         if slot.running or slot.is_held() or slot.memory.nbytes < nbytes:
             why = "is too small for a task that was added"

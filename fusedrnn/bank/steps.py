@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from .engines import Event
 from .layout import Place, aligned
+from .optimizer import TaskOptimizer
 from .task import Task
 
 if TYPE_CHECKING:
@@ -58,9 +59,12 @@ class Holders:
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, TaskOptimizer):
+        return  # its optimizers of single tasks come here, too
     for bank in list(_banks):
-        if bank._step_on == "device" and bank._holders.has(optimizer, bank):
-            closure = args[0] if args else kwargs.get("closure")
+        is_direct = bank._device.engine is None  # a CPU has no other place
+        if bank._step_on == "device" and not is_direct and bank._holders.has(optimizer, bank):
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is not None:
                 raise ValueError(
                     'fusedrnn: a WeightBank with step_on="device" takes its weights to the device '
@@ -212,11 +216,13 @@ class _TaskStep:
                         own[name] = value.to("cpu")
         for event in events:
             self._engine.host_wait(event)
-        for parameter, home, grad in zip(self._parameters, self._homes, self._grads, strict=True):
-            _set(parameter, home, grad)
+        for parameter, data, grad in zip(self._parameters, self._homes, self._grads, strict=True):
+            _set(parameter, data, grad)
         torch.autograd.graph.increment_version(self._parameters)
         slot = self._slot
         if slot is not None and slot.task is task and not slot.is_held():
+            for event in slot.take_marks(self._engine):  # of other streams, too
+                self._engine.wait(event)
             slot.memory[:end].copy_(self._weights)
             slot.use(self._engine)
             slot.settle(self._engine)

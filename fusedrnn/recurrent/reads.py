@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .._locks import CallerLock
 from .closures import Held
 from .draws import DRAWS
-from .._locks import CallerLock
 from .noise import Source
 from .replicas import Replicas, parameters_of
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 # These look at no numbers.
 VIEWS = {
+    aten.set_.source_Storage_storage_offset,
     aten.view.default,
     aten.view.dtype,
     aten.as_strided.default,

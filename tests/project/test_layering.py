@@ -46,6 +46,7 @@ PYTHON_LAYERS = {
         "_graphs",
         "_held_outside",
         "_helpers",
+        "_locks",
         "_pieces",
     ],
     1: ["_library", "_optimizers", "cells", "reference"],
@@ -57,7 +58,7 @@ PYTHON_LAYERS = {
     7: ["_kernels", "stack"],
     8: ["call"],
     9: ["functional"],
-    10: ["modules", "modules/*"],
+    10: ["bank", "bank/*", "modules", "modules/*"],
     11: ["_compile", "_compile/*", "conversion", "planner", "recurrent", "recurrent/*"],
     12: ["__init__"],
 }

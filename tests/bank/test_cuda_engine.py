@@ -1,0 +1,211 @@
+"""The engine for CUDA, over the streams of the fake GPU, which does its work as late as it may.
+
+Random schedules have the bits of nn.ModuleList, and without any one of its waits a bank is wrong.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import bank.schedules
+import pytest
+import torch
+from bank.bank_modules import KINDS
+from bank.cuda_faults import FAULTS
+from bank.cuda_scenarios import SCENARIOS, assert_same_gradients, inputs, mlp, pair
+from bank.fake_runtime import FakeRuntime
+from torch.utils._python_dispatch import _disable_current_modes
+
+import fusedrnn.bank.device
+from fusedrnn.bank.engines import Streams
+from fusedrnn.bank.layout import aligned
+
+pytestmark = pytest.mark.slow
+
+ORDERS = [0, 1, 2, 3]
+
+
+class Schedule(bank.schedules.Schedule):
+    def do_step(self) -> None:
+        is_there = self.bank._step_on == "device"
+        with nullcontext() if is_there else _disable_current_modes():
+            self.ours.step()
+        with _disable_current_modes():
+            self.theirs.step()
+        if self.random.random() < 0.8:
+            self.ours.zero_grad()
+            self.theirs.zero_grad()
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRuntime]]:
+    """Gives banks that are made from now on a new fake GPU."""
+
+    def begin(order: int, **options: Any) -> FakeRuntime:
+        runtime = FakeRuntime(order, **options)
+        made = lambda *_: Streams(runtime)  # noqa: E731
+        monkeypatch.setattr(fusedrnn.bank.device, "engine_of", made)
+        monkeypatch.setattr(bank.schedules, "EmulatedDevice", made)
+        monkeypatch.setattr(bank.schedules, "Watch", lambda bank: runtime.watching())
+        return runtime
+
+    return begin
+
+
+# A cell that is compiled has no mode that looks at its operations.
+WATCHED = [kind for kind in KINDS if kind != "recurrent"]
+
+
+@pytest.mark.parametrize("step_on", ["host", "device"])
+@pytest.mark.parametrize("kind", WATCHED)
+def test_equal_bits(use: Callable[..., FakeRuntime], kind: str, step_on: str) -> None:
+    for seed in range(8):
+        runtime = use(ORDERS[seed % 4] + seed // 4)
+        try:
+            Schedule(kind, seed, is_mixed=seed == 5, step_on=step_on).run()
+            assert runtime.notes() == ""
+        except Exception as error:
+            error.add_note(f"{kind}, seed {seed}, {runtime.notes()}")
+            raise
+
+
+# --- waits ----------------------------------------------------------------------------------------
+
+
+def run(use: Callable[..., FakeRuntime], scenario: str, order: int, folder: Path) -> None:
+    torch.manual_seed(order)
+    runtime = use(order)
+    with runtime.watching():
+        SCENARIOS[scenario](runtime, folder)
+    gc.collect()
+    assert runtime.notes() == ""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_wait_is_missing(use: Callable[..., FakeRuntime], tmp_path: Path, scenario: str) -> None:
+    for order in range(12):
+        run(use, scenario, order, tmp_path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_is_noticed(
+    use: Callable[..., FakeRuntime],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: str,
+) -> None:
+    scenario, change = FAULTS[fault]
+    change(monkeypatch)
+    with pytest.raises(AssertionError):
+        for order in range(30):
+            run(use, scenario, order, tmp_path)
+
+
+# --- pinned memory --------------------------------------------------------------------------------
+
+
+def test_memory_is_registered_exactly_and_once(use: Callable[..., FakeRuntime]) -> None:
+    runtime = use(2)
+    bank, _ = pair(3)
+    (block,) = runtime.registered.items()
+    assert block == (bank._memories[0].data_ptr(), bank._memories[0].nbytes)
+    assert block[0] % mmap.PAGESIZE == 0 and block[1] == 3 * aligned(bank.plan().task_bytes)
+    assert all(runtime.is_registered(p) for p in bank.parameters())
+    with runtime.watching():
+        for t in (0, 1, 2, 0):
+            bank(t, inputs()).sum().backward()
+    assert all(runtime.is_registered(p.grad) for p in bank.parameters())
+    bank.to("cpu")  # once more
+    bank.add(3, mlp())
+    sizes = [size for what, _, size in runtime.log if what == "register"]
+    pool = [block.nbytes for block, _ in bank._device.home.pool._blocks]
+    assert sizes[0] == block[1] and sizes[-1] == aligned(bank.plan().task_bytes)
+    assert len(runtime.log) == len(runtime.registered) and pool == []
+    with runtime.watching():
+        bank.prefetch(1)  # which is under way
+    del bank
+    gc.collect()
+    assert runtime.registered == {} and runtime.notes() == ""
+
+
+def test_memory_of_gradients_that_somebody_keeps(use: Callable[..., FakeRuntime]) -> None:
+    runtime = use(2)
+    bank, _ = pair(2)
+    with runtime.watching():
+        bank(0, inputs()).sum().backward()
+    kept = next(bank.parameters()).grad
+    assert kept is not None
+    del bank
+    gc.collect()
+    assert len(runtime.registered) == 1 and runtime.is_registered(kept)
+    del kept
+    gc.collect()
+    assert runtime.registered == {} and runtime.notes() == ""
+
+
+def test_a_child_process_leaves_registered_memory_alone(use: Callable[..., FakeRuntime]) -> None:
+    runtime = use(0)
+    bank, _ = pair(2)
+    with runtime.watching(), torch.no_grad():
+        bank(0, inputs())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del bank
+            gc.collect()
+            status = len(runtime.log) - 1
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    del bank
+    gc.collect()
+    assert [what for what, *_ in runtime.log] == ["register", "unregister"]
+
+
+def test_memory_that_is_made_in_a_child_process(use: Callable[..., FakeRuntime]) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            runtime = use(0)
+            bank, _ = pair(2)
+            del bank
+            gc.collect()
+            status = int([what for what, *_ in runtime.log] != ["register", "unregister"])
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_memory_that_cannot_be_registered(
+    use: Callable[..., FakeRuntime], tmp_path: Path, scenario: str
+) -> None:
+    for order in range(4):
+        runtime = use(order, refuses=True)
+        with warnings.catch_warnings(record=True) as caught, runtime.watching():
+            warnings.simplefilter("always")
+            SCENARIOS[scenario](runtime, tmp_path)
+        assert runtime.notes() == "" and runtime.log == []
+        assert all("could not be pinned (out of memory)" in str(w.message) for w in caught)
+
+
+def test_one_warning_for_memory_that_cannot_be_registered(use: Callable[..., FakeRuntime]) -> None:
+    runtime = use(0, refuses=True)
+    with pytest.warns(RuntimeWarning, match="the host will wait for each copy") as caught:
+        bank, modules = pair(3)
+        with runtime.watching():
+            for t in range(3):
+                x = inputs()
+                bank(t, x).sum().backward()
+                modules[t](x).sum().backward()
+    assert len(caught) == 1
+    assert_same_gradients(bank, modules)
