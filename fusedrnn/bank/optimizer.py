@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class TaskOptimizer(Optimizer):
     gradient. Make one by ``bank.optimizer(torch.optim.AdamW, lr=1e-3)``.
     """
 
+    steps_by_others = True
+
     def __init__(
         self, bank: WeightBank, cls: Callable[..., Optimizer], options: dict[str, Any]
     ) -> None:
@@ -37,6 +39,7 @@ class TaskOptimizer(Optimizer):
         self._bank, self._cls, self._options = bank, cls, options
         self._made: dict[Any, Optimizer] = {}
         self._generation = bank._generation
+        self._all: list[tuple[int, Tensor]] | None = None
         probe = cls([nn.Parameter(torch.empty(1))], **options)
         super().__init__(self._groups(), probe.defaults)
 
@@ -59,27 +62,32 @@ class TaskOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_tasks()
-        for group in self.param_groups:
-            if any(parameter.grad is not None for parameter in group["params"]):
-                self._of(group).step()
+        used = dict.fromkeys([i for i, p in self._all_parameters() if p.grad is not None])
+        for i in used:
+            self._of(self.param_groups[i]).step()
         return loss
+
+    def _all_parameters(self) -> list[tuple[int, Tensor]]:
+        """Each with the index of its group, in a list, which is the fastest to go through."""
+        if self._all is None:
+            groups = enumerate(self.param_groups)
+            self._all = [(i, parameter) for i, group in groups for parameter in group["params"]]
+        return self._all
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets the gradients of all tasks to None, or to zeros."""
         self._follow_tasks()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if set_to_none:
-                    parameter.grad = None
-                else:
-                    parameter.grad.detach_().zero_()
+        for parameter in [p for _, p in self._all_parameters() if p.grad is not None]:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes groups and state from ``state_dict()`` of another one."""
         super().load_state_dict(state_dict)
         self._made.clear()
+        self._all = None
 
     def _of(self, group: dict[str, Any]) -> Optimizer:
         """The optimizer of one group, which shares the group and the state."""
@@ -99,7 +107,7 @@ class TaskOptimizer(Optimizer):
         """Tasks may have been added or deleted."""
         if self._generation == self._bank._generation:
             return
-        self._generation = self._bank._generation
+        self._generation, self._all = self._bank._generation, None
         now = {group["task"]: group for group in self._groups()}
         known = {group["task"] for group in self.param_groups}
         for group in [group for group in self.param_groups if group["task"] not in now]:
@@ -117,7 +125,7 @@ class TaskOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._made, self._generation = {}, -1
+        self._made, self._generation, self._all = {}, -1, None
 
     def __repr__(self) -> str:
         lr = self.defaults.get("lr")

@@ -1,4 +1,7 @@
-"""What autograd does with the weights of a bank: as with those of nn.ModuleList."""
+"""What autograd does with the weights of a bank: as with those of nn.ModuleList.
+
+Longer than 350 lines, because its tests are of one topic and share ``Both``.
+"""
 
 from __future__ import annotations
 
