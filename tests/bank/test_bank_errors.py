@@ -10,6 +10,7 @@ import torch
 from bank.bank_modules import INPUT, KINDS
 from bank.emulated_device import emulated
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedrnn
 from fusedrnn import WeightBank
@@ -296,3 +297,10 @@ def test_optimizers() -> None:
         make().optimizer(torch.optim.AdamW, lr=0.1)
     )
     assert fusedrnn.WeightBank is WeightBank
+
+
+def test_traces_are_refused() -> None:
+    bank, y = make(), x()
+    with pytest.raises(RuntimeError, match=r"cannot be traced or exported.* bank\[t\]"):
+        make_fx(lambda y: bank(1, y), tracing_mode="fake")(y)
+    torch.testing.assert_close(bank(1, y), bank[1](y), rtol=0, atol=0)
