@@ -83,5 +83,8 @@ class Call:
                     device.bring_buffers_home(task, slot, self._tensors, self._before)
                 if not slot.running:
                     slot.settle(device.engine)
+                # The work of the call is on its way. What the host does next, such as loading other
+                # weights, must not be read by the copy that this work waits for.
+                slot.land(device.engine)
         while self._entered:
             self._entered.pop().__exit__(*about)

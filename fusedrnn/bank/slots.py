@@ -38,6 +38,7 @@ class Slot:
         self.checked: Any = None
         """The pass and the version for which backward has compared versions."""
         self._arrival: Event = None
+        self._has_landed = True
         self._waited: set[Hashable] = set()
         """Streams that wait for it already."""
         self._used: set[Hashable] = {self._stream}
@@ -82,8 +83,14 @@ class Slot:
 
     def arrives(self, event: Event) -> None:
         """Its numbers are there when this event comes."""
-        self._arrival = event
+        self._arrival, self._has_landed = event, False
         self._waited.clear()
+
+    def land(self, engine: Engine) -> None:
+        """The host waits until the numbers are there. From here on it may write to its own."""
+        if not self._has_landed:
+            engine.host_wait(self._arrival)
+            self._has_landed = True
 
     def settle(self, engine: Engine) -> None:
         """A use has ended: from here on it may be overwritten."""

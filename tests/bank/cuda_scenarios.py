@@ -107,9 +107,8 @@ def a_second_stream(runtime: FakeRuntime, folder: Path) -> None:
         with torch.no_grad():
             for t in range(6):
                 bank.prefetch(t)
-                with bank.active(t):
-                    pass  # the first stream waits for the weights
-                with runtime.on(other):
+                # The first stream waits for the weights; the host does after its call.
+                with bank.active(t), runtime.on(other):
                     assert torch.equal(bank(t, x), modules[t](x))
 
 

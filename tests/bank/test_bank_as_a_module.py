@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import WeightBank
+from fusedrnn.bank.engines import Immediate
 
 BOTH = pytest.mark.parametrize("has_slots", [False, True], ids=["cpu", "emulated"])
 
@@ -366,3 +367,30 @@ def test_repr_and_plan() -> None:
     assert plan.host_weight_bytes == 4 * size and plan.host_adam_bytes == 8 * size
     assert dict(plan.hidden_from)[50.0] == pytest.approx((1333.3, 606.06, 83.333), rel=1e-4)
     assert "606 at 55 GB/s" in str(plan)
+
+
+def test_the_host_waits_for_a_copy_before_a_call_is_over() -> None:
+    """So that what it writes to the weights next is not what the call computes with."""
+
+    class Recorder(Immediate):
+        def __init__(self) -> None:
+            self.brought: list[object] = []
+            self.waited: list[object] = []
+
+        def bring(self, to: Tensor, source: Tensor, after: Any) -> Any:
+            super().bring(to, source, after)
+            self.brought.append(object())
+            return self.brought[-1]
+
+        def host_wait(self, event: Any) -> None:
+            self.waited.append(event)
+
+    bank, _ = pair("mlp")
+    engine = Recorder()
+    bank._use(engine)
+    with torch.no_grad():
+        for count, t in enumerate((0, 1, 0, 2), 1):
+            bank(t, inputs())
+            assert engine.waited == engine.brought and len(engine.brought) <= count
+    bank.prefetch(1)
+    assert len(engine.waited) == len(engine.brought) - 1  # nobody uses it yet
