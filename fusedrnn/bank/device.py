@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .blocks import Home
 from .engines import Engine, Immediate, engine_of
 from .fetch import Fetch, input_of
-from .gradients import Gradient, Home, gradient_layout
+from .gradients import Gradient, gradient_layout
 from .passes import Pass, Passes
 from .slots import Slot, Slots
 from .task import Task, Version, versions_of
@@ -54,7 +55,7 @@ class Device:
         self.shared, self.lock = shared, threading.RLock()
         self.slots = None if self.engine is None else Slots(slots, device, self.engine)
         self.home = Home(self.engine, device)
-        self.passes = Passes(self._finish)
+        self.passes = Passes()
         self.reloads = 0
         self._most, self._deliver, self._keeps = most, deliver, keeps
 
@@ -131,7 +132,7 @@ class Device:
                 slot = self.resident(task)
                 self.reloads += self.slots.copies - copies
                 slot.checked = now
-                self.passes.now()
+                self.this_pass()
             slot.use(self.engine)
             return view(slot)
 
@@ -182,7 +183,7 @@ class Device:
         Args:
             slot: Where the weights are; None if that is the host.
         """
-        self.passes.now()  # so that passes within this one are known to be
+        self.this_pass()  # so that passes within this one are known to be
         theta = [] if self.shared is None else list(self.shared.parameters())
         parameters = sum(place.is_parameter for place in task.places)
         trained = [
@@ -240,6 +241,10 @@ class Device:
 
     # --- gradients --------------------------------------------------------------------------------
 
+    def this_pass(self) -> Pass | None:
+        """The backward pass that the caller is in."""
+        return self.passes.now(self._finish)
+
     def _finish(self, passed: Pass) -> None:
         with self.lock:
             if self.slots is not None:
@@ -265,7 +270,7 @@ class Device:
         with self.lock:
             passed = None if outer is None else outer()
             if passed is None or passed.is_over:
-                passed = self.passes.now()
+                passed = self.this_pass()
             assert passed is not None
             gradient = passed.gradients.get(task)
             layout = gradient_layout(task, own)

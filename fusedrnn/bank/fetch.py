@@ -31,7 +31,7 @@ class Fetch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.device, ctx.task, ctx.trained, ctx.own = device, task, trained, own
         with device.lock:
-            outer = device.passes.now()
+            outer = device.this_pass()
         ctx.outer = None if outer is None else weakref.ref(outer)
         ctx.set_materialize_grads(False)
         return tuple(views)

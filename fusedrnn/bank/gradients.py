@@ -13,13 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .engines import Engine, Event
+from .blocks import Block, Home
+from .engines import Event
 from .layout import Place, aligned
-from .memory import HostPool
 from .task import Task
-
-_DONE = object()
-"""In place of an event: the copy is there."""
 
 
 class Segment(NamedTuple):
@@ -72,58 +69,14 @@ def _gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
     return GradientLayout(tuple(parameters), ordered, tuple(segments), aligned(end))  # type: ignore[arg-type]
 
 
-class Block:
-    """One block on the device."""
+class Part(NamedTuple):
+    """Gradients on the host, or on their way there."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.owner: Gradient | None = None
-        """Whose numbers it has that are nowhere else."""
-        self.sent: Event = None
-        """When its last copy to the host has been done."""
-        self.is_sent = False
-        self._views: tuple[GradientLayout, Tensor, list[Tensor]] | None = None
-
-    def views(self, layout: GradientLayout) -> list[Tensor]:
-        """Its gradients, for a layout."""
-        known = self._views
-        if known is None or known[0] is not layout or known[1] is not self.memory:
-            views = [place.view(self.memory) for place in layout.places]
-            known = self._views = layout, self.memory, views
-        return known[2]
-
-
-class Home:
-    """The blocks on the device, and those on the host."""
-
-    def __init__(self, engine: Engine | None, device: torch.device, blocks: int = 2) -> None:
-        self.engine, self.device = engine, device
-        self.pool = HostPool(engine.pin if engine is not None else lambda memory: None)
-        self.blocks = [Block() for _ in range(blocks)] if engine is not None else []
-        self.most = 0
-        """Bytes of the largest gradients so far."""
-        self.nbytes_out = 0
-
-    def take(self, owner: Gradient, nbytes: int) -> Tensor:
-        """Memory of the device for the gradients of ``owner``; without a device, of the host."""
-        if self.engine is None:
-            owner.block = None
-            return self.pool.take(nbytes)
-        block = next((b for b in self.blocks if b.owner is None), self.blocks[0])
-        if block.owner is not None:
-            block.owner.send()
-        self.blocks.remove(block)
-        self.blocks.append(block)
-        if block.is_sent:
-            self.engine.wait(block.sent)
-        self.most = max(self.most, nbytes)
-        if block.memory.nbytes < nbytes:
-            if block.is_sent:  # the former memory may be of another stream than the caller's
-                self.engine.host_wait(block.sent)
-            with torch.inference_mode(False):
-                block.memory = torch.empty(self.most, dtype=torch.uint8, device=self.device)
-        block.owner, owner.block = owner, block
-        return block.memory
+    memory: Tensor
+    has: list[bool]
+    """Of each gradient, whether it is one of them."""
+    arrival: Event
+    """When they are there; None if they are."""
 
 
 class Gradient:
@@ -132,59 +85,74 @@ class Gradient:
     def __init__(self, task: Task, layout: GradientLayout, home: Home) -> None:
         self.task, self.layout = task, layout
         self.block: Block | None = None
+        """On the device."""
         self.present = [False] * len(layout.places)
         """Of each gradient, whether there is one."""
         self._home = home
-        self._on_host: list[tuple[Tensor, list[bool], Event]] = []
-        """Parts to be added up: the memory, what it has, and when."""
+        self._parts: list[Part] = []
+        """To be added up."""
+        self._in_block: list[bool] = []
+        """What the block has."""
         self._packed: tuple[Hashable, Event] = None, None
-        self._here: list[bool] = []
-        """What the block on the device has."""
-        self._apart: dict[int, Tensor] = {}
+        """The stream that has last written to the block, and when."""
+        self._sparse: dict[int, Tensor] = {}
         """Sparse gradients, on the host."""
-        self._shown: dict[int, tuple[Tensor, bool, int]] = {}
-        """What ``.grad`` was after ``show``, whether it is the one from here, and its version."""
+        self._source: Tensor | None = None
+        """Of a copy to the device that may be under way."""
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Packs gradients into a block, or adds them to those that are in one."""
-        dense = list(grads)
-        for i, grad in enumerate(grads):
-            if grad is not None and grad.layout != torch.strided:
-                home = grad.detach().to("cpu")
-                self._apart[i] = self._apart[i] + home if i in self._apart else home
-                dense[i] = None
-        here = [grad is not None for grad in dense]
         self.present = [a or b is not None for a, b in zip(self.present, grads, strict=True)]
-        if not any(here):
+        dense: dict[int, Tensor] = {}
+        for i, grad in enumerate(grads):
+            if grad is not None and grad.layout == torch.strided:
+                dense[i] = grad
+            elif grad is not None:
+                self._add_sparse(i, grad.detach().to("cpu"))
+        if not dense:
             return
-        views: list[Tensor] = []
-        given: list[Tensor] = []
-        added: list[Tensor] = []
-        to_add: list[Tensor] = []
-        engine = self._home.engine
-        is_new = self.block is None
-        memory = self._home.take(self, self.layout.nbytes) if is_new else self.block.memory  # type: ignore[union-attr]
-        if is_new:
-            self._here = [False] * len(dense)
-        elif engine is not None and self._packed[0] != engine.stream():
-            engine.wait(self._packed[1])
-        if self.block is None:
-            places = [place.view(memory) for place in self.layout.places]
-        else:
-            places = self.block.views(self.layout)
-        for view, grad, has in zip(places, dense, self._here, strict=True):
-            if grad is not None:
-                (added if has else views).append(view)
-                (to_add if has else given).append(grad)
+        places, has = self._open()
+        new, known = [i for i in dense if not has[i]], [i for i in dense if has[i]]
         with torch.no_grad():
-            if views:
-                torch._foreach_copy_(views, given)
-            if added:
-                torch._foreach_add_(added, to_add)
-        self._here = [a or b for a, b in zip(self._here, here, strict=True)]
-        if engine is None:
-            self._on_host.append((memory, self._here, _DONE))
+            if new:
+                torch._foreach_copy_([places[i] for i in new], [dense[i] for i in new])
+            if known:
+                torch._foreach_add_([places[i] for i in known], [dense[i] for i in known])
+        for i in new:
+            has[i] = True
+        self._mark_packed()
+
+    def _add_sparse(self, i: int, grad: Tensor) -> None:
+        self._sparse[i] = self._sparse[i] + grad if i in self._sparse else grad
+
+    def _open(self) -> tuple[list[Tensor], list[bool]]:
+        """Where the caller's stream may write gradients, and which are there already."""
+        if self._home.engine is None:
+            if not self._parts:
+                self._parts.append(self._no_part())
+            memory, has, _ = self._parts[0]
+            return [place.view(memory) for place in self.layout.places], has
+        if self.block is None:
+            self._take_block([False] * len(self.present))
         else:
+            self._wait_for_block()
+        return self.block.views(self.layout), self._in_block  # type: ignore[union-attr]
+
+    def _no_part(self) -> Part:
+        memory = self._home.pool.take(self.layout.nbytes)
+        return Part(memory, [False] * len(self.present), None)
+
+    def _take_block(self, has: list[bool]) -> Tensor:
+        self.block, self._in_block = self._home.take(self, self.layout.nbytes), has
+        return self.block.memory[: self.layout.nbytes]
+
+    def _wait_for_block(self) -> None:
+        engine = self._home.engine
+        if engine is not None and self._packed[0] != engine.stream():
+            engine.wait(self._packed[1])
+
+    def _mark_packed(self) -> None:
+        if (engine := self._home.engine) is not None:
             self._packed = engine.stream(), engine.mark(engine.stream())
 
     def send(self) -> None:
@@ -193,131 +161,116 @@ class Gradient:
             return
         home, block, nbytes = self._home, self.block, self.layout.nbytes
         assert home.engine is not None
-        if self._packed[0] != home.engine.stream():
-            home.engine.wait(self._packed[1])
+        self._wait_for_block()
         memory = home.pool.take(nbytes)
         block.sent, block.is_sent = home.engine.send(memory[:nbytes], block.memory[:nbytes]), True
         home.nbytes_out += nbytes
-        self._on_host.append((memory, self._here, block.sent))
+        self._parts.append(Part(memory, self._in_block, block.sent))
         block.owner = self.block = None
 
     def join(self, later: Gradient) -> None:
         """Adds the gradients of a later pass."""
         later.send()
         self.send()
-        self._on_host += later._on_host
+        self._parts += later._parts
         self.present = [a or b for a, b in zip(self.present, later.present, strict=True)]
-        for i, grad in later._apart.items():
-            self._apart[i] = self._apart[i] + grad if i in self._apart else grad
+        for i, grad in later._sparse.items():
+            self._add_sparse(i, grad)
 
-    def show(self) -> None:
-        """Has them in ``.grad`` while they wait, so that who discards that discards them, too."""
-        for i, grad in enumerate(self.results()):
-            if grad is not None:
-                parameter = self.layout.parameters[i]
-                is_own = parameter.grad is None
-                if is_own:
-                    parameter.grad = grad
-                assert parameter.grad is not None
-                self._shown[i] = parameter.grad, is_own, parameter.grad._version
+    def discard(self, index: int) -> None:
+        """Forgets one of them."""
+        self.present[index] = False
+        self._sparse.pop(index, None)
+        for part in self._parts:
+            part.has[index] = False
 
-    def hide(self) -> bool:
-        """Undoes ``show``, and forgets what was discarded since. Returns whether some are left."""
-        for i, (shown, is_own, version) in self._shown.items():
-            parameter = self.layout.parameters[i]
-            is_kept = parameter.grad is shown
-            if is_kept and is_own:
-                parameter.grad = None
-            elif is_kept and shown._version != version:
-                is_kept = bool(shown.any())  # zero_grad(set_to_none=False)
-            if not is_kept:
-                self.present[i] = False
-                self._apart.pop(i, None)
-                for _, has, _ in self._on_host:
-                    has[i] = False
-        self._shown.clear()
-        return any(self.present)
-
-    def on_host(self) -> Tensor:
-        """All dense gradients in one block of the host, zeros where there is none."""
+    def on_host(self) -> Part:
+        """All dense gradients, added up."""
         self.send()
-        for _, _, event in self._on_host:
-            if self._home.engine is not None and event is not _DONE:
-                self._home.engine.host_wait(event)
-        if not self._on_host:
-            memory = self._home.pool.take(self.layout.nbytes)
-            self._on_host = [(memory, [False] * len(self.present), _DONE)]
-        memory, has, _ = self._on_host[0]
+        for part in self._parts:
+            if self._home.engine is not None and part.arrival is not None:
+                self._home.engine.host_wait(part.arrival)
+        memory, has, _ = self._parts[0] if self._parts else self._no_part()
         has = list(has)
         with torch.no_grad():
-            for more, also, _ in self._on_host[1:]:
+            for more, also, _ in self._parts[1:]:
                 for i, place in enumerate(self.layout.places):
                     if also[i] and has[i]:
                         place.view(memory).add_(place.view(more))
                     elif also[i]:
                         place.view(memory).copy_(place.view(more))
                     has[i] = has[i] or also[i]
-        self._on_host = [(memory, has, _DONE)]
-        self._here = has
-        return memory
-
-    def to_reduce(self) -> tuple[Tensor, list[bool]]:
-        """One block with all of them, on the device if there is one, and what it has."""
-        apart, self._apart = self._apart, {}
-        for i, grad in apart.items():  # ranks need not have the same rows of a sparse one
-            dense = grad.to_dense().to(self._home.device)
-            self.add([dense if j == i else None for j in range(len(self.present))])
-        engine = self._home.engine
-        if engine is None:
-            memory = self.on_host()
-            return memory, self._here
-        if self._on_host:
-            whole = self.on_host()
-            here = self._on_host.pop()[1]
-            memory = self._home.take(self, self.layout.nbytes)
-            if any(here):
-                n = self.layout.nbytes
-                engine.wait(engine.bring(memory[:n], whole[:n], [engine.mark(engine.stream())]))
-                self._staged = whole
-            self._here = here
-        elif self.block is None:
-            memory, self._here = (
-                self._home.take(self, self.layout.nbytes),
-                [False] * len(self.present),
-            )
-        else:
-            memory = self.block.memory
-            if self._packed[0] != engine.stream():
-                engine.wait(self._packed[1])
-        self._packed = engine.stream(), None
-        return memory, self._here
-
-    def was_reduced(self) -> None:
-        """The block has what all ranks have."""
-        self._here = [True] * len(self.present)
-        if self._home.engine is not None:
-            self.send()
-        memory = self.on_host()
-        present = [False] * len(self.present)
-        for segment in self.layout.segments:
-            counts = memory[segment.counts : segment.end].view(segment.dtype)
-            for i, count in zip(segment.members, counts.tolist(), strict=True):
-                present[i] = count != 0
-        self._on_host = [(memory, present, _DONE)]
-        self.present = self._here = present
+        self._parts = [Part(memory, has, None)]
+        return self._parts[0]
 
     def results(self) -> list[Tensor | None]:
         """On the host: each gradient, or None."""
-        memory = self.on_host()
-        has = self._on_host[0][1]
+        memory, has, _ = self.on_host()
         found: list[Tensor | None] = []
         for i, place in enumerate(self.layout.places):
             grad = place.view(memory) if has[i] else None
-            apart = self._apart.get(i)
-            if apart is not None:
-                grad = apart if grad is None else grad + apart
+            sparse = self._sparse.get(i)
+            if sparse is not None:
+                grad = sparse if grad is None else grad + sparse
             found.append(grad)
         return found
+
+    # --- among ranks ------------------------------------------------------------------------------
+
+    def to_reduce(self) -> list[tuple[Tensor, Tensor]]:
+        """What ranks add up, a pair for each dtype: all of it, and the gradients in it alone.
+
+        It is where they are computed. A gradient that this rank has not is 0. Behind the gradients
+        is a number for each of them: how many ranks have it.
+        """
+        memory, has = self._together()
+        found = []
+        with torch.no_grad():
+            for place, is_here in zip(self.layout.places, has, strict=True):
+                if not is_here:
+                    place.view(memory).zero_()
+            for segment in self.layout.segments:
+                counts = memory[segment.counts : segment.end].view(segment.dtype)
+                here = [float(has[i]) for i in segment.members]
+                counts.copy_(torch.tensor(here, dtype=segment.dtype))
+                grads = memory[segment.begin : segment.counts].view(segment.dtype)
+                found.append((memory[segment.begin : segment.end].view(segment.dtype), grads))
+        return found
+
+    def _together(self) -> tuple[Tensor, list[bool]]:
+        """One block with all of them, and what it has."""
+        for i, grad in self._sparse.items():  # ranks need not have the same rows of one
+            dense = grad.to_dense().to(self._home.device)
+            self.add([dense if j == i else None for j in range(len(self.present))])
+        self._sparse.clear()
+        engine = self._home.engine
+        if engine is None:
+            memory, has, _ = self.on_host()
+            return memory, has
+        if self._parts:
+            self._source, has, _ = self.on_host()
+            self._parts.clear()
+            memory = self._take_block(has)
+            mark = engine.mark(engine.stream())
+            engine.wait(engine.bring(memory, self._source[: memory.nbytes], [mark]))
+        elif self.block is None:
+            self._take_block([False] * len(self.present))
+        else:
+            self._wait_for_block()
+        assert self.block is not None
+        return self.block.memory, self._in_block
+
+    def was_reduced(self) -> None:
+        """What ``to_reduce`` has returned is that of all ranks now."""
+        self._mark_packed()
+        self._in_block = [True] * len(self.present)
+        memory = self.on_host().memory
+        self._source = None
+        for segment in self.layout.segments:
+            counts = memory[segment.counts : segment.end].view(segment.dtype)
+            for i, count in zip(segment.members, counts.tolist(), strict=True):
+                self.present[i] = count != 0
+        self._parts = [Part(memory, self.present, None)]
 
     def accumulate(self) -> None:
         """Adds them to ``.grad``, and calls hooks of parameters."""

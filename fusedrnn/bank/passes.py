@@ -47,13 +47,17 @@ class Pass:
 class Passes:
     """The passes that are under way, by autograd's number of each."""
 
-    def __init__(self, finish: Callable[[Pass], None]) -> None:
-        self._finish = finish
+    def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
         self._mine = _OfThread()
 
-    def now(self) -> Pass | None:
-        """The pass that the caller is in; of one within another the outermost that is known."""
+    def now(self, finish: Callable[[Pass], None]) -> Pass | None:
+        """The pass that the caller is in; of one within another the outermost that is known.
+
+        Args:
+            finish: Called at the end of a pass that was not known. Kept until then only, since it
+                has what has this.
+        """
         number = torch._C._current_graph_task_id()
         under_way = self._mine.passes
         if number == -1:
@@ -64,7 +68,7 @@ class Passes:
             while under_way and ((last := under_way[-1]()) is None or last.is_over):
                 under_way.pop()
             outer = under_way[-1]() if under_way else None
-            found = self._known[number] = Pass(self._finish, outer)
+            found = self._known[number] = Pass(finish, outer)
             under_way.append(weakref.ref(found))
         return found.outermost
 

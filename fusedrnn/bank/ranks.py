@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .gradients import Gradient, GradientLayout, gradient_layout
 from .layout import Place
 from .task import Task
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     from .device import Device
@@ -36,8 +37,7 @@ class Ranks:
         self.steps = 0
         """Of optimizers that have weights of the bank."""
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
-        self._local: dict[Task, Gradient] = {}
-        """Gradients that other ranks have not seen."""
+        self._local: dict[Task, Waiting] = {}
         self._host_group: Any = None
         self._compared: weakref.WeakSet[Task] = weakref.WeakSet()
         """Tasks whose weights were found to be those of other ranks."""
@@ -75,25 +75,23 @@ class Ranks:
     def keep(self, gradients: Sequence[Gradient], device: Device) -> None:
         """Adds gradients of a pass to those that wait. Within no_sync() ``.grad`` shows these."""
         with device.lock:
-            for task in [gradient.task for gradient in gradients]:
-                if task in self._local and not self._local[task].hide():
-                    del self._local[task]
-            before = [self._local.get(gradient.task) for gradient in gradients]
-            for known, gradient in zip(before, gradients, strict=True):
-                if known is not None and known.layout.places != gradient.layout.places:
-                    for other in before:
-                        if other is not None:
-                            other.show()
+            known = {g.task: self._local[g.task] for g in gradients if g.task in self._local}
+            waiting = {task: own.gradient for task, own in known.items() if own.hide()}
+            for gradient in gradients:
+                before = waiting.get(gradient.task, gradient)
+                if before.layout.places != gradient.layout.places:
+                    for own in known.values():
+                        own.show()
                     raise RuntimeError(
                         f"fusedrnn: parameters of {gradient.task.name} were frozen or unfrozen "
                         "while gradients waited for other ranks: call sync_gradients() of the bank "
                         "before, or zero_grad()"
                     )
-            for known, gradient in zip(before, gradients, strict=True):
-                if known is None:
-                    self._local[gradient.task] = gradient
+            for gradient in gradients:
+                if gradient.task in waiting:
+                    waiting[gradient.task].join(gradient)
                 else:
-                    known.join(gradient)
+                    self._local[gradient.task] = Waiting(gradient)
                 if not self.is_synced:
                     self._local[gradient.task].show()
 
@@ -106,7 +104,7 @@ class Ranks:
             RuntimeError: Ranks have other tasks or weights, or are at other steps.
         """
         with device.lock:
-            local = {task: gradient for task, gradient in self._local.items() if gradient.hide()}
+            local = {task: own.gradient for task, own in self._local.items() if own.hide()}
             self._local = {}
         ours = [self.steps, len(tasks), self._digests(tasks)]
         for rank, theirs in enumerate(self._of_all(ours)):
@@ -126,7 +124,7 @@ class Ranks:
         for task, count in used:
             gradient = local.get(task) or Gradient(task, layouts[task], device.home)
             with device.lock:
-                self._average(gradient, device, count if self.average == "users" else divisor)
+                self._average(gradient, count if self.average == "users" else divisor)
             averaged.append(gradient)
         self.exchanges += 1
         # Hooks, which may raise, come after all messages.
@@ -168,24 +166,13 @@ class Ranks:
         self._compared.update(used)
         return layouts
 
-    def _average(self, gradient: Gradient, device: Device, divisor: int) -> None:
-        memory, present = gradient.to_reduce()
-        layout = gradient.layout
-        group = self._group_for(memory.device)
-        with torch.no_grad():
-            for place, has in zip(layout.places, present, strict=True):
-                if not has:
-                    place.view(memory).zero_()
-            for segment in layout.segments:
-                counts = memory[segment.counts : segment.end].view(segment.dtype)
-                here = [float(present[i]) for i in segment.members]
-                counts.copy_(torch.tensor(here, dtype=segment.dtype))
-                flat = memory[segment.begin : segment.end].view(segment.dtype)
-                # Before the sum, which in 16 bits may be too large for its dtype.
-                flat[: (segment.counts - segment.begin) // flat.itemsize].div_(divisor)
+    def _average(self, gradient: Gradient, divisor: int) -> None:
+        for flat, grads in gradient.to_reduce():
+            with torch.no_grad():
+                grads.div_(divisor)  # before the sum, which in 16 bits may be too large
                 numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-                self._reduce(numbers, group)
-                self.exchanged_bytes += flat.nbytes
+                self._reduce(numbers, self._group_for(flat.device))
+            self.exchanged_bytes += flat.nbytes
         gradient.was_reduced()
 
     # --- messages ---------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from fusedrnn.bank.blocks import Home
 from fusedrnn.bank.call import Call
 from fusedrnn.bank.device import Device
 from fusedrnn.bank.engines import Streams
 from fusedrnn.bank.files import Staging
-from fusedrnn.bank.gradients import Gradient, Home
+from fusedrnn.bank.gradients import Gradient
 from fusedrnn.bank.slots import Slot, Slots
 from fusedrnn.bank.steps import _TaskStep
 from fusedrnn.bank.task import Task

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fusedrnn import WeightBank
+from fusedrnn.bank.blocks import Home
 from fusedrnn.bank.engines import Streams
-from fusedrnn.bank.gradients import Gradient, Home, gradient_layout
+from fusedrnn.bank.gradients import Gradient, gradient_layout
 from fusedrnn.bank.memory import allocate
 from fusedrnn.bank.task import Task
 

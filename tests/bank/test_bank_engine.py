@@ -124,10 +124,14 @@ def test_memory_is_registered_exactly_and_once(use: Callable[..., FakeRuntime]) 
     assert all(runtime.is_registered(p.grad) for p in bank.parameters())
     bank.to("cpu")  # once more
     bank.add(3, mlp())
-    sizes = [size for what, _, size in runtime.log if what == "register"]
-    pool = [block.nbytes for block, _ in bank._device.home.pool._blocks]
-    assert sizes[0] == block[1] and sizes[-1] == aligned(bank.plan().task_bytes)
-    assert len(runtime.log) == len(runtime.registered) and pool == []
+    # The weights; three gradients that are there, and one that was added to another, whose memory
+    # goes with the device that the bank had; the new task.
+    grads = [p.grad for p in bank.parameters() if p.grad is not None]
+    (gradient,) = {grad.untyped_storage().nbytes() for grad in grads}
+    sizes = [block[1], gradient, gradient, gradient, gradient, aligned(bank.plan().task_bytes)]
+    assert [size for what, _, size in runtime.log if what == "register"] == sizes
+    assert [size for what, _, size in runtime.log if what == "unregister"] == [gradient]
+    assert len(runtime.registered) == 5 and bank._device.home.pool._blocks == []
     with runtime.watching():
         bank.prefetch(1)  # which is under way
     del bank
@@ -148,6 +152,33 @@ def test_memory_of_gradients_that_somebody_keeps(use: Callable[..., FakeRuntime]
     del kept
     gc.collect()
     assert runtime.registered == {} and runtime.notes() == ""
+
+
+@pytest.mark.parametrize("step_on", ["host", "device"])
+def test_memory_goes_at_once(use: Callable[..., FakeRuntime], step_on: str) -> None:
+    """When nobody has it, and not when Python's collector comes, which does not see a GPU's."""
+    runtime = use(0)
+    gc.collect()
+    gc.disable()
+    try:
+        bank, _ = pair(3, step_on=step_on)
+        optimizer = bank.optimizer(torch.optim.Adam)
+        with runtime.watching():
+            for t in (0, 1, 2, 0):
+                bank(t, inputs()).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        bank.to("cpu")
+        # The weights are left, and where the step is on the device two states of each task.
+        assert runtime.memories == set()
+        assert len(runtime.registered) == (1 if step_on == "host" else 1 + 2 * 3)
+        with runtime.watching():
+            bank(1, inputs()).sum().backward()
+        del bank, optimizer
+        assert runtime.memories == set() and runtime.registered == {}
+    finally:
+        gc.enable()
+    assert runtime.notes() == ""
 
 
 def test_a_child_process_leaves_registered_memory_alone(use: Callable[..., FakeRuntime]) -> None:

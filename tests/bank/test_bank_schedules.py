@@ -18,8 +18,9 @@ from bank.emulated_device import EmulatedDevice
 from bank.schedules import Schedule
 
 from fusedrnn.bank import call
+from fusedrnn.bank.blocks import Home
 from fusedrnn.bank.device import Device
-from fusedrnn.bank.gradients import Gradient, Home
+from fusedrnn.bank.gradients import Gradient
 from fusedrnn.bank.slots import Slot, Slots
 from fusedrnn.bank.task import Task
 
