@@ -134,7 +134,7 @@ def test_memory_is_registered_exactly_and_once(use: Callable[..., FakeRuntime]) 
     assert len(runtime.registered) == 5 and bank._device.home.pool._blocks == []
     with runtime.watching():
         bank.prefetch(1)  # which is under way
-    del bank
+    del bank, grads
     gc.collect()
     assert runtime.registered == {} and runtime.notes() == ""
 
