@@ -254,6 +254,8 @@ class WeightBank(nn.Module):
         return self._get(key).module
 
     def _get(self, key: Any) -> Task:
+        while self._stepping:  # a step has failed
+            self._stepping.popitem()[1].go_home()
         name = key if type(key) in (int, str) else name_of(key)
         task = self._tasks.get(str(name))
         if task is None and self._is_list and isinstance(name, int) and -len(self) <= name < 0:

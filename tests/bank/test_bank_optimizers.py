@@ -170,6 +170,30 @@ def test_a_step_on_the_device_leaves_weights_there() -> None:
     assert len({m.untyped_storage().data_ptr() for m in moments}) == 1  # one copy brings them
 
 
+def test_a_step_on_the_device_that_fails() -> None:
+    """The task comes home with what was stepped, as after a step on the host that fails."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise FloatingPointError
+
+    bank = emulated(WeightBank(models(), device="cpu", step_on="device"))
+    modules = nn.ModuleList(copy.deepcopy(module) for module in bank)
+    ours, theirs = (Fails(model.parameters(), 0.1, momentum=0.9) for model in (bank, modules))
+    x = torch.randn(5, INPUT)
+    for _ in range(2):
+        bank(1, x).sum().backward()
+        modules[1](x).sum().backward()
+        for optimizer in (ours, theirs):
+            with pytest.raises(FloatingPointError):
+                optimizer.step()
+    home = bank._memories[0].data_ptr(), bank._memories[0].data_ptr() + bank._memories[0].nbytes
+    assert all(home[0] <= p.data_ptr() < home[1] for p in bank[1].parameters())
+    assert_equal(bank, modules)
+    torch.testing.assert_close(bank(1, x), modules[1](x), rtol=0, atol=0)
+
+
 def test_steps_are_counted_once() -> None:
     bank = WeightBank(models(), device="cpu")
     other = nn.Linear(2, 2)
