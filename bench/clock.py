@@ -134,6 +134,16 @@ def interleaved_ms(
     return times_ms
 
 
+def several(call: Callable[[], object], count: int) -> Callable[[], None]:
+    """``count`` calls in one, where a single one is too short to be measured."""
+
+    def calls() -> None:
+        for _ in range(count):
+            call()
+
+    return calls
+
+
 def ratio(times_ms: Iterable[float], other_ms: Iterable[float]) -> Ratio:
     """The ratio of one call's time to another's, from times of the same rounds."""
     ratios = [a / b for a, b in zip(times_ms, other_ms, strict=True)]

@@ -154,13 +154,13 @@ def _plan_table(plan: BankPlan) -> Table:
 
 
 def _break_even_table(plan: BankPlan) -> Table:
-    """Rows from which prefetching hides copies; a step on the device has three times as many."""
+    """Rows from which prefetching hides copies; a step on the device has four times as many."""
     adam = break_even(host.ADAM_BYTES, [ADAM_GB_PER_S], [tflops for tflops, _ in plan.hidden_from])
     columns = ["reached TFLOP/s", *GB_PER_S, f"AdamW on the host at {ADAM_GB_PER_S:.0f} GB/s"]
     lines = [
         [
             f"{tflops:.0f}",
-            *(f"{n:,.0f} (device step {3 * n:,.0f})" for n in of),
+            *(f"{n:,.0f} (device step {4 * n:,.0f})" for n in of),
             f"{of_adam[0]:,.0f}",
         ]
         for (tflops, of), (_, of_adam) in zip(plan.hidden_from, adam, strict=True)

@@ -17,7 +17,7 @@ from fusedrnn import WeightBank
 from fusedrnn.bank.engines import Engine, Immediate, engine_of
 from fusedrnn.bank.memory import allocate
 
-from .clock import cuda_time_ms, interleaved_ms
+from .clock import cuda_time_ms, interleaved_ms, several
 from .worker import Notes
 
 REGISTERED, PAGEABLE, BY_TORCH = "the bank's, registered", "pageable", "torch's pin_memory"
@@ -99,8 +99,12 @@ def bank_of(
 ) -> WeightBank:
     """A bank with slots, also on a CPU."""
     bank = WeightBank((make() for _ in range(tasks)), device=device, **options)
-    if device.type == "cpu":
-        bank._use(Immediate())
+    return with_slots(bank) if device.type == "cpu" else bank
+
+
+def with_slots(bank: WeightBank) -> WeightBank:
+    """Gives a bank on a CPU the slots that it does not need, in host memory."""
+    bank._use(Immediate())
     return bank
 
 
@@ -133,16 +137,8 @@ def times(
     calls: Calls, size: Size, steps: int, notes: Notes | None = None
 ) -> dict[str, list[float]]:
     """Milliseconds of one step, from samples of several."""
-
-    def sample(call: Callable[[], object]) -> Callable[[], object]:
-        def several() -> None:
-            for _ in range(steps):
-                call()
-
-        return several
-
     before: Callable[[str], object] = lambda name: None  # noqa: E731
-    samples = {name: sample(call) for name, call in calls.items()}
+    samples = {name: several(call, steps) for name, call in calls.items()}
     for name, call in samples.items():
         if notes is not None:
             before = notes.begin

@@ -24,9 +24,9 @@ from torch.optim import AdamW
 import fusedrnn
 from fusedrnn import WeightBank
 from fusedrnn.bank import BankPlan
-from fusedrnn.bank.engines import Immediate
 
-from .clock import interleaved_ms
+from .clock import interleaved_ms, several
+from .weight_bank_cases import loss_of, with_slots
 
 MODULE, PER_TENSOR, ON_CPU = "module alone", "copy per tensor", "bank on a CPU"
 RESIDENT, OTHERS = "bank, task resident", "bank, another task each step"
@@ -101,7 +101,7 @@ def step_times(name: str, size: Size) -> tuple[int, int, Times]:
     per_tensor = copy.deepcopy(module)
     names = [name for name, _ in module.named_parameters()]
     on_cpu = WeightBank(module, tasks, device="cpu")
-    resident, others = (_with_slots(WeightBank(module, tasks, device="cpu")) for _ in range(2))
+    resident, others = (with_slots(WeightBank(module, tasks, device="cpu")) for _ in range(2))
     turns = itertools.cycle(range(tasks))
 
     def copies() -> dict[str, Tensor]:
@@ -164,15 +164,9 @@ def plan(size: Size) -> BankPlan:
     return WeightBank(modules, device="cpu").plan()
 
 
-def _with_slots(bank: WeightBank) -> WeightBank:
-    bank._use(Immediate())
-    return bank
-
-
 def _train(module: nn.Module, call: Callable[[], Any]) -> None:
     module.zero_grad()
-    output = call()
-    (output[0] if isinstance(output, tuple) else output).sum().backward()
+    loss_of(call()).backward()
 
 
 def _stepping(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
@@ -189,17 +183,9 @@ def _stepping(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
 
 def _times(calls: dict[str, Callable[[], object]], size: Size) -> Times:
     """Of one call each, from samples of several."""
-
-    def sample(call: Callable[[], object]) -> Callable[[], object]:
-        def several() -> None:
-            for _ in range(size.calls):
-                call()
-
-        return several
-
     # The first call of a round finds caches that the collection of garbage has filled.
-    samples = {FIRST: sample(next(iter(calls.values())))}
-    samples |= {name: sample(call) for name, call in calls.items()}
+    samples = {FIRST: several(next(iter(calls.values())), size.calls)}
+    samples |= {name: several(call, size.calls) for name, call in calls.items()}
     for call in samples.values():  # allocates what is kept
         for _ in range(WARM_UP):
             call()
