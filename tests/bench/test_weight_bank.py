@@ -58,9 +58,9 @@ def test_the_plan_is_that_of_64_lstms() -> None:
     assert plan.device_weight_bytes + plan.device_gradient_bytes == 4 * plan.task_bytes
     table = weight_bank._break_even_table(plan)
     assert [line[2] for line in table.rows] == [
-        "606 (device step 1,818)",
-        "1,212 (device step 3,636)",
-        "3,636 (device step 10,909)",
+        "606 (device step 2,424)",
+        "1,212 (device step 4,848)",
+        "3,636 (device step 14,545)",
     ]
     assert [line[-1] for line in table.rows] == ["2,333", "4,667", "14,000"]
 
