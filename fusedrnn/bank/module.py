@@ -5,6 +5,7 @@ Longer than 350 lines, because all that users and torch call is here, with its d
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -519,6 +520,19 @@ class WeightBank(nn.Module):
                 self._device.engine.pin(memory)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise RuntimeError(
+                "fusedrnn: a WeightBank with a process_group cannot be pickled, since the ranks of "
+                "a group are those of running processes: pickle its state_dict()"
+            )
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightBank:
+        memo[id(self)] = twin = self.__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._state(), memo) | {"_group": self._group})
+        return twin
+
+    def _state(self) -> dict[str, Any]:
         if isinstance(self._tasks, FileTasks):
             raise TypeError("fusedrnn: a bank of a file cannot be copied or pickled: open it anew")
         state = {name: value for name, value in vars(self).items() if name not in _RUNTIME}

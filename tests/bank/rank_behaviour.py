@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -272,6 +274,11 @@ def all_processes(here: Here) -> None:
         loss(own, 0, here).backward()
         close(own[0].weight.grad, gradient(own[0].weight, 1))  # type: ignore[arg-type]
         assert own._ranks.exchanges == 0
+        twin = copy.deepcopy(own)
+        loss(twin, 0, here).backward()  # in which the other rank has no part
+        close(twin[0].weight.grad, gradient(own[0].weight, 1))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"process_group cannot be pickled.* state_dict"):
+        pickle.dumps(own)
 
 
 def halves(here: Here) -> None:
