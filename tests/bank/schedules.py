@@ -171,6 +171,8 @@ class Schedule:
             assert is_meant, f"backward of {modes}: bank {ours}, list {theirs}"
         if ours is not None or theirs is not None:
             self.counts["raised"] += 1
+            if "checkpoint" in modes:  # one of the two may have run it again before it raised
+                self.take_buffers()
             self.ours.zero_grad()
             self.theirs.zero_grad()
             self.pending.clear()
@@ -252,9 +254,12 @@ class Schedule:
                 assert_equal([("y", a)], [("y", b)], "copy")
             for parameter in twin.parameters():
                 parameter.add_(1)
-        ours, theirs = self.bank[self.t], self.list[self.t]
-        for home, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-            other.copy_(home)  # only the copy of the bank was called
+        self.take_buffers()  # only the copy of the bank was called
+
+    def take_buffers(self) -> None:
+        """Where only the bank has changed them, or only the list."""
+        for ours, theirs in zip(self.bank.buffers(), self.list.buffers(), strict=True):
+            theirs.copy_(ours)
 
     def do_drop(self) -> None:
         self.pending.clear()
