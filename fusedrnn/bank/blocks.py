@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +20,21 @@ if TYPE_CHECKING:
 class Block:
     """One block on the device."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, engine: Engine) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.owner: Gradient | None = None
         """Whose numbers it has that are nowhere else."""
-        self.sent: Event = None
+        self._engine, self._process = engine, os.getpid()
+        self._packed: tuple[Hashable, Event] | None = None
+        """The stream that has last written to it, and when."""
+        self._sent: tuple[Event] | None = None
         """When its last copy to the host has been done."""
-        self.is_sent = False
         self._views: tuple[GradientLayout, Tensor, list[Tensor]] | None = None
+
+    def __del__(self) -> None:
+        """torch gives the memory to others, who do not wait for what is under way here."""
+        if not sys.is_finalizing() and os.getpid() == self._process:  # else CUDA may be gone
+            self._settle()
 
     def views(self, layout: GradientLayout) -> list[Tensor]:
         """Its gradients, for a layout."""
@@ -34,33 +44,61 @@ class Block:
             known = self._views = layout, self.memory, views
         return known[2]
 
+    def begin(self, nbytes: int, device: torch.device) -> None:
+        """The caller's stream waits until it may write ``nbytes``."""
+        if self._sent is not None:
+            self._engine.wait(self._sent[0])
+        if self.memory.nbytes < nbytes:
+            self._settle()  # the former memory may be of another stream than the caller's
+            with torch.inference_mode(False):
+                self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def was_packed(self) -> None:
+        """The caller's stream has written to it."""
+        stream = self._engine.stream()
+        self._packed = stream, self._engine.mark(stream)
+
+    def wait(self) -> None:
+        """The caller's stream waits for what another has written."""
+        if self._packed is not None and self._packed[0] != self._engine.stream():
+            self._engine.wait(self._packed[1])
+
+    def send(self, to: Tensor) -> Event:
+        """Has it copied to the host. Returns when it is there."""
+        self.wait()
+        event = self._engine.send(to, self.memory[: to.nbytes])
+        self._packed, self._sent = None, (event,)
+        return event
+
+    def _settle(self) -> None:
+        """The host waits for all that uses the memory."""
+        for event in [*(self._packed or ())[1:], *(self._sent or ())]:
+            self._engine.host_wait(event)
+        self._packed = self._sent = None
+
 
 class Home:
     """The blocks on the device, and those on the host."""
 
     def __init__(self, engine: Engine | None, device: torch.device, blocks: int = 2) -> None:
         self.engine, self.device = engine, device
-        self.pool = HostPool(engine.pin if engine is not None else lambda memory: None)
-        self.blocks = [Block() for _ in range(blocks)] if engine is not None else []
+        if engine is None:
+            self.pool = HostPool(lambda memory: None, lambda event: None)
+        else:
+            self.pool = HostPool(engine.pin, engine.host_wait)
+        self.blocks = [Block(engine) for _ in range(blocks)] if engine is not None else []
         self.most = 0
         """Bytes of the largest gradients so far."""
         self.nbytes_out = 0
 
     def take(self, owner: Gradient, nbytes: int) -> Block:
         """The block on the device that is longest out of use, for the gradients of ``owner``."""
-        assert self.engine is not None
         block = next((b for b in self.blocks if b.owner is None), self.blocks[0])
         if block.owner is not None:
             block.owner.send()
         self.blocks.remove(block)
         self.blocks.append(block)
-        if block.is_sent:
-            self.engine.wait(block.sent)
         self.most = max(self.most, nbytes)
-        if block.memory.nbytes < nbytes:
-            if block.is_sent:  # the former memory may be of another stream than the caller's
-                self.engine.host_wait(block.sent)
-            with torch.inference_mode(False):
-                block.memory = torch.empty(self.most, dtype=torch.uint8, device=self.device)
+        block.begin(self.most if block.memory.nbytes < nbytes else nbytes, self.device)
         block.owner = owner
         return block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .blocks import Home
 from .engines import Engine, Immediate, engine_of
-from .fetch import Fetch, input_of
+from .fetch import Fetch
 from .gradients import Gradient, gradient_layout
 from .passes import Pass, Passes
 from .slots import Slot, Slots
@@ -24,8 +24,9 @@ class Key(NamedTuple):
     """What the numbers in a slot were made of."""
 
     task: Version
-    shared: tuple[tuple[int, int], ...]
-    """Address and version of each weight that is added."""
+    shared: Hashable
+    """Of the weights that are added: the version of each, or an object that equals no other where
+    versions do not tell."""
 
 
 class Device:
@@ -38,14 +39,14 @@ class Device:
         slots: int,
         shared: nn.Module | None,
         most: Callable[[], int],
-        deliver: Callable[[list[Gradient]], None],
+        deliver: Callable[[Pass], None],
         keeps: Callable[[], bool],
         engine: Engine | None = None,
     ) -> None:
         """
         Args:
             most: Gives the bytes of the largest task.
-            deliver: Takes the gradients of each pass at its end.
+            deliver: Takes each pass with gradients at its end.
             keeps: Whether they stay on the device until then, for an exchange.
         """
         self.device = device
@@ -58,25 +59,46 @@ class Device:
         self.passes = Passes()
         self.reloads = 0
         self._most, self._deliver, self._keeps = most, deliver, keeps
+        self.refresh_shared()
 
     # --- weights ----------------------------------------------------------------------------------
 
     def key(self, task: Task) -> Key:
         """Of the numbers as they are now."""
-        theta = [] if self.shared is None else list(self.shared.parameters())
-        addresses = (tensor.data_ptr() for tensor in theta)
-        return Key(task.version(), tuple(zip(addresses, versions_of(theta), strict=True)))
+        return Key(task.version(), self._shared_key())
 
-    def resident(self, task: Task, *, ahead: bool = False, index: int | None = None) -> Slot:
+    def refresh_shared(self) -> None:
+        """The weights that are added were changed in a way that nobody sees."""
+        theta = [] if self.shared is None else self.shared.parameters()
+        self._theta = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in theta]
+        self._theta_epoch = object()
+
+    def _shared_key(self) -> Hashable:
+        theta = [] if self.shared is None else list(self.shared.parameters())
+        known = [(tensor(), address) for tensor, address in self._theta]
+        are_known = len(known) == len(theta) and all(
+            a is b and address == b.data_ptr() for (a, address), b in zip(known, theta, strict=True)
+        )
+        # FSDP gathers weights anew into memory that had others before, and counts no change.
+        return (self._theta_epoch, versions_of(theta)) if are_known else object()
+
+    def resident(
+        self, task: Task, *, ahead: bool = False, index: int | None = None, key: Key | None = None
+    ) -> Slot:
         """A slot with the task's weights of now, which the caller's stream waits for.
 
         Args:
             ahead: Nobody needs them yet.
             index: Of the slot that must have them.
+            key: That of a call, which is still right.
         """
         assert self.slots is not None and self.engine is not None
         task.check()
-        key = self.key(task)
+        key = self.key(task) if key is None else key
+        if self.shared is not None:
+            for known in self.slots.slots:  # to which they have not been added yet
+                if known.task is task and not known.is_sum and known.key.task == key.task:
+                    known.key = key
         slot = self.slots.find(task, key)
         if slot is not None and index is not None and slot is not self._at(index):
             slot = None
@@ -129,10 +151,14 @@ class Device:
                 task.check()
                 self._check_unchanged(task, key)
                 copies = self.slots.copies
-                slot = self.resident(task)
+                slot = self.resident(task, key=key)
                 self.reloads += self.slots.copies - copies
                 slot.checked = now
-                self.this_pass()
+                passed = self.this_pass()
+                if passed is None:
+                    slot.land(self.engine)
+                else:
+                    passed.brought.append(slot)
             slot.use(self.engine)
             return view(slot)
 
@@ -186,14 +212,14 @@ class Device:
         self.this_pass()  # so that passes within this one are known to be
         theta = [] if self.shared is None else list(self.shared.parameters())
         parameters = sum(place.is_parameter for place in task.places)
-        trained = [
-            i
-            for i in range(parameters)
-            if task.tensors[i].requires_grad or (theta and theta[i].requires_grad)
-        ]
+        own = [i for i in range(parameters) if task.tensors[i].requires_grad]
+        theirs = [i for i, tensor in enumerate(theta) if tensor.requires_grad]
+        trained = sorted({*own, *theirs})
         wants = torch.is_grad_enabled() and trained and not torch.is_inference_mode_enabled()
+        if slot is not None and torch.is_grad_enabled():
+            _check_buffers(task, parameters)
         # A call within a pass, as of a checkpoint, has tensors of its own.
-        made_for = trained, torch._C._current_graph_task_id()
+        made_for = own, theirs, torch._C._current_graph_task_id()
         if slot is not None and slot.views is not None and wants and slot.views[0] == made_for:
             return slot.views[1]  # so that gradients of several calls are added on the device
         with torch.inference_mode(False):
@@ -204,10 +230,9 @@ class Device:
                 found = [place.view(slot.memory) for place in task.places]
         if not wants:
             return found
-        own = [i for i in trained if task.tensors[i].requires_grad]
-        inputs = [input_of(task.tensors[i], self._keeps()) for i in own]
-        inputs += [theta[i] for i in trained if theta and theta[i].requires_grad]
-        made = Fetch.apply(self, task, trained, own, [found[i] for i in trained], *inputs)
+        inputs = [*(task.tensors[i] for i in own), *(theta[i] for i in theirs)]
+        views = [found[i] for i in trained]
+        made = Fetch.apply(self, task, trained, own, theirs, views, *inputs)
         for i, tensor in zip(trained, made, strict=True):
             found[i] = tensor
         if slot is not None:
@@ -247,13 +272,13 @@ class Device:
 
     def _finish(self, passed: Pass) -> None:
         with self.lock:
-            if self.slots is not None:
+            if self.slots is not None and self.engine is not None:
                 self.slots.settle()
-            gradients = [*passed.gradients.values()]
-            passed.gradients.clear()
+                for slot in passed.brought:  # the host may load others next
+                    slot.land(self.engine)
             passed.is_over = True
-        if gradients:  # none of a pass that reads weights alone, as that of autograd.grad
-            self._deliver(gradients)
+        if passed.gradients or passed.returned:  # else it has read weights alone
+            self._deliver(passed)
 
     def take_gradients(
         self,
@@ -268,17 +293,27 @@ class Device:
             outer: The pass in which the call was made, if it was one.
         """
         with self.lock:
-            passed = None if outer is None else outer()
-            if passed is None or passed.is_over:
-                passed = self.this_pass()
-            assert passed is not None
-            gradient = passed.gradients.get(task)
-            layout = gradient_layout(task, own)
+            known = self._pass_of(outer).gradients
+            key = task, tuple(own)
+            gradient = known.get(key)
             if gradient is None:
-                gradient = passed.gradients[task] = Gradient(task, layout, self.home)
+                layout = gradient_layout(task, own)
+                gradient = known[key] = Gradient(task, layout, self.home)
             gradient.add(grads)
             if not self._keeps():
                 gradient.send()
+
+    def returned_gradients(self, task: Task, outer: weakref.ref[Pass] | None) -> None:
+        """Autograd has gradients of a task, and adds them to ``.grad`` itself."""
+        with self.lock:
+            self._pass_of(outer).returned.add(task)
+
+    def _pass_of(self, outer: weakref.ref[Pass] | None) -> Pass:
+        passed = None if outer is None else outer()
+        if passed is None or passed.is_over:
+            passed = self.this_pass()
+        assert passed is not None
+        return passed
 
     def return_gradients(
         self, task: Task, own: Sequence[int], grads: Sequence[Tensor | None]
@@ -288,6 +323,15 @@ class Device:
             gradient = Gradient(task, gradient_layout(task, own), self.home)
             gradient.add(grads)
             return gradient.results()
+
+
+def _check_buffers(task: Task, first: int) -> None:
+    for place, tensor in zip(task.places[first:], task.tensors[first:], strict=True):
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"fusedrnn: the buffer {place.names[0]} of {task.name} requires a gradient, and a "
+                "WeightBank has those of parameters only: make it an nn.Parameter, or detach() it"
+            )
 
 
 def _is_checked() -> bool:

@@ -26,10 +26,17 @@ class Fetch(torch.autograd.Function):
         task: Task,
         trained: list[int],
         own: list[int],
+        theirs: list[int],
         views: list[Tensor],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.device, ctx.task, ctx.trained, ctx.own = device, task, trained, own
+        """
+        Args:
+            trained: Indices of the tensors in ``views``.
+            own: Of those that the task trains, whose parameters come first in ``inputs``.
+            theirs: Of those whose weights that are added are trained, which follow.
+        """
+        ctx.device, ctx.task, ctx.trained, ctx.own, ctx.theirs = device, task, trained, own, theirs
         with device.lock:
             outer = device.this_pass()
         ctx.outer = None if outer is None else weakref.ref(outer)
@@ -42,32 +49,19 @@ class Fetch(torch.autograd.Function):
         task, own = ctx.task, ctx.own
         at = {i: grad for i, grad in zip(ctx.trained, grads, strict=True)}
         mine = [at[i] for i in own]
-        of_theta: list[Tensor | None] = []
-        if device.shared is not None:
-            wanted = [p.requires_grad for p in device.shared.parameters()]
-            of_theta = [grad for i, grad in at.items() if wanted[i]]
         now = executed(ctx, len(own))
-        # Among ranks gradients lose a history of their own, as under DistributedDataParallel.
-        is_traced = torch.is_grad_enabled() and (now is None or not device._keeps())
-        if is_traced or _are_batched(mine):
+        is_at_once = True
+        if torch.is_grad_enabled() or _are_batched(mine):
             home: list[Tensor | None] = [None if g is None else g.to("cpu") for g in mine]
+        elif now is None or _has_hooked(task, own):
+            home = device.return_gradients(task, own, mine)
         else:
-            if now is None or (_has_hooked(task, own) and not device._keeps()):
-                home = device.return_gradients(task, own, mine)
-            else:
-                kept = [g if has else None for g, has in zip(mine, now, strict=True)]
-                device.take_gradients(task, own, kept, ctx.outer)
-                home = [None] * len(own)
-        return (None, None, None, None, None, *home, *of_theta)
-
-
-def input_of(parameter: Tensor, keeps: bool) -> Tensor:
-    """A parameter as autograd is to know it.
-
-    Where gradients come to ``.grad`` only at the end of the pass, hooks are called there. Autograd
-    would call them before, without a gradient, so it gets another leaf.
-    """
-    return parameter.detach().requires_grad_() if keeps and _has_hooks(parameter) else parameter
+            kept = [g if has else None for g, has in zip(mine, now, strict=True)]
+            device.take_gradients(task, own, kept, ctx.outer)
+            home, is_at_once = [None] * len(own), False
+        if is_at_once and now is not None:
+            device.returned_gradients(task, ctx.outer)
+        return (None,) * 6 + (*home, *(at[i] for i in ctx.theirs))
 
 
 def _has_hooks(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ autograd would have done.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ class Segment(NamedTuple):
 class GradientLayout(NamedTuple):
     """Where gradients of a task lie in one block of bytes."""
 
+    indices: tuple[int, ...]
+    """Of the task's tensors."""
     parameters: tuple[nn.Parameter, ...]
     places: tuple[Place, ...]
     segments: tuple[Segment, ...]
@@ -66,7 +68,7 @@ def _gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
         counts, end = end, end + len(members) * dtype.itemsize
         segments.append(Segment(dtype, members, begin, counts, end))
     ordered = tuple(places[i] for i in range(len(parameters)))
-    return GradientLayout(tuple(parameters), ordered, tuple(segments), aligned(end))  # type: ignore[arg-type]
+    return GradientLayout(tuple(trained), tuple(parameters), ordered, tuple(segments), aligned(end))  # type: ignore[arg-type]
 
 
 class Part(NamedTuple):
@@ -80,21 +82,17 @@ class Part(NamedTuple):
 
 
 class Gradient:
-    """The gradients of one task in one pass, or in several before ranks exchange them."""
+    """The gradients of one task in one pass."""
 
     def __init__(self, task: Task, layout: GradientLayout, home: Home) -> None:
         self.task, self.layout = task, layout
         self.block: Block | None = None
         """On the device."""
-        self.present = [False] * len(layout.places)
-        """Of each gradient, whether there is one."""
         self._home = home
         self._parts: list[Part] = []
         """To be added up."""
         self._in_block: list[bool] = []
         """What the block has."""
-        self._packed: tuple[Hashable, Event] = None, None
-        """The stream that has last written to the block, and when."""
         self._sparse: dict[int, Tensor] = {}
         """Sparse gradients, on the host."""
         self._source: Tensor | None = None
@@ -102,7 +100,6 @@ class Gradient:
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Packs gradients into a block, or adds them to those that are in one."""
-        self.present = [a or b is not None for a, b in zip(self.present, grads, strict=True)]
         dense: dict[int, Tensor] = {}
         for i, grad in enumerate(grads):
             if grad is not None and grad.layout == torch.strided:
@@ -120,7 +117,8 @@ class Gradient:
                 torch._foreach_add_([places[i] for i in known], [dense[i] for i in known])
         for i in new:
             has[i] = True
-        self._mark_packed()
+        if self.block is not None:
+            self.block.was_packed()
 
     def _add_sparse(self, i: int, grad: Tensor) -> None:
         self._sparse[i] = self._sparse[i] + grad if i in self._sparse else grad
@@ -133,56 +131,32 @@ class Gradient:
             memory, has, _ = self._parts[0]
             return [place.view(memory) for place in self.layout.places], has
         if self.block is None:
-            self._take_block([False] * len(self.present))
+            self._take_block([False] * len(self.layout.places))
         else:
-            self._wait_for_block()
-        return self.block.views(self.layout), self._in_block  # type: ignore[union-attr]
+            self.block.wait()
+        assert self.block is not None
+        return self.block.views(self.layout), self._in_block
 
     def _no_part(self) -> Part:
         memory = self._home.pool.take(self.layout.nbytes)
-        return Part(memory, [False] * len(self.present), None)
+        return Part(memory, [False] * len(self.layout.places), None)
 
     def _take_block(self, has: list[bool]) -> Tensor:
         self.block, self._in_block = self._home.take(self, self.layout.nbytes), has
         return self.block.memory[: self.layout.nbytes]
 
-    def _wait_for_block(self) -> None:
-        engine = self._home.engine
-        if engine is not None and self._packed[0] != engine.stream():
-            engine.wait(self._packed[1])
-
-    def _mark_packed(self) -> None:
-        if (engine := self._home.engine) is not None:
-            self._packed = engine.stream(), engine.mark(engine.stream())
-
     def send(self) -> None:
         """Has what is on the device copied to the host, behind all that has been done there."""
         if self.block is None:
             return
-        home, block, nbytes = self._home, self.block, self.layout.nbytes
-        assert home.engine is not None
-        self._wait_for_block()
+        home, nbytes = self._home, self.layout.nbytes
         memory = home.pool.take(nbytes)
-        block.sent, block.is_sent = home.engine.send(memory[:nbytes], block.memory[:nbytes]), True
+        event = self.block.send(memory[:nbytes])
+        home.pool.fills(memory, event)
         home.nbytes_out += nbytes
-        self._parts.append(Part(memory, self._in_block, block.sent))
-        block.owner = self.block = None
-
-    def join(self, later: Gradient) -> None:
-        """Adds the gradients of a later pass."""
-        later.send()
-        self.send()
-        self._parts += later._parts
-        self.present = [a or b for a, b in zip(self.present, later.present, strict=True)]
-        for i, grad in later._sparse.items():
-            self._add_sparse(i, grad)
-
-    def discard(self, index: int) -> None:
-        """Forgets one of them."""
-        self.present[index] = False
-        self._sparse.pop(index, None)
-        for part in self._parts:
-            part.has[index] = False
+        self._parts.append(Part(memory, self._in_block, event))
+        self.block.owner = None
+        self.block = None
 
     def on_host(self) -> Part:
         """All dense gradients, added up."""
@@ -241,7 +215,7 @@ class Gradient:
         """One block with all of them, and what it has."""
         for i, grad in self._sparse.items():  # ranks need not have the same rows of one
             dense = grad.to_dense().to(self._home.device)
-            self.add([dense if j == i else None for j in range(len(self.present))])
+            self.add([dense if j == i else None for j in range(len(self.layout.places))])
         self._sparse.clear()
         engine = self._home.engine
         if engine is None:
@@ -254,42 +228,61 @@ class Gradient:
             mark = engine.mark(engine.stream())
             engine.wait(engine.bring(memory, self._source[: memory.nbytes], [mark]))
         elif self.block is None:
-            self._take_block([False] * len(self.present))
+            self._take_block([False] * len(self.layout.places))
         else:
-            self._wait_for_block()
+            self.block.wait()
         assert self.block is not None
         return self.block.memory, self._in_block
 
     def was_reduced(self) -> None:
         """What ``to_reduce`` has returned is that of all ranks now."""
-        self._mark_packed()
-        self._in_block = [True] * len(self.present)
+        if self.block is not None:
+            self.block.was_packed()
+            self._in_block = [True] * len(self.layout.places)
         memory = self.on_host().memory
         self._source = None
+        has = [False] * len(self.layout.places)
         for segment in self.layout.segments:
             counts = memory[segment.counts : segment.end].view(segment.dtype)
             for i, count in zip(segment.members, counts.tolist(), strict=True):
-                self.present[i] = count != 0
-        self._parts = [Part(memory, self.present, None)]
+                has[i] = count != 0
+        self._parts = [Part(memory, has, None)]
+
+    def in_layout(self, layout: GradientLayout) -> Gradient:
+        """The same in another layout of the task."""
+        if layout.places == self.layout.places:
+            return self
+        other = Gradient(self.task, layout, self._home)
+        known = dict(zip(self.layout.indices, self.results(), strict=True))
+        other.add_from_host([known.get(i) for i in layout.indices])
+        return other
+
+    def add_from_host(self, grads: Sequence[Tensor | None]) -> None:
+        """As ``add``."""
+        self.add([g if g is None else g.detach().to(self._home.device) for g in grads])
+
+    def replace(self) -> None:
+        """Writes them to ``.grad``."""
+        for parameter, grad in zip(self.layout.parameters, self.results(), strict=True):
+            if grad is None:
+                continue
+            if parameter.grad is None or parameter.grad.layout != grad.layout:
+                parameter.grad = grad
+            else:
+                parameter.grad.detach().copy_(grad)
 
     def accumulate(self) -> None:
-        """Adds them to ``.grad``, and calls hooks of parameters."""
-        for parameter, grad in zip(self.layout.parameters, self.results(), strict=True):
-            if grad is not None:
-                accumulate(parameter, grad)
-
-
-def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """What autograd does when a gradient comes to a leaf."""
-    with torch.no_grad():
-        for hook in list((parameter._backward_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = grad
-        elif parameter.grad.layout != grad.layout or grad.layout != torch.strided:
-            parameter.grad = parameter.grad + grad
-        else:
-            parameter.grad += grad
-        for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            hook(parameter)
+        """Adds them to ``.grad``, as autograd does when they come to a leaf."""
+        with torch.no_grad():
+            for parameter, grad in zip(self.layout.parameters, self.results(), strict=True):
+                if grad is None or not parameter.requires_grad:
+                    continue
+                known = parameter.grad
+                if known is None:
+                    parameter.grad = grad
+                elif known.layout == torch.strided:
+                    parameter.grad = (
+                        known.add_(grad) if grad.layout == known.layout else known + grad
+                    )
+                else:
+                    parameter.grad = grad + known

@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,35 +84,56 @@ def _unpin(unregister: Callable[[int], None], address: int, process: int) -> Non
         unregister(address)
 
 
+class _Kept:
+    """A block of a pool."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.own = _references(memory)
+        """The references to the storage that the pool itself has."""
+        self.filled: Any = None
+        """The event at which the copy into it is done."""
+
+
 class HostPool:
     """Blocks of host memory that are used again when no tensor has a part of them."""
 
-    def __init__(self, prepare: Callable[[Tensor], None]) -> None:
+    def __init__(self, prepare: Callable[[Tensor], None], wait: Callable[[Any], None]) -> None:
         """
         Args:
             prepare: Called once with each new block.
+            wait: Has the host wait for an event.
         """
-        self._prepare = prepare
-        self._blocks: list[tuple[Tensor, int]] = []
-        """With the references to the storage that the pool itself has."""
+        self._prepare, self._wait = prepare, wait
+        self._blocks: list[_Kept] = []
 
     def take(self, nbytes: int) -> Tensor:
         """A block of at least ``nbytes``, with any content. Keep it, or a view, while in use."""
-        best = None
-        for block, own in self._blocks:
-            is_free = _references(block) <= own
-            if is_free and block.nbytes >= nbytes and (best is None or block.nbytes < best.nbytes):
-                best = block
-        if best is not None:
-            return best.view(-1)
-        block = allocate(nbytes)
-        self._prepare(block)
-        self._blocks.append((block, _references(block)))
-        return block.view(-1)
+        free = [
+            kept
+            for kept in self._blocks
+            if kept.memory.nbytes >= nbytes and _references(kept.memory) <= kept.own
+        ]
+        if free:
+            best = min(free, key=lambda kept: kept.memory.nbytes)
+            if best.filled is not None:  # by a copy for somebody who has failed meanwhile
+                self._wait(best.filled)
+                best.filled = None
+            return best.memory.view(-1)
+        memory = allocate(nbytes)
+        self._prepare(memory)
+        self._blocks.append(_Kept(memory))
+        return memory.view(-1)
+
+    def fills(self, memory: Tensor, event: Any) -> None:
+        """A copy into memory that was taken is done when this event comes."""
+        for kept in self._blocks:
+            if kept.memory.data_ptr() == memory.data_ptr():
+                kept.filled = event
 
     def nbytes(self) -> int:
         """Of all blocks."""
-        return sum(block.nbytes for block, _ in self._blocks)
+        return sum(kept.memory.nbytes for kept in self._blocks)
 
 
 def _references(block: Tensor) -> int:

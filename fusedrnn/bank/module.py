@@ -36,10 +36,10 @@ from .call import Call
 from .device import Device
 from .engines import Engine
 from .files import File, FileTasks
-from .gradients import Gradient
 from .layout import aligned
 from .memory import allocate
 from .optimizer import SHARED, TaskOptimizer
+from .passes import Pass
 from .plan import BankPlan, break_even
 from .steps import DeviceStep, Holders, watch
 from .task import Task
@@ -175,7 +175,7 @@ class WeightBank(nn.Module):
             slots=self._slot_count,
             shared=self._shared,
             most=lambda: 0 if (bank := me()) is None else bank._most_bytes(),
-            deliver=lambda gradients: _deliver(me(), gradients),
+            deliver=lambda passed: _deliver(me(), passed),
             keeps=lambda: (bank := me()) is not None and bank._ranks.are_several(),
             engine=engine,
         )
@@ -386,6 +386,8 @@ class WeightBank(nn.Module):
         """
         for found in self._tasks.values() if task is None else [self._get(task)]:
             found.refresh()
+        if task is None:
+            self._device.refresh_shared()
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -404,13 +406,16 @@ class WeightBank(nn.Module):
         """Averages over ranks the gradients since the last exchange, and adds them to ``.grad``.
 
         A backward pass through the bank does it at its end. A rank whose backward pass does not go
-        through the bank calls it after that pass, since every rank takes part.
+        through the bank calls it after that pass, since every rank takes part. Within ``no_sync()``
+        it does nothing, as that pass does not.
         """
-        if self._ranks.are_several():
-            self._ranks.exchange(list(self._tasks.values()), self._device)
+        if self._ranks.are_several() and self._ranks.is_synced:
+            in_one_order = sorted(self._tasks.values(), key=lambda task: str(task.key))
+            self._ranks.exchange(in_one_order, self._device)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it gradients add up on this rank; the next backward pass after it averages them.
+        """Within it gradients add up in ``.grad`` of this rank; the next backward pass after it
+        averages that.
 
         As DistributedDataParallel's, of which it is no part: enter both.
         """
@@ -546,14 +551,13 @@ class WeightBank(nn.Module):
         self._take({key: Task(key, self.get_submodule(name)) for key, name in names})
 
 
-def _deliver(bank: WeightBank | None, gradients: list[Gradient]) -> None:
+def _deliver(bank: WeightBank | None, passed: Pass) -> None:
     """At the end of a pass, which may be longer there than the bank."""
     if bank is None or not bank._ranks.are_several():
         # Another thread may add to the same parameters.
         with nullcontext() if bank is None else bank._device.lock:
-            for gradient in gradients:
+            for gradient in passed.gradients.values():
                 gradient.accumulate()
         return
-    bank._ranks.keep(gradients, bank._device)
-    if bank._ranks.is_synced:
-        bank.sync_gradients()
+    bank._ranks.take(passed, bank._device.lock)
+    bank.sync_gradients()

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 if TYPE_CHECKING:
     from .gradients import Gradient
+    from .slots import Slot
     from .task import Task
 
 
@@ -28,7 +29,12 @@ class Pass:
             outer: The pass that this one runs within, as those of reentrant checkpoints do.
         """
         self._outer = outer
-        self.gradients: dict[Task, Gradient] = {}
+        self.gradients: dict[tuple[Task, tuple[int, ...]], Gradient] = {}
+        """By task, and by the indices of the tensors that the call trained."""
+        self.returned: set[Task] = set()
+        """Tasks with gradients that autograd itself adds to ``.grad``."""
+        self.brought: list[Slot] = []
+        """Slots with weights that backward has brought again."""
         self.is_over = False
         self._finish = finish
         Variable._execution_engine.queue_callback(self._ends)

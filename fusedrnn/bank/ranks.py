@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,24 @@ from torch import Tensor, nn
 
 from .gradients import Gradient, GradientLayout, gradient_layout
 from .layout import Place
+from .passes import Pass
 from .task import Task
-from .waiting import Waiting
 
 if TYPE_CHECKING:
     from .device import Device
 
 Average = Literal["world", "users"]
 _FAILED = -1
+_SHIFT = 1 << 16  # more ranks than there are
+
+
+class Used(NamedTuple):
+    """A task that some rank has a gradient of."""
+
+    task: Task
+    users: int
+    is_whole: bool
+    """Whether all of ``.grad`` is averaged, since a rank has accumulated."""
 
 
 class Ranks:
@@ -37,8 +49,13 @@ class Ranks:
         self.steps = 0
         """Of optimizers that have weights of the bank."""
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
-        self._local: dict[Task, Waiting] = {}
+        self._accumulated: set[str] = set()
+        """Names of tasks whose ``.grad`` has what other ranks have not seen."""
+        self._new: dict[Task, Gradient] = {}
+        """Of the last pass, which are in no ``.grad`` yet."""
         self._host_group: Any = None
+        self._made_for: Any = None
+        """The group that it was made for."""
         self._compared: weakref.WeakSet[Task] = weakref.WeakSet()
         """Tasks whose weights were found to be those of other ranks."""
         self._digest: weakref.WeakKeyDictionary[Task, int] = weakref.WeakKeyDictionary()
@@ -72,78 +89,89 @@ class Ranks:
         finally:
             self.is_synced = before
 
-    def keep(self, gradients: Sequence[Gradient], device: Device) -> None:
-        """Adds gradients of a pass to those that wait. Within no_sync() ``.grad`` shows these."""
-        with device.lock:
-            known = {g.task: self._local[g.task] for g in gradients if g.task in self._local}
-            waiting = {task: own.gradient for task, own in known.items() if own.hide()}
+    def take(self, passed: Pass, lock: AbstractContextManager[Any]) -> None:
+        """Takes the gradients of a pass. Within no_sync() they are added to ``.grad``."""
+        gradients = list(passed.gradients.values())
+        of_task = Counter(gradient.task for gradient in gradients)
+        with lock:
+            self._accumulated |= {str(task.key) for task in passed.returned}
             for gradient in gradients:
-                before = waiting.get(gradient.task, gradient)
-                if before.layout.places != gradient.layout.places:
-                    for own in known.values():
-                        own.show()
-                    raise RuntimeError(
-                        f"fusedrnn: parameters of {gradient.task.name} were frozen or unfrozen "
-                        "while gradients waited for other ranks: call sync_gradients() of the bank "
-                        "before, or zero_grad()"
-                    )
-            for gradient in gradients:
-                if gradient.task in waiting:
-                    waiting[gradient.task].join(gradient)
+                # A task whose weights were frozen between two calls has two.
+                if self.is_synced and of_task[gradient.task] == 1:
+                    self._new[gradient.task] = gradient
                 else:
-                    self._local[gradient.task] = Waiting(gradient)
-                if not self.is_synced:
-                    self._local[gradient.task].show()
+                    gradient.accumulate()
+                    self._accumulated.add(str(gradient.task.key))
 
     def exchange(self, tasks: Sequence[Task], device: Device) -> None:
-        """Averages the waiting gradients over ranks and adds them to ``.grad``. All ranks call it.
+        """Averages over ranks what they have not seen of each other. All ranks call it.
+
+        Of most tasks that is the gradient of the last pass, which is then added to ``.grad``. Where
+        a rank has accumulated, it is all of ``.grad``, as under DistributedDataParallel.
 
         What one rank alone can find wrong it tells the others, so that all raise.
 
         Raises:
             RuntimeError: Ranks have other tasks or weights, or are at other steps.
         """
-        with device.lock:
-            local = {task: own.gradient for task, own in self._local.items() if own.hide()}
-            self._local = {}
+        new, self._new = self._new, {}
+        whole = {task for task in tasks if str(task.key) in self._accumulated and _has_grad(task)}
         ours = [self.steps, len(tasks), self._digests(tasks)]
         for rank, theirs in enumerate(self._of_all(ours)):
             if theirs != ours:
+                self._forget_first_group()
+                how = " of other names or shapes" if theirs[2] != ours[2] else ""
                 raise _diverged(
                     f"rank {rank} is at step {theirs[0]} of its optimizer and has {theirs[1]} "
-                    f"tasks, this one at step {ours[0]} with {ours[1]}"
-                    + (" of other names or shapes" if theirs[2] != ours[2] else "")
+                    f"tasks, this one at step {ours[0]} with {ours[1]}{how}"
                 )
-        users = torch.tensor([int(task in local) for task in tasks], dtype=torch.int32)
+        # Two counts in one number: of the ranks that use a task, and of those that accumulated.
+        marks = [int(task in new or task in whole) + _SHIFT * (task in whole) for task in tasks]
+        users = torch.tensor(marks, dtype=torch.int32)
         self._reduce(users, self._group_for_host())
         self.header_bytes += users.nbytes
-        used = [(task, count) for task, count in zip(tasks, users.tolist(), strict=True) if count]
-        layouts = self._layouts([task for task, _ in used], local)
-        divisor = dist.get_world_size(self.group)
+        used = [
+            Used(task, count % _SHIFT, count >= _SHIFT)
+            for task, count in zip(tasks, users.tolist(), strict=True)
+            if count
+        ]
+        layouts = self._layouts(used, new)
+        world = dist.get_world_size(self.group)
         averaged = []
-        for task, count in used:
-            gradient = local.get(task) or Gradient(task, layouts[task], device.home)
+        for task, count, is_whole in used:
+            is_user = task in new or task in whole
+            layout = layouts[task]
+            gradient = new.get(task) or Gradient(task, layout, device.home)
             with device.lock:
-                self._average(gradient, count if self.average == "users" else divisor)
-            averaged.append(gradient)
+                gradient = gradient.in_layout(layout)
+                # With average="users" others have none of it, and take the result.
+                if is_whole and (is_user or self.average == "world"):
+                    gradient.add_from_host([parameter.grad for parameter in layout.parameters])
+                self._average(gradient, count if self.average == "users" else world)
+            averaged.append((gradient, is_whole))
         self.exchanges += 1
-        # Hooks, which may raise, come after all messages.
-        for gradient in averaged:
-            gradient.accumulate()
+        self._accumulated.clear()
+        for gradient, is_whole in averaged:
+            gradient.replace() if is_whole else gradient.accumulate()
 
     def _layouts(
-        self, used: Sequence[Task], local: dict[Task, Gradient]
+        self, used: Sequence[Used], new: dict[Task, Gradient]
     ) -> dict[Task, GradientLayout]:
         """Where the gradients of each task lie, which is the same place on all ranks."""
-        layouts, failed, ours = {}, None, [_FAILED, _FAILED]
+        failed, ours = None, [_FAILED, _FAILED, 0]
+        trained: dict[Task, set[int]] = {}
+        wanted: dict[Task, set[int]] = {}
         try:
-            for task in used:
+            for task, _, is_whole in used:
                 task.check()
-                known = local.get(task)
-                layout = gradient_layout(task, task.trained()) if known is None else known.layout
-                layouts[task] = layout
-            new = [_sums(task) for task in used if task not in self._compared]
-            ours = [_digest_of([layouts[task].places for task in used]), _digest_of(new)]
+                trained[task] = set(task.trained())
+                wanted[task] = {*trained[task], *(new[task].layout.indices if task in new else ())}
+                if is_whole:
+                    wanted[task] |= {i for i, t in enumerate(task.tensors) if t.grad is not None}
+            places = [[task.places[i] for i in sorted(trained[task])] for task in trained]
+            fresh = [_sums(task) for task in trained if task not in self._compared]
+            digests = [_digest_of([_shapes(some) for some in places]), _digest_of(fresh)]
+            ours = [*digests, int(wanted != trained)]
         except RuntimeError as error:  # of a module that has other tensors now
             failed = error
         of_all = self._of_all(ours)
@@ -158,13 +186,25 @@ class Ranks:
                     "freeze the same ones on all ranks"
                 )
             if theirs[1] != ours[1]:
+                self._forget_first_group()
                 raise _diverged(
                     f"rank {rank} has other weights than this one in tasks that are used for the "
                     "first time. Nobody sends weights of a bank: seed all ranks alike before the "
-                    "modules are made, or load the same state dict on all"
+                    "modules are made, or load the same state dict on all. Where a model has "
+                    "several banks, backward passes go through them in the same order on all ranks"
                 )
-        self._compared.update(used)
-        return layouts
+        self._compared.update(trained)
+        if any(theirs[2] for theirs in of_all):  # some were frozen since they got a gradient
+            wanted = self._of_any(wanted)
+        return {task: gradient_layout(task, sorted(wanted[task])) for task in wanted}
+
+    def _of_any(self, wanted: dict[Task, set[int]]) -> dict[Task, set[int]]:
+        """Indices that any rank has."""
+        marks = [i in wanted[task] for task in wanted for i in range(len(task.tensors))]
+        of_any = torch.tensor(marks, dtype=torch.uint8)
+        dist.all_reduce(of_any, dist.ReduceOp.MAX, self._group_for_host())
+        found = iter(of_any.tolist())
+        return {task: {i for i in range(len(task.tensors)) if next(found)} for task in wanted}
 
     def _average(self, gradient: Gradient, divisor: int) -> None:
         for flat, grads in gradient.to_reduce():
@@ -186,11 +226,17 @@ class Ranks:
         except RuntimeError as error:
             raise RuntimeError(
                 "fusedrnn: not all ranks came to exchange the gradients of a WeightBank. Each rank "
-                "runs as many backward passes through its bank as the others; one whose backward "
-                f"does not touch it calls bank.sync_gradients(). Underneath: {error}"
+                "runs as many backward passes through its bank as the others, and where there are "
+                "several banks in the same order; one whose backward does not touch it calls "
+                f"bank.sync_gradients(). Underneath: {error}"
             ) from error
         self.header_bytes += mine.nbytes
         return [theirs.tolist() for theirs in found]
+
+    def _forget_first_group(self) -> None:
+        """Where ranks begin with different banks, groups of different banks have met."""
+        if not self.exchanges:
+            self._host_group = None
 
     def _digests(self, tasks: Sequence[Task]) -> int:
         """Of names and shapes of all tasks."""
@@ -214,7 +260,9 @@ class Ranks:
         It is this bank's alone: where ranks have diverged, a message must not meet one of somebody
         else, of which gloo would take the process down.
         """
-        if self._host_group is None:
+        found: Any = self.group if self.group is not None else dist.group.WORLD
+        if self._host_group is None or self._made_for is not found:  # torch may have begun anew
+            self._made_for = found
             self._host_group = dist.new_group(
                 dist.get_process_group_ranks(self.group),
                 backend="gloo",
@@ -248,16 +296,21 @@ def _digest_of(what: Any) -> int:
     return zlib.crc32(repr(what).encode())
 
 
+def _has_grad(task: Task) -> bool:
+    """Whether there is a gradient that zero_grad() has not discarded."""
+    grads = [tensor.grad for tensor in task.tensors if tensor.grad is not None]
+    return any((g if g.layout == torch.strided else g._values()).any() for g in grads)
+
+
 def _sums(task: Task) -> list[int]:
-    """Numbers that change with any bit of its weights."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
+    """A checksum of each weight."""
+    found = []
     for place, tensor in zip(task.places, task.tensors, strict=True):
         if place.is_parameter:
-            weights = tensor.detach()
-            weights = torch.view_as_real(weights) if weights.is_complex() else weights
-            sums.append(int(weights.view(integers[weights.itemsize]).sum()))
-    return sums
+            dense = tensor.detach().contiguous()
+            memory = (ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr())
+            found.append(zlib.crc32(memory) if dense.nbytes else 0)
+    return found
 
 
 def exclude(model: nn.Module, names: Sequence[str]) -> None:

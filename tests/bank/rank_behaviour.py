@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -42,53 +43,54 @@ def close(a: Any, b: Any) -> None:
 
 
 def hooks(here: Here) -> None:
-    """They are called once in a pass, with the average, also where another rank uses the task."""
+    """They see what this rank has, as under DistributedDataParallel, which averages what is left.
+
+    Whether they are there before the call or come after it, and before or behind the other rank's.
+    """
     bank = bank_of(here)
     seen: list[Any] = []
-    for t in range(2):
+
+    def register(t: int) -> list[Any]:
         weight: Any = bank[t].weight
-        weight.register_hook(lambda grad, t=t: seen.append((t, grad.clone())))
-        weight.register_hook(lambda grad: 2 * grad)
-        weight.register_post_accumulate_grad_hook(
-            lambda weight, t=t: seen.append((t, weight.grad.clone()))
-        )
-    for tasks in ((0, 0), (0, 1), (0, 0, 1)):
+        return [
+            weight.register_hook(lambda grad: seen.append((t, grad.clone()))),
+            weight.register_hook(lambda grad: 2 * grad),
+            weight.register_post_accumulate_grad_hook(
+                lambda weight: seen.append((t, weight.grad.clone()))
+            ),
+        ]
+
+    for is_late, tasks in itertools.product((False, True), ((0, 0), (0, 1), (0, 0, 1))):
         seen.clear()
         bank.zero_grad()
         own = tasks[here.rank :: 2]
-        sum(loss(bank, t, here) for t in own).backward()  # type: ignore[union-attr]
-        assert [t for t, _ in seen] == sorted([*{*tasks}] * 2)
+        handles = [] if is_late else [register(0), register(1)]
+        total: Any = sum(loss(bank, t, here) for t in own)
+        handles = [register(0), register(1)] if is_late else handles
+        total.backward()
+        assert sorted(t for t, _ in seen) == [t for t in own for _ in range(2)]
         for t in {*tasks}:
             whole: Any = bank[t].weight
-            share = torch.zeros_like(whole)
-            for rank in range(2):
-                share += gradient(whole, rank) / 2 * (t in tasks[rank::2])
-            first, second = (grad for u, grad in seen if u == t)
-            close(first, share)
-            close(second, 2 * share)
-            close(whole.grad, 2 * share)
-
-
-def hooks_that_raise_on_one_rank(here: Here) -> None:
-    """The others have their messages, and the next pass works."""
-    bank = bank_of(here)
-    weight: Any = bank[0].weight
-
-    def refuse(grad: Tensor) -> None:
-        if here.rank == 0:
-            raise ValueError("on purpose")
-
-    handle = weight.register_hook(refuse)
-    both = loss(bank, 0, here) + loss(bank, 1, here)
-    if here.rank == 0:
-        with pytest.raises(ValueError, match="on purpose"):
-            both.backward()
-    else:
-        both.backward()
-    handle.remove()
+            shares = [gradient(whole, rank) * (t in tasks[rank::2]) for rank in range(2)]
+            close(whole.grad, shares[0] + shares[1])
+            if t in own:
+                first, second = (grad for u, grad in seen if u == t)
+                close(first, shares[here.rank])
+                close(second, 2 * shares[here.rank])
+        for handle in itertools.chain(*handles):
+            handle.remove()
+    # Between two calls; and where autograd.grad, or backward of one weight, asks for it.
     bank.zero_grad()
-    loss(bank, 0, here).backward()
-    close(weight.grad, mean(weight))
+    weight: Any = bank[0].weight
+    one = loss(bank, 0, here)
+    handle = weight.register_hook(lambda grad: 2 * grad)
+    (one + loss(bank, 0, here)).backward()
+    close(weight.grad, 4 * mean(weight))
+    close(torch.autograd.grad(loss(bank, 0, here), weight)[0], 2 * gradient(weight, here.rank))
+    bank.zero_grad()
+    loss(bank, 0, here).backward(inputs=[weight])
+    close(weight.grad, 2 * mean(weight))
+    handle.remove()
 
 
 def functions_that_return_gradients(here: Here) -> None:
@@ -148,6 +150,75 @@ def discarded_gradients(here: Here) -> None:
     bank.sync_gradients()
     assert weight.grad is None
     close(bank[1].weight.grad, mean(bank[1].weight))  # type: ignore[arg-type]
+
+
+def changed_gradients(here: Here) -> None:
+    """What is in .grad when ranks exchange is averaged, whatever has been done to it."""
+    bank = bank_of(here)
+    weight: Any = bank[0].weight
+    with bank.no_sync():
+        loss(bank, 0, here, 1).backward()
+        bank.sync_gradients()  # which does nothing here, as the passes of others
+    close(weight.grad, gradient(weight, here.rank, 1))
+    weight.grad = weight.grad * 0.5
+    loss(bank, 0, here, 2).backward()
+    close(weight.grad, mean(weight, 1) / 2 + mean(weight, 2))
+    # Zeros that stay are none; what comes to them is one.
+    bank.zero_grad(set_to_none=False)
+    with bank.no_sync():
+        loss(bank, 0, here, 3).backward()
+    nn.utils.clip_grad_norm_(bank.parameters(), 1e3)
+    loss(bank, 1, here, 4).backward()
+    close(weight.grad, mean(weight, 3))
+    # Weights that were replaced, or converted, while something waits.
+    bank.zero_grad()
+    with bank.no_sync():
+        loss(bank, 0, here, 5).backward()
+    bank.load_state_dict(copy.deepcopy(bank.state_dict()), assign=True)
+    weight = bank[0].weight
+    loss(bank, 0, here, 6).backward()
+    close(weight.grad, mean(weight, 6))
+    bank.zero_grad()
+    with bank.no_sync():
+        loss(bank, 0, here, 7).backward()
+    expected = mean(weight, 7).double()
+    bank.double()
+    bank.sync_gradients()
+    close(weight.grad, expected)
+
+
+def frozen_between_calls(here: Here) -> None:
+    """In one pass, and between passes that add up: each call trains what it trained then."""
+    bank = here.bank([nn.Linear(INPUT, 2) for _ in range(2)])
+    single = copy.deepcopy(bank[0])
+    frozen: Any = bank[0].bias, bank[0].weight
+    alike: Any = single.bias, single.weight
+    first, second = [], []
+    for i in range(2):
+        for some in (frozen, alike):
+            some[i].requires_grad_(False)
+            some[1 - i].requires_grad_(True)
+        first.append(loss(bank, 0, here, i))
+        second += [single(batch(rank, i)).square().mean() / 2 for rank in range(2)]
+    sum(first).backward()  # type: ignore[union-attr]
+    sum(second).backward()  # type: ignore[union-attr]
+    for i in range(2):
+        for some in (frozen, alike):
+            some[i].requires_grad_(True)
+    for ours, theirs in zip(frozen, alike, strict=True):
+        close(ours.grad, theirs.grad)
+    bank.zero_grad()
+    weight, bias = frozen[1], frozen[0]
+    if here.rank == 1:  # and the other rank has none of it
+        with bank.no_sync():
+            loss(bank, 0, here).backward()
+        expected = bias.grad / 2
+    bias.requires_grad_(False)
+    bank.sync_gradients()
+    everywhere = here.everywhere(bias.grad)
+    assert torch.equal(*everywhere) and torch.equal(*here.everywhere(weight.grad))
+    if here.rank == 1:
+        close(bias.grad, expected)
 
 
 class Fails(torch.autograd.Function):

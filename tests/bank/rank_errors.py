@@ -66,6 +66,9 @@ def other_frozen_parameters(here: Here) -> None:
     bank = here.bank([nn.Linear(INPUT, 2) for _ in range(2)])
     weight: Any = bank[0].weight
     for is_used in (True, False):
+        if not is_used:  # what one rank freezes while gradients wait it tells the others
+            with bank.no_sync():
+                loss(bank, 0, here).backward()
         weight.requires_grad_(here.rank == 0)
         t = 0 if is_used or here.rank == 0 else 1
         with diverged("freeze the same ones on all ranks"):
@@ -159,29 +162,3 @@ def a_replica(here: Here) -> None:
     bank._is_replica = True
     with diverged("use DistributedDataParallel"):
         bank(0, batch(here.rank))
-
-
-def freezing_between_passes(here: Here) -> None:
-    bank = here.bank([nn.Linear(INPUT, 2) for _ in range(2)])
-    bias: Any = bank[0].bias
-    with bank.no_sync():
-        (loss(bank, 0, here) + loss(bank, 1, here)).backward()
-    bias.requires_grad_(False)
-    for _ in range(2):
-        with diverged("task 0 were frozen or unfrozen while"):
-            (loss(bank, 1, here) + loss(bank, 0, here)).backward()
-    # What has waited is as it was.
-    bank.sync_gradients()
-    weight: Any = bank[0].weight
-    alone = weight.grad.clone()
-    assert bias.grad is not None and torch.equal(*here.everywhere(alone))
-    bank.zero_grad()
-    loss(bank, 0, here).backward()
-    close(weight.grad, alone)
-    # zero_grad() discards it, so that nothing waits.
-    with bank.no_sync():
-        loss(bank, 0, here).backward()
-    bank.zero_grad()
-    bias.requires_grad_(True)
-    loss(bank, 0, here).backward()
-    close(weight.grad, alone)

@@ -21,14 +21,13 @@ KINDS = (
     "own_optimizer step_on_device checkpoints unused_parameters added_and_deleted_tasks shared"
 )
 BEHAVIOUR = (
-    "hooks hooks_that_raise_on_one_rank functions_that_return_gradients discarded_gradients "
-    "passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper two_banks "
-    "all_processes halves"
+    "hooks functions_that_return_gradients discarded_gradients changed_gradients "
+    "frozen_between_calls passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper "
+    "two_banks all_processes halves"
 )
 ERRORS = (
     "another_number_of_passes other_tasks other_shapes other_names other_frozen_parameters "
-    "other_weights modules_that_one_rank_changed wrapped_without_exclude a_replica "
-    "freezing_between_passes"
+    "other_weights modules_that_one_rank_changed wrapped_without_exclude a_replica"
 )
 
 
