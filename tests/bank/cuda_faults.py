@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fusedrnn.bank.blocks import Home
+from fusedrnn.bank.blocks import Block, Home
 from fusedrnn.bank.call import Call
 from fusedrnn.bank.device import Device
 from fusedrnn.bank.engines import Streams
 from fusedrnn.bank.files import Staging
 from fusedrnn.bank.gradients import Gradient
+from fusedrnn.bank.memory import HostPool
 from fusedrnn.bank.slots import Slot, Slots
 from fusedrnn.bank.steps import _TaskStep
 from fusedrnn.bank.task import Task
@@ -98,9 +99,10 @@ def _packed_here(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     def change(patch: pytest.MonkeyPatch) -> None:
         old = getattr(Gradient, name)
 
-        def method(gradient: Gradient, *arguments: Any) -> Any:
-            gradient._packed = gradient._home.engine.stream(), gradient._packed[1]
-            return old(gradient, *arguments)
+        def method(*arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(Block, "wait", lambda block: None)
+                return old(*arguments)
 
         patch.setattr(Gradient, name, method)
 
@@ -228,6 +230,14 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a bank gives memory back that a copy will write to": (
         "a_bank_that_goes",
         lambda patch: patch.delattr(Slot, "__del__"),
+    ),
+    "memory of the host is given out before a copy has filled it": (
+        "a_pass_that_fails",
+        _set(HostPool, "fills", lambda pool, memory, event: None),
+    ),
+    "a block of gradients is given back that a copy reads": (
+        "blocks_that_go",
+        lambda patch: patch.delattr(Block, "__del__"),
     ),
     "a slot gives memory back that others use": (
         "slots_that_go",

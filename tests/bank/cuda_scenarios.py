@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch as safetensors
 import torch
@@ -208,6 +209,59 @@ def a_bank_that_goes(runtime: FakeRuntime, folder: Path) -> None:
     assert not runtime.memories and next(kept.parameters()).all()
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise FloatingPointError
+
+
+def fail(bank: WeightBank, task: int) -> None:
+    """In backward, behind the bank, so that a gradient is under way that nobody needs."""
+    try:
+        bank(task, Fails.apply(inputs().requires_grad_())).square().sum().backward()
+    except FloatingPointError:
+        return
+    raise AssertionError
+
+
+def a_pass_that_fails(runtime: FakeRuntime, folder: Path) -> None:
+    bank, modules = pair(2, step_on="device")
+    ours, theirs = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        for model in (bank, modules)
+    )
+    x = inputs()
+    bank(0, x).square().sum().backward()
+    modules[0](x).square().sum().backward()
+    for parameter in [*bank.parameters(), *modules.parameters()]:
+        if parameter.grad is not None:  # which a step then gathers in memory of the pool
+            parameter.grad = parameter.grad * 2
+    fail(bank, 1)
+    ours.step()
+    theirs.step()
+    assert_same_weights(bank, modules)
+
+
+def blocks_that_go(runtime: FakeRuntime, folder: Path) -> None:
+    """With a gradient on its way to memory that somebody keeps."""
+    home = Home(Streams(runtime), torch.device("cpu"), blocks=1)
+    task = Task(0, nn.Linear(WIDTH, WIDTH))
+    task.place(allocate(task.nbytes))
+    layout = gradient_layout(task, task.trained())
+    values = [torch.ones_like(p) for p in layout.parameters]
+    gradient = Gradient(task, layout, home)
+    gradient.add(values)
+    gradient.send()
+    del home
+    gradient._home = None  # type: ignore[assignment]
+    gc.collect()
+    assert not runtime.memories
+
+
 def slots_that_go(runtime: FakeRuntime, folder: Path) -> None:
     """A task is added that they are too small for."""
     bank, modules = pair(3)
@@ -236,5 +290,7 @@ SCENARIOS: dict[str, Callable[[FakeRuntime, Path], None]] = {
         blocks_of_gradients,
         a_bank_that_goes,
         slots_that_go,
+        a_pass_that_fails,
+        blocks_that_go,
     )
 }

@@ -241,3 +241,25 @@ def shared(here: Here) -> None:
         ours_theta = dict(one.named_parameters())
         if here.is_ddp:
             compare(ours_theta, dict(single.shared.named_parameters()), NEAR, "shared")
+
+
+def gathered_anew(here: Here) -> None:
+    """FSDP counts no change of the weights that it gathers, and has used their memory before."""
+    one = nn.Linear(INPUT, 40_000, bias=False)
+    bank = here.bank(one, 2, shared="add")
+    for parameter in bank.task_parameters():
+        parameter.requires_grad_(False)
+    model, x = here.wrap(bank), batch(0)[:1]
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(0, batch(here.rank, step)[:1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            y = model(1, x).clone()
+            if not here.is_ddp:
+                bank.reshard()
+            theta: Any = next(bank.shared.parameters())  # type: ignore[union-attr]
+            whole = theta.full_tensor() if hasattr(theta, "full_tensor") else theta
+            torch.testing.assert_close(y, nn.functional.linear(x, whole))

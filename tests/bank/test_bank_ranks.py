@@ -18,7 +18,8 @@ FSDP = "fsdp", "fsdp+slots"
 SCHEDULES = "equal_tasks unequal_tasks several_tasks no_task_on_one_rank accumulation users"
 KINDS = (
     "unequal_grus tied one_sided sparse dtypes batch_norm frozen freezing_between_steps clipping "
-    "own_optimizer step_on_device checkpoints unused_parameters added_and_deleted_tasks shared"
+    "own_optimizer step_on_device checkpoints unused_parameters added_and_deleted_tasks shared "
+    "gathered_anew"
 )
 BEHAVIOUR = (
     "hooks functions_that_return_gradients discarded_gradients changed_gradients "
