@@ -430,6 +430,7 @@ class WeightBank(nn.Module):
         names = []
         for path, bank in model.named_modules():
             if isinstance(bank, WeightBank):
+                bank._ranks.path = path
                 for key in bank._tasks if isinstance(bank._tasks, dict) else ():
                     prefix = f"{path}.{key}" if path else key
                     tensors = bank._tasks[key].places

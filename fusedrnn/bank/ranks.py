@@ -46,6 +46,8 @@ class Ranks:
         self.average: Average = average
         self.group = group
         self.is_synced = True
+        self.path = ""
+        """Of the bank in its model, as far as ``exclude`` has seen it."""
         self.steps = 0
         """Of optimizers that have weights of the bank."""
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
@@ -116,8 +118,14 @@ class Ranks:
         """
         new, self._new = self._new, {}
         whole = {task for task in tasks if str(task.key) in self._accumulated and _has_grad(task)}
-        ours = [self.steps, len(tasks), self._digests(tasks)]
+        ours = [self.steps, len(tasks), self._digests(tasks), _digest_of(self.path)]
         for rank, theirs in enumerate(self._of_all(ours)):
+            if theirs[3] != ours[3]:
+                self._forget_first_group()
+                raise _diverged(
+                    f"rank {rank} came to another bank than this one, to {self.path!r}. Backward "
+                    "passes go through several banks in the same order on all ranks"
+                )
             if theirs != ours:
                 self._forget_first_group()
                 how = " of other names or shapes" if theirs[2] != ours[2] else ""

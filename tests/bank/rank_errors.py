@@ -162,3 +162,21 @@ def a_replica(here: Here) -> None:
     bank._is_replica = True
     with diverged("use DistributedDataParallel"):
         bank(0, batch(here.rank))
+
+
+def banks_in_another_order(here: Here) -> None:
+    """Whether their weights are alike or not. All raise, and the next pass is right."""
+    for are_alike in (False, True):
+        model = nn.ModuleDict({name: bank_of(here) for name in ("first", "second")})
+        if are_alike:
+            model["first"].load_state_dict(model["second"].state_dict())
+            WeightBank.exclude(model)
+        banks: Any = list(model.values())
+        inner = loss(banks[here.rank], 0, here)
+        match = "came to another bank than this one" if are_alike else "several banks, .* same order"
+        with diverged(match):
+            inner.backward()
+        model.zero_grad()
+        for bank in banks:
+            loss(bank, 0, here).backward()
+            close(bank[0].weight.grad, mean(bank[0].weight))
