@@ -21,9 +21,12 @@ KINDS = (
     "own_optimizer step_on_device checkpoints unused_parameters added_and_deleted_tasks shared "
     "gathered_anew"
 )
-BEHAVIOUR = (
+GRADIENTS = (
     "hooks functions_that_return_gradients discarded_gradients changed_gradients "
-    "frozen_between_calls passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper "
+    "frozen_between_calls"
+)
+BEHAVIOUR = (
+    "passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper "
     "two_banks all_processes halves"
 )
 ERRORS = (
@@ -62,9 +65,14 @@ def test_behaviour(tmp_path: Path) -> None:
     check(tmp_path, "behaviour", BEHAVIOUR, DDP)
 
 
+def test_gradients(tmp_path: Path) -> None:
+    check(tmp_path, "gradients", GRADIENTS, DDP)
+
+
 @pytest.mark.slow
 def test_behaviour_by_fsdp(tmp_path: Path) -> None:
     check(tmp_path, "behaviour", BEHAVIOUR, FSDP)
+    check(tmp_path / "other", "gradients", GRADIENTS, FSDP)
 
 
 def test_errors(tmp_path: Path) -> None:
