@@ -2,12 +2,12 @@
 
 Tensors that lie side by side in one memory keep their distances, so that a module with one flat
 buffer has one afterwards, and tensors that share memory go on sharing it. Others begin at multiples
-of 64 bytes. Parameters come before buffers.
+of 64 bytes. Parameters come before buffers. A tensor whose own elements share memory, such as an
+expanded one, becomes contiguous, as nobody could write to it otherwise.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         """The same with a storage of its own, as tools that save tensors want it."""
         begin = memory.storage_offset() + self.offset
         storage: UntypedStorage = memory.untyped_storage()[begin : begin + self.span]
-        own = torch.empty(0, dtype=self.dtype)
+        own = torch.empty(0, dtype=self.dtype, device="cpu")
         return own.set_(storage, 0, self.shape, self.stride).data
 
     def like(self, other: Place) -> bool:
@@ -66,6 +66,16 @@ def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     if not all(shape):
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def _is_folded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory: a dimension's step is within a smaller one."""
+    span = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step < span:
+            return bool(tensor.numel())
+        span += (size - 1) * step
+    return False
 
 
 class Layout(NamedTuple):
@@ -137,6 +147,8 @@ def _lay_out(
             names, is_parameter, tensor = named[i]
             offset = base + tensor.data_ptr() - first
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            if _is_folded(tensor):
+                stride = torch.empty(shape, device="meta").stride()
             places[i] = Place(names, is_parameter, offset, shape, stride, tensor.dtype)
             end = max(end, offset + places[i].span)
     return [places[i] for i in range(len(named))], end
@@ -148,6 +160,8 @@ def _clusters(tensors: Sequence[Tensor]) -> list[list[int]]:
     for i, tensor in enumerate(tensors):
         known = buffer_of(tensor) if tensor.numel() else None
         memory = tensor.untyped_storage().data_ptr() if known is None else id(known)
+        if _is_folded(tensor):
+            memory = 0  # it needs more than it has
         memories.setdefault(memory or id(tensor), []).append(i)
     clusters: list[list[int]] = []
     for members in memories.values():
@@ -169,9 +183,12 @@ def _check_apart(tensors: Sequence[tuple[tuple[str, ...], bool, Tensor]], what: 
         for names, kind, t in tensors
         if t.numel()
     )
-    for (_, end, kind, name), (begin, _, next_kind, next_name) in itertools.pairwise(spans):
-        if begin < end and kind != next_kind:
+    # How far the tensors of each kind have come, and the name of the one that came so far.
+    reach = {True: (0, ""), False: (0, "")}
+    for begin, end, kind, name in spans:
+        if begin < reach[not kind][0]:
             raise ValueError(
-                f"fusedrnn: {name} and {next_name} of {what} share memory: in a WeightBank a "
-                "buffer must have its own"
+                f"fusedrnn: {reach[not kind][1]} and {name} of {what} share memory: in a "
+                "WeightBank a buffer must have its own"
             )
+        reach[kind] = max(reach[kind], (end, name))
