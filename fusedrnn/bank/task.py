@@ -33,6 +33,9 @@ class Version(NamedTuple):
 class Task:
     """theta[t]."""
 
+    block: Tensor
+    """The allocation of which its memory is a part."""
+
     def __init__(self, key: int | str, module: nn.Module, layout: Layout | None = None) -> None:
         """``place`` comes before anything else."""
         self.key, self.module = key, module
