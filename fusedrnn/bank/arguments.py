@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-import operator
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.types import Device as DeviceLike
 
 from .optimizer import SHARED
@@ -18,17 +21,31 @@ Key = int | str
 """The name of a task."""
 
 
-def named_modules(
-    modules: Any, tasks: int | Sequence[str] | None, shared: str | None
-) -> tuple[Iterator[tuple[Key, nn.Module]], bool]:
-    """The modules with the names of their tasks, and whether these are those of a list.
+def is_list(modules: Any, tasks: Any) -> bool:
+    """Whether tasks have numbers in place of names."""
+    if _is_single(modules):
+        return _count(tasks) is not None
+    return not isinstance(modules, Mapping | nn.ModuleDict)
 
-    Modules of a generator, and copies, are made when the iterator comes to them.
+
+def _is_single(modules: Any) -> bool:
+    is_several = isinstance(modules, nn.ModuleList | nn.ModuleDict)
+    return isinstance(modules, nn.Module) and not is_several
+
+
+def tasks_of(bank: Any, modules: Any, tasks: Any, shared: str | None) -> Iterator[Task]:
+    """The tasks of a bank that is made, which are not in its memory yet.
+
+    All are checked before the first one comes; but modules of a generator, and copies, are made
+    when the iterator comes to them.
     """
-    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList | nn.ModuleDict):
-        names = _names_of_copies(tasks, shared)
+    if _is_single(modules):
+        names = _names_of_copies(tasks)
+        for name in names:
+            check_free(bank, name)
+        check_kind(modules, names[0])
         made = ((name, copy.deepcopy(modules)) for name in names)
-        return _checked(made), isinstance(tasks, int)
+        return _checked(bank, made if shared is None else zeroed(made))
     if tasks is not None or shared is not None:
         name = "tasks" if tasks is not None else "shared"
         raise TypeError(
@@ -36,46 +53,65 @@ def named_modules(
             f"{type(modules).__name__} of modules"
         )
     if isinstance(modules, Mapping | nn.ModuleDict):
-        found: dict[Any, Any] = dict(modules.items())
-        check_modules(found)
-        return _checked(found.items()), False
+        return iter(list(_checked(bank, modules.items())))
     if not isinstance(modules, Iterable):
         raise TypeError(
             f"fusedrnn: modules must be a module, a list or a dict, got {type(modules).__name__}"
         )
-    if isinstance(modules, Sequence | nn.ModuleList):
-        check_modules(dict(enumerate(modules)))
-    return _checked(enumerate(modules)), True
+    found = _checked(bank, enumerate(modules))
+    return iter(list(found)) if isinstance(modules, Sequence | nn.ModuleList) else found
 
 
-def _names_of_copies(tasks: Any, shared: str | None) -> list[Key]:
+def _names_of_copies(tasks: Any) -> list[Key]:
     if tasks is None:
         raise TypeError(
             "fusedrnn: a bank of a single module needs tasks: how many copies, or their names"
         )
-    if isinstance(tasks, str | bool) or (isinstance(tasks, int) and tasks < 1):
+    count = _count(tasks)
+    if count is not None and count > 0 and not isinstance(tasks, bool):
+        return list(range(count))
+    if count is not None or isinstance(tasks, str) or not isinstance(tasks, Iterable):
         raise ValueError(
-            f"fusedrnn: tasks must be a number above 0, or a list of names, got {tasks!r}"
+            f"fusedrnn: tasks must be a number above 0, or a list of names, got {shown(tasks)}"
         )
-    names: list[Key] = list(range(tasks) if isinstance(tasks, int) else tasks)
-    if shared is not None and SHARED in map(str, names):
-        raise ValueError(f'fusedrnn: with shared="add" no task can have the name {SHARED!r}')
+    names = [key_of(key) for key in tasks]
+    if not names:
+        raise ValueError("fusedrnn: a bank needs at least one task, got none")
     return names
 
 
-def _checked(named: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, nn.Module]]:
+def _count(tasks: Any) -> int | None:
+    with suppress(TypeError):
+        return index(tasks)
+    return None
+
+
+def _checked(bank: Any, named: Iterable[tuple[Any, nn.Module]]) -> Iterator[Task]:
     names: set[str] = set()
-    owners: dict[int, str] = {}
-    for key, module in named:
-        check_key(key)
+    ids: dict[int, Task] = {}
+    memory: dict[int, tuple[StorageWeakRef, Task]] = {}
+    for given, module in named:
+        key = key_of(given)
         if str(key) in names:
             raise ValueError(
                 "fusedrnn: names of tasks must differ as text, as they do in a state dict; got "
                 f"{key!r} twice"
             )
         names.add(str(key))
-        _check_module(key, module, owners)
-        yield key, module
+        check_free(bank, key)
+        check_kind(module, key)
+        task = Task(key, module)
+        for tensor in tensors_in(module):
+            # Memory of tasks that are in the bank already was freed, and may be another's now, if
+            # nobody else has it.
+            storage, other = memory.get(tensor.data_ptr(), (None, None))
+            other = ids.get(id(tensor)) or (None if storage is None or storage.expired() else other)
+            if other is not None and other is not task:
+                raise shares(task.name, other.name)
+            ids[id(tensor)] = task
+            if tensor.numel():
+                memory[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), task
+        yield task
     if not names:
         raise ValueError("fusedrnn: a bank needs at least one task, got none")
 
@@ -89,52 +125,68 @@ def zeroed(named: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, nn.Mod
         yield key, module
 
 
-def in_parts(named: Iterable[tuple[Key, nn.Module]], nbytes: int) -> Iterator[dict[Key, Task]]:
-    """The tasks of modules, so many at a time that they take about ``nbytes``."""
-    part: dict[Key, Task] = {}
+def in_parts(tasks: Iterable[Task], nbytes: int) -> Iterator[list[Task]]:
+    """So many tasks at a time that they take about ``nbytes``."""
+    part: list[Task] = []
     taken = 0
-    for key, module in named:
-        part[key] = Task(key, module)
-        taken += part[key].nbytes
+    for task in tasks:
+        part.append(task)
+        taken += task.nbytes
         if taken >= nbytes:
             yield part
-            part, taken = {}, 0
+            part, taken = [], 0
     if part:
         yield part
 
 
-def check_key(key: Any) -> None:
-    if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(f"fusedrnn: the name of a task is an int or a str, got {key!r}")
-    if key == "" or "." in str(key):
+def check_free(bank: Any, key: Key) -> None:
+    """Whether a bank can have a task of this name."""
+    name = str(key)
+    if name == "" or "." in name:
         raise ValueError(
             f"fusedrnn: the name of a task has no dot, and is not empty, since state dicts have it "
             f"before a dot; got {key!r}"
         )
+    if name == SHARED and bank._adds:
+        raise ValueError(f'fusedrnn: with shared="add" no task can have the name {SHARED!r}')
+    if name in bank._modules:
+        raise ValueError(f"fusedrnn: there is a task {key!r} already")
+    if name in vars(bank) or (name.startswith("_") and hasattr(type(bank), name)):
+        raise ValueError(
+            f"fusedrnn: no task can have the name {key!r}, since a bank has something else there: "
+            "take another one"
+        )
 
 
-def check_modules(made: Mapping[Any, Any], known: Iterable[nn.Module] = ()) -> None:
-    """Tasks are modules that have no tensor in common, also with those of a bank."""
-    owners = {id(t): "another task" for module in known for t in _tensors_of(module)}
-    for key, module in made.items():
-        _check_module(key, module, owners)
+def check_kind(module: Any, key: Key) -> None:
+    """Whether a module can be a task."""
+    from .module import WeightBank  # which imports this file
 
-
-def _check_module(key: Any, module: Any, owners: dict[int, str]) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fusedrnn: a task must be an nn.Module, got {type(module).__name__} for {key!r}"
         )
-    tensors = {id(tensor) for tensor in _tensors_of(module)}
-    for number in tensors & owners.keys():
-        raise ValueError(
-            f"fusedrnn: task {key!r} shares a tensor with {owners[number]}: what all tasks have "
-            "in common belongs outside of the bank, or is shared='add'"
-        )
-    owners |= dict.fromkeys(tensors, f"task {key!r}")
+    for inner in module.modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise TypeError(
+                f"fusedrnn: task {key!r} has a {type(inner).__name__}, whose tensors are in C++ "
+                "where a bank cannot exchange them: give the module that it was made of"
+            )
+        if isinstance(inner, WeightBank):
+            raise TypeError(
+                f"fusedrnn: task {key!r} has a WeightBank in it, and a bank cannot be a part of "
+                "another one's task: put both beside each other in the model"
+            )
 
 
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+def shares(task: str, other: str) -> ValueError:
+    return ValueError(
+        f"fusedrnn: {task} shares a tensor with {other}: what all tasks have in common belongs "
+        "outside of the bank, or is shared='add'"
+    )
+
+
+def tensors_in(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
@@ -166,17 +218,48 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"fusedrnn: {name} must be one of {choices}, got {value!r}")
 
 
-def name_of(key: Any) -> Any:
-    """The int that an index of another type stands for."""
-    if isinstance(key, Tensor) and not key.is_cpu:
+def key_of(key: Any) -> Key:
+    """The int or str that a key is, or stands for: one of NumPy or of an Enum, or a tensor."""
+    if isinstance(key, str):
+        return str.__str__(key)  # of an Enum its value
+    is_bool = isinstance(key, bool)
+    if isinstance(key, Tensor):
+        is_bool = key.dtype == torch.bool
+        if not key.is_cpu:
+            raise TypeError(
+                f"fusedrnn: a task is an int or a str, got {shown(key)}: keep tasks on the host, "
+                "since Python has to know which module to call; as t in bank(t, x)"
+            )
+    if not is_bool:
+        with suppress(TypeError):
+            return index(key)
+    raise TypeError(
+        f"fusedrnn: a task is an int or a str, got {shown(key)}: call bank(t, x), where t is one"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value in a message, short however large it is."""
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if isinstance(value, nn.Module):
+        return f"a module {kind}"
+    if isinstance(value, Tensor):
+        return f"a {kind} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    if isinstance(shape, tuple):
+        return f"a {kind} of shape {shape}"
+    if isinstance(value, tuple | list | Mapping):
+        return f"a {kind} of {len(value)}"
+    return reprlib.repr(value)
+
+
+def check_pair(item: Any) -> Any:
+    """What ``prefetching`` takes."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
         raise TypeError(
-            f"fusedrnn: a task is an int or a str, got a tensor on {key.device}: keep tasks on the "
-            "host, since Python has to know which module to call"
+            "fusedrnn: prefetching takes pairs (task, batch), where a batch may be a tuple; got "
+            f"{shown(item)}"
         )
-    try:
-        return operator.index(key)
-    except TypeError:
-        raise TypeError(f"fusedrnn: a task is an int or a str, got {key!r}") from None
+    return item
 
 
 def device_of(device: DeviceLike) -> torch.device:

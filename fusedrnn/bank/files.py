@@ -126,20 +126,33 @@ class FileTasks(Mapping[str, Task]):
         self._file = file
         self._layout = lay_out(file.module, "the module")
         self._kept: OrderedDict[str, FileTask] = OrderedDict()
-        self.nbytes = self._layout.nbytes
         self.staging: Staging | None = None
 
     def use(self, engine: Engine | None) -> None:
         """Weights go to the device of this engine."""
         self.staging = None if engine is None else Staging(self._layout.nbytes, engine)
 
+    def keys_of_tasks(self) -> list[int | str]:
+        return [int(key) if key.isdigit() else key for key in self._file.keys]
+
+    def nbytes_of_largest(self) -> int:
+        return self._layout.nbytes
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {place.dtype for place in self._layout.places}
+
+    def memories(self) -> list[Tensor]:
+        """Blocks that have tasks: none."""
+        return []
+
     def __getitem__(self, key: str) -> FileTask:
         if key not in self._file.keys:
             raise KeyError(key)
         task = self._kept.pop(key, None)
         if task is None:
-            named = int(key) if key.isdigit() else key
-            task = FileTask(named, self._file.read(key), self._layout, self)
+            task = FileTask(
+                int(key) if key.isdigit() else key, self._file.read(key), self._layout, self
+            )
         self._kept[key] = task
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)

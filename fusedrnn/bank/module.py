@@ -6,11 +6,12 @@ Longer than 350 lines, because all that users and torch call is here, with its d
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +23,30 @@ from . import ranks
 from .arguments import (
     Key,
     check_choice,
+    check_free,
     check_inputs,
-    check_key,
     check_like_shared,
-    check_modules,
+    check_pair,
     device_of,
-    in_parts,
-    name_of,
-    named_modules,
+    is_list,
+    key_of,
+    shown,
+    tasks_of,
     zeroed,
 )
 from .call import Call
+from .conversion import look_at
 from .device import Device
 from .engines import Engine
 from .files import File, FileTasks
-from .layout import aligned
-from .memory import allocate
+from .hosted import HostTasks
 from .optimizer import SHARED, TaskOptimizer
 from .passes import Pass
-from .plan import BankPlan, break_even
+from .plan import BankPlan, plan_of
 from .steps import DeviceStep, Holders, watch
 from .task import Task
 
-_PART_BYTES = 64 << 20
-"""Modules are taken in parts of so much, so that a generator of them needs little memory twice."""
-_RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping", "_most")
+_RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping")
 
 
 class WeightBank(nn.Module):
@@ -86,7 +86,8 @@ class WeightBank(nn.Module):
 
     Raises:
         TypeError, ValueError: An argument is of another kind; tasks have no or the same names, or
-            share a module; a tensor is a subclass, on the meta device, or not strided.
+            share a tensor; a module is of TorchScript, or has a bank in it; a tensor is a
+            subclass, on the meta device, or not strided.
         RuntimeError: From a call: it is within a DistributedDataParallel that did not exclude the
             bank, or in a replica of DataParallel. From backward: weights have changed since
             forward, or ranks have diverged. The message says which.
@@ -109,17 +110,16 @@ class WeightBank(nn.Module):
         check_choice("step_on", step_on, ("host", "device"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"fusedrnn: slots must be an int of at least 1, got {slots!r}")
-        made, self._is_list = named_modules(modules, tasks, shared)
+        self._is_list, self._adds = is_list(modules, tasks), shared is not None
         self._slot_count, self._step_on = slots, step_on
         self._average, self._group = average, process_group
-        if shared is not None:
-            assert isinstance(modules, nn.Module)
-            self._modules[SHARED] = modules
-            made = zeroed(made)
         self._target = device_of(device)
+        if shared is not None:
+            self._modules[SHARED] = modules  # type: ignore[assignment]
         self._begin()
-        for some in in_parts(made, _PART_BYTES):
-            self._take(some)
+        self._hosted.take(tasks_of(self, modules, tasks, shared))
+        if self._shared is not None:
+            self._shared.to(self._target)  # after copies were made of it
 
     @classmethod
     def open(
@@ -153,11 +153,10 @@ class WeightBank(nn.Module):
         return bank
 
     def _begin(self) -> None:
-        self._tasks: dict[str, Task] | FileTasks = {}
+        self._tasks: HostTasks | FileTasks = HostTasks(self)
         self._ranks = ranks.Ranks(self._average, self._group)
         self._holders = Holders()
         self._stepping: dict[Optimizer, DeviceStep] = {}
-        self._most: int | None = None
         self._generation = 0
         """Counts changes of the tasks."""
         self._use(None)
@@ -174,7 +173,7 @@ class WeightBank(nn.Module):
             self._target,
             slots=self._slot_count,
             shared=self._shared,
-            most=lambda: 0 if (bank := me()) is None else bank._most_bytes(),
+            most=lambda: 0 if (bank := me()) is None else bank._tasks.nbytes_of_largest(),
             deliver=lambda passed: _deliver(me(), passed),
             keeps=lambda: (bank := me()) is not None and bank._ranks.are_several(),
             engine=engine,
@@ -183,12 +182,11 @@ class WeightBank(nn.Module):
             self, self._device.forget_views
         )
         self._end.atexit = False
-        if isinstance(self._tasks, FileTasks):
-            self._tasks.use(self._device.engine)
+        self._tasks.use(self._device.engine)
 
     @property
     def _shared(self) -> nn.Module | None:
-        return self._modules.get(SHARED) if SHARED not in self.__dict__.get("_tasks", {}) else None
+        return self._modules.get(SHARED) if self._adds else None
 
     @property
     def device(self) -> torch.device:
@@ -197,58 +195,50 @@ class WeightBank(nn.Module):
 
     # --- a list, or a dictionary, of modules ------------------------------------------------------
 
-    def _take(self, tasks: dict[Key, Task]) -> None:
-        """Moves modules into one block of host memory."""
-        memory = allocate(sum(aligned(task.nbytes) for task in tasks.values()))
-        begin = 0
-        assert isinstance(self._tasks, dict)
-        for key, task in tasks.items():
-            end = begin + aligned(task.nbytes)
-            task.place(memory[begin:end])
-            self._tasks[str(key)] = task
-            self._modules[str(key)] = task.module
-            begin = end
-        if self._device.engine is not None:
-            self._device.engine.pin(memory)
-        self._memories = [*getattr(self, "_memories", []), memory]
-        self._changed()
+    @property
+    def _hosted(self) -> HostTasks:
+        """The tasks of a bank that may change."""
+        if isinstance(self._tasks, FileTasks):
+            raise RuntimeError(
+                "fusedrnn: a bank of a file is for reading only, so none is added or deleted"
+            )
+        return self._tasks
+
+    @property
+    def _memories(self) -> list[Tensor]:
+        """The blocks of host memory that have tasks."""
+        return self._tasks.memories()
 
     def _changed(self) -> None:
-        self._most = None
         self._generation += 1
         self._holders.forget()
 
-    def _most_bytes(self) -> int:
-        if self._most is None:
-            if isinstance(self._tasks, FileTasks):
-                self._most = self._tasks.nbytes
-            else:
-                self._most = max((task.nbytes for task in self._tasks.values()), default=0)
-        return self._most
-
-    def add(self, key: Key, module: nn.Module) -> None:
-        """Adds a task. With ``shared="add"`` the module has what is added, in shared's shapes."""
-        if isinstance(self._tasks, FileTasks):
-            raise RuntimeError("fusedrnn: a bank of a file is for reading only, so none is added")
-        check_key(key)
-        if str(key) in self._modules:
-            raise ValueError(f"fusedrnn: there is a task {key!r} already")
-        check_modules({key: module}, [task.module for task in self._tasks.values()])
-        task = Task(key, module)
-        if self._shared is not None:
+    def _follow_shared(self) -> None:
+        """Has calls add the module that ``bank.shared`` is now."""
+        if self._shared is None:
+            raise RuntimeError('fusedrnn: with shared="add" a WeightBank needs bank.shared')
+        for task in itertools.islice(self._tasks.values(), 1):
             check_like_shared(task, self._shared)
-        self._take({key: task})
+        self._use(self._device.engine)
+        self._changed()
+
+    def add(self, key: Key, module: nn.Module | None = None) -> None:
+        """Adds a task.
+
+        With ``shared="add"`` the module has what is added, in shared's shapes; without a module it
+        is 0, as that of a new bank.
+        """
+        tasks, key = self._hosted, key_of(key)
+        check_free(self, key)
+        if module is None:
+            if self._shared is None:
+                raise TypeError('fusedrnn: add takes a module, unless the bank has shared="add"')
+            ((_, module),) = zeroed([(key, copy.deepcopy(self._shared))])
+        tasks.add(key, module)
 
     def __delitem__(self, key: Key) -> None:
         """Removes a task; the names of others stay as they are."""
-        task = self._get(key)
-        if isinstance(self._tasks, FileTasks):
-            raise RuntimeError("fusedrnn: a bank of a file is for reading only")
-        if self._device.slots is not None:
-            with self._device.lock:
-                self._device.slots.forget(task)
-        del self._tasks[str(task.key)], self._modules[str(task.key)]
-        self._changed()
+        self._hosted.remove(str(self._get(key).key))
 
     def __getitem__(self, key: Key) -> nn.Module:
         """The module of a task, with its tensors on the host."""
@@ -257,14 +247,20 @@ class WeightBank(nn.Module):
     def _get(self, key: Any) -> Task:
         while self._stepping:  # a step has failed
             self._stepping.popitem()[1].go_home()
-        name = key if type(key) in (int, str) else name_of(key)
+        if self._device.shared is not self._shared:
+            self._follow_shared()
+        task = self._find(key)
+        if task is None:
+            names = list(self._tasks)
+            listed = ", ".join(names if len(names) <= 5 else [*names[:4], f"…, {names[-1]}"])
+            raise KeyError(f"fusedrnn: task must be one of {listed or 'none'}, got {shown(key)}")
+        return task
+
+    def _find(self, key: Any) -> Task | None:
+        name = key if type(key) in (int, str) else key_of(key)
         task = self._tasks.get(str(name))
         if task is None and self._is_list and isinstance(name, int) and -len(self) <= name < 0:
             task = self._tasks[list(self._tasks)[name]]  # as of a list
-        if task is None:
-            names = list(self._tasks)
-            shown = ", ".join(names if len(names) <= 5 else [*names[:4], f"…, {names[-1]}"])
-            raise KeyError(f"fusedrnn: task must be one of {shown or 'none'}, got {key!r}")
         return task
 
     def task_parameters(self) -> Iterator[nn.Parameter]:
@@ -272,7 +268,10 @@ class WeightBank(nn.Module):
         return (parameter for module in self.values() for parameter in module.parameters())
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, int | str) and str(key) in self._tasks
+        try:
+            return self._find(key) is not None
+        except TypeError:
+            return False
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -283,7 +282,7 @@ class WeightBank(nn.Module):
 
     def keys(self) -> list[Key]:
         """The names of tasks."""
-        return [task.key for task in self._tasks.values()]
+        return self._tasks.keys_of_tasks()
 
     def values(self) -> Iterator[nn.Module]:
         """The modules of tasks."""
@@ -295,7 +294,7 @@ class WeightBank(nn.Module):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def forward(self, task: Key, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, task: Key, /, *args: Any, **kwargs: Any) -> Any:
         """``bank[task](*args, **kwargs)`` on the device.
 
         Raises:
@@ -344,13 +343,13 @@ class WeightBank(nn.Module):
         if self._ranks.is_known_to_ddp(self._some_parameters):
             raise RuntimeError(
                 "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
-                "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model)"
+                "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model), "
+                "with the very module that DistributedDataParallel gets, not with a part of it"
             )
 
     def _some_parameters(self) -> list[Tensor]:
         """One of each task is enough to know whether the bank is excluded."""
-        first = next(iter(self._modules.items()), None) if self._tasks else None
-        if first is None or isinstance(self._tasks, FileTasks):
+        if isinstance(self._tasks, FileTasks):
             return []
         found = (next(task.module.parameters(), None) for task in self._tasks.values())
         return [parameter for parameter in found if parameter is not None]
@@ -367,7 +366,7 @@ class WeightBank(nn.Module):
 
     def prefetching(self, batches: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any]]:
         """The pairs (task, batch) of ``batches``, with the weights of the next one on their way."""
-        source = iter(batches)
+        source = map(check_pair, batches)
         now = next(source, None)
         while now is not None:
             self.prefetch(now[0])
@@ -429,12 +428,11 @@ class WeightBank(nn.Module):
         """
         names = []
         for path, bank in model.named_modules():
-            if isinstance(bank, WeightBank):
+            if isinstance(bank, WeightBank) and isinstance(bank._tasks, HostTasks):
                 bank._ranks.path = path
-                for key in bank._tasks if isinstance(bank._tasks, dict) else ():
+                for key, task in bank._tasks.items():
                     prefix = f"{path}.{key}" if path else key
-                    tensors = bank._tasks[key].places
-                    names += [f"{prefix}.{name}" for place in tensors for name in place.names]
+                    names += [f"{prefix}.{name}" for place in task.places for name in place.names]
         ranks.exclude(model, names)
         return model
 
@@ -452,33 +450,7 @@ class WeightBank(nn.Module):
             gb_per_s: Rates of copies: PCIe 4, PCIe 5 and NVLink-C2C.
             tflops: What the device reaches in the products of a training step.
         """
-        for name, values in (("gb_per_s", gb_per_s), ("tflops", tflops)):
-            if not values or not all(value > 0 for value in values):
-                raise ValueError(f"fusedrnn: {name} must be numbers above 0, got {values!r}")
-        tasks = [] if isinstance(self._tasks, FileTasks) else list(self._tasks.values())
-        most, total = self._most_bytes(), sum(task.nbytes for task in tasks)
-        trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in tasks]
-        of_first = [t for t in tasks[0].tensors if isinstance(t, nn.Parameter)] if tasks else []
-        numbers = sum(tensor.numel() for tensor in of_first)
-        width = sum(tensor.nbytes for tensor in of_first) / numbers if numbers else 4.0
-        gradient = max(trained, default=0)
-        steps = 4 * gradient if self._step_on == "device" else 0
-        return BankPlan(
-            tasks=len(self._tasks),
-            task_bytes=most,
-            slot_count=self._slot_count,
-            device_weight_bytes=self._slot_count * aligned(most),
-            device_gradient_bytes=2 * aligned(gradient),
-            device_step_bytes=steps,
-            all_tasks_bytes=most * len(self._tasks) if not tasks else total,
-            host_weight_bytes=total,
-            host_gradient_bytes_per_task=gradient,
-            host_adam_bytes=2 * sum(trained),
-            bytes_to_device=most,
-            bytes_to_host=gradient,
-            milliseconds=tuple((rate, most / rate / 1e6) for rate in gb_per_s),
-            hidden_from=break_even(width, gb_per_s, tflops),
-        )
+        return plan_of(self, gb_per_s, tflops)
 
     def extra_repr(self) -> str:
         shared = ', shared="add"' if self._shared is not None else ""
@@ -488,42 +460,23 @@ class WeightBank(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightBank:
         """Moves the bank's device, and converts the weights, which stay on the host."""
-        if isinstance(self._tasks, FileTasks):
-            self._move(fn(torch.empty(0)))
-            return self
-        if self._shared is not None:
-            self._shared._apply(fn)
-        dtypes = {tensor.dtype for task in self._tasks.values() for tensor in task.tensors}
-        results = {dtype: fn(torch.empty(0, dtype=dtype)) for dtype in dtypes}
-        if any(result.is_cpu and result.is_shared() for result in results.values()):
+        found = look_at(fn, self._tasks.dtypes())
+        if isinstance(self._tasks, FileTasks) and found.dtypes:
             raise RuntimeError(
-                "fusedrnn: the memory of a WeightBank is not shared between processes: each has "
-                "weights of its own"
+                "fusedrnn: the weights of a bank of a file have the dtypes of the file, so they do "
+                "not become others: save a file with the ones you want"
             )
-        convert: Callable[[Tensor], Tensor] | None = None
-        if any(result.dtype != dtype for dtype, result in results.items()):
-            to = {dtype: result.dtype for dtype, result in results.items()}
-            convert = lambda tensor: tensor.to(to[tensor.dtype])  # noqa: E731
-        elif all(result.is_cpu for result in results.values()):
-            convert = fn
-        if convert is not None:
-            for task in self._tasks.values():
-                task.module._apply(convert)
-            if not all(task.is_in_place() for task in self._tasks.values()):
-                remade = {task.key: Task(task.key, task.module) for task in self._tasks.values()}
-                self._memories, self._tasks = [], {}
-                self._take(remade)
-        self._move(next(iter(results.values()), fn(torch.empty(0))))
-        return self
-
-    def _move(self, like: Tensor) -> None:
-        if like.is_meta:
-            raise RuntimeError("fusedrnn: the weights of a WeightBank cannot go to the meta device")
-        self._target = device_of(like.device)
+        super()._apply(fn, recurse=False)
+        if not recurse:
+            return self
+        for name, module in self._modules.items():
+            if module is not None and name not in self._tasks:
+                module._apply(fn)
+        if found.function is not None and isinstance(self._tasks, HostTasks):
+            self._tasks.convert(found.function)
+        self._target = device_of(found.device)
         self._use(None)
-        if self._device.engine is not None:
-            for memory in self._memories:
-                self._device.engine.pin(memory)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
@@ -542,14 +495,14 @@ class WeightBank(nn.Module):
         if isinstance(self._tasks, FileTasks):
             raise TypeError("fusedrnn: a bank of a file cannot be copied or pickled: open it anew")
         state = {name: value for name, value in vars(self).items() if name not in _RUNTIME}
-        names = [(task.key, name) for name, task in self._tasks.items()]
-        return state | {"_memories": [], "_group": None, "_names": names}
+        return state | {"_group": None, "_keys": self.keys()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = state.pop("_names")
+        keys = state.pop("_keys")
         super().__setstate__(state)
         self._begin()
-        self._take({key: Task(key, self.get_submodule(name)) for key, name in names})
+        modules = [cast(nn.Module, self._modules[str(key)]) for key in keys]
+        self._hosted.take(map(Task, keys, modules))
 
 
 def _deliver(bank: WeightBank | None, passed: Pass) -> None:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .files import FileTasks
+from .layout import aligned
+
+if TYPE_CHECKING:
+    from .module import WeightBank
 
 FLOPS_PER_ROW = 6
 """Of a training step, for each weight and row: two products' worth in forward, four in backward."""
@@ -71,7 +82,44 @@ class BankPlan:
         return "\n".join(lines)
 
 
-def break_even(
+def plan_of(bank: WeightBank, gb_per_s: Sequence[float], tflops: Sequence[float]) -> BankPlan:
+    """What a bank takes."""
+    gb_per_s, tflops = _rates("gb_per_s", gb_per_s), _rates("tflops", tflops)
+    tasks = [] if isinstance(bank._tasks, FileTasks) else list(bank._tasks.values())
+    most, total = bank._tasks.nbytes_of_largest(), sum(task.nbytes for task in tasks)
+    trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in tasks]
+    of_first = [t for t in tasks[0].tensors if isinstance(t, nn.Parameter)] if tasks else []
+    numbers = sum(tensor.numel() for tensor in of_first)
+    width = sum(tensor.nbytes for tensor in of_first) / numbers if numbers else 4.0
+    gradient = max(trained, default=0)
+    return BankPlan(
+        tasks=len(bank._tasks),
+        task_bytes=most,
+        slot_count=bank._slot_count,
+        device_weight_bytes=bank._slot_count * aligned(most),
+        device_gradient_bytes=2 * aligned(gradient),
+        device_step_bytes=4 * gradient if bank._step_on == "device" else 0,
+        all_tasks_bytes=most * len(bank._tasks) if not tasks else total,
+        host_weight_bytes=total,
+        host_gradient_bytes_per_task=gradient,
+        host_adam_bytes=2 * sum(trained),
+        bytes_to_device=most,
+        bytes_to_host=gradient,
+        milliseconds=tuple((rate, most / rate / 1e6) for rate in gb_per_s),
+        hidden_from=_break_even(width, gb_per_s, tflops),
+    )
+
+
+def _rates(name: str, values: Any) -> tuple[float, ...]:
+    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else ()
+    if not found or not all(isinstance(value, Real) and float(value) > 0 for value in found):
+        raise ValueError(
+            f"fusedrnn: {name} must be a list of numbers above 0, got {reprlib.repr(values)}"
+        )
+    return found
+
+
+def _break_even(
     bytes_per_weight: float, gb_per_s: Sequence[float], tflops: Sequence[float]
 ) -> tuple[tuple[float, tuple[float, ...]], ...]:
     """``BankPlan.hidden_from``."""

@@ -220,7 +220,7 @@ def test_added_tasks() -> None:
         bank.add(1, linear())
     with pytest.raises(ValueError, match="has no dot"):
         bank.add("a.b", linear())
-    with pytest.raises(ValueError, match="shares a tensor with another task"):
+    with pytest.raises(ValueError, match="task 7 shares a tensor with task 0"):
         bank.add(7, bank[0])
     with pytest.raises(KeyError):
         del bank[9]
@@ -275,6 +275,15 @@ def test_replicas_of_data_parallel() -> None:
         bank(1, x())
 
 
+def test_exclude_is_for_the_module_that_ddp_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As here, where DistributedDataParallel has got one with the excluded one in it."""
+    bank = make()
+    WeightBank.exclude(bank)
+    monkeypatch.setattr(bank._ranks, "is_known_to_ddp", lambda parameters: len(parameters()) == 3)
+    with pytest.raises(RuntimeError, match="with the very module that DistributedDataParallel"):
+        bank(1, x())
+
+
 def test_steps_with_a_closure() -> None:
     bank = make(step_on="device")
     optimizer = torch.optim.SGD(bank.parameters(), 0.1)
@@ -284,9 +293,9 @@ def test_steps_with_a_closure() -> None:
 
 
 def test_plans() -> None:
-    with pytest.raises(ValueError, match="gb_per_s must be numbers above 0"):
+    with pytest.raises(ValueError, match="gb_per_s must be a list of numbers above 0, got "):
         make().plan(gb_per_s=(0,))
-    with pytest.raises(ValueError, match="tflops must be numbers above 0"):
+    with pytest.raises(ValueError, match="tflops must be a list of numbers above 0, got "):
         make().plan(tflops=())
 
 
