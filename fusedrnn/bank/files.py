@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .engines import Engine, Event
 from .layout import Layout, lay_out
 from .memory import allocate
+from .optimizer import SHARED
 from .task import Task, Version
 
 _MOST_KEPT = 64
@@ -23,37 +24,70 @@ _MOST_KEPT = 64
 class File:
     """A file of safetensors with the state dict of a bank, by the name of each task."""
 
-    def __init__(self, path: str | Path, module: nn.Module) -> None:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ImportError(
-                "fusedrnn: WeightBank.open reads a file of safetensors: pip install safetensors"
-            ) from error
-        self._file = safe_open(str(path), framework="pt")
+    def __init__(
+        self, path: str | Path, module: nn.Module, prefix: str = "", *, has_shared: bool = False
+    ) -> None:
+        """
+        Args:
+            prefix: Of the bank's tensors in the file of a whole model.
+            has_shared: The bank has weights that all tasks add.
+        """
+        self._file = _opened(path)
         self.path, self.module = path, module
-        names: dict[str, list[str]] = {}
-        for full in self._file.keys():  # noqa: SIM118, it is no dict
-            key, _, name = full.partition(".")
-            names.setdefault(key, []).append(name)
+        self._prefix = prefix and prefix.rstrip(".") + "."
+        names = self._names(list(self._file.keys()))
         expected = module.state_dict()
-        if not names:
-            raise ValueError(f"fusedrnn: {path} has no tensors")
-        for key, found in names.items():
-            self._check(key, found, expected)
-        ordered = sorted(names, key=lambda key: (len(key), key) if key.isdigit() else (10**9, key))
-        self.keys = dict.fromkeys(ordered)
+        for key in [key for key in names if key != SHARED] or names:
+            self._check(key, names[key], expected, list(names))
+        if has_shared != (SHARED in names):
+            known = ", ".join(list(names)[:8])
+            raise ValueError(
+                f'fusedrnn: shared="add" is for a file with {SHARED}.…; {path} has {known}'
+                if has_shared
+                else f"fusedrnn: {path} has {SHARED}.…, which all tasks of a bank with "
+                'shared="add" add: open it with shared="add"'
+            )
+        if has_shared:
+            self._check(SHARED, names[SHARED], expected, list(names))
+        tasks = (key for key in names if not (has_shared and key == SHARED))
+        self.keys: dict[str, int | str] = dict(sorted(((k, _key(k)) for k in tasks), key=_order))
+        """Of tasks, and what they stand for."""
 
-    def _check(self, key: str, found: list[str], expected: dict[str, Tensor]) -> None:
+    def _names(self, full: list[str]) -> dict[str, list[str]]:
+        """The tensors of each task."""
+        names: dict[str, list[str]] = {}
+        for whole in full:
+            key, dot, name = whole.removeprefix(self._prefix).partition(".")
+            if whole.startswith(self._prefix):
+                if not (key and dot and name):
+                    raise ValueError(
+                        f"fusedrnn: {whole} in {self.path} is of no task: a bank's tensors are "
+                        "named as 3.weight, with the task before the first dot"
+                    )
+                names.setdefault(key, []).append(name)
+        if not names:
+            there = ", ".join(sorted({whole.partition(".")[0] + "." for whole in full})[:8])
+            raise ValueError(
+                f"fusedrnn: {self.path} has no tensor with a name that begins with "
+                f"{self._prefix!r}; they begin with {there}"
+                if full
+                else f"fusedrnn: {self.path} has no tensors"
+            )
+        return names
+
+    def _check(
+        self, key: str, found: list[str], expected: dict[str, Tensor], keys: list[str]
+    ) -> None:
         if set(found) != expected.keys():
             differ = sorted(set(found) ^ expected.keys())
             raise ValueError(
                 f"fusedrnn: task {key!r} in {self.path} must have the tensors of the module, "
                 f"{', '.join(sorted(expected)[:4])}, …; one of them alone has "
-                f"{', '.join(differ[:4])}"
+                f"{', '.join(differ[:4])}. In the file of a whole model, say by prefix= where the "
+                f"bank is: under {self._prefix!r} it has {', '.join(keys[:8])}"
             )
         for name in found:
-            shape = tuple(self._file.get_slice(f"{key}.{name}").get_shape())
+            shape = tuple(self._file.get_slice(f"{self._prefix}{key}.{name}").get_shape())
             if shape != tuple(expected[name].shape):
                 raise ValueError(
                     f"fusedrnn: {name} of task {key!r} in {self.path} must have the module's shape "
@@ -62,11 +96,12 @@ class File:
 
     def read(self, key: str) -> nn.Module:
         """The module of a task, whose tensors are those of the file, read when they are used."""
-        own = [*self.module.parameters(), *self.module.buffers()]
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in own}
-        module = copy.deepcopy(self.module, memo)  # its structure alone
+        # All but what the file has, so each task has its own buffers that are not persistent.
+        known = self.module.state_dict(keep_vars=True).values()
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in known}
+        module = copy.deepcopy(self.module, memo)
         expected = module.state_dict()
-        state = {name: self._file.get_tensor(f"{key}.{name}") for name in expected}
+        state = {name: self._file.get_tensor(f"{self._prefix}{key}.{name}") for name in expected}
         for name, tensor in state.items():
             if tensor.dtype != expected[name].dtype:
                 raise ValueError(
@@ -75,6 +110,34 @@ class File:
                 )
         module.load_state_dict(state, assign=True)
         return module.requires_grad_(False).eval()
+
+
+def _opened(path: str | Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            "fusedrnn: WeightBank.open reads a file of safetensors: pip install safetensors"
+        ) from error
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"fusedrnn: {path} is no file of safetensors ({error}): make one by "
+            "safetensors.torch.save_file(bank.state_dict(), path)"
+        ) from error
+
+
+def _key(name: str) -> int | str:
+    """The number that a name is, if it is written as Python does."""
+    is_number = name.isascii() and name.isdecimal() and str(int(name)) == name
+    return int(name) if is_number else name
+
+
+def _order(item: tuple[str, int | str]) -> tuple[bool, int, str]:
+    """Numbers first."""
+    name, key = item
+    return isinstance(key, str), 0 if isinstance(key, str) else key, name
 
 
 class FileTask(Task):
@@ -133,7 +196,7 @@ class FileTasks(Mapping[str, Task]):
         self.staging = None if engine is None else Staging(self._layout.nbytes, engine)
 
     def keys_of_tasks(self) -> list[int | str]:
-        return [int(key) if key.isdigit() else key for key in self._file.keys]
+        return list(self._file.keys.values())
 
     def nbytes_of_largest(self) -> int:
         return self._layout.nbytes
@@ -150,9 +213,7 @@ class FileTasks(Mapping[str, Task]):
             raise KeyError(key)
         task = self._kept.pop(key, None)
         if task is None:
-            task = FileTask(
-                int(key) if key.isdigit() else key, self._file.read(key), self._layout, self
-            )
+            task = FileTask(self._file.keys[key], self._file.read(key), self._layout, self)
         self._kept[key] = task
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)

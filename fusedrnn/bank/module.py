@@ -25,6 +25,7 @@ from .arguments import (
     check_choice,
     check_free,
     check_inputs,
+    check_kind,
     check_like_shared,
     check_pair,
     device_of,
@@ -129,26 +130,38 @@ class WeightBank(nn.Module):
         *,
         device: DeviceLike = None,
         slots: int = 2,
+        prefix: str = "",
+        shared: Literal["add"] | None = None,
     ) -> WeightBank:
         """A bank for inference whose tasks stay in a file, and are read when they are used.
 
         For more tasks than the host has memory for. Weights have no gradient, modules are in
-        eval mode, and the bank's own state dict is empty.
+        eval mode, and the bank's own state dict does not have the tasks. The modules of the 64
+        tasks used last are kept; what was set on others, such as a hook, is gone. Each task has
+        what ``module`` has, so register hooks there before.
 
         Args:
             file: Of safetensors, with the state dict of a bank: ``3.rnn.weight_ih_l0``.
-            module: Has the structure, shapes and dtypes of every task; its values are not used.
+            module: Has the structure, shapes and dtypes of every task; its weights are not used.
+            prefix: Of the bank in the file of a whole model: "heads.".
+            shared: "add" for the file of a bank that was made with it: ``shared.weight`` is added.
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: The file has other tensors.
+            ValueError: It is no file of safetensors, or has other tensors.
         """
         if not isinstance(module, nn.Module):
-            raise TypeError(f"fusedrnn: open takes a module, got {type(module).__name__}")
+            raise TypeError(f"fusedrnn: open takes a module, got {shown(module)}")
+        check_kind(module, "of the file")
+        check_choice("shared", shared, (None, "add"))
+        opened = File(file, module, prefix, has_shared=shared is not None)
         bank = cls([nn.Identity()], device=device, slots=slots)
         bank._modules.clear()
-        bank._tasks = FileTasks(File(file, module))
-        bank._is_list = all(key.isdigit() for key in bank._tasks)
+        bank._tasks = FileTasks(opened)
+        bank._is_list = all(isinstance(key, int) for key in opened.keys.values())
+        if shared is not None:
+            bank._adds = True
+            bank._modules[SHARED] = opened.read(SHARED).to(bank._target)
         bank._use(None)
         return bank
 
