@@ -106,7 +106,7 @@ def plan_of(bank: WeightBank, gb_per_s: Sequence[float], tflops: Sequence[float]
         bytes_to_device=most,
         bytes_to_host=gradient,
         milliseconds=tuple((rate, most / rate / 1e6) for rate in gb_per_s),
-        hidden_from=_break_even(width, gb_per_s, tflops),
+        hidden_from=break_even(width, gb_per_s, tflops),
     )
 
 
@@ -119,7 +119,7 @@ def _rates(name: str, values: Any) -> tuple[float, ...]:
     return found
 
 
-def _break_even(
+def break_even(
     bytes_per_weight: float, gb_per_s: Sequence[float], tflops: Sequence[float]
 ) -> tuple[tuple[float, tuple[float, ...]], ...]:
     """``BankPlan.hidden_from``."""
