@@ -206,7 +206,7 @@ class Gradient:
             for segment in self.layout.segments:
                 counts = memory[segment.counts : segment.end].view(segment.dtype)
                 here = [float(has[i]) for i in segment.members]
-                counts.copy_(torch.tensor(here, dtype=segment.dtype))
+                counts.copy_(torch.tensor(here, dtype=segment.dtype, device="cpu"))
                 grads = memory[segment.begin : segment.counts].view(segment.dtype)
                 found.append((memory[segment.begin : segment.end].view(segment.dtype), grads))
         return found

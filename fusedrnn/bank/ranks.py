@@ -135,7 +135,7 @@ class Ranks:
                 )
         # Two counts in one number: of the ranks that use a task, and of those that accumulated.
         marks = [int(task in new or task in whole) + _SHIFT * (task in whole) for task in tasks]
-        users = torch.tensor(marks, dtype=torch.int32)
+        users = torch.tensor(marks, dtype=torch.int32, device="cpu")
         self._reduce(users, self._group_for_host())
         self.header_bytes += users.nbytes
         used = [
@@ -209,7 +209,7 @@ class Ranks:
     def _of_any(self, wanted: dict[Task, set[int]]) -> dict[Task, set[int]]:
         """Indices that any rank has."""
         marks = [i in wanted[task] for task in wanted for i in range(len(task.tensors))]
-        of_any = torch.tensor(marks, dtype=torch.uint8)
+        of_any = torch.tensor(marks, dtype=torch.uint8, device="cpu")
         dist.all_reduce(of_any, dist.ReduceOp.MAX, self._group_for_host())
         found = iter(of_any.tolist())
         return {task: {i for i in range(len(task.tensors)) if next(found)} for task in wanted}
@@ -227,7 +227,7 @@ class Ranks:
 
     def _of_all(self, ours: list[int]) -> list[list[int]]:
         """These numbers of each rank."""
-        mine = torch.tensor(ours, dtype=torch.int64)
+        mine = torch.tensor(ours, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         try:
             dist.all_gather(found, mine, group=self._group_for_host())
