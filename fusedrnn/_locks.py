@@ -48,6 +48,11 @@ class CallerLock:
                 self._changes.notify()
         _exit()
 
+    def is_mine(self) -> bool:
+        """Whether this thread holds it, or the one that this works for."""
+        has_caller = self._holder is not None and torch._C._is_key_in_tls(_KEY)
+        return has_caller and self._holder is torch._C._get_obj_in_tls(_KEY)
+
 
 class _Thread(threading.local):
     def __init__(self) -> None:
