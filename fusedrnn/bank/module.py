@@ -40,11 +40,12 @@ from .conversion import look_at
 from .device import Device
 from .engines import Engine
 from .files import File, FileTasks
+from .hooks import Holders, watch
 from .hosted import HostTasks
 from .optimizer import SHARED, TaskOptimizer
 from .passes import Pass
 from .plan import BankPlan, plan_of
-from .steps import DeviceStep, Holders, watch
+from .steps import DeviceStep
 from .task import Task
 
 _RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping")

@@ -11,6 +11,7 @@ import copy
 import inspect
 import operator
 import reprlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ class TaskOptimizer(Optimizer):
         made = self._made.get(group["task"])
         if made is None:
             made = self._cls([{"params": list(group["params"])}], **self._options)
-            made.is_of_a_task = True  # type: ignore[attr-defined]
+            made.of_task = weakref.ref(self), group["task"]  # type: ignore[attr-defined]
             for parameter, state in made.state.items():
                 self.state.setdefault(parameter, state)
             for name, value in made.param_groups[0].items():

@@ -1,108 +1,44 @@
-"""Steps of optimizers over the weights of banks.
+"""Steps of optimizers on the device.
 
-torch tells of each step before and after it. A bank counts steps, by which ranks that have diverged
-are noticed; and with ``step_on="device"`` the weights, gradients and states of tasks in use go to
-the device for the time of the step, which there takes none of the host's.
+With ``step_on="device"`` the weights, gradients and states of tasks in use go to the device for the
+time of the step, which there takes none of the host's.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from .engines import Event
 from .layout import Place, aligned
-from .optimizer import TaskOptimizer
 from .task import Task
 
 if TYPE_CHECKING:
     from .device import Device
-    from .module import WeightBank
-
-_banks: weakref.WeakSet[WeightBank] = weakref.WeakSet()
-
-
-def watch(bank: WeightBank) -> None:
-    """Has the steps of optimizers tell this bank."""
-    _banks.add(bank)
-
-
-class Holders:
-    """Which optimizers have weights of a bank."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def forget(self) -> None:
-        """The bank has other weights now."""
-        self._known = weakref.WeakKeyDictionary()
-
-    def has(self, optimizer: Optimizer, bank: WeightBank) -> bool:
-        """Whether an optimizer has a weight of the bank."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known.get(optimizer)
-        if known is None or known[0] != count:
-            ids = {id(parameter) for parameter in bank.parameters()}
-            found = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-            known = self._known[optimizer] = count, found
-        return known[1]
-
-
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, TaskOptimizer):
-        return  # its optimizers of single tasks come here, too
-    for bank in list(_banks):
-        is_direct = bank._device.engine is None  # a CPU has no other place
-        if bank._step_on == "device" and not is_direct and bank._holders.has(optimizer, bank):
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is not None:
-                raise ValueError(
-                    'fusedrnn: a WeightBank with step_on="device" takes its weights to the device '
-                    "before step(), so step() can have no closure that calls the bank: compute "
-                    'gradients before, or take step_on="host"'
-                )
-            bank._stepping[optimizer] = DeviceStep(bank, optimizer)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for bank in list(_banks):
-        step = bank._stepping.pop(optimizer, None)
-        if step is not None:
-            step.go_home()
-        # The optimizers of single tasks are steps of the one that has them.
-        if not hasattr(optimizer, "is_of_a_task") and bank._holders.has(optimizer, bank):
-            bank._ranks.steps += 1
-
-
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
 
 
 class DeviceStep:
     """One step, between the hooks before and after it."""
 
-    def __init__(self, bank: WeightBank, optimizer: Optimizer) -> None:
-        self._device, self._optimizer = bank._device, optimizer
+    def __init__(self, device: Device, optimizer: Optimizer, tasks: Iterable[Task]) -> None:
+        """
+        Args:
+            tasks: Those that it may step.
+        """
         self._moved: list[_TaskStep] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for task in bank._tasks.values():
+        for task in tasks:
             task.check()
             stepped = [
                 i for i, t in enumerate(task.tensors) if t.grad is not None and id(t) in groups
             ]
             if stepped:
                 of = [groups[id(task.tensors[i])] for i in stepped]
-                step = _TaskStep(self._device, task, stepped, optimizer.state, of)
+                step = _TaskStep(device, task, stepped, optimizer.state, of)
                 self._moved.append(step)
 
     def go_home(self) -> None:

@@ -192,15 +192,3 @@ def test_a_step_on_the_device_that_fails() -> None:
     assert all(home[0] <= p.data_ptr() < home[1] for p in bank[1].parameters())
     assert_equal(bank, modules)
     torch.testing.assert_close(bank(1, x), modules[1](x), rtol=0, atol=0)
-
-
-def test_steps_are_counted_once() -> None:
-    bank = WeightBank(models(), device="cpu")
-    other = nn.Linear(2, 2)
-    ours = bank.optimizer(torch.optim.SGD, lr=0.1)
-    theirs = torch.optim.SGD([*other.parameters(), *bank[0].parameters()], 0.1)
-    alone = torch.optim.SGD(other.parameters(), 0.1)
-    bank(0, torch.ones(2, INPUT)).sum().backward()
-    for optimizer in (ours, theirs, alone, ours):
-        optimizer.step()
-    assert bank._ranks.steps == 3
