@@ -73,7 +73,7 @@ class _TaskStep:
         self._sources: list[Tensor] = []
         """Of copies that may be under way."""
         weights = self._bring_weights([task.places[i] for i in stepped])
-        grads = self._bring(self._grads)
+        grads = self._bring_grads()
         of_each = [state.get(p, {}) for p in self._parameters]
         for name in sorted({name for own in of_each for name in own}):
             values = [own.get(name) for own in of_each]
@@ -100,6 +100,11 @@ class _TaskStep:
         else:
             self._copy(self._weights, task.bytes()[:end])
         return [place.view(self._weights) for place in places]
+
+    def _bring_grads(self) -> list[Tensor]:
+        if all(grad.layout == torch.strided for grad in self._grads):
+            return self._bring(self._grads)
+        return [grad.to(self._device.device) for grad in self._grads]  # sparse ones have no block
 
     def _bring(self, values: list[Any]) -> list[Tensor]:
         """Tensors on the device, by one copy."""

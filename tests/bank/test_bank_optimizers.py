@@ -192,3 +192,48 @@ def test_a_step_on_the_device_that_fails() -> None:
     assert all(home[0] <= p.data_ptr() < home[1] for p in bank[1].parameters())
     assert_equal(bank, modules)
     torch.testing.assert_close(bank(1, x), modules[1](x), rtol=0, atol=0)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3, sparse=True)
+        self.head: Any = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.table(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of Adagrad
+@pytest.mark.parametrize("by_task", [False, True], ids=["one", "by_task"])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.SparseAdam, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+    ids=["SparseAdam", "SGD", "SGD-momentum", "Adagrad"],
+)
+def test_sparse_gradients_on_the_device(cls: Any, options: Any, by_task: bool) -> None:
+    made = [Table() for _ in range(3)]
+    if cls is not torch.optim.SparseAdam:  # which takes no others
+        for module in made:
+            module.head = nn.Linear(3, 2)
+    modules = nn.ModuleList(copy.deepcopy(made))
+    bank = emulated(WeightBank(made, device="cpu", step_on="device"))
+    ours = bank.optimizer(cls, **options) if by_task else cls(bank.parameters(), **options)
+    theirs = cls(modules.parameters(), **options)
+    for i in range(6):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        rows = torch.randint(6, (4,))
+        for t in {i % 3, i % 2}:
+            bank(t, rows).square().sum().backward()
+            modules[t](rows).square().sum().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+        assert_equal(bank, modules)
+        assert bank[i % 3].table.weight.grad.is_sparse
