@@ -177,3 +177,32 @@ def halves(here: Here) -> None:
     bank = here.bank([nn.Linear(1, 1, bias=False, dtype=torch.float16)])
     bank(0, torch.full((1, 1), 40_960, dtype=torch.float16)).sum().backward()
     assert bank[0].weight.grad.item() == 40_960  # type: ignore[union-attr]
+
+
+def zero_redundancy(here: Here) -> None:
+    """Its step counts once on each rank, and what it sends to others reaches the device."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for shared in (None, "add") if here.is_ddp else (None,):
+        modules: Any = nn.Linear(INPUT, 2) if shared else [nn.Linear(INPUT, 2) for _ in range(2)]
+        bank = here.bank(modules, 2 if shared else None, shared=shared)
+        banks = bank, copy.deepcopy(bank)
+        models = [here.wrap(one) if shared else one for one in banks]
+        options: Any = {"process_group": here.group, "lr": 0.5}
+        ours = ZeroRedundancyOptimizer(bank.parameters(), torch.optim.SGD, **options)
+        theirs = torch.optim.SGD(banks[1].parameters(), 0.5)
+        for step in range(3):
+            for model, optimizer in zip(models, (ours, theirs), strict=True):
+                optimizer.zero_grad()
+                model(step % 2, batch(here.rank, step)).square().mean().backward()
+                optimizer.step()
+            with torch.no_grad():
+                for t in range(2):
+                    close(*(one(t, batch(9)) for one in banks))
+        assert bank._ranks.steps == 3
+    bank = bank_of(here)
+    options["parameters_as_bucket_view"] = True
+    ours = ZeroRedundancyOptimizer(bank.parameters(), torch.optim.SGD, **options)
+    loss(bank, 0, here).backward()
+    with pytest.raises(ValueError, match="parameters_as_bucket_view=False"):
+        ours.step()

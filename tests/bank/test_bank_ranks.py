@@ -27,7 +27,7 @@ GRADIENTS = (
 )
 BEHAVIOUR = (
     "passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper "
-    "two_banks all_processes halves"
+    "two_banks all_processes halves zero_redundancy"
 )
 ERRORS = (
     "another_number_of_passes other_tasks other_shapes other_names other_frozen_parameters "
