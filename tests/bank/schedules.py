@@ -193,8 +193,8 @@ class Schedule:
         assert_equal(ours, theirs, where, near=near)
 
     def do_step(self) -> None:
-        with _disable_current_modes():  # under a mode, steps by foreach count no change
-            self.ours.step()
+        self.ours.step()
+        with _disable_current_modes():  # under a mode, torch's foreach counts no change
             self.theirs.step()
         if self.random.random() < 0.8:
             self.ours.zero_grad()
