@@ -116,8 +116,8 @@ class WeightBank(nn.Module):
         self._slot_count, self._step_on = slots, step_on
         self._average, self._group = average, process_group
         self._target = device_of(device)
-        if shared is not None:
-            self._modules[SHARED] = modules  # type: ignore[assignment]
+        if shared is not None and isinstance(modules, nn.Module):
+            self._modules[SHARED] = modules
         self._begin()
         self._hosted.take(tasks_of(self, modules, tasks, shared))
         if self._shared is not None:
