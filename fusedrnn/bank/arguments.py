@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.types import Device as DeviceLike
 
-from .optimizer import SHARED
-from .task import Task
+from .task import SHARED, Task
 
 Key = int | str
 """The name of a task."""

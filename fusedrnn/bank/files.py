@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from .engines import Engine, Event
 from .layout import Layout, lay_out
 from .memory import allocate
-from .optimizer import SHARED
-from .task import Task, Version
+from .task import SHARED, Task, Version
 
 _MOST_KEPT = 64
 """Modules of tasks that were used last, which are views of the file and take little memory."""

@@ -42,11 +42,11 @@ from .engines import Engine
 from .files import File, FileTasks
 from .hooks import Holders, watch
 from .hosted import HostTasks
-from .optimizer import SHARED, TaskOptimizer
+from .optimizer import TaskOptimizer
 from .passes import Pass
 from .plan import BankPlan, plan_of
 from .steps import DeviceStep
-from .task import Task
+from .task import SHARED, Task
 
 _RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping")
 

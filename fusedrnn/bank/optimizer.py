@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .files import FileTasks
+from .task import SHARED
+
 if TYPE_CHECKING:
     from .module import WeightBank
-
-SHARED = "shared"
-"""The name of the group with what all tasks add."""
 
 
 class TaskOptimizer(Optimizer):
@@ -40,7 +40,7 @@ class TaskOptimizer(Optimizer):
         self, bank: WeightBank, cls: Callable[..., Optimizer], options: dict[str, Any]
     ) -> None:
         _check_class(cls)
-        if not isinstance(bank._tasks, dict):
+        if isinstance(bank._tasks, FileTasks):
             raise RuntimeError("fusedrnn: a bank of a file is for reading only: it takes no steps")
         self._bank, self._cls, self._options = bank, cls, options
         self._generation = bank._generation

@@ -17,6 +17,9 @@ from ..weights import FlatModule
 from .engines import Event
 from .layout import Layout, Place, lay_out, tensors_of
 
+SHARED = "shared"
+"""The name of what all tasks add."""
+
 _epochs = itertools.count()
 
 
