@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,3 +256,11 @@ def test_the_default_device_does_not_matter() -> None:
 def test_banks_without_parameters() -> None:
     with pytest.raises(ValueError, match="has no parameters: add tasks"):
         WeightBank([nn.Identity()], device="cpu").optimizer(torch.optim.SGD, lr=1.0)
+
+
+def test_a_bank_of_a_file(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(bank_of().state_dict(), tmp_path / "tasks")
+    bank = WeightBank.open(tmp_path / "tasks", nn.Linear(INPUT, 2), device="cpu")
+    with pytest.raises(RuntimeError, match="for reading only: it takes no steps"):
+        bank.optimizer(torch.optim.SGD, lr=1.0)
