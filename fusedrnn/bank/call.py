@@ -6,13 +6,16 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._graphs import never_in_graphs
+from .changes import bring_changes_home, is_changed, keep_reassigned
 from .device import Device
 from .files import FileTask
 from .saved import saving
-from .task import Task, versions_of
+from .slots import Slot, Use
+from .swaps import reassign, reassigned, swap, swap_back, write
+from .task import Task
 
 if TYPE_CHECKING:
     from .module import WeightBank
@@ -23,41 +26,18 @@ class Call:
 
     def __init__(self, bank: WeightBank, task: Task, index: int | None) -> None:
         self._bank, self._task, self._index = bank, task, index
-        self._slot: Any = None
-        self._entered: list[AbstractContextManager[Any]] = []
+        self._begun: list[_Begun | None] = []
+        """More than one if it is entered again; None where a call is that of the module."""
 
     @never_in_graphs
     def __enter__(self) -> nn.Module:
-        bank, task, device = self._bank, self._task, self._bank._device
-        self._device = device
+        bank = self._bank
         bank._check_place()
-        if bank._is_direct():
-            return task.module
-        self._enter(task.lock)
-        try:
-            self._begin(device, task)
-        except BaseException:
-            self._leave(None, None, None)
-            raise
-        return task.module
-
-    def _begin(self, device: Device, task: Task) -> None:
-        if device.slots is None:
-            task.check()
-            self._tensors = device.tensors(task, None)
-        else:
-            with device.lock:
-                slot = device.resident(task, index=self._index)
-                self._tensors = device.tensors(task, slot)
-                slot.running += 1
-                self._slot = slot
-            buffers = [
-                t for t, p in zip(self._tensors, task.places, strict=True) if not p.is_parameter
-            ]
-            self._before = versions_of(buffers)
-        self._enter(task.swapped(self._tensors))
-        if self._slot is not None:
-            self._enter(saving(device, task, self._slot))
+        begun = None if bank._is_direct() else _Begun(bank._device, self._task, self._index)
+        if begun is not None:
+            begun.begin()
+        self._begun.append(begun)
+        return self._task.module
 
     @never_in_graphs
     def __exit__(
@@ -66,25 +46,107 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._leave(kind, error, traceback)
+        self._leave(kind is None)
 
-    def _enter(self, manager: AbstractContextManager[Any]) -> None:
-        manager.__enter__()
-        self._entered.append(manager)
+    def _leave(self, is_fine: bool) -> None:
+        begun = self._begun.pop()
+        if begun is not None:
+            begun.end(is_fine)
 
-    def _leave(self, *about: Any) -> None:
+
+class _Begun:
+    """A call that has begun."""
+
+    def __init__(self, device: Device, task: Task, index: int | None) -> None:
+        self._device, self._task, self._index = device, task, index
+        self._slot: Slot | None = None
+        self._use: Use | None = None
+        self._tensors: list[Tensor] | None = None
+        """What the module has in place of its own, once it has."""
+        self._hooks: AbstractContextManager[Any] | None = None
+
+    def begin(self) -> None:
+        self._device.calls.__enter__()
+        try:
+            tensors = self._find()
+            swap(self._task, tensors)
+            self._tensors = tensors
+            if self._slot is not None:
+                hooks = saving(self._device, self._slot)
+                hooks.__enter__()
+                self._hooks = hooks
+        except BaseException:
+            self.end(False)
+            raise
+
+    def _find(self) -> list[Tensor]:
+        device, task = self._device, self._task
+        if device.slots is None:
+            task.check()
+            return device.tensors(task, None)
+        with device.lock:
+            slot = device.resident(task, index=self._index)
+            slot.is_fixed = slot.is_fixed or self._index is not None
+            tensors = device.tensors(task, slot)
+            self._slot, self._use = slot, slot.begin(tensors)
+        return tensors
+
+    def end(self, is_fine: bool) -> None:
+        """Leaves everything, in any case.
+
+        Args:
+            is_fine: Whether there is no error yet. What cannot be kept is another one.
+        """
+        try:
+            if self._hooks is not None:
+                self._hooks.__exit__(None, None, None)
+        finally:
+            try:
+                self._restore()
+            except RuntimeError:
+                if is_fine:
+                    raise
+            finally:
+                self._device.calls.__exit__(None, None, None)
+
+    def _restore(self) -> None:
+        values: dict[int, Tensor] = {}
+        try:
+            if self._tensors is not None:
+                values = self._take_back(self._tensors)
+        finally:
+            if self._use is not None:
+                with self._device.lock:
+                    self._end_use(self._use, values)
+
+    def _take_back(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """The module gets its own tensors. Returns what buffers were set to, for the slot."""
+        task = self._task
+        values: dict[int, Tensor] = {}
+        try:
+            values = reassigned(task)
+            if values and task.swaps[-1] is not tensors:  # a call that goes on has set them
+                write(task.swaps[-1], values)
+                values = {}
+        finally:
+            swap_back(task, tensors)
+        if self._slot is None:
+            reassign(task, values)
+        return values
+
+    def _end_use(self, use: Use, values: dict[int, Tensor]) -> None:
         device, task, slot = self._device, self._task, self._slot
-        while len(self._entered) > 1:
-            self._entered.pop().__exit__(*about)
-        if slot is not None:
-            with device.lock:
-                slot.running -= 1
-                if not isinstance(task, FileTask):
-                    device.bring_buffers_home(task, slot, self._tensors, self._before)
-                if not slot.running:
-                    slot.settle(device.engine)
-                # The work of the call is on its way. What the host does next, such as loading other
-                # weights, must not be read by the copy that this work waits for.
-                slot.land(device.engine)
-        while self._entered:
-            self._entered.pop().__exit__(*about)
+        assert slot is not None and device.engine is not None
+        try:
+            # The work of the call is on its way. What the host does next, such as loading other
+            # weights, must not be read by the copy that this work waits for.
+            slot.land(device.engine)
+            keep_reassigned(task, slot, use, values)
+            if not isinstance(task, FileTask):
+                bring_changes_home(device, task, slot, use)
+            elif is_changed(task, use):
+                slot.forget()  # the next call reads the file again
+        finally:
+            slot.end(use)
+            if not slot.running:
+                slot.settle(device.engine)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._locks import CallerLock
 from .blocks import Home
 from .engines import Engine, Immediate, engine_of
 from .fetch import Fetch
@@ -54,6 +55,9 @@ class Device:
         if self.engine is None and shared is not None:
             self.engine = Immediate()
         self.shared, self.lock = shared, threading.RLock()
+        self.calls = CallerLock()
+        """For the length of a call, as a module has other tensors meanwhile. One for all tasks:
+        with one for each, calls within calls could wait for each other."""
         self.slots = None if self.engine is None else Slots(slots, device, self.engine)
         self.home = Home(self.engine, device)
         self.passes = Passes()
@@ -149,7 +153,6 @@ class Device:
                     break  # once in each pass
             else:
                 task.check()
-                self._check_unchanged(task, key)
                 copies = self.slots.copies
                 slot = self.resident(task, key=key)
                 self.reloads += self.slots.copies - copies
@@ -162,22 +165,33 @@ class Device:
             slot.use(self.engine)
             return view(slot)
 
-    def _check_unchanged(self, task: Task, key: Key) -> None:
-        now = self.key(task)
+    def _check_unchanged(
+        self, task: Task, slot: Slot, key: Key, indices: tuple[int, ...], changes: int
+    ) -> None:
+        """Raises if a slot has other numbers of a tensor than those that a call has saved.
+
+        Args:
+            key: Of the slot that they were in.
+            indices: Of the tensor, and of others that share its memory.
+            changes: Made by the call before.
+        """
+        now = slot.changes(indices)
+        if (slot.key, now) == (key, changes):
+            slot.key = key  # the same object, which is compared faster
+            return
+        then, here = key.task, slot.key.task
         changed = None
-        for place, before, after in zip(
-            task.places, key.task.tensors, now.task.tensors, strict=True
-        ):
-            if before != after and place.is_parameter:
-                what = "replaced, or refresh() was called,"
-                if before[0] == after[0]:
-                    what = f"changed (version {before[1]} is now {after[1]})"
-                changed = place.names[0], what
-                break
-        if now.task.flat != key.task.flat:
-            changed = "flat_weight", "written to"
-        elif now.shared != key.shared:
+        for place, before, after in zip(task.places, then.tensors, here.tensors, strict=True):
+            if place.is_parameter and before[0] != after[0]:  # which could not get its gradient
+                changed = place.names[0], "replaced, or refresh() was called,"
+        was = sum(then.tensors[i][1] for i in indices) + changes
+        is_now = sum(here.tensors[i][1] for i in indices) + now
+        if changed is None and was != is_now:
+            changed = task.places[indices[0]].names[0], f"changed (version {was} is now {is_now})"
+        elif key.shared and any(key.shared[i] != slot.key.shared[i] for i in indices):
             changed = "a weight that is added (shared)", "changed"
+        elif here.flat != then.flat:
+            changed = "flat_weight", "written to"
         if changed is not None:
             raise RuntimeError(
                 f"fusedrnn: {changed[0]} of {task.name} was {changed[1]} between forward and "
@@ -188,14 +202,16 @@ class Device:
     def _compare(self, task: Task, slot: Slot) -> None:
         """Raises if the numbers in a slot are not those on the host, with FUSEDRNN_CHECK=1."""
         assert self.engine is not None
+        if slot.running:
+            return  # a call in progress may have changed them
         slot.use(self.engine)
         theta = [] if self.shared is None else list(self.shared.parameters())
         for i, (place, tensor) in enumerate(zip(task.places, task.tensors, strict=True)):
-            expected = tensor.detach().to(self.device)
             if place.is_parameter and slot.is_sum:
-                expected = expected + theta[i].detach()
-            there = place.view(slot.memory)
-            if not torch.equal(torch.nan_to_num(there), torch.nan_to_num(expected)):
+                expected = _bytes(tensor.detach().to(self.device) + theta[i].detach())
+            else:
+                expected = _bytes(tensor.detach()).to(self.device)
+            if not torch.equal(_bytes(place.view(slot.memory)), expected):
                 raise RuntimeError(
                     f"fusedrnn: {place.names[0]} of {task.name} has changed in a way that torch "
                     "does not count, such as a write to .data: call refresh() of the bank after it"
@@ -238,31 +254,6 @@ class Device:
         if slot is not None:
             slot.views = made_for, found
         return found
-
-    def bring_buffers_home(
-        self, task: Task, slot: Slot, tensors: Sequence[Tensor], before: Sequence[int]
-    ) -> None:
-        """After a call: what it has changed of the buffers goes to the host.
-
-        Args:
-            before: The versions that they had.
-        """
-        # torch's batch norm does not count what it writes to its statistics.
-        always = task.module.training
-        first = len(tensors) - len(before)
-        changed = [
-            i
-            for i, version in enumerate(before, first)
-            if always or versions_of([tensors[i]])[0] != version
-        ]
-        with torch.inference_mode(False), torch.no_grad():
-            for i in changed:
-                task.tensors[i].copy_(task.places[i].view(slot.memory))  # waits for the device
-                self.home.nbytes_out += task.tensors[i].nbytes
-        if changed:  # what else has changed since is not in the slot
-            now, then = task.version(), slot.key.task
-            tensors_now = (*then.tensors[:first], *now.tensors[first:])
-            slot.key = slot.key._replace(task=then._replace(tensors=tensors_now))
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -336,3 +327,11 @@ def _check_buffers(task: Task, first: int) -> None:
 
 def _is_checked() -> bool:
     return os.environ.get("FUSEDRNN_CHECK", "0") not in ("", "0")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Its numbers as bytes, of any dtype and strides."""
+    size = tensor.itemsize
+    own = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    shape, stride = (*tensor.shape, size), (*(n * size for n in tensor.stride()), 1)
+    return own.set_(tensor.untyped_storage(), tensor.storage_offset() * size, shape, stride)

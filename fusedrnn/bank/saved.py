@@ -1,8 +1,8 @@
 """What autograd saves during a call of a task.
 
-A saved weight is kept as its place in the task and the version of the numbers, without memory: in
+A saved weight is kept as its place in the task and the version of its numbers, without memory: in
 backward it is taken from a slot, to which the task comes back if it has been overwritten meanwhile.
-So any number of tasks can be in one graph.
+So any number of tasks can be in one graph. As in torch, others of the task may have changed.
 """
 
 from __future__ import annotations
@@ -18,49 +18,71 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._graphs import unseen
 from .slots import Slot
-from .task import Task
 
 if TYPE_CHECKING:
     from .device import Device
 
 
-def saving(device: Device, task: Task, slot: Slot) -> AbstractContextManager[Any]:
-    """Hooks for a call of ``task``, whose weights are in ``slot``."""
+def saving(device: Device, slot: Slot) -> AbstractContextManager[Any]:
+    """Hooks for a call whose weights are in ``slot``."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    pack = functools.partial(unseen(_Saving.pack), _Saving(device, task, slot))
+    pack = functools.partial(unseen(_Saving.pack), _Saving(device, slot))
     return saved_tensors_hooks(pack, unseen(_unpack))
 
 
 class _Saving:
     """What one call saves."""
 
-    def __init__(self, device: Device, task: Task, slot: Slot) -> None:
-        self._device, self._task = device, task
-        self._key, self._address = slot.key, slot.address
-        self._end = task.layout.parameter_end
+    def __init__(self, device: Device, slot: Slot) -> None:
+        self._device, self._slot, self._address = device, slot, slot.address
         # torch calls the innermost hooks only: others, as a checkpoint's, are called from here.
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if is_plain and tensor.numel() and tensor.untyped_storage().data_ptr() == self._address:
-            first = tensor.data_ptr() - self._address
-            if first >= self._end or tensor.is_conj() or tensor.is_neg():
-                return _copy(tensor)  # of a buffer, which the next call may change
-            return self._weight(first, tensor)
+        if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
+            slot = self._slot_of(tensor)
+            if slot is not None and slot.task is not None:
+                first = tensor.data_ptr() - slot.address
+                if first >= slot.task.layout.parameter_end or tensor.is_conj() or tensor.is_neg():
+                    return _copy(tensor)  # of a buffer, which the next call may change
+                return _Weight(self._device, slot, first, tensor)
         if self._outer is not None:
             return _outer(tensor, *self._outer)
         return _other(tensor)
 
-    def _weight(self, first: int, tensor: Tensor) -> Callable[[], Tensor]:
-        shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
-        device, task, key = self._device, self._task, self._key
+    def _slot_of(self, tensor: Tensor) -> Slot | None:
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # it has none, as a tangent that is 0
+            return None
+        # Calls may end in another order than they began in: torch then has the hooks of another.
+        if address == self._address:
+            return self._slot
+        assert self._device.slots is not None
+        return self._device.slots.at(address)
 
-        def view(slot: Slot) -> Tensor:
-            return slot.typed(dtype).as_strided(shape, stride, first // dtype.itemsize)
 
-        return functools.partial(device.for_backward, task, key, view)
+class _Weight:
+    """A weight that was saved, or a part of one. Called, it is a tensor in a slot."""
+
+    __slots__ = ("_changes", "_device", "_first", "_form", "_indices", "_key", "_task")
+
+    def __init__(self, device: Device, slot: Slot, first: int, tensor: Tensor) -> None:
+        assert slot.task is not None
+        self._device, self._task, self._first = device, slot.task, first
+        self._key, self._indices = slot.key, slot.task.indices_at(first)
+        self._changes = slot.changes(self._indices)
+        self._form = tensor.dtype, tensor.shape, tensor.stride()
+
+    def __call__(self) -> Tensor:
+        return self._device.for_backward(self._task, self._key, self._view)
+
+    def _view(self, slot: Slot) -> Tensor:
+        if slot.key is not self._key or self._changes or slot.uses:
+            self._device._check_unchanged(self._task, slot, self._key, self._indices, self._changes)
+        dtype, shape, stride = self._form
+        return slot.typed(dtype).as_strided(shape, stride, self._first // dtype.itemsize)
 
 
 def _unpack(unpack: Callable[[], Tensor]) -> Tensor:

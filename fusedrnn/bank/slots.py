@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,17 @@ from torch import Tensor
 from .engines import Engine, Event
 from .layout import aligned
 from .memory import references
-from .task import Task
+from .task import Task, versions_of
+
+
+class Use:
+    """The tensors that calls in progress have of a slot."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.calls = tensors, 0
+        self.versions = versions_of(tensors)
+        """When the host had the same numbers."""
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
 
 
 class Slot:
@@ -32,8 +42,12 @@ class Slot:
         self.views: Any = None
         """Of the task's tensors, with their history, while they are current."""
         self.is_sum = False
+        self.is_fixed = False
+        """Whether somebody counts on its address."""
         self.running = 0
         """Calls that are in progress."""
+        self.uses: list[Use] = []
+        """Of these calls; those of one pass have the same tensors."""
         self.turn = 0
         self.checked: Any = None
         """The pass and the version for which backward has compared versions."""
@@ -71,7 +85,33 @@ class Slot:
     def is_held(self) -> bool:
         """Whether somebody besides the bank has a tensor here, so that it must stay as it is."""
         self.views = None
-        return references(self._storage) > self._own
+        return references(self._storage) > self._own + sum(len(use.tensors) for use in self.uses)
+
+    def begin(self, tensors: Sequence[Tensor]) -> Use:
+        """A call begins, with these tensors."""
+        use = next((use for use in self.uses if use.tensors is tensors), None)
+        if use is None:
+            use = Use(tensors)
+            self.uses.append(use)
+        use.calls += 1
+        self.running += 1
+        return use
+
+    def end(self, use: Use) -> None:
+        """A call ends."""
+        self.running -= 1
+        use.calls -= 1
+        if not use.calls:
+            self.uses.remove(use)
+
+    def changes(self, indices: tuple[int, ...]) -> int:
+        """How often calls in progress have changed tensors, which the key does not tell."""
+        of_each = [use.tensors[i]._version - use.versions[i] for use in self.uses for i in indices]
+        return sum(of_each)
+
+    def forget(self) -> None:
+        """Its numbers are nobody's."""
+        self.task = self.key = self.views = self.checked = None
 
     def use(self, engine: Engine) -> None:
         """The caller's stream waits until the numbers are there, and is noted."""
@@ -132,7 +172,8 @@ class Slots:
             most: Bytes of the largest task.
             index: Of the slot to take.
         """
-        slot = self._free(most) if index is None else self._fixed(index, most)
+        nbytes = max(aligned(task.nbytes), 1), max(aligned(most), 1)
+        slot = self._free(*nbytes) if index is None else self._fixed(index, *nbytes)
         self._turn += 1
         slot.task, slot.key, slot.views, slot.turn = task, key, None, self._turn
         slot.checked, slot.is_sum = None, False
@@ -154,35 +195,55 @@ class Slots:
         """A task is no longer one of the bank's."""
         for slot in self.slots:
             if slot.task is task:
-                slot.task = slot.key = slot.views = None
+                slot.forget()
 
-    def _free(self, most: int) -> Slot:
-        nbytes = max(aligned(most), 1)
-        self.slots = [
-            s for s in self.slots if s.memory.nbytes >= nbytes or s.running or s.is_held()
-        ]
+    def at(self, address: int) -> Slot | None:
+        """The slot that has its memory there, if a call is using it."""
+        for slot in self.slots:
+            if slot.address == address and slot.running:
+                return slot
+        return None
+
+    def _free(self, nbytes: int, most: int) -> Slot:
+        """
+        Args:
+            nbytes: It needs to have.
+            most: Of a new one.
+        """
         free = [
-            s for s in self.slots if not s.running and s.memory.nbytes >= nbytes and not s.is_held()
+            i
+            for i, s in enumerate(self.slots)
+            if not s.running and (s.memory.nbytes >= nbytes or not s.is_fixed) and not s.is_held()
         ]
         if len(self.slots) < self.count or not free:
             # First, since there may be too little memory.
-            slot = Slot(nbytes, self.device, self.engine)
+            slot = Slot(most, self.device, self.engine)
             if len(self.slots) >= self.count:
                 self._warn()
             self.slots.append(slot)
             return slot
-        return min(free, key=lambda slot: slot.turn)
+        return self._at_least(most, min(free, key=lambda i: self.slots[i].turn))
 
-    def _fixed(self, index: int, most: int) -> Slot:
-        nbytes = max(aligned(most), 1)
+    def _fixed(self, index: int, nbytes: int, most: int) -> Slot:
         while len(self.slots) <= index:
-            self.slots.append(Slot(nbytes, self.device, self.engine))
+            self.slots.append(Slot(most, self.device, self.engine))
         slot = self.slots[index]
-        if slot.running or slot.is_held() or slot.memory.nbytes < nbytes:
-            why = "is too small for a task that was added"
-            if slot.memory.nbytes >= nbytes:
-                why = "is in use by a call, or by a tensor that somebody keeps"
-            raise RuntimeError(f"fusedrnn: slot {index} cannot take other weights: it {why}")
+        if slot.running or slot.is_held():
+            why = "it is in use by a call, or by a tensor that somebody keeps"
+        elif slot.is_fixed and slot.memory.nbytes < nbytes:
+            why = (
+                "it is too small for a task that was added, and its memory does not move. The bank "
+                "makes its slots anew by to(bank.device); then record CUDA graphs again"
+            )
+        else:
+            return self._at_least(most, index)
+        raise RuntimeError(f"fusedrnn: slot {index} cannot take other weights: {why}")
+
+    def _at_least(self, most: int, index: int) -> Slot:
+        """The slot at an index; a larger one if a larger task has come, unless it is fixed."""
+        slot = self.slots[index]
+        if slot.memory.nbytes < most and not slot.is_fixed:
+            slot = self.slots[index] = Slot(most, self.device, self.engine)
         return slot
 
     def _warn(self) -> None:
@@ -190,8 +251,8 @@ class Slots:
         if self.extra == 1:
             warnings.warn(
                 f"fusedrnn: all {self.count} slots of a WeightBank are in use, by calls in "
-                "progress or by tensors of weights that somebody keeps, so another one is made: "
-                "the bank takes more memory than plan() says",
+                "progress or by tensors of weights that somebody keeps, or are too small and were "
+                "taken by number, so another is made: the bank takes more memory than plan() says",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._buffers import place_of, size_of
-from .._locks import CallerLock
 from ..weights import FlatModule
 from .engines import Event
 from .layout import Layout, Place, lay_out, tensors_of
+from .swaps import is_plain, list_weights
 
 SHARED = "shared"
 """The name of what all tasks add."""
@@ -43,14 +42,16 @@ class Task:
         """``place`` comes before anything else."""
         self.key, self.module = key, module
         self.layout = lay_out(module, self.name) if layout is None else layout
-        self.lock = CallerLock()
-        """For the length of a call, as its module has other tensors meanwhile."""
-        self._swaps = 0
+        self.swaps: list[Sequence[Tensor]] = []
+        """What the module has in place of its own tensors, for each call: see swaps.py."""
+        self.lists: list[tuple[Any, Any]] = []
+        """What torch.nn's layers have as lists of weights, outside of calls."""
         self.tensors: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._geometry: Any = None
         self._epochs: list[int] = []
         self.gradient_layouts: dict[tuple[int, ...], Any] = {}
         """By the indices of tensors that get one: see gradients.py."""
+        self._groups: tuple[list[int], list[tuple[int, ...]]] | None = None
         self._find_owners()
 
     @property
@@ -69,32 +70,71 @@ class Task:
     # --- host memory ------------------------------------------------------------------------------
 
     def place(self, memory: Tensor) -> None:
-        """Moves the tensors into ``memory``, uint8 of ``nbytes``, with the values they have."""
-        self.memory = memory
-        self.gradient_layouts.clear()
+        """Moves the tensors into ``memory``, uint8 of ``nbytes``, with the values they have.
+
+        Nothing changes before all that may fail is done.
+        """
+        tensors = [where[name] for (where, name), *_ in self._owners]
         formers = {p.names: t for p, t in zip(self.places, self.tensors, strict=False)}
-        known = zip(map(id, self.tensors), self._addresses, strict=True)
-        before = dict(zip(known, self._epochs, strict=True))
-        self.tensors = [where[name] for (where, name), *_ in self._owners]
-        was = [tensor.data_ptr() for tensor in self.tensors]
+        epochs = dict(zip(map(id, self.tensors), self._epochs, strict=True))
         with torch.inference_mode(False), torch.no_grad():
-            for place, tensor in zip(self.places, self.tensors, strict=True):
-                former = formers.get(place.names)
-                if former is not None and former is not tensor:
-                    # Somebody may put it back, as torch.func.functional_call does.
-                    former.data = former.detach().clone()
-                part = place.part(memory)
-                if part.data_ptr() != tensor.data_ptr():
-                    part.copy_(tensor.detach())
-                    tensor.data = part
+            moves = self._moves(tensors, memory)
+            # Somebody may put a former one back, as torch.func.functional_call does.
+            kept = [
+                (former, former.detach().clone())
+                for place, tensor in zip(self.places, tensors, strict=True)
+                if (former := formers.get(place.names)) is not None and former is not tensor
+            ]
+            for former, data in kept:
+                former.data = data
+            for i, (part, value) in moves.items():
+                part.copy_(value)
+                if tensors[i].is_inference():
+                    tensors[i] = self._replace(i, part)
+                else:
+                    tensors[i].data = part
+            self.memory, self.tensors = memory, tensors
             for flat in self._flats:
                 whole = self._whole(flat)
                 if whole is not None:
                     flat._place_buffer(whole)
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.gradient_layouts.clear()
+        self._geometry = _geometry(tensors)
         self._epochs = [
-            before.get(key, next(_epochs)) for key in zip(map(id, self.tensors), was, strict=True)
+            next(_epochs) if i in moves else epochs.get(id(tensor), next(_epochs))
+            for i, tensor in enumerate(tensors)
         ]
+
+    def _moves(self, tensors: Sequence[Tensor], memory: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each tensor that is not in its place: the place in ``memory``, and its numbers."""
+        found = {}
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        for i, (place, tensor) in enumerate(zip(self.places, tensors, strict=True)):
+            if not is_plain(tensor):
+                raise RuntimeError(
+                    f"fusedrnn: {place.names[0]} of {self.name} was replaced by a tensor without "
+                    f"memory of its own on a device ({type(tensor).__name__}), as torch.func and "
+                    f"tracers do: a bank copies memory. Use the module itself, bank[{self.key!r}]"
+                )
+            address = tensor.data_ptr()
+            is_there = (address, tensor.shape) == (begin + place.offset, place.shape)
+            if not is_there or tensor.stride() != place.stride or tensor.is_inference():
+                value = tensor.detach()
+                # Other tensors are written to this memory, perhaps before it is read.
+                value = value.clone() if begin <= address < end else value
+                found[i] = place.part(memory), value
+        return found
+
+    def _replace(self, i: int, part: Tensor) -> Tensor:
+        """A tensor that torch counts changes of, in place of one made in inference mode."""
+        (where, name), *_ = self._owners[i]
+        former = where[name]
+        made = nn.Parameter(part, former.requires_grad) if self.places[i].is_parameter else part
+        made.__dict__.update(former.__dict__)
+        for where, name in self._owners[i]:
+            where[name] = made
+        list_weights(self._rnns)
+        return made
 
     def _whole(self, flat: FlatModule) -> Tensor | None:
         """The flat buffer of one of the module's layers, if its weights lie side by side."""
@@ -111,9 +151,14 @@ class Task:
     def was_read(self, event: Event) -> None:
         """A copy of ``bytes()`` is done when this event comes."""
 
-    def refresh(self) -> None:
-        """After the numbers were changed in a way that nobody sees: forgets what is known."""
-        self._epochs = [next(_epochs) for _ in self.tensors]
+    def refresh(self, indices: Iterable[int] | None = None) -> None:
+        """After numbers were changed in a way that torch does not count: forgets what is known.
+
+        Args:
+            indices: Of the tensors; None for all.
+        """
+        for i in range(len(self.tensors)) if indices is None else indices:
+            self._epochs[i] = next(_epochs)
 
     def check(self) -> None:
         """Brings tensors that were replaced (``assign=True``, a new Parameter) into the block.
@@ -128,18 +173,17 @@ class Task:
 
     def is_in_place(self) -> bool:
         """Whether the module has the tensors that it had, where they were."""
-        if self._swaps:
+        if self.swaps:
             return True  # a call has put others in their place
         if any(children.get(name) is not child for children, name, child in self._tree):
             return False
         if any(len(where) != count for where, count in self._counts):
             return False
-        for tensor, address, owners in zip(
-            self.tensors, self._addresses, self._owners, strict=True
-        ):
-            if tensor.data_ptr() != address or any(w.get(n) is not tensor for w, n in owners):
-                return False
-        return True
+        for tensor, owners in zip(self.tensors, self._owners, strict=True):
+            for where, name in owners:
+                if where.get(name) is not tensor:
+                    return False
+        return _geometry(self.tensors) == self._geometry
 
     def _check_alike(self) -> None:
         now = {
@@ -170,6 +214,8 @@ class Task:
         self._counts = [(where, len(where)) for m in unique for where in _dictionaries(m)]
         self._flats = [m for m in unique if isinstance(m, FlatModule)]
         self._rnns = [m for m in unique if isinstance(m, nn.RNNBase)]
+        with_buffers = [m for m in unique if m._buffers]
+        self._writers = [self.module, *with_buffers] if with_buffers else []
 
     def version(self) -> Version:
         """Of the numbers as they are now."""
@@ -180,35 +226,16 @@ class Task:
         """Indices of the tensors that get a gradient."""
         return tuple(i for i, tensor in enumerate(self.tensors) if tensor.requires_grad)
 
-    # --- calls ------------------------------------------------------------------------------------
+    def counts_buffers(self) -> bool:
+        """Whether torch counts what a call writes to buffers: batch norm's training does not."""
+        return not any(module.training for module in self._writers)
 
-    @contextmanager
-    def swapped(self, tensors: Sequence[Tensor]) -> Iterator[nn.Module]:
-        """The module with other tensors in place of its own. For the holder of ``lock`` alone."""
-        before = [where[name] for owners in self._owners for where, name in owners]
-        lists = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in self._rnns]
-        owners_of = list(zip(self._owners, tensors, strict=True))
-        self._swaps += 1
-        for owners, tensor in owners_of:
-            for where, name in owners:
-                where[name] = tensor
-        # torch.nn's layers have lists of their weights, which are set here: torch would set them by
-        # flatten_parameters(), which moves weights of a GPU, and would keep them afterwards.
-        for rnn in self._rnns:
-            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-            rnn._flat_weight_refs = [
-                None if w is None else weakref.ref(w) for w in rnn._flat_weights
-            ]
-        try:
-            yield self.module
-        finally:
-            former = iter(before)
-            for owners, _ in owners_of:
-                for where, name in owners:
-                    where[name] = next(former)
-            for rnn, (weights, refs) in zip(self._rnns, lists, strict=True):
-                rnn._flat_weights, rnn._flat_weight_refs = weights, refs
-            self._swaps -= 1
+    def indices_at(self, offset: int) -> tuple[int, ...]:
+        """The parameter that has this byte of the block; several if they share memory."""
+        if self._groups is None:
+            self._groups = _groups(self.places)
+        starts, indices = self._groups
+        return indices[bisect_right(starts, offset) - 1]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -217,6 +244,31 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([tensor._version for tensor in tensors])
     except RuntimeError:  # some were made in inference mode
         return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def _geometry(tensors: Sequence[Tensor]) -> Any:
+    """Where tensors are, and how. In this form it is compared fast."""
+    return (
+        [tensor.data_ptr() for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+    )
+
+
+def _groups(places: Sequence[Place]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Where parameters begin, in order, and which they are; those that overlap as one."""
+    starts: list[int] = []
+    indices: list[tuple[int, ...]] = []
+    end = 0
+    spans = sorted((p.offset, p.span, i) for i, p in enumerate(places) if p.is_parameter and p.span)
+    for begin, span, i in spans:
+        if indices and begin < end:
+            indices[-1] += (i,)
+        else:
+            starts.append(begin)
+            indices.append((i,))
+        end = max(end, begin + span)
+    return starts, indices
 
 
 def _dictionaries(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -115,7 +115,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "versions_are_not_compared": (Device, "_check_unchanged", _always(None)),
     "old_weights_are_taken_for_new": (Slots, "find", _stale),
     "replaced_parameters_are_not_noticed": (Task, "check", _always(None)),
-    "changed_buffers_stay_on_the_device": (Device, "bring_buffers_home", _always(None)),
+    "changed_buffers_stay_on_the_device": (call, "bring_changes_home", _always(None)),
     "outer_hooks_are_forgotten": (
         torch._C._autograd,
         "_top_saved_tensors_default_hooks",

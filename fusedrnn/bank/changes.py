@@ -1,0 +1,117 @@
+"""What a call has changed of its tensors: it goes to the host, or an error says why it cannot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .slots import Slot, Use
+from .swaps import reassign, write
+from .task import Task, versions_of
+
+if TYPE_CHECKING:
+    from .device import Device
+
+
+def keep_reassigned(task: Task, slot: Slot, use: Use, values: dict[int, Tensor]) -> None:
+    """Buffers that a call has set to other tensors have their values.
+
+    These are written to the slot. If somebody keeps a tensor there, as a call that returns what a
+    buffer was before, they go to the host alone, and the next call brings the task again.
+    """
+    if not values:
+        return
+    is_kept = any(_references(use.tensors, i) > _ALONE for i in values) or slot.is_held()
+    if is_kept and not task.swaps:
+        reassign(task, values)
+    else:
+        write(use.tensors, values)
+
+
+def _references(tensors: Sequence[object], i: int) -> int:
+    return sys.getrefcount(tensors[i])
+
+
+_ALONE = _references([object()], 0)
+"""Of a tensor that is in a list alone."""
+
+
+def is_changed(task: Task, use: Use) -> bool:
+    """Whether a call may have changed its tensors."""
+    return versions_of(use.tensors) != use.versions or not task.counts_buffers()
+
+
+def bring_changes_home(device: Device, task: Task, slot: Slot, use: Use) -> None:
+    """What a call has changed in place goes to the host, and the slot stays current.
+
+    torch's counts of changes go with it, so that they are those of the module alone.
+
+    Raises:
+        RuntimeError: It cannot be kept. The slot is then forgotten.
+    """
+    is_moved = [tensor.data_ptr() for tensor in use.tensors] != use.addresses
+    if not is_moved and not is_changed(task, use):
+        return
+    now = versions_of(use.tensors)
+    counts = [after - before for before, after in zip(use.versions, now, strict=True)]
+    here = task.version().tensors
+    there = here if slot.key is None else slot.key.task.tensors
+    is_ours = [a == b for a, b in zip(here, there, strict=True)]
+    why = _obstacle(device, task, use, counts, is_ours)
+    if why is not None:
+        slot.forget()
+        raise RuntimeError(f"fusedrnn: {why}")
+    silent: list[int] = []
+    if not task.counts_buffers():
+        buffers = (i for i, place in enumerate(task.places) if not place.is_parameter)
+        silent = [i for i in buffers if is_ours[i] and not counts[i]]
+    changed = [*silent, *(i for i, count in enumerate(counts) if count)]
+    with torch.inference_mode(False), torch.no_grad():
+        for i in changed:
+            task.tensors[i].data.copy_(use.tensors[i].detach())  # waits for the device
+            torch.autograd.graph.increment_version([task.tensors[i]] * counts[i])
+            device.home.nbytes_out += task.tensors[i].nbytes
+    task.refresh(silent)
+    use.versions, here = now, task.version().tensors
+    if slot.key is not None:
+        tensors = list(there)
+        for i in changed:  # what else has changed on the host is not in the slot
+            tensors[i] = here[i]
+        slot.key = slot.key._replace(task=slot.key.task._replace(tensors=tuple(tensors)))
+
+
+def _obstacle(
+    device: Device, task: Task, use: Use, counts: Sequence[int], is_ours: Sequence[bool]
+) -> str | None:
+    """Why the changes of a call cannot go to the host."""
+    for i, (place, tensor) in enumerate(zip(task.places, use.tensors, strict=True)):
+        why = None
+        if tensor.data_ptr() != use.addresses[i]:
+            why = (
+                "moved or converted during a call, in which it is the device's: convert the whole "
+                f"bank by to(), or change bank[{task.key!r}] outside of calls"
+            )
+        elif not counts[i]:
+            continue
+        elif tensor.grad_fn is not None and tensor.grad_fn.name() != "FetchBackward":
+            why = (
+                "changed in place during a call and then has a history, which cannot go to the "
+                "host with it: change weights under no_grad(), and buffers by detached tensors"
+            )
+        elif place.is_parameter and device.shared is not None:
+            why = (
+                "changed in place during a call, in which it is the sum with a shared weight: "
+                f"change bank.shared or bank[{task.key!r}] outside of calls"
+            )
+        elif not is_ours[i]:
+            why = (
+                "changed during a call, and on the host as well, as by step(): end the call, or "
+                "the block of active(), before"
+            )
+        if why is not None:
+            return f"{place.names[0]} of {task.name} was {why}"
+    return None

@@ -1,0 +1,123 @@
+"""The time in which a module has other tensors than its own: those of calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .task import Task
+
+
+def swap(task: Task, tensors: Sequence[Tensor]) -> None:
+    """Puts others in the place of a module's own tensors. For the holder of the lock alone.
+
+    Calls may end in another order than they began in, as those of two generators do, so each ends
+    by itself: the module then has what the last of the others has put there.
+    """
+    if task.swaps:
+        if values := reassigned(task):
+            write(task.swaps[-1], values)
+    else:
+        task.lists = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in task._rnns]
+    task.swaps.append(tensors)
+    _install(task, tensors)
+
+
+def swap_back(task: Task, tensors: Sequence[Tensor]) -> None:
+    """Undoes ``swap`` of these."""
+    del task.swaps[max(i for i, swapped in enumerate(task.swaps) if swapped is tensors)]
+    _install(task, task.swaps[-1] if task.swaps else task.tensors)
+    if not task.swaps:
+        for rnn, (weights, refs) in zip(task._rnns, task.lists, strict=True):
+            rnn._flat_weights, rnn._flat_weight_refs = weights, refs
+
+
+def _install(task: Task, tensors: Sequence[Tensor]) -> None:
+    for owners, tensor in zip(task._owners, tensors, strict=True):
+        for where, name in owners:
+            where[name] = tensor
+    list_weights(task._rnns)
+
+
+def list_weights(rnns: Sequence[nn.RNNBase]) -> None:
+    """Sets the lists that torch.nn's layers have of their weights.
+
+    torch would set them by flatten_parameters(), which moves weights of a GPU, and would keep them
+    afterwards.
+    """
+    for rnn in rnns:
+        rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
+
+
+def write(tensors: Sequence[Tensor], values: dict[int, Tensor]) -> None:
+    """Writes to tensors of a call, as changes that count."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    with torch.no_grad():
+        # A value may be another tensor of the call, to which another value goes.
+        apart = {
+            i: value.clone() if value.untyped_storage().data_ptr() in own else value
+            for i, value in values.items()
+        }
+        for i, value in apart.items():
+            tensors[i].copy_(value)
+
+
+def reassigned(task: Task) -> dict[int, Tensor]:
+    """The buffers that a call has set to other tensors, and these.
+
+    Raises:
+        RuntimeError: It has set something that cannot go to the host.
+    """
+    return {
+        i: _value_of(task, i)
+        for i, (owners, tensor) in enumerate(zip(task._owners, task.swaps[-1], strict=True))
+        for where, name in owners
+        if where.get(name) is not tensor
+    }
+
+
+def _value_of(task: Task, i: int) -> Tensor:
+    place = task.places[i]
+    value, *others = [where.get(name) for where, name in task._owners[i]]
+    if any(other is not value for other in others):
+        why = "replaced under one of its names"
+    elif value is None:
+        why = "deleted"
+    elif place.is_parameter:
+        why = "replaced"
+    elif not is_plain(value) or (value.shape, value.dtype) != (place.shape, place.dtype):
+        was, now = f"{place.dtype} {place.shape}", f"{value.dtype} {tuple(value.shape)}"
+        why = f"{was}, and was set to {now} of {type(value).__name__},"
+    elif value.requires_grad:
+        raise RuntimeError(
+            f"fusedrnn: {place.names[0]} of {task.name} was set to a tensor with a history, which "
+            "cannot go to the host with it: detach() it"
+        )
+    else:
+        return value
+    raise RuntimeError(
+        f"fusedrnn: {place.names[0]} of {task.name} was {why} during a call: a task keeps its "
+        "tensors' names, shapes and dtypes, and in a call its module has those of the device. "
+        f"Change bank[{task.key!r}] outside of calls"
+    )
+
+
+def reassign(task: Task, values: dict[int, Tensor]) -> None:
+    """Has buffers be these tensors, which the next call moves to their places."""
+    for i, value in values.items():
+        new = value.to("cpu", copy=True)  # it may be another tensor of the call
+        for where, name in task._owners[i]:
+            where[name] = new
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is nothing but memory."""
+    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return is_strided and not (tensor.is_meta or is_wrapped(tensor))
