@@ -25,9 +25,12 @@ class Key(NamedTuple):
     """What the numbers in a slot were made of."""
 
     task: Version
-    shared: Hashable
-    """Of the weights that are added: the version of each, or an object that equals no other where
-    versions do not tell."""
+    shared: tuple[Hashable, ...]
+    """Of each weight that is added: a version, or ``Unseen`` where versions do not tell."""
+
+
+class Unseen:
+    """In place of a version. It equals no other."""
 
 
 class Device:
@@ -77,14 +80,18 @@ class Device:
         self._theta = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in theta]
         self._theta_epoch = object()
 
-    def _shared_key(self) -> Hashable:
-        theta = [] if self.shared is None else list(self.shared.parameters())
+    def _shared_key(self) -> tuple[Hashable, ...]:
+        if self.shared is None:
+            return ()
+        theta = list(self.shared.parameters())
         known = [(tensor(), address) for tensor, address in self._theta]
         are_known = len(known) == len(theta) and all(
             a is b and address == b.data_ptr() for (a, address), b in zip(known, theta, strict=True)
         )
         # FSDP gathers weights anew into memory that had others before, and counts no change.
-        return (self._theta_epoch, versions_of(theta)) if are_known else object()
+        epoch = self._theta_epoch if are_known else Unseen()
+        versions = versions_of(theta)
+        return tuple((epoch, version) if are_known else epoch for version in versions)
 
     def resident(
         self, task: Task, *, ahead: bool = False, index: int | None = None, key: Key | None = None
@@ -154,7 +161,10 @@ class Device:
             else:
                 task.check()
                 copies = self.slots.copies
-                slot = self.resident(task, key=key)
+                here = self.key(task)
+                if key.shared and isinstance(key.shared[0], Unseen):
+                    here = here._replace(shared=key.shared)
+                slot = self.resident(task, key=here)
                 self.reloads += self.slots.copies - copies
                 slot.checked = now
                 passed = self.this_pass()

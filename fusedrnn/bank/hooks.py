@@ -122,7 +122,7 @@ def _check_at_home(optimizer: Optimizer, bank: WeightBank, has_closure: bool) ->
         )
     if bank._device.engine is None:  # a CPU has no other place
         return
-    in_use = [task for task in tasks if task._swaps and task.lock.is_mine()]
+    in_use = [task for task in tasks if task.swaps and bank._device.calls.is_mine()]
     if in_use:
         stepped = _ids(optimizer) if has_closure else _ids(optimizer, with_grad=True)
         found = in_use if _has_shared(bank, stepped) else _some(in_use, stepped)

@@ -84,7 +84,7 @@ class TaskOptimizer(Optimizer):
         if self._bank._shared is not None:
             yield SHARED, [*self._bank._shared.parameters()]
         for task in self._bank._tasks.values():
-            if task._swaps:  # within a call the module has tensors of the device
+            if task.swaps:  # within a call the module has tensors of the device
                 places = zip(task.places, task.tensors, strict=True)
                 yield task.key, [tensor for place, tensor in places if place.is_parameter]
             else:

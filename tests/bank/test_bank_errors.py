@@ -300,7 +300,9 @@ def test_plans() -> None:
 
 
 def test_optimizers() -> None:
-    with pytest.raises(TypeError, match=r"takes the class, and its options .* got an object of type function"):
+    with pytest.raises(
+        TypeError, match=r"takes the class, and its options .* got an object of type function"
+    ):
         make().optimizer(lambda p: None)
     assert "TaskOptimizer(AdamW, lr=0.1, tasks=3)" in repr(
         make().optimizer(torch.optim.AdamW, lr=0.1)
