@@ -36,7 +36,6 @@ from .arguments import (
     zeroed,
 )
 from .call import Call
-from .conversion import look_at
 from .device import Device
 from .engines import Engine
 from .files import File, FileTasks
@@ -47,6 +46,7 @@ from .passes import Pass
 from .plan import BankPlan, plan_of
 from .steps import DeviceStep
 from .task import SHARED, Task
+from .tensor_conversion import look_at
 
 _RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping")
 
