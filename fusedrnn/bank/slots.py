@@ -236,15 +236,17 @@ class Slots:
                 "makes its slots anew by to(bank.device); then record CUDA graphs again"
             )
         else:
+            del slot  # which may go
             return self._at_least(most, index)
         raise RuntimeError(f"fusedrnn: slot {index} cannot take other weights: {why}")
 
     def _at_least(self, most: int, index: int) -> Slot:
         """The slot at an index; a larger one if a larger task has come, unless it is fixed."""
-        slot = self.slots[index]
-        if slot.memory.nbytes < most and not slot.is_fixed:
-            slot = self.slots[index] = Slot(most, self.device, self.engine)
-        return slot
+        if self.slots[index].memory.nbytes < most and not self.slots[index].is_fixed:
+            # The former memory goes first, since there may be too little for both.
+            self.slots[index] = Slot(1, self.device, self.engine)
+            self.slots[index] = Slot(most, self.device, self.engine)
+        return self.slots[index]
 
     def _warn(self) -> None:
         self.extra += 1
