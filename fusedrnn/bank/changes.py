@@ -61,7 +61,9 @@ def bring_changes_home(device: Device, task: Task, slot: Slot, use: Use) -> None
     here = task.version().tensors
     there = here if slot.key is None else slot.key.task.tensors
     is_ours = [a == b for a, b in zip(here, there, strict=True)]
-    why = _obstacle(device, task, use, counts, is_ours)
+    counted = [i for i, count in enumerate(counts) if count]
+    suspects = range(len(counts)) if is_moved else counted
+    why = next((why for i in suspects if (why := _obstacle(device, task, use, i, is_ours))), None)
     if why is not None:
         slot.forget()
         raise RuntimeError(f"fusedrnn: {why}")
@@ -69,49 +71,46 @@ def bring_changes_home(device: Device, task: Task, slot: Slot, use: Use) -> None
     if not task.counts_buffers():
         buffers = (i for i, place in enumerate(task.places) if not place.is_parameter)
         silent = [i for i in buffers if is_ours[i] and not counts[i]]
-    changed = [*silent, *(i for i, count in enumerate(counts) if count)]
+    changed = [*silent, *counted]
     with torch.inference_mode(False), torch.no_grad():
         for i in changed:
             task.tensors[i].data.copy_(use.tensors[i].detach())  # waits for the device
             torch.autograd.graph.increment_version([task.tensors[i]] * counts[i])
             device.home.nbytes_out += task.tensors[i].nbytes
     task.refresh(silent)
-    use.versions, here = now, task.version().tensors
+    use.versions = now
     if slot.key is not None:
         tensors = list(there)
         for i in changed:  # what else has changed on the host is not in the slot
-            tensors[i] = here[i]
+            tensors[i] = task.version_of(i)
         slot.key = slot.key._replace(task=slot.key.task._replace(tensors=tuple(tensors)))
 
 
-def _obstacle(
-    device: Device, task: Task, use: Use, counts: Sequence[int], is_ours: Sequence[bool]
-) -> str | None:
-    """Why the changes of a call cannot go to the host."""
-    for i, (place, tensor) in enumerate(zip(task.places, use.tensors, strict=True)):
-        why = None
-        if tensor.data_ptr() != use.addresses[i]:
-            why = (
-                "moved or converted during a call, in which it is the device's: convert the whole "
-                f"bank by to(), or change bank[{task.key!r}] outside of calls"
-            )
-        elif not counts[i]:
-            continue
-        elif tensor.grad_fn is not None and tensor.grad_fn.name() != "FetchBackward":
-            why = (
-                "changed in place during a call and then has a history, which cannot go to the "
-                "host with it: change weights under no_grad(), and buffers by detached tensors"
-            )
-        elif place.is_parameter and device.shared is not None:
-            why = (
-                "changed in place during a call, in which it is the sum with a shared weight: "
-                f"change bank.shared or bank[{task.key!r}] outside of calls"
-            )
-        elif not is_ours[i]:
-            why = (
-                "changed during a call, and on the host as well, as by step(): end the call, or "
-                "the block of active(), before"
-            )
-        if why is not None:
-            return f"{place.names[0]} of {task.name} was {why}"
-    return None
+def _obstacle(device: Device, task: Task, use: Use, i: int, is_ours: Sequence[bool]) -> str | None:
+    """Why the change of a tensor cannot go to the host."""
+    place, tensor = task.places[i], use.tensors[i]
+    if tensor.data_ptr() != use.addresses[i]:
+        why = (
+            "moved or converted during a call, in which it is the device's: convert the whole bank "
+            f"by to(), or change bank[{task.key!r}] outside of calls"
+        )
+    elif use.versions[i] == tensor._version:
+        return None
+    elif tensor.grad_fn is not None and tensor.grad_fn.name() != "FetchBackward":
+        why = (
+            "changed in place during a call and then has a history, which cannot go to the host "
+            "with it: change weights under no_grad(), and buffers by detached tensors"
+        )
+    elif place.is_parameter and device.shared is not None:
+        why = (
+            "changed in place during a call, in which it is the sum with a shared weight: change "
+            f"bank.shared or bank[{task.key!r}] outside of calls"
+        )
+    elif not is_ours[i]:
+        why = (
+            "changed during a call, and on the host as well, as by step(): end the call, or the "
+            "block of active(), before"
+        )
+    else:
+        return None
+    return f"{place.names[0]} of {task.name} was {why}"

@@ -222,6 +222,10 @@ class Task:
         flat = tuple(flat._flat_buffer.version._version for flat in self._flats)
         return Version(flat, tuple(zip(self._epochs, versions_of(self.tensors), strict=True)))
 
+    def version_of(self, i: int) -> tuple[int, int]:
+        """Of one tensor."""
+        return self._epochs[i], self.tensors[i]._version
+
     def trained(self) -> tuple[int, ...]:
         """Indices of the tensors that get a gradient."""
         return tuple(i for i, tensor in enumerate(self.tensors) if tensor.requires_grad)
