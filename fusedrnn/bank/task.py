@@ -110,6 +110,12 @@ class Task:
         found = {}
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         for i, (place, tensor) in enumerate(zip(self.places, tensors, strict=True)):
+            if type(tensor).__name__ == "DTensor":
+                raise RuntimeError(
+                    f"fusedrnn: {place.names[0]} of {self.name} was sharded, and a WeightBank has "
+                    "its tasks whole: pass ignored_params=set(bank.task_parameters()) to "
+                    "fully_shard"
+                )
             if not is_plain(tensor):
                 raise RuntimeError(
                     f"fusedrnn: {place.names[0]} of {self.name} was replaced by a tensor without "

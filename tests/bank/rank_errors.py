@@ -182,3 +182,18 @@ def banks_in_another_order(here: Here) -> None:
         for bank in banks:
             loss(bank, 0, here).backward()
             close(bank[0].weight.grad, mean(bank[0].weight))
+
+
+def sharded_tasks(here: Here) -> None:
+    """By fully_shard without ignored_params."""
+    if here.is_ddp:
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    bank = bank_of(here)
+    model = fully_shard(Model(bank), mesh=DeviceMesh.from_group(here.group, "cpu"))
+    with diverged(r"pass ignored_params=set\(bank.task_parameters\(\)\) to fully_shard"):
+        model([0], batch(here.rank)).sum().backward()
+        model.reshard()
+        bank.sync_gradients()

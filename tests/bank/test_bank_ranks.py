@@ -32,7 +32,7 @@ BEHAVIOUR = (
 ERRORS = (
     "another_number_of_passes other_tasks other_shapes other_names other_frozen_parameters "
     "other_weights modules_that_one_rank_changed wrapped_without_exclude a_replica "
-    "banks_in_another_order"
+    "banks_in_another_order sharded_tasks"
 )
 
 
