@@ -68,8 +68,9 @@ def bring_changes_home(device: Device, task: Task, slot: Slot, use: Use) -> None
         slot.forget()
         raise RuntimeError(f"fusedrnn: {why}")
     silent: list[int] = []
-    if not task.counts_buffers():
-        buffers = (i for i, place in enumerate(task.places) if not place.is_parameter)
+    buffers = [i for i, place in enumerate(task.places) if not place.is_parameter]
+    # Batch norm counts the batches, by which one shows that has trained for a part of the call.
+    if not task.counts_buffers() or any(counts[i] for i in buffers):
         silent = [i for i in buffers if is_ours[i] and not counts[i]]
     changed = [*silent, *counted]
     with torch.inference_mode(False), torch.no_grad():

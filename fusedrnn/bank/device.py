@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._locks import CallerLock
 from .blocks import Home
 from .engines import Engine, Immediate, engine_of
-from .fetch import Fetch
+from .fetch import Fetch, has_hooks
 from .gradients import Gradient, gradient_layout
 from .passes import Pass, Passes
 from .slots import Slot, Slots
@@ -245,7 +245,9 @@ class Device:
         if slot is not None and torch.is_grad_enabled():
             _check_buffers(task, parameters)
         # A call within a pass, as of a checkpoint, has tensors of its own.
-        made_for = own, theirs, torch._C._current_graph_task_id()
+        leaves = [(task.tensors[i], *theta[i : i + 1]) for i in trained]
+        hooked = [i for i, some in zip(trained, leaves, strict=True) if any(map(has_hooks, some))]
+        made_for = own, theirs, hooked, torch._C._current_graph_task_id()
         if slot is not None and slot.views is not None and wants and slot.views[0] == made_for:
             return slot.views[1]  # so that gradients of several calls are added on the device
         with torch.inference_mode(False):
@@ -256,11 +258,14 @@ class Device:
                 found = [place.view(slot.memory) for place in task.places]
         if not wants:
             return found
-        inputs = [*(task.tensors[i] for i in own), *(theta[i] for i in theirs)]
-        views = [found[i] for i in trained]
-        made = Fetch.apply(self, task, trained, own, theirs, views, *inputs)
-        for i, tensor in zip(trained, made, strict=True):
-            found[i] = tensor
+        # One with hooks has a node of its own, so that they are not called if it gets no gradient.
+        for group in [[i for i in trained if i not in hooked], *([i] for i in hooked)]:
+            ours, added = ([i for i in some if i in group] for some in (own, theirs))
+            inputs = [*(task.tensors[i] for i in ours), *(theta[i] for i in added)]
+            views = [found[i] for i in group]
+            made = Fetch.apply(self, task, group, ours, added, views, *inputs) if group else ()
+            for i, tensor in zip(group, made, strict=True):
+                found[i] = tensor
         if slot is not None:
             slot.views = made_for, found
         return found
@@ -278,7 +283,7 @@ class Device:
                 for slot in passed.brought:  # the host may load others next
                     slot.land(self.engine)
             passed.is_over = True
-        if passed.gradients or passed.returned:  # else it has read weights alone
+        if passed.gradients or passed.has_returned:  # else it has read weights alone
             self._deliver(passed)
 
     def take_gradients(
@@ -304,10 +309,10 @@ class Device:
             if not self._keeps():
                 gradient.send()
 
-    def returned_gradients(self, task: Task, outer: weakref.ref[Pass] | None) -> None:
+    def returned_gradients(self, outer: weakref.ref[Pass] | None) -> None:
         """Autograd has gradients of a task, and adds them to ``.grad`` itself."""
         with self.lock:
-            self._pass_of(outer).returned.add(task)
+            self._pass_of(outer).has_returned = True
 
     def _pass_of(self, outer: weakref.ref[Pass] | None) -> Pass:
         passed = None if outer is None else outer()

@@ -60,18 +60,18 @@ class Fetch(torch.autograd.Function):
             device.take_gradients(task, own, kept, ctx.outer)
             home, is_at_once = [None] * len(own), False
         if is_at_once and now is not None:
-            device.returned_gradients(task, ctx.outer)
+            device.returned_gradients(ctx.outer)
         return (None,) * 6 + (*home, *(at[i] for i in ctx.theirs))
 
 
-def _has_hooks(tensor: Tensor) -> bool:
+def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(
         getattr(tensor, "_post_accumulate_grad_hooks", None)
     )
 
 
 def _has_hooked(task: Task, own: Sequence[int]) -> bool:
-    return any(_has_hooks(task.tensors[i]) for i in own)
+    return any(has_hooks(task.tensors[i]) for i in own)
 
 
 def _are_batched(grads: Sequence[Tensor | None]) -> bool:

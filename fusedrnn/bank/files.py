@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,16 @@ class FileTask(Task):
         self._tasks = tasks
         super().__init__(key, module, layout)
         self.tensors = [where[name] for (where, name), *_ in self._owners]
+        self._refreshed = 0
+
+    def refresh(self, indices: Iterable[int] | None = None) -> None:
+        self._refreshed += 1
 
     def check(self) -> None:
         """Nobody trains them."""
 
     def version(self) -> Version:
-        return Version((), tuple((0, 0) for _ in self.tensors))
+        return Version((), tuple((self._refreshed, 0) for _ in self.tensors))
 
     def bytes(self) -> Tensor:
         assert self._tasks.staging is not None

@@ -47,7 +47,7 @@ class Holders:
         """Whether an optimizer has a weight of the bank."""
         owner, _ = _task_of(optimizer)
         optimizer = optimizer if owner is None else owner  # known once, and not for each task
-        signature = _signature(optimizer)
+        signature = Task.exchanges_of_tensors, _signature(optimizer)
         known = self._known.get(optimizer)
         if known is None or known[0] != signature:
             ids = {id(parameter) for parameter in bank.parameters()}
@@ -108,6 +108,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             'gradients before, or take step_on="host"'
         )
     _within.update(inner)
+    for bank in banks:
+        bank._end_steps()  # of one that has failed, or within which this one is
     for bank in moved:
         bank._stepping[optimizer] = DeviceStep(bank._device, optimizer, _tasks_of(optimizer, bank))
 

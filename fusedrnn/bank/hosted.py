@@ -23,7 +23,7 @@ _PART_BYTES = 64 << 20
 
 
 class HostTasks(Mapping[str, Task]):
-    """The tasks of a bank by name, in the order in which they came.
+    """The tasks of a bank by name, in the order of its modules.
 
     The bank's modules say which they are: one that was replaced or removed there, as ``setattr``
     and conversions of whole models do, is followed when its task is looked up.
@@ -51,11 +51,9 @@ class HostTasks(Mapping[str, Task]):
         return self._tasks[name]
 
     def __iter__(self) -> Iterator[str]:
-        for name in list(self._tasks):
-            if self._modules.get(name) is not None:
-                yield name
-            else:
-                self.remove(name)
+        for name in [name for name in self._tasks if self._modules.get(name) is None]:
+            self.remove(name)
+        yield from [name for name in self._modules if name in self._tasks]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

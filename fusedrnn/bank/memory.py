@@ -120,6 +120,10 @@ class HostPool:
                 self._wait(best.filled)
                 best.filled = None
             return best.memory.view(-1)
+        for kept in [kept for kept in self._blocks if _references(kept.memory) <= kept.own]:
+            if kept.filled is not None:
+                self._wait(kept.filled)
+            self._blocks.remove(kept)  # it was too small, and the new one serves for both
         memory = allocate(nbytes)
         self._prepare(memory)
         self._blocks.append(_Kept(memory))

@@ -258,9 +258,13 @@ class WeightBank(nn.Module):
         """The module of a task, with its tensors on the host."""
         return self._get(key).module
 
-    def _get(self, key: Any) -> Task:
-        while self._stepping:  # a step has failed
+    def _end_steps(self) -> None:
+        """Brings home what steps on the device have left there that have failed."""
+        while self._stepping:
             self._stepping.popitem()[1].go_home()
+
+    def _get(self, key: Any) -> Task:
+        self._end_steps()
         if self._device.shared is not self._shared:
             self._follow_shared()
         task = self._find(key)

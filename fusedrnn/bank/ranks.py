@@ -51,8 +51,6 @@ class Ranks:
         self.steps = 0
         """Of optimizers that have weights of the bank."""
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
-        self._accumulated: set[str] = set()
-        """Names of tasks whose ``.grad`` has what other ranks have not seen."""
         self._new: dict[Task, Gradient] = {}
         """Of the last pass, which are in no ``.grad`` yet."""
         self._host_group: Any = None
@@ -96,20 +94,19 @@ class Ranks:
         gradients = list(passed.gradients.values())
         of_task = Counter(gradient.task for gradient in gradients)
         with lock:
-            self._accumulated |= {str(task.key) for task in passed.returned}
             for gradient in gradients:
                 # A task whose weights were frozen between two calls has two.
                 if self.is_synced and of_task[gradient.task] == 1:
                     self._new[gradient.task] = gradient
                 else:
                     gradient.accumulate()
-                    self._accumulated.add(str(gradient.task.key))
 
     def exchange(self, tasks: Sequence[Task], device: Device) -> None:
         """Averages over ranks what they have not seen of each other. All ranks call it.
 
         Of most tasks that is the gradient of the last pass, which is then added to ``.grad``. Where
-        a rank has accumulated, it is all of ``.grad``, as under DistributedDataParallel.
+        ``.grad`` of a rank has changed otherwise, by passes within no_sync() or by a penalty on the
+        weights themselves, it is all of ``.grad``, as under DistributedDataParallel.
 
         What one rank alone can find wrong it tells the others, so that all raise.
 
@@ -117,7 +114,7 @@ class Ranks:
             RuntimeError: Ranks have other tasks or weights, or are at other steps.
         """
         new, self._new = self._new, {}
-        whole = {task for task in tasks if str(task.key) in self._accumulated and _has_grad(task)}
+        whole = {task for task in tasks if _is_unseen(task)}
         ours = [self.steps, len(tasks), self._digests(tasks), _digest_of(self.path)]
         for rank, theirs in enumerate(self._of_all(ours)):
             if theirs[3] != ours[3]:
@@ -158,9 +155,11 @@ class Ranks:
                 self._average(gradient, count if self.average == "users" else world)
             averaged.append((gradient, is_whole))
         self.exchanges += 1
-        self._accumulated.clear()
         for gradient, is_whole in averaged:
             gradient.replace() if is_whole else gradient.accumulate()
+            for parameter in gradient.layout.parameters:
+                if parameter.grad is not None:
+                    _mark_seen(parameter.grad)
 
     def _layouts(
         self, used: Sequence[Used], new: dict[Task, Gradient]
@@ -304,10 +303,27 @@ def _digest_of(what: Any) -> int:
     return zlib.crc32(repr(what).encode())
 
 
-def _has_grad(task: Task) -> bool:
-    """Whether there is a gradient that zero_grad() has not discarded."""
-    grads = [tensor.grad for tensor in task.tensors if tensor.grad is not None]
-    return any((g if g.layout == torch.strided else g._values()).any() for g in grads)
+def _is_unseen(task: Task) -> bool:
+    """Whether ``.grad`` has what other ranks have not seen."""
+    found = False
+    for parameter in task.own_parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        known = getattr(grad, "_seen_version", None)
+        if known == grad._version:
+            continue
+        numbers = grad if grad.layout == torch.strided else grad._values()
+        if known is not None and not numbers.any():
+            _mark_seen(grad)  # of zero_grad(set_to_none=False), which all ranks call
+        else:
+            found = True
+    return found
+
+
+def _mark_seen(grad: Tensor) -> None:
+    """All ranks have this gradient. A later one is another tensor, or of another version."""
+    grad._seen_version = grad._version  # type: ignore[attr-defined]
 
 
 def _sums(task: Task) -> list[int]:

@@ -72,8 +72,13 @@ class _TaskStep:
         self._places = _side_by_side(task, stepped)
         self._sources: list[Tensor] = []
         """Of copies that may be under way."""
-        weights = self._bring_weights([task.places[i] for i in stepped])
+        self._stepped = [task.places[i] for i in stepped]
+        parameters = sum(place.is_parameter for place in task.places)
+        self._others = [i for i in range(parameters) if i not in stepped]
+        self._before = self._version_of_others()
+        weights = self._bring_weights(self._stepped)
         grads = self._bring_grads()
+        self._there = [(grad, grad._version) for grad in grads]
         of_each = [state.get(p, {}) for p in self._parameters]
         for name in sorted({name for own in of_each for name in own}):
             values = [own.get(name) for own in of_each]
@@ -135,6 +140,23 @@ class _TaskStep:
         self._sources.append(there)
         return [place.view(block) for place in self._places], self._engine.send(block, there)
 
+    def _version_of_others(self) -> Any:
+        """Of the weights that take no step."""
+        version = self._task.version()
+        return version.flat, [version.tensors[i] for i in self._others]
+
+    def _grad_now(
+        self, parameter: Tensor, home: Tensor, there: tuple[Tensor, int]
+    ) -> Tensor | None:
+        """The gradient on the host, with what the step or its hooks have done to it."""
+        now = parameter.grad
+        if now is None or (now is there[0] and now._version == there[1]):
+            return home if now is not None else None
+        if now.layout != torch.strided or now.layout != home.layout:
+            return now.to("cpu")
+        home.copy_(now)
+        return home
+
     def _nbytes(self) -> int:
         return self._places[-1].offset + self._places[-1].span
 
@@ -142,14 +164,22 @@ class _TaskStep:
         """After the step."""
         task, device = self._task, self._device
         end = task.layout.parameter_end
-        events = [self._engine.send(task.bytes()[:end], self._weights)]
+        grads = [
+            self._grad_now(*of)
+            for of in zip(self._parameters, self._grads, self._there, strict=True)
+        ]
+        home, there = task.bytes()[:end], self._weights
+        parts = [slice(0, end)]
+        if self._others:  # which the host may have changed meanwhile
+            parts = [slice(place.offset, place.offset + place.span) for place in self._stepped]
+        events = [self._engine.send(home[part], there[part]) for part in parts]
         of_each = [self._state.get(p, {}) for p in self._parameters]
         for name in sorted({name for own in of_each for name in own}):
             values = [own.get(name) for own in of_each]
             if all(_is_like(v, p) for v, p in zip(values, self._parameters, strict=True)):
-                home, event = self._send(values)
+                back, event = self._send(values)
                 events.append(event)
-                for own, value in zip(of_each, home, strict=True):
+                for own, value in zip(of_each, back, strict=True):
                     own[name] = value
             else:
                 for own, value in zip(of_each, values, strict=True):
@@ -157,11 +187,12 @@ class _TaskStep:
                         own[name] = value.to("cpu")
         for event in events:
             self._engine.host_wait(event)
-        for parameter, data, grad in zip(self._parameters, self._homes, self._grads, strict=True):
+        for parameter, data, grad in zip(self._parameters, self._homes, grads, strict=True):
             _set(parameter, data, grad)
+        is_whole = self._before == self._version_of_others()
         torch.autograd.graph.increment_version(self._parameters)
         slot = self._slot
-        if slot is not None and slot.task is task and not slot.is_held():
+        if slot is not None and slot.task is task and is_whole and not slot.is_held():
             for event in slot.take_marks(self._engine):  # of other streams, too
                 self._engine.wait(event)
             slot.memory[:end].copy_(self._weights)
@@ -171,7 +202,7 @@ class _TaskStep:
             slot.key, slot.checked = device.key(task), None
 
 
-def _set(parameter: Tensor, data: Tensor, grad: Tensor) -> None:
+def _set(parameter: Tensor, data: Tensor, grad: Tensor | None) -> None:
     parameter.grad = None  # torch refuses one on another device
     parameter.data = data
     parameter.grad = grad

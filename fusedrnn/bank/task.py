@@ -35,6 +35,9 @@ class Version(NamedTuple):
 class Task:
     """theta[t]."""
 
+    exchanges_of_tensors = 0
+    """How often any task got other tensors than it had."""
+
     block: Tensor
     """The allocation of which its memory is a part."""
 
@@ -93,6 +96,8 @@ class Task:
                     tensors[i] = self._replace(i, part)
                 else:
                     tensors[i].data = part
+            if [*map(id, tensors)] != [*map(id, self.tensors)]:
+                Task.exchanges_of_tensors += 1
             self.memory, self.tensors = memory, tensors
             for flat in self._flats:
                 whole = self._whole(flat)
@@ -156,6 +161,14 @@ class Task:
 
     def was_read(self, event: Event) -> None:
         """A copy of ``bytes()`` is done when this event comes."""
+
+    def own_parameters(self) -> list[Tensor]:
+        """Those that the module has now, outside of calls."""
+        parameters = sum(place.is_parameter for place in self.places)
+        if self.swaps:
+            return self.tensors[:parameters]
+        found = [where.get(name) for (where, name), *_ in self._owners[:parameters]]
+        return [tensor for tensor in found if tensor is not None]
 
     def refresh(self, indices: Iterable[int] | None = None) -> None:
         """After numbers were changed in a way that torch does not count: forgets what is known.

@@ -11,7 +11,7 @@ from bank.bank_modules import INPUT
 from bank.rank_behaviour import bank_of, close, gradient, loss, mean
 from bank.rank_processes import Here
 from bank.rank_training import batch
-from torch import nn
+from torch import Tensor, nn
 
 
 def hooks(here: Here) -> None:
@@ -157,6 +157,63 @@ def changed_gradients(here: Here) -> None:
     bank.double()
     bank.sync_gradients()
     close(weight.grad, expected)
+
+
+def gradients_by_other_ways(here: Here) -> None:
+    """A penalty on the weights themselves, and calls of the module on the host, count, too."""
+    bank = bank_of(here, tasks=3)
+
+    def penalty(weight: Tensor) -> Tensor:
+        return 0.1 * weight.square().sum()
+
+    for are_equal, average in ((False, "world"), (True, "users"), (False, "users")):
+        own = 0 if are_equal else here.rank
+        bank = bank_of(here, tasks=3, average=average)
+        weight: Any = bank[0].weight
+        bank.zero_grad()
+        (loss(bank, own, here) + penalty(weight)).backward()
+        shares = [gradient(weight, rank) * (are_equal or rank == 0) for rank in range(2)]
+        close(weight.grad, (shares[0] + shares[1]) / 2 + 0.2 * weight)
+        assert torch.equal(*here.everywhere(weight.grad))
+    # Without a call of the bank, and in a pass that fails.
+    bank.zero_grad()
+    penalty(bank[here.rank].weight).backward()  # type: ignore[arg-type]
+    bank.sync_gradients()
+    for t in range(2):
+        of_one: Any = bank[t].weight
+        close(of_one.grad, 0.2 * of_one * (1 if bank._ranks.average == "users" else 0.5))
+    # What is 0 is there, too: an optimizer then decays the weights on all ranks.
+    bank.zero_grad()
+    if here.rank == 0:
+        with bank.no_sync():
+            (0 * loss(bank, 0, here)).backward()
+    loss(bank, 1, here).backward()
+    assert [p is None for p in here.everywhere(bank[0].weight.grad)] == [False, False]
+    # Zeros of zero_grad() are not sent again and again.
+    bank.zero_grad(set_to_none=False)
+    before = bank._ranks.exchanged_bytes
+    bank.sync_gradients()
+    assert bank._ranks.exchanged_bytes == before
+
+
+def hooks_of_unused_weights(here: Here) -> None:
+    """They are not called, on this rank or another."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two, self.three = nn.Linear(INPUT, 2), nn.Linear(INPUT, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.two if x.shape[1] == 2 else self.three)(x)
+
+    bank = here.bank([Branches()])
+    if here.rank == 0:
+        for parameter in bank.parameters():
+            parameter.register_hook(lambda grad: grad.clamp(-1, 1))
+    bank(0, batch(here.rank)).square().mean().backward()
+    for parameter in bank.parameters():
+        assert torch.equal(*here.everywhere(parameter.grad))
 
 
 def frozen_between_calls(here: Here) -> None:

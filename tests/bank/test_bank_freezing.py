@@ -116,6 +116,25 @@ def test_of_what_all_tasks_add(has_slots: bool) -> None:
         assert_same_gradients(bank, single)
 
 
+def test_hooks_of_weights_that_a_call_does_not_use() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(INPUT, 2), nn.Linear(INPUT, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    bank, modules = pair(Half)
+    for parameter in [*bank.parameters(), *modules.parameters()]:
+        parameter.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    x = inputs()
+    for _ in range(2):
+        bank(1, x).sum().backward()
+        modules[1](x).sum().backward()
+    assert_same_gradients(bank, modules)
+
+
 def test_buffers_have_no_gradient() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

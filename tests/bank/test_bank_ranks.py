@@ -23,7 +23,7 @@ KINDS = (
 )
 GRADIENTS = (
     "hooks functions_that_return_gradients discarded_gradients changed_gradients "
-    "frozen_between_calls"
+    "frozen_between_calls gradients_by_other_ways hooks_of_unused_weights"
 )
 BEHAVIOUR = (
     "passes_that_fail bytes_sent buffers_stay_at_home outside_of_the_wrapper "
