@@ -67,7 +67,7 @@ class WeightBank(nn.Module):
     and nothing is sent for others: call ``WeightBank.exclude(model)`` before
     ``DistributedDataParallel(model)``, and pass ``ignored_params=set(bank.task_parameters())`` to
     ``fully_shard``. Each rank runs as many backward passes through the bank; one whose backward
-    does not touch it calls ``sync_gradients()``. All ranks begin with the same weights, which
+    trains no task calls ``sync_gradients()``. All ranks begin with the same weights, which
     nobody sends.
 
     Args:
@@ -422,8 +422,8 @@ class WeightBank(nn.Module):
     def sync_gradients(self) -> None:
         """Averages over ranks the gradients since the last exchange, and adds them to ``.grad``.
 
-        A backward pass through the bank does it at its end. A rank whose backward pass does not go
-        through the bank calls it after that pass, since every rank takes part. Within ``no_sync()``
+        A backward pass through the bank does it at its end. A rank whose backward pass trains
+        no task of the bank calls it after that pass, since every rank takes part. Within ``no_sync()``
         it does nothing, as that pass does not.
         """
         if self._ranks.are_several() and self._ranks.is_synced:

@@ -202,3 +202,13 @@ def test_hooks_of_the_template_are_those_of_each_task(tmp_path: Path) -> None:
     for t in [*range(70), 0]:
         tasks(t, torch.randn(2, INPUT))
     assert len(seen) == 71
+
+
+@BOTH
+def test_refresh(tmp_path: Path, has_slots: bool) -> None:
+    path, bank = saved(tmp_path, "mlp", 2)
+    tasks = opened(path, "mlp", has_slots)
+    x = torch.randn(5, INPUT)
+    for t in (None, 0, None):
+        tasks.refresh(t)
+        assert torch.equal(tasks(0, x), bank(0, x))

@@ -175,3 +175,18 @@ def test_slots_that_are_too_small_are_made_anew_in_their_places() -> None:
     assert torch.equal(bank(1, X), modules[1](X)) and bank._device.slots.extra == 0
     with bank.active("large", slot=1):
         assert now[1] is not slots[1] and len(now) == 2
+
+
+def test_batch_norm_that_trains_for_a_part_of_a_call() -> None:
+    modules = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2)).eval()
+    bank = emulated(WeightBank(copy.deepcopy(list(modules)), device="cpu")).eval()
+    x = torch.randn(5, 3) + 2
+    with bank.active(0) as module:
+        for norm in (module, modules[0]):
+            norm.train()
+            norm(x)
+            norm.eval()
+    for (name, ours), theirs in zip(bank.named_buffers(), modules.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    bank(1, x), bank(1, x)
+    assert torch.equal(bank(0, x), modules[0](x))
