@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +15,10 @@ from .blocks import Home
 from .engines import Engine, Immediate, engine_of
 from .fetch import Fetch, has_hooks
 from .gradients import Gradient, gradient_layout
+from .keys import Key, Unseen
 from .passes import Pass, Passes
 from .slots import Slot, Slots
-from .task import Task, Version, versions_of
-
-
-class Key(NamedTuple):
-    """What the numbers in a slot were made of."""
-
-    task: Version
-    shared: tuple[Hashable, ...]
-    """Of each weight that is added: a version, or ``Unseen`` where versions do not tell."""
-
-
-class Unseen:
-    """In place of a version. It equals no other."""
+from .task import Task, versions_of
 
 
 class Device:

@@ -423,8 +423,8 @@ class WeightBank(nn.Module):
         """Averages over ranks the gradients since the last exchange, and adds them to ``.grad``.
 
         A backward pass through the bank does it at its end. A rank whose backward pass trains
-        no task of the bank calls it after that pass, since every rank takes part. Within ``no_sync()``
-        it does nothing, as that pass does not.
+        no task of the bank calls it after that pass, since every rank takes part. Within
+        ``no_sync()`` it does nothing, as that pass does not.
         """
         if self._ranks.are_several() and self._ranks.is_synced:
             in_one_order = sorted(self._tasks.values(), key=lambda task: str(task.key))
