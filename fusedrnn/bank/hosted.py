@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class HostTasks(Mapping[str, Task]):
         self._owners: dict[int, Task] = {}
         """By the address of each of their tensors."""
         self._most: int | None = None
+        self._ordered: tuple[list[nn.Module | None], list[Task]] = [], []
+        """The bank's modules when tasks were sorted last, and these tasks."""
 
     # --- as a dictionary --------------------------------------------------------------------------
 
@@ -65,6 +68,15 @@ class HostTasks(Mapping[str, Task]):
         if self._most is None:
             self._most = max((task.nbytes for task in self.values()), default=0)
         return self._most
+
+    def in_one_order(self) -> list[Task]:
+        """Sorted by name, which all ranks do alike; the same list while the tasks are the same."""
+        known, tasks = self._ordered
+        now = [*self._modules.values()]
+        if len(known) != len(now) or not all(map(operator.is_, known, now)):
+            tasks = sorted(self.values(), key=lambda task: str(task.key))
+            self._ordered = [*self._modules.values()], tasks
+        return tasks
 
     def dtypes(self) -> set[torch.dtype]:
         return {t.dtype for task in self.values() for t in tensors_in(task.module)}
@@ -98,7 +110,7 @@ class HostTasks(Mapping[str, Task]):
                 self._forget(self._tasks[name])
             self._tasks[name], self._modules[name] = task, task.module
             self._owners |= dict.fromkeys(_addresses(task), task)
-        self._most = None
+        self._most, self._ordered = None, ([], [])
         bank = self._known()
         if bank._device.engine is not None:
             bank._device.engine.pin(memory)
@@ -124,7 +136,7 @@ class HostTasks(Mapping[str, Task]):
     def remove(self, name: str) -> None:
         self._forget(self._tasks.pop(name))
         self._modules.pop(name, None)
-        self._most = None
+        self._most, self._ordered = None, ([], [])
         self._known()._changed()
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -426,9 +426,10 @@ class WeightBank(nn.Module):
         no task of the bank calls it after that pass, since every rank takes part. Within
         ``no_sync()`` it does nothing, as that pass does not.
         """
+        if isinstance(self._tasks, FileTasks):
+            return  # nobody trains them
         if self._ranks.are_several() and self._ranks.is_synced:
-            in_one_order = sorted(self._tasks.values(), key=lambda task: str(task.key))
-            self._ranks.exchange(in_one_order, self._device)
+            self._ranks.exchange(self._tasks.in_one_order(), self._device)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it gradients add up in ``.grad`` of this rank; the next backward pass after it

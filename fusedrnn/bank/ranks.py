@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .digests import digest_of, shapes, sums
 from .gradients import Gradient, GradientLayout, gradient_layout
-from .layout import Place
 from .passes import Pass
 from .task import Task
 
@@ -51,6 +49,8 @@ class Ranks:
         self.steps = 0
         """Of optimizers that have weights of the bank."""
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
+        self._known: tuple[Any, int, list[tuple[Task, Tensor]]] = None, 0, []
+        """The parameters: of which list of tasks, and when."""
         self._new: dict[Task, Gradient] = {}
         """Of the last pass, which are in no ``.grad`` yet."""
         self._host_group: Any = None
@@ -114,8 +114,8 @@ class Ranks:
             RuntimeError: Ranks have other tasks or weights, or are at other steps.
         """
         new, self._new = self._new, {}
-        whole = {task for task in tasks if _is_unseen(task)}
-        ours = [self.steps, len(tasks), self._digests(tasks), _digest_of(self.path)]
+        whole = self._unseen(tasks)
+        ours = [self.steps, len(tasks), self._digests(tasks), digest_of(self.path)]
         for rank, theirs in enumerate(self._of_all(ours)):
             if theirs[3] != ours[3]:
                 self._forget_first_group()
@@ -161,6 +161,16 @@ class Ranks:
                 if parameter.grad is not None:
                     _mark_seen(parameter.grad)
 
+    def _unseen(self, tasks: Sequence[Task]) -> set[Task]:
+        """Those whose ``.grad`` has what other ranks have not seen."""
+        when = Task.exchanges_of_tensors
+        if self._known[0] is not tasks or self._known[1] != when:
+            pairs = [(task, parameter) for task in tasks for parameter in task.parameters()]
+            self._known = tasks, when, pairs
+        with_grad = [pair for pair in self._known[2] if pair[1].grad is not None]  # fast: of all
+        found = {task for task, p in with_grad if p.grad is not None and _is_unseen(p.grad)}
+        return {task for task in found if task.swaps or task.has_grad()}
+
     def _layouts(
         self, used: Sequence[Used], new: dict[Task, Gradient]
     ) -> dict[Task, GradientLayout]:
@@ -176,8 +186,8 @@ class Ranks:
                 if is_whole:
                     wanted[task] |= {i for i, t in enumerate(task.tensors) if t.grad is not None}
             places = [[task.places[i] for i in sorted(trained[task])] for task in trained]
-            fresh = [_sums(task) for task in trained if task not in self._compared]
-            digests = [_digest_of([_shapes(some) for some in places]), _digest_of(fresh)]
+            fresh = [sums(task) for task in trained if task not in self._compared]
+            digests = [digest_of([shapes(some) for some in places]), digest_of(fresh)]
             ours = [*digests, int(wanted != trained)]
         except RuntimeError as error:  # of a module that has other tensors now
             failed = error
@@ -249,8 +259,8 @@ class Ranks:
         """Of names and shapes of all tasks."""
         for task in tasks:
             if task not in self._digest:
-                self._digest[task] = _digest_of((str(task.key), _shapes(task.places)))
-        return _digest_of([self._digest[task] for task in tasks])
+                self._digest[task] = digest_of((str(task.key), shapes(task.places)))
+        return digest_of([self._digest[task] for task in tasks])
 
     def _reduce(self, tensor: Tensor, group: Any) -> None:
         dist.all_reduce(tensor, group=group)
@@ -295,46 +305,20 @@ def _diverged(how: str) -> RuntimeError:
     )
 
 
-def _shapes(places: Sequence[Place]) -> list[tuple[Any, ...]]:
-    return [(place.names, place.shape, str(place.dtype)) for place in places]
-
-
-def _digest_of(what: Any) -> int:
-    return zlib.crc32(repr(what).encode())
-
-
-def _is_unseen(task: Task) -> bool:
-    """Whether ``.grad`` has what other ranks have not seen."""
-    found = False
-    for parameter in task.own_parameters():
-        grad = parameter.grad
-        if grad is None:
-            continue
-        known = getattr(grad, "_seen_version", None)
-        if known == grad._version:
-            continue
-        numbers = grad if grad.layout == torch.strided else grad._values()
-        if known is not None and not numbers.any():
-            _mark_seen(grad)  # of zero_grad(set_to_none=False), which all ranks call
-        else:
-            found = True
-    return found
+def _is_unseen(grad: Tensor) -> bool:
+    known = getattr(grad, "_seen_version", None)
+    if known == grad._version:
+        return False
+    numbers = grad if grad.layout == torch.strided else grad._values()
+    if known is None or numbers.any():
+        return True
+    _mark_seen(grad)  # of zero_grad(set_to_none=False), which all ranks call
+    return False
 
 
 def _mark_seen(grad: Tensor) -> None:
     """All ranks have this gradient. A later one is another tensor, or of another version."""
     grad._seen_version = grad._version  # type: ignore[attr-defined]
-
-
-def _sums(task: Task) -> list[int]:
-    """A checksum of each weight."""
-    found = []
-    for place, tensor in zip(task.places, task.tensors, strict=True):
-        if place.is_parameter:
-            dense = tensor.detach().contiguous()
-            memory = (ctypes.c_uint8 * dense.nbytes).from_address(dense.data_ptr())
-            found.append(zlib.crc32(memory) if dense.nbytes else 0)
-    return found
 
 
 def exclude(model: nn.Module, names: Sequence[str]) -> None:

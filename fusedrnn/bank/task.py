@@ -162,13 +162,14 @@ class Task:
     def was_read(self, event: Event) -> None:
         """A copy of ``bytes()`` is done when this event comes."""
 
-    def own_parameters(self) -> list[Tensor]:
-        """Those that the module has now, outside of calls."""
-        parameters = sum(place.is_parameter for place in self.places)
-        if self.swaps:
-            return self.tensors[:parameters]
-        found = [where.get(name) for (where, name), *_ in self._owners[:parameters]]
-        return [tensor for tensor in found if tensor is not None]
+    def parameters(self) -> list[Tensor]:
+        """Those that the bank has taken."""
+        pairs = zip(self.tensors, self.places, strict=True)
+        return [tensor for tensor, place in pairs if place.is_parameter]
+
+    def has_grad(self) -> bool:
+        """Whether the module's parameters of now have gradients. They may be others."""
+        return any(parameter.grad is not None for parameter in self.module.parameters())
 
     def refresh(self, indices: Iterable[int] | None = None) -> None:
         """After numbers were changed in a way that torch does not count: forgets what is known.
