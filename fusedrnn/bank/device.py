@@ -271,7 +271,7 @@ class Device:
                 for slot in passed.brought:  # the host may load others next
                     slot.land(self.engine)
             passed.is_over = True
-        if passed.gradients or passed.has_returned:  # else it has read weights alone
+        if passed.gradients or passed.returned:  # else it has read weights alone
             self._deliver(passed)
 
     def take_gradients(
@@ -297,10 +297,10 @@ class Device:
             if not self._keeps():
                 gradient.send()
 
-    def returned_gradients(self, outer: weakref.ref[Pass] | None) -> None:
+    def returned_gradients(self, task: Task, outer: weakref.ref[Pass] | None) -> None:
         """Autograd has gradients of a task, and adds them to ``.grad`` itself."""
         with self.lock:
-            self._pass_of(outer).has_returned = True
+            self._pass_of(outer).returned.add(task)
 
     def _pass_of(self, outer: weakref.ref[Pass] | None) -> Pass:
         passed = None if outer is None else outer()

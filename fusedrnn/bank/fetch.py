@@ -60,7 +60,7 @@ class Fetch(torch.autograd.Function):
             device.take_gradients(task, own, kept, ctx.outer)
             home, is_at_once = [None] * len(own), False
         if is_at_once and now is not None:
-            device.returned_gradients(ctx.outer)
+            device.returned_gradients(task, ctx.outer)
         return (None,) * 6 + (*home, *(at[i] for i in ctx.theirs))
 
 

@@ -31,8 +31,8 @@ class Pass:
         self._outer = outer
         self.gradients: dict[tuple[Task, tuple[int, ...]], Gradient] = {}
         """By task, and by the indices of the tensors that the call trained."""
-        self.has_returned = False
-        """Whether autograd itself adds gradients of tasks to ``.grad``."""
+        self.returned: set[Task] = set()
+        """Tasks with gradients that autograd itself adds to ``.grad``."""
         self.brought: list[Slot] = []
         """Slots with weights that backward has brought again."""
         self.is_over = False

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Average = Literal["world", "users"]
 _FAILED = -1
-_SHIFT = 1 << 16  # more ranks than there are
 
 
 class Used(NamedTuple):
@@ -51,6 +50,8 @@ class Ranks:
         self.exchanged_bytes = self.header_bytes = self.exchanges = 0
         self._known: tuple[Any, int, list[tuple[Task, Tensor]]] = None, 0, []
         """The parameters: of which list of tasks, and when."""
+        self._used: set[str] = set()
+        """Names of tasks that passes have used, whose gradients are in ``.grad``."""
         self._new: dict[Task, Gradient] = {}
         """Of the last pass, which are in no ``.grad`` yet."""
         self._host_group: Any = None
@@ -94,12 +95,14 @@ class Ranks:
         gradients = list(passed.gradients.values())
         of_task = Counter(gradient.task for gradient in gradients)
         with lock:
+            self._used |= {str(task.key) for task in passed.returned}
             for gradient in gradients:
                 # A task whose weights were frozen between two calls has two.
                 if self.is_synced and of_task[gradient.task] == 1:
                     self._new[gradient.task] = gradient
                 else:
                     gradient.accumulate()
+                    self._used.add(str(gradient.task.key))
 
     def exchange(self, tasks: Sequence[Task], device: Device) -> None:
         """Averages over ranks what they have not seen of each other. All ranks call it.
@@ -114,7 +117,8 @@ class Ranks:
             RuntimeError: Ranks have other tasks or weights, or are at other steps.
         """
         new, self._new = self._new, {}
-        whole = self._unseen(tasks)
+        unseen = self._unseen(tasks)
+        users = {task for task in unseen if str(task.key) in self._used} | new.keys()
         ours = [self.steps, len(tasks), self._digests(tasks), digest_of(self.path)]
         for rank, theirs in enumerate(self._of_all(ours)):
             if theirs[3] != ours[3]:
@@ -130,46 +134,54 @@ class Ranks:
                     f"rank {rank} is at step {theirs[0]} of its optimizer and has {theirs[1]} "
                     f"tasks, this one at step {ours[0]} with {ours[1]}{how}"
                 )
-        # Two counts in one number: of the ranks that use a task, and of those that accumulated.
-        marks = [int(task in new or task in whole) + _SHIFT * (task in whole) for task in tasks]
-        users = torch.tensor(marks, dtype=torch.int32, device="cpu")
-        self._reduce(users, self._group_for_host())
-        self.header_bytes += users.nbytes
-        used = [
-            Used(task, count % _SHIFT, count >= _SHIFT)
-            for task, count in zip(tasks, users.tolist(), strict=True)
-            if count
-        ]
+        of_this = [[task in users, unseen.get(task, False), task in unseen] for task in tasks]
+        counts = torch.tensor(of_this, dtype=torch.int32, device="cpu")
+        self._reduce(counts, self._group_for_host())
+        self.header_bytes += counts.nbytes
+        used = []
+        for task, (by, fresh, changed) in zip(tasks, counts.tolist(), strict=True):
+            # Where no pass has used the task there may be a penalty on its weights.
+            among = by or fresh
+            if among or (changed and self.average == "world"):
+                used.append(Used(task, among, changed > 0))
+            if not by and unseen.get(task, False):
+                users.add(task)
         layouts = self._layouts(used, new)
         world = dist.get_world_size(self.group)
         averaged = []
         for task, count, is_whole in used:
-            is_user = task in new or task in whole
             layout = layouts[task]
             gradient = new.get(task) or Gradient(task, layout, device.home)
             with device.lock:
                 gradient = gradient.in_layout(layout)
                 # With average="users" others have none of it, and take the result.
-                if is_whole and (is_user or self.average == "world"):
+                if is_whole and (task in users or self.average == "world"):
                     gradient.add_from_host([parameter.grad for parameter in layout.parameters])
                 self._average(gradient, count if self.average == "users" else world)
             averaged.append((gradient, is_whole))
         self.exchanges += 1
+        self._used.clear()
         for gradient, is_whole in averaged:
             gradient.replace() if is_whole else gradient.accumulate()
             for parameter in gradient.layout.parameters:
                 if parameter.grad is not None:
                     _mark_seen(parameter.grad)
 
-    def _unseen(self, tasks: Sequence[Task]) -> set[Task]:
-        """Those whose ``.grad`` has what other ranks have not seen."""
+    def _unseen(self, tasks: Sequence[Task]) -> dict[Task, bool]:
+        """Those whose ``.grad`` has what other ranks have not seen.
+
+        And whether some of it is new, so that it is more than a change of what all have.
+        """
         when = Task.exchanges_of_tensors
         if self._known[0] is not tasks or self._known[1] != when:
             pairs = [(task, parameter) for task in tasks for parameter in task.parameters()]
             self._known = tasks, when, pairs
-        with_grad = [pair for pair in self._known[2] if pair[1].grad is not None]  # fast: of all
-        found = {task for task, p in with_grad if p.grad is not None and _is_unseen(p.grad)}
-        return {task for task in found if task.swaps or task.has_grad()}
+        found: dict[Task, bool] = {}
+        for task, parameter in [pair for pair in self._known[2] if pair[1].grad is not None]:
+            grad = parameter.grad
+            if grad is not None and _is_unseen(grad) and (task.swaps or task.has_grad()):
+                found[task] = found.get(task, False) or not hasattr(grad, "_seen_version")
+        return found
 
     def _layouts(
         self, used: Sequence[Used], new: dict[Task, Gradient]

@@ -104,7 +104,7 @@ def bytes_sent(here: Here) -> None:
     before = bank._ranks.exchanged_bytes
     bank.sync_gradients()
     assert bank._ranks.exchanged_bytes == before
-    assert bank._ranks.header_bytes <= 6 * (7 * 8 + 8 * 4)
+    assert bank._ranks.header_bytes <= 6 * (7 * 8 + 8 * 12)
     if here.is_ddp:
         encoder = sum(p.nbytes for p in bank_model.encoder.parameters())
         assert sum(of_ddp) == len(tasks) * encoder

@@ -173,7 +173,8 @@ def gradients_by_other_ways(here: Here) -> None:
         bank.zero_grad()
         (loss(bank, own, here) + penalty(weight)).backward()
         shares = [gradient(weight, rank) * (are_equal or rank == 0) for rank in range(2)]
-        close(weight.grad, (shares[0] + shares[1]) / 2 + 0.2 * weight)
+        users = 1 if average == "users" and not are_equal else 2
+        close(weight.grad, (shares[0] + shares[1]) / users + 0.2 * weight)
         assert torch.equal(*here.everywhere(weight.grad))
     # Without a call of the bank, and in a pass that fails.
     bank.zero_grad()
@@ -189,6 +190,16 @@ def gradients_by_other_ways(here: Here) -> None:
             (0 * loss(bank, 0, here)).backward()
     loss(bank, 1, here).backward()
     assert [p is None for p in here.everywhere(bank[0].weight.grad)] == [False, False]
+    # A change of what all have is no use of the task.
+    bank = bank_of(here, average="users")
+    loss(bank, 0, here).backward()
+    before = bank[0].weight.grad.clone()  # type: ignore[union-attr, operator]
+    nn.utils.clip_grad_norm_(bank.parameters(), 1e-3)
+    clipped = bank[0].weight.grad.clone()  # type: ignore[union-attr, operator]
+    loss(bank, here.rank, here).backward()
+    assert not torch.equal(before, clipped)
+    own: Any = bank[0].weight
+    close(own.grad, clipped + gradient(own, 0))
     # Zeros of zero_grad() are not sent again and again.
     bank.zero_grad(set_to_none=False)
     before = bank._ranks.exchanged_bytes
