@@ -248,7 +248,8 @@ class Device:
             return found
         # One with hooks has a node of its own, so that they are not called if it gets no gradient.
         for group in [[i for i in trained if i not in hooked], *([i] for i in hooked)]:
-            ours, added = ([i for i in some if i in group] for some in (own, theirs))
+            inside = set(group)
+            ours, added = ([i for i in some if i in inside] for some in (own, theirs))
             inputs = [*(task.tensors[i] for i in ours), *(theta[i] for i in added)]
             views = [found[i] for i in group]
             made = Fetch.apply(self, task, group, ours, added, views, *inputs) if group else ()

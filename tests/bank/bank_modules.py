@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,18 @@ from torch import Tensor, nn
 import fusedrnn
 
 INPUT, HIDDEN = 3, 4
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails: behind a bank it ends a pass that has gone through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("on purpose")
 
 
 class Tied(nn.Module):

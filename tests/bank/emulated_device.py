@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fusedrnn.bank.engines import Immediate
+
 aten = torch.ops.aten
 # These look at no numbers.
 VIEWS = {
@@ -123,6 +125,22 @@ class EmulatedDevice:
         self.wait(event)
 
     def pin(self, memory: Tensor) -> None: ...
+
+
+class Recorder(Immediate):
+    """An engine that tells which copies to the device the host has waited for."""
+
+    def __init__(self) -> None:
+        self.brought: list[object] = []
+        self.waited: list[object] = []
+
+    def bring(self, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        super().bring(to, source, after)
+        self.brought.append(object())
+        return self.brought[-1]
+
+    def host_wait(self, event: Any) -> None:
+        self.waited.append(event)
 
 
 class Watch(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bank.bank_modules import HIDDEN, INPUT, KINDS, Norm
+from bank.bank_modules import HIDDEN, INPUT, KINDS, Fails, Norm
 from bank.rank_processes import Here
 from bank.rank_training import Model, batch, flat, numbers
 from torch import Tensor, nn
@@ -39,16 +39,6 @@ def mean(weight: Tensor, *where: int) -> Tensor:
 
 def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ValueError("on purpose")
 
 
 def passes_that_fail(here: Here) -> None:

@@ -17,12 +17,11 @@ import pytest
 import safetensors.torch as safetensors
 import torch
 from bank.bank_modules import HIDDEN, INPUT, KINDS, Norm, Rnn, Tied
-from bank.emulated_device import emulated
+from bank.emulated_device import Recorder, emulated
 from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import WeightBank
-from fusedrnn.bank.engines import Immediate
 
 BOTH = pytest.mark.parametrize("has_slots", [False, True], ids=["cpu", "emulated"])
 
@@ -371,19 +370,6 @@ def test_repr_and_plan() -> None:
 
 def test_the_host_waits_for_a_copy_before_a_call_is_over() -> None:
     """So that what it writes to the weights next is not what the call computes with."""
-
-    class Recorder(Immediate):
-        def __init__(self) -> None:
-            self.brought: list[object] = []
-            self.waited: list[object] = []
-
-        def bring(self, to: Tensor, source: Tensor, after: Any) -> Any:
-            super().bring(to, source, after)
-            self.brought.append(object())
-            return self.brought[-1]
-
-        def host_wait(self, event: Any) -> None:
-            self.waited.append(event)
 
     bank, _ = pair("mlp")
     engine = Recorder()

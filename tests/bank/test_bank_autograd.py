@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from bank.bank_modules import HIDDEN, INPUT, KINDS
+from bank.bank_modules import HIDDEN, INPUT, KINDS, Fails
 from bank.emulated_device import emulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -167,15 +167,6 @@ def test_checkpoints(reentrant: bool) -> None:
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     both = Both()
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ValueError("on purpose")
 
     x = both.x.clone().requires_grad_()
     with pytest.raises(ValueError, match="on purpose"):

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from bank.bank_modules import HIDDEN, INPUT
-from bank.emulated_device import emulated
+from bank.emulated_device import Recorder, emulated
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fusedrnn import WeightBank
-from fusedrnn.bank.engines import Immediate
 
 
 def mlp() -> nn.Module:
@@ -176,19 +175,6 @@ def test_a_sparse_gradient_and_a_dense_one() -> None:
 
 def test_backward_lands_the_weights_that_it_brings_again() -> None:
     """Before it returns: the host may load others next, which the copy must not read."""
-
-    class Recorder(Immediate):
-        def __init__(self) -> None:
-            self.brought: list[object] = []
-            self.waited: list[object] = []
-
-        def bring(self, to: Tensor, source: Tensor, after: Any) -> Any:
-            super().bring(to, source, after)
-            self.brought.append(object())
-            return self.brought[-1]
-
-        def host_wait(self, event: Any) -> None:
-            self.waited.append(event)
 
     bank = WeightBank([mlp(), mlp()], device="cpu", slots=1)
     square = nn.Linear(HIDDEN, INPUT)
