@@ -136,9 +136,12 @@ class _TaskStep:
             there = _bytes(nbytes, self._device.device)
             for place, value in zip(self._places, values, strict=True):
                 place.view(there).copy_(value)
-        block = self._device.home.pool.take(nbytes)[:nbytes]
+        pool = self._device.home.pool
+        block = pool.take(nbytes)[:nbytes]
         self._sources.append(there)
-        return [place.view(block) for place in self._places], self._engine.send(block, there)
+        event = self._engine.send(block, there)
+        pool.fills(block, event)
+        return [place.view(block) for place in self._places], event
 
     def _version_of_others(self) -> Any:
         """Of the weights that take no step."""
@@ -150,8 +153,10 @@ class _TaskStep:
     ) -> Tensor | None:
         """The gradient on the host, with what the step or its hooks have done to it."""
         now = parameter.grad
-        if now is None or (now is there[0] and now._version == there[1]):
-            return home if now is not None else None
+        if now is None:
+            return None
+        if now is there[0] and now._version == there[1]:
+            return home
         if now.layout != torch.strided or now.layout != home.layout:
             return now.to("cpu")
         home.copy_(now)
