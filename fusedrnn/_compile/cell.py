@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..recurrent.trees import Structure
 from . import program as numbers
 from .build import Library
 from .outside import Outside
@@ -56,22 +55,19 @@ class Printed(NamedTuple):
 
 @dataclass
 class Program:
-    """What runs a step of one kind: structure, widths, dtype, and all that Python decided."""
+    """What runs a step of one graph, widths and dtype."""
 
     printed: Printed
     made: Callable[[], Made]
     """What it was made by, which is made again if it comes from a record."""
     names: list[str]
-    """Of the weights and buffers that the step reads, in the order of its constants."""
-    output: Structure
+    """Of the step's constants, in their order."""
     output_shapes: list[torch.Size]
     """Without the batch."""
     state_shapes: list[torch.Size]
     dtype: torch.dtype
     log: str
-    """A digest of the operations that the step does with a few rows."""
-    logs: dict[int, str] = field(default_factory=dict)
-    """The same with the rows of calls, for each number of rows with which it was tried."""
+    """A digest of the step's graph."""
     key: str = ""
     """Of the record that is to be stored when the library is verified."""
     number: int = -1

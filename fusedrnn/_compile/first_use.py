@@ -1,58 +1,55 @@
-"""First uses: a step becomes a program that is verified and has a library."""
+"""First uses: the graph of a step becomes a program that is verified and has a library."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .._front.traceable import WithLines
 from ..recurrent.chunks import Names
-from ..recurrent.programs import MOST_ROWS, described_by
-from ..recurrent.runs import Run
-from ..recurrent.trees import Leaves, Structure
+from ..recurrent.trees import Leaves
 from . import ready, records
 from .build import kind_of
 from .cell import Made, Printed, Program
-from .log import log_of
 from .operators import CODES
-from .trace import ROWS, CannotCompile, FlatStep, Refused, check_held, of_graph, trace
-from .turns import Busy, one_at_a_time
-from .undrawn import undrawn
+from .trace import ROWS, CannotCompile, FlatStep, Refused, of_graph, trace
+from .turns import one_at_a_time
 from .verify import (
-    BATCH,
     CORNERS,
-    ROWS_OF_KNOWN,
     Numbers,
     Trial,
     examples,
     is_close,
-    look_like,
     verify,
     verify_library,
 )
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .._front.graph import Given, StepGraph
+
+MOST_ROWS = 64
+"""Of a batch that a step is tried with."""
 
 
 class _FirstUse:
     """A step that is to become a program."""
 
-    def __init__(self, run: Run, inputs: Leaves, state: Leaves) -> None:
-        self._run, self._inputs, self._state = run, inputs, state
+    def __init__(
+        self, graph: StepGraph, given: Given, inputs: Leaves, state: Leaves, names: Names, key: str
+    ) -> None:
+        self._graph, self._given, self._names = graph, given, names
+        self._inputs, self._state, self._device = inputs, state, state[0].device
         self._dtype = _dtype(state)
-        weights = run.weights.trained() | run.weights.frozen()
-        self._names, self._constants = list(weights), tuple(weights.values())
-        self._batch = min(run.rows, MOST_ROWS)
-        self._output: tuple[Structure, list[torch.Size]] | None = None
-        """Its structure, and shapes without the batch, when the step has run."""
-        self._own_log = self._key = ""
-        """What it does with the rows of the call, and the name of its record. See known()."""
+        self._trained = [constant.requires_grad for constant in given.constants]
+        self._key = key
+        self._output_shapes: list[torch.Size] = []
+        """Without the batch, when the step has run."""
 
     def known(self) -> Program | None:
         """The program that another process has made of it; None if there is no record.
@@ -61,24 +58,17 @@ class _FirstUse:
             CannotCompile: There is no program.
         """
         self._check_dtypes()
-        own = self._flat(self._batch)
-        self._own_log = self._log_or_error(own)
-        if self._output is None:  # it raises
-            return None
-        kind = kind_of(self._run.device)
-        others = [self._names, list(self._run.weights.trained()), self._batch, kind]
-        # Python may decide by what no key shows, so the log is a part of it.
-        self._key = records.key_of(self._own_log, described_by(self._run), others)
         known = records.find(self._key)
-        if known is None:
+        if known is None or known.printed is None:
             return None
+        step = self._flat()
         try:
-            if known.printed is None:
-                return None
-            few = own.without_step(self._flat().arguments)
-            again = functools.partial(_made_again, known, few, self._run.names)
-            return self._program(known.printed, functools.cache(again), known.log)
-        except Exception:  # of a record that is damaged, or the step is another one after all
+            with torch.no_grad():  # for shapes, and for what it draws
+                step(*step.arguments, notes_lines=False)
+            few = step.without_step(step.arguments)
+            again = functools.partial(_made_again, known, few, self._names)
+            return self._program(known.printed, functools.cache(again))
+        except Exception:  # of a record that is damaged
             return None
 
     def check_known(self, program: Program, _: Trial | None, device: torch.device) -> None:
@@ -86,18 +76,11 @@ class _FirstUse:
 
         Raises:
             CannotCompile: They differ.
-            Busy: Another thread takes too long.
             Exception: The program is of other shapes.
         """
-        own_batch = self._batch not in program.logs or self._batch <= ROWS_OF_KNOWN
-        batch = self._batch if own_batch else BATCH
-        if self._dtype.itemsize > 2:
-            with one_at_a_time():
-                trial = self._trial(batch=batch, is_known=True)
-            if is_close(program, trial, device):
-                return
-        with one_at_a_time():
-            trial = self._trial(batch=batch)
+        if self._dtype.itemsize > 2 and is_close(program, self._trial(is_known=True), device):
+            return
+        trial = self._trial()
         verify(program, trial)
         verify_library(program, trial, device)
 
@@ -110,15 +93,8 @@ class _FirstUse:
         from .lower import Lowered
         from .printing import printed
 
-        step = self._flat()
-        log = self._log_or_reason(step)
-        if self._log(step) != log:
-            raise CannotCompile("the step does not do the same each time")
-        traced = self._aside(lambda: trace(step))
-        check_held(self._run, traced.module)
-        lowered = Lowered(traced, self._run.names)
-        fields = printed(lowered, self._dtype, self._run.device)
-        program = self._program(*fields, log)
+        lowered = Lowered(trace(self._flat()), self._names)
+        program = self._program(*printed(lowered, self._dtype, self._device))
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
@@ -127,11 +103,9 @@ class _FirstUse:
 
     def _check_dtypes(self) -> None:
         dtype = self._dtype
-        for name, constant in zip(self._names, self._constants, strict=True):
-            if constant.is_floating_point() and constant.dtype != dtype:
-                raise CannotCompile(
-                    f"{name.split('.', 2)[-1]} is of {constant.dtype}, the state of {dtype}"
-                )
+        for name, constant in zip(self._graph.names, self._given.constants, strict=True):
+            if constant.requires_grad and constant.dtype != dtype:
+                raise CannotCompile(f"{name} is of {constant.dtype}, the state of {dtype}")
         for leaf in self._inputs:
             if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
                 raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
@@ -139,109 +113,60 @@ class _FirstUse:
     @functools.cached_property
     def _copies(self) -> list[Tensor]:
         """Of the constants, for steps that look at what is done and not at the numbers."""
-        return [constant.detach().cpu().clone() for constant in self._constants]
+        return [constant.detach().cpu().clone() for constant in self._given.constants]
 
-    def _flat(self, count: int = ROWS, in_float64: bool = False) -> FlatStep:
+    def _flat(self, in_float64: bool = False) -> FlatStep:
         """The step on a few rows."""
+        dtype = torch.float64 if in_float64 else self._dtype
 
         def own(leaves: Sequence[Tensor]) -> list[Tensor]:
             return [x.double() if in_float64 and x.is_floating_point() else x for x in leaves]
 
-        inputs, state = examples(self._inputs, count, True), examples(self._state, count, False)
-        return FlatStep(self._step, own(self._copies), own(inputs), own(state), count)
+        def step(
+            constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
+        ) -> tuple[Leaves, Leaves]:
+            run = functools.partial(
+                WithLines(self._graph.on_cpu(dtype)).run, enable_io_processing=False
+            )
+            given = self._given._replace(constants=tuple(constants))
+            new, y = self._graph.take(given, tuple(x), tuple(carries), ROWS, run)
+            self._check_results(new, y, carries)
+            return new, y
 
-    def _step(
-        self, constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
-    ) -> tuple[Leaves, Leaves]:
-        own = copy.copy(self._run.user_step)
-        own.output, own._kinds = None, []
-        look_like(self._constants, constants)
-        values = dict(zip(self._names, constants, strict=True))
-        made = self._run.weights.call_with(values, lambda: own(tuple(carries), tuple(x), ()))
-        self._output = own.output_structure(), [y.shape[1:] for y in made[1]]
-        return made
+        inputs, state = examples(self._inputs, ROWS, True), examples(self._state, ROWS, False)
+        return FlatStep(step, own(self._copies), own(inputs), own(state))
 
-    def is_same(self, program: Program, device: torch.device) -> bool:
-        """Whether the step is a program's: by its operations, and by what autograd makes of them,
-        which no log shows.
+    def _check_results(self, new: Leaves, y: Leaves, old: Sequence[Tensor]) -> None:
+        pairs = zip(self._names.state, new, old, strict=True)
+        for name, a, b in pairs:
+            if a.shape != b.shape or a.dtype != b.dtype:
+                raise CannotCompile(
+                    f"the step must return {name} as it gets it, {b.dtype} of shape "
+                    f"{tuple(b.shape)} in a batch of {ROWS}, got {a.dtype} of {tuple(a.shape)}"
+                )
+        for leaf in y:
+            if leaf.shape[:1] != (ROWS,):
+                raise CannotCompile("an output has no row for each row of the batch")
+        self._output_shapes = [leaf.shape[1:] for leaf in y]
 
-        Raises:
-            CannotCompile: The step raises.
-            Busy: Another thread takes too long.
-        """
-        with one_at_a_time():
-            log = self._log_or_reason(self._flat())
-            own_log = self._log_or_error(self._flat(self._batch))
-        if program.log != log or program.logs.get(self._batch, own_log) != own_log:
-            return False
-        try:
-            self.check_known(program, None, device)
-        except CannotCompile:
-            return False
-        program.logs[self._batch] = own_log
-        return True
-
-    def _aside(self, take: Callable[[], T]) -> T:
-        """``take()``, which takes the step, after which all that it may change is as before.
-
-        Raises:
-            CannotCompile: The step draws from a generator of Python's or NumPy's.
-        """
-        return self._run.aside(lambda: undrawn(self._run, take))
-
-    def _log(self, step: FlatStep) -> str:
-        """A digest of what a step does.
-
-        What it raises is that of the step.
-        """
-        log = self._aside(lambda: log_of(step))
-        assert self._output is not None
-        return hashlib.sha256(f"{log}\n{self._output[0]}".encode()).hexdigest()
-
-    def _log_or_reason(self, step: FlatStep) -> str:
-        """
-        Raises:
-            CannotCompile: The step raises.
-        """
-        try:
-            return self._log(step)
-        except CannotCompile:
-            raise
-        except Exception:
-            self._aside(lambda: trace(step))  # which says why, with the line
-            raise
-
-    def _log_or_error(self, step: FlatStep) -> str:
-        """
-        Raises:
-            CannotCompile: The step does what no program can do.
-        """
-        try:
-            return self._log(step)
-        except CannotCompile:
-            raise
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    def _program(self, printed: Printed, made: Callable[[], Made], log: str) -> Program:
-        assert self._output is not None
+    def _program(self, printed: Printed, made: Callable[[], Made]) -> Program:
         return Program(
             printed,
             made,
-            names=self._names,
-            output=self._output[0],
-            output_shapes=self._output[1],
+            names=self._graph.names[: len(self._given.constants)],
+            output_shapes=self._output_shapes,
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=log,
-            logs={self._batch: self._own_log},
+            log=hashlib.sha256(self._graph.text.encode()).hexdigest(),
         )
 
     def _trial(
-        self, corner: Numbers | None = None, batch: int = BATCH, is_known: bool = False
+        self, corner: Numbers | None = None, batch: int | None = None, is_known: bool = False
     ) -> Trial:
-        given = self._names, self._constants, self._inputs, self._state
-        return Trial.of_step(self._run, *given, corner, batch, is_known)
+        given = self._graph, self._given, self._trained, self._inputs, self._state
+        if batch is None:
+            return Trial.of_graph(*given, corner, is_known=is_known)
+        return Trial.of_graph(*given, corner, batch)
 
     def _try_corners(self, program: Program) -> None:
         from .lower import Lowered
@@ -250,12 +175,13 @@ class _FirstUse:
         @functools.cache
         def exact() -> Program:
             """The step's program in float64, with constants such as an eps as it has them there."""
-            traced = self._aside(lambda: trace(self._flat(in_float64=True)))
-            fields = printed(Lowered(traced), torch.float64, self._run.device)
+            traced = trace(self._flat(in_float64=True))
+            fields = printed(Lowered(traced), torch.float64, self._device)
             return replace(program, printed=fields[0], made=fields[1], dtype=torch.float64)
 
+        own = min(self._state[0].shape[0], MOST_ROWS)
         for corner in CORNERS:
-            batch = self._batch if corner.batch is None else corner.batch
+            batch = own if corner.batch is None else corner.batch
 
             numbers = corner.numbers
             try:
@@ -280,8 +206,10 @@ class _FirstUse:
                 verify(exact(), trial, again)
 
 
-def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
-    """The program of a run's step, verified, with a library.
+def compiled(
+    graph: StepGraph, given: Given, inputs: Leaves, state: Leaves, names: Names
+) -> Program:
+    """The program of a step, verified, with a library.
 
     Args:
         inputs: (seq_len, batch, ...) each.
@@ -291,32 +219,46 @@ def compiled(run: Run, inputs: Leaves, state: Leaves) -> Program:
         CannotCompile: It has none, or it cannot be built here.
         Busy: Another thread takes too long.
     """
-    use = _FirstUse(run, inputs, state)
+    device = state[0].device
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in state], [
+        (leaf.shape[2:], leaf.dtype) for leaf in inputs
+    ]
+    around = graph.roles, given.numbers, torch.get_default_dtype(), kind_of(device), kinds
+    use = _FirstUse(graph, given, inputs, state, names, records.key_of(graph.text, *around))
     with one_at_a_time():
         known = use.known()
-    if known is not None:
-        try:
-            return ready.with_library(known, None, run.device, use.check_known)
-        except (Busy, MemoryError):
-            raise
-        except Exception:  # of a record that is damaged, or the step is another one after all
-            pass
-    with one_at_a_time():
+        if known is not None:
+            try:
+                return ready.with_library(known, None, device, use.check_known)
+            except MemoryError:
+                raise
+            except Exception:  # of a record that is damaged
+                pass
         made = use.new()
-    program = ready.with_library(*made, run.device)
+    program = ready.with_library(*made, device)
     records.keep(program, program.made().plan.lowered.traced.module)
     return program
 
 
-def same_as(programs: Iterable[Program], run: Run, inputs: Leaves, state: Leaves) -> Program | None:
-    """The one of these programs, of the same widths and dtypes, that a run's step does, too.
+def computes_the_same(
+    program: Program, graph: StepGraph, given: Given, inputs: Leaves, state: Leaves
+) -> bool:
+    """Whether a graph of one row is that of a program's step.
 
-    Raises:
-        CannotCompile: The step raises.
-        Busy: Another thread takes too long.
+    Args:
+        given: With the program's constants, in its order and the graph's.
     """
-    use = _FirstUse(run, inputs, state)
-    return next((program for program in programs if use.is_same(program, run.device)), None)
+    rows, device = state[0].shape[0], state[0].device
+    trained = [constant.requires_grad for constant in given.constants]
+    try:
+        trial = Trial.of_graph(graph, given, trained, inputs, state, batch=rows, is_known=True)
+        if program.dtype.itemsize > 2 and is_close(program, trial, device):
+            return True
+        trial = Trial.of_graph(graph, given, trained, inputs, state, batch=rows)
+        verify(program, trial)
+    except CannotCompile:
+        return False
+    return True
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -2,9 +2,8 @@
 
 A trace of a step, derivatives of its stages and trials at corners take most of the time of a first
 use whose library is there. A record has what runs a step that has passed every trial, and the
-graphs that it was made by, which few processes need. It is found by all that the step does, and by
-the code that does it; the trial on random numbers, which shows what no log of operations can, is
-made in each process.
+graphs that it was made by, which few processes need. It is found by the text of the step's graph;
+the trial on random numbers is made in each process.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
-from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..recurrent.objects import Same, Unordered
 from . import cache
 from .cell import Printed, Program, Unread
 from .graphs import CannotStore, Operations, from_json, to_json
@@ -46,7 +42,7 @@ class Record(NamedTuple):
     library: str
     """The name of the library that has passed its check."""
     log: str
-    """What the step does with a few rows; see Program."""
+    """See Program."""
     stored_graphs: str
     """As JSON: most processes do not read it."""
 
@@ -63,37 +59,18 @@ class Record(NamedTuple):
         return Graphs(None if module is None else from_json(module), derived)
 
 
-_PLAIN = (
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
-    *(range, PurePath, type(vars(Record)["library"])),
-)
-"""Whose ``repr`` is all of them."""
-
-
-class _Opaque(Exception):
-    """An object that cannot be told from others of its type."""
-
-
-def key_of(log: str, around: Any, others: Sequence[Any]) -> str:
-    """The name of a step's record; nothing if there can be none.
+def key_of(*parts: Any) -> str:
+    """The name of a step's record.
 
     Args:
-        log: What the step does.
-        around: What is around it in Python; see surroundings.py.
-        others: What else trials and graphs depend on.
+        parts: All that graphs and trials depend on, of text and of what says all of itself.
     """
-    try:
-        parts = [_package(), torch.__version__, log, _text(around), _text(others)]
-    except _Opaque:
-        return ""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+    words = [_package(), torch.__version__, *map(str, parts)]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:40]
 
 
 def find(key: str) -> Record | None:
     """The record of this name, if there is one that can be read."""
-    if not key:
-        return None
     try:
         content = cache.read(_path(key))
         if content is None:
@@ -161,46 +138,7 @@ def _package() -> str:
     """All code that makes graphs, and programs of them."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
-    for path in sorted([*folder.glob("_compile/*.py"), *folder.glob("recurrent/*.py")]):
+    rooms = ("_front", "_compile", "recurrent")
+    for path in sorted(path for room in rooms for path in folder.glob(f"{room}/*.py")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _text(value: Any) -> str:
-    """A value in words that are the same in each process."""
-    if isinstance(value, Same):
-        return _of_object(value.get())
-    if isinstance(value, CodeType):
-        return _of_code(value)
-    if isinstance(value, Unordered | frozenset):  # the log shows the order if it matters
-        entries = value.entries if isinstance(value, Unordered) else value
-        return f"{{{', '.join(sorted(map(_text, entries)))}}}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_text, value))})"
-    return _name(value) if isinstance(value, type) else repr(value)
-
-
-def _of_object(value: Any) -> str:
-    if isinstance(value, CodeType):
-        return _text(value)
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return _name(value)
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    raise _Opaque
-
-
-def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-_PARTS = ["code", "flags", "argcount", "posonlyargcount", "kwonlyargcount", "exceptiontable"]
-_PARTS += ["names", "varnames", "freevars", "cellvars"]
-"""Of code, all but where it stands in a file."""
-
-
-def _of_code(code: CodeType) -> str:
-    parts = [getattr(code, f"co_{part}", None) for part in _PARTS]
-    return _text([*parts, *code.co_consts])

@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
-from ..recurrent.runs import Run
-from ..recurrent.unusual import memory_of
 from .graphs import Operations
 from .lines import line, line_of, line_of_error, user_line
 
@@ -212,25 +210,6 @@ def of_graph(module: Operations, step: FlatStep) -> Traced:
     )
 
 
-def check_held(run: Run, module: Operations) -> None:
-    """Refuses tensors that the trace has found in attributes: the next call may have others."""
-    held = {
-        address
-        for value in run.python.values().values()
-        for tensor in value.tensors()
-        for address, size in memory_of(tensor).items()
-        if size
-    }
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            tensor = getattr(module, node.target)
-            if isinstance(tensor, Tensor) and not held.isdisjoint(memory_of(tensor)):
-                raise CannotCompile(
-                    f"the step reads a tensor of shape {tuple(tensor.shape)} from an attribute; "
-                    "register it as a buffer"
-                )
-
-
 def _reason(error: Exception) -> str:
     text = str(error).split("\n")[0]
     where = line_of_error(error)
@@ -290,15 +269,19 @@ class _Seen(TorchFunctionMode):
 
     def __init__(self, source: _Draws, notes_lines: bool) -> None:
         super().__init__()
-        self._source, self._notes_lines, self._has_stopped = source, notes_lines, False
+        self._source, self._notes_lines = source, notes_lines
+        self._stopped: list[Tensor] = []
+        """Of which there is a detached tensor, which a stop has copied."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._has_stopped and _changes(function):
-            # A stop is a copy, and what it is a copy of shares its memory with the original.
-            raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
+        if self._stopped and _changes(function):
+            with torch._C.DisableTorchFunction():
+                if any(_share_memory(args[0], stopped) for stopped in self._stopped):
+                    # A stop is a copy, which does not change with what it is a copy of.
+                    raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
         if self._notes_lines:
             fx_traceback.current_meta["stack_trace"] = user_line()
         drawn = DRAWS.get(function)
@@ -309,9 +292,19 @@ class _Seen(TorchFunctionMode):
         else:
             result = function(*args, **kwargs)
         if function is torch.Tensor.detach or not torch.is_grad_enabled():
-            self._has_stopped |= function is torch.Tensor.detach
             with torch._C.DisableTorchFunction():
+                if function is torch.Tensor.detach:
+                    self._stopped.append(args[0])
                 result = pytree.tree_map_only(
                     Tensor, lambda t: stop(t) if t.is_floating_point() else t, result
                 )
         return result
+
+
+def _share_memory(a: Any, b: Tensor) -> bool:
+    """Whether two tensors of a trace are views of one."""
+    return isinstance(a, Tensor) and _memory(a) == _memory(b)
+
+
+def _memory(tensor: Tensor) -> int:
+    return getattr(tensor, "elem", tensor).untyped_storage()._cdata  # what a tracer wraps

@@ -1,8 +1,8 @@
 """Whether a program computes what the step does: values and all gradients.
 
-A graph of operations does not show everything: custom autograd.Functions, hooks, changes in place
-without a graph. So the untouched step is taken a few times under autograd, in float64, and its
-program is run by the interpreter.
+What a program is made of does not show everything: custom autograd.Functions, hooks, changes in
+place. So the graph of the step is run a few times under autograd, in float64, and its program is
+run by the interpreter.
 
 Longer than 350 lines, because the program and its library are compared to the same trial.
 """
@@ -10,35 +10,30 @@ Longer than 350 lines, because the program and its library are compared to the s
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import _ops
-from ..recurrent.autograd import plain_loop
 from ..recurrent.noise import MOST_DRAWS, Noise, TrialSeed
 from ..recurrent.program_function import through
-from ..recurrent.reads import ClosedOver
-from ..recurrent.runs import Run
+from ..recurrent.reads import Watch
 from ..recurrent.trees import Leaves, differentiable
-from ..recurrent.values import Values
 from . import operators
 from .trace import CannotCompile, Refused
-from .undrawn import undrawn
 
 if TYPE_CHECKING:
+    from .._front.graph import Given, StepGraph
     from .cell import Program
 
 STEPS, BATCH = 3, 2
 """The batch is another one than that of the trace, in case that its size is in the graph."""
-STEPS_OF_KNOWN, ROWS_OF_KNOWN = 2, 8
-"""A step that has a record has passed all trials before. It is tried with the rows of the call if
-these are no more, or if no call had as many."""
+STEPS_OF_KNOWN = 2
+"""A step that has a record has passed all trials before."""
 _FEW = 16381
 """Normal numbers that are added to weights."""
 _NEARBY = 1 + 1e-12
@@ -70,7 +65,7 @@ batches of other sizes, by which a step may decide."""
 
 
 class Trial:
-    """Tensors for a few steps, and what the untouched step makes of them."""
+    """Tensors for a few steps, and what the step makes of them."""
 
     def __init__(
         self,
@@ -223,38 +218,39 @@ class Trial:
         return made.requires_grad_()
 
     @staticmethod
-    def of_step(
-        run: Run,
-        names: Sequence[str],
-        constants: Leaves,
+    def of_graph(
+        graph: StepGraph,
+        given: Given,
+        trained: Sequence[bool],
         inputs: Leaves,
         state: Leaves,
         corner: Numbers | None = None,
         batch: int = BATCH,
         is_known: bool = False,
     ) -> Trial:
-        """What the untouched step of a run makes.
+        """What a step's graph makes.
 
         Args:
-            names: Of the constants.
+            trained: Which constants have gradients.
             is_known: The step has a record, which one that changes weights in place never has. So
                 that is not looked for, fewer steps are taken, and float32 is computed in float32.
 
         Raises:
             CannotCompile: It cannot be tried.
         """
-        trained, dtype = run.weights.trained(), state[0].dtype
+        dtype = state[0].dtype
+        computes_in = dtype if is_known and dtype == torch.float32 else torch.float64
         return Trial(
-            constants,
-            [name in trained for name in names],
+            given.constants,
+            trained,
             inputs,
             state,
-            lambda trial: trial._loop(run, names, is_known),
+            lambda trial: trial._loop(graph, given, not is_known),
             corner=corner,
             batch=batch,
             dtype=dtype,
             steps=STEPS_OF_KNOWN if is_known else STEPS,
-            computes_in=dtype if is_known and dtype == torch.float32 else torch.float64,
+            computes_in=computes_in,
         )
 
     @staticmethod
@@ -301,64 +297,32 @@ class Trial:
             self._made = program.printed, [y.detach() for y in results], gradients
         return self._made[1:]
 
-    def _loop(self, run: Run, names: Sequence[str], is_known: bool) -> tuple[Leaves, Leaves]:
-        step = copy.copy(run.user_step)
-        step.output, step._kinds = None, []
-        trial = dataclasses.replace(
-            run.for_trial(self.steps),
-            step=step,
-            user_step=step,
-            rows=self.batch,
-            backwards=False,
-            torch_compiled=None,
-            noise=self.noise,
-            device=torch.device("cpu"),
-        )
-        trial.draws = True
-        trial.autocast = (False, torch.float32)
-        look_like(self._originals, self.constants)
-        values = dict(zip(names, self.constants, strict=True))
-        before = [] if is_known else [constant.detach().clone() for constant in self.constants]
-        found = ClosedOver([*run.weights.tensors(), *self.constants, *self.inputs, *self.state])
-        changes = [""]
-
-        def take_steps() -> tuple[Leaves, Leaves]:
-            mark = trial.mark()
-            with torch.enable_grad(), trial.watched(closed_over=found), _WithoutHooks():
-                given = Values(tuple(self.inputs), tuple(self.state), (), {}, {})
-                result = plain_loop(trial, given, {})
-            changes[0] = trial.change(mark)
-            if trial.has_drawn(mark):
-                changes[0] = "the step draws random numbers that backward could not draw again"
-            return result
-
+    def _loop(
+        self, graph: StepGraph, given: Given, looks_for_changes: bool
+    ) -> tuple[Leaves, Leaves]:
+        """All steps by the graph."""
+        module = graph.on_cpu(self._computes_in)
+        own = given._replace(constants=tuple(self.constants))
+        before = [c.detach().clone() for c in self.constants] if looks_for_changes else []
+        state, outputs = tuple(self.state), list[Leaves]()
+        self.noise.chunk(0, self.steps, self.batch)
         try:
-            result = run.aside(
-                lambda: run.weights.call_with(values, lambda: undrawn(trial, take_steps))
-            )
+            with torch.enable_grad(), Watch(self.noise), _WithoutHooks():
+                for time in range(self.steps):
+                    self.noise.step(time)
+                    x = tuple(leaf[time] for leaf in self.inputs)
+                    state, y = graph.take(own, x, state, self.batch, module)
+                    outputs.append(y)
         except CannotCompile:
             raise
         except Exception as error:
             raise Refused(
                 f"in float64 it raises {type(error).__name__}: {str(error).splitlines()[0][:200]}"
             ) from error
-        if changes[0]:
-            raise CannotCompile(changes[0])
-        for constant, old in zip(self.constants, before, strict=not is_known):
+        for name, constant, old in zip(graph.names, self.constants, before, strict=False):
             if not torch.equal(constant.detach(), old):  # also what .data hides from versions
-                raise CannotCompile("the step changes a weight or a buffer in place")
-        others = [*found.with_gradient.values(), *found.others.values()]
-        if others:
-            shape = tuple(others[0].shape)
-            raise CannotCompile(
-                f"the step reads a tensor of shape {shape} that is no weight, buffer, input or "
-                "state of it; register it as a buffer"
-                if others[0].grad_fn is None
-                else f"the step reads a tensor of shape {shape} that something else than functions "
-                "of torch has computed, as a scripted function or one of another library; compute "
-                "it in Python in the step, or pass it as an input"
-            )
-        return result
+                raise CannotCompile(f"the step changes {name} in place")
+        return tuple(torch.stack(y) for y in zip(*outputs, strict=True)), state
 
 
 class _TrialNoise(Noise):
@@ -620,13 +584,6 @@ def _largest(numbers: Tensor) -> float:
         return 0.0
     least, most = torch.aminmax(numbers)
     return max(-least.item(), most.item())
-
-
-def look_like(weights: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Has tensors in the place of parameters be parameters for a step that asks ``isinstance``."""
-    for weight, other in zip(weights, others, strict=True):
-        if isinstance(weight, nn.Parameter):
-            other._is_param = True
 
 
 def examples(leaves: Sequence[Tensor], rows: int, of_steps: bool) -> list[Tensor]:

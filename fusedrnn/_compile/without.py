@@ -40,7 +40,7 @@ def without(
         Busy: Another thread takes too long.
     """
     others = [program.names, trained, outputs, last, program.form.numbers()]
-    key = records.key_of(program.log, None, [*others, program.printed.text])
+    key = records.key_of(program.log, *others, program.printed.text)
     known, device = records.find(key), state[0].device
     if known is not None:
         try:

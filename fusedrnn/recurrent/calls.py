@@ -1,13 +1,13 @@
-"""One layer and direction of a call, from its step to its results: mode, chunk and run."""
+"""Steps in Python of one layer and direction of a call: mode, chunk and run."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,18 @@ from .._graphs import is_alone
 from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
+from .compiling import Compiling, NoProgram, Options, TooSmall, User
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
-from .program_function import ready_program
-from .program_parts import Part, parts_of
-from .programs import NEVER, REQUIRE, Programs, check_compile, choose_program
+from .programs import AUTO as AUTO_COMPILE
+from .programs import NEVER, REQUIRE, check_compile
 from .runs import Run
+from .sequence_call import SequenceCall
 from .torch_compile import TorchCompiledStep, torch_compile_step, warn
 from .trees import Leaves
-
-if TYPE_CHECKING:
-    from .._compile.cell import Program
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Settings:
     workspace_bytes: int | None
     torch_compile: bool
     cuda_graphs: bool
-    compile: str = NEVER
+    compile: str = AUTO_COMPILE
     recompute: bool = True
 
     def __post_init__(self) -> None:
@@ -60,6 +58,8 @@ class Settings:
 
     def without_program(self) -> str:
         """The option that has steps taken in Python; or nothing."""
+        if self.compile == NEVER:
+            return "compile says so"
         if self.mode != AUTO:
             return f"mode={self.mode!r}, which says how steps in Python are differentiated"
         if self.torch_compile:
@@ -93,16 +93,16 @@ class Known:
 class Memory:
     """What calls of one cell have found out; copies of a module start without."""
 
-    def __init__(self, owner: Any = None, programs: Programs | None = None) -> None:
+    def __init__(self, owner: Any = None, compiling: Compiling | None = None) -> None:
         """
         Args:
             owner: The cell or the function.
-            programs: That others have found, too, whose keys tell all of what they are for.
+            compiling: What others have found, too.
         """
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
         self._torch_compiled: dict[Any, TorchCompiledStep | str] = {}
-        self.programs = Programs() if programs is None else programs
+        self.compiling = Compiling() if compiling is None else compiling
 
     def __reduce__(self) -> Any:
         return Memory, ()
@@ -140,10 +140,57 @@ def _kinds(run: Run) -> tuple[Any, ...]:
     return run.device, run.autocast, tuple(run.weights.training_flags())
 
 
+def compiled_or_reason(
+    user: User, settings: Settings, memory: Memory, call: SequenceCall
+) -> tuple[Any, Any] | str:
+    """Output and last state by a program, as the step returns them; or why there is none.
+
+    Raises:
+        RuntimeError: There is none, and ``compile`` is "require".
+    """
+    if why := why_no_program(settings):
+        return why
+    saves_sums = torch.is_grad_enabled() and not settings.recompute
+    options = Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
+    if settings.compile == REQUIRE:
+        memory.compiling.forget_refusals()
+    try:
+        return memory.compiling.run(user, call, options)
+    except NoProgram as error:
+        return refused(error, settings, memory, call)
+
+
+def why_no_program(settings: Settings) -> str:
+    """Why a call takes its steps in Python, whatever they are; or nothing."""
+    if why := settings.without_program():
+        return why
+    return "" if is_alone() else "a transform of torch.func, or a tracer, is around"
+
+
+def refused(
+    error: NoProgram, settings: Settings, memory: Memory, call: SequenceCall
+) -> str:
+    """Why a call has no program.
+
+    Raises:
+        RuntimeError: ``compile`` is "require".
+    """
+    reason = str(error)
+    if settings.compile == REQUIRE:
+        if isinstance(error, TooSmall):
+            raise RuntimeError(f"fusedrnn: {reason}") from None
+        raise RuntimeError(f"fusedrnn: the cell{call.place} cannot be compiled: {reason}") from error
+    if memory.compiling.is_to_warn(error):
+        warnings.warn(
+            f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}", stacklevel=5
+        )
+    return reason
+
+
 def take(
     run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
-    """Outputs and last state.
+    """Outputs and last state, by steps in Python.
 
     Raises:
         ValueError: The mode is "parallel", but the step is not row-wise.
@@ -154,16 +201,15 @@ def take(
     # Where a tracer is at work, states have no values.
     looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
     before = run.random_states(in_python=False).torch if looks else ()
-    # Another thread may have exchanged the weights, in backward or to trace the step.
-    is_exchanged = torch.is_grad_enabled() or settings.compile != NEVER
+    # Another thread may have exchanged the weights, in backward.
     try:
-        with run.weights.locked() if is_exchanged else nullcontext():
+        with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
             taken = _take(run, settings, memory, *given)
-            if not callable(taken) and run.missed(before):
+            if run.missed(before):
                 _refuse_late_draws(run, before, *given)
     finally:
         seed.give_back()
-    return taken() if callable(taken) else taken
+    return taken
 
 
 def _refuse_late_draws(
@@ -190,17 +236,12 @@ def _refuse_late_draws(
 
 def _take(
     run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves] | Callable[[], tuple[Leaves, Leaves]]:
-    """The results; or what computes them without looking at modules."""
+) -> tuple[Leaves, Leaves]:
     given = (inputs, state, constants)
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
         return run_sequence(run, *given, is_parallel=False)
-    keeps_graph = torch.is_grad_enabled() and not settings.recompute  # or a program's sums
-    planned = plan_program(run, settings, memory, inputs, state, keeps_graph)
-    if not isinstance(planned, str):
-        program, parts, chunk, _ = planned
-        return ready_program(run, program, chunk, parts, keeps_graph, *given)
+    keeps_graph = torch.is_grad_enabled() and not settings.recompute
     known = memory.of(run, *given)
     is_parallel = False
     if keeps_graph:
@@ -218,54 +259,6 @@ def _take(
     if not obstacle_of_call(run, settings, known, *given):
         run.graphs = known.graphs
     return run_sequence(run, *given, is_parallel)
-
-
-class Planned(NamedTuple):
-    """A program, and how a call runs it."""
-
-    program: Program
-    parts: Sequence[Part]
-    """In the order of work."""
-    chunk: int
-    """The most steps of a chunk."""
-    workspace_bytes: int
-    """Of backward."""
-
-
-def plan_program(
-    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, saves_sums: bool
-) -> Planned | str:
-    """The program that takes the steps, or why none does.
-
-    Args:
-        saves_sums: Whether forward saves the sums of products, and the whole sequence.
-
-    Raises:
-        RuntimeError: There is none, or it does not fit into ``workspace_bytes``, and ``compile`` is
-            "require".
-    """
-    others = settings.without_program()
-    program = choose_program(run, settings.compile, others, memory.programs, inputs, state)
-    if isinstance(program, str):
-        return program
-    from .._compile import operators
-
-    parts = parts_of(run, run.returns_sequence or saves_sums)
-    longest = max(part.steps for part in parts)
-    try:
-        chunk, _, workspace = operators.chunk(
-            program.number,
-            longest,
-            run.rows,
-            state[0].dtype,
-            settings.chunk_size or 0,
-            settings.workspace_bytes or 0,
-        )
-    except RuntimeError as error:  # less memory than one of its steps takes: steps in Python may do
-        if settings.compile == REQUIRE:
-            raise
-        return str(error).split("\n")[0].removeprefix("fusedrnn: ")
-    return Planned(program, parts, chunk, workspace)
 
 
 def choose_chunk(

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .noise import Noise
+from .reads import Watch
 from .runs import Run, as_leaf
+from .sequence_call import SequenceCall
 from .trees import Leaves
 from .unusual import memory_of
+
+if TYPE_CHECKING:
+    from .._front.graph import Given, StepGraph
 
 AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
 GRAPH = "graph"
@@ -55,9 +62,12 @@ class Explanation:
     """Temporary memory of backward, about: what autograd keeps of a chunk."""
     faster: tuple[str, ...]
     """What would make it faster."""
+    traces: int = 0
+    """How often torch.compile has traced steps of this class or this function, of all modules."""
 
     def __str__(self) -> str:
-        first = f"compiled: {self.program}" if self.is_compiled else f"loop: {self.program}"
+        in_python = f"steps in Python, because {self.program}"
+        first = f"compiled: {self.program}" if self.is_compiled else in_python
         by_torch = "yes" if self.uses_torch_compile else f"no, {self.torch_compile_reason}"
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
@@ -65,7 +75,9 @@ class Explanation:
             f"mode {self.mode}: {self.reason}",
             f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
         ]
-        if not self.is_compiled:
+        if self.is_compiled:
+            lines.append(f"traced {self.traces} time{'s' * (self.traces != 1)} by torch.compile")
+        else:
             lines += [f"torch.compile: {by_torch}", f"CUDA graphs: {recorded}"]
         lines += [
             f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
@@ -112,7 +124,34 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
     x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
+
+    def take() -> tuple[Leaves, Leaves]:
+        run.enter(run.chunks()[0])
+        with run.watched():
+            return run.take(run.time(0), start, x, constants)
+
     given = [*weights.values(), *run.weights.buffers(), *start, *x, *constants]
+    return _measured(lambda: run.aside(take, weights), given)
+
+
+def measure_graph(graph: StepGraph, given: Given, call: SequenceCall) -> Measured:
+    """The same of a step that has a graph."""
+    constants = tuple(as_leaf(c, c.requires_grad) for c in given.constants)
+    start = tuple(as_leaf(leaf) for leaf in call.state)
+    x = tuple(as_leaf(leaf[call.time(0)]) for leaf in call.inputs)
+    noise = Noise.for_trial()
+    noise.chunk(call.time(0), 1, call.rows)
+
+    def take() -> tuple[Leaves, Leaves]:
+        noise.step(call.time(0))
+        with Watch(noise):
+            return graph.take(given._replace(constants=constants), x, start, call.rows)
+
+    return _measured(take, [*constants, *start, *x])
+
+
+def _measured(take: Callable[[], tuple[Leaves, Leaves]], given: Sequence[Tensor]) -> Measured:
+    """What autograd keeps of ``take()`` besides what is given."""
     excluded = {address for tensor in given for address in memory_of(tensor)}
     kept: dict[int, int] = {}
 
@@ -120,14 +159,9 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
         kept.update(memory_of(tensor))
         return tensor
 
-    def take() -> tuple[Leaves, Leaves]:
-        run.enter(run.chunks()[0])
-        with run.watched():
-            return run.take(run.time(0), start, x, constants)
-
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.enable_grad(), hooks:
-        new, y = run.aside(take, weights)
+        new, y = take()
     for leaf in (*new, *y):
         keep(leaf)
     outputs = {id(leaf) for leaf in y}

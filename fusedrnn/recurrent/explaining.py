@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from .. import modules
-from .autograd import run_sequence
 from .calls import (
-    Planned,
+    Memory,
     Settings,
     choose_chunk,
     choose_mode,
     obstacle_of_call,
-    plan_program,
+    refused,
+    why_no_program,
 )
-from .choices import GRAPH, PARALLEL, Explanation, measure_step
+from .choices import GRAPH, PARALLEL, Explanation, measure_graph, measure_step
+from .compiling import NoProgram, Options, Planned, User
 from .graphs import RECORDERS
-from .layers import LayersCall, OneCell, joined
-from .trees import Leaves
+from .layers import InPython, LayersCall, OneCell, joined
+from .noise import TrialSeed
+from .sequence_call import SequenceCall
+from .trees import Leaves, Structure
 
 _STEPS = 3
 
@@ -40,14 +46,26 @@ def explanation(call: LayersCall) -> Explanation:
     sequence = call.sequence
     leaves, structure, names = sequence.leaves, sequence.structure, sequence.names
     parts: list[Explanation] = []
-    for layer in range(len(call.cells) // call.directions):
+    layers = len(call.cells) // call.directions
+    for layer in range(layers):
         outputs = []
         for i in range(layer * call.directions, (layer + 1) * call.directions):
             one = call.cell(i, leaves, structure, names)
-            parts.append(_of_cell(call, one, call.cells[i]))
-            outputs.append((_first_outputs(one), one.step.output_structure()))
-        leaves, structure = joined(layer, outputs, has_steps=True)
-        names = structure.names(f"output of layer {layer}")
+            parts.append(
+                explained(
+                    one.user(),
+                    one.call,
+                    call.settings,
+                    one.memory,
+                    one.in_python,
+                    _layer_like(call.cells[i]),
+                )
+            )
+            if layer < layers - 1:
+                outputs.append(_first_outputs(one))
+        if layer < layers - 1:
+            leaves, structure = joined(layer, outputs, has_steps=True)
+            names = structure.names(f"output of layer {layer}")
     first = parts[0]
 
     def different(name: str) -> str:
@@ -68,22 +86,42 @@ def explanation(call: LayersCall) -> Explanation:
         kept_bytes_per_step=sum(part.kept_bytes_per_step for part in parts),
         workspace_bytes=max(part.workspace_bytes for part in parts),
         faster=tuple(dict.fromkeys(advice for part in parts for advice in part.faster)),
+        traces=max(part.traces for part in parts),
     )
 
 
-def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
-    run, settings = one.run, call.settings
-    known = one.memory.of(run, *one.given)
-    with run.weights.locked():
-        saves_sums = not settings.recompute
-        planned = plan_program(run, settings, one.memory, one.inputs, one.state, saves_sums)
+def explained(
+    user: User,
+    call: SequenceCall,
+    settings: Settings,
+    memory: Memory,
+    in_python: Callable[[], InPython],
+    layer: str = "",
+) -> Explanation:
+    """Of one layer and direction.
+
+    Args:
+        in_python: Gives its steps in Python.
+        layer: Which computes the same as the cell, or nothing.
+    """
+    planned: Planned | str = why_no_program(settings)
+    if not planned:
+        options = Options(settings.chunk_size, settings.workspace_bytes, not settings.recompute)
+        try:
+            planned = memory.compiling.plan(user, call, options)
+        except NoProgram as error:
+            planned = refused(error, settings, memory, call)
     if not isinstance(planned, str):
-        return _of_program(settings, one, planned, cell)
-    measured = measure_step(run, *one.given)
+        return _of_program(settings, call, planned, layer)
+    run, *given, _ = in_python()
+    inputs, state, constants = given
+    known = memory.of(run, inputs, state, constants)
+    with run.weights.locked():
+        measured = measure_step(run, inputs, state, constants)
     if settings.recompute:
-        steps, chunk_reason = choose_chunk(run, settings, known, *one.given)
-        mode, reason = choose_mode(run, settings, known, *one.given)
-        state_bytes = sum(leaf.nbytes for leaf in one.state)
+        steps, chunk_reason = choose_chunk(run, settings, known, inputs, state, constants)
+        mode, reason = choose_mode(run, settings, known, inputs, state, constants)
+        state_bytes = sum(leaf.nbytes for leaf in state)
         kept = measured.own_state_bytes if mode == PARALLEL else -(-state_bytes // steps)
         workspace = measured.bytes * steps
     else:
@@ -91,7 +129,6 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
         mode, reason = GRAPH, "recompute=False says so"
         kept, workspace = measured.bytes, 0
     faster = []
-    layer = _layer_like(cell)
     if layer:
         faster.append(f"{layer} computes the same")
     elif not settings.torch_compile:
@@ -99,10 +136,12 @@ def _of_cell(call: LayersCall, one: OneCell, cell: nn.Module) -> Explanation:
     if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
     compiled = (
-        one.memory.torch_compiled(run, *one.given) if settings.torch_compile else "not asked to"
+        memory.torch_compiled(run, inputs, state, constants)
+        if settings.torch_compile
+        else "not asked to"
     )
     run.chunk_size = steps
-    obstacle = obstacle_of_call(run, settings, known, *one.given)
+    obstacle = obstacle_of_call(run, settings, known, inputs, state, constants)
     return Explanation(
         is_compiled=False,
         program=planned,
@@ -127,10 +166,12 @@ def _layer_like(cell: nn.Module) -> str:
     return "" if has_hooks else _LAYERS.get(type(cell), "")
 
 
-def _of_program(settings: Settings, one: OneCell, planned: Planned, cell: nn.Module) -> Explanation:
-    program, parts, chunk, workspace = planned
-    run, form, size = one.run, program.form, program.dtype.itemsize
-    longest, layer = max(part.steps for part in parts), _layer_like(cell)
+def _of_program(
+    settings: Settings, call: SequenceCall, planned: Planned, layer: str
+) -> Explanation:
+    program, parts, chunk, workspace, graph, given, traces = planned
+    form, size = program.form, program.dtype.itemsize
+    longest = max(part.steps for part in parts)
     steps, why = longest, "the whole sequence"
     if chunk < longest:
         steps = chunk
@@ -140,20 +181,20 @@ def _of_program(settings: Settings, one: OneCell, planned: Planned, cell: nn.Mod
             else "so many fit into workspace_bytes"
             if settings.workspace_bytes is not None
             else "as many as have 256 rows: with more, a CPU is no faster"
-            if run.device.type == "cpu"
+            if call.device.type == "cpu"
             else "at least 8, and as many as have 1024 rows, which keep a GPU at work"
         )
     elif len(parts) > 1:
         why = f"each of {len(parts)} parts, of which backward makes one after the other again"
     if len(parts) > 1:
         states = sum(carry.width for carry in form.carries) * size * (len(parts) - 1)
-        kept = run.rows * -(-states // run.seq_len)
-        workspace += run.rows * longest * sum(form.sequences) * size
+        kept = call.rows * -(-states // call.seq_len)
+        workspace += call.rows * longest * sum(form.sequences) * size
     else:
         kept = program.kept_bytes_per_step(
-            run.rows,
+            call.rows,
             steps,
-            returns_sequence=run.returns_sequence,
+            returns_sequence=call.returns_sequence,
             saves_sums=not settings.recompute,
         )
     return Explanation(
@@ -167,19 +208,31 @@ def _of_program(settings: Settings, one: OneCell, planned: Planned, cell: nn.Mod
         record_reason="the cell is compiled by this package",
         chunk_steps=steps,
         chunk_reason=why,
-        step_bytes=measure_step(run, *one.given).bytes,
+        step_bytes=measure_graph(graph, given, call).bytes,
         kept_bytes_per_step=kept,
         workspace_bytes=workspace,
         faster=(f"{layer} computes the same",) if layer in _FASTER_THAN_COMPILED else (),
+        traces=traces,
     )
 
 
 @torch.no_grad()
-def _first_outputs(one: OneCell) -> Leaves:
+def _first_outputs(one: OneCell) -> tuple[Leaves, Structure]:
     """Outputs of the first steps repeated: only their kinds matter."""
-    steps = min(_STEPS, one.run.seq_len)
-    run = one.run.for_trial(steps)
-    inputs = tuple(leaf[:steps] for leaf in one.inputs)
-    outputs, _ = run.aside(lambda: run_sequence(run, inputs, one.state, one.constants, False))
-    more = -(-one.run.seq_len // steps)
-    return tuple(torch.cat([leaf] * more)[: one.run.seq_len] for leaf in outputs)
+    call = one.call
+    steps = min(_STEPS, call.seq_len)
+    few = dataclasses.replace(
+        call,
+        inputs=tuple(leaf[:steps] for leaf in call.inputs),
+        seq_len=steps,
+        seed=TrialSeed(),
+        returns_sequence=True,
+        last=None,
+        lengths=None,
+        reset=None,
+        resets=None,
+        reset_to=(),
+    )
+    outputs, structure, _ = dataclasses.replace(one, call=few).results_aside()
+    more = -(-call.seq_len // steps)
+    return tuple(torch.cat([leaf] * more)[: call.seq_len] for leaf in outputs), structure

@@ -9,13 +9,17 @@ import torch
 
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
-from .calls import Settings, take
+from .calls import Settings, compiled_or_reason, take
 from .chunks import Names
 from .closures import held_by
+from .compiling import User
+from .explaining import explained
+from .layers import InPython
 from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Run
+from .sequence_call import SequenceCall
 from .steps import Step
 from .trees import Leaves, check_tensors, flatten
 
@@ -32,12 +36,14 @@ def scan(
     mode: str = "auto",
     chunk_size: int | None = None,
     workspace_bytes: int | None = None,
+    compile: str = "auto",
     torch_compile: bool = False,
     cuda_graphs: bool = False,
     return_sequence: bool = True,
     recompute: bool = True,
     generator: torch.Generator | None = None,
-) -> tuple[Any, Any]:
+    explain: bool = False,
+) -> Any:
     """Carries a state through a sequence by a step of your own, in the memory of a few steps.
 
     Forward runs without a graph and keeps the state now and then; backward takes the steps again,
@@ -85,10 +91,11 @@ def scan(
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
     settings = Settings(
-        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, recompute=recompute
+        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, compile, recompute
     )
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
+    check_flag("explain", explain)
     state_leaves, state_structure = flatten(state, "state")
     leaves, structure = flatten(inputs, "inputs")
     constants, constants_structure = flatten(params, "params")
@@ -111,21 +118,45 @@ def scan(
         return result[0], result[1]
 
     rows = state_leaves[0].shape[0] if state_leaves[0].dim() else 1
-    flat = Step(call, state_structure, structure, constants_structure, has_rows=False)
-    run = Run(
-        flat,
-        flat,
-        (str(state_structure), str(structure), str(constants_structure), reverse),
-        Weights(held_by(step)),
-        Noise(Seed(generator), 0),
+    memory = memory_of(step)
+    sequence = SequenceCall(
+        leaves,
+        state_leaves,
         names,
         seq_len=seq_len,
         rows=rows,
         device=device,
+        seed=Seed(generator),
         backwards=reverse,
         returns_sequence=return_sequence,
     )
-    outputs, last = take(run, settings, memory_of(step), leaves, state_leaves, constants)
+    wrapper, more = ("scan_step_with", (params,)) if has_params else ("scan_step", ())
+    user = User(wrapper, step, structure.tree, state_structure.tree, more)
+    flat = Step(call, state_structure, structure, constants_structure, has_rows=False)
+
+    def in_python() -> InPython:
+        run = Run(
+            flat,
+            flat,
+            (str(state_structure), str(structure), str(constants_structure), reverse),
+            Weights(held_by(step)),
+            Noise(sequence.seed, 0),
+            names,
+            seq_len=seq_len,
+            rows=rows,
+            device=device,
+            backwards=reverse,
+            returns_sequence=return_sequence,
+        )
+        return InPython(run, leaves, state_leaves, constants, flat)
+
+    if explain:
+        return explained(user, sequence, settings, memory, in_python)
+    made = compiled_or_reason(user, settings, memory, sequence)
+    if not isinstance(made, str):
+        return made[1], made[0]
+    steps = in_python()
+    outputs, last = take(steps.run, settings, memory, *steps.given)
     return state_structure.tree(last), flat.output_structure().tree(outputs)
 
 

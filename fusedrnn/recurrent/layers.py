@@ -12,29 +12,101 @@ from torch.utils import _pytree as pytree
 
 from ..modules.base import RNNCellBase
 from ..options import kind_of
-from .calls import Memory, Settings, take
+from .autograd import run_sequence
+from .calls import Memory, Settings, compiled_or_reason, take
 from .chunks import Names
 from .closures import held_by
 from .noise import Noise, Seed
-from .programs import Masks
+from .compiling import User
 from .reads import Weights
 from .replicas import is_replica
 from .runs import Run
+from .sequence_call import SequenceCall
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
 from .trees import Leaves, Structure, check_tensors, flatten
 
 
-class OneCell(NamedTuple):
+@dataclass
+class OneCell:
     """One layer and direction of a call."""
 
-    run: Run
+    cell: nn.Module
+    call: SequenceCall
+    sequence: Sequences
+    settings: Settings
     memory: Memory
+    input: Structure
+    state: Structure
+
+    def results(self) -> tuple[Leaves, Structure, Leaves]:
+        """The output, its structure, and the last state."""
+        made = compiled_or_reason(self.user(), self.settings, self.memory, self.call)
+        if isinstance(made, str):
+            steps = self.in_python()
+            output, state = take(steps.run, self.settings, self.memory, *steps.given)
+            return output, steps.step.output_structure(), state
+        output, structure = flatten(made[0], "output")
+        return output, structure, flatten(made[1], "state")[0]
+
+    def results_aside(self) -> tuple[Leaves, Structure, Leaves]:
+        """The same for a look at it: all that steps may change is as before."""
+        made = compiled_or_reason(self.user(), self.settings, self.memory, self.call)
+        if isinstance(made, str):
+            steps = self.in_python()
+            run = steps.run.for_trial(self.call.seq_len)
+            output, state = run.aside(lambda: run_sequence(run, *steps.given, is_parallel=False))
+            return output, steps.step.output_structure(), state
+        output, structure = flatten(made[0], "output")
+        return output, structure, flatten(made[1], "state")[0]
+
+    def user(self) -> User:
+        return User("cell_step", self.cell, self.input.tree, self.state.tree)
+
+    def in_python(self) -> InPython:
+        """The steps in Python."""
+        call, sequence = self.call, self.sequence
+        strides, inputs = sequence.strides_to_longest(), list(call.inputs)
+        step = Step(call_of_cell(self.cell, self.state), self.state, self.input, has_rows=True)
+        resets, names = call.resets, list(call.names.input)
+        constants = call.reset_to if resets is not None and not resets.is_sequence else ()
+        if strides is not None:
+            inputs.append(strides)
+            names.append("lengths")
+        if resets is not None:
+            assert call.reset is not None
+            inputs += [call.reset, *(call.reset_to if resets.is_sequence else ())]
+            names += ["reset"] + ["reset_to"] * (len(inputs) - len(names) - 1)
+        flat = (
+            step
+            if strides is None and resets is None
+            else with_masks(step, len(call.inputs), strides is not None, resets)
+        )
+        run = Run(
+            flat,
+            step,
+            (str(self.state), str(self.input), strides is not None, str(resets)),
+            Weights(held_by(self.cell)),
+            Noise(call.seed, call.layer),
+            Names(call.names.state, names),
+            seq_len=call.seq_len,
+            rows=call.rows,
+            device=call.device,
+            backwards=call.backwards,
+            returns_sequence=call.returns_sequence,
+            last=call.last,
+            place=call.place,
+        )
+        return InPython(run, tuple(inputs), call.state, constants, step)
+
+
+class InPython(NamedTuple):
+    """A run of steps, and what it gets."""
+
+    run: Run
     inputs: Leaves
     state: Leaves
     constants: Leaves
-    structure: Structure
-    """Of the state."""
     step: Step
 
     @property
@@ -80,10 +152,10 @@ class LayersCall:
             outputs: list[tuple[Leaves, Structure]] = []
             for i in range(layer * self.directions, (layer + 1) * self.directions):
                 one = self.cell(i, leaves, structure, names)
-                output, state = take(one.run, self.settings, one.memory, *one.given)
-                outputs.append((output, one.step.output_structure()))
-                states.append(one.structure.tree(sequence.result_state(state)))
-            leaves, structure = joined(layer, outputs, one.run.returns_sequence)
+                output, output_structure, state = one.results()
+                outputs.append((output, output_structure))
+                states.append(one.state.tree(sequence.result_state(state)))
+            leaves, structure = joined(layer, outputs, one.call.returns_sequence)
             names = structure.names(f"output of layer {layer}")
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
@@ -94,52 +166,39 @@ class LayersCall:
         memory = self._memory(i)
         place = f"[{i}]" if self.is_list else ""
         state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
-        strides, inputs = sequence.strides_to_longest(), list(leaves)
-        step = Step(call_of_cell(cell, state_structure), state_structure, structure, has_rows=True)
         resets, values = self._resets(i, state, state_structure, f"reset_to{place}")
-        constants = values if resets is not None and not resets.is_sequence else ()
-        names = list(names)
-        if strides is not None:
-            inputs.append(strides)
-            names.append("lengths")
-        if resets is not None:
-            assert self.reset is not None
-            inputs += [self.reset, *(values if resets.is_sequence else ())]
-            names += ["reset"] + ["reset_to"] * (len(inputs) - len(names) - 1)
-        flat = (
-            step
-            if strides is None and resets is None
-            else with_masks(step, len(leaves), strides is not None, resets)
-        )
         backwards = self.directions == 2 and i % 2 == 1
         layer = f" of layer {i // self.directions}" if len(self.cells) > 1 else ""
         way = (
             f" of the {'reverse' if backwards else 'forward'} cell" if self.directions == 2 else ""
         )
         is_last_layer = i >= len(self.cells) - self.directions
-        run = Run(
-            flat,
-            step,
-            (str(state_structure), str(structure), strides is not None, str(resets)),
-            Weights(held_by(cell)),
-            Noise(self.seed, i),
+        returns_sequence = self.returns_sequence or not is_last_layer
+        call = SequenceCall(
+            leaves,
+            state,
             Names(state_names, names),
             seq_len=sequence.seq_len,
             rows=sequence.batch,
             device=leaves[0].device,
+            seed=self.seed,
+            layer=i,
             backwards=backwards,
-            returns_sequence=self.returns_sequence or not is_last_layer,
-            last=sequence.last(backwards),
-            masks=Masks(len(leaves), sequence.lengths, self.reset, resets),
+            returns_sequence=returns_sequence,
+            last=None if returns_sequence else sequence.last(backwards),
+            lengths=sequence.lengths,
+            reset=self.reset,
+            resets=resets,
+            reset_to=values,
             place=way + layer,
         )
-        return OneCell(run, memory, tuple(inputs), state, constants, state_structure, step)
+        return OneCell(cell, call, sequence, self.settings, memory, structure, state_structure)
 
     def _memory(self, i: int) -> Memory:
         """What calls of cell number i have found out."""
         cell = self.cells[i]
-        if is_replica(cell):  # each call has others, which share the list and its programs
-            return Memory(cell, self.memories[i].programs)
+        if is_replica(cell):  # each call has others, which share the list and its memories
+            return Memory(cell, self.memories[i].compiling)
         if not self.memories[i].is_of(cell):
             self.memories[i] = Memory(cell)
         return self.memories[i]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .program_parts import Part
-from .programs import Masks
-from .runs import Run
+from .sequence_call import SequenceCall
 from .trees import Leaves
-from .values import Layout, Values
 
 if TYPE_CHECKING:
     from .._compile.cell import Program
+    from .._front.graph import StepGraph
 
 ZERO, STATE, SEQUENCE, KEEP = range(4)
 """What a carry becomes at a reset: zero, a state, that of a sequence of states, what it is."""
@@ -26,8 +25,13 @@ ZERO, STATE, SEQUENCE, KEEP = range(4)
 class Call:
     """What the function of autograd gets besides tensors that autograd is to see."""
 
-    run: Run
-    layout: Layout
+    sequence: SequenceCall
+    """Without its tensors."""
+    counts: tuple[int, int, int]
+    """Of inputs, states, and what resets set these to; constants come behind them."""
+    graph: StepGraph
+    numbers: tuple[Any, ...]
+    """That the step gets besides tensors."""
     program: Program
     origin: Program
     """The program of forward, by which chunks are chosen in backward too."""
@@ -37,11 +41,6 @@ class Call:
     """In the order of work. If there are several, their sequences are made again in backward."""
     saves_sums: bool
     """Whether forward saves the sums of products, which backward then need not multiply again."""
-
-    @property
-    def masks(self) -> Masks:
-        assert self.run.masks is not None
-        return self.run.masks
 
     @property
     def is_whole(self) -> bool:
@@ -61,14 +60,27 @@ class Call:
         return shapes
 
 
+class Values(NamedTuple):
+    """What the function of autograd gets or gives, by what it is to the step."""
+
+    inputs: Sequence[Any]
+    state: Sequence[Any]
+    reset_to: Sequence[Any]
+    constants: Sequence[Any]
+
+    @classmethod
+    def of(cls, call: Call, given: Sequence[Any]) -> Values:
+        inputs, states, resets = call.counts
+        a, b, c = inputs, inputs + states, inputs + states + resets
+        return cls(given[:a], given[a:b], given[b:c], given[c:])
+
+
 @dataclass
 class Arguments:
     """The tensors of a call, without their graphs."""
 
     call: Call
     values: Values
-    constants: list[Tensor]
-    """Of the step, as the program has them."""
     state: list[Tensor]
     """(batch, width) each."""
     reset_to: list[Tensor]
@@ -78,15 +90,10 @@ class Arguments:
     @classmethod
     def of(cls, call: Call, tensors: Sequence[Tensor]) -> Arguments:
         """Of the tensors that the function of autograd gets."""
-        frozen = call.run.frozen
-        tensors = [tensor.detach() for tensor in tensors]
-        own = len(tensors) - len(frozen)
-        values = call.layout.values(tensors[:own])
-        named = values.weights | dict(zip(frozen, tensors[own:], strict=True))
-        constants = [named[name] for name in call.program.names]
+        values = Values.of(call, [tensor.detach() for tensor in tensors])
         dtype = values.state[0].dtype
         state = [_flat(leaf, 1, dtype) for leaf in values.state]
-        return cls(call, values, constants, state, *_reset_values(call.masks, values, dtype))
+        return cls(call, values, state, *_reset_values(call.sequence, values, dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,7 +106,9 @@ class Arguments:
 
     def inputs(self, part: Part) -> Leaves:
         """Those of the step itself."""
-        return tuple(leaf[part.slice] for leaf in self.values.inputs[: self.call.masks.inputs])
+        if self.call.is_whole:
+            return tuple(self.values.inputs)
+        return tuple(leaf[part.slice] for leaf in self.values.inputs)
 
     def of_part(
         self,
@@ -117,8 +126,8 @@ class Arguments:
         """
         from .._compile import operators
 
-        run, program, masks = self.call.run, self.call.program, self.call.masks
-        lengths, reset = masks.lengths, masks.reset
+        program, sequence = self.call.program, self.call.sequence
+        lengths, reset = sequence.lengths, sequence.reset
         if lengths is not None and not self.call.is_whole:
             lengths = (lengths - part.begin).clamp(0, part.steps)
         reset_to = [
@@ -126,15 +135,15 @@ class Arguments:
             for tensor, kind in zip(self.reset_to, self.kinds, strict=True)
         ]
         chunk, _, _ = operators.chunk(
-            self.call.origin.number, part.steps, run.rows, self.dtype, self.call.chunk, 0
+            self.call.origin.number, part.steps, sequence.rows, self.dtype, self.call.chunk, 0
         )
         options = {
             "lengths": lengths,
             "reset": None if reset is None else reset[part.slice].contiguous(),
-            "seed": run.noise.seed.on(run.device) if program.form.streams else None,
-            "stream": run.noise.layer,
+            "seed": sequence.seed.on(sequence.device) if program.form.streams else None,
+            "stream": sequence.layer,
             "first_step": part.begin,
-            "reverse": run.backwards,
+            "reverse": sequence.backwards,
             "chunk": chunk,
         }
         given = (program.number, inputs, state, weights, vectors, reset_to, self.kinds)
@@ -154,23 +163,23 @@ class PartCall:
         """(steps, batch, ...) each."""
         call, like = self.arguments.call, self.arguments.state[0]
         make = like.new_empty if self.options["lengths"] is None else like.new_zeros
-        return [make(self.part.steps, call.run.rows, *shape) for shape in call.sequence_shapes()]
+        return [make(self.part.steps, call.sequence.rows, *shape) for shape in call.sequence_shapes()]
 
     def new_last(self) -> list[Tensor]:
         """The state after the steps, (batch, ...) each."""
         call, like = self.arguments.call, self.arguments.state[0]
-        return [like.new_empty(call.run.rows, *shape) for shape in call.program.state_shapes]
+        return [like.new_empty(call.sequence.rows, *shape) for shape in call.program.state_shapes]
 
     def new_kept(self) -> list[Tensor]:
         """The carries before each chunk, of those that no sequence keeps."""
         carries = self.arguments.call.program.form.carries
         chunks = -(-self.part.steps // self.options["chunk"])
         widths = [carry.width for carry in carries if carry.sequence < 0]
-        return [self._new(chunks, self.arguments.call.run.rows, width) for width in widths]
+        return [self._new(chunks, self.arguments.call.sequence.rows, width) for width in widths]
 
     def new_sums(self) -> list[Tensor]:
         """The sums of products, of all rows."""
-        arrays, rows = self.arguments.call.program.form.arrays, self.arguments.call.run.rows
+        arrays, rows = self.arguments.call.program.form.arrays, self.arguments.call.sequence.rows
         return [self._new(self.part.steps * rows, array.columns) for array in arrays]
 
     def _new(self, *shape: int) -> Tensor:
@@ -214,7 +223,7 @@ class PartCall:
 
     def of_rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Sequences as operators take them, (steps, batch, width) each."""
-        shape = self.part.steps, self.arguments.call.run.rows, -1
+        shape = self.part.steps, self.arguments.call.sequence.rows, -1
         return [sequence.view(shape) for sequence in sequences]
 
 
@@ -225,20 +234,18 @@ def _flat(leaf: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
 
 
 def _reset_values(
-    masks: Masks, values: Values, dtype: torch.dtype
+    sequence: SequenceCall, values: Values, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[int]]:
     """For each carry what it becomes at a reset, a tensor that may be empty, and its kind."""
     nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
     count = len(values.state)
-    resets = masks.resets
+    resets = sequence.resets
     if resets is None:
         return [nothing] * count, [ZERO] * count
     tensors, kinds = [nothing] * count, [KEEP] * count
-    own = values.inputs[masks.inputs + (masks.lengths is not None) + 1 :]
-    given = own if resets.is_sequence else values.constants
     for number, i in enumerate(resets.leaves):
         kinds[i] = ZERO
         if resets.has_values:
             kinds[i] = SEQUENCE if resets.is_sequence else STATE
-            tensors[i] = _flat(given[number], 2 if resets.is_sequence else 1, dtype)
+            tensors[i] = _flat(values.reset_to[number], 2 if resets.is_sequence else 1, dtype)
     return tensors, kinds

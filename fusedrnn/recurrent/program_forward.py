@@ -43,10 +43,10 @@ class Kept(NamedTuple):
 def forward(arguments: Arguments) -> Results:
     call, outside = arguments.call, arguments.call.program.printed.outside
     like = arguments.state[0]
-    weights, vectors = outside(arguments.constants, like)
+    weights, vectors = outside(arguments.values.constants, like)
 
     def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
-        inputs = outside.inputs(arguments.constants, arguments.inputs(part), like)
+        inputs = outside.inputs(arguments.values.constants, arguments.inputs(part), like)
         return arguments.of_part(part, inputs, state, weights, vectors)
 
     if call.is_whole:
@@ -76,15 +76,15 @@ def take(now: PartCall, saves_sums: bool) -> tuple[Kept, list[Tensor]]:
 
 def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Of a whole sequence."""
-    run, program = call.run, call.program
-    if not run.returns_sequence:
+    sequence_call, program = call.sequence, call.program
+    if not sequence_call.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
     found, seen = [], set[int]()
     for number, shape in zip(program.printed.output_sequences, program.output_shapes, strict=True):
         sequence = sequences[number]
         is_taken = number in seen
         found.append(
-            sequence.reshape(run.seq_len, run.rows, *shape).clone() if is_taken else sequence
+            sequence.reshape(sequence_call.seq_len, sequence_call.rows, *shape).clone() if is_taken else sequence
         )
         seen.add(number)
     return found
@@ -94,12 +94,12 @@ def _last_outputs(
     call: Call, part: Part, sequences: Sequence[Tensor], so_far: Sequence[Tensor]
 ) -> list[Tensor]:
     """Up to a part; nothing as long as no row has made its last output."""
-    run, program = call.run, call.program
+    sequence_call, program = call.sequence, call.program
     places = zip(program.printed.output_sequences, program.output_shapes, strict=True)
     found = []
     for i, (number, shape) in enumerate(places):
-        sequence = sequences[number].view(part.steps, run.rows, *shape)
-        output = with_last(run, part, sequence, so_far[i] if so_far else None)
+        sequence = sequences[number].view(part.steps, sequence_call.rows, *shape)
+        output = with_last(sequence_call, part, sequence, so_far[i] if so_far else None)
         if output is not None:
             found.append(output)
     return found

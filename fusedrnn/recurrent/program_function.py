@@ -5,7 +5,7 @@ Longer than 350 lines, because the gradients of one call come together here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,52 +13,32 @@ import torch
 from torch import Tensor
 
 from .._graphs import never_in_graphs
-from .autograd import is_batched, warn_of_loop, with_graph
-from .gradients import Gradients
-from .program_call import SEQUENCE, Arguments, Call, PartCall
+from .autograd import is_batched, warn_of_loop
+from .gradients import Gradients, gradients_of
+from .graph_loop import loop
+from .program_call import SEQUENCE, Arguments, Call, PartCall, Values
 from .program_forward import Kept, forward, take
 from .program_parts import Part, gradient_in
 from .programs import without_unused
-from .runs import Run
 from .trees import Leaves
-from .values import Values
 
 if TYPE_CHECKING:
     from .._compile.cell import Program
 
 
-def ready_program(
-    run: Run,
-    program: Program,
-    chunk: int,
-    parts: Sequence[Part],
-    saves_sums: bool,
-    inputs: Leaves,
-    state: Leaves,
-    constants: Leaves,
-) -> Callable[[], tuple[Leaves, Leaves]]:
-    """What computes outputs and the last state, of the weights that modules have now.
+def run_program(call: Call, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
+    """Outputs and the last state of a sequence.
 
     Args:
-        chunk, parts, saves_sums: As those of :class:`Call`.
+        tensors: In the order of :class:`Values`.
     """
-    assert run.masks is not None
-    inputs = run.masks.within_ends(inputs)
-    weights, run.user_step.output = run.weights, program.output
-    values = Values(inputs, state, constants, weights.trained(), {})
-    tensors = values.leaves()
-    run.frozen, run.training = weights.frozen(), weights.training_flags()
-    run.draws = bool(program.form.streams)
-    before = run.before()
-    run.befores = [before, before]
-    call = Call(run, values.layout(), program, program, chunk, parts, saves_sums)
-
-    def results() -> tuple[Leaves, Leaves]:
-        made = _Program.apply(call, *tensors, *run.frozen.values())
-        count = len(program.output_shapes)
-        return made[:count], made[count:]
-
-    return results
+    count = len(call.program.output_shapes)
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        made = _Program.apply(call, *tensors)
+    else:
+        results = forward(Arguments.of(call, tensors))
+        made = (*results.outputs, *results.last)
+    return made[:count], made[count:]
 
 
 class _Program(torch.autograd.Function):
@@ -74,32 +54,54 @@ class _Program(torch.autograd.Function):
     @never_in_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        run, layout = call.run, call.layout
         saved = ctx.saved_tensors
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
-        frozen = len(run.frozen)
-        own = tensors[: len(tensors) - frozen]
-        needs = ctx.needs_input_grad[1 : 1 + len(own)]
+        needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
-            return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
-        program = _backward_program(Arguments.of(call, tensors), gradients)
+            return None, *_by_loop(call, tensors, needs, gradients)
+        program = _backward_program(Arguments.of(call, tensors), needs, gradients)
         if program is None:
             warn_of_loop("Gradients of some results alone")
-            return None, *with_graph(run, layout, own, needs, gradients), *(None,) * frozen
+            return None, *_by_loop(call, tensors, needs, gradients)
         found = _Backward(replace(call, program=program), tensors, rest, needs)
-        return None, *found.gradients(gradients), *(None,) * frozen
+        return None, *found.gradients(gradients)
 
 
-def _backward_program(arguments: Arguments, gradients: Sequence[Tensor | None]) -> Program | None:
+def _by_loop(
+    call: Call,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> Gradients:
+    """Gradients that may have gradients: of the steps' graph, under autograd."""
+    from .._front.graph import Given
+
+    # Aliases, so that hooks of the tensors themselves see only what comes out of here.
+    with torch.enable_grad():
+        aliases = [
+            tensor.view_as(tensor) if need else tensor.detach()
+            for tensor, need in zip(tensors, needs, strict=True)
+        ]
+        values = Values.of(call, aliases)
+        sequence = call.sequence.with_tensors(values.inputs, values.state, values.reset_to)
+        given = Given(tuple(values.constants), call.numbers)
+        outputs, last = loop(call.graph, given, sequence)
+    create_graph = torch.is_grad_enabled()
+    return gradients_of([*outputs, *last], gradients, aliases, create_graph=create_graph)
+
+
+def _backward_program(
+    arguments: Arguments, needs: Sequence[bool], gradients: Sequence[Tensor | None]
+) -> Program | None:
     """The program of forward, or one that takes no derivatives of results without gradients."""
     call, used = arguments.call, tuple(gradient is not None for gradient in gradients)
     if all(used):
         return call.program
-    trained = [name not in call.run.frozen for name in call.program.names]
-    values, inputs = arguments.values, arguments.values.inputs[: call.masks.inputs]
+    values = arguments.values
+    trained = Values.of(call, needs).constants
     return without_unused(
-        call.program, used, tuple(arguments.constants), trained, inputs, values.state
+        call.program, used, tuple(values.constants), trained, tuple(values.inputs), values.state
     )
 
 
@@ -110,9 +112,9 @@ class _Backward:
         self, call: Call, tensors: Sequence[Tensor], rest: Sequence[Tensor], needs: Sequence[bool]
     ) -> None:
         self._call, self._rest = call, rest
-        self._run, self._program, self._masks = call.run, call.program, call.masks
+        self._sequence, self._program = call.sequence, call.program
         self._arguments = arguments = Arguments.of(call, tensors)
-        self._needs = call.layout.values(needs)  # type: ignore[arg-type]
+        self._needs = Values.of(call, needs)
         self._nothing = arguments.state[0].new_empty(0)
         self._no_sums = self._nothing.to(arguments.sum_dtype)
         self._constants, self._named = self._with_needs()
@@ -130,7 +132,7 @@ class _Backward:
         """In the order of the function's arguments."""
         count = len(self._program.output_shapes)
         of_state = [
-            self._nothing if g is None else g.reshape(self._run.rows, -1).contiguous()
+            self._nothing if g is None else g.reshape(self._sequence.rows, -1).contiguous()
             for g in given[count:]
         ]
         for index in reversed(range(len(self._call.parts))):
@@ -149,8 +151,9 @@ class _Backward:
     def _with_needs(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The step's constants, and by name those of them that need a gradient."""
         constants, named = [], {}
-        for name, constant in zip(self._program.names, self._arguments.constants, strict=True):
-            if self._needs.weights.get(name):
+        given = zip(self._program.names, self._arguments.values.constants, strict=True)
+        for (name, constant), need in zip(given, self._needs.constants, strict=True):
+            if need:
                 constant = named[name] = constant.detach().requires_grad_()
             constants.append(constant)
         return constants, named
@@ -241,8 +244,8 @@ class _Backward:
         """Of a part's sequences, from those of outputs; an output without one gives nothing."""
         found = [self._nothing] * len(sequences)
         for number, gradient in zip(self._program.printed.output_sequences, given, strict=True):
-            if gradient is not None and not self._run.returns_sequence:
-                gradient = gradient_in(self._run, part, gradient)
+            if gradient is not None and not self._sequence.returns_sequence:
+                gradient = gradient_in(self._sequence, part, gradient)
             if gradient is None:
                 continue
             whole = gradient.reshape(sequences[number].shape)
@@ -267,7 +270,7 @@ class _Backward:
                 self._of_inputs[i] = gradient
                 continue
             if i not in self._of_inputs:
-                self._of_inputs[i] = own[i].new_empty(self._run.seq_len, *own[i].shape[1:])
+                self._of_inputs[i] = own[i].new_empty(self._sequence.seq_len, *own[i].shape[1:])
             self._of_inputs[i][part.slice] = gradient
 
     def _memory_of_resets(self, part: Part) -> list[Tensor]:
@@ -283,22 +286,16 @@ class _Backward:
                     self._of_resets[i] = tensor.new_empty(tensor.shape)
                 found.append(self._of_resets[i][part.slice])
             else:
-                shape = (self._run.rows, tensor.shape[1])
+                shape = (self._sequence.rows, tensor.shape[1])
                 found.append(tensor.new_empty(shape, dtype=self._no_sums.dtype))
         return found
 
     def _resets(self) -> list[tuple[int, int, bool]]:
         """For each carry that resets give a value: its number, the value's, and its need."""
-        resets = self._masks.resets
+        resets = self._sequence.resets
         if resets is None or not resets.has_values:
             return []
-        first = self._masks.inputs + (self._masks.lengths is not None) + 1
-        if resets.is_sequence:
-            return [
-                (i, first + n, bool(self._needs.inputs[first + n]))
-                for n, i in enumerate(resets.leaves)
-            ]
-        return [(i, n, bool(self._needs.constants[n])) for n, i in enumerate(resets.leaves)]
+        return [(i, n, self._needs.reset_to[n]) for n, i in enumerate(resets.leaves)]
 
     def _in_order(
         self, of_state: Sequence[Tensor], of_weights: dict[str, Tensor | None]
@@ -309,7 +306,7 @@ class _Backward:
             None if i in unread.inputs else self._of_inputs.get(i)
             for i in range(len(values.inputs))
         ]
-        constants: Gradients = [None] * len(values.constants)
+        reset_to: Gradients = [None] * len(values.reset_to)
         state = [
             gradient.reshape(leaf.shape) if need and j not in unread.state else None
             for j, (leaf, gradient, need) in enumerate(
@@ -318,12 +315,11 @@ class _Backward:
         ]
         for i, n, need in self._resets():
             if need:
-                assert self._masks.resets is not None
-                is_sequence = self._masks.resets.is_sequence
-                leaf = (values.inputs if is_sequence else values.constants)[n]
-                (inputs if is_sequence else constants)[n] = _of_rows(self._of_resets[i], leaf)
-        weights = [None if n in unread.weights else of_weights.get(n) for n in values.weights]
-        return _apart([*inputs, *state, *constants, *weights])
+                reset_to[n] = _of_rows(self._of_resets[i], values.reset_to[n])
+        constants = [
+            None if name in unread.weights else of_weights.get(name) for name in self._program.names
+        ]
+        return _apart([*inputs, *state, *reset_to, *constants])
 
 
 def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:

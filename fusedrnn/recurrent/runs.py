@@ -20,7 +20,6 @@ from .trees import Leaves, differentiable
 from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
 if TYPE_CHECKING:
-    from .programs import Masks
     from .steps import Step
     from .torch_compile import TorchCompiledStep
 
@@ -72,8 +71,6 @@ class Run:
     last: Tensor | None = None
     """Without the sequence: where a row takes its last step, (seq_len, batch); None: all at once
     take the last of all."""
-    masks: Masks | None = None
-    """Rows that end or start anew, for programs; None if no program can take the steps."""
     place: str = ""
     """Of which layer and direction, if there are several; for errors."""
 

@@ -1,0 +1,256 @@
+"""What torch.compile has made of a step: a graph, and what its inputs and outputs are."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..recurrent.trees import Leaves
+from .wrapped import OUTPUT, STATE, result
+
+_unique = itertools.count()
+
+
+class Given(NamedTuple):
+    """What a step gets besides input and state, in one call."""
+
+    constants: Leaves
+    """Tensors that it reads, then floats that have changed between calls, if these are tensors."""
+    numbers: tuple[Any, ...]
+    """Floats that are numbers, then other numbers; None for the rows of the batch."""
+
+
+class Refusal(Exception):
+    """Why a step runs in Python, a sentence without a stop."""
+
+
+class StepGraph:
+    """A step as a function of tensors, without modules and without effects."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        """
+        Raises:
+            Refusal: The step keeps a tensor besides its results.
+        """
+        self.places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._values = [node.meta.get("example_value") for node in self.places]
+        (outs,) = next(node for node in module.graph.nodes if node.op == "output").args
+        self.outs: list[tuple[int, int]] = []
+        """Of each output of torch.compile's graph, which result it is: kind and place."""
+        sources: dict[tuple[int, int], fx.Node] = {}
+        for out in outs:
+            if not isinstance(out, fx.Node) or out.target not in (result, result.default):
+                raise Refusal("the step keeps a tensor besides its results")
+            source, kind, place = out.args
+            self.outs.append((kind, place))
+            sources[kind, place] = source
+        self.states = sum(kind == STATE for kind, _ in sources)
+        self.outputs = sum(kind == OUTPUT for kind, _ in sources)
+        wanted = [(STATE, i) for i in range(self.states)]
+        wanted += [(OUTPUT, i) for i in range(self.outputs)]
+        self._float_at = [i for i, node in enumerate(self.places) if self._is_float(i, node)]
+        self.module = self._pure(module, [sources[one] for one in wanted])
+        """From all inputs to new states and outputs."""
+        self.text = _text_of(self.module)
+        """All that it does, in words that are the same in each process."""
+        self._roles: list[tuple[str, int]] = []
+        self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
+        self.programs: dict[Any, Any] = {}
+        """What has been found for it, by the numbers of calls: programs, or why there are none."""
+
+    def _is_float(self, i: int, node: fx.Node) -> bool:
+        """A float of Python that has changed between calls comes as a tensor and its item()."""
+        value = self._values[i]
+        return (
+            isinstance(value, Tensor)
+            and value.dim() == 0
+            and bool(node.users)
+            and all(u.op == "call_method" and u.target == "item" for u in node.users)
+        )
+
+    def _pure(self, module: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
+        floats = {user: self.places[i] for i in self._float_at for user in self.places[i].users}
+        made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in module.graph.nodes:
+            if node.op == "output" or node.target in (result, result.default):
+                continue
+            if node in floats:
+                copies[node] = copies[floats[node]]
+            else:
+                copies[node] = made.node_copy(node, copies.__getitem__)
+        made.output(tuple(copies[one] for one in results))
+        return fx.GraphModule(module, made)
+
+    # What the inputs are.
+
+    def know(self, args: Sequence[Any], inputs: Leaves, states: Leaves) -> None:
+        """Finds out what the inputs are, from those of a call.
+
+        Args:
+            inputs, states: The stand-ins among them.
+        """
+        if self._roles:
+            return
+        x = {id(leaf): i for i, leaf in enumerate(inputs)}
+        state = {id(leaf): i for i, leaf in enumerate(states)}
+        roles, constants, numbers, floats = list[tuple[str, int]](), 0, 0, set(self._float_at)
+        for i, value in enumerate(args):
+            if i in floats:
+                roles.append(("float", len(roles) and sum(r == "float" for r, _ in roles)))
+            elif not isinstance(value, Tensor):
+                roles.append(("number", numbers))
+                numbers += 1
+            elif id(value) in x:
+                roles.append(("input", x[id(value)]))
+            elif id(value) in state:
+                roles.append(("state", state[id(value)]))
+            else:
+                roles.append(("constant", constants))
+                constants += 1
+        self.constant_at = [i for i, (role, _) in enumerate(roles) if role == "constant"]
+        self._number_at = [i for i, (role, _) in enumerate(roles) if role == "number"]
+        rows = {
+            str(self._values[i].shape[0])
+            for i, (role, _) in enumerate(roles)
+            if role in ("input", "state") and isinstance(self._values[i].shape[0], torch.SymInt)
+        }
+        self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
+        self.dtype = states[0].dtype
+        self._is_on_cpu = states[0].device.type == "cpu"
+        self._roles = roles
+
+    @property
+    def names(self) -> list[str]:
+        """Of constants, and of floats behind them."""
+        return [self.places[i].name for i in (*self.constant_at, *self._float_at)]
+
+    @property
+    def roles(self) -> str:
+        return str(self._roles)
+
+    def given(self, args: Sequence[Any], floats_are_tensors: bool) -> Given:
+        """What a call has."""
+        constants = [args[i] for i in self.constant_at]
+        numbers = tuple(
+            [
+                None if is_rows else args[i]
+                for i, is_rows in zip(self._number_at, self._is_rows, strict=True)
+            ]
+        )
+        floats = [args[i] for i in self._float_at]
+        if floats_are_tensors:
+            return Given((*constants, *floats), numbers)
+        return Given(tuple(constants), (*[one.item() for one in floats], *numbers))
+
+    @property
+    def has_floats(self) -> bool:
+        return bool(self._float_at)
+
+    def arguments(self, given: Given, x: Leaves, state: Leaves, rows: int) -> list[Any]:
+        """The inputs of the graph."""
+        constants, floats = len(self.constant_at), len(self._float_at)
+        are_tensors = len(given.constants) > constants
+        first = 0 if are_tensors else floats
+        made: list[Any] = []
+        for role, i in self._roles:
+            if role == "input":
+                made.append(x[i])
+            elif role == "state":
+                made.append(state[i])
+            elif role == "constant":
+                made.append(given.constants[i])
+            elif role == "float":
+                made.append(given.constants[constants + i] if are_tensors else given.numbers[i])
+            else:
+                number = given.numbers[first + i]
+                made.append(rows if number is None else number)
+        return made
+
+    def take(
+        self, given: Given, x: Leaves, state: Leaves, rows: int, module: Any = None
+    ) -> tuple[Leaves, Leaves]:
+        """One step: the new state and the outputs.
+
+        Args:
+            module: What to run in the place of the graph.
+        """
+        made = (module or self.module)(*self.arguments(given, x, state, rows))
+        return tuple(made[: self.states]), tuple(made[self.states :])
+
+    def on_cpu(self, dtype: torch.dtype) -> fx.GraphModule:
+        """The graph for tensors on a CPU, where it names the cell's dtype with this one."""
+        if self._is_on_cpu and dtype == self.dtype:
+            return self.module
+        found = self._on_cpu.get(dtype)
+        if found is None:
+            found = self._on_cpu[dtype] = _renamed(self.module, self.dtype, dtype)
+        return found
+
+
+def _renamed(module: fx.GraphModule, old: torch.dtype, new: torch.dtype) -> fx.GraphModule:
+    made = copy.deepcopy(module)
+
+    def swap(value: Any) -> Any:
+        if value is old:
+            return new
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    for part in made.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, swap)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, swap)
+            if node.op == "call_method" and node.target == _METHODS.get(old):
+                node.target = _METHODS[new]
+            if node.op == "call_method" and node.target == "cuda":
+                node.target, node.args, node.kwargs = "cpu", node.args[:1], {}
+        part.recompile()
+    return made.to("cpu")
+
+
+_METHODS = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+}
+_MOST_NUMBERS = 1000
+"""Of a tensor in the graph that are in its text one by one."""
+_ADDRESS = re.compile(r"\bat 0x")
+
+
+def _text_of(module: fx.GraphModule) -> str:
+    lines = []
+    for name, part in module.named_modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            target = node.target
+            if callable(target):
+                own = getattr(target, "__qualname__", None) or target
+                target = f"{getattr(target, '__module__', '')}.{own}"
+            lines.append(f"{name} {node.op} {node.name} {target} {node.args} {node.kwargs}")
+            value = node.meta.get("example_value") if node.op == "placeholder" else None
+            if isinstance(value, Tensor):
+                lines.append(f"{value.dtype} {tuple(value.shape)} {value.requires_grad}")
+            held = getattr(part, node.target, None) if node.op == "get_attr" else None
+            if isinstance(held, Tensor):
+                lines.append(f"{held.dtype} {tuple(held.shape)} {_numbers_of(held)}")
+    text = "\n".join(lines)
+    # Something in it has no text of its own.
+    return f"{text}\n{next(_unique)}" if _ADDRESS.search(text) else text
+
+
+def _numbers_of(tensor: Tensor) -> str:
+    if tensor.numel() <= _MOST_NUMBERS:
+        return str(tensor.tolist())
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

@@ -1,0 +1,421 @@
+"""Calls of one cell, or of steps of one code, by a program, as far as there is one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .obstacles import hook_of, obstacle_to_programs, unusual_weight
+from .program_call import Call
+from .program_function import run_program
+from .program_parts import Part, parts_of
+from .programs import CHANGING, made_or_reason, program_of
+from .sequence_call import SequenceCall
+from .trees import Leaves, flatten
+
+if TYPE_CHECKING:
+    from .._compile.cell import Program
+    from .._front.classes import Contents
+    from .._front.compiled_step import CompiledStep
+    from .._front.graph import Given, StepGraph
+    from .._front.stand_ins import StandIns
+
+
+class NoProgram(Exception):
+    """Why a call has its steps taken in Python, a sentence without a stop."""
+
+
+class NotCompiled(NoProgram):
+    """The step cannot be compiled, whatever is around the call."""
+
+
+class TooSmall(NoProgram):
+    """``workspace_bytes`` is less than the program needs."""
+
+
+class Options(NamedTuple):
+    """How a call runs its program."""
+
+    chunk_size: int | None
+    workspace_bytes: int | None
+    saves_sums: bool
+    """Whether forward saves the sums of products, and the whole sequence."""
+
+
+class Planned(NamedTuple):
+    """A program, and how a call runs it."""
+
+    program: Program
+    parts: Sequence[Part]
+    """In the order of work."""
+    chunk: int
+    """The most steps of a chunk."""
+    workspace_bytes: int
+    """Of backward."""
+    graph: StepGraph
+    given: Given
+    traces: int
+    """That torch.compile has made."""
+
+
+class User(NamedTuple):
+    """A user's step."""
+
+    wrapper: str
+    """Which function of wrapped.py takes it."""
+    step: Any
+    """The cell, or the function of a scan."""
+    input: Callable[[Leaves], Any]
+    """The tree that the step gets."""
+    state: Callable[[Leaves], Any]
+    more: tuple[Any, ...] = ()
+    """Further arguments of the wrapper."""
+
+    def arguments(self, inputs: Leaves, state: Leaves) -> tuple[Any, ...]:
+        return self.step, self.input(inputs), self.state(state), *self.more
+
+    def modules(self) -> list[nn.Module]:
+        """Those of a cell."""
+        return list(self.step.modules()) if isinstance(self.step, nn.Module) else []
+
+
+class Compiling:
+    """What calls of one cell, or of one code, have found out."""
+
+    def __init__(self) -> None:
+        self._own: CompiledStep | None = None
+        """If that of all cells of a class, or of all functions of one code, is full."""
+        self._stand_ins: StandIns | None = None
+        self._refused: dict[Any, _Refused] = {}
+        self._was_compiled = self._has_warned = False
+
+    def __reduce__(self) -> Any:
+        return Compiling, ()
+
+    def run(self, user: User, call: SequenceCall, options: Options) -> tuple[Any, Any]:
+        """Output and last state of a whole sequence, as the step returns them.
+
+        Raises:
+            NoProgram: Steps in Python are to be taken.
+        """
+        return self._through(user, call, options, _Running)
+
+    def plan(self, user: User, call: SequenceCall, options: Options) -> Planned:
+        """The program of a call, which does not run.
+
+        Raises:
+            NoProgram: Steps in Python are to be taken.
+        """
+        self._refused.clear()
+        try:
+            self._through(user, call, options, _Planning)
+        except _Found as found:
+            return found.planned
+        raise AssertionError("planning ends with what it has found")
+
+    def forget_refusals(self) -> None:
+        """Has the next call look again."""
+        self._refused.clear()
+
+    def _through(
+        self, user: User, call: SequenceCall, options: Options, kind: type[_Running]
+    ) -> tuple[Any, Any]:
+        modules = user.modules()
+        if obstacle := obstacle_to_programs(call) or hook_of(modules):
+            raise NoProgram(obstacle)
+        key = _kind(user, call, modules)
+        refused = self._refused.get(key)
+        if refused is not None and refused.is_still():
+            raise NotCompiled(refused.reason)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                made = self._take(user, call, options, kind, modules, is_inference=True)
+        else:
+            made = self._take(user, call, options, kind, modules, is_inference=False)
+        self._was_compiled = True
+        return made
+
+    def _take(
+        self,
+        user: User,
+        call: SequenceCall,
+        options: Options,
+        kind: type[_Running],
+        modules: list[nn.Module],
+        is_inference: bool,
+    ) -> tuple[Any, Any]:
+        from .._front.graph import Refusal
+
+        for _ in range(4):
+            step = self._step(user, modules)
+            seen = self._seen(call, call.rows)
+            running = kind(user, call, options, step, seen, is_inference)
+            try:
+                made = step(running, *user.arguments(*seen))
+            except _OfOneRow as one:
+                one.find_program(self._program_of_many(user, call, options, step))
+                continue
+            except Refusal as error:
+                if step.is_full and self._own is not step:
+                    self._renew(user)
+                    continue
+                reason = CHANGING if step.is_full else str(error)
+                if what := unusual_weight(modules, call.device):
+                    reason = what
+                self._refuse(_kind(user, call, modules), reason, not running.has_run)
+                raise NotCompiled(reason) from error
+            return made
+        raise NotCompiled(CHANGING)
+
+    def _program_of_many(
+        self, user: User, call: SequenceCall, options: Options, step: CompiledStep
+    ) -> tuple[Program, list[str]] | str:
+        """The program of a batch of several rows, and the names of its constants."""
+        from .._front.graph import Refusal
+
+        seen = self._seen(call, 2)
+        try:
+            step(_Planning(user, call, options, step, seen, False, True), *user.arguments(*seen))
+        except _Found as found:
+            return found.planned.program, found.planned.graph.names
+        except Refusal as error:
+            return str(error)
+        raise AssertionError("planning ends with what it has found")
+
+    def _step(self, user: User, modules: list[nn.Module]) -> CompiledStep:
+        if self._own is not None and _steps.is_right(self._own, modules):
+            return self._own
+        if self._own is not None:
+            self._own = None
+        return _steps.of(user, modules)
+
+    def _renew(self, user: User) -> None:
+        from .._front.compiled_step import CompiledStep
+
+        self._own = CompiledStep(_wrapper(user))
+
+    def _seen(self, call: SequenceCall, rows: int) -> tuple[Leaves, Leaves]:
+        if self._stand_ins is None:
+            from .._front.stand_ins import StandIns
+
+            self._stand_ins = StandIns()
+        known = self._stand_ins
+        return known.of(call.inputs, 1, rows, True), known.of(call.state, 0, rows, False)
+
+    def _refuse(self, key: Any, reason: str, is_from_tracer: bool) -> None:
+        if is_from_tracer:  # which would try again for a tenth of a second
+            before = self._refused.get(key)
+            self._refused[key] = _Refused(reason, 16 if before is None else 2 * before.calls)
+
+    def is_to_warn(self, error: NoProgram) -> bool:
+        """Whether to say that a cell is no longer compiled."""
+        if not self._was_compiled or self._has_warned or not isinstance(error, NotCompiled):
+            return False
+        self._has_warned = True
+        return True
+
+
+class _Refused:
+    """Why torch.compile does not take a step, and for how many calls nobody asks again."""
+
+    def __init__(self, reason: str, calls: int) -> None:
+        self.reason, self.calls, self._left = reason, calls, calls
+
+    def is_still(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+def _kind(user: User, call: SequenceCall, modules: Sequence[nn.Module]) -> Any:
+    """Calls of which torch.compile may say the same."""
+    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in (*call.inputs, *call.state)]
+    return tuple(kinds), tuple([module.training for module in modules])
+
+
+class _Found(Exception):
+    """Ends a call that was to be planned."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned = planned
+
+
+class _OfOneRow(Exception):
+    """A graph of one row, whose program is not yet known: that of several rows, or none."""
+
+    def __init__(self, graph: StepGraph, key: Any, given: Given, call: SequenceCall) -> None:
+        self._graph, self._key, self._given, self._call = graph, key, given, call
+
+    def find_program(self, many: tuple[Program, list[str]] | str) -> None:
+        self._graph.programs[self._key] = self._of(many)
+
+    def _of(self, many: tuple[Program, list[str]] | str) -> Any:
+        if isinstance(many, str):
+            return many
+        from .._compile.first_use import computes_the_same
+
+        program, names = many
+        if self._graph.names != names:
+            return "the step reads other tensors in a batch of one row"
+        call, given = self._call, self._given
+        inputs = call.within_ends()
+        is_same, _ = made_or_reason(
+            lambda: computes_the_same(program, self._graph, given, inputs, call.state)
+        )
+        return program if is_same is True else "the step does something else in a batch of one row"
+
+
+class _Running:
+    """One call on its way through torch.compile's guards."""
+
+    def __init__(
+        self,
+        user: User,
+        call: SequenceCall,
+        options: Options,
+        step: CompiledStep,
+        seen: tuple[Leaves, Leaves],
+        is_inference: bool,
+        is_many: bool = False,
+    ) -> None:
+        self._user, self._call, self._options, self._step = user, call, options, step
+        self.inputs_seen, self.states_seen = seen
+        self.has_run = False
+        self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
+        self._is_many = is_many
+        """Whether a program for several rows is wanted, also where the call has one."""
+
+    def run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
+        if self._is_inference:
+            with torch.inference_mode():
+                return self._run(graph, args)
+        torch._C._set_grad_enabled(self._is_grad)
+        try:
+            return self._run(graph, args)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    def _run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
+        planned = self._planned(graph, args)
+        call = self._call
+        sequences = Call(
+            call.without_tensors(),
+            (len(call.inputs), len(call.state), len(call.reset_to)),
+            graph,
+            planned.given.numbers,
+            planned.program,
+            planned.program,
+            planned.chunk,
+            planned.parts,
+            self._options.saves_sums,
+        )
+        inputs = call.within_ends()
+        tensors = [*inputs, *call.state, *call.reset_to, *planned.given.constants]
+        outputs, last = run_program(sequences, tensors)
+        return dict(
+            [((0, i), leaf) for i, leaf in enumerate(last)]
+            + [((1, i), leaf) for i, leaf in enumerate(outputs)]
+        )
+
+    def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
+        from .._compile import operators
+        from .._front.graph import Refusal
+
+        call, options = self._call, self._options
+        program, given = self._program(graph, args)
+        if isinstance(program, str):
+            raise Refusal(program)
+        parts = parts_of(call, call.returns_sequence or options.saves_sums)
+        longest = max(part.steps for part in parts)
+        limits = options.chunk_size or 0, options.workspace_bytes or 0
+        number, dtype = program.number, call.state[0].dtype
+        try:
+            chunk, _, workspace = operators.chunk(number, longest, call.rows, dtype, *limits)
+        except RuntimeError as error:
+            raise TooSmall(str(error).split("\n")[0].removeprefix("fusedrnn: ")) from error
+        return Planned(program, parts, chunk, workspace, graph, given, self._step.traces)
+
+    def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Program | str, Given]:
+        call = self._call
+        if call.rows != 1 or self._is_many:
+            return program_of(graph, args, call, lambda given: self._asks(graph, given))
+        given = graph.given(args, graph.has_floats)
+        key = "one row", given.numbers
+        found = graph.programs.get(key)
+        if found is None:
+            why, _ = made_or_reason(lambda: self._asks(graph, given))
+            if not why:
+                raise _OfOneRow(graph, key, given, call)
+            found = graph.programs[key] = why
+        return found, given
+
+    def _asks(self, graph: StepGraph, given: Given) -> str:
+        """Says that the user's step does not compute what its graph does; or nothing."""
+        from .._front.python_step import difference
+
+        def in_python(inputs: Leaves, state: Leaves) -> tuple[Leaves, Leaves]:
+            y, new = self._step.function(*self._user.arguments(inputs, state))
+            return flatten(new, "state")[0], flatten(y, "output")[0]
+
+        return difference(graph, given, in_python, self.inputs_seen, self.states_seen)
+
+
+class _Planning(_Running):
+    """A call that ends when its program is known."""
+
+    def _run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
+        raise _Found(self._planned(graph, args))
+
+
+class _Steps:
+    """Steps through torch.compile, which all cells of a class share, or all functions of a code."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[Any, dict[str, CompiledStep]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._contents: weakref.WeakKeyDictionary[CompiledStep, Contents] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, user: User, modules: Sequence[nn.Module]) -> CompiledStep:
+        from .._front.compiled_step import CompiledStep
+
+        steps = self._of.setdefault(_code_of(user.step), {})
+        found = steps.get(user.wrapper)
+        if found is None or not self.is_right(found, modules):
+            found = steps[user.wrapper] = CompiledStep(_wrapper(user))
+        return found
+
+    def is_right(self, step: CompiledStep, modules: Sequence[nn.Module]) -> bool:
+        """Whether classes of modules are as they were when a step was traced first."""
+        from .._front.classes import Contents, users_classes
+
+        classes = users_classes(modules)
+        known = self._contents.get(step)
+        if known is None:
+            known = self._contents[step] = Contents()
+        return known.are_as_before(classes)
+
+
+_steps = _Steps()
+
+
+def _wrapper(user: User) -> Any:
+    from .._front import wrapped
+
+    return getattr(wrapped, user.wrapper)
+
+
+def _code_of(step: Any) -> Any:
+    """What steps that are traced together have in common."""
+    if isinstance(step, nn.Module):
+        return type(step)
+    function = getattr(step, "__func__", step)
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return getattr(function, "__code__", None) or type(step)
+

@@ -1,0 +1,72 @@
+"""One layer and direction of a call, as programs and graphs of steps take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .chunks import Names
+from .noise import Seed
+from .steps import Resets
+from .trees import Leaves
+
+
+@dataclass(frozen=True)
+class SequenceCall:
+    inputs: Leaves
+    """(seq_len, batch, ...) each."""
+    state: Leaves
+    """Before the first step, (batch, ...) each."""
+    names: Names
+    """Of these."""
+    seq_len: int
+    rows: int
+    """Of the batch."""
+    device: torch.device
+    seed: Seed
+    layer: int = 0
+    """By which layers and directions draw other numbers."""
+    backwards: bool = False
+    """Whether the steps are taken from the last to the first."""
+    returns_sequence: bool = True
+    last: Tensor | None = None
+    """Without the sequence: where a row takes its last step, (seq_len, batch); None: all at once
+    take the last of all."""
+    lengths: Tensor | None = None
+    """int64 on the CPU."""
+    reset: Tensor | None = None
+    """(seq_len, batch)."""
+    resets: Resets | None = None
+    """Which leaves of the state are set at resets."""
+    reset_to: Leaves = ()
+    """To what: a state each, or a sequence of states."""
+    place: str = ""
+    """Of which layer and direction, if there are several; for errors."""
+
+    def time(self, i: int) -> int:
+        """The place in the sequence of the step that is taken after i others."""
+        return self.seq_len - 1 - i if self.backwards else i
+
+    def without_tensors(self) -> SequenceCall:
+        """For autograd, which is to keep these itself."""
+        return replace(self, inputs=(), state=(), reset_to=())
+
+    def with_tensors(
+        self, inputs: Sequence[Tensor], state: Sequence[Tensor], reset_to: Sequence[Tensor]
+    ) -> SequenceCall:
+        return replace(self, inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to))
+
+    def within_ends(self) -> Leaves:
+        """Inputs with 0 for integers behind the ends of rows, where there may be anything."""
+        if self.lengths is None:
+            return self.inputs
+        made = list(self.inputs)
+        for i, leaf in enumerate(made):
+            if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+                times = torch.arange(leaf.shape[0], device=leaf.device)[:, None]
+                ended = times >= self.lengths.to(leaf.device)
+                made[i] = leaf.masked_fill(ended.view(*ended.shape, *(1,) * (leaf.dim() - 2)), 0)
+        return tuple(made)
