@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.distributions import kl
 
 from .._compile.lines import in_brackets, last_line
 from ..recurrent.trees import Leaves
-from .graph import Refusal, StepGraph
+from .graph import Refusal, StepGraph, as_users_write
 
 MOST_TRACES = 64
 """Of one step, by its code, whatever cells take it."""
@@ -101,6 +102,8 @@ class CompiledStep:
 
 
 def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    # kl_divergence looks here before it searches, which torch.compile does not follow.
+    kl._KL_MEMOIZE.update(kl._KL_REGISTRY)
     options: dict[str, Any] = {}
     if torch.__version__ >= "2.13":
         options = {"recompile_limit": MOST_TRACES, "isolate_recompiles": True}
@@ -125,11 +128,7 @@ def _effect() -> str:
         found = find(populate_export_metadata=True)
     except Exception as error:
         return f"the step changes something in Python ({error})"
-    return f"the step changes {_as_users_write(found[0])}" if found else ""
-
-
-def _as_users_write(source: str) -> str:
-    return source.replace("L['cell']", "the cell").replace("L['step']", "the step")
+    return f"the step changes {as_users_write(found[0])}" if found else ""
 
 
 def _reason_of(error: BaseException) -> str:

@@ -41,6 +41,7 @@ class StepGraph:
         """
         self.places = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._values = [node.meta.get("example_value") for node in self.places]
+        self._names = [_name_of(node) for node in self.places]
         (outs,) = next(node for node in module.graph.nodes if node.op == "output").args
         self.outs: list[tuple[int, int]] = []
         """Of each output of torch.compile's graph, which result it is: kind and place."""
@@ -129,7 +130,7 @@ class StepGraph:
     @property
     def names(self) -> list[str]:
         """Of constants, and of floats behind them."""
-        return [self.places[i].name for i in (*self.constant_at, *self._float_at)]
+        return [self._names[i] for i in (*self.constant_at, *self._float_at)]
 
     @property
     def roles(self) -> str:
@@ -225,6 +226,23 @@ _METHODS = {
 _MOST_NUMBERS = 1000
 """Of a tensor in the graph that are in its text one by one."""
 _ADDRESS = re.compile(r"\bat 0x")
+
+
+def _name_of(place: fx.Node) -> str:
+    """What users call an input of the graph."""
+    source = getattr(place.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    return as_users_write(name) if isinstance(name, str) else place.name
+
+
+_PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+
+
+def as_users_write(source: str) -> str:
+    """What torch.compile calls a variable, in the user's words."""
+    short = re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    return _PARTS.sub(r".\1", short)
 
 
 def _text_of(module: fx.GraphModule) -> str:

@@ -75,7 +75,7 @@ def _results(
     noise.step(0)
     with Watch(noise), torch.set_grad_enabled(is_grad):
         # No leaves, for the step may change them in place.
-        new, y = take(tuple(leaf * 1 for leaf in xs), tuple(leaf * 1 for leaf in states))
+        new, y = take(tuple(x.clone() for x in xs), tuple(leaf.clone() for leaf in states))
     results = [*new, *y]
     # Not of weights with hooks, which are not to see this gradient.
     weights = [c for c in given.constants if c.requires_grad and not c._backward_hooks]
