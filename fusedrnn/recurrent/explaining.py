@@ -61,9 +61,9 @@ def explanation(call: LayersCall) -> Explanation:
                     _layer_like(call.cells[i]),
                 )
             )
-            if layer < layers - 1:
+            if layers > 1 or call.directions > 1:
                 outputs.append(_first_outputs(one))
-        if layer < layers - 1:
+        if outputs:
             leaves, structure = joined(layer, outputs, has_steps=True)
             names = structure.names(f"output of layer {layer}")
     first = parts[0]

@@ -25,7 +25,7 @@ def test_what_is_printed() -> None:
     rnn = fusedrnn.Recurrent(nn.GRUCell(8, 16))
     found = rnn.explain(torch.randn(100, 4, 8))
     assert str(found).splitlines() == [
-        "loop: FUSEDRNN_COMPILE=0 says so",
+        "steps in Python, because FUSEDRNN_COMPILE=0 says so",
         "mode replay: on a CPU it takes less time",
         "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
         "torch.compile: no, not asked to",
