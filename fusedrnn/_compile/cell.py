@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .. import _compile
 from . import program as numbers
 from .build import Library
 from .outside import Outside
@@ -18,10 +20,14 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+_MOST_CHUNKS = 256
+"""Kinds of calls whose chunks are known."""
+
+
 class Unread(NamedTuple):
     """What has no part in results with gradients."""
 
-    weights: frozenset[str] = frozenset()
+    constants: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
 
@@ -78,9 +84,45 @@ class Program:
     """Programs for backward where some results have no gradients, by which have one; None where
     there is none."""
 
+    chunks: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict)
+
     @property
     def form(self) -> numbers.Program:
         return self.printed.form
+
+    @functools.cached_property
+    def sequence_shapes(self) -> list[Sequence[int]]:
+        """Of sequences at a step, without the batch: as the first output has it that is a sequence.
+
+        What the user gets must be no view, which autograd would not let them change in place.
+        """
+        shapes: list[Sequence[int]] = [(width,) for width in self.form.sequences]
+        pairs = zip(self.printed.output_sequences, self.output_shapes, strict=True)
+        for number, shape in reversed(list(pairs)):
+            shapes[number] = shape
+        return shapes
+
+    @functools.cached_property
+    def kept_widths(self) -> list[int]:
+        """Of the carries that no sequence keeps."""
+        return [carry.width for carry in self.form.carries if carry.sequence < 0]
+
+    def chunk(
+        self, steps: int, rows: int, chunk_size: int, workspace_bytes: int
+    ) -> tuple[int, int, int]:
+        """The steps of a chunk, and the bytes of the workspaces of forward and backward.
+
+        Raises:
+            RuntimeError: Even one step takes more than ``workspace_bytes``.
+        """
+        key = steps, rows, chunk_size, workspace_bytes
+        found = self.chunks.get(key)
+        if found is None:
+            if len(self.chunks) >= _MOST_CHUNKS:
+                self.chunks.clear()
+            found = _compile.operators.chunk(self.number, steps, rows, self.dtype, *key[2:])
+            self.chunks[key] = found
+        return found
 
     @property
     def interpreter(self) -> Interpreter:

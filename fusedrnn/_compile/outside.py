@@ -61,6 +61,31 @@ class Table(NamedTuple):
     """Of the row that gets no gradient; negative if all do."""
 
 
+class Whole(NamedTuple):
+    """How a weight or a vector is a constant as it is."""
+
+    constant: int
+    is_transposed: bool
+
+
+class Sum(NamedTuple):
+    """How a vector is a sum of constants."""
+
+    constants: list[int]
+
+
+class Cut(NamedTuple):
+    """How a vector is one of the parts that a constant consists of."""
+
+    constant: int
+    widths: tuple[int, ...]
+    number: int
+
+
+Recipe = Whole | Sum | Cut
+"""How most weights and vectors are made of constants, and gradients of these from theirs."""
+
+
 class Outside:
     """Computes weights, vectors and inputs of a program from a step's constants and inputs."""
 
@@ -81,6 +106,15 @@ class Outside:
         self._module, self._constants = module, constants
         self._weights, self._vectors, self._inputs = weights, vectors, inputs
         self._cuts = _cuts(vectors)
+        self._places = dict(zip(module.graph.find_nodes(op="placeholder"), constants, strict=True))
+        self.reads_tables = any(isinstance(one, Table) for one in inputs)
+        self._fits: bool | None = None
+        self.recipes: list[Recipe] | None = None
+        """Of weights, then of vectors, where all have one; else they need a graph of autograd."""
+        found = [*map(self._recipe_of_weight, weights), *map(self._recipe_of_vector, vectors)]
+        cuts = [recipe for recipe in found if isinstance(recipe, Cut)]
+        if all(found) and len({(cut.constant, cut.number) for cut in cuts}) == len(cuts):
+            self.recipes = [recipe for recipe in found if recipe is not None]
         self._held: dict[tuple[str | int, torch.device], Tensor] = {}
         """What :meth:`hold_on` has copied, by name, or by the number of a vector."""
 
@@ -107,6 +141,8 @@ class Outside:
         Args:
             like: A tensor of the program's dtype on its device, such as a carry.
         """
+        if self.has_recipes_for(constants):
+            return self.by_recipes(constants, like.dtype)
         evaluate = self._evaluation(constants, like)
         weights = [self._weight(weight, evaluate) for weight in self._weights]
         vectors = [
@@ -117,18 +153,147 @@ class Outside:
         ]
         return weights, vectors
 
+    # By recipes, without the graph of constants.
+
+    def _recipe_of_weight(self, weight: Weight) -> Recipe | None:
+        part = weight.parts[0]
+        is_whole = len(weight.parts) == 1 and part.member is None and part.first == 0
+        if not is_whole or part.weight not in self._places:
+            return None
+        return Whole(self._places[part.weight], part.is_transposed)
+
+    def _recipe_of_vector(self, vector: Bias | Columns) -> Recipe | None:
+        if isinstance(vector, Bias):
+            products = [self._weights[i].parts for i in vector.products]
+            biases = [parts[0].bias for parts in products if len(parts) == 1]
+            if len(biases) < len(products) or not all(b in self._places for b in biases):
+                return None
+            return Sum([self._places[bias] for bias in biases if bias is not None])
+        widths = self._cuts.get(vector.source)
+        if vector.step != 1 or vector.source not in self._places or not widths:
+            return None
+        number = list(widths).index(vector.first)
+        return Cut(self._places[vector.source], tuple(widths.values()), number)
+
+    def has_recipes_for(self, constants: Sequence[Tensor]) -> bool:
+        """Whether recipes are right for the shapes of a step's constants, which never change."""
+        if self._fits is None:
+            self._fits = self._fit(constants)
+        return self._fits
+
+    def _fit(self, constants: Sequence[Tensor]) -> bool:
+        if self.recipes is None:
+            return False
+        for weight, recipe in zip(self._weights, self.recipes, strict=False):
+            assert isinstance(recipe, Whole)
+            shape = constants[recipe.constant].shape
+            if len(shape) != 2 or shape[recipe.is_transposed] != weight.terms:
+                return False
+        for recipe in self.recipes[len(self._weights) :]:
+            numbers = recipe.constants if isinstance(recipe, Sum) else [recipe.constant]
+            if any(constants[i].dim() != 1 for i in numbers):
+                return False
+            if len({constants[i].shape for i in numbers}) > 1:
+                return False
+            if isinstance(recipe, Cut) and constants[numbers[0]].shape[0] != sum(recipe.widths):
+                return False
+        return True
+
+    def by_recipes(
+        self, constants: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and vectors, as :meth:`__call__` gives them."""
+        constants = [c if c.dtype == dtype else c.to(dtype) for c in constants]
+        made: list[Tensor] = []
+        cuts: dict[int, Sequence[Tensor]] = {}
+        for recipe in self.recipes or ():
+            if isinstance(recipe, Whole):
+                weight = constants[recipe.constant]
+                made.append(weight.t() if recipe.is_transposed else weight)
+            elif isinstance(recipe, Sum):
+                total = constants[recipe.constants[0]]
+                for i in recipe.constants[1:]:
+                    total = total + constants[i]
+                made.append(total)
+            else:
+                parts = cuts.get(recipe.constant)
+                if parts is None:
+                    parts = cuts[recipe.constant] = constants[recipe.constant].split(recipe.widths)
+                made.append(parts[recipe.number])
+        count = len(self._weights)
+        return made[:count], made[count:]
+
+    def memory_by_recipes(
+        self, made: Sequence[Tensor], needs: Sequence[bool], sums: torch.dtype
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """For the gradients of weights and vectors; that of a weight lies as the weight does.
+
+        And for those of constants that vectors are parts of, by their numbers, in one.
+
+        Args:
+            made: The weights and vectors.
+            needs: Which constants need a gradient.
+            sums: In which dtype gradients are added up.
+        """
+        found: list[Tensor] = []
+        whole: dict[int, Tensor] = {}
+        cuts: dict[int, Sequence[Tensor]] = {}
+        like = made[0]
+        for recipe, tensor in zip(self.recipes or (), made, strict=True):
+            numbers = recipe.constants if isinstance(recipe, Sum) else [recipe.constant]
+            if not any([needs[i] for i in numbers]):
+                found.append(like.new_empty(0, dtype=sums))
+            elif isinstance(recipe, Cut):
+                if recipe.constant not in cuts:
+                    memory = like.new_empty(sum(recipe.widths), dtype=sums)
+                    whole[recipe.constant] = memory
+                    cuts[recipe.constant] = memory.split(recipe.widths)
+                found.append(cuts[recipe.constant][recipe.number])
+            elif isinstance(recipe, Whole) and tensor.dim() == 2:
+                terms, columns = tensor.shape
+                found.append(like.new_empty((columns, terms), dtype=sums).t())
+            else:
+                found.append(like.new_empty(tensor.shape, dtype=sums))
+        return found, whole
+
+    def through_recipes(
+        self, gradients: Sequence[Tensor], whole: dict[int, Tensor], needs: Sequence[bool]
+    ) -> dict[int, Tensor]:
+        """Of constants, by their numbers, from those of weights and vectors.
+
+        Args:
+            gradients, whole: In memory that :meth:`memory_by_recipes` has given.
+        """
+        found = dict(whole)
+
+        def add(i: int, gradient: Tensor) -> None:
+            found[i] = found[i] + gradient if i in found else gradient
+
+        for recipe, gradient in zip(self.recipes or (), gradients, strict=True):
+            if isinstance(recipe, Whole):
+                if needs[recipe.constant]:
+                    add(recipe.constant, gradient.t() if recipe.is_transposed else gradient)
+            elif isinstance(recipe, Sum):
+                for i in recipe.constants:
+                    if needs[i]:
+                        add(i, gradient)
+        return found
+
     def inputs(
         self, constants: Sequence[Tensor], inputs: Sequence[Tensor], like: Tensor
     ) -> list[Tensor]:
         """The inputs that a program reads, (seq_len, batch, width) each."""
-        evaluate, found = self._evaluation(constants, like), []
+        found = []
+        evaluate = self._evaluation(constants, like) if self.reads_tables else None
         for one in self._inputs:
             if isinstance(one, Table):
+                assert evaluate is not None
                 padding = one.padding if one.padding >= 0 else None
                 made = F.embedding(inputs[one.input], evaluate(one.table), padding)
             else:
                 made = inputs[one]
-            made = made.to(like.dtype)
+            if made.dtype != like.dtype:
+                made = made.to(like.dtype)
             found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
         return found
 

@@ -79,11 +79,11 @@ def _new(
 
     lowered, read = lowered_without(program.made().plan.lowered, outputs, last)
     unread = Unread(
-        frozenset(name for i, name in enumerate(program.names) if i not in read.constants),
+        frozenset(range(len(program.names))) - read.constants,
         frozenset(range(inputs)) - read.inputs,
         frozenset(range(len(last))) - read.carries,
     )
-    made = replace(program, unread=unread, without={})
+    made = replace(program, unread=unread, without={}, chunks={})
     if lowered is not None:
         made.printed, made.made = printed(lowered, program.dtype, device)
         _check_places(program, made)
@@ -108,7 +108,7 @@ def _known(
         CannotCompile: This process has another library.
         Exception: The record is damaged.
     """
-    made = replace(program, unread=known.unread, without={}, key="")
+    made = replace(program, unread=known.unread, without={}, chunks={}, key="")
     found = known.printed
     if found is None:
         return made

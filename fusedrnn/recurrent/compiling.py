@@ -321,7 +321,6 @@ class _Running:
         )
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
-        from .._compile import operators
         from .._front.graph import Refusal
 
         call, options = self._call, self._options
@@ -329,11 +328,10 @@ class _Running:
         if isinstance(program, str):
             raise Refusal(program)
         parts = parts_of(call, call.returns_sequence or options.saves_sums)
-        longest = max(part.steps for part in parts)
+        longest = max([part.steps for part in parts])
         limits = options.chunk_size or 0, options.workspace_bytes or 0
-        number, dtype = program.number, call.state[0].dtype
         try:
-            chunk, _, workspace = operators.chunk(number, longest, call.rows, dtype, *limits)
+            chunk, _, workspace = program.chunk(longest, call.rows, *limits)
         except RuntimeError as error:
             raise TooSmall(str(error).split("\n")[0].removeprefix("fusedrnn: ")) from error
         return Planned(program, parts, chunk, workspace, graph, given, self._step.traces)

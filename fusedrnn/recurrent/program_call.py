@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _compile
 from .program_parts import Part
 from .sequence_call import SequenceCall
 from .trees import Leaves
@@ -47,18 +48,6 @@ class Call:
         """Whether sequences of all steps are kept for backward."""
         return len(self.parts) == 1
 
-    def sequence_shapes(self) -> list[Sequence[int]]:
-        """Of a step, without the batch: as the first output has it that is a sequence.
-
-        What the user gets must be no view, which autograd would not let them change in place.
-        """
-        program = self.program
-        shapes: list[Sequence[int]] = [(width,) for width in program.form.sequences]
-        pairs = zip(program.printed.output_sequences, program.output_shapes, strict=True)
-        for number, shape in reversed(list(pairs)):
-            shapes[number] = shape
-        return shapes
-
 
 class Values(NamedTuple):
     """What the function of autograd gets or gives, by what it is to the step."""
@@ -84,7 +73,7 @@ class Arguments:
     state: list[Tensor]
     """(batch, width) each."""
     reset_to: list[Tensor]
-    """Of each carry what it becomes at a reset, or an empty tensor."""
+    """Of each carry what it becomes at a reset, or an empty tensor; none without resets."""
     kinds: list[int]
 
     @classmethod
@@ -108,7 +97,7 @@ class Arguments:
         """Those of the step itself."""
         if self.call.is_whole:
             return tuple(self.values.inputs)
-        return tuple(leaf[part.slice] for leaf in self.values.inputs)
+        return tuple([leaf[part.slice] for leaf in self.values.inputs])
 
     def of_part(
         self,
@@ -124,19 +113,17 @@ class Arguments:
             inputs: That the program reads, (steps, batch, width) each.
             state: Before the part, (batch, width) each.
         """
-        from .._compile import operators
-
-        program, sequence = self.call.program, self.call.sequence
-        lengths, reset = sequence.lengths, sequence.reset
-        if lengths is not None and not self.call.is_whole:
-            lengths = (lengths - part.begin).clamp(0, part.steps)
-        reset_to = [
-            tensor[part.slice] if kind == SEQUENCE else tensor
-            for tensor, kind in zip(self.reset_to, self.kinds, strict=True)
-        ]
-        chunk, _, _ = operators.chunk(
-            self.call.origin.number, part.steps, sequence.rows, self.dtype, self.call.chunk, 0
-        )
+        call, sequence = self.call, self.call.sequence
+        program, lengths, reset, chunk = call.program, sequence.lengths, sequence.reset, call.chunk
+        reset_to = self.reset_to
+        if not call.is_whole:
+            if lengths is not None:
+                lengths = (lengths - part.begin).clamp(0, part.steps)
+            reset_to = [
+                tensor[part.slice] if kind == SEQUENCE else tensor
+                for tensor, kind in zip(reset_to, self.kinds, strict=True)
+            ]
+            chunk, _, _ = call.origin.chunk(part.steps, sequence.rows, chunk, 0)
         options = {
             "lengths": lengths,
             "reset": None if reset is None else reset[part.slice].contiguous(),
@@ -163,19 +150,20 @@ class PartCall:
         """(steps, batch, ...) each."""
         call, like = self.arguments.call, self.arguments.state[0]
         make = like.new_empty if self.options["lengths"] is None else like.new_zeros
-        return [make(self.part.steps, call.sequence.rows, *shape) for shape in call.sequence_shapes()]
+        sizes = self.part.steps, call.sequence.rows
+        return [make((*sizes, *shape)) for shape in call.program.sequence_shapes]
 
     def new_last(self) -> list[Tensor]:
         """The state after the steps, (batch, ...) each."""
         call, like = self.arguments.call, self.arguments.state[0]
-        return [like.new_empty(call.sequence.rows, *shape) for shape in call.program.state_shapes]
+        rows = call.sequence.rows
+        return [like.new_empty((rows, *shape)) for shape in call.program.state_shapes]
 
     def new_kept(self) -> list[Tensor]:
         """The carries before each chunk, of those that no sequence keeps."""
-        carries = self.arguments.call.program.form.carries
-        chunks = -(-self.part.steps // self.options["chunk"])
-        widths = [carry.width for carry in carries if carry.sequence < 0]
-        return [self._new(chunks, self.arguments.call.sequence.rows, width) for width in widths]
+        chunks, call = -(-self.part.steps // self.options["chunk"]), self.arguments.call
+        widths = call.program.kept_widths
+        return [self._new(chunks, call.sequence.rows, width) for width in widths]
 
     def new_sums(self) -> list[Tensor]:
         """The sums of products, of all rows."""
@@ -193,12 +181,10 @@ class PartCall:
         sums: Sequence[Tensor],
     ) -> None:
         """Writes all of these. ``kept`` and ``sums`` may be empty lists."""
-        from .._compile import operators
-
-        operators.forward(
+        _compile.operators.forward(
             *self.given,
             sequences=self.of_rows(sequences),
-            last=[leaf.view(leaf.shape[0], -1) for leaf in last],
+            last=[leaf if leaf.dim() == 2 else leaf.view(leaf.shape[0], -1) for leaf in last],
             kept=kept,
             saved=sums,
             **self.options,
@@ -211,25 +197,25 @@ class PartCall:
         sums: Sequence[Tensor],
         **gradients: Any,
     ) -> None:
-        from .._compile import operators
-
-        operators.backward(
+        _compile.operators.backward(
             *self.given,
             sequences=self.of_rows(sequences),
             kept=kept,
             saved=sums,
-            **(gradients | self.options),
+            **gradients,
+            **self.options,
         )
 
     def of_rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Sequences as operators take them, (steps, batch, width) each."""
         shape = self.part.steps, self.arguments.call.sequence.rows, -1
-        return [sequence.view(shape) for sequence in sequences]
+        return [one if one.dim() == 3 else one.view(shape) for one in sequences]
 
 
 def _flat(leaf: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
     """With one dimension of features after the first ``dims`` dimensions."""
-    leaf = leaf.to(dtype)
+    if leaf.dtype != dtype:
+        leaf = leaf.to(dtype)
     return leaf if leaf.dim() == dims + 1 else leaf.reshape(*leaf.shape[:dims], -1)
 
 
@@ -237,11 +223,11 @@ def _reset_values(
     sequence: SequenceCall, values: Values, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[int]]:
     """For each carry what it becomes at a reset, a tensor that may be empty, and its kind."""
-    nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
-    count = len(values.state)
     resets = sequence.resets
     if resets is None:
-        return [nothing] * count, [ZERO] * count
+        return [], []
+    nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
+    count = len(values.state)
     tensors, kinds = [nothing] * count, [KEEP] * count
     for number, i in enumerate(resets.leaves):
         kinds[i] = ZERO

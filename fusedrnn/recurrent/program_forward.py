@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .program_call import Arguments, Call, PartCall
@@ -39,21 +38,25 @@ class Kept(NamedTuple):
         return cls(tensors[:first], tensors[first:second], tensors[second:])
 
 
-@torch.no_grad()
-def forward(arguments: Arguments) -> Results:
+def forward(arguments: Arguments, for_backward: bool) -> Results:
+    """
+    Args:
+        for_backward: Whether to keep what backward needs.
+    """
     call, outside = arguments.call, arguments.call.program.printed.outside
-    like = arguments.state[0]
-    weights, vectors = outside(arguments.values.constants, like)
+    like, constants = arguments.state[0], arguments.values.constants
+    weights, vectors = outside(constants, like)
 
     def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
-        inputs = outside.inputs(arguments.values.constants, arguments.inputs(part), like)
+        inputs = outside.inputs(constants, arguments.inputs(part), like)
         return arguments.of_part(part, inputs, state, weights, vectors)
 
     if call.is_whole:
         now = call_of(call.parts[0], arguments.state)
-        kept, last = take(now, call.saves_sums)
-        return Results(_outputs(call, kept.sequences), last, [x for own in kept for x in own])
-    outputs: list[Tensor] = []
+        kept, last = take(now, call.saves_sums, for_backward)
+        outputs = _outputs(call, kept.sequences)
+        return Results(outputs, last, [x for own in kept for x in own] if for_backward else [])
+    outputs = list[Tensor]()
     state, between = arguments.state, list[Tensor]()
     for part in call.parts:
         now = call_of(part, state)
@@ -66,9 +69,14 @@ def forward(arguments: Arguments) -> Results:
     return Results(outputs, last, between[: -len(state)])
 
 
-def take(now: PartCall, saves_sums: bool) -> tuple[Kept, list[Tensor]]:
+def take(
+    now: PartCall, saves_sums: bool, for_backward: bool = True
+) -> tuple[Kept, list[Tensor]]:
     """Takes some steps: what backward of them needs, and the state after them."""
-    kept = Kept(now.new_sequences(), now.new_kept(), now.new_sums() if saves_sums else [])
+    carries, sums = list[Tensor](), list[Tensor]()
+    if for_backward:
+        carries, sums = now.new_kept(), now.new_sums() if saves_sums else []
+    kept = Kept(now.new_sequences(), carries, sums)
     last = now.new_last()
     now.forward(kept.sequences, last, kept.carries, kept.sums)
     return kept, last
@@ -79,6 +87,9 @@ def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     sequence_call, program = call.sequence, call.program
     if not sequence_call.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
+    numbers = program.printed.output_sequences
+    if len(set(numbers)) == len(numbers):
+        return [sequences[number] for number in numbers]
     found, seen = [], set[int]()
     for number, shape in zip(program.printed.output_sequences, program.output_shapes, strict=True):
         sequence = sequences[number]

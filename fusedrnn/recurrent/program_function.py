@@ -36,7 +36,7 @@ def run_program(call: Call, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
         made = _Program.apply(call, *tensors)
     else:
-        results = forward(Arguments.of(call, tensors))
+        results = forward(Arguments.of(call, tensors), for_backward=False)
         made = (*results.outputs, *results.last)
     return made[:count], made[count:]
 
@@ -44,7 +44,7 @@ def run_program(call: Call, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
 class _Program(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = forward(Arguments.of(call, tensors))
+        results = forward(Arguments.of(call, tensors), for_backward=True)
         ctx.call, ctx.count = call, len(tensors)
         ctx.save_for_backward(*tensors, *results.for_backward)
         ctx.set_materialize_grads(False)
@@ -117,14 +117,11 @@ class _Backward:
         self._needs = Values.of(call, needs)
         self._nothing = arguments.state[0].new_empty(0)
         self._no_sums = self._nothing.to(arguments.sum_dtype)
-        self._constants, self._named = self._with_needs()
-        with torch.enable_grad():
-            weights, vectors = self._program.printed.outside(self._constants, arguments.state[0])
-        self._weights, self._vectors = weights, vectors
+        self._weights = _Weights(call, arguments, self._needs.constants)
         # What parts give: of weights and vectors, of constants through inputs that are made of
         # them, of the step's inputs, and of what carries become at resets.
         self._sums: dict[int, Tensor] = {}
-        self._of_tables: dict[str, Tensor] = {}
+        self._of_tables: dict[int, Tensor] = {}
         self._of_inputs: dict[int, Tensor] = {}
         self._of_resets: dict[int, Tensor] = {}
 
@@ -137,26 +134,11 @@ class _Backward:
         ]
         for index in reversed(range(len(self._call.parts))):
             of_state = self._pass(index, given[:count], of_state)
-        made = [*self._weights, *self._vectors]
-        sums = [self._sums[i] for i in range(len(made))]
-        of_weights: dict[str, Tensor | None] = {}
-        found = through(made, sums, [*self._named.values()])
-        for (name, leaf), gradient in zip(self._named.items(), found, strict=True):
-            table = self._of_tables.get(name)
-            if table is not None:
-                gradient = (table if gradient is None else table + gradient).to(leaf.dtype)
-            of_weights[name] = gradient
-        return self._in_order(of_state, of_weights)
-
-    def _with_needs(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The step's constants, and by name those of them that need a gradient."""
-        constants, named = [], {}
-        given = zip(self._program.names, self._arguments.values.constants, strict=True)
-        for (name, constant), need in zip(given, self._needs.constants, strict=True):
-            if need:
-                constant = named[name] = constant.detach().requires_grad_()
-            constants.append(constant)
-        return constants, named
+        of_constants = self._weights.gradients([self._sums[i] for i in range(len(self._sums))])
+        for i, table in self._of_tables.items():
+            other = of_constants.get(i)
+            of_constants[i] = table if other is None else table + other.to(table.dtype)
+        return self._in_order(of_state, of_constants)
 
     def _pass(
         self, index: int, of_outputs: Sequence[Tensor | None], of_state: list[Tensor]
@@ -164,19 +146,17 @@ class _Backward:
         """Gradients of the state before a part, from those of the state after it."""
         arguments, part = self._arguments, self._call.parts[index]
         own = [
-            x.detach().requires_grad_(bool(need))
-            for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=False)
+            x.detach().requires_grad_() if need else x
+            for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=True)
         ]
-        with torch.enable_grad():
-            outside = self._program.printed.outside
-            inputs = outside.inputs(self._constants, own, arguments.state[0])
-        weights, vectors = self._weights, self._vectors
-        given = ([x.detach() for x in leaves] for leaves in (weights, vectors))
+        inputs = self._weights.inputs(own)
         state = self._state_before(index)
-        now = arguments.of_part(part, [x.detach() for x in inputs], state, *given)
+        now = arguments.of_part(
+            part, [x.detach() for x in inputs], state, self._weights.weights, self._weights.vectors
+        )
         kept = self._kept(now)
         of_inputs = [x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs]
-        sums = [*map(self._of_weight, weights), *self._of_vectors(vectors)]
+        weights, sums = self._weights.weights, self._weights.memory(not self._sums)
         of_before = [
             leaf.new_empty(leaf.shape) if need or index else self._nothing
             for leaf, need in zip(arguments.state, self._needs.state, strict=True)
@@ -194,7 +174,7 @@ class _Backward:
         )
         for i, gradient in enumerate(sums):
             _add(self._sums, i, gradient)
-        for i, gradient in enumerate(of_resets):
+        for i, gradient in enumerate(of_resets) if arguments.kinds else ():
             if arguments.kinds[i] != SEQUENCE:  # else it is in its place
                 _add(self._of_resets, i, gradient)
         self._through_inputs(part, own, inputs, of_inputs)
@@ -210,33 +190,6 @@ class _Backward:
         if self._call.is_whole:
             return Kept.of(self._call, self._rest)
         return take(now, saves_sums=False)[0]
-
-    def _of_weight(self, weight: Tensor) -> Tensor:
-        """Memory for a gradient that lies as the weight does: its columns one after the other."""
-        if not weight.requires_grad:
-            return self._no_sums
-        terms, columns = weight.shape
-        return weight.new_empty((columns, terms), dtype=self._no_sums.dtype).t()
-
-    def _of_vectors(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for gradients of vectors, one for all parts of larger tensors.
-
-        Only for these, whose gradients autograd puts together in new memory; that of another one
-        may become a leaf's as it is, and would keep all of the memory.
-        """
-        are_parts = [
-            v.requires_grad and v._base is not None and v._base.numel() > v.numel() for v in vectors
-        ]
-        widths = [v.numel() for v, is_part in zip(vectors, are_parts, strict=True) if is_part]
-        parts = iter(self._no_sums.new_empty(sum(widths)).split(widths) if widths else ())
-        return [
-            next(parts)
-            if is_part
-            else self._no_sums.new_empty(v.shape)
-            if v.requires_grad
-            else self._no_sums
-            for v, is_part in zip(vectors, are_parts, strict=True)
-        ]
 
     def _of_sequences(
         self, given: Sequence[Tensor | None], sequences: Sequence[Tensor], part: Part
@@ -257,13 +210,17 @@ class _Backward:
     ) -> None:
         """From the inputs that the program reads to those of the step, and to constants."""
         places = [i for i, x in enumerate(own) if x.requires_grad]
-        found = through(made, of_made, [*self._named.values(), *(own[i] for i in places)])
-        for name, gradient in zip(self._named, found, strict=False):
+        read = self._weights.read_by_inputs()
+        if len(made) == len(own) and all(a is b for a, b in zip(made, own, strict=True)):
+            found: Sequence[Tensor | None] = [of_made[i] for i in places]
+        else:
+            found = through(made, of_made, [*read.values(), *(own[i] for i in places)])
+        for number, gradient in zip(read, found, strict=False):
             if gradient is not None:  # which autograd may have given another leaf, too
-                total = self._of_tables.get(name)
+                total = self._of_tables.get(number)
                 gradient = gradient.to(self._no_sums.dtype)
-                self._of_tables[name] = gradient if total is None else total + gradient
-        for i, gradient in zip(places, found[len(self._named) :], strict=True):
+                self._of_tables[number] = gradient if total is None else total + gradient
+        for i, gradient in zip(places, found[len(read) :], strict=True):
             if gradient is None:
                 continue
             if self._call.is_whole:
@@ -276,6 +233,8 @@ class _Backward:
     def _memory_of_resets(self, part: Part) -> list[Tensor]:
         """For the gradients of what carries become at resets."""
         found = []
+        if not self._arguments.kinds:
+            return [self._no_sums] * len(self._arguments.state)
         needs = {i: need for i, _, need in self._resets()}
         reset_to, kinds = self._arguments.reset_to, self._arguments.kinds
         for i, (tensor, kind) in enumerate(zip(reset_to, kinds, strict=True)):
@@ -298,7 +257,7 @@ class _Backward:
         return [(i, n, self._needs.reset_to[n]) for n, i in enumerate(resets.leaves)]
 
     def _in_order(
-        self, of_state: Sequence[Tensor], of_weights: dict[str, Tensor | None]
+        self, of_state: Sequence[Tensor], of_constants: dict[int, Tensor]
     ) -> Gradients:
         # As autograd does it, what unused results alone have read gets none, and no zeros.
         values, unread = self._arguments.values, self._program.unread
@@ -316,10 +275,81 @@ class _Backward:
         for i, n, need in self._resets():
             if need:
                 reset_to[n] = _of_rows(self._of_resets[i], values.reset_to[n])
-        constants = [
-            None if name in unread.weights else of_weights.get(name) for name in self._program.names
-        ]
+        constants: Gradients = []
+        for i, constant in enumerate(values.constants):
+            gradient = None if i in unread.constants else of_constants.get(i)
+            constants.append(None if gradient is None else gradient.to(constant.dtype))
         return _apart([*inputs, *state, *reset_to, *constants])
+
+
+class _Weights:
+    """Weights and vectors of a program in backward, and gradients of what they are made of."""
+
+    def __init__(self, call: Call, arguments: Arguments, needs: Sequence[bool]) -> None:
+        self._outside, self._needs = call.program.printed.outside, needs
+        self._like, self._sum_dtype = arguments.state[0], arguments.sum_dtype
+        constants = arguments.values.constants
+        self._constants, self._with_graph = constants, list[Tensor]()
+        self._whole: dict[int, Tensor] = {}
+        self._is_by_recipes = self._outside.has_recipes_for(constants)
+        if self._is_by_recipes:
+            self.weights, self.vectors = self._outside.by_recipes(constants, self._like.dtype)
+            if self._outside.reads_tables:
+                self._constants = self._leaves()
+            return
+        self._constants = self._leaves()
+        with torch.enable_grad():
+            weights, vectors = self._outside(self._constants, self._like)
+        self._with_graph = [*weights, *vectors]
+        self.weights = [weight.detach() for weight in weights]
+        self.vectors = [vector.detach() for vector in vectors]
+
+    def _leaves(self) -> list[Tensor]:
+        """The constants as leaves of a graph."""
+        given = zip(self._constants, self._needs, strict=True)
+        return [c.detach().requires_grad_() if need else c for c, need in given]
+
+    def inputs(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """What the program reads, of a part's own inputs."""
+        with torch.enable_grad():
+            return self._outside.inputs(self._constants, own, self._like)
+
+    def read_by_inputs(self) -> dict[int, Tensor]:
+        """The leaves that inputs may be made of, by their numbers."""
+        if not self._outside.reads_tables:
+            return {}
+        return {i: c for i, c in enumerate(self._constants) if self._needs[i]}
+
+    def memory(self, is_first: bool) -> list[Tensor]:
+        """For gradients of weights and vectors; those of a weight lie as the weight does.
+
+        Args:
+            is_first: Whether it is for the first part that comes; others are added to that.
+        """
+        made = [*self.weights, *self.vectors]
+        if self._is_by_recipes:
+            memory, whole = self._outside.memory_by_recipes(made, self._needs, self._sum_dtype)
+            if is_first:
+                self._whole = whole
+            return memory
+        found = []
+        for tensor in self._with_graph:
+            if not tensor.requires_grad:
+                found.append(self._like.new_empty(0, dtype=self._sum_dtype))
+            elif tensor.dim() == 2:
+                terms, columns = tensor.shape
+                found.append(self._like.new_empty((columns, terms), dtype=self._sum_dtype).t())
+            else:
+                found.append(self._like.new_empty(tensor.shape, dtype=self._sum_dtype))
+        return found
+
+    def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Of constants, by their numbers, from those of weights and vectors."""
+        if self._is_by_recipes:
+            return self._outside.through_recipes(of_made, self._whole, self._needs)
+        places = [i for i, need in enumerate(self._needs) if need]
+        found = through(self._with_graph, of_made, [self._constants[i] for i in places])
+        return {i: g for i, g in zip(places, found, strict=True) if g is not None}
 
 
 def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
