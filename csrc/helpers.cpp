@@ -18,6 +18,7 @@
 #include "driver/parts.h"
 #include "driver/planner.h"
 #include "driver/tuning.h"
+#include "module_guard.h"
 #include "program/numbers.h"
 
 namespace py = pybind11;
@@ -320,6 +321,11 @@ PYBIND11_MODULE(_helpers, m) {
   m.def(
       "signal_check", [] { return reinterpret_cast<uintptr_t>(&handle_signals); },
       "Address of the function that an operator calls to have signals handled.");
+  py::class_<fusedrnn::ModuleGuard>(m, "ModuleGuard")
+      .def(py::init<py::object>(), py::arg("module"))
+      .def("look", &fusedrnn::ModuleGuard::look, py::arg("module"),
+           "0 if classes of a module and of those inside of it are as they were, 1 if not, 2 if a "
+           "module has a hook.");
   m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
         "Calls function(*arguments, **keywords), and raises what a signal's handler has raised "
         "meanwhile.");

@@ -38,6 +38,8 @@ def never_in_graphs(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
+            return function(*args, **kwargs)
         compiler = sys.modules.get("torch._dynamo")
         # It has not yet all names while another thread imports it.
         graph_break = getattr(compiler, "graph_break", None)

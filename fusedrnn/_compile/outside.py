@@ -61,28 +61,36 @@ class Table(NamedTuple):
     """Of the row that gets no gradient; negative if all do."""
 
 
-class Whole(NamedTuple):
-    """How a weight or a vector is a constant as it is."""
+class Side(NamedTuple):
+    """Some columns of a weight, or some numbers of a vector: a constant as it is."""
 
     constant: int
+    """Its number; negative for zeros."""
     is_transposed: bool
+    columns: int
+
+
+class Joined(NamedTuple):
+    """A weight whose columns are those of constants, one after the other."""
+
+    sides: list[Side]
 
 
 class Sum(NamedTuple):
-    """How a vector is a sum of constants."""
+    """A vector that is a sum, of whose terms each consists of constants."""
 
-    constants: list[int]
+    terms: list[list[Side]]
 
 
 class Cut(NamedTuple):
-    """How a vector is one of the parts that a constant consists of."""
+    """A vector that is one of the parts that a constant consists of."""
 
     constant: int
     widths: tuple[int, ...]
     number: int
 
 
-Recipe = Whole | Sum | Cut
+Recipe = Joined | Sum | Cut
 """How most weights and vectors are made of constants, and gradients of these from theirs."""
 
 
@@ -156,24 +164,41 @@ class Outside:
     # By recipes, without the graph of constants.
 
     def _recipe_of_weight(self, weight: Weight) -> Recipe | None:
-        part = weight.parts[0]
-        is_whole = len(weight.parts) == 1 and part.member is None and part.first == 0
-        if not is_whole or part.weight not in self._places:
+        sides = []
+        for part in weight.parts:
+            side = self._side(part.weight, part.is_transposed, part.columns)
+            if part.member is not None or part.first != 0 or side is None:
+                return None
+            sides.append(side)
+        return Joined(sides)
+
+    def _side(self, node: fx.Node, is_transposed: bool, columns: int) -> Side | None:
+        while node.op == "call_function" and node.target is torch.ops.aten.t.default:
+            (node,) = node.all_input_nodes
+            is_transposed = not is_transposed
+        if node not in self._places:
             return None
-        return Whole(self._places[part.weight], part.is_transposed)
+        return Side(self._places[node], is_transposed, columns)
 
     def _recipe_of_vector(self, vector: Bias | Columns) -> Recipe | None:
-        if isinstance(vector, Bias):
-            products = [self._weights[i].parts for i in vector.products]
-            biases = [parts[0].bias for parts in products if len(parts) == 1]
-            if len(biases) < len(products) or not all(b in self._places for b in biases):
+        if isinstance(vector, Columns):
+            widths = self._cuts.get(vector.source)
+            if vector.step != 1 or vector.source not in self._places or not widths:
                 return None
-            return Sum([self._places[bias] for bias in biases if bias is not None])
-        widths = self._cuts.get(vector.source)
-        if vector.step != 1 or vector.source not in self._places or not widths:
-            return None
-        number = list(widths).index(vector.first)
-        return Cut(self._places[vector.source], tuple(widths.values()), number)
+            number = list(widths).index(vector.first)
+            return Cut(self._places[vector.source], tuple(widths.values()), number)
+        terms = []
+        for i in vector.products:
+            sides = []
+            for part in self._weights[i].parts:
+                if part.bias is None:
+                    sides.append(Side(-1, False, part.columns))
+                elif part.bias in self._places:
+                    sides.append(Side(self._places[part.bias], False, part.columns))
+                else:
+                    return None
+            terms.append(sides)
+        return Sum(terms)
 
     def has_recipes_for(self, constants: Sequence[Tensor]) -> bool:
         """Whether recipes are right for the shapes of a step's constants, which never change."""
@@ -185,17 +210,19 @@ class Outside:
         if self.recipes is None:
             return False
         for weight, recipe in zip(self._weights, self.recipes, strict=False):
-            assert isinstance(recipe, Whole)
-            shape = constants[recipe.constant].shape
-            if len(shape) != 2 or shape[recipe.is_transposed] != weight.terms:
-                return False
+            assert isinstance(recipe, Joined)
+            for i, is_transposed, columns in recipe.sides:
+                wanted = (weight.terms, columns)
+                if tuple(constants[i].shape) != (wanted[::-1] if is_transposed else wanted):
+                    return False
         for recipe in self.recipes[len(self._weights) :]:
-            numbers = recipe.constants if isinstance(recipe, Sum) else [recipe.constant]
-            if any(constants[i].dim() != 1 for i in numbers):
-                return False
-            if len({constants[i].shape for i in numbers}) > 1:
-                return False
-            if isinstance(recipe, Cut) and constants[numbers[0]].shape[0] != sum(recipe.widths):
+            if isinstance(recipe, Cut):
+                if tuple(constants[recipe.constant].shape) != (sum(recipe.widths),):
+                    return False
+                continue
+            assert isinstance(recipe, Sum)
+            sides = [side for term in recipe.terms for side in term if side.constant >= 0]
+            if any(tuple(constants[i].shape) != (columns,) for i, _, columns in sides):
                 return False
         return True
 
@@ -207,13 +234,20 @@ class Outside:
         made: list[Tensor] = []
         cuts: dict[int, Sequence[Tensor]] = {}
         for recipe in self.recipes or ():
-            if isinstance(recipe, Whole):
-                weight = constants[recipe.constant]
-                made.append(weight.t() if recipe.is_transposed else weight)
+            if isinstance(recipe, Joined):
+                # Side by side in the way in which torch's linear layers have their weights.
+                sides = [constants[i] if t else constants[i].t() for i, t, _ in recipe.sides]
+                made.append((sides[0] if len(sides) == 1 else torch.cat(sides)).t())
             elif isinstance(recipe, Sum):
-                total = constants[recipe.constants[0]]
-                for i in recipe.constants[1:]:
-                    total = total + constants[i]
+                total: Tensor | None = None
+                for term in recipe.terms:
+                    sides = [
+                        constants[i] if i >= 0 else constants[0].new_zeros(columns, dtype=dtype)
+                        for i, _, columns in term
+                    ]
+                    one = sides[0] if len(sides) == 1 else torch.cat(sides)
+                    total = one if total is None else total + one
+                assert total is not None
                 made.append(total)
             else:
                 parts = cuts.get(recipe.constant)
@@ -240,8 +274,7 @@ class Outside:
         cuts: dict[int, Sequence[Tensor]] = {}
         like = made[0]
         for recipe, tensor in zip(self.recipes or (), made, strict=True):
-            numbers = recipe.constants if isinstance(recipe, Sum) else [recipe.constant]
-            if not any([needs[i] for i in numbers]):
+            if not any([needs[i] for i in _constants_of(recipe)]):
                 found.append(like.new_empty(0, dtype=sums))
             elif isinstance(recipe, Cut):
                 if recipe.constant not in cuts:
@@ -249,7 +282,7 @@ class Outside:
                     whole[recipe.constant] = memory
                     cuts[recipe.constant] = memory.split(recipe.widths)
                 found.append(cuts[recipe.constant][recipe.number])
-            elif isinstance(recipe, Whole) and tensor.dim() == 2:
+            elif isinstance(recipe, Joined):
                 terms, columns = tensor.shape
                 found.append(like.new_empty((columns, terms), dtype=sums).t())
             else:
@@ -265,18 +298,24 @@ class Outside:
             gradients, whole: In memory that :meth:`memory_by_recipes` has given.
         """
         found = dict(whole)
-
-        def add(i: int, gradient: Tensor) -> None:
-            found[i] = found[i] + gradient if i in found else gradient
-
         for recipe, gradient in zip(self.recipes or (), gradients, strict=True):
-            if isinstance(recipe, Whole):
-                if needs[recipe.constant]:
-                    add(recipe.constant, gradient.t() if recipe.is_transposed else gradient)
-            elif isinstance(recipe, Sum):
-                for i in recipe.constants:
-                    if needs[i]:
-                        add(i, gradient)
+            if isinstance(recipe, Cut):
+                continue
+            if isinstance(recipe, Joined):
+                gradient, terms = gradient.t(), [recipe.sides]
+            else:
+                terms = recipe.terms
+            for sides in terms:
+                first = 0
+                for i, is_transposed, columns in sides:
+                    if i >= 0 and needs[i]:
+                        own = gradient
+                        if len(sides) > 1:
+                            own = gradient.narrow(0, first, columns)
+                        if own.dim() == 2 and not is_transposed:
+                            own = own.t()
+                        found[i] = found[i] + own if i in found else own
+                    first += columns
         return found
 
     def inputs(
@@ -412,6 +451,13 @@ class Outside:
                 for one in stored["inputs"]
             ],
         )
+
+
+def _constants_of(recipe: Recipe) -> list[int]:
+    if isinstance(recipe, Cut):
+        return [recipe.constant]
+    terms = [recipe.sides] if isinstance(recipe, Joined) else recipe.terms
+    return [side.constant for term in terms for side in term if side.constant >= 0]
 
 
 def _cuts(vectors: Sequence[Bias | Columns]) -> dict[fx.Node, dict[int, int]]:

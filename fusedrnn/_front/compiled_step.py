@@ -32,8 +32,8 @@ class Call(Protocol):
     """Stand-ins."""
     has_run: bool
 
-    def run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
-        """The results by kind and place, of what torch.compile gives to its graph."""
+    def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
+        """The results in the order of the graph's, of what torch.compile gives to it."""
 
 
 _thread = threading.local()
@@ -95,8 +95,7 @@ class CompiledStep:
                 raise RuntimeError("fusedrnn: a compiled step was called by itself")
             call.has_run = True
             graph.know(args, call.inputs_seen, call.states_seen)
-            results = call.run(graph, args)
-            return [results[one] for one in graph.outs]
+            return call.run(graph, args)
 
         return run
 

@@ -1,4 +1,7 @@
-"""Calls of one cell, or of steps of one code, by a program, as far as there is one."""
+"""Calls of one cell, or of steps of one code, by a program, as far as there is one.
+
+Longer than 350 lines, because a call is followed from its step's guards to its results.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import _helpers as helpers
 from .obstacles import hook_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
@@ -87,8 +91,12 @@ class Compiling:
     """What calls of one cell, or of one code, have found out."""
 
     def __init__(self) -> None:
-        self._own: CompiledStep | None = None
-        """If that of all cells of a class, or of all functions of one code, is full."""
+        self._step: CompiledStep | None = None
+        """Of the last call."""
+        self._is_own = False
+        """Whether nobody shares it, since the one of all cells of the class is full."""
+        self._guard: Any = None
+        """Whether the classes of modules are as they were when it was found."""
         self._stand_ins: StandIns | None = None
         self._refused: dict[Any, _Refused] = {}
         self._was_compiled = self._has_warned = False
@@ -114,6 +122,7 @@ class Compiling:
         try:
             self._through(user, call, options, _Planning)
         except _Found as found:
+            self._was_compiled = True
             return found.planned
         raise AssertionError("planning ends with what it has found")
 
@@ -121,21 +130,27 @@ class Compiling:
         """Has the next call look again."""
         self._refused.clear()
 
+    def is_to_warn(self, error: NoProgram) -> bool:
+        """Whether to say that a cell is no longer compiled."""
+        if not self._was_compiled or self._has_warned or not isinstance(error, NotCompiled):
+            return False
+        self._has_warned = True
+        return True
+
     def _through(
         self, user: User, call: SequenceCall, options: Options, kind: type[_Running]
     ) -> tuple[Any, Any]:
-        modules = user.modules()
-        if obstacle := obstacle_to_programs(call) or hook_of(modules):
+        if obstacle := obstacle_to_programs(call):
             raise NoProgram(obstacle)
-        key = _kind(user, call, modules)
-        refused = self._refused.get(key)
-        if refused is not None and refused.is_still():
-            raise NotCompiled(refused.reason)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                made = self._take(user, call, options, kind, modules, is_inference=True)
+        if self._refused:
+            refused = self._refused.get(_kind(user, call))
+            if refused is not None and refused.is_still():
+                raise NotCompiled(refused.reason)
+        if not torch.is_inference_mode_enabled():
+            made = self._take(user, call, options, kind, is_inference=False)
         else:
-            made = self._take(user, call, options, kind, modules, is_inference=False)
+            with torch.inference_mode(False):
+                made = self._take(user, call, options, kind, is_inference=True)
         self._was_compiled = True
         return made
 
@@ -145,78 +160,76 @@ class Compiling:
         call: SequenceCall,
         options: Options,
         kind: type[_Running],
-        modules: list[nn.Module],
         is_inference: bool,
     ) -> tuple[Any, Any]:
-        from .._front.graph import Refusal
-
+        refusal: Any = _refusal()
         for _ in range(4):
-            step = self._step(user, modules)
+            step = self._step_of(user)
             seen = self._seen(call, call.rows)
             running = kind(user, call, options, step, seen, is_inference)
             try:
-                made = step(running, *user.arguments(*seen))
+                return step(running, *user.arguments(*seen))
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
-                continue
-            except Refusal as error:
-                if step.is_full and self._own is not step:
+            except refusal as error:
+                if step.is_full and not self._is_own:
                     self._renew(user)
                     continue
                 reason = CHANGING if step.is_full else str(error)
-                if what := unusual_weight(modules, call.device):
+                if what := unusual_weight(user.modules(), call.device):
                     reason = what
-                self._refuse(_kind(user, call, modules), reason, not running.has_run)
+                self._refuse(_kind(user, call), reason, not running.has_run)
                 raise NotCompiled(reason) from error
-            return made
         raise NotCompiled(CHANGING)
 
     def _program_of_many(
         self, user: User, call: SequenceCall, options: Options, step: CompiledStep
     ) -> tuple[Program, list[str]] | str:
         """The program of a batch of several rows, and the names of its constants."""
-        from .._front.graph import Refusal
-
+        refusal: Any = _refusal()
         seen = self._seen(call, 2)
         try:
             step(_Planning(user, call, options, step, seen, False, True), *user.arguments(*seen))
         except _Found as found:
             return found.planned.program, found.planned.graph.names
-        except Refusal as error:
+        except refusal as error:
             return str(error)
         raise AssertionError("planning ends with what it has found")
 
-    def _step(self, user: User, modules: list[nn.Module]) -> CompiledStep:
-        if self._own is not None and _steps.is_right(self._own, modules):
-            return self._own
-        if self._own is not None:
-            self._own = None
-        return _steps.of(user, modules)
+    def _step_of(self, user: User) -> CompiledStep:
+        """The step through torch.compile, if no module has a hook, and no class has changed."""
+        is_module = isinstance(user.step, nn.Module)
+        if self._step is not None:
+            if not is_module:
+                return self._step
+            is_as_before = self._guard is not None and self._guard.look(user.step) == 0
+            if is_as_before and not nn.modules.module._has_any_global_hook():
+                return self._step
+        modules = user.modules()
+        if hook := hook_of(modules):
+            raise NoProgram(hook)
+        if self._step is None or not (self._is_own and _steps.is_right(self._step, modules)):
+            self._step, self._is_own = _steps.of(user, modules), False
+        self._guard = helpers.ModuleGuard(user.step) if is_module else None
+        return self._step
 
     def _renew(self, user: User) -> None:
         from .._front.compiled_step import CompiledStep
 
-        self._own = CompiledStep(_wrapper(user))
+        self._step, self._is_own = CompiledStep(_wrapper(user)), True
 
     def _seen(self, call: SequenceCall, rows: int) -> tuple[Leaves, Leaves]:
-        if self._stand_ins is None:
+        known = self._stand_ins
+        if known is None:
             from .._front.stand_ins import StandIns
 
-            self._stand_ins = StandIns()
-        known = self._stand_ins
+            known = self._stand_ins = StandIns()
         return known.of(call.inputs, 1, rows, True), known.of(call.state, 0, rows, False)
 
     def _refuse(self, key: Any, reason: str, is_from_tracer: bool) -> None:
         if is_from_tracer:  # which would try again for a tenth of a second
             before = self._refused.get(key)
             self._refused[key] = _Refused(reason, 16 if before is None else 2 * before.calls)
-
-    def is_to_warn(self, error: NoProgram) -> bool:
-        """Whether to say that a cell is no longer compiled."""
-        if not self._was_compiled or self._has_warned or not isinstance(error, NotCompiled):
-            return False
-        self._has_warned = True
-        return True
 
 
 class _Refused:
@@ -230,10 +243,16 @@ class _Refused:
         return self._left >= 0
 
 
-def _kind(user: User, call: SequenceCall, modules: Sequence[nn.Module]) -> Any:
+def _kind(user: User, call: SequenceCall) -> Any:
     """Calls of which torch.compile may say the same."""
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in (*call.inputs, *call.state)]
-    return tuple(kinds), tuple([module.training for module in modules])
+    return tuple(kinds), tuple([module.training for module in user.modules()])
+
+
+def _refusal() -> type[Exception]:
+    from .._front.graph import Refusal
+
+    return Refusal
 
 
 class _Found(Exception):
@@ -288,7 +307,7 @@ class _Running:
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
 
-    def run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
+    def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         if self._is_inference:
             with torch.inference_mode():
                 return self._run(graph, args)
@@ -298,35 +317,31 @@ class _Running:
         finally:
             torch._C._set_grad_enabled(True)
 
-    def _run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
-        planned = self._planned(graph, args)
+    def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
+        program, parts, chunk, _, _, given, _ = self._planned(graph, args)
         call = self._call
-        sequences = Call(
-            call.without_tensors(),
-            (len(call.inputs), len(call.state), len(call.reset_to)),
-            graph,
-            planned.given.numbers,
-            planned.program,
-            planned.program,
-            planned.chunk,
-            planned.parts,
-            self._options.saves_sums,
+        tensors = [*call.within_ends(), *call.state, *call.reset_to, *given.constants]
+        outputs, last = run_program(
+            Call(
+                call.without_tensors(),
+                (len(call.inputs), len(call.state), len(call.reset_to)),
+                graph,
+                given.numbers,
+                program,
+                program,
+                chunk,
+                parts,
+                self._options.saves_sums,
+            ),
+            tensors,
         )
-        inputs = call.within_ends()
-        tensors = [*inputs, *call.state, *call.reset_to, *planned.given.constants]
-        outputs, last = run_program(sequences, tensors)
-        return dict(
-            [((0, i), leaf) for i, leaf in enumerate(last)]
-            + [((1, i), leaf) for i, leaf in enumerate(outputs)]
-        )
+        return [(outputs if kind else last)[place] for kind, place in graph.outs]
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
-        from .._front.graph import Refusal
-
         call, options = self._call, self._options
         program, given = self._program(graph, args)
         if isinstance(program, str):
-            raise Refusal(program)
+            raise _refusal()(program)
         parts = parts_of(call, call.returns_sequence or options.saves_sums)
         longest = max([part.steps for part in parts])
         limits = options.chunk_size or 0, options.workspace_bytes or 0
@@ -339,7 +354,7 @@ class _Running:
     def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Program | str, Given]:
         call = self._call
         if call.rows != 1 or self._is_many:
-            return program_of(graph, args, call, lambda given: self._asks(graph, given))
+            return program_of(graph, args, call, self._asks)
         given = graph.given(args, graph.has_floats)
         key = "one row", given.numbers
         found = graph.programs.get(key)
@@ -364,7 +379,7 @@ class _Running:
 class _Planning(_Running):
     """A call that ends when its program is known."""
 
-    def _run(self, graph: StepGraph, args: Sequence[Any]) -> dict[tuple[int, int], Tensor]:
+    def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         raise _Found(self._planned(graph, args))
 
 
@@ -386,6 +401,7 @@ class _Steps:
         found = steps.get(user.wrapper)
         if found is None or not self.is_right(found, modules):
             found = steps[user.wrapper] = CompiledStep(_wrapper(user))
+            self.is_right(found, modules)
         return found
 
     def is_right(self, step: CompiledStep, modules: Sequence[nn.Module]) -> bool:
@@ -416,4 +432,3 @@ def _code_of(step: Any) -> Any:
     while hasattr(function, "func"):  # functools.partial
         function = function.func
     return getattr(function, "__code__", None) or type(step)
-

@@ -46,7 +46,7 @@ _known: WeakValueDictionary[Any, Program] = WeakValueDictionary()
 
 
 def program_of(
-    graph: StepGraph, args: Sequence[Any], call: SequenceCall, check: Callable[[Given], str]
+    graph: StepGraph, args: Sequence[Any], call: SequenceCall, check: Callable[[StepGraph, Given], str]
 ) -> tuple[Program | str, Given]:
     """The program of a step's graph, or why there is none; and what it gets.
 
@@ -67,7 +67,7 @@ def program_of(
 
 
 def _new(
-    graph: StepGraph, key: Any, given: Given, call: SequenceCall, check: Callable[[Given], str]
+    graph: StepGraph, key: Any, given: Given, call: SequenceCall, check: Callable[[StepGraph, Given], str]
 ) -> Program | str:
     from .._compile.turns import one_at_a_time
 
@@ -81,7 +81,7 @@ def _new(
                 return found
             if len(graph.programs) >= _MOST_NUMBERS:
                 return CHANGING
-            if why := _unusual(graph, given, call) or check(given):
+            if why := _unusual(graph, given, call) or check(graph, given):
                 return why
             of_process = _key(graph, given, call)
             if of_process in _known:

@@ -1,0 +1,79 @@
+// Whether modules of torch.nn are as they were, as far as the guards of torch.compile do not look:
+// hooks, and what classes hold.  Each call of a user's cell asks.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace fusedrnn {
+
+namespace py = pybind11;
+
+class ModuleGuard {
+ public:
+  enum Found { kAsBefore, kChanged, kHook };
+
+  // Notes what the classes of a module and of those inside of it are.
+  explicit ModuleGuard(const py::object& module) { has_hook_ = !walk(module.ptr(), versions_); }
+
+  int look(const py::object& module) const {
+    Versions now;
+    now.reserve(versions_.size());
+    if (!walk(module.ptr(), now) || has_hook_) return kHook;
+    return now == versions_ ? kAsBefore : kChanged;
+  }
+
+ private:
+  // Of each class its place, and a number that is another one after each change of it or of a base.
+  // No two classes ever have the same, and 0 stands for an unknown one.
+  using Versions = std::vector<std::pair<const PyTypeObject*, unsigned>>;
+
+  // False if a module has a hook.
+  static bool walk(PyObject* root, Versions& versions) {
+    std::vector<PyObject*> seen{root};
+    for (size_t i = 0; i < seen.size(); ++i) {
+      PyTypeObject* type = Py_TYPE(seen[i]);
+      if (versions.empty() || versions.back().first != type) {
+        versions.emplace_back(type, version_of(type));
+      }
+      const py::object own = py::reinterpret_steal<py::object>(attributes_of(seen[i]));
+      if (!own) throw py::error_already_set();
+      static const char* const kHooks[] = {"_forward_hooks", "_forward_pre_hooks",
+                                           "_backward_hooks", "_backward_pre_hooks"};
+      for (const char* name : kHooks) {
+        PyObject* hooks = PyDict_GetItemString(own.ptr(), name);
+        if (hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0) return false;
+      }
+      PyObject* modules = PyDict_GetItemString(own.ptr(), "_modules");
+      if (modules == nullptr || !PyDict_Check(modules)) continue;
+      Py_ssize_t place = 0;
+      PyObject *name, *inner;
+      while (PyDict_Next(modules, &place, &name, &inner)) {
+        if (inner == Py_None) continue;
+        if (std::find(seen.begin(), seen.end(), inner) == seen.end()) seen.push_back(inner);
+      }
+    }
+    return true;
+  }
+
+  static PyObject* attributes_of(PyObject* object) {
+    return PyObject_GenericGetDict(object, nullptr);
+  }
+
+  static unsigned version_of(PyTypeObject* type) {
+    if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
+      // A look into the class gives it a number again.
+      PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__call__");
+      if (found == nullptr) PyErr_Clear();
+      Py_XDECREF(found);
+    }
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+  }
+
+  Versions versions_;
+  bool has_hook_;
+};
+
+}  // namespace fusedrnn
