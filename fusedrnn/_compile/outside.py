@@ -62,11 +62,14 @@ class Table(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Some columns of a weight, or some numbers of a vector: a constant as it is."""
+    """Some columns of a weight, or some numbers of a vector: rows of a constant."""
 
     constant: int
     """Its number; negative for zeros."""
     is_transposed: bool
+    """Whether it is the constant's transpose that has these rows, of a weight."""
+    first: int
+    """Of the rows."""
     columns: int
 
 
@@ -90,7 +93,13 @@ class Cut(NamedTuple):
     number: int
 
 
-Recipe = Joined | Sum | Cut
+class Fixed(NamedTuple):
+    """A vector that has no constant in it."""
+
+    number: int
+
+
+Recipe = Joined | Sum | Cut | Fixed
 """How most weights and vectors are made of constants, and gradients of these from theirs."""
 
 
@@ -117,9 +126,11 @@ class Outside:
         self._places = dict(zip(module.graph.find_nodes(op="placeholder"), constants, strict=True))
         self.reads_tables = any(isinstance(one, Table) for one in inputs)
         self._fits: bool | None = None
+        self._known_fixed: dict[Any, Tensor] = {}
         self.recipes: list[Recipe] | None = None
         """Of weights, then of vectors, where all have one; else they need a graph of autograd."""
-        found = [*map(self._recipe_of_weight, weights), *map(self._recipe_of_vector, vectors)]
+        found = [*map(self._recipe_of_weight, weights)]
+        found += [self._recipe_of_vector(i, vector) for i, vector in enumerate(vectors)]
         cuts = [recipe for recipe in found if isinstance(recipe, Cut)]
         if all(found) and len({(cut.constant, cut.number) for cut in cuts}) == len(cuts):
             self.recipes = [recipe for recipe in found if recipe is not None]
@@ -150,7 +161,7 @@ class Outside:
             like: A tensor of the program's dtype on its device, such as a carry.
         """
         if self.has_recipes_for(constants):
-            return self.by_recipes(constants, like.dtype)
+            return self.by_recipes(constants, like)
         evaluate = self._evaluation(constants, like)
         weights = [self._weight(weight, evaluate) for weight in self._weights]
         vectors = [
@@ -166,22 +177,19 @@ class Outside:
     def _recipe_of_weight(self, weight: Weight) -> Recipe | None:
         sides = []
         for part in weight.parts:
-            side = self._side(part.weight, part.is_transposed, part.columns)
-            if part.member is not None or part.first != 0 or side is None:
+            node, is_transposed = part.weight, part.is_transposed
+            while _is_transpose(node):
+                (node,) = node.all_input_nodes
+                is_transposed = not is_transposed
+            if part.member is not None or node not in self._places:
                 return None
-            sides.append(side)
+            sides.append(Side(self._places[node], is_transposed, part.first, part.columns))
         return Joined(sides)
 
-    def _side(self, node: fx.Node, is_transposed: bool, columns: int) -> Side | None:
-        while node.op == "call_function" and node.target is torch.ops.aten.t.default:
-            (node,) = node.all_input_nodes
-            is_transposed = not is_transposed
-        if node not in self._places:
-            return None
-        return Side(self._places[node], is_transposed, columns)
-
-    def _recipe_of_vector(self, vector: Bias | Columns) -> Recipe | None:
+    def _recipe_of_vector(self, number: int, vector: Bias | Columns) -> Recipe | None:
         if isinstance(vector, Columns):
+            if vector.source.op == "get_attr":
+                return Fixed(number)
             widths = self._cuts.get(vector.source)
             if vector.step != 1 or vector.source not in self._places or not widths:
                 return None
@@ -192,9 +200,9 @@ class Outside:
             sides = []
             for part in self._weights[i].parts:
                 if part.bias is None:
-                    sides.append(Side(-1, False, part.columns))
+                    sides.append(Side(-1, False, 0, part.columns))
                 elif part.bias in self._places:
-                    sides.append(Side(self._places[part.bias], False, part.columns))
+                    sides.append(Side(self._places[part.bias], False, 0, part.columns))
                 else:
                     return None
             terms.append(sides)
@@ -211,51 +219,68 @@ class Outside:
             return False
         for weight, recipe in zip(self._weights, self.recipes, strict=False):
             assert isinstance(recipe, Joined)
-            for i, is_transposed, columns in recipe.sides:
-                wanted = (weight.terms, columns)
-                if tuple(constants[i].shape) != (wanted[::-1] if is_transposed else wanted):
+            for i, is_transposed, first, columns in recipe.sides:
+                shape = tuple(constants[i].shape)[:: -1 if is_transposed else 1]
+                if len(shape) != 2 or shape[1] != columns or shape[0] < first + weight.terms:
                     return False
         for recipe in self.recipes[len(self._weights) :]:
             if isinstance(recipe, Cut):
                 if tuple(constants[recipe.constant].shape) != (sum(recipe.widths),):
                     return False
-                continue
-            assert isinstance(recipe, Sum)
-            sides = [side for term in recipe.terms for side in term if side.constant >= 0]
-            if any(tuple(constants[i].shape) != (columns,) for i, _, columns in sides):
-                return False
+            elif isinstance(recipe, Sum):
+                sides = [side for term in recipe.terms for side in term if side.constant >= 0]
+                if any(tuple(constants[i].shape) != (columns,) for i, _, _, columns in sides):
+                    return False
         return True
 
     def by_recipes(
-        self, constants: Sequence[Tensor], dtype: torch.dtype
+        self, constants: Sequence[Tensor], like: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and vectors, as :meth:`__call__` gives them."""
+        dtype = like.dtype
         constants = [c if c.dtype == dtype else c.to(dtype) for c in constants]
         made: list[Tensor] = []
         cuts: dict[int, Sequence[Tensor]] = {}
         for recipe in self.recipes or ():
             if isinstance(recipe, Joined):
+                terms = self._weights[len(made)].terms
                 # Side by side in the way in which torch's linear layers have their weights.
-                sides = [constants[i] if t else constants[i].t() for i, t, _ in recipe.sides]
+                sides = [constants[i] if t else constants[i].t() for i, t, _, _ in recipe.sides]
+                for n, side in enumerate(sides):
+                    if side.shape[1] != terms:
+                        sides[n] = side.narrow(1, recipe.sides[n].first, terms)
                 made.append((sides[0] if len(sides) == 1 else torch.cat(sides)).t())
             elif isinstance(recipe, Sum):
                 total: Tensor | None = None
                 for term in recipe.terms:
                     sides = [
-                        constants[i] if i >= 0 else constants[0].new_zeros(columns, dtype=dtype)
-                        for i, _, columns in term
+                        constants[i] if i >= 0 else like.new_zeros(columns)
+                        for i, _, _, columns in term
                     ]
                     one = sides[0] if len(sides) == 1 else torch.cat(sides)
                     total = one if total is None else total + one
                 assert total is not None
                 made.append(total)
-            else:
+            elif isinstance(recipe, Cut):
                 parts = cuts.get(recipe.constant)
                 if parts is None:
                     parts = cuts[recipe.constant] = constants[recipe.constant].split(recipe.widths)
                 made.append(parts[recipe.number])
+            else:
+                made.append(self._fixed(recipe.number, like))
         count = len(self._weights)
         return made[:count], made[count:]
+
+    def _fixed(self, number: int, like: Tensor) -> Tensor:
+        key = number, like.device, like.dtype
+        found = self._known_fixed.get(key)
+        if found is None:
+            vector = self._vectors[number]
+            assert isinstance(vector, Columns)
+            with torch.inference_mode(False):
+                found = self._columns(number, vector, self._evaluation(None, like))
+            self._known_fixed[key] = found
+        return found
 
     def memory_by_recipes(
         self, made: Sequence[Tensor], needs: Sequence[bool], sums: torch.dtype
@@ -290,33 +315,42 @@ class Outside:
         return found, whole
 
     def through_recipes(
-        self, gradients: Sequence[Tensor], whole: dict[int, Tensor], needs: Sequence[bool]
+        self,
+        gradients: Sequence[Tensor],
+        whole: dict[int, Tensor],
+        needs: Sequence[bool],
+        constants: Sequence[Tensor],
     ) -> dict[int, Tensor]:
         """Of constants, by their numbers, from those of weights and vectors.
 
         Args:
             gradients, whole: In memory that :meth:`memory_by_recipes` has given.
         """
-        found = dict(whole)
+        found: dict[int, list[_Piece]] = {}
         for recipe, gradient in zip(self.recipes or (), gradients, strict=True):
-            if isinstance(recipe, Cut):
-                continue
             if isinstance(recipe, Joined):
-                gradient, terms = gradient.t(), [recipe.sides]
-            else:
+                terms, gradient = [recipe.sides], gradient.t()
+            elif isinstance(recipe, Sum):
                 terms = recipe.terms
+            else:
+                continue
             for sides in terms:
-                first = 0
-                for i, is_transposed, columns in sides:
+                place = 0
+                for i, is_transposed, first, columns in sides:
                     if i >= 0 and needs[i]:
-                        own = gradient
-                        if len(sides) > 1:
-                            own = gradient.narrow(0, first, columns)
-                        if own.dim() == 2 and not is_transposed:
-                            own = own.t()
-                        found[i] = found[i] + own if i in found else own
-                    first += columns
-        return found
+                        own = gradient if len(sides) == 1 else gradient.narrow(0, place, columns)
+                        piece = _Piece(0, 0, own)
+                        if own.dim() == 2:
+                            piece = _Piece(1, first, own)
+                            if not is_transposed:
+                                piece = _Piece(0, first, own.t())
+                        found.setdefault(i, []).append(piece)
+                    place += columns
+        totals = dict(whole)
+        for i, pieces in found.items():
+            total = _put_together(pieces, constants[i].shape)
+            totals[i] = totals[i] + total if i in totals else total
+        return totals
 
     def inputs(
         self, constants: Sequence[Tensor], inputs: Sequence[Tensor], like: Tensor
@@ -336,10 +370,11 @@ class Outside:
             found.append(made if made.dim() == 3 else made.reshape(*made.shape[:2], -1))
         return found
 
-    def _evaluation(self, constants: Sequence[Tensor], like: Tensor) -> _Evaluation:
+    def _evaluation(self, constants: Sequence[Tensor] | None, like: Tensor) -> _Evaluation:
+        """Without constants, of what does not depend on them."""
         device = like.device
         held = {name: held for (name, on), held in self._held.items() if on == device}
-        constants = [constants[i] for i in self._constants]
+        constants = [like if constants is None else constants[i] for i in self._constants]
         return _Evaluation(self._module, constants, held, like.dtype, device)
 
     def _weight(self, weight: Weight, evaluate: _Evaluation) -> Tensor:
@@ -456,8 +491,45 @@ class Outside:
 def _constants_of(recipe: Recipe) -> list[int]:
     if isinstance(recipe, Cut):
         return [recipe.constant]
+    if isinstance(recipe, Fixed):
+        return []
     terms = [recipe.sides] if isinstance(recipe, Joined) else recipe.terms
     return [side.constant for term in terms for side in term if side.constant >= 0]
+
+
+class _Piece(NamedTuple):
+    """A part of a constant's gradient: from a place in one dimension on, and all of others."""
+
+    dim: int
+    first: int
+    gradient: Tensor
+
+
+def _put_together(pieces: Sequence[_Piece], shape: torch.Size) -> Tensor:
+    if len(pieces) == 1 and pieces[0].gradient.shape == shape:
+        return pieces[0].gradient
+    pieces = sorted(pieces, key=lambda piece: piece.first)
+    dim, end = pieces[0].dim, 0
+    for piece in pieces:
+        if piece.dim != dim or piece.first != end:
+            break
+        end += piece.gradient.shape[dim]
+    else:
+        if end == shape[dim]:
+            return torch.cat([piece.gradient for piece in pieces], dim)
+    total = pieces[0].gradient.new_zeros(shape)
+    for piece in pieces:
+        size = piece.gradient.shape[piece.dim]
+        total.narrow(piece.dim, piece.first, size).add_(piece.gradient)
+    return total
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is torch.ops.aten.permute.default:
+        return list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
+    return node.target is torch.ops.aten.t.default
 
 
 def _cuts(vectors: Sequence[Bias | Columns]) -> dict[fx.Node, dict[int, int]]:

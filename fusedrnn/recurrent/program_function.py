@@ -293,7 +293,7 @@ class _Weights:
         self._whole: dict[int, Tensor] = {}
         self._is_by_recipes = self._outside.has_recipes_for(constants)
         if self._is_by_recipes:
-            self.weights, self.vectors = self._outside.by_recipes(constants, self._like.dtype)
+            self.weights, self.vectors = self._outside.by_recipes(constants, self._like)
             if self._outside.reads_tables:
                 self._constants = self._leaves()
             return
@@ -346,7 +346,8 @@ class _Weights:
     def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
         """Of constants, by their numbers, from those of weights and vectors."""
         if self._is_by_recipes:
-            return self._outside.through_recipes(of_made, self._whole, self._needs)
+            needs, constants = self._needs, self._constants
+            return self._outside.through_recipes(of_made, self._whole, needs, constants)
         places = [i for i, need in enumerate(self._needs) if need]
         found = through(self._with_graph, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}
