@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -56,6 +57,14 @@ class Settings:
         if self.compile == REQUIRE and self.without_program():
             raise ValueError(f"fusedrnn: compile='require' excludes {self.without_program()}")
 
+    @staticmethod
+    def of(*values: Any) -> Settings:
+        """The same object for the same values."""
+        try:
+            return _settings(*values)
+        except TypeError:  # a value that nobody can look up, and that is wrong
+            return Settings(*values)
+
     def without_program(self) -> str:
         """The option that has steps taken in Python; or nothing."""
         if self.compile == NEVER:
@@ -78,6 +87,11 @@ class Settings:
             if getattr(self, name) is not None:
                 return f"{name} unless compile='require': the graph of steps has no chunks"
         return ""
+
+
+@functools.lru_cache(256, typed=True)
+def _settings(*values: Any) -> Settings:
+    return Settings(*values)
 
 
 @dataclass

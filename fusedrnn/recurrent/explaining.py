@@ -221,8 +221,7 @@ def _first_outputs(one: OneCell) -> tuple[Leaves, Structure]:
     """Outputs of the first steps repeated: only their kinds matter."""
     call = one.call
     steps = min(_STEPS, call.seq_len)
-    few = dataclasses.replace(
-        call,
+    few = call._replace(
         inputs=tuple(leaf[:steps] for leaf in call.inputs),
         seq_len=steps,
         seed=TrialSeed(),

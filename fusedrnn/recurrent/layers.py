@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..modules.base import RNNCellBase
 from ..options import kind_of
 from .autograd import run_sequence
 from .calls import Memory, Settings, compiled_or_reason, take
 from .chunks import Names
 from .closures import held_by
+from .initial_state import initial_state
 from .noise import Noise, Seed
 from .compiling import User
 from .reads import Weights
@@ -25,6 +25,7 @@ from .sequence_call import SequenceCall
 from .sequences import Sequences
 from .steps import Resets, Step, call_of_cell, with_masks
 from .trees import Leaves, Structure, check_tensors, flatten
+from .usual_calls import UsualCalls
 
 
 @dataclass
@@ -38,6 +39,7 @@ class OneCell:
     memory: Memory
     input: Structure
     state: Structure
+    was_compiled: bool = False
 
     def results(self) -> tuple[Leaves, Structure, Leaves]:
         """The output, its structure, and the last state."""
@@ -46,6 +48,7 @@ class OneCell:
             steps = self.in_python()
             output, state = take(steps.run, self.settings, self.memory, *steps.given)
             return output, steps.step.output_structure(), state
+        self.was_compiled = True
         output, structure = flatten(made[0], "output")
         return output, structure, flatten(made[1], "state")[0]
 
@@ -131,6 +134,7 @@ class LayersCall:
     """(seq_len, batch)."""
     reset_to: Any
     seed: Seed
+    usual: UsualCalls
 
     def __post_init__(self) -> None:
         for name, value in (("state", self.state), ("reset_to", self.reset_to)):
@@ -155,10 +159,19 @@ class LayersCall:
                 output, output_structure, state = one.results()
                 outputs.append((output, output_structure))
                 states.append(one.state.tree(sequence.result_state(state)))
+                if self._is_usual(one):
+                    self.usual.remember(one, self.settings, sequence.batch_first)
             leaves, structure = joined(layer, outputs, one.call.returns_sequence)
             names = structure.names(f"output of layer {layer}")
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
+
+    def _is_usual(self, one: OneCell) -> bool:
+        """Whether a later call like this one need not be checked."""
+        is_plain = self.sequence.is_batched and self.sequence.packed is None
+        has_masks = self.sequence.lengths is not None or self.reset is not None
+        is_one = not self.is_list and one.was_compiled and not is_replica(one.cell)
+        return is_plain and is_one and not has_masks
 
     def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
         """Cell number i, whose input has these leaves."""
@@ -285,25 +298,6 @@ def _places_of_keys(
     leaves, spec = pytree.tree_flatten(part)
     return [leaf for leaf in leaves if leaf is not None], Structure(
         spec, tuple(leaf is not None for leaf in leaves)
-    )
-
-
-def initial_state(cell: nn.Module, input: Tensor, rows: int) -> Any:
-    """Zeros for cells of torch and of this package, else what the cell says.
-
-    Raises:
-        ValueError: It says nothing.
-    """
-    own = getattr(cell, "initial_state", None)
-    if callable(own):
-        return own(rows)
-    if isinstance(cell, nn.RNNCellBase | RNNCellBase):
-        zeros = input.new_zeros((rows, cell.hidden_size))
-        has_two = isinstance(cell, nn.LSTMCell) or getattr(cell, "_cell", "") == "lstm"
-        return (zeros, torch.zeros_like(zeros)) if has_two else zeros
-    raise ValueError(
-        f"fusedrnn: state must be given for {type(cell).__name__}, unless it has a method "
-        "initial_state(batch) that returns one"
     )
 
 

@@ -15,7 +15,9 @@ from .choices import Explanation
 from .explaining import explanation
 from .layers import LayersCall
 from .noise import Seed
+from .replicas import is_replica
 from .sequences import Sequences
+from .usual_calls import UsualCalls
 
 
 class Recurrent(nn.Module):
@@ -145,9 +147,10 @@ class Recurrent(nn.Module):
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
         self._memories = [Memory() for _ in cells]
+        self._usual = UsualCalls()
 
     def _settings(self) -> Settings:
-        return Settings(
+        return Settings.of(
             self.mode,
             self.chunk_size,
             self.workspace_bytes,
@@ -222,7 +225,21 @@ class Recurrent(nn.Module):
             TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
                 the message names the tensor and the step. What a cell itself raises is passed on.
         """
+        if self._usual and lengths is reset is reset_to is None:
+            made = self._as_before(input, state, generator)
+            if made is not None:
+                return made
         return self._call(input, state, lengths, reset, reset_to, generator).results()
+
+    def _as_before(
+        self, input: Any, state: Any, generator: torch.Generator | None
+    ) -> tuple[Any, Any] | None:
+        """The results of a call like one that a program has run; or nothing."""
+        cell, settings = self.cell, self._settings()
+        if isinstance(cell, nn.ModuleList) or is_replica(cell):
+            return None
+        flags = self.batch_first, self.return_sequence
+        return self._usual.run(cell, settings, *flags, input, state, generator)
 
     def explain(self, input: Any, state: Any = None, lengths: Any = None) -> Explanation:
         """How a call would run, without running it.
@@ -263,6 +280,7 @@ class Recurrent(nn.Module):
             reset=None if reset is None else sequence.flags(reset),
             reset_to=reset_to,
             seed=Seed(generator),
+            usual=self._usual,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from .steps import Resets
 from .trees import Leaves
 
 
-@dataclass(frozen=True)
-class SequenceCall:
+class SequenceCall(NamedTuple):
     inputs: Leaves
     """(seq_len, batch, ...) each."""
     state: Leaves
@@ -52,12 +51,14 @@ class SequenceCall:
 
     def without_tensors(self) -> SequenceCall:
         """For autograd, which is to keep these itself."""
-        return replace(self, inputs=(), state=(), reset_to=())
+        return self._replace(inputs=(), state=(), reset_to=())
 
     def with_tensors(
         self, inputs: Sequence[Tensor], state: Sequence[Tensor], reset_to: Sequence[Tensor]
     ) -> SequenceCall:
-        return replace(self, inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to))
+        return self._replace(
+            inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to)
+        )
 
     def within_ends(self) -> Leaves:
         """Inputs with 0 for integers behind the ends of rows, where there may be anything."""

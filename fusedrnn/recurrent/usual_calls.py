@@ -1,0 +1,118 @@
+"""Calls like one before: nothing of them is checked again, and nothing prepared.
+
+For one cell and inputs with a batch, without lengths and resets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._graphs import is_alone
+from .calls import Memory, Settings
+from .compiling import NoProgram, Options, User
+from .initial_state import initial_state
+from .noise import Seed
+from .sequence_call import SequenceCall
+from .trees import Leaves, flatten
+
+if TYPE_CHECKING:
+    from .layers import OneCell
+
+_MOST = 64
+"""Kinds of calls that are remembered."""
+
+
+class _Known(NamedTuple):
+    """A kind of calls that a program has run."""
+
+    user: User
+    call: SequenceCall
+    """Without tensors."""
+    memory: Memory
+
+
+class UsualCalls:
+    """Those of one module."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Known] = {}
+
+    def __reduce__(self) -> Any:
+        return UsualCalls, ()
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def remember(self, one: OneCell, settings: Settings, batch_first: bool) -> None:
+        """A call that a program has run."""
+        call = one.call
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        inputs = _transposed(call.inputs) if batch_first else call.inputs
+        forms = _form(one.input.tree(inputs))[1], _form(one.state.tree(call.state))[1]
+        key = _key(settings, batch_first, call.returns_sequence, (*inputs, *call.state), forms)
+        self._known[key] = _Known(one.user(), call.without_tensors(), one.memory)
+
+    def run(
+        self,
+        cell: Any,
+        settings: Settings,
+        batch_first: bool,
+        returns_sequence: bool,
+        input: Any,
+        state: Any,
+        generator: torch.Generator | None,
+    ) -> tuple[Any, Any] | None:
+        """Output and state, if a call like it has been checked; else nothing."""
+        try:
+            inputs, form = _form(input)
+            if state is None:
+                state = initial_state(cell, inputs[0], inputs[0].shape[0 if batch_first else 1])
+            states, form_of_state = _form(state)
+            leaves, forms = (*inputs, *states), (form, form_of_state)
+            key = _key(settings, batch_first, returns_sequence, leaves, forms)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # for which there are words
+            return None
+        known = self._known.get(key)
+        if known is None or known.user.step is not cell or not is_alone():
+            return None
+        inputs = _transposed(inputs) if batch_first else inputs
+        call = known.call._replace(inputs=inputs, state=states, seed=Seed(generator))
+        saves_sums = not settings.recompute and torch.is_grad_enabled()
+        options = Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
+        try:
+            output, new = known.memory.compiling.run(known.user, call, options)
+        except NoProgram:  # for which there are words elsewhere
+            return None
+        if batch_first and returns_sequence:
+            leaves, tree = flatten(output, "output")
+            output = tree.tree(_transposed(leaves))
+        return output, new
+
+
+def _transposed(leaves: Leaves) -> Leaves:
+    return tuple([leaf.transpose(0, 1) for leaf in leaves])
+
+
+def _form(tree: Any) -> tuple[Leaves, Any]:
+    """The leaves of an input or a state, and what tells its structure from others."""
+    if type(tree) is Tensor:
+        return (tree,), 1
+    if type(tree) is tuple and all([type(leaf) is Tensor for leaf in tree]):
+        return tree, len(tree) + 2
+    return flatten(tree, "input")
+
+
+def _key(
+    settings: Settings,
+    batch_first: bool,
+    returns_sequence: bool,
+    leaves: Leaves,
+    forms: tuple[Any, Any],
+) -> Any:
+    """All that checks look at."""
+    kinds = [(t.shape, t.dtype, t.device, t.layout) for t in leaves]
+    return settings, batch_first, returns_sequence, forms, tuple(kinds)
