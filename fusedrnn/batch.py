@@ -135,7 +135,7 @@ class BatchForm(NamedTuple):
             lengths = checks.lengths(lengths, self.seq_len, self.batch)
         if reset is not None:
             steps = (self.seq_len, self.batch) if self.is_batched else (self.seq_len,)
-            checks.reset(reset, steps[::-1] if self.batch_first else steps, input)
+            checks.reset(reset, steps[::-1] if self.batch_first else steps, input.device)
             if self.batch_first and self.is_batched:
                 reset = reset.t()
             reset = checks.own_copy(self.state(reset, packing))

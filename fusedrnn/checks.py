@@ -137,7 +137,7 @@ def seed(value: Tensor, input: Tensor) -> Tensor:
     return own_copy(value)
 
 
-def reset(value: Tensor, expected: tuple[int, ...], input: Tensor) -> None:
+def reset(value: Tensor, expected: tuple[int, ...], device: torch.device) -> None:
     """A reset is a bool for each row of the input."""
     types({"reset": value})
     if value.dtype != torch.bool:
@@ -146,7 +146,8 @@ def reset(value: Tensor, expected: tuple[int, ...], input: Tensor) -> None:
     if got != tuple(expected):
         hint = _hint_for_reset(got, tuple(expected))
         raise RuntimeError(f"fusedrnn: reset must have shape {tuple(expected)}, got {got}{hint}")
-    on_device("reset", value, input)
+    if value.device != device:
+        raise RuntimeError(f"fusedrnn: reset must be on {device} as input is, got {value.device}")
 
 
 def _hint_for_reset(got: tuple[int, ...], expected: tuple[int, ...]) -> str:

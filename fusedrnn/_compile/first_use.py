@@ -220,9 +220,10 @@ def compiled(
         Busy: Another thread takes too long.
     """
     device = state[0].device
-    kinds = [(leaf.shape[1:], leaf.dtype) for leaf in state], [
-        (leaf.shape[2:], leaf.dtype) for leaf in inputs
-    ]
+    kinds = (
+        [(leaf.shape[1:], leaf.dtype) for leaf in state],
+        [(leaf.shape[2:], leaf.dtype) for leaf in inputs],
+    )
     around = graph.roles, given.numbers, torch.get_default_dtype(), kind_of(device), kinds
     use = _FirstUse(graph, given, inputs, state, names, records.key_of(graph.text, *around))
     with one_at_a_time():

@@ -7,100 +7,14 @@ its own says how, so a record can have that without the rest of the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .graphs import Operations, from_json, to_json
-
-
-class Part(NamedTuple):
-    """Some columns of a product's weight; as expressions.Part."""
-
-    weight: fx.Node
-    member: int | None
-    """Of a stack of weights."""
-    is_transposed: bool
-    first: int
-    columns: int
-    bias: fx.Node | None
-
-
-class Weight(NamedTuple):
-    """The weight of a product: parts side by side."""
-
-    terms: int
-    parts: list[Part]
-
-
-class Bias(NamedTuple):
-    """A vector that is the sum of biases of products."""
-
-    products: list[int]
-
-
-class Columns(NamedTuple):
-    """A vector of numbers of a tensor, which is read as if it had one dimension."""
-
-    source: fx.Node
-    first: int
-    width: int
-    step: int
-    """0 or 1, or -1 if the numbers are at ``places``."""
-    places: list[int]
-
-
-class Table(NamedTuple):
-    """An input that consists of rows of a table of weights."""
-
-    table: fx.Node
-    input: int
-    padding: int
-    """Of the row that gets no gradient; negative if all do."""
-
-
-class Side(NamedTuple):
-    """Some columns of a weight, or some numbers of a vector: rows of a constant."""
-
-    constant: int
-    """Its number; negative for zeros."""
-    is_transposed: bool
-    """Whether it is the constant's transpose that has these rows, of a weight."""
-    first: int
-    """Of the rows."""
-    columns: int
-
-
-class Joined(NamedTuple):
-    """A weight whose columns are those of constants, one after the other."""
-
-    sides: list[Side]
-
-
-class Sum(NamedTuple):
-    """A vector that is a sum, of whose terms each consists of constants."""
-
-    terms: list[list[Side]]
-
-
-class Cut(NamedTuple):
-    """A vector that is one of the parts that a constant consists of."""
-
-    constant: int
-    widths: tuple[int, ...]
-    number: int
-
-
-class Fixed(NamedTuple):
-    """A vector that has no constant in it."""
-
-    number: int
-
-
-Recipe = Joined | Sum | Cut | Fixed
-"""How most weights and vectors are made of constants, and gradients of these from theirs."""
+from .recipes import Bias, Columns, Part, Recipes, Table, Weight, cuts_of
 
 
 class Outside:
@@ -122,20 +36,14 @@ class Outside:
         """
         self._module, self._constants = module, constants
         self._weights, self._vectors, self._inputs = weights, vectors, inputs
-        self._cuts = _cuts(vectors)
-        self._places = dict(zip(module.graph.find_nodes(op="placeholder"), constants, strict=True))
+        self._cuts = cuts_of(vectors)
         self.reads_tables = any(isinstance(one, Table) for one in inputs)
+        places = dict(zip(module.graph.find_nodes(op="placeholder"), constants, strict=True))
+        self.recipes = Recipes.of(weights, vectors, places, self._fixed)
         self._fits: bool | None = None
-        self._known_fixed: dict[Any, Tensor] = {}
-        self.recipes: list[Recipe] | None = None
-        """Of weights, then of vectors, where all have one; else they need a graph of autograd."""
-        found = [*map(self._recipe_of_weight, weights)]
-        found += [self._recipe_of_vector(i, vector) for i, vector in enumerate(vectors)]
-        cuts = [recipe for recipe in found if isinstance(recipe, Cut)]
-        if all(found) and len({(cut.constant, cut.number) for cut in cuts}) == len(cuts):
-            self.recipes = [recipe for recipe in found if recipe is not None]
         self._held: dict[tuple[str | int, torch.device], Tensor] = {}
         """What :meth:`hold_on` has copied, by name, or by the number of a vector."""
+        self._known_fixed: dict[Any, Tensor] = {}
 
     def hold_on(self, device: torch.device) -> None:
         """Copies to a device what a program has of its own: numbers in the step, and places.
@@ -160,8 +68,8 @@ class Outside:
         Args:
             like: A tensor of the program's dtype on its device, such as a carry.
         """
-        if self.has_recipes_for(constants):
-            return self.by_recipes(constants, like)
+        if recipes := self.recipes_for(constants):
+            return recipes.made(constants, like)
         evaluate = self._evaluation(constants, like)
         weights = [self._weight(weight, evaluate) for weight in self._weights]
         vectors = [
@@ -172,104 +80,11 @@ class Outside:
         ]
         return weights, vectors
 
-    # By recipes, without the graph of constants.
-
-    def _recipe_of_weight(self, weight: Weight) -> Recipe | None:
-        sides = []
-        for part in weight.parts:
-            node, is_transposed = part.weight, part.is_transposed
-            while _is_transpose(node):
-                (node,) = node.all_input_nodes
-                is_transposed = not is_transposed
-            if part.member is not None or node not in self._places:
-                return None
-            sides.append(Side(self._places[node], is_transposed, part.first, part.columns))
-        return Joined(sides)
-
-    def _recipe_of_vector(self, number: int, vector: Bias | Columns) -> Recipe | None:
-        if isinstance(vector, Columns):
-            if vector.source.op == "get_attr":
-                return Fixed(number)
-            widths = self._cuts.get(vector.source)
-            if vector.step != 1 or vector.source not in self._places or not widths:
-                return None
-            number = list(widths).index(vector.first)
-            return Cut(self._places[vector.source], tuple(widths.values()), number)
-        terms = []
-        for i in vector.products:
-            sides = []
-            for part in self._weights[i].parts:
-                if part.bias is None:
-                    sides.append(Side(-1, False, 0, part.columns))
-                elif part.bias in self._places:
-                    sides.append(Side(self._places[part.bias], False, 0, part.columns))
-                else:
-                    return None
-            terms.append(sides)
-        return Sum(terms)
-
-    def has_recipes_for(self, constants: Sequence[Tensor]) -> bool:
-        """Whether recipes are right for the shapes of a step's constants, which never change."""
+    def recipes_for(self, constants: Sequence[Tensor]) -> Recipes | None:
+        """How weights and vectors are made of constants, whose shapes never change."""
         if self._fits is None:
-            self._fits = self._fit(constants)
-        return self._fits
-
-    def _fit(self, constants: Sequence[Tensor]) -> bool:
-        if self.recipes is None:
-            return False
-        for weight, recipe in zip(self._weights, self.recipes, strict=False):
-            assert isinstance(recipe, Joined)
-            for i, is_transposed, first, columns in recipe.sides:
-                shape = tuple(constants[i].shape)[:: -1 if is_transposed else 1]
-                if len(shape) != 2 or shape[1] != columns or shape[0] < first + weight.terms:
-                    return False
-        for recipe in self.recipes[len(self._weights) :]:
-            if isinstance(recipe, Cut):
-                if tuple(constants[recipe.constant].shape) != (sum(recipe.widths),):
-                    return False
-            elif isinstance(recipe, Sum):
-                sides = [side for term in recipe.terms for side in term if side.constant >= 0]
-                if any(tuple(constants[i].shape) != (columns,) for i, _, _, columns in sides):
-                    return False
-        return True
-
-    def by_recipes(
-        self, constants: Sequence[Tensor], like: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and vectors, as :meth:`__call__` gives them."""
-        dtype = like.dtype
-        constants = [c if c.dtype == dtype else c.to(dtype) for c in constants]
-        made: list[Tensor] = []
-        cuts: dict[int, Sequence[Tensor]] = {}
-        for recipe in self.recipes or ():
-            if isinstance(recipe, Joined):
-                terms = self._weights[len(made)].terms
-                # Side by side in the way in which torch's linear layers have their weights.
-                sides = [constants[i] if t else constants[i].t() for i, t, _, _ in recipe.sides]
-                for n, side in enumerate(sides):
-                    if side.shape[1] != terms:
-                        sides[n] = side.narrow(1, recipe.sides[n].first, terms)
-                made.append((sides[0] if len(sides) == 1 else torch.cat(sides)).t())
-            elif isinstance(recipe, Sum):
-                total: Tensor | None = None
-                for term in recipe.terms:
-                    sides = [
-                        constants[i] if i >= 0 else like.new_zeros(columns)
-                        for i, _, _, columns in term
-                    ]
-                    one = sides[0] if len(sides) == 1 else torch.cat(sides)
-                    total = one if total is None else total + one
-                assert total is not None
-                made.append(total)
-            elif isinstance(recipe, Cut):
-                parts = cuts.get(recipe.constant)
-                if parts is None:
-                    parts = cuts[recipe.constant] = constants[recipe.constant].split(recipe.widths)
-                made.append(parts[recipe.number])
-            else:
-                made.append(self._fixed(recipe.number, like))
-        count = len(self._weights)
-        return made[:count], made[count:]
+            self._fits = self.recipes is not None and self.recipes.fit(constants)
+        return self.recipes if self._fits else None
 
     def _fixed(self, number: int, like: Tensor) -> Tensor:
         key = number, like.device, like.dtype
@@ -281,76 +96,6 @@ class Outside:
                 found = self._columns(number, vector, self._evaluation(None, like))
             self._known_fixed[key] = found
         return found
-
-    def memory_by_recipes(
-        self, made: Sequence[Tensor], needs: Sequence[bool], sums: torch.dtype
-    ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """For the gradients of weights and vectors; that of a weight lies as the weight does.
-
-        And for those of constants that vectors are parts of, by their numbers, in one.
-
-        Args:
-            made: The weights and vectors.
-            needs: Which constants need a gradient.
-            sums: In which dtype gradients are added up.
-        """
-        found: list[Tensor] = []
-        whole: dict[int, Tensor] = {}
-        cuts: dict[int, Sequence[Tensor]] = {}
-        like = made[0]
-        for recipe, tensor in zip(self.recipes or (), made, strict=True):
-            if not any([needs[i] for i in _constants_of(recipe)]):
-                found.append(like.new_empty(0, dtype=sums))
-            elif isinstance(recipe, Cut):
-                if recipe.constant not in cuts:
-                    memory = like.new_empty(sum(recipe.widths), dtype=sums)
-                    whole[recipe.constant] = memory
-                    cuts[recipe.constant] = memory.split(recipe.widths)
-                found.append(cuts[recipe.constant][recipe.number])
-            elif isinstance(recipe, Joined):
-                terms, columns = tensor.shape
-                found.append(like.new_empty((columns, terms), dtype=sums).t())
-            else:
-                found.append(like.new_empty(tensor.shape, dtype=sums))
-        return found, whole
-
-    def through_recipes(
-        self,
-        gradients: Sequence[Tensor],
-        whole: dict[int, Tensor],
-        needs: Sequence[bool],
-        constants: Sequence[Tensor],
-    ) -> dict[int, Tensor]:
-        """Of constants, by their numbers, from those of weights and vectors.
-
-        Args:
-            gradients, whole: In memory that :meth:`memory_by_recipes` has given.
-        """
-        found: dict[int, list[_Piece]] = {}
-        for recipe, gradient in zip(self.recipes or (), gradients, strict=True):
-            if isinstance(recipe, Joined):
-                terms, gradient = [recipe.sides], gradient.t()
-            elif isinstance(recipe, Sum):
-                terms = recipe.terms
-            else:
-                continue
-            for sides in terms:
-                place = 0
-                for i, is_transposed, first, columns in sides:
-                    if i >= 0 and needs[i]:
-                        own = gradient if len(sides) == 1 else gradient.narrow(0, place, columns)
-                        piece = _Piece(0, 0, own)
-                        if own.dim() == 2:
-                            piece = _Piece(1, first, own)
-                            if not is_transposed:
-                                piece = _Piece(0, first, own.t())
-                        found.setdefault(i, []).append(piece)
-                    place += columns
-        totals = dict(whole)
-        for i, pieces in found.items():
-            total = _put_together(pieces, constants[i].shape)
-            totals[i] = totals[i] + total if i in totals else total
-        return totals
 
     def inputs(
         self, constants: Sequence[Tensor], inputs: Sequence[Tensor], like: Tensor
@@ -486,70 +231,6 @@ class Outside:
                 for one in stored["inputs"]
             ],
         )
-
-
-def _constants_of(recipe: Recipe) -> list[int]:
-    if isinstance(recipe, Cut):
-        return [recipe.constant]
-    if isinstance(recipe, Fixed):
-        return []
-    terms = [recipe.sides] if isinstance(recipe, Joined) else recipe.terms
-    return [side.constant for term in terms for side in term if side.constant >= 0]
-
-
-class _Piece(NamedTuple):
-    """A part of a constant's gradient: from a place in one dimension on, and all of others."""
-
-    dim: int
-    first: int
-    gradient: Tensor
-
-
-def _put_together(pieces: Sequence[_Piece], shape: torch.Size) -> Tensor:
-    if len(pieces) == 1 and pieces[0].gradient.shape == shape:
-        return pieces[0].gradient
-    pieces = sorted(pieces, key=lambda piece: piece.first)
-    dim, end = pieces[0].dim, 0
-    for piece in pieces:
-        if piece.dim != dim or piece.first != end:
-            break
-        end += piece.gradient.shape[dim]
-    else:
-        if end == shape[dim]:
-            return torch.cat([piece.gradient for piece in pieces], dim)
-    total = pieces[0].gradient.new_zeros(shape)
-    for piece in pieces:
-        size = piece.gradient.shape[piece.dim]
-        total.narrow(piece.dim, piece.first, size).add_(piece.gradient)
-    return total
-
-
-def _is_transpose(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is torch.ops.aten.permute.default:
-        return list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
-    return node.target is torch.ops.aten.t.default
-
-
-def _cuts(vectors: Sequence[Bias | Columns]) -> dict[fx.Node, dict[int, int]]:
-    """Of each tensor that vectors are parts of: where these begin, and how wide they are.
-
-    Nothing where they are not side by side from the first number on.
-    """
-    parts: dict[fx.Node, set[tuple[int, int]]] = {}
-    for vector in vectors:
-        if isinstance(vector, Columns) and vector.step == 1:
-            parts.setdefault(vector.source, set()).add((vector.first, vector.width))
-    found: dict[fx.Node, dict[int, int]] = {}
-    for source, pairs in parts.items():
-        end, found[source] = 0, dict(sorted(pairs))
-        for first, width in sorted(pairs):
-            if first != end:
-                found[source] = {}
-                break
-            end += width
-    return found
 
 
 class _Evaluation:

@@ -281,7 +281,9 @@ class _Seen(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 if any(_share_memory(args[0], stopped) for stopped in self._stopped):
                     # A stop is a copy, which does not change with what it is a copy of.
-                    raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
+                    raise CannotCompile(
+                        f"the step changes a tensor in place after a detach{line()}"
+                    )
         if self._notes_lines:
             fx_traceback.current_meta["stack_trace"] = user_line()
         drawn = DRAWS.get(function)

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -49,7 +49,7 @@ class StepGraph:
         for out in outs:
             if not isinstance(out, fx.Node) or out.target not in (result, result.default):
                 raise Refusal("the step keeps a tensor besides its results")
-            source, kind, place = out.args
+            source, kind, place = cast(tuple[fx.Node, int, int], out.args)
             self.outs.append((kind, place))
             sources[kind, place] = source
         self.states = sum(kind == STATE for kind, _ in sources)

@@ -15,6 +15,7 @@ from .backward import Backward
 from .forward import Result, forward, like_rows
 from .gradients import Gradients, gradients_of
 from .runs import Run
+from .sequence_call import SequenceCall
 from .trees import Leaves
 from .values import Layout, Values
 
@@ -69,7 +70,7 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
     return run.weights.call_with(buffers, take_steps)
 
 
-def outputs_of(run: Run, outputs: dict[int, Leaves]) -> Leaves:
+def outputs_of(run: Run | SequenceCall, outputs: dict[int, Leaves]) -> Leaves:
     """Those of all steps, (seq_len, ...) each, or the last ones alone if the run says so.
 
     Args:

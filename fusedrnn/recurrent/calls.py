@@ -181,9 +181,7 @@ def why_no_program(settings: Settings) -> str:
     return "" if is_alone() else "a transform of torch.func, or a tracer, is around"
 
 
-def refused(
-    error: NoProgram, settings: Settings, memory: Memory, call: SequenceCall
-) -> str:
+def refused(error: NoProgram, settings: Settings, memory: Memory, call: SequenceCall) -> str:
     """Why a call has no program.
 
     Raises:
@@ -193,7 +191,9 @@ def refused(
     if settings.compile == REQUIRE:
         if isinstance(error, TooSmall):
             raise RuntimeError(f"fusedrnn: {reason}") from None
-        raise RuntimeError(f"fusedrnn: the cell{call.place} cannot be compiled: {reason}") from error
+        raise RuntimeError(
+            f"fusedrnn: the cell{call.place} cannot be compiled: {reason}"
+        ) from error
     if memory.compiling.is_to_warn(error):
         warnings.warn(
             f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}", stacklevel=5

@@ -5,7 +5,7 @@ For derivatives of gradients, and for what a program's backward cannot do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from .autograd import outputs_of
 from .noise import Noise
 from .reads import Watch
+from .runs import FlatStep
 from .sequence_call import SequenceCall
 from .steps import with_masks
 from .trees import Leaves
@@ -28,7 +29,7 @@ def loop(graph: StepGraph, given: Given, call: SequenceCall) -> tuple[Leaves, Le
     def take(state: Leaves, x: Leaves, _: Leaves) -> tuple[Leaves, Leaves]:
         return graph.take(given, x, state, rows)
 
-    resets, step = call.resets, take
+    resets, step = call.resets, cast(FlatStep, take)
     constants: Leaves = ()
     if call.lengths is not None:
         inputs.append(_strides_to_longest(call.lengths, call))

@@ -15,9 +15,9 @@ from .autograd import run_sequence
 from .calls import Memory, Settings, compiled_or_reason, take
 from .chunks import Names
 from .closures import held_by
+from .compiling import User
 from .initial_state import initial_state
 from .noise import Noise, Seed
-from .compiling import User
 from .reads import Weights
 from .replicas import is_replica
 from .runs import Run
@@ -178,7 +178,7 @@ class LayersCall:
         cell, sequence = self.cells[i], self.sequence
         memory = self._memory(i)
         place = f"[{i}]" if self.is_list else ""
-        state, state_structure, state_names = self._state(i, leaves[0], f"state{place}")
+        state, state_structure, state_names = self._state(i, leaves, f"state{place}")
         resets, values = self._resets(i, state, state_structure, f"reset_to{place}")
         backwards = self.directions == 2 and i % 2 == 1
         layer = f" of layer {i // self.directions}" if len(self.cells) > 1 else ""
@@ -193,7 +193,7 @@ class LayersCall:
             Names(state_names, names),
             seq_len=sequence.seq_len,
             rows=sequence.batch,
-            device=leaves[0].device,
+            device=sequence.device,
             seed=self.seed,
             layer=i,
             backwards=backwards,
@@ -216,12 +216,12 @@ class LayersCall:
             self.memories[i] = Memory(cell)
         return self.memories[i]
 
-    def _state(self, i: int, input: Tensor, name: str) -> tuple[Leaves, Structure, list[str]]:
+    def _state(self, i: int, input: Leaves, name: str) -> tuple[Leaves, Structure, list[str]]:
         """The state before the first step of a cell: leaves, structure and names."""
         given = self.state[i] if self.is_list and self.state is not None else self.state
         rows = self.sequence.batch
         if given is None:
-            given, is_users = initial_state(self.cells[i], input, rows), False
+            given, is_users = initial_state(self.cells[i], input[0], rows), False
         else:
             is_users = True
         leaves, structure = flatten(given, name)
@@ -237,7 +237,7 @@ class LayersCall:
                     f"dimension, got shape {tuple(leaf.shape)}; fusedrnn.scan takes states of any "
                     "shape"
                 )
-        check_tensors(names, leaves, "input", input.device)
+        check_tensors(names, leaves, "input", self.sequence.device)
         return leaves, structure, names
 
     def _resets(

@@ -17,6 +17,7 @@ from .layers import LayersCall
 from .noise import Seed
 from .replicas import is_replica
 from .sequences import Sequences
+from .trees import flatten
 from .usual_calls import UsualCalls
 
 
@@ -190,13 +191,15 @@ class Recurrent(nn.Module):
         reset: Tensor | None = None,
         reset_to: Any = None,
         generator: torch.Generator | None = None,
+        length: int | None = None,
     ) -> tuple[Any, Any]:
         """Runs the cell over a sequence.
 
         Args:
             input: What the cell takes at a step, with the steps as a further first dimension:
                 (seq_len, batch, ...) each, or (batch, seq_len, ...) if ``batch_first``; without a
-                batch one tensor (seq_len, features) of floating point; or PackedSequences.
+                batch one tensor (seq_len, features) of floating point; or PackedSequences. None for
+                a cell without an input, as often as ``length`` says.
             state: The cell's state before the first step, (batch, ...) each; for several cells a
                 tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
                 else what its method ``initial_state(batch)`` returns, which must have the dtype and
@@ -213,6 +216,7 @@ class Recurrent(nn.Module):
                 only those leaves are set. None for zeros.
             generator: Where random numbers come from, whatever function of torch draws them;
                 torch's own generator if None. Python's and NumPy's have seeds of their own.
+            length: The number of steps. It must agree with ``input`` if that has tensors.
 
         Returns:
             output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if
@@ -225,23 +229,65 @@ class Recurrent(nn.Module):
             TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
                 the message names the tensor and the step. What a cell itself raises is passed on.
         """
-        if self._usual and lengths is reset is reset_to is None:
+        if self._usual and lengths is reset is reset_to is length is None:
             made = self._as_before(input, state, generator)
             if made is not None:
                 return made
-        return self._call(input, state, lengths, reset, reset_to, generator).results()
+        return self._call(input, state, lengths, reset, reset_to, generator, length).results()
 
     def _as_before(
         self, input: Any, state: Any, generator: torch.Generator | None
     ) -> tuple[Any, Any] | None:
         """The results of a call like one that a program has run; or nothing."""
-        cell, settings = self.cell, self._settings()
+        cell: Any = self.cell
+        settings = self._settings()
         if isinstance(cell, nn.ModuleList) or is_replica(cell):
             return None
         flags = self.batch_first, self.return_sequence
         return self._usual.run(cell, settings, *flags, input, state, generator)
 
-    def explain(self, input: Any, state: Any = None, lengths: Any = None) -> Explanation:
+    def step(
+        self, input: Any, state: Any = None, generator: torch.Generator | None = None
+    ) -> tuple[Any, Any]:
+        """One step, for acting and decoding: the cell's, but compiled as the sequence is.
+
+        Args:
+            input: What the cell takes: (batch, ...) each, or one tensor (features) without a batch.
+            state: Before the step, as in the call of a sequence.
+            generator: As in that call.
+
+        Returns:
+            output: What the cell returns.
+
+            state: After the step.
+
+        Raises:
+            ValueError: The module is bidirectional.
+            TypeError, RuntimeError: As of a sequence.
+
+        Example::
+
+            >>> rnn = fusedrnn.Recurrent(torch.nn.GRUCell(12, 32))
+            >>> output, h = rnn.step(torch.randn(4, 12), torch.zeros(4, 32))
+            >>> output.shape
+            torch.Size([4, 32])
+        """
+        if self.bidirectional:
+            raise ValueError("fusedrnn: a bidirectional module has no single step")
+        leaves, structure = flatten(input, "input")
+        has_batch = not leaves or any(leaf.dim() > 1 for leaf in leaves)
+        dim = 1 if self.batch_first and has_batch else 0
+        sequence = structure.tree([leaf.unsqueeze(dim) for leaf in leaves])
+        length = None if leaves else 1
+        output, state = self(sequence, state, generator=generator, length=length)
+        if self.return_sequence:
+            leaves, structure = flatten(output, "output")
+            output = structure.tree([leaf.squeeze(dim) for leaf in leaves])
+        return output, state
+
+    def explain(
+        self, input: Any, state: Any = None, lengths: Any = None, length: int | None = None
+    ) -> Explanation:
         """How a call would run, without running it.
 
         A step or two of each cell run once, to measure what autograd keeps of them.
@@ -251,7 +297,7 @@ class Recurrent(nn.Module):
             directions, which work one after the other, ``step_bytes`` and ``workspace_bytes`` are
             those of the one that takes most; ``kept_bytes_per_step`` is the sum of all.
         """
-        return explanation(self._call(input, state, lengths, None, None, None))
+        return explanation(self._call(input, state, lengths, None, None, None, length))
 
     def _call(
         self,
@@ -261,11 +307,12 @@ class Recurrent(nn.Module):
         reset: Any,
         reset_to: Any,
         generator: torch.Generator | None,
+        length: int | None,
     ) -> LayersCall:
         cells = self._cells
         _check_number(len(cells), self.bidirectional)  # the list may have changed
         self._memories += [Memory() for _ in cells[len(self._memories) :]]
-        sequence = Sequences.of(input, self.batch_first, lengths)
+        sequence = Sequences.of(input, self.batch_first, lengths, length, state)
         if reset is None and reset_to is not None:
             raise ValueError("fusedrnn: reset_to must be given together with reset")
         return LayersCall(

@@ -202,8 +202,7 @@ class PartCall:
             sequences=self.of_rows(sequences),
             kept=kept,
             saved=sums,
-            **gradients,
-            **self.options,
+            **(gradients | self.options),
         )
 
     def of_rows(self, sequences: Sequence[Tensor]) -> list[Tensor]:

@@ -69,9 +69,7 @@ def forward(arguments: Arguments, for_backward: bool) -> Results:
     return Results(outputs, last, between[: -len(state)])
 
 
-def take(
-    now: PartCall, saves_sums: bool, for_backward: bool = True
-) -> tuple[Kept, list[Tensor]]:
+def take(now: PartCall, saves_sums: bool, for_backward: bool = True) -> tuple[Kept, list[Tensor]]:
     """Takes some steps: what backward of them needs, and the state after them."""
     carries, sums = list[Tensor](), list[Tensor]()
     if for_backward:
@@ -84,8 +82,8 @@ def take(
 
 def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Of a whole sequence."""
-    sequence_call, program = call.sequence, call.program
-    if not sequence_call.returns_sequence:
+    whole, program = call.sequence, call.program
+    if not whole.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
     numbers = program.printed.output_sequences
     if len(set(numbers)) == len(numbers):
@@ -95,7 +93,7 @@ def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
         sequence = sequences[number]
         is_taken = number in seen
         found.append(
-            sequence.reshape(sequence_call.seq_len, sequence_call.rows, *shape).clone() if is_taken else sequence
+            sequence.reshape(whole.seq_len, whole.rows, *shape).clone() if is_taken else sequence
         )
         seen.add(number)
     return found
@@ -105,12 +103,12 @@ def _last_outputs(
     call: Call, part: Part, sequences: Sequence[Tensor], so_far: Sequence[Tensor]
 ) -> list[Tensor]:
     """Up to a part; nothing as long as no row has made its last output."""
-    sequence_call, program = call.sequence, call.program
+    whole, program = call.sequence, call.program
     places = zip(program.printed.output_sequences, program.output_shapes, strict=True)
     found = []
     for i, (number, shape) in enumerate(places):
-        sequence = sequences[number].view(part.steps, sequence_call.rows, *shape)
-        output = with_last(sequence_call, part, sequence, so_far[i] if so_far else None)
+        sequence = sequences[number].view(part.steps, whole.rows, *shape)
+        output = with_last(whole, part, sequence, so_far[i] if so_far else None)
         if output is not None:
             found.append(output)
     return found

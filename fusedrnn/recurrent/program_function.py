@@ -101,7 +101,12 @@ def _backward_program(
     values = arguments.values
     trained = Values.of(call, needs).constants
     return without_unused(
-        call.program, used, tuple(values.constants), trained, tuple(values.inputs), values.state
+        call.program,
+        used,
+        tuple(values.constants),
+        trained,
+        tuple(values.inputs),
+        tuple(values.state),
     )
 
 
@@ -256,9 +261,7 @@ class _Backward:
             return []
         return [(i, n, self._needs.reset_to[n]) for n, i in enumerate(resets.leaves)]
 
-    def _in_order(
-        self, of_state: Sequence[Tensor], of_constants: dict[int, Tensor]
-    ) -> Gradients:
+    def _in_order(self, of_state: Sequence[Tensor], of_constants: dict[int, Tensor]) -> Gradients:
         # As autograd does it, what unused results alone have read gets none, and no zeros.
         values, unread = self._arguments.values, self._program.unread
         inputs: Gradients = [
@@ -291,9 +294,9 @@ class _Weights:
         constants = arguments.values.constants
         self._constants, self._with_graph = constants, list[Tensor]()
         self._whole: dict[int, Tensor] = {}
-        self._is_by_recipes = self._outside.has_recipes_for(constants)
-        if self._is_by_recipes:
-            self.weights, self.vectors = self._outside.by_recipes(constants, self._like)
+        self._recipes = self._outside.recipes_for(constants)
+        if self._recipes is not None:
+            self.weights, self.vectors = self._recipes.made(constants, self._like)
             if self._outside.reads_tables:
                 self._constants = self._leaves()
             return
@@ -327,8 +330,8 @@ class _Weights:
             is_first: Whether it is for the first part that comes; others are added to that.
         """
         made = [*self.weights, *self.vectors]
-        if self._is_by_recipes:
-            memory, whole = self._outside.memory_by_recipes(made, self._needs, self._sum_dtype)
+        if self._recipes is not None:
+            memory, whole = self._recipes.memory(made, self._needs, self._sum_dtype)
             if is_first:
                 self._whole = whole
             return memory
@@ -345,9 +348,8 @@ class _Weights:
 
     def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
         """Of constants, by their numbers, from those of weights and vectors."""
-        if self._is_by_recipes:
-            needs, constants = self._needs, self._constants
-            return self._outside.through_recipes(of_made, self._whole, needs, constants)
+        if self._recipes is not None:
+            return self._recipes.through(of_made, self._whole, self._needs, self._constants)
         places = [i for i, need in enumerate(self._needs) if need]
         found = through(self._with_graph, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}

@@ -40,11 +40,15 @@ def parts_of(call: SequenceCall, keeps_sequences: bool) -> list[Part]:
     if not keeps_sequences:
         least = max(_LEAST_STEPS, -(-_LEAST_ROWS // call.rows), math.isqrt(call.seq_len - 1) + 1)
         steps = -(-steps // -(-steps // least))
-    found = [Part(begin, min(steps, call.seq_len - begin)) for begin in range(0, call.seq_len, steps)]
+    found = [
+        Part(begin, min(steps, call.seq_len - begin)) for begin in range(0, call.seq_len, steps)
+    ]
     return found[::-1] if call.backwards else found
 
 
-def with_last(call: SequenceCall, part: Part, sequence: Tensor, so_far: Tensor | None) -> Tensor | None:
+def with_last(
+    call: SequenceCall, part: Part, sequence: Tensor, so_far: Tensor | None
+) -> Tensor | None:
     """The last output of each row, of the parts up to this one; None as long as no row has one.
 
     Args:

@@ -41,12 +41,18 @@ def check_compile(value: Any) -> None:
         raise ValueError(f"fusedrnn: compile must be one of {names}, got {text_of(value)}")
 
 
+Check = Callable[["StepGraph", "Given"], str]
+"""Says of a step's graph, before a program is made of it, why there can be none; or nothing."""
+
 _known: WeakValueDictionary[Any, Program] = WeakValueDictionary()
 """All programs of the process, by what their steps do."""
 
 
 def program_of(
-    graph: StepGraph, args: Sequence[Any], call: SequenceCall, check: Callable[[StepGraph, Given], str]
+    graph: StepGraph,
+    args: Sequence[Any],
+    call: SequenceCall,
+    check: Check,
 ) -> tuple[Program | str, Given]:
     """The program of a step's graph, or why there is none; and what it gets.
 
@@ -67,7 +73,11 @@ def program_of(
 
 
 def _new(
-    graph: StepGraph, key: Any, given: Given, call: SequenceCall, check: Callable[[StepGraph, Given], str]
+    graph: StepGraph,
+    key: Any,
+    given: Given,
+    call: SequenceCall,
+    check: Check,
 ) -> Program | str:
     from .._compile.turns import one_at_a_time
 

@@ -56,9 +56,7 @@ class SequenceCall(NamedTuple):
     def with_tensors(
         self, inputs: Sequence[Tensor], state: Sequence[Tensor], reset_to: Sequence[Tensor]
     ) -> SequenceCall:
-        return self._replace(
-            inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to)
-        )
+        return self._replace(inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to))
 
     def within_ends(self) -> Leaves:
         """Inputs with 0 for integers behind the ends of rows, where there may be anything."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import checks
 from .._graphs import is_traced
-from ..options import kind_of
+from ..options import check_positive, kind_of
 from .trees import Leaves, Structure, check_tensors, flatten
 
 
@@ -31,18 +31,25 @@ class Sequences(NamedTuple):
     batch_first: bool
     is_batched: bool
     packed: PackedSequence | None
-
-    @property
-    def seq_len(self) -> int:
-        return self.leaves[0].shape[0]
-
-    @property
-    def batch(self) -> int:
-        return self.leaves[0].shape[1]
+    seq_len: int
+    """As far as the longest sequence goes."""
+    batch: int
+    device: torch.device
 
     @classmethod
-    def of(cls, input: Any, batch_first: bool, lengths: Tensor | Sequence[int] | None) -> Sequences:
+    def of(
+        cls,
+        input: Any,
+        batch_first: bool,
+        lengths: Tensor | Sequence[int] | None,
+        length: int | None,
+        state: Any,
+    ) -> Sequences:
         """The input of a call.
+
+        Args:
+            length: The number of steps, which an input without tensors does not tell.
+            state: Which tells rows and device then.
 
         Raises:
             TypeError, ValueError, RuntimeError: It is no sequence, or the lengths do not fit it.
@@ -56,8 +63,10 @@ class Sequences(NamedTuple):
             input, lengths, packed = _padded(input)
         leaves, structure = flatten(input, "input")
         names = structure.names("input")
+        if length is not None:
+            check_positive("length", length)
         if not leaves:
-            raise ValueError("fusedrnn: input must have at least one tensor, got none")
+            return cls._without_input(structure, batch_first, lengths, length, state)
         check_tensors(names, leaves, names[0], leaves[0].device)
         is_batched = not (
             len(leaves) == 1 and leaves[0].dim() == 2 and leaves[0].is_floating_point()
@@ -80,6 +89,10 @@ class Sequences(NamedTuple):
         if batch_first and packed is None:
             leaves = tuple(leaf.transpose(0, 1) for leaf in leaves)
         seq_len, batch = leaves[0].shape[:2]
+        if length not in (None, seq_len):
+            raise ValueError(
+                f"fusedrnn: length must be that of {names[0]}, {seq_len}, got {length}"
+            )
         checks.rows(seq_len, batch, first)
         if lengths is not None:
             if not is_batched:
@@ -96,13 +109,43 @@ class Sequences(NamedTuple):
                 lengths = None
             elif lengths.max() < seq_len:
                 leaves = tuple(leaf[: int(lengths.max())] for leaf in leaves)
-        return cls(leaves, structure, names, seq_len, lengths, batch_first, is_batched, packed)
+        longest, device = leaves[0].shape[0], leaves[0].device
+        form = batch_first, is_batched, packed, longest, batch, device
+        return cls(leaves, structure, names, seq_len, lengths, *form)
+
+    @classmethod
+    def _without_input(
+        cls,
+        structure: Structure,
+        batch_first: bool,
+        lengths: Tensor | Sequence[int] | None,
+        length: int | None,
+        state: Any,
+    ) -> Sequences:
+        if length is None:
+            raise ValueError(
+                "fusedrnn: input must have at least one tensor, or length be given, got neither"
+            )
+        states = flatten(state, "state")[0]
+        if not states or not states[0].dim():
+            raise ValueError(
+                "fusedrnn: state must be given where input has no tensor, since it tells the batch"
+            )
+        batch = states[0].shape[0]
+        checks.rows(length, batch, (length, batch))
+        longest = length
+        if lengths is not None:
+            lengths = checks.lengths(lengths, length, batch)
+            longest = int(lengths.max()) if batch else length
+            lengths = lengths if batch else None
+        form = batch_first, True, None, longest, batch, states[0].device
+        return cls((), structure, [], length, lengths, *form)
 
     def strides_to_longest(self) -> Tensor | None:
         """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
         if self.lengths is None:
             return None
-        device, lengths = self.leaves[0].device, self.lengths
+        device, lengths = self.device, self.lengths
         to_longest = (lengths.argmax() - torch.arange(self.batch, device="cpu")).to(device)
         has_ended = torch.arange(self.seq_len, device=device)[:, None] >= lengths.to(device)
         return to_longest * has_ended
@@ -111,7 +154,7 @@ class Sequences(NamedTuple):
         """Where each row takes its last step, (seq_len, batch); None if all end together."""
         if self.lengths is None or backwards:  # in reverse, all end at the sequence's start
             return None
-        device = self.leaves[0].device
+        device = self.device
         return torch.arange(self.seq_len, device=device)[:, None] == self.lengths.to(device) - 1
 
     def flags(self, reset: Tensor) -> Tensor:
@@ -121,7 +164,7 @@ class Sequences(NamedTuple):
             TypeError, ValueError, RuntimeError: They do not fit the input.
         """
         steps = (self.padded_len, self.batch) if self.is_batched else (self.padded_len,)
-        checks.reset(reset, steps[::-1] if self.batch_first else steps, self.leaves[0])
+        checks.reset(reset, steps[::-1] if self.batch_first else steps, self.device)
         if not self.is_batched:
             return checks.own_copy(reset.unsqueeze(1))
         return checks.own_copy((reset.t() if self.batch_first else reset)[: self.seq_len])
