@@ -1,0 +1,347 @@
+"""What the front of compiled cells promises: what is traced once, what is seen, what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interpreted import interpreted
+from plain import loop, loss_of
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fusedrnn
+from fusedrnn._front.compiled_step import CompiledStep
+
+H = 4
+F64 = torch.float64
+
+
+class Scaled(nn.Module):
+    """A cell whose attributes a test changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * H, H, dtype=F64)
+        self.scale, self.sharp = 1.0, False
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        made = torch.tanh(self.linear(torch.cat([x, h], -1))) * self.scale
+        return made.square() if self.sharp else made
+
+
+def given(batch: int = 3, steps: int = 5) -> tuple[Tensor, Tensor]:
+    x = torch.randn(steps, batch, H, dtype=F64, requires_grad=True)
+    return x, torch.randn(batch, H, dtype=F64, requires_grad=True)
+
+
+def check(rnn: fusedrnn.Recurrent, x: Any, h: Any) -> None:
+    ours, expected = rnn(x, h), loop(rnn.cell, x, h)
+    torch.testing.assert_close(ours, expected)
+    leaves = [t for t in (*pytree.tree_leaves((x, h)), *rnn.parameters()) if t.requires_grad]
+    found = torch.autograd.grad(loss_of(ours), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(loss_of(expected), leaves))
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[CompiledStep]:
+    """A step of each trace."""
+    found: list[CompiledStep] = []
+    backend = CompiledStep._backend
+
+    def counted(self: CompiledStep, *args: Any) -> Any:
+        found.append(self)
+        return backend(self, *args)
+
+    monkeypatch.setattr(CompiledStep, "_backend", counted)
+    return found
+
+
+def new_class() -> type[Scaled]:
+    """Of which no cell has been traced."""
+    return type("Own", (Scaled,), {})
+
+
+def test_one_trace_for_all_sizes_and_modes(traces: list[CompiledStep]) -> None:
+    rnn = fusedrnn.Recurrent(new_class()(), compile="require")
+    with interpreted():
+        for batch, steps in ((3, 5), (2, 1), (7, 40), (64, 2), (65, 2)):
+            check(rnn, *given(batch, steps))
+        x, h = given()
+        with torch.no_grad():
+            rnn(x, h)
+        with torch.inference_mode():
+            rnn(x, h)
+        rnn(x.detach(), h.detach())
+        assert len(traces) == 1
+        check(rnn, *given(1))  # torch.compile has a graph of its own for one row
+        check(rnn, *given(1, 9))
+        assert len(traces) == 2
+
+
+def test_cells_of_one_class_share_a_trace(traces: list[CompiledStep]) -> None:
+    kind = new_class()
+    with interpreted():
+        for _ in range(20):
+            check(fusedrnn.Recurrent(kind(), compile="require"), *given())
+    assert len(traces) == 1
+
+
+def test_a_float_that_is_annealed(traces: list[CompiledStep]) -> None:
+    """The second value makes it an input of the program; others cost nothing."""
+    cell = new_class()()
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    for i in range(12):
+        cell.scale = 1.0 - i / 16
+        check(rnn, *given())
+    assert len(traces) == 2
+
+
+def test_attributes_decide(traces: list[CompiledStep]) -> None:
+    cell = new_class()()
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    with interpreted():
+        for sharp in (False, True, False, True):
+            cell.sharp = sharp
+            check(rnn, *given())
+    assert len(traces) == 2
+
+
+def test_more_traces_than_torch_compile_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module then has its own, and after these its steps are taken in Python."""
+    from fusedrnn._front import compiled_step
+
+    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    cell, (x, h) = new_class()(), given()
+    cell.scale = None  # type: ignore[assignment]
+
+    class Chosen(Scaled):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return h + x * len(self.names)
+
+    chosen = Chosen()
+    rnn = fusedrnn.Recurrent(chosen)
+    with interpreted():
+        for count in range(8):
+            chosen.names = [f"{i}" for i in range(count)]  # type: ignore[assignment]
+            torch.testing.assert_close(rnn(x, h), loop(chosen, x, h))
+
+
+def test_scan_compiles() -> None:
+    weight = torch.randn(H, H, dtype=F64, requires_grad=True)
+    x, h = given()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        h = torch.tanh(x + h @ weight)
+        return h, {"sum": h.sum(-1), "twice": [2 * h]}
+
+    state, ys = fusedrnn.scan(step, h, x, compile="require")
+    expected, sums = h, []
+    for one in x:
+        expected, y = step(expected, one)
+        sums.append(y["sum"])
+    torch.testing.assert_close(state, expected)
+    torch.testing.assert_close(ys["sum"], torch.stack(sums))
+    leaves = [weight, x, h]
+    torch.testing.assert_close(
+        torch.autograd.grad(loss_of(state, ys["sum"]), leaves),
+        torch.autograd.grad(loss_of(expected, torch.stack(sums)), leaves),
+    )
+    explanation = fusedrnn.scan(step, h, x, explain=True)
+    assert isinstance(explanation, fusedrnn.Explanation)
+    assert explanation.is_compiled
+
+
+def test_scan_of_steps_that_are_made_anew(traces: list[CompiledStep]) -> None:
+    """With tensors and modules of their own around them."""
+    x, h = given()
+
+    def run(weight: Tensor, cell: nn.Module) -> tuple[Tensor, Tensor]:
+        return fusedrnn.scan(  # type: ignore[no-any-return]
+            lambda h, x: (cell(x, h) @ weight, h), h, x, compile="require"
+        )
+
+    with interpreted():
+        for _ in range(3):
+            weight, cell = torch.randn(H, H, dtype=F64, requires_grad=True), Scaled()
+            state, _ = run(weight, cell)
+            expected = h
+            for one in x:
+                expected = cell(one, expected) @ weight
+            torch.testing.assert_close(state, expected)
+            leaves = [weight, *cell.parameters()]
+            found, exact = (torch.autograd.grad(s.sum(), leaves) for s in (state, expected))
+            torch.testing.assert_close(found, exact)
+    assert len(traces) == 1
+
+
+def test_scan_with_params_and_never() -> None:
+    x, h = given()
+    params = {"w": torch.randn(H, H, dtype=F64, requires_grad=True)}
+
+    def step(h: Tensor, x: Tensor, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h @ params["w"])
+        return h, h
+
+    with interpreted():
+        found = [
+            torch.autograd.grad(
+                loss_of(fusedrnn.scan(step, h, x, params, compile=compile)), [params["w"], x]
+            )
+            for compile in ("require", "never")
+        ]
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="compile must be one of"):
+        fusedrnn.scan(step, h, x, params, compile="always")
+
+
+class Free(nn.Module):
+    """A cell without an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H, dtype=F64)
+
+    def forward(self, x: None, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(h))
+
+
+@pytest.mark.parametrize("compile", ["require", "never"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_without_an_input(compile: str, batch_first: bool) -> None:
+    rnn = fusedrnn.Recurrent(Free(), batch_first=batch_first, compile=compile)
+    h = torch.randn(3, H, dtype=F64, requires_grad=True)
+    expected = [rnn.cell(None, h)]
+    for _ in range(4):
+        expected.append(rnn.cell(None, expected[-1]))
+    with interpreted():
+        for _ in range(2):
+            y, last = rnn(None, h, length=5)
+            torch.testing.assert_close(y, torch.stack(expected, 1 if batch_first else 0))
+            torch.testing.assert_close(last, expected[-1])
+        y, last = rnn(None, h, lengths=[2, 5, 1], length=5)
+        torch.testing.assert_close(last[0], expected[1][0])
+        assert rnn.explain(None, h, length=5).is_compiled == (compile == "require")
+        step = rnn.step(None, h)
+    torch.testing.assert_close(step, (expected[0], expected[0]))
+    for wrong, message in (
+        (lambda: rnn(None, h), "or length be given"),
+        (lambda: rnn(None, length=5), "state must be given where input has no tensor"),
+        (lambda: rnn(None, h, length=0), "length must be"),
+        (lambda: rnn(torch.zeros(4, 3, H, dtype=F64), h, length=5), "length must be that of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"return_sequence": False}], ids=str)
+def test_single_steps(options: dict[str, Any]) -> None:
+    rnn = fusedrnn.Recurrent(Scaled(), compile="require", **options)
+    x, h = torch.randn(3, H, dtype=F64), torch.randn(3, H, dtype=F64, requires_grad=True)
+    with interpreted():
+        y, last = rnn.step(x, h)
+        torch.testing.assert_close(y, rnn.cell(x, h))
+        torch.testing.assert_close(last, y)
+        torch.testing.assert_close(rnn.step(x[0], h[0])[0], rnn.cell(x, h)[0])
+    both = fusedrnn.Recurrent([Scaled(), Scaled()], bidirectional=True)
+    with pytest.raises(ValueError, match="has no single step"):
+        both.step(x, (h, h))
+
+
+class Surrogate(torch.autograd.Function):
+    """A spike, with the derivative of a fast sigmoid."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u > 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        return g / (1 + 10 * u.abs()) ** 2
+
+
+class Clipped(Surrogate):
+    """What is done to large gradients alone shows in no trial."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (u,) = ctx.saved_tensors
+        return g.clamp(-3, 3) / (1 + u.abs())
+
+
+class Spiking(nn.Module):
+    def __init__(self, spike: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.linear, self.spike = nn.Linear(H, H, dtype=F64), spike
+
+    def forward(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        u = 0.9 * u + self.linear(x)
+        s = self.spike.apply(u - 1)
+        return s, u - s.detach() * u
+
+
+def test_a_surrogate_derivative_compiles() -> None:
+    with interpreted():
+        check(fusedrnn.Recurrent(Spiking(Surrogate), compile="require"), *given())
+
+
+def test_other_functions_of_autograd_do_not() -> None:
+    rnn = fusedrnn.Recurrent(Spiking(Clipped))
+    check(rnn, *given())
+    assert "gradient times something" in rnn.explain(*given()).program
+
+
+ASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad mode": lambda h: h * (1.0 if torch.is_grad_enabled() else 2.0),
+    "gradient of the state": lambda h: h * (1.0 if h.requires_grad else 2.0),
+    "one row": lambda h: h * (2.0 if len(h) == 1 else 1.0),
+}
+
+
+class Asking(nn.Module):
+    def __init__(self, ask: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.ask = nn.Linear(H, H, dtype=F64), ask
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.ask(h)) + x)
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_steps_that_ask_are_right(name: str) -> None:
+    """Whether gradients are wanted, whether their state has one, and how many rows there are."""
+    cell, options = Asking(ASKS[name]), {"rtol": 1e-12, "atol": 1e-12}
+    for first in (3, 1):
+        rnn = fusedrnn.Recurrent(cell)
+        for batch in (first, 4 - first, first):
+            x, h = given(batch)
+            for leaf in (h, h.detach()):
+                torch.testing.assert_close(rnn(x, leaf), loop(cell, x, leaf), **options)
+            with torch.no_grad():
+                torch.testing.assert_close(rnn(x, h), loop(cell, x, h), **options)
+
+
+def test_calls_of_a_compiled_cell_are_few() -> None:
+    """Of functions of this package, in one call of a sequence without gradients."""
+    rnn, (x, h) = fusedrnn.Recurrent(Scaled(), compile="require"), given()
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and "/fusedrnn/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_filename)
+
+    with torch.no_grad():
+        for _ in range(3):
+            rnn(x, h)
+        sys.setprofile(note)
+        try:
+            rnn(x, h)
+        finally:
+            sys.setprofile(None)
+    assert len(calls) <= 120
+    assert len(set(calls)) <= 25
