@@ -134,7 +134,8 @@ class _FirstUse:
             return new, y
 
         inputs, state = examples(self._inputs, ROWS, True), examples(self._state, ROWS, False)
-        return FlatStep(step, own(self._copies), own(inputs), own(state))
+        names = self._graph.names
+        return FlatStep(step, own(self._copies), own(inputs), own(state), names=names)
 
     def _check_results(self, new: Leaves, y: Leaves, old: Sequence[Tensor]) -> None:
         pairs = zip(self._names.state, new, old, strict=True)

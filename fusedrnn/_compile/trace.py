@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,12 +105,14 @@ class FlatStep:
         inputs: Sequence[Tensor],
         carries: Sequence[Tensor],
         rows: int = ROWS,
+        names: Sequence[str] = (),
     ) -> None:
         """
         Args:
             rows: Of inputs and carries; a trace is of ROWS.
+            names: Of constants, which the step must not change.
         """
-        self._step, self._rows = step, rows
+        self._step, self._rows, self._names = step, rows, names
         self.ends = (len(constants), len(constants) + len(inputs))
         self.arguments = [*constants, *inputs, *carries]
         self.draws: list[DrawnNumbers] = []
@@ -127,7 +129,8 @@ class FlatStep:
         validates = torch.distributions.Distribution._validate_args
         torch.distributions.Distribution.set_default_validate_args(False)
         try:
-            with torch.enable_grad(), _Seen(source, notes_lines):
+            constants = zip(self._names, given, strict=False)
+            with torch.enable_grad(), _Seen(source, notes_lines, constants):
                 new, y = self._step(given[:first], given[first:second], given[second:])
         finally:
             torch.distributions.Distribution.set_default_validate_args(validates)
@@ -257,19 +260,25 @@ _ASSIGNMENTS = {
 _ASSIGNMENTS |= {"__setitem__"}
 
 
-def _changes(function: Any) -> bool:
-    """Whether a function of torch's changes its first argument, which it has not just made."""
+def _changed(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What a function of torch's changes that it has not just made."""
     name: str = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith(("__", "requires_grad_"))
-    return (is_in_place or name in _ASSIGNMENTS) and function not in DRAWS
+    found = [kwargs["out"]] if kwargs.get("out") is not None else []
+    if (is_in_place or name in _ASSIGNMENTS) and function not in DRAWS:
+        found += args[:1]
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
 class _Seen(TorchFunctionMode):
     """Draws, and what cuts derivatives, become operations; every operation gets its line."""
 
-    def __init__(self, source: _Draws, notes_lines: bool) -> None:
+    def __init__(
+        self, source: _Draws, notes_lines: bool, constants: Iterable[tuple[str, Tensor]]
+    ) -> None:
         super().__init__()
         self._source, self._notes_lines = source, notes_lines
+        self._constants = {_memory(tensor): name for name, tensor in constants}
         self._stopped: list[Tensor] = []
         """Of which there is a detached tensor, which a stop has copied."""
 
@@ -277,13 +286,9 @@ class _Seen(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._stopped and _changes(function):
+        if changed := _changed(function, args, kwargs):
             with torch._C.DisableTorchFunction():
-                if any(_share_memory(args[0], stopped) for stopped in self._stopped):
-                    # A stop is a copy, which does not change with what it is a copy of.
-                    raise CannotCompile(
-                        f"the step changes a tensor in place after a detach{line()}"
-                    )
+                self._check_changes(set(map(_memory, changed)))
         if self._notes_lines:
             fx_traceback.current_meta["stack_trace"] = user_line()
         drawn = DRAWS.get(function)
@@ -302,11 +307,22 @@ class _Seen(TorchFunctionMode):
                 )
         return result
 
+    def _check_changes(self, changed: set[int]) -> None:
+        """
+        Args:
+            changed: Memory.
 
-def _share_memory(a: Any, b: Tensor) -> bool:
-    """Whether two tensors of a trace are views of one."""
-    return isinstance(a, Tensor) and _memory(a) == _memory(b)
+        Raises:
+            CannotCompile: A program would not change it.
+        """
+        for memory, name in self._constants.items():
+            if memory in changed:
+                raise CannotCompile(f"the step changes {name} in place{line()}")
+        if any(_memory(stopped) in changed for stopped in self._stopped):
+            # A stop is a copy, which does not change with what it is a copy of.
+            raise CannotCompile(f"the step changes a tensor in place after a detach{line()}")
 
 
 def _memory(tensor: Tensor) -> int:
+    """What the views of one tensor of a trace have in common."""
     return getattr(tensor, "elem", tensor).untyped_storage()._cdata  # what a tracer wraps

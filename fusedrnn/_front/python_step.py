@@ -6,16 +6,20 @@ whether its state has one. Such a step computes something else in one of three m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from .._compile.trace import CannotCompile
+from .._compile.trace import CannotCompile, FlatStep
+from ..recurrent.generators import global_generators, states_of
 from ..recurrent.noise import Noise
 from ..recurrent.reads import Watch
 from ..recurrent.trees import Leaves, differentiable
 from .graph import Given, StepGraph
+from .traceable import WithLines
 
 _TRIES = 4
 """Another thread may change weights meanwhile."""
@@ -39,6 +43,49 @@ def difference(graph: StepGraph, given: Given, in_python: Take, x: Leaves, state
     def by_graph(x: Leaves, state: Leaves) -> tuple[Leaves, Leaves]:
         return graph.take(given, x, state, rows)
 
+    with _generators_put_back(state[0].device):
+        _check_changes(graph, given, x, state)
+        return _difference(given, in_python, by_graph, x, state)
+
+
+def _check_changes(graph: StepGraph, given: Given, x: Leaves, state: Leaves) -> None:
+    """Refuses a step that changes what it reads, of which a trial would leave other numbers there.
+
+    Raises:
+        CannotCompile: It does.
+    """
+    rows = state[0].shape[0]
+
+    def step(
+        constants: Sequence[Tensor], x: Sequence[Tensor], state: Sequence[Tensor]
+    ) -> tuple[Leaves, Leaves]:
+        run = functools.partial(WithLines(graph.module).run, enable_io_processing=False)
+        own = given._replace(constants=tuple(constants))
+        return graph.take(own, tuple(x), tuple(state), rows, run)
+
+    copies = [[t.detach().clone() for t in leaves] for leaves in (given.constants, x, state)]
+    flat = FlatStep(step, *copies, rows, graph.names)
+    try:
+        flat(*flat.arguments, notes_lines=False)
+    except CannotCompile:
+        raise
+    except Exception:  # which the trial says better
+        pass
+
+
+@contextmanager
+def _generators_put_back(device: torch.device) -> Iterator[None]:
+    """Users get the same random numbers, whether their step is tried or not."""
+    before = states_of(global_generators())
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for one in before:
+            one.put_back()
+
+
+def _difference(given: Given, in_python: Take, by_graph: Take, x: Leaves, state: Leaves) -> str:
     for needs_grad, is_grad in ((False, True), (True, True), (False, False)):
         for _ in range(_TRIES):
             before = [c._version for c in given.constants if not c.is_inference()]
@@ -48,7 +95,10 @@ def difference(graph: StepGraph, given: Given, in_python: Take, x: Leaves, state
                     for take in (in_python, by_graph)
                 ]
             except Exception as error:
-                raise CannotCompile(f"its graph raises {type(error).__name__}: {error}") from error
+                said = str(error).split("\n")[0][:200]
+                raise CannotCompile(
+                    f"in a trial it raises {type(error).__name__}: {said}"
+                ) from error
             if all(map(_are_close, *pairs)):
                 break
             if before == [c._version for c in given.constants if not c.is_inference()]:
