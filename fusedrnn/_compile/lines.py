@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+)', re.MULTILINE)
 
 _thread = threading.local()
@@ -22,11 +24,12 @@ _thread = threading.local()
 
 @functools.cache
 def is_own(file: str) -> bool:
-    """Whether a file of Python is torch's or this package's.
+    """Whether a file of Python is of its library, torch's or this package's.
 
     What has no file is mostly the user's: the standard input, a cell of a notebook, text for exec.
     """
-    return file.startswith((*_OWN, "<frozen ", "<eval_with_key>"))
+    is_library = file.startswith(_PYTHON) and "site-packages" not in file
+    return is_library or file.startswith((*_OWN, "<frozen ", "<eval_with_key>"))
 
 
 @contextmanager

@@ -7,8 +7,10 @@ results of all steps in the place of those of one.
 
 from __future__ import annotations
 
+import re
 import threading
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,12 +18,15 @@ import torch
 from torch import Tensor, fx
 from torch.distributions import kl
 
-from .._compile.lines import in_brackets, last_line
+from ..recurrent.programs import CHANGING
 from ..recurrent.trees import Leaves
-from .graph import Refusal, StepGraph, as_users_write
+from .graph import Changes, Refusal, StepGraph
+from .reasons import effect_of, reason_of
 
 MOST_TRACES = 64
 """Of one step, by its code, whatever cells take it."""
+_MOST_REFUSALS = 128
+"""Of one step, whose code torch.compile would otherwise give up for good."""
 
 
 class Call(Protocol):
@@ -51,9 +56,9 @@ class CompiledStep:
             None,
             function.__closure__,
         )
-        self.traces = 0
+        self.traces = self._refusals = 0
         self.is_full = False
-        """Whether it has as many graphs as torch.compile keeps."""
+        """Whether it has as many graphs as it may, so that other cells had better have own ones."""
         self._compiled = _compiled(own, self._backend)
 
     def __call__(self, call: Call, *given: Any) -> tuple[Any, Any]:
@@ -70,12 +75,20 @@ class CompiledStep:
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)  # one graph, whether gradients are wanted or not
         try:
-            made: tuple[Any, Any] = self._compiled(*given)
+            try:
+                made: tuple[Any, Any] = self._compiled(*given)
+            except _errors() as error:
+                if call.has_run or not _is_warning(error):
+                    raise
+                with warnings.catch_warnings():  # which the user has made errors
+                    warnings.simplefilter("ignore")
+                    made = self._compiled(*given)
         except _errors() as error:
             if call.has_run:
                 raise
-            self.is_full |= type(error).__name__ == "FailOnRecompileLimitHit"
-            raise Refusal(_reason_of(error)) from error
+            self._refusals += 1
+            self.is_full |= self._refusals >= _MOST_REFUSALS
+            raise self._refusal(error) from error
         finally:
             torch._C._set_grad_enabled(was_enabled)
             _thread.call = outer
@@ -83,11 +96,27 @@ class CompiledStep:
             raise Refusal("torch.compile is switched off")
         return made
 
+    def _refusal(self, error: BaseException) -> Refusal:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, Refusal):
+                return type(cause)(str(cause))
+            if type(cause).__name__ == "FailOnRecompileLimitHit":
+                self.is_full = True
+                return Refusal(CHANGING)
+            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+        return Refusal(reason_of(error))
+
     def _backend(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        self.traces += 1
-        if effect := _effect():
-            raise Refusal(effect)
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        if self.traces >= MOST_TRACES:
+            self.is_full = True
+            raise Refusal(CHANGING)
+        if effect := effect_of(InstructionTranslator.current_tx().output, module):
+            raise Changes(effect)
         graph = StepGraph(module)
+        self.traces += 1
 
         def run(*args: Any) -> list[Tensor]:
             call: Call | None = getattr(_thread, "call", None)
@@ -103,44 +132,36 @@ class CompiledStep:
 def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     # kl_divergence looks here before it searches, which torch.compile does not follow.
     kl._KL_MEMOIZE.update(kl._KL_REGISTRY)
+    _quiet_torch()
     options: dict[str, Any] = {}
     if torch.__version__ >= "2.13":
-        options = {"recompile_limit": MOST_TRACES, "isolate_recompiles": True}
+        # Of its own limit torch.compile speaks in the log, with a function that is not the user's.
+        options = {"recompile_limit": MOST_TRACES + 1, "isolate_recompiles": True}
     return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def _is_warning(error: BaseException) -> bool:
+    return re.match(r"\w*Warning: ", str(error)) is not None
+
+
+def _quiet_torch() -> None:
+    """Has torch.compile warn of functions that it does not follow in other calls than ours, whose
+    steps are then taken in Python without a loss."""
+    from torch._dynamo import utils
+
+    warn: Any = getattr(utils, "warn_once", None)
+    if warn is None or hasattr(warn, "of_others"):
+        return
+
+    def of_others(*given: Any, **options: Any) -> None:
+        if getattr(_thread, "call", None) is None:
+            warn(*given, **options)
+
+    of_others.of_others = warn  # type: ignore[attr-defined]
+    utils.warn_once = of_others
 
 
 def _errors() -> tuple[type[BaseException], ...]:
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit, Refusal
-
-
-def _effect() -> str:
-    """What the step changes in Python, which torch.compile would change once for all steps."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    output = InstructionTranslator.current_tx().output
-    find = getattr(output, "get_replayed_side_effect_source_refs", None)
-    if find is None:
-        return ""
-    try:
-        found = find(populate_export_metadata=True)
-    except Exception as error:
-        return f"the step changes something in Python ({error})"
-    return f"the step changes {as_users_write(found[0])}" if found else ""
-
-
-def _reason_of(error: BaseException) -> str:
-    """torch.compile's own words, with the user's last line."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, Refusal):
-            return str(cause)
-        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-    text = str(error).strip()
-    lines = [line.strip() for line in text.splitlines()]
-    first = lines[0] if lines else type(error).__name__
-    explained = [line[13:] for line in lines if line.startswith("Explanation: ")]
-    said = "; ".join([first, *explained[:1]]).rstrip(".")
-    where = in_brackets(last_line(text))
-    return f"torch.compile cannot take this step: {said}{where}"

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from .._compile.lines import in_brackets, last_line
 from ..recurrent.trees import Leaves
+from .reasons import as_users_write
 from .wrapped import OUTPUT, STATE, result
 
 _unique = itertools.count()
@@ -31,14 +33,19 @@ class Refusal(Exception):
     """Why a step runs in Python, a sentence without a stop."""
 
 
+class Changes(Refusal):
+    """The step changes something in Python. It may do so once, as where it makes what it lacks."""
+
+
 class StepGraph:
     """A step as a function of tensors, without modules and without effects."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         """
         Raises:
-            Refusal: The step keeps a tensor besides its results.
+            Refusal: The step keeps a tensor besides its results, or it calls what nobody sees into.
         """
+        _check_functions(module)
         self.places = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._values = [node.meta.get("example_value") for node in self.places]
         self._names = [_name_of(node) for node in self.places]
@@ -48,7 +55,7 @@ class StepGraph:
         sources: dict[tuple[int, int], fx.Node] = {}
         for out in outs:
             if not isinstance(out, fx.Node) or out.target not in (result, result.default):
-                raise Refusal("the step keeps a tensor besides its results")
+                raise Refusal(f"the step keeps a tensor besides its results{_line_of(out)}")
             source, kind, place = cast(tuple[fx.Node, int, int], out.args)
             self.outs.append((kind, place))
             sources[kind, place] = source
@@ -217,6 +224,33 @@ def _renamed(module: fx.GraphModule, old: torch.dtype, new: torch.dtype) -> fx.G
     return made.to("cpu")
 
 
+_LIBRARIES = ("torch", "_operator", "operator", "builtins", "math")
+
+
+def _check_functions(module: fx.GraphModule) -> None:
+    """Refuses functions that torch.compile calls without following them: they may decide by sizes.
+
+    Raises:
+        Refusal: There is one.
+    """
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if node.op != "call_function":
+                continue
+            library = (getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+            name = getattr(node.target, "__name__", str(node.target))
+            if library not in _LIBRARIES or name == "flat_apply":  # of nonstrict_trace
+                raise Refusal(
+                    f"the step calls {name}, which torch.compile is told not to follow"
+                    f"{_line_of(node)}"
+                )
+
+
+def _line_of(node: Any) -> str:
+    stack = node.meta.get("stack_trace") if isinstance(node, fx.Node) else None
+    return in_brackets(last_line(stack or ""))
+
+
 _METHODS = {
     torch.float64: "double",
     torch.float32: "float",
@@ -234,15 +268,6 @@ def _name_of(place: fx.Node) -> str:
     name = getattr(source, "name", None)
     name = name() if callable(name) else name
     return as_users_write(name) if isinstance(name, str) else place.name
-
-
-_PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
-
-
-def as_users_write(source: str) -> str:
-    """What torch.compile calls a variable, in the user's words."""
-    short = re.sub(r"^L\['(\w+)'\]", r"\1", source)
-    return _PARTS.sub(r".\1", short)
 
 
 def _text_of(module: fx.GraphModule) -> str:

@@ -16,6 +16,7 @@ class WithLines(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # reasons have the line, and nothing more of the graph
 
     def run_node(self, n: fx.Node) -> Any:
         where = last_line(n.meta.get("stack_trace") or "")

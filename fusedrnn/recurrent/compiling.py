@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _helpers as helpers
-from .obstacles import hook_of, obstacle_to_programs, unusual_weight
+from .obstacles import obstacle_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
 from .program_parts import Part, parts_of
@@ -162,7 +162,8 @@ class Compiling:
         kind: type[_Running],
         is_inference: bool,
     ) -> tuple[Any, Any]:
-        refusal: Any = _refusal()
+        from .._front.graph import Changes, Refusal
+
         for _ in range(4):
             step = self._step_of(user)
             seen = self._seen(call, call.rows)
@@ -171,14 +172,13 @@ class Compiling:
                 return step(running, *user.arguments(*seen))
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
-            except refusal as error:
+            except Refusal as error:
                 if step.is_full and not self._is_own:
                     self._renew(user)
                     continue
-                reason = CHANGING if step.is_full else str(error)
-                if what := unusual_weight(user.modules(), call.device):
-                    reason = what
-                self._refuse(_kind(user, call), reason, not running.has_run)
+                reason = unusual_weight(user.modules(), call.device) or str(error)
+                if not running.has_run:  # torch.compile would try again for a tenth of a second
+                    self._refuse(_kind(user, call), reason, isinstance(error, Changes))
                 raise NotCompiled(reason) from error
         raise NotCompiled(CHANGING)
 
@@ -206,10 +206,12 @@ class Compiling:
             if is_as_before and not nn.modules.module._has_any_global_hook():
                 return self._step
         modules = user.modules()
-        if hook := hook_of(modules):
-            raise NoProgram(hook)
+        if obstacle := obstacle_of(modules):
+            raise NoProgram(obstacle)
         if self._step is None or not (self._is_own and _steps.is_right(self._step, modules)):
             self._step, self._is_own = _steps.of(user, modules), False
+            if self._step.is_full and not self._was_compiled:
+                self._renew(user)
         self._guard = helpers.ModuleGuard(user.step) if is_module else None
         return self._step
 
@@ -226,10 +228,13 @@ class Compiling:
             known = self._stand_ins = StandIns()
         return known.of(call.inputs, 1, rows, True), known.of(call.state, 0, rows, False)
 
-    def _refuse(self, key: Any, reason: str, is_from_tracer: bool) -> None:
-        if is_from_tracer:  # which would try again for a tenth of a second
-            before = self._refused.get(key)
-            self._refused[key] = _Refused(reason, 16 if before is None else 2 * before.calls)
+    def _refuse(self, key: Any, reason: str, is_of_call: bool) -> None:
+        """
+        Args:
+            is_of_call: The next call may be another one already.
+        """
+        before, first = self._refused.get(key), 1 if is_of_call else 16
+        self._refused[key] = _Refused(reason, first if before is None else 2 * before.calls)
 
 
 class _Refused:

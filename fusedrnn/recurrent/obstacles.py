@@ -56,11 +56,14 @@ def _has_function_mode() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
-def hook_of(modules: Iterable[nn.Module]) -> str:
-    """Says that a module of the step has a hook, which is to be called in each step; or nothing."""
+def obstacle_of(modules: Iterable[nn.Module]) -> str:
+    """Says that a module of the step is scripted, or has a hook, which is to be called in each
+    step; or nothing."""
     if nn.modules.module._has_any_global_hook():
         return "a hook of all modules is to be called in each step"
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a scripted module cannot be traced: pass its Python class"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{type(module).__name__} has a hook, which is to be called in each step"
         if module._backward_hooks or module._backward_pre_hooks:

@@ -183,7 +183,8 @@ def made_or_reason(make: Callable[[], T]) -> tuple[T | str, bool]:
         raise
     except Exception as error:  # of the compiler itself: the steps in Python are right
         is_lasting = not isinstance(error, RecursionError)  # how deep the call was
-        return f"the compiler raises {type(error).__name__}: {error}", is_lasting
+        said = str(error).split("\n")[0][:200]
+        return f"the compiler raises {type(error).__name__}: {said}", is_lasting
 
 
 def _new_on_cpu() -> AbstractContextManager[Any]:
