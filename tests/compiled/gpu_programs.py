@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulator import EMULATED, emulated_operators, use
+from interpreted import have_own_programs
 from nvcc import compiled
 from registry import Case
 from stage_library import COMPILER, CSRC, FLAGS, HERE, built
@@ -43,6 +44,7 @@ def take(
         return Library(function, made, made.stem, False, 0.0, made.stat().st_size)
 
     use(patch, operators)
+    have_own_programs(patch, str(path))
     patch.setattr(_library, "cuda", ctypes.CDLL(str(path)))
     _print_for_gpus(patch)
     patch.setattr(ready, "build", build)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -23,15 +24,25 @@ from fusedrnn._compile import ready, records, verify
 from fusedrnn._compile.cell import Printed
 from fusedrnn._compile.graphs import CannotStore
 from fusedrnn._compile.interpret import _Step
+from fusedrnn.recurrent import compiling, programs
 from fusedrnn.recurrent.program_call import KEEP, ZERO
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
+_found: dict[str, tuple[Any, Any]] = {}
+
+
+def have_own_programs(patch: pytest.MonkeyPatch, backend: str) -> None:
+    """Steps get none that has been made for another backend in this process."""
+    new = compiling._Steps(), WeakValueDictionary[Any, Any]()
+    steps, known = _found.setdefault(backend, new)
+    patch.setattr(compiling, "_steps", steps)
+    patch.setattr(programs, "_known", known)
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """New programs are run by torch."""
+    """Programs are run by torch."""
     fake = ModuleType("operators")
     for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
@@ -47,6 +58,7 @@ def interpreted() -> Iterator[None]:
         return trial.by_interpreter(program)
 
     with pytest.MonkeyPatch.context() as patch:
+        have_own_programs(patch, "interpreted")
         patch.setattr(_compile, "operators", fake)
         patch.setattr(ready, "with_library", with_library)
         patch.setattr(verify, "_by_operators", by_interpreter)
