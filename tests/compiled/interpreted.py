@@ -32,16 +32,20 @@ _programs: list[Any] = []
 _found: dict[str, tuple[Any, Any]] = {}
 
 
-def have_own_programs(patch: pytest.MonkeyPatch, backend: str) -> None:
-    """Steps get none that has been made for another backend in this process."""
+def have_own_programs(patch: pytest.MonkeyPatch, backend: str = "") -> None:
+    """Steps get no program that has been made for another backend in this process.
+
+    Args:
+        backend: Or none that has been made at all, if this is empty.
+    """
     new = compiling._Steps(), WeakValueDictionary[Any, Any]()
-    steps, known = _found.setdefault(backend, new)
+    steps, known = _found.setdefault(backend, new) if backend else new
     patch.setattr(compiling, "_steps", steps)
     patch.setattr(programs, "_known", known)
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
     """Programs are run by torch."""
     fake = ModuleType("operators")
     for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
@@ -58,7 +62,7 @@ def interpreted() -> Iterator[None]:
         return trial.by_interpreter(program)
 
     with pytest.MonkeyPatch.context() as patch:
-        have_own_programs(patch, "interpreted")
+        have_own_programs(patch, "" if makes_all_anew else "interpreted")
         patch.setattr(_compile, "operators", fake)
         patch.setattr(ready, "with_library", with_library)
         patch.setattr(verify, "_by_operators", by_interpreter)

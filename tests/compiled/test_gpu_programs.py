@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_programs import emulate
+from interpreted import have_own_programs
 from plain import Masks
 from registry import BY_NAME, Case
 from test_published_cells import MASKS, SEVERAL, B, T, error, gradients, leaves_of, seeded
@@ -153,6 +154,7 @@ def test_a_library_that_computes_something_else(
     """Such as one of a compiler with a bug: values, or gradients alone."""
     if runs == "emulated":
         emulate(monkeypatch)
+    have_own_programs(monkeypatch)
     build = ready.build
 
     def build_wrong(text: str, **named: Any) -> Any:

@@ -252,7 +252,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
     x, state = given(zeros=True)
     cell = Watched()
     leaves = [*state, *cell.linear.parameters()]
-    with interpreted():
+    with interpreted(makes_all_anew=True):
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
         monkeypatch.setattr(without, "without", fail)
