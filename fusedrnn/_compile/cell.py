@@ -72,10 +72,10 @@ class Program:
     """Without the batch."""
     state_shapes: list[torch.Size]
     dtype: torch.dtype
-    log: str
-    """A digest of the step's graph."""
+    digest: str
+    """Of the text of the step's graph; "" if that says less than all."""
     key: str = ""
-    """Of the record that is to be stored when the library is verified."""
+    """Of the record that is to be stored when the library is verified; "" for none."""
     number: int = -1
     """Of the operators."""
     library: Library | None = None

@@ -158,7 +158,7 @@ class _FirstUse:
             output_shapes=self._output_shapes,
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            log=hashlib.sha256(self._graph.text.encode()).hexdigest(),
+            digest=_digest(self._graph),
         )
 
     def _trial(
@@ -226,7 +226,8 @@ def compiled(
         [(leaf.shape[2:], leaf.dtype) for leaf in inputs],
     )
     around = graph.roles, given.numbers, torch.get_default_dtype(), kind_of(device), kinds
-    use = _FirstUse(graph, given, inputs, state, names, records.key_of(graph.text, *around))
+    key = records.key_of(graph.text, *around) if graph.is_text_whole else ""
+    use = _FirstUse(graph, given, inputs, state, names, key)
     with one_at_a_time():
         known = use.known()
         if known is not None:
@@ -261,6 +262,12 @@ def computes_the_same(
     except CannotCompile:
         return False
     return True
+
+
+def _digest(graph: StepGraph) -> str:
+    if not graph.is_text_whole:
+        return ""
+    return hashlib.sha256(graph.text.encode()).hexdigest()
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -41,8 +41,6 @@ class Record(NamedTuple):
     unread: Unread
     library: str
     """The name of the library that has passed its check."""
-    log: str
-    """See Program."""
     stored_graphs: str
     """As JSON: most processes do not read it."""
 
@@ -71,13 +69,15 @@ def key_of(*parts: Any) -> str:
 
 def find(key: str) -> Record | None:
     """The record of this name, if there is one that can be read."""
+    if not key:
+        return None
     try:
         content = cache.read(_path(key))
         if content is None:
             return None
         stored = json.loads(content)
         unread = Unread(*map(frozenset, stored["unread"]))
-        fixed = [str(stored[name]) for name in ("library", "log", "graphs")]
+        fixed = [str(stored[name]) for name in ("library", "graphs")]
         return Record(_to_printed(stored["printed"]), unread, *fixed)
     except (cache.Unusable, LookupError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
@@ -102,7 +102,6 @@ def keep(program: Program, module: Operations | None = None, is_same: bool = Fal
             "printed": None if is_same else _of_printed(program.printed),
             "unread": [sorted(part) for part in program.unread],
             "library": program.library.key,
-            "log": program.log,
             "graphs": json.dumps(graphs),
         }
         cache.write(_path(program.key), json.dumps(stored).encode())

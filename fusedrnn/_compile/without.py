@@ -40,7 +40,7 @@ def without(
         Busy: Another thread takes too long.
     """
     others = [program.names, trained, outputs, last, program.form.numbers()]
-    key = records.key_of(program.log, *others, program.printed.text)
+    key = records.key_of(program.digest, *others, program.printed.text) if program.digest else ""
     known, device = records.find(key), state[0].device
     if known is not None:
         try:

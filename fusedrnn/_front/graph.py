@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import re
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -66,8 +67,9 @@ class StepGraph:
         self._float_at = [i for i, node in enumerate(self.places) if self._is_float(i, node)]
         self.module = self._pure(module, [sources[one] for one in wanted])
         """From all inputs to new states and outputs."""
-        self.text = _text_of(self.module)
-        """All that it does, in words that are the same in each process."""
+        self.text, self.is_text_whole = _text_of(self.module)
+        """What it does, in words that no other graph of this process has; and whether they say all
+        of it in each process."""
         self._roles: list[tuple[str, int]] = []
         self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
         self.programs: dict[Any, Any] = {}
@@ -270,26 +272,45 @@ def _name_of(place: fx.Node) -> str:
     return as_users_write(name) if isinstance(name, str) else place.name
 
 
-def _text_of(module: fx.GraphModule) -> str:
-    lines = []
+def _text_of(module: fx.GraphModule) -> tuple[str, bool]:
+    """What a graph does, and whether that is all of it."""
+    lines, is_whole = list[str](), True
     for name, part in module.named_modules():
         if not isinstance(part, fx.GraphModule):
             continue
         for node in part.graph.nodes:
             target = node.target
             if callable(target):
+                is_whole &= _is_known(target)
                 own = getattr(target, "__qualname__", None) or target
                 target = f"{getattr(target, '__module__', '')}.{own}"
             lines.append(f"{name} {node.op} {node.name} {target} {node.args} {node.kwargs}")
             value = node.meta.get("example_value") if node.op == "placeholder" else None
             if isinstance(value, Tensor):
                 lines.append(f"{value.dtype} {tuple(value.shape)} {value.requires_grad}")
-            held = getattr(part, node.target, None) if node.op == "get_attr" else None
+            if node.op not in ("get_attr", "call_module"):
+                continue
+            held = getattr(part, node.target, None)
             if isinstance(held, Tensor):
                 lines.append(f"{held.dtype} {tuple(held.shape)} {_numbers_of(held)}")
+            else:
+                is_whole &= isinstance(held, fx.GraphModule)
     text = "\n".join(lines)
-    # Something in it has no text of its own.
-    return f"{text}\n{next(_unique)}" if _ADDRESS.search(text) else text
+    is_whole &= not _ADDRESS.search(text)
+    return text if is_whole else f"{text}\n{next(_unique)}", is_whole
+
+
+_OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+def _is_known(function: Any) -> bool:
+    """Whether a function's name says what it does: it is torch's or Python's, not the user's."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(function).partition(".")[0] in ("aten", "prims", "prim")
+    owner = getattr(function, "__module__", None)
+    if owner is None:  # of torch's functions in C++
+        return isinstance(function, _OF_C)
+    return str(owner).partition(".")[0] in ("torch", "builtins", "_operator", "math")
 
 
 def _numbers_of(tensor: Tensor) -> str:
