@@ -47,10 +47,16 @@ _thread = threading.local()
 class CompiledStep:
     """A function of wrapped.py, with graphs of its own."""
 
-    def __init__(self, function: Callable[..., tuple[Any, Any]]) -> None:
-        # torch.compile keeps graphs by the code, so that is copied.
+    def __init__(self, function: Callable[..., tuple[Any, Any]], of: str) -> None:
+        """
+        Args:
+            of: Whose steps, in words.
+        """
+        # torch.compile keeps graphs by the code, so that is copied. By its name it keeps which
+        # numbers have changed, which is to say nothing about steps of other classes.
+        name = f"{function.__name__}_of_{re.sub(r'[^0-9A-Za-z_]+', '_', of)}"
         self.function = own = types.FunctionType(
-            function.__code__.replace(),
+            function.__code__.replace(co_name=name),
             function.__globals__,
             function.__name__,
             None,

@@ -50,4 +50,6 @@ def _stand_in(leaf: Tensor, first: int, rows: int) -> Tensor:
             # may change it in place.
             made = made.requires_grad_() * 1
     torch._dynamo.maybe_mark_dynamic(made, 0)
+    # Or else torch.compile would take other widths, which need other programs, for changing ones.
+    torch._dynamo.mark_static(made, list(range(1, made.dim())))
     return made

@@ -93,6 +93,7 @@ class Compiling:
     def __init__(self) -> None:
         self._step: CompiledStep | None = None
         """Of the last call."""
+        self._wrapper = ""
         self._is_own = False
         """Whether nobody shares it, since the one of all cells of the class is full."""
         self._guard: Any = None
@@ -173,7 +174,9 @@ class Compiling:
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
             except Refusal as error:
-                if step.is_full and not self._is_own:
+                # A function may be another one in each call, which would be traced anew each time.
+                is_module = isinstance(user.step, nn.Module)
+                if step.is_full and is_module and not self._is_own:
                     self._renew(user)
                     continue
                 reason = unusual_weight(user.modules(), call.device) or str(error)
@@ -199,7 +202,7 @@ class Compiling:
     def _step_of(self, user: User) -> CompiledStep:
         """The step through torch.compile, if no module has a hook, and no class has changed."""
         is_module = isinstance(user.step, nn.Module)
-        if self._step is not None:
+        if self._step is not None and self._wrapper == user.wrapper:
             if not is_module:
                 return self._step
             is_as_before = self._guard is not None and self._guard.look(user.step) == 0
@@ -209,8 +212,8 @@ class Compiling:
         if obstacle := obstacle_of(modules):
             raise NoProgram(obstacle)
         if self._step is None or not (self._is_own and _steps.is_right(self._step, modules)):
-            self._step, self._is_own = _steps.of(user, modules), False
-            if self._step.is_full and not self._was_compiled:
+            self._step, self._is_own, self._wrapper = _steps.of(user, modules), False, user.wrapper
+            if self._step.is_full and is_module and not self._was_compiled:
                 self._renew(user)
         self._guard = helpers.ModuleGuard(user.step) if is_module else None
         return self._step
@@ -218,7 +221,7 @@ class Compiling:
     def _renew(self, user: User) -> None:
         from .._front.compiled_step import CompiledStep
 
-        self._step, self._is_own = CompiledStep(_wrapper(user)), True
+        self._step, self._is_own = CompiledStep(_wrapper(user), _name_of(user.step)), True
 
     def _seen(self, call: SequenceCall, rows: int) -> tuple[Leaves, Leaves]:
         known = self._stand_ins
@@ -405,7 +408,7 @@ class _Steps:
         steps = self._of.setdefault(_code_of(user.step), {})
         found = steps.get(user.wrapper)
         if found is None or not self.is_right(found, modules):
-            found = steps[user.wrapper] = CompiledStep(_wrapper(user))
+            found = steps[user.wrapper] = CompiledStep(_wrapper(user), _name_of(user.step))
             self.is_right(found, modules)
         return found
 
@@ -433,7 +436,19 @@ def _code_of(step: Any) -> Any:
     """What steps that are traced together have in common."""
     if isinstance(step, nn.Module):
         return type(step)
+    return getattr(_function_of(step), "__code__", None) or type(step)
+
+
+def _name_of(step: Any) -> str:
+    """The same in words."""
+    function = type(step) if isinstance(step, nn.Module) else _function_of(step)
+    if not hasattr(function, "__qualname__"):
+        function = type(step)
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _function_of(step: Any) -> Any:
     function = getattr(step, "__func__", step)
     while hasattr(function, "func"):  # functools.partial
         function = function.func
-    return getattr(function, "__code__", None) or type(step)
+    return function

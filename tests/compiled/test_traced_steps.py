@@ -237,7 +237,9 @@ def test_without_an_input(compile: str, batch_first: bool) -> None:
             wrong()
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"return_sequence": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"return_sequence": False}], ids=str
+)
 def test_single_steps(options: dict[str, Any]) -> None:
     rnn = fusedrnn.Recurrent(Scaled(), compile="require", **options)
     x, h = torch.randn(3, H, dtype=F64), torch.randn(3, H, dtype=F64, requires_grad=True)
