@@ -64,7 +64,8 @@ def _check_changes(graph: StepGraph, given: Given, x: Leaves, state: Leaves) -> 
         return graph.take(own, tuple(x), tuple(state), rows, run)
 
     copies = [[t.detach().clone() for t in leaves] for leaves in (given.constants, x, state)]
-    flat = FlatStep(step, *copies, rows, graph.names)
+    constants, inputs, carries = copies
+    flat = FlatStep(step, constants, inputs, carries, rows, graph.names)
     try:
         flat(*flat.arguments, notes_lines=False)
     except CannotCompile:

@@ -121,7 +121,8 @@ class _Operators:
             if gradient.numel() and value.requires_grad
         ]
         leaves = [leaf for group in groups for leaf in group]
-        wanted = [*grad_inputs, *grad_carries, *grad_weights, *grad_vectors, *grad_reset_to]
+        wanted = [*grad_inputs, *grad_carries, *grad_weights, *grad_vectors]
+        wanted += grad_reset_to if to else []
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
             values, given = zip(*pairs, strict=True)
