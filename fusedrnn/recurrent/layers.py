@@ -171,7 +171,7 @@ class LayersCall:
         is_plain = self.sequence.is_batched and self.sequence.packed is None
         has_masks = self.sequence.lengths is not None or self.reset is not None
         is_one = not self.is_list and one.was_compiled and not is_replica(one.cell)
-        return is_plain and is_one and not has_masks
+        return bool(one.call.inputs) and is_plain and is_one and not has_masks
 
     def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
         """Cell number i, whose input has these leaves."""
