@@ -63,10 +63,12 @@ def scan(
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
         mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence, recompute:
-            As those of :class:`Recurrent`. A step that is defined anew in each call, as inside of a
-            module's forward, is compiled once if all that it reads from around it is modules and
-            plain values; other tensors must then be in ``params``.
+            As those of :class:`Recurrent`.
+        compile: The same. Steps are compiled whose state and inputs have the batch as the first
+            dimension of all tensors, also functions that are defined anew in each call, with
+            tensors and modules around them.
         generator: As in the call of a Recurrent.
+        explain: True to return the :class:`Explanation` of how the call would run.
 
     Returns:
         state: After the last step.

@@ -53,12 +53,10 @@ class Recurrent(nn.Module):
             seconds, then cached on disk), and compared to the cell itself in values and gradients.
             "auto" for cells and calls where that works; others take their steps in Python.
             "require" to make the reason an error; "never" to take all steps in Python.
-            :meth:`explain` says the reason, with the operation and its line. What the step reads in
-            Python is constant in a program: attributes of modules and of objects in them,
-            functions, variables of classes and Python modules. Each call looks at it, and after a
-            change the cell is traced anew. Random numbers of torch are the same either way. A step
-            that draws from Python's or NumPy's generators, or that can reach a generator, an
-            iterator or a clock, is not compiled.
+            :meth:`explain` says the reason, with the operation and its line. What
+            torch.compile(fullgraph=True) takes, compiles, if its operations are known; a step is
+            traced again when torch.compile's guards say so, or when a class of its modules changes.
+            Random numbers of torch are the same either way.
         torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
             Takes a minute or so, once for sequences of any length and batches of two rows or more;
             once again for a batch of one row, and after ``eval()``.
