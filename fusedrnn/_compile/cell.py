@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .. import _compile
 from . import program as numbers
 from .build import Library
 from .outside import Outside
@@ -120,7 +119,9 @@ class Program:
         if found is None:
             if len(self.chunks) >= _MOST_CHUNKS:
                 self.chunks.clear()
-            found = _compile.operators.chunk(self.number, steps, rows, self.dtype, *key[2:])
+            from . import operators
+
+            found = operators.chunk(self.number, steps, rows, self.dtype, *key[2:])
             self.chunks[key] = found
         return found
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .graphs import Operations, from_json, to_json
-from .recipes import Bias, Columns, Part, Recipes, Table, Weight, cuts_of
+from .operands import Bias, Columns, Part, Table, Weight
+from .recipes import Recipes, cuts_of
 
 
 class Outside:
