@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from .expressions import Product
 from .graphs import Operations
+from .operands import Bias, Columns, Part, Table, Weight
 from .outside import Outside
 from .plan import Plan
-from .recipes import Bias, Columns, Part, Table, Weight
 
 
 def outside_of(plan: Plan) -> Outside:

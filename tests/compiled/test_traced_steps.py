@@ -1,4 +1,7 @@
-"""What the front of compiled cells promises: what is traced once, what is seen, what is refused."""
+"""What the front of compiled cells promises: what is traced once, what is seen, what is refused.
+
+Longer than 350 lines, because scans and single steps are traced as sequences of cells are.
+"""
 
 from __future__ import annotations
 

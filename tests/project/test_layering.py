@@ -73,8 +73,8 @@ PYTHON_LAYERS = {
     12: ["__init__"],
 }
 TORCH_OPS_USERS = ["_library", "_ops", "_autocast"]  # the only users of torch.ops
-# A cell's compiler, its front and the layer that they serve are one part in three folders: the layer
-# imports the others when it compiles the first cell.
+# A cell's compiler, its front and the layer that they serve are one part in three folders: the
+# layer imports the others when it compiles the first cell.
 ONE_PART = {"_compile", "_front", "recurrent"}
 COMPILER = (
     "_compile/",
