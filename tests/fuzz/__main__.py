@@ -1,4 +1,4 @@
-"""Random calls: ``python -m fuzz valid``, ``bad`` and ``steps`` in the folder tests.
+"""Random calls: ``python -m fuzz valid``, ``bad``, ``steps`` and ``scans`` in the folder tests.
 
 Exits with status 1 if anything is wrong. Each finding is printed with a command that runs its case
 again.
@@ -19,7 +19,7 @@ from rich.table import Table
 from . import batches
 
 CONSOLE = Console()
-PROGRAMS = ("valid", "bad", "steps")
+PROGRAMS = ("valid", "bad", "steps", "scans")
 SANITIZED = ("valid", "bad")
 OUTCOMES = ("right", "fell back", "raised", "accepted", "died")
 CASES_OF_A_SEED = 10**9
@@ -84,7 +84,7 @@ def show(program: str, is_sanitized: bool, first: int, until: float) -> Counter[
                 command = f"python -m fuzz {program} --case {record.case}{flag}"
                 CONSOLE.print(f"[bold]{escape(kind)}[/]: {escape(text)}", soft_wrap=True)
                 CONSOLE.print(f"  {escape(command)}", soft_wrap=True)
-                if program != "steps":  # whose findings have the smallest call
+                if program not in ("steps", "scans"):  # whose findings have the smallest call
                     CONSOLE.print(f"  [dim]{escape(record.outcome.call)}[/]", soft_wrap=True)
     for reason, count in reasons.most_common(MOST_REASONS):
         CONSOLE.print(f"[dim]{count:5,} in Python: {escape(reason)}[/]", soft_wrap=True)

@@ -1,5 +1,7 @@
 """Random cells by compiled steps, against the plain loop: right, or taken in Python for a reason.
 
+Also as steps of scan: scans.py.
+
 Most programs are run by torch, and some by C++ that is compiled for them. What is found is printed
 with the smallest cell that shows it.
 
@@ -11,14 +13,17 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import itertools
 import math
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn.recurrent import calls
+from fusedrnn.recurrent.compiling import Compiling, NoProgram
 
 from . import Outcome, step_tricks
 from .step_calls import Call
@@ -42,6 +47,7 @@ BUILT = 20
 OF_BATCHES = {"of_batch", "branch", "buffer_of_steps", "attribute", "choice_by_value"}
 """Words that may mix the rows of a batch."""
 is_shown = False
+_numbers = itertools.count()
 
 
 def prepare() -> None:
@@ -56,9 +62,9 @@ def good_call() -> str:
     return ""
 
 
-def run(case: int, note: Callable[[str], None]) -> Outcome:
+def run(case: int, note: Callable[[str], None], by_scan: bool = False) -> Outcome:
     """One cell, in one or two calls."""
-    trial = Trial(case)
+    trial = Trial(case, by_scan)
     note(trial.text)
     what, reason, findings = trial.judged()
     if findings:
@@ -88,16 +94,23 @@ class Ran:
 
 
 class Trial:
-    """A cell and its calls."""
+    """A cell and its calls.
 
-    def __init__(self, case: int) -> None:
+    Args:
+        by_scan: Whether scan takes it, which knows no masks.
+    """
+
+    def __init__(self, case: int, by_scan: bool = False) -> None:
         rng = random.Random(case)
-        self.case, self.source = case, written(rng)
+        self.case, self.by_scan, self.source = case, by_scan, written(rng)
         self.calls = [Call.drawn(rng, self.source)]
         if rng.random() < 0.5:
             self.calls.append(Call.drawn(rng, self.source))
             self.calls[1].changes = ["for p in cell.parameters(): p.data.mul_(0.9)"]
             self.calls[1].changes += self.source.changes
+        if by_scan:
+            for call in self.calls:
+                call.masks = type(call.masks)()
         self.is_built = case % BUILT == 0
         self.draws_by_others = False
         """Whether the loop has drawn from torch's own generator, not by what Recurrent hands out.
@@ -106,13 +119,16 @@ class Trial:
     @property
     def text(self) -> str:
         how = "compiled" if self.is_built else "interpreted"
+        how += ", by scan" if self.by_scan else ""
         return "\n".join([self.source.text, *(f"# {call}" for call in self.calls), f"# {how}"])
 
     # Runs
 
     def made(self) -> tuple[nn.Module, dict[str, Any]]:
         """The cell, and the variables of its module; each time another one."""
-        space: dict[str, Any] = {"__name__": "step"}
+        module = ModuleType(f"step_{next(_numbers)}")
+        space = vars(module)
+        sys.modules[module.__name__] = module  # where torch.compile looks for variables
         torch.manual_seed(self.case)
         exec(compile(self.source.text, "step.py", "exec"), space)
         return space["Cell"]().double(), space
@@ -151,11 +167,26 @@ class Trial:
 
         return self.each(run)
 
-    def by_recurrent(self, compile: str) -> tuple[list[Ran], list[str]]:
+    def by_package(self, compile: str) -> tuple[list[Ran], list[str]]:
         """Also why each call took no program, or nothing where it took one."""
         modules: dict[int, fusedrnn.Recurrent] = {}
 
+        def scanned(cell: nn.Module, call: Call) -> Any:
+            x, state = arguments = call.arguments()
+            generator = torch.Generator().manual_seed(call.seed)
+            options: dict[str, Any] = {
+                "chunk_size": call.chunk_size,
+                "return_sequence": call.returns_sequence,
+                "compile": compile,
+                "generator": generator,
+            }
+            # Anew in each call, as in a module's forward.
+            step = lambda h, x: cell(x, h)[::-1]  # noqa: E731
+            return arguments, lambda: fusedrnn.scan(step, state, x, **options)[::-1]
+
         def run(cell: nn.Module, call: Call) -> Any:
+            if self.by_scan:
+                return scanned(cell, call)
             rnn = modules.setdefault(id(cell), fusedrnn.Recurrent(cell, compile=compile))
             rnn.chunk_size, rnn.return_sequence = call.chunk_size, call.returns_sequence
             x, state = arguments = call.arguments()
@@ -172,7 +203,7 @@ class Trial:
 
     def judged(self) -> tuple[str, str, list[tuple[str, str]]]:
         """Outcome, why it was taken in Python, and findings."""
-        ours, found = self.by_recurrent("auto")
+        ours, found = self.by_package("auto")
         reason = next((one for one in found if one), "")
         is_compiled = bool(found) and not found[-1]
         if "python_random" in self.source.words and not is_compiled:
@@ -199,7 +230,7 @@ class Trial:
         """Call i differs from the loop."""
         if mine.error is None and self._is_unstable(i, mine):
             return "accepted", reason, []  # roundings decide
-        generic, _ = self.by_recurrent("never")
+        generic, _ = self.by_package("never")
         other = generic[min(i, len(generic) - 1)]
         if mine.error is not None and other.error is not None:
             return "raised", reason, []
@@ -262,18 +293,22 @@ def gradients(results: Any, leaves: Any, unused: frozenset[int]) -> Sequence[Ten
 def reasons() -> Iterator[list[str]]:
     """Why calls took no program; nothing for those that did."""
     found: list[str] = []
-    choose = calls.choose_program
+    run = Compiling.run
 
     def noted(*given: Any) -> Any:
-        program = choose(*given)
-        found.append(program if isinstance(program, str) else "")
-        return program
+        try:
+            made = run(*given)
+        except NoProgram as error:
+            found.append(str(error))
+            raise
+        found.append("")
+        return made
 
-    calls.choose_program = noted
+    Compiling.run = noted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        calls.choose_program = choose
+        Compiling.run = run  # type: ignore[method-assign]
 
 
 def differs(mine: Ran, other: Ran) -> str:

@@ -35,6 +35,7 @@ def cases(mark, program, *edges):
 CALLS = cases(CI, "valid", 0, 100) + cases(LATER, "valid", 100, 200)
 CALLS += cases(CI, "bad", 0, 400) + cases(LATER, "bad", 400, 800)
 CALLS += cases(CI, "steps", 0, 120) + cases(LATER, "steps", 120, *range(200, 2001, 200))
+CALLS += cases(CI, "scans", 0, 60) + cases(LATER, "scans", 60, *range(200, 1001, 200))
 SANITIZED = cases(CI, "valid", 0, 16) + cases(LATER, "valid", 16, 40)
 SANITIZED += cases(CI, "bad", 0, 80) + cases(LATER, "bad", 80, 200)
 
