@@ -163,21 +163,20 @@ class Recipes:
         found: list[Tensor] = []
         whole: dict[int, Tensor] = {}
         cuts: dict[int, Sequence[Tensor]] = {}
-        like = made[0]
         for recipe, tensor in zip(self._recipes, made, strict=True):
             if not any([needs[i] for i in _constants_of(recipe)]):
-                found.append(like.new_empty(0, dtype=sums))
+                found.append(tensor.new_empty(0, dtype=sums))
             elif isinstance(recipe, Cut):
                 if recipe.constant not in cuts:
-                    memory = like.new_empty(sum(recipe.widths), dtype=sums)
+                    memory = tensor.new_empty(sum(recipe.widths), dtype=sums)
                     whole[recipe.constant] = memory
                     cuts[recipe.constant] = memory.split(recipe.widths)
                 found.append(cuts[recipe.constant][recipe.number])
             elif isinstance(recipe, Joined):
                 terms, columns = tensor.shape
-                found.append(like.new_empty((columns, terms), dtype=sums).t())
+                found.append(tensor.new_empty((columns, terms), dtype=sums).t())
             else:
-                found.append(like.new_empty(tensor.shape, dtype=sums))
+                found.append(tensor.new_empty(tensor.shape, dtype=sums))
         return found, whole
 
     def through(
