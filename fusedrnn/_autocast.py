@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._graphs import is_alone, is_recorded
+from ._graphs import is_alone, is_compiling, is_recorded
 
 _DEVICES = ("cpu", "cuda")  # torch raises an error when asked about other devices, such as meta
 

@@ -10,10 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from . import _onnx, _ops, _plans, _replay, _vmap
-from ._graphs import is_alone, is_traced
+from ._graphs import is_alone, is_compiling, is_traced
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
 from .cells import CELLS
 

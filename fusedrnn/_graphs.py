@@ -10,9 +10,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export looks at this function.
+
+    ``torch.compiler.is_compiling`` says so, too, in every other thread for as long as it does.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def constant_in_graphs(function: F) -> F:

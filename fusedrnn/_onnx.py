@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from ._graphs import constant_in_graphs
+from ._graphs import constant_in_graphs, is_compiling
 from ._ops import LayerCall, LayerTensors
 from .cells import CELLS
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from . import _helpers as helpers
 from . import _library
+from ._graphs import is_compiling
 from .cells import CELL_NAMES, CELLS
 
 _BACKENDS = helpers.BACKENDS

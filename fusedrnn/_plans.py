@@ -7,11 +7,11 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from typing_extensions import NotRequired, Unpack
 
 from . import _helpers as helpers
 from . import _library
+from ._graphs import is_compiling
 
 
 class Problem(TypedDict):

@@ -6,9 +6,8 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from ._graphs import constant_in_graphs
+from ._graphs import constant_in_graphs, is_compiling
 
 
 def draw(generator: torch.Generator | None, device: torch.device) -> Tensor:

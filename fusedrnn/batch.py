@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from . import checks
+from ._graphs import is_compiling
 from ._ops import reshaped
 from .checks import Packing
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _autocast, _plans, _seeds, _step, arguments, checks, tuning
 from ._buffers import version_of
-from ._graphs import is_alone
+from ._graphs import is_alone, is_compiling
 from .arguments import CallTensors, Checked
 from .batch import BatchForm, Mask
 from .cells import Sizes

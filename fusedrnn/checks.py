@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import _helpers as helpers
 from . import _library
-from ._graphs import has_values
+from ._graphs import has_values, is_compiling
 from .options import DTYPES, check_flag, kind_of
 
 
@@ -121,7 +121,7 @@ def own_copy(tensor: Tensor) -> Tensor:
     happens under torch.compile, where nothing is copied: inductor may put off a copy until
     backward, and the copy would have what the caller has written.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return tensor.contiguous()
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -184,7 +184,7 @@ def lengths(value: Tensor | Sequence[int], seq_len: int, batch: int) -> Tensor:
             if any(type(n) is not int and _is_no_length(n) for n in items):
                 raise TypeError
             # A tracer has symbols here, which operator.index would make numbers of one call.
-            is_traced = torch.compiler.is_compiling()
+            is_traced = is_compiling()
             numbers = items if is_traced else [operator.index(n) for n in items]
         except TypeError:  # here and not above: torch.compile of torch 2.11 knows no names of types
             kinds = " and ".join(sorted({_kind_of_length(n) for n in items}))

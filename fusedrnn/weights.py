@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.types import Device
 
 from ._buffers import (
@@ -39,7 +38,7 @@ from ._buffers import (
     size_of,
     version_of,
 )
-from ._graphs import is_traced
+from ._graphs import is_compiling, is_traced
 from .cells import Layout
 
 # What a module finds again by itself after it was copied or pickled.

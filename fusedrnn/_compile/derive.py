@@ -46,9 +46,7 @@ def derive(plan: Plan, stage: Stage) -> Derived:
     Raises:
         CannotCompile: torch has no derivative of an operation.
     """
-    # These import torch's compiler, which takes most of a second.
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from .recorded import recorded
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
         known = {_id(leaf): given for leaf, given in zip(stage.inputs, inputs, strict=True)}
@@ -72,11 +70,9 @@ def derive(plan: Plan, stage: Stage) -> Derived:
     gradients = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.results]
     table = decompositions()
     with torch.enable_grad():
-        made = make_fx(dispatch_functionalize(forward), decomposition_table=table)(*numbers)
+        made = recorded(forward, *numbers, decompositions=table)
         try:
-            back = make_fx(dispatch_functionalize(backward), decomposition_table=table)(
-                numbers, gradients
-            )
+            back = recorded(backward, numbers, gradients, decompositions=table)
         except RuntimeError as error:  # torch has no derivative of an operation
             raise CannotCompile(f"torch says: {str(error).splitlines()[0]}") from error
     return Derived(_simplified(made), _simplified(back))

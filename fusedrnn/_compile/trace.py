@@ -22,6 +22,7 @@ from ..recurrent.draws import DRAWS
 from ..recurrent.noise import MOST_DRAWS, Source
 from .graphs import Operations
 from .lines import line, line_of, line_of_error, user_line
+from .turns import Busy
 
 aten = torch.ops.aten
 
@@ -153,21 +154,13 @@ def trace(step: FlatStep) -> Traced:
     Raises:
         CannotCompile: The step cannot be traced.
     """
-    # These import torch's compiler, which takes most of a second.
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     from .decompositions import in_traces
+    from .recorded import recorded
 
     try:
         with fx_traceback.preserve_node_meta():
-            # pytorch's own modes of an outer call would see the tracer's tensors
-            made = make_fx(
-                dispatch_functionalize(step),
-                decomposition_table=in_traces(),
-                pre_dispatch=False,
-            )(*step.arguments)
-    except CannotCompile:
+            made = recorded(step, *step.arguments, decompositions=in_traces())
+    except (CannotCompile, Busy):
         raise
     except Exception as error:
         raise CannotCompile(_reason(error)) from error

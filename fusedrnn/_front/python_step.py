@@ -7,22 +7,24 @@ whether its state has one. Such a step computes something else in one of three m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from .._compile.trace import CannotCompile, FlatStep
+from .._compile.turns import Busy
 from ..recurrent.generators import global_generators, states_of
 from ..recurrent.noise import Noise
 from ..recurrent.reads import Watch
 from ..recurrent.trees import Leaves, differentiable
 from .graph import Given, StepGraph
+from .on_copies import Copies
 from .traceable import WithLines
 
 _TRIES = 4
-"""Another thread may change weights meanwhile."""
+"""Another thread may change weights meanwhile, which some functions get as they are."""
 _ASKS = (
     "the step asks whether gradients are wanted, or it does something that torch.compile's graph "
     "of it does not"
@@ -32,20 +34,27 @@ Take = Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]
 """Input and state to the new state and the output."""
 
 
-def difference(graph: StepGraph, given: Given, in_python: Take, x: Leaves, state: Leaves) -> str:
+def difference(
+    graph: StepGraph,
+    given: Given,
+    in_python: Take,
+    x: Leaves,
+    state: Leaves,
+    others: Mapping[str, Tensor],
+) -> str:
     """Says that the step does not compute what its graph does; or nothing.
 
     Args:
         x, state: Of which kinds are the tensors that both get.
+        others: What the step may read besides its graph's constants, by name.
+
+    Raises:
+        CannotCompile: The step changes what it reads, or it raises.
+        Busy: Another thread changes it.
     """
-    rows = state[0].shape[0]
-
-    def by_graph(x: Leaves, state: Leaves) -> tuple[Leaves, Leaves]:
-        return graph.take(given, x, state, rows)
-
     with _generators_put_back(state[0].device):
         _check_changes(graph, given, x, state)
-        return _difference(given, in_python, by_graph, x, state)
+        return _difference(graph, given, in_python, x, state, others)
 
 
 def _check_changes(graph: StepGraph, given: Given, x: Leaves, state: Leaves) -> None:
@@ -86,29 +95,61 @@ def _generators_put_back(device: torch.device) -> Iterator[None]:
             one.put_back()
 
 
-def _difference(given: Given, in_python: Take, by_graph: Take, x: Leaves, state: Leaves) -> str:
+def _difference(
+    graph: StepGraph,
+    given: Given,
+    in_python: Take,
+    x: Leaves,
+    state: Leaves,
+    others: Mapping[str, Tensor],
+) -> str:
+    rows = state[0].shape[0]
+
+    def versions() -> list[int]:
+        return [c._version for c in given.constants if not c.is_inference()]
+
     for needs_grad, is_grad in ((False, True), (True, True), (False, False)):
         for _ in range(_TRIES):
-            before = [c._version for c in given.constants if not c.is_inference()]
+            before, copies = versions(), Copies(given.constants, others)
+            own = given._replace(constants=tuple(copies.constants))
+
+            def by_graph(x: Leaves, state: Leaves, own: Given = own) -> tuple[Leaves, Leaves]:
+                return graph.take(own, x, state, rows)
+
+            error: Exception | None = None
             try:
                 pairs = [
-                    _results(take, x, state, given, needs_grad, is_grad or take is by_graph)
-                    for take in (in_python, by_graph)
+                    _results(by_graph, x, state, copies, needs_grad, True, False),
+                    _results(in_python, x, state, copies, needs_grad, is_grad, True),
                 ]
-            except Exception as error:
+                if all(map(_are_close, *pairs)):
+                    break
+            except Exception as raised:
+                error = raised
+            if what := copies.changed(graph.names):
+                raise CannotCompile(f"the step changes {what} in place")
+            if before != versions():
+                continue
+            if error is not None:
                 said = str(error).split("\n")[0][:200]
-                raise CannotCompile(
-                    f"in a trial it raises {type(error).__name__}: {said}"
-                ) from error
-            if all(map(_are_close, *pairs)):
-                break
-            if before == [c._version for c in given.constants if not c.is_inference()]:
-                return _ASKS
+                what = f"in a trial it raises {type(error).__name__}: {said}"
+                raise CannotCompile(what) from error
+            return _ASKS
+        else:
+            raise Busy("another thread changes the weights")
+        if what := copies.changed(graph.names):
+            raise CannotCompile(f"the step changes {what} in place")
     return ""
 
 
 def _results(
-    take: Take, x: Leaves, state: Leaves, given: Given, needs_grad: bool, is_grad: bool
+    take: Take,
+    x: Leaves,
+    state: Leaves,
+    copies: Copies,
+    needs_grad: bool,
+    is_grad: bool,
+    is_in_python: bool,
 ) -> list[Tensor]:
     """Values, and gradients of what needs one."""
     random = torch.Generator().manual_seed(0)
@@ -124,23 +165,45 @@ def _results(
     noise = Noise.for_trial()
     noise.chunk(0, 1, rows)
     noise.step(0)
-    with Watch(noise), torch.set_grad_enabled(is_grad):
+    with Watch(noise), copies if is_in_python else nullcontext(), torch.set_grad_enabled(is_grad):
         # No leaves, for the step may change them in place.
         new, y = take(tuple(x.clone() for x in xs), tuple(leaf.clone() for leaf in states))
     results = [*new, *y]
-    # Not of weights with hooks, which are not to see this gradient.
-    weights = [c for c in given.constants if c.requires_grad and not c._backward_hooks]
-    leaves = [leaf for leaf in (*xs, *states, *weights) if leaf.requires_grad]
+    leaves = [leaf for leaf in (*xs, *states, *copies.constants) if leaf.requires_grad]
     totals = [_total(result) for result in results if result.requires_grad]
     if not leaves or not is_grad:
         return [result.detach() for result in results]
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if totals:
-        found = torch.autograd.grad(torch.stack(totals).sum(), leaves, allow_unused=True)
+        total = torch.stack(totals).sum()
+        found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=is_in_python)
     gradients = [
         torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)
     ]
+    if is_in_python and totals:
+        _add_of_originals(copies, totals, gradients)
     return [*(result.detach() for result in results), *gradients]
+
+
+def _add_of_originals(
+    copies: Copies, totals: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    """Of weights that the step gives to no function of torch, but to a torch.autograd.Function.
+
+    Args:
+        gradients: Of all leaves; those of constants are the last.
+    """
+    # Not of weights with hooks, which are not to see this gradient.
+    trained = [c for c in copies.originals if c.requires_grad]
+    asked = [i for i, c in enumerate(trained) if not c._backward_hooks]
+    if not asked:
+        return
+    found = torch.autograd.grad(
+        torch.stack(totals).sum(), [trained[i] for i in asked], allow_unused=True
+    )
+    for i, gradient in zip(asked, found, strict=True):
+        if gradient is not None:
+            gradients[len(gradients) - len(trained) + i].add_(gradient)
 
 
 def _total(result: Tensor) -> Tensor:

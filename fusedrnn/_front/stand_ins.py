@@ -51,5 +51,6 @@ def _stand_in(leaf: Tensor, first: int, rows: int) -> Tensor:
             made = made.requires_grad_() * 1
     torch._dynamo.maybe_mark_dynamic(made, 0)
     # Or else torch.compile would take other widths, which need other programs, for changing ones.
-    torch._dynamo.mark_static(made, list(range(1, made.dim())))
+    # torch._dynamo.mark_static does this, but not while another thread is within torch.compile.
+    made._dynamo_static_indices = set(range(1, made.dim()))  # type: ignore[attr-defined]
     return made

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.types import Device
 
+from .._graphs import is_compiling
 from ..call import NO_NOISE, Noise, run_cell
 from ..cells import CELLS, Layout, Sizes, layout
 from ..options import (

@@ -381,7 +381,12 @@ class _Running:
             y, new = self._step.function(*self._user.arguments(inputs, state))
             return flatten(new, "state")[0], flatten(y, "output")[0]
 
-        return difference(graph, given, in_python, self.inputs_seen, self.states_seen)
+        step = self._user.step
+        others: dict[str, Tensor] = {}
+        if isinstance(step, nn.Module):
+            others = {f"cell.{name}": weight for name, weight in step.named_parameters()}
+            others |= {f"cell.{name}": buffer for name, buffer in step.named_buffers()}
+        return difference(graph, given, in_python, self.inputs_seen, self.states_seen, others)
 
 
 class _Planning(_Running):

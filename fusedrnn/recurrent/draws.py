@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._graphs import is_compiling
 from .noise import Source
 
 Function = Callable[..., Tensor]

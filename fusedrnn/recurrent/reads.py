@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .._graphs import is_compiling
 from .._locks import CallerLock
 from .closures import Held
 from .draws import DRAWS

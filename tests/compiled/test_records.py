@@ -588,45 +588,18 @@ _operators.impl("scaled", lambda x: 2 * x, "CompositeImplicitAutograd")
 
 
 class ByName(Scaled):
-    """Calls what has a name in the graph that does not say what it does."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
+    """Calls an operator, whose name in the graph does not say what it does."""
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        return super().forward(self.function(x), h)
+        return super().forward(torch.ops.fusedrnn_test_records.scaled(x), h)
 
 
-def test_functions_of_users_in_a_graph_have_no_records(folder: Path) -> None:
-    """A later process may have other ones of the same name, and so may this one."""
-
-    def made(factor: float) -> nn.Module:
-        @torch.compiler.allow_in_graph
-        def scaled(x: Tensor) -> Tensor:
-            return factor * x
-
-        class Own(ByName):  # torch.compile's guards do not tell such functions apart
-            def forward(self, x: Tensor, h: Tensor) -> Tensor:
-                return super().forward(x, h)
-
-        return Own(scaled)
-
-    exact = numbers(Scaled())
-    assert len(steps(folder)) == 1
-    operator = numbers(ByName(torch.ops.fusedrnn_test_records.scaled))
-    twice, once, half = [numbers(made(factor)) for factor in (2.0, 1.0, 0.5)]
-    assert len(steps(folder)) == 1
-    assert same(once, exact) and same(operator, twice)
-    assert not torch.allclose(half[0], once[0]) and not torch.allclose(twice[0], once[0])
-    known = [made(factor).double() for factor in (2.0, 0.5)]
-    known[1].load_state_dict(known[0].state_dict())
-    x, state = torch.randn(T, B, H).double(), torch.zeros(B, H).double()
-    for module in known:
-        ys = [
-            fusedrnn.Recurrent(module, compile=kind)(x, state)[0] for kind in ("require", "never")
-        ]
-        torch.testing.assert_close(*ys, rtol=1e-12, atol=1e-12)
+def test_operators_of_users_have_no_records(folder: Path, traces: list[str]) -> None:
+    """Those of a later process may be other ones of the same name."""
+    for _ in range(2):
+        traces.clear()
+        numbers(ByName())
+        assert traces and not steps(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
