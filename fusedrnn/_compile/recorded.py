@@ -61,4 +61,4 @@ def _trace(tracer: Any, function: Any, concrete_args: tuple[Any, ...]) -> fx.Gra
     call, arguments = tracer.create_args_for_root(function, False, concrete_args)
     results = tracer.create_arg(call(*arguments))
     tracer.create_node("output", "output", (results,), {})
-    return tracer.graph  # type: ignore[no-any-return]
+    return tracer.graph

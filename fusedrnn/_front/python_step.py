@@ -199,7 +199,7 @@ def _add_of_originals(
     if not asked:
         return
     found = torch.autograd.grad(
-        torch.stack(totals).sum(), [trained[i] for i in asked], allow_unused=True
+        torch.stack(list(totals)).sum(), [trained[i] for i in asked], allow_unused=True
     )
     for i, gradient in zip(asked, found, strict=True):
         if gradient is not None:
