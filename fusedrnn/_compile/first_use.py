@@ -103,7 +103,8 @@ class _FirstUse:
 
     def _check_dtypes(self) -> None:
         dtype = self._dtype
-        for name, constant in zip(self._graph.names, self._given.constants, strict=True):
+        # Floats that are numbers in this program have names behind those of its constants.
+        for name, constant in zip(self._graph.names, self._given.constants, strict=False):
             if constant.requires_grad and constant.dtype != dtype:
                 raise CannotCompile(f"{name} is of {constant.dtype}, the state of {dtype}")
         for leaf in self._inputs:
