@@ -66,6 +66,9 @@ def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
         patch.setattr(_compile, "operators", fake)
         patch.setattr(ready, "with_library", with_library)
         patch.setattr(verify, "_by_operators", by_interpreter)
+        # Programs of others have libraries, and these have none.
+        patch.setattr(programs, "_known", WeakValueDictionary())
+        patch.setattr(compiling, "_steps", compiling._Steps())
         yield
 
 
