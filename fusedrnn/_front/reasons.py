@@ -28,12 +28,13 @@ _CALLS = [
 """What torch.compile says of functions that it does not follow."""
 _SAID = [
     (r"^Data-dependent", "data-dependent branching, by if, while or assert on a tensor's value"),
-    (r"^Could not (?:guard on|extract)", "a number of a tensor or of NumPy decides in Python"),
+    (r"Could not (?:guard on|extract)", "a number of a tensor or of NumPy decides in Python"),
     (r"^Attempted to wrap RNN", "it calls torch.nn.RNN, LSTM or GRU, and not their cells"),
     (r"__build_class__|LOAD_BUILD_CLASS", "it defines a class"),
     (r"wrap sparse Tensor", "it has a sparse tensor"),
     (r"quantized nyi", "it has a quantized tensor"),
     (r"^logging\.Logger", "it calls a logger"),
+    (r"^torch\.\* op returned non-Tensor", "it calls a function of torch's that gives no tensor"),
     (r"know how to trace method `__call__` of class `(.+?)`", r"it calls a \1"),
     (r"know how to trace method `(.+?)` of class `(.+?)`", r"it calls \2.\1"),
     (r"know how to enter a `?(.+?)`? context manager", r"it enters a \1 by `with`"),
