@@ -57,7 +57,8 @@ def close(ours: Any, theirs: Any) -> None:
 @needs_distributed
 def test_two_processes_start_at_once(folder: Path, tmp_path: Path) -> None:
     """Both compile the same cell, which nobody has compiled before."""
-    check_two_processes(tmp_path, [("ddp", {"compile": "require"})])
+    required = {"compile": "require"}
+    check_two_processes(tmp_path, [("ddp", required), ("fsdp", required)])
     assert len(list(folder.rglob("*.so"))) == 1
 
 
@@ -93,9 +94,18 @@ def test_forks(folder: Path) -> None:
         with inference:
             close(model(rows()).square().sum(), exact[0])
 
+    def infer_by_another_class() -> None:
+        models = [Model(compile) for compile in ("require", "never")]
+        for model in models:
+            model.rnn.cell = nn.RNNCell(H, H).double()
+        models[1].load_state_dict(models[0].state_dict())
+        with inference:
+            close(*(model(rows()) for model in models))
+
     in_fork(infer)
     close(loss_and_gradients(model), exact)
     in_fork(infer)
+    in_fork(infer_by_another_class)  # which the child compiles
     # Made here: threads that set the seed of torch's one generator take each other's numbers.
     single, given, others = Model().float(), rows().float(), [Model() for _ in range(3)]
     thread = threading.Thread(target=lambda: single(given))
@@ -157,15 +167,19 @@ def test_an_interrupt(folder: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_compiler(folder: Path) -> None:
     """While it traces, and while it builds: nothing is remembered, and the next call compiles."""
-    exact = expected()
-    for seconds in (0.05, 0.5, 1.0):
+    exact, interrupts = expected(), 0
+    for seconds in (0.05, 0.5, 1.0, 0.1):
         model = Model()
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        try:
             while timer.is_alive():  # until the signal is sent, which no call may outrun
                 model(rows())
             model(rows())
+        except KeyboardInterrupt:
+            interrupts += 1
         timer.join()
         close(loss_and_gradients(model), exact)
+    # Python loses what comes in a callback of a weak reference, and torch what comes in a guard.
+    assert interrupts >= 2
     assert not list(folder.rglob("*.tmp"))
