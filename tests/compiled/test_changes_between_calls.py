@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import os
 import random
 import re
 import sys
