@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import os  # noqa: F401
 import random
 import re
 import sys
