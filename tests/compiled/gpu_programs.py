@@ -72,6 +72,7 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
 
     module, inputs = case.cell(dtype), case.inputs(2, 2, dtype)
     with pytest.MonkeyPatch.context() as patch:
+        have_own_programs(patch)
         _print_for_gpus(patch)
         patch.setattr(ready, "build", taken)
         with pytest.raises(RuntimeError, match="it has been taken"):
