@@ -19,7 +19,9 @@ def is_compiling() -> bool:
 
     ``torch.compiler.is_compiling`` says so, too, in every other thread for as long as it does.
     """
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_compiling() and torch._guards.TracingContext.try_get() is not None
 
 
 def constant_in_graphs(function: F) -> F:
