@@ -13,16 +13,18 @@ namespace py = pybind11;
 
 class ModuleGuard {
  public:
-  enum Found { kAsBefore, kChanged, kHook };
+  enum Found { kChanged = 1, kHook = 2 };
 
   // Notes what the classes of a module and of those inside of it are.
-  explicit ModuleGuard(const py::object& module) { has_hook_ = !walk(module.ptr(), versions_); }
+  explicit ModuleGuard(const py::object& module) { walk(module.ptr(), versions_); }
 
+  // The sum of what is found.
   int look(const py::object& module) const {
     Versions now;
     now.reserve(versions_.size());
-    if (!walk(module.ptr(), now) || has_hook_) return kHook;
-    return now == versions_ ? kAsBefore : kChanged;
+    const bool has_hook = walk(module.ptr(), now);
+    const bool is_known = std::none_of(now.begin(), now.end(), [](auto& v) { return v.second == 0; });
+    return (is_known && now == versions_ ? 0 : kChanged) + (has_hook ? kHook : 0);
   }
 
  private:
@@ -30,8 +32,9 @@ class ModuleGuard {
   // No two classes ever have the same, and 0 stands for an unknown one.
   using Versions = std::vector<std::pair<const PyTypeObject*, unsigned>>;
 
-  // False if a module has a hook.
+  // Whether a module has a hook.
   static bool walk(PyObject* root, Versions& versions) {
+    bool has_hook = false;
     std::vector<PyObject*> seen{root};
     for (size_t i = 0; i < seen.size(); ++i) {
       PyTypeObject* type = Py_TYPE(seen[i]);
@@ -44,7 +47,7 @@ class ModuleGuard {
                                            "_backward_hooks", "_backward_pre_hooks"};
       for (const char* name : kHooks) {
         PyObject* hooks = PyDict_GetItemString(own.ptr(), name);
-        if (hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0) return false;
+        has_hook |= hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0;
       }
       PyObject* modules = PyDict_GetItemString(own.ptr(), "_modules");
       if (modules == nullptr || !PyDict_Check(modules)) continue;
@@ -55,7 +58,7 @@ class ModuleGuard {
         if (std::find(seen.begin(), seen.end(), inner) == seen.end()) seen.push_back(inner);
       }
     }
-    return true;
+    return has_hook;
   }
 
   static PyObject* attributes_of(PyObject* object) {
@@ -73,7 +76,6 @@ class ModuleGuard {
   }
 
   Versions versions_;
-  bool has_hook_;
 };
 
 }  // namespace fusedrnn

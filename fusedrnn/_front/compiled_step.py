@@ -98,6 +98,7 @@ class CompiledStep:
         finally:
             torch._C._set_grad_enabled(was_enabled)
             _thread.call = outer
+            _end_of_trace()
         if not call.has_run:  # torch.compile has left it to Python, for one step
             raise Refusal("torch.compile is switched off")
         return made
@@ -123,8 +124,12 @@ class CompiledStep:
             raise Changes(effect)
         graph = StepGraph(module)
         self.traces += 1
+        # So that it looks at hooks, too: its guards are made after this.
+        _thread.setting = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        _thread.setting.__enter__()
 
         def run(*args: Any) -> list[Tensor]:
+            _end_of_trace()
             call: Call | None = getattr(_thread, "call", None)
             if call is None:
                 raise RuntimeError("fusedrnn: a compiled step was called by itself")
@@ -133,6 +138,14 @@ class CompiledStep:
             return call.run(graph, args)
 
         return run
+
+
+def _end_of_trace() -> None:
+    """Gives torch.compile's setting back."""
+    setting = getattr(_thread, "setting", None)
+    if setting is not None:
+        _thread.setting = None
+        setting.__exit__(None, None, None)
 
 
 def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:

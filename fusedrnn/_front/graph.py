@@ -113,7 +113,7 @@ class StepGraph:
         roles, constants, numbers, floats = list[tuple[str, int]](), 0, 0, set(self._float_at)
         for i, value in enumerate(args):
             if i in floats:
-                roles.append(("float", len(roles) and sum(r == "float" for r, _ in roles)))
+                roles.append(("float", self._float_at.index(i)))
             elif not isinstance(value, Tensor):
                 roles.append(("number", numbers))
                 numbers += 1

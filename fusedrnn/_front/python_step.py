@@ -52,9 +52,45 @@ def difference(
         CannotCompile: The step changes what it reads, or it raises.
         Busy: Another thread changes it.
     """
+    rows = state[0].shape[0]
+
+    def versions() -> list[int]:
+        return [c._version for c in given.constants if not c.is_inference()]
+
     with _generators_put_back(state[0].device):
         _check_changes(graph, given, x, state)
-        return _difference(graph, given, in_python, x, state, others)
+        for needs_grad, is_grad in ((False, True), (True, True), (False, False)):
+            for _ in range(_TRIES):
+                before, copies = versions(), Copies(given.constants, others)
+                own = given._replace(constants=tuple(copies.constants))
+
+                def by_graph(x: Leaves, state: Leaves, own: Given = own) -> tuple[Leaves, Leaves]:
+                    return graph.take(own, x, state, rows)
+
+                error: Exception | None = None
+                try:
+                    pairs = [
+                        _results(by_graph, x, state, copies, needs_grad, True, False),
+                        _results(in_python, x, state, copies, needs_grad, is_grad, True),
+                    ]
+                    if all(map(_are_close, *pairs)):
+                        break
+                except Exception as raised:
+                    error = raised
+                if what := copies.changed(graph.names):
+                    raise CannotCompile(f"the step changes {what} in place")
+                if before != versions():
+                    continue
+                if error is not None:
+                    said = str(error).split("\n")[0][:200]
+                    what = f"in a trial it raises {type(error).__name__}: {said}"
+                    raise CannotCompile(what) from error
+                return _ASKS
+            else:
+                raise Busy("another thread changes the weights")
+            if what := copies.changed(graph.names):
+                raise CannotCompile(f"the step changes {what} in place")
+    return ""
 
 
 def _check_changes(graph: StepGraph, given: Given, x: Leaves, state: Leaves) -> None:
@@ -93,53 +129,6 @@ def _generators_put_back(device: torch.device) -> Iterator[None]:
     finally:
         for one in before:
             one.put_back()
-
-
-def _difference(
-    graph: StepGraph,
-    given: Given,
-    in_python: Take,
-    x: Leaves,
-    state: Leaves,
-    others: Mapping[str, Tensor],
-) -> str:
-    rows = state[0].shape[0]
-
-    def versions() -> list[int]:
-        return [c._version for c in given.constants if not c.is_inference()]
-
-    for needs_grad, is_grad in ((False, True), (True, True), (False, False)):
-        for _ in range(_TRIES):
-            before, copies = versions(), Copies(given.constants, others)
-            own = given._replace(constants=tuple(copies.constants))
-
-            def by_graph(x: Leaves, state: Leaves, own: Given = own) -> tuple[Leaves, Leaves]:
-                return graph.take(own, x, state, rows)
-
-            error: Exception | None = None
-            try:
-                pairs = [
-                    _results(by_graph, x, state, copies, needs_grad, True, False),
-                    _results(in_python, x, state, copies, needs_grad, is_grad, True),
-                ]
-                if all(map(_are_close, *pairs)):
-                    break
-            except Exception as raised:
-                error = raised
-            if what := copies.changed(graph.names):
-                raise CannotCompile(f"the step changes {what} in place")
-            if before != versions():
-                continue
-            if error is not None:
-                said = str(error).split("\n")[0][:200]
-                what = f"in a trial it raises {type(error).__name__}: {said}"
-                raise CannotCompile(what) from error
-            return _ASKS
-        else:
-            raise Busy("another thread changes the weights")
-        if what := copies.changed(graph.names):
-            raise CannotCompile(f"the step changes {what} in place")
-    return ""
 
 
 def _results(

@@ -89,8 +89,8 @@ def effect_of(output: Any, module: fx.GraphModule) -> str:
     if getattr(output, "random_calls", None):  # of numbers that the graph does not have
         return f"the step draws {_DRAWS}"
     find = getattr(output, "get_replayed_side_effect_source_refs", None)
-    if find is None:
-        return ""
+    if find is None:  # before torch 2.13
+        return "" if output.side_effects.is_empty() else "the step changes something in Python"
     try:
         found = find(populate_export_metadata=True)
     except Exception as error:

@@ -6,18 +6,19 @@ Longer than 350 lines, because a call is followed from its step's guards to its 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import _helpers as helpers
+from .closures import held_by
 from .obstacles import obstacle_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
 from .program_parts import Part, parts_of
-from .programs import CHANGING, made_or_reason, program_of
+from .programs import CHANGING, MOST_NUMBERS, ForNow, made_or_reason, program_of
 from .sequence_call import SequenceCall
 from .trees import Leaves, flatten
 
@@ -86,6 +87,11 @@ class User(NamedTuple):
         """Those of a cell."""
         return list(self.step.modules()) if isinstance(self.step, nn.Module) else []
 
+    def held(self) -> list[nn.Module]:
+        """Those that are no cell, and no modules of one: in variables, lists and objects."""
+        found: list[nn.Module] = held_by(self.step).modules
+        return [module for module in found if module is not self.step]
+
 
 class Compiling:
     """What calls of one cell, or of one code, have found out."""
@@ -96,8 +102,10 @@ class Compiling:
         self._wrapper = ""
         self._is_own = False
         """Whether nobody shares it, since the one of all cells of the class is full."""
-        self._guard: Any = None
-        """Whether the classes of modules are as they were when it was found."""
+        self._guards: list[_Guard] = []
+        """Of the modules that it may read, when it was found."""
+        self._traces = -1
+        """That it had then."""
         self._stand_ins: StandIns | None = None
         self._refused: dict[Any, _Refused] = {}
         self._was_compiled = self._has_warned = False
@@ -196,32 +204,42 @@ class Compiling:
         except _Found as found:
             return found.planned.program, found.planned.graph.names
         except refusal as error:
-            return str(error)
+            reason: str = error.args[0]
+            return reason
         raise AssertionError("planning ends with what it has found")
 
     def _step_of(self, user: User) -> CompiledStep:
-        """The step through torch.compile, if no module has a hook, and no class has changed."""
-        is_module = isinstance(user.step, nn.Module)
-        if self._step is not None and self._wrapper == user.wrapper:
-            if not is_module:
-                return self._step
-            is_as_before = self._guard is not None and self._guard.look(user.step) == 0
-            if is_as_before and not nn.modules.module._has_any_global_hook():
-                return self._step
+        """The step through torch.compile, if the cell has no hook, and no class has changed."""
+        step = self._step
+        if step is not None and self._is_as_before(step, user):
+            return step
         modules = user.modules()
         if obstacle := obstacle_of(modules):
             raise NoProgram(obstacle)
-        if self._step is None or not (self._is_own and _steps.is_right(self._step, modules)):
-            self._step, self._is_own, self._wrapper = _steps.of(user, modules), False, user.wrapper
-            if self._step.is_full and is_module and not self._was_compiled:
-                self._renew(user)
-        self._guard = helpers.ModuleGuard(user.step) if is_module else None
-        return self._step
+        held = user.held()
+        every = dict.fromkeys([*modules, *(inner for one in held for inner in one.modules())])
+        if step is None or not (self._is_own and _steps.is_right(step, every)):
+            step, self._is_own = _steps.of(user, every), False
+            self._step, self._wrapper = step, user.wrapper
+            if step.is_full and modules and not self._was_compiled:
+                step = self._renew(user)
+        self._guards = [_Guard(module, may_have_hooks=False) for module in modules[:1]]
+        self._guards += [_Guard(module, may_have_hooks=True) for module in held]
+        self._traces = step.traces
+        return step
 
-    def _renew(self, user: User) -> None:
+    def _is_as_before(self, step: CompiledStep, user: User) -> bool:
+        if (self._wrapper, self._traces) != (user.wrapper, step.traces):
+            return False
+        if nn.modules.module._has_any_global_hook():
+            return False
+        return all([guard.is_as_before() for guard in self._guards])
+
+    def _renew(self, user: User) -> CompiledStep:
         from .._front.compiled_step import CompiledStep
 
         self._step, self._is_own = CompiledStep(_wrapper(user), _name_of(user.step)), True
+        return self._step
 
     def _seen(self, call: SequenceCall, rows: int) -> tuple[Leaves, Leaves]:
         known = self._stand_ins
@@ -238,6 +256,21 @@ class Compiling:
         """
         before, first = self._refused.get(key), 1 if is_of_call else 16
         self._refused[key] = _Refused(reason, first if before is None else 2 * before.calls)
+
+
+class _Guard:
+    """Whether a module's classes are as they were, of it and of those inside of it; and its hooks.
+
+    torch.compile looks at hooks of modules that are not the cell's, and follows them.
+    """
+
+    def __init__(self, module: nn.Module, may_have_hooks: bool) -> None:
+        self._module, self._allowed = weakref.ref(module), 2 if may_have_hooks else 0
+        self._guard = helpers.ModuleGuard(module)
+
+    def is_as_before(self) -> bool:
+        module = self._module()
+        return module is not None and self._guard.look(module) in (0, self._allowed)
 
 
 class _Refused:
@@ -277,9 +310,16 @@ class _OfOneRow(Exception):
         self._graph, self._key, self._given, self._call = graph, key, given, call
 
     def find_program(self, many: tuple[Program, list[str]] | str) -> None:
-        self._graph.programs[self._key] = self._of(many)
+        """
+        Raises:
+            NotCompiled: There is none for now.
+        """
+        found = self._of(many)
+        if isinstance(found, ForNow):
+            raise NotCompiled(found)
+        self._graph.programs[self._key] = found
 
-    def _of(self, many: tuple[Program, list[str]] | str) -> Any:
+    def _of(self, many: tuple[Program, list[str]] | str) -> Program | str:
         if isinstance(many, str):
             return many
         from .._compile.first_use import computes_the_same
@@ -289,9 +329,11 @@ class _OfOneRow(Exception):
             return "the step reads other tensors in a batch of one row"
         call, given = self._call, self._given
         inputs = call.within_ends()
-        is_same, _ = made_or_reason(
+        is_same, is_lasting = made_or_reason(
             lambda: computes_the_same(program, self._graph, given, inputs, call.state)
         )
+        if isinstance(is_same, str) and not is_lasting:
+            return ForNow(is_same)
         return program if is_same is True else "the step does something else in a batch of one row"
 
 
@@ -367,10 +409,13 @@ class _Running:
         key = "one row", given.numbers
         found = graph.programs.get(key)
         if found is None:
-            why, _ = made_or_reason(lambda: self._asks(graph, given))
-            if not why:
+            if len(graph.programs) >= MOST_NUMBERS:
+                return CHANGING, given
+            found, is_lasting = made_or_reason(lambda: self._asks(graph, given))
+            if not found:
                 raise _OfOneRow(graph, key, given, call)
-            found = graph.programs[key] = why
+            if is_lasting:
+                graph.programs[key] = found
         return found, given
 
     def _asks(self, graph: StepGraph, given: Given) -> str:
@@ -407,7 +452,7 @@ class _Steps:
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, user: User, modules: Sequence[nn.Module]) -> CompiledStep:
+    def of(self, user: User, modules: Iterable[nn.Module]) -> CompiledStep:
         from .._front.compiled_step import CompiledStep
 
         steps = self._of.setdefault(_code_of(user.step), {})
@@ -417,7 +462,7 @@ class _Steps:
             self.is_right(found, modules)
         return found
 
-    def is_right(self, step: CompiledStep, modules: Sequence[nn.Module]) -> bool:
+    def is_right(self, step: CompiledStep, modules: Iterable[nn.Module]) -> bool:
         """Whether classes of modules are as they were when a step was traced first."""
         from .._front.classes import Contents, users_classes
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AUTO, REQUIRE, NEVER = COMPILE = ("auto", "require", "never")
 
-_MOST_NUMBERS = 8
+MOST_NUMBERS = 8
 """Programs of one graph that differ in numbers alone: more would be built anew in each call."""
 CHANGING = (
     "numbers or objects that it reads in Python change from call to call; make them buffers or "
@@ -39,6 +39,10 @@ def check_compile(value: Any) -> None:
     if not isinstance(value, str) or value not in COMPILE:
         names = ", ".join(map(repr, COMPILE))
         raise ValueError(f"fusedrnn: compile must be one of {names}, got {text_of(value)}")
+
+
+class ForNow(str):
+    """A reason that may not hold for the next call."""
 
 
 Check = Callable[["StepGraph", "Given"], str]
@@ -82,14 +86,14 @@ def _new(
     from .._compile.turns import one_at_a_time
 
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured, and no call before it has made the program"
+        return ForNow("a CUDA graph is being captured, and no call before it has made the program")
 
     def find() -> Program | str:
         with one_at_a_time():
             found = graph.programs.get(key)
             if found is not None:  # another thread has made it
                 return found
-            if len(graph.programs) >= _MOST_NUMBERS:
+            if len(graph.programs) >= MOST_NUMBERS:
                 return CHANGING
             if why := _unusual(graph, given, call) or check(graph, given):
                 return why
@@ -103,8 +107,9 @@ def _new(
             return made
 
     found, is_lasting = made_or_reason(find)
-    if is_lasting and found is not CHANGING:
-        graph.programs[key] = found
+    if isinstance(found, str) and (not is_lasting or found is CHANGING):
+        return ForNow(found)
+    graph.programs[key] = found
     return found
 
 

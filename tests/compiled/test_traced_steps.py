@@ -201,6 +201,47 @@ def test_scan_with_params_and_never() -> None:
         fusedrnn.scan(step, h, x, params, compile="always")
 
 
+class Hidden(nn.Module):
+    """Has its cell where torch.nn does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [Scaled()]
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return self.hidden[0](x, h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_scan", [False, True])
+def test_hooks_and_classes_of_modules_that_are_not_the_cells(
+    by_scan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, (x, h) = Hidden(), given()
+    rnn, inner = fusedrnn.Recurrent(cell, compile="require"), cell.hidden[0]
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = inner(x, h)
+        return h, h
+
+    def check() -> Tensor:
+        found = fusedrnn.scan(step, h, x, compile="require")[::-1] if by_scan else rnn(x, h)
+        expected = loop(cell, x, h)
+        torch.testing.assert_close(found, expected)
+        return found[0].detach()
+
+    with interpreted():
+        seen = [check()]
+        handle = inner.linear.register_forward_hook(lambda module, given, made: 2 * made)
+        seen.append(check())
+        handle.remove()
+        torch.testing.assert_close(check(), seen[0])
+        forward = Scaled.forward
+        monkeypatch.setattr(Scaled, "forward", lambda *given: forward(*given) / 2)
+        seen.append(check())
+    for i, one in enumerate(seen):
+        assert not any(torch.equal(one, other) for other in seen[:i])
+
+
 class Free(nn.Module):
     """A cell without an input."""
 
