@@ -89,16 +89,26 @@ def effect_of(output: Any, module: fx.GraphModule) -> str:
     if getattr(output, "random_calls", None):  # of numbers that the graph does not have
         return f"the step draws {_DRAWS}"
     find = getattr(output, "get_replayed_side_effect_source_refs", None)
-    if find is None:  # before torch 2.13
-        return "" if output.side_effects.is_empty() else "the step changes something in Python"
     try:
-        found = find(populate_export_metadata=True)
+        found = (
+            _sources(output.side_effects) if find is None else find(populate_export_metadata=True)
+        )
     except Exception as error:
         return f"the step changes something in Python ({error})"
     if not found:
         return ""
     name, where = _changed(output.side_effects, found[0])
     return f"the step changes {name}{in_brackets(where)}"
+
+
+def _sources(effects: Any) -> list[str]:
+    """What is changed that was there before the step, as torch.compile calls it, before 2.13."""
+    found = []
+    for variable in effects._get_modified_vars():
+        if type(variable.mutation_type).__name__.endswith("Existing"):
+            name = getattr(variable.source, "name", None)
+            found.append(str(name() if callable(name) else name))
+    return found
 
 
 def _draws(node: fx.Node) -> bool:
