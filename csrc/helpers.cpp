@@ -323,9 +323,10 @@ PYBIND11_MODULE(_helpers, m) {
       "Address of the function that an operator calls to have signals handled.");
   py::class_<fusedrnn::ModuleGuard>(m, "ModuleGuard")
       .def(py::init<py::object>(), py::arg("module"))
-      .def("look", &fusedrnn::ModuleGuard::look, py::arg("module"),
-           "0, plus 1 if a class of a module or of those inside of it has changed, plus 2 if one of "
-           "them has a hook.");
+      .def(
+          "look", &fusedrnn::ModuleGuard::look, py::arg("module"),
+          "0, plus 1 if a class of a module or of those inside of it has changed, plus 2 if one of "
+          "them has a hook.");
   m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
         "Calls function(*arguments, **keywords), and raises what a signal's handler has raised "
         "meanwhile.");

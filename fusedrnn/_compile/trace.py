@@ -127,14 +127,9 @@ class FlatStep:
         """
         first, second = self.ends
         source = _Draws(given[first] if len(given) > first else given[0], self._rows)
-        validates = torch.distributions.Distribution._validate_args
-        torch.distributions.Distribution.set_default_validate_args(False)
-        try:
-            constants = zip(self._names, given, strict=False)
-            with torch.enable_grad(), _Seen(source, notes_lines, constants):
-                new, y = self._step(given[:first], given[first:second], given[second:])
-        finally:
-            torch.distributions.Distribution.set_default_validate_args(validates)
+        constants = zip(self._names, given, strict=False)
+        with torch.enable_grad(), _Seen(source, notes_lines, constants):
+            new, y = self._step(given[:first], given[first:second], given[second:])
         self.draws, self.count = source.draws, len(new)
         return (*new, *y)
 

@@ -38,6 +38,11 @@ _SAID = [
     (r"know how to trace method `__call__` of class `(.+?)`", r"it calls a \1"),
     (r"know how to trace method `(.+?)` of class `(.+?)`", r"it calls \2.\1"),
     (r"know how to enter a `?(.+?)`? context manager", r"it enters a \1 by `with`"),
+    (
+        r"marked that the function `is_dependent`",
+        "torch.distributions checks values there, unless validate_args=False is its argument, or "
+        "set_default_validate_args(False) was called",
+    ),
     *((pattern, r"it calls \1") for pattern in _CALLS),
     (r"context: raised exception (.+)", r"it raises \1"),
 ]

@@ -53,9 +53,10 @@ BROKEN, LATE = "RuntimeError: broken", "not reached within -1 s"
 @pytest.fixture(autouse=True)
 def torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(report, "THREADS", torch.get_num_threads())
+    validates = torch.distributions.Distribution._validate_args
     yield
     report.set_up_torch(tf32=True)
-    torch.distributions.Distribution.set_default_validate_args(True)
+    torch.distributions.Distribution.set_default_validate_args(validates)
 
 
 def check_file(out: Path, name: str) -> dict[str, Any]:

@@ -268,7 +268,7 @@ deque | collections.deque([1.0]) | o[0] | o[0] = 2
 deque in a list | [collections.deque([1.0])] | o[0][0] | o[0][0] = 2
 defaultdict | collections.defaultdict(float, a=1.0) | o['a'] | o['a'] = 2.0
 default of a dict | collections.defaultdict(lambda: 1.0) | o.copy()['b'] | o.default_factory = two
-environment | os.environ | float(o.get('A_NUMBER', 1)) | o.update(A_NUMBER='2')
+environment | os.environ | float(o['A_NUMBER']) | o.update(A_NUMBER='2')
 ChainMap | collections.ChainMap({'a': 1.0}) | o['a'] | o['a'] = 2.0
 view of a dict | (lambda d: (types.MappingProxyType(d), d))({'a': 1}) | o[0]['a'] | o[1]['a'] = 2
 array of NumPy | np.ones(1) | float(o[0]) | o[0] = 2 | values of tensors
@@ -310,6 +310,8 @@ attribute of a function | function_of(1.0) | o() | o.d = 2.0
 method of a class | type('Class', (), {'get': lambda o: 1.0})() | o.get() | type(o).get = two_of
 class whose objects a step makes | Made | o().a | o.__init__ = lambda o: setattr(o, 'a', 2.0)
 environment | os | float(o.getenv('A_SETTING')) | o.environ.update(A_SETTING='2')
+a variable that is new | os.environ | float(o.get('A_NEW', 1)) | o.update(A_NEW='2')
+search in an empty list | [] | 1.0 + (1 in o) | o.append(1)
 class method | type('Class', (), {'get': of_class(1.0)})() | o.get() | type(o).get = of_class(2.0)
 """
 """The same of what torch.compile does not look at again."""
@@ -332,7 +334,8 @@ def of_row(row: str) -> tuple[Holds, Callable[[], Any], str]:
 
 
 @pytest.mark.parametrize("row", rows_of(HELD, slow=True))
-def test_changes_in_an_attribute(row: str) -> None:
+def test_changes_in_an_attribute(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_NUMBER", "1")
     cell, change, refusal = of_row(row)
     check(cell, change, refusal=refusal)
 
@@ -340,6 +343,8 @@ def test_changes_in_an_attribute(row: str) -> None:
 @pytest.mark.parametrize("row", rows_of(NOT_SEEN))
 def test_changes_that_a_reset_of_torch_shows(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SETTING", "1")
+    monkeypatch.setenv("A_NEW", "1")
+    monkeypatch.delenv("A_NEW")  # and again at the end, with what the change has set
     cell, change, _ = of_row(row)
     x, h = given()
     rnn = fusedrnn.Recurrent(cell, compile="require")

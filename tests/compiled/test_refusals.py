@@ -334,6 +334,11 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
         numbers(2),
         r"aten\.embedding of a part of input",
     ),
+    "checks of values": (
+        lambda x, h, table: torch.distributions.Normal(h, 1.0, validate_args=True).rsample(),
+        numbers(),
+        r"torch\.distributions checks values there",
+    ),
     "an unknown operation": (lambda x, h, table: h.cumsum(-1), numbers(), r"aten\.cumsum"),
     "a decision": (lambda x, h, table: h if h.sum() > 0 else 2 * h, numbers(), ""),
     "a factor": (
