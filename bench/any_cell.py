@@ -2,8 +2,9 @@
 
 A training step of each cell of docs/examples/published_cells.py, by a plain loop, by a loop in
 which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on a GPU also with
-CUDA graphs. With --torch-compile also with steps by torch.compile, and by torch's own ``scan``,
-which takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
+CUDA graphs. With --torch-compile also by a loop over the cell by torch.compile, and by torch's own
+``scan``, which takes minutes per cell. torch.distributions do not check arguments, as
+torch.compile has it.
 
 Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU these come first, so
 nvcc has built all libraries; each cell has a process of its own, and allocations are not counted.
@@ -28,8 +29,6 @@ from . import any_cell_first
 from .any_cell_steps import (
     BUILT_IN,
     CHECKPOINT,
-    COMPILED,
-    COMPILED_GRAPHS,
     COMPILED_LOOP,
     GRAPHS,
     LOOP,
@@ -59,13 +58,13 @@ T = TypeVar("T")
 
 EAGER = (LOOP, CHECKPOINT, OURS, PARALLEL)
 ON_CPU = (LOOP, CHECKPOINT, PROGRAM, BUILT_IN, OURS, PARALLEL)
-WITH_COMPILER = (COMPILED_LOOP, COMPILED, SCAN)
+WITH_COMPILER = (COMPILED_LOOP, SCAN)
 ON_CUDA_FIRST, ON_CUDA_THEN = (LOOP, PROGRAM, BUILT_IN), (GRAPHS, OURS, CHECKPOINT, PARALLEL)
-ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, COMPILED, COMPILED_GRAPHS, SCAN)
+ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, SCAN)
 
 PEAK_LIMIT = 0.25
 BUILT_IN_LIMIT, BUILT_IN_TARGET = 1.1, "ForumCell"  # of a program's memory and time
-TIME_LIMITS = {OURS: 1.6, PROGRAM: 0.75, COMPILED: 1.1, GRAPHS: 0.3, COMPILED_GRAPHS: 0.3}
+TIME_LIMITS = {OURS: 1.6, PROGRAM: 0.75, GRAPHS: 0.3}
 ROUNDS, BUDGET_S = 5, 20.0  # seconds for the times of a cell, or of a contender on a GPU
 CUDA_BUDGET_S = 1.0
 STALL_S = 60.0  # without a note from a contender, on a GPU
@@ -86,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds --cell and --torch-compile."""
     names = [case.name for case in CASES]
     parser.add_argument("--cell", choices=names, help="this cell only", default=None)
-    parser.add_argument("--torch-compile", action="store_true", help="steps by torch.compile, too")
+    parser.add_argument("--torch-compile", action="store_true", help="two loops by torch, too")
 
 
 def run(run: Run) -> Report:

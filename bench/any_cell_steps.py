@@ -16,8 +16,7 @@ from docs.examples.published_cells import Case
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, torch.compile"
 PROGRAM, SAVED = "Recurrent, compiled cell", "the same, recompute=False"
-OURS, PARALLEL, COMPILED = "Recurrent, loop", "Recurrent, parallel", "Recurrent, torch.compile"
-GRAPHS, COMPILED_GRAPHS = "Recurrent, CUDA graphs", "Recurrent, torch.compile, CUDA graphs"
+OURS, PARALLEL, GRAPHS = "Recurrent, loop", "Recurrent, parallel", "Recurrent, CUDA graphs"
 SCAN = "torch's scan"
 BUILT_IN = "built-in"
 BUILT_IN_LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -77,9 +76,7 @@ class Step:
             SAVED: ours(compile="require", recompute=False),
             OURS: ours(compile="never"),
             PARALLEL: ours(mode="parallel"),
-            COMPILED: ours(torch_compile=True),
             GRAPHS: ours(compile="never", cuda_graphs=True),
-            COMPILED_GRAPHS: ours(torch_compile=True, cuda_graphs=True),
             SCAN: self._scan,
         }
 

@@ -157,7 +157,6 @@ def with_graph(
         ]
     values = layout.values(aliases)
     run = copy.copy(run)
-    run.torch_compiled = None
     weights = run.weights
     with weights.locked(), weights.with_training_flags(run.training), torch.enable_grad():
         moved = weights.moved(run.frozen)

@@ -109,7 +109,7 @@ class Backward:
                         found = self._pass(chunk, given, buffers)
                 self._keep(chunk, found)
         if self.run.graphs is not None:
-            self.run.graphs.has_run(name)
+            self.run.graphs.note_end(name)
         check_same(self._same, self.run.names.state)
         firsts = [
             gradient if need else None
@@ -190,7 +190,7 @@ class Backward:
             return state, outputs
 
         with torch.enable_grad():
-            state, outputs = run.call_with(
+            state, outputs = run.weights.call_with(
                 values.weights | self._moved | buffers,
                 lambda: check_nothing_missed(take_steps, leaves, run.kept),
             )
@@ -237,7 +237,7 @@ class Backward:
         def take_at_once() -> tuple[Leaves, list[Leaves]]:
             run.noise.all_steps()
             with run.watched(values.closed_over):
-                state, y = run.bare_step(
+                state, y = run.step(
                     starts,
                     tuple(leaf.flatten(0, 1) for leaf in inputs),
                     values.constants,
@@ -245,14 +245,14 @@ class Backward:
             return state, [y]
 
         with torch.enable_grad():
-            run.call_with(alone.weights | self._moved | buffers, pass_steps)
+            run.weights.call_with(alone.weights | self._moved | buffers, pass_steps)
             if not any(leaf.requires_grad for leaf in (*inputs, *self.shared_leaves)):
                 same = torch.ones(2 * len(before) + 1, dtype=torch.bool, device=before[0].device)
                 return Found(
                     state_gradients, [None] * len(inputs), [None] * len(self.shared_leaves), same
                 )
             leaves = [*starts, *inputs, *self.shared_leaves]
-            state, (y,) = run.call_with(
+            state, (y,) = run.weights.call_with(
                 values.weights | self._moved | buffers,
                 lambda: check_nothing_missed(take_at_once, leaves, run.kept),
             )

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from .._graphs import is_alone
 from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
-from .compiling import Compiling, NoProgram, Options, TooSmall, User
+from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
@@ -27,7 +28,6 @@ from .programs import AUTO as AUTO_COMPILE
 from .programs import NEVER, REQUIRE, check_compile
 from .runs import Run
 from .sequence_call import SequenceCall
-from .torch_compile import TorchCompiledStep, torch_compile_step, warn
 from .trees import Leaves
 
 
@@ -38,7 +38,6 @@ class Settings:
     mode: str
     chunk_size: int | None
     workspace_bytes: int | None
-    torch_compile: bool
     cuda_graphs: bool
     compile: str = AUTO_COMPILE
     recompute: bool = True
@@ -48,7 +47,6 @@ class Settings:
             names = ", ".join(map(repr, MODES))
             raise ValueError(f"fusedrnn: mode must be one of {names}, got {text_of(self.mode)}")
         check_chunks(self.chunk_size, self.workspace_bytes)
-        check_flag("torch_compile", self.torch_compile)
         check_flag("cuda_graphs", self.cuda_graphs)
         check_compile(self.compile)
         check_flag("recompute", self.recompute)
@@ -71,8 +69,6 @@ class Settings:
             return "compile says so"
         if self.mode != AUTO:
             return f"mode={self.mode!r}, which says how steps in Python are differentiated"
-        if self.torch_compile:
-            return "torch_compile=True, which compiles the step in another way"
         return ""
 
     def _only_recomputes(self) -> str:
@@ -115,7 +111,6 @@ class Memory:
         """
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
-        self._torch_compiled: dict[Any, TorchCompiledStep | str] = {}
         self.compiling = Compiling() if compiling is None else compiling
 
     def __reduce__(self) -> Any:
@@ -124,34 +119,42 @@ class Memory:
     def is_of(self, owner: Any) -> bool:
         return self._owner is not None and self._owner() is owner
 
-    def torch_compiled(
-        self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves
-    ) -> TorchCompiledStep | str:
-        """The step of a run by torch.compile, or why there is none."""
-        if run.rows == 0:  # what such a step draws tells nothing of others
-            return "there is nothing to compute"
-        dtypes = tuple(leaf.dtype for leaf in (*inputs, *state, *constants))
-        key = (run.signature, dtypes, *_kinds(run))
-        found = self._torch_compiled.get(key)
-        if found is None:
-            found = torch_compile_step(run, inputs, state, constants)
-            if isinstance(found, str):
-                warn(found)
-            self._torch_compiled[key] = found
-        return found
-
     def of(self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Known:
         shapes = [*(leaf.shape[1:] for leaf in inputs)]  # for any seq_len
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
         kinds = (*shapes, *dtypes)
         key = (run.signature, kinds, *_kinds(run), run.seq_len > 1, torch.is_grad_enabled())
-        return self._known.setdefault(key, Known())
+        if key not in self._known:
+            # Chunks are recorded from the second call on, also of a step that is defined anew.
+            owner = self._owner and self._owner()
+            is_anew = owner is not None and not isinstance(owner, torch.nn.Module)
+            has_run = have_run.setdefault(code_of(owner), {}) if is_anew else {}
+            self._known[key] = Known(graphs=Graphs(has_run=has_run.setdefault(key, set())))
+        return self._known[key]
+
+
+have_run: weakref.WeakKeyDictionary[Any, dict[Any, set[str]]] = weakref.WeakKeyDictionary()
+"""What :class:`Graphs` of all functions of one code have run."""
 
 
 def _kinds(run: Run) -> tuple[Any, ...]:
     """What may make a step another one besides its signature."""
     return run.device, run.autocast, tuple(run.weights.training_flags())
+
+
+def memory_of(step: Callable[..., Any]) -> Memory:
+    """Of a step of scan: kept by the function, or by the object whose method it is. A function that
+    is defined anew in each call has a new one."""
+    owner, function = getattr(step, "__self__", step), getattr(step, "__func__", step)
+    name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
+    try:
+        found: Memory | None = vars(owner).get(name)
+        if found is None or not found.is_of(function):  # functools.wraps copies attributes
+            found = vars(owner)[name] = Memory(function)
+        return found
+    except (TypeError, AttributeError):  # it has no attributes of its own
+        return Memory()
 
 
 def compiled_or_reason(
@@ -236,7 +239,7 @@ def _refuse_late_draws(
     Args:
         random: States of the generators before the steps.
     """
-    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True, torch_compiled=None)
+    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True)
     draws = OtherDraws()
     with torch.no_grad(), draws:
         run.aside(lambda: run_sequence(trial, inputs, state, constants, is_parallel=False))
@@ -264,10 +267,6 @@ def _take(
         run.chunk_size, _ = choose_chunk(run, settings, known, *given)
         if torch.is_grad_enabled():
             is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
-    if settings.torch_compile:
-        compiled = memory.torch_compiled(run, *given)
-        if not isinstance(compiled, str):
-            run.torch_compiled, run.values = compiled, run.weights.trained()
     if keeps_graph:
         return run_with_graph(run, *given)
     if not obstacle_of_call(run, settings, known, *given):

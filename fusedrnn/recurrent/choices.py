@@ -42,10 +42,6 @@ class Explanation:
     "program": backward makes the values of a chunk again by the program's kernels."""
     reason: str
     """Why it is that mode."""
-    uses_torch_compile: bool
-    """Whether steps in Python run by torch.compile."""
-    torch_compile_reason: str
-    """Why they do not, though they should."""
     is_recorded: bool
     """Whether whole chunks run as CUDA graphs, from the second call on."""
     record_reason: str
@@ -68,7 +64,6 @@ class Explanation:
     def __str__(self) -> str:
         in_python = f"steps in Python, because {self.program}"
         first = f"compiled: {self.program}" if self.is_compiled else in_python
-        by_torch = "yes" if self.uses_torch_compile else f"no, {self.torch_compile_reason}"
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
             first,
@@ -78,7 +73,7 @@ class Explanation:
         if self.is_compiled:
             lines.append(f"traced {self.traces} time{'s' * (self.traces != 1)} by torch.compile")
         else:
-            lines += [f"torch.compile: {by_torch}", f"CUDA graphs: {recorded}"]
+            lines.append(f"CUDA graphs: {recorded}")
         lines += [
             f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",
@@ -120,7 +115,7 @@ class Measured(NamedTuple):
 
 def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Measured:
     """Takes the first step once. Buffers and torch's generators are afterwards as before."""
-    run = dataclasses.replace(run.for_trial(1), draws=True, torch_compiled=None)
+    run = dataclasses.replace(run.for_trial(1), draws=True)
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
     x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
@@ -26,7 +25,6 @@ _LONGEST = 1000
 """Containers with more elements hold data, no modules."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_CODE = (type, ModuleType, BuiltinFunctionType)
 _SKIPPED = (*_PLAIN, type, ModuleType)
 
 
@@ -157,62 +155,3 @@ def _attributes(value: Any) -> list[Any]:
             with suppress(AttributeError):
                 values.append(object.__getattribute__(value, name))
     return [*values, getattr(type(value), "__call__", None)]  # noqa: B004
-
-
-class Likeness(NamedTuple):
-    """What makes two functions the same step: one code, and what it holds."""
-
-    key: Any
-    """Of both. It has tensors by their kinds, plain values by their text, others by their ids."""
-    objects: list[weakref.ref[Any]]
-    """Those whose ids the key has."""
-    module: nn.Module | None
-    """The first one that it holds."""
-    is_whole: bool
-    """Whether the key tells all: that there are no tensors, and no objects but modules."""
-
-    def is_alive(self) -> bool:
-        return all(reference() is not None for reference in self.objects)
-
-
-def likeness(step: Any) -> Likeness | None:
-    """Of a function, or of a partial one; None if it holds what nobody can recognise."""
-    objects: list[weakref.ref[Any]] = []
-    modules: list[nn.Module] = []
-    places: dict[int, int] = {}
-    is_whole = True
-
-    def key(value: Any) -> Any:
-        nonlocal is_whole
-        if isinstance(value, Tensor):
-            is_whole = False
-            return type(value), value.shape, value.dtype, value.device, value.requires_grad
-        if type(value) in _PLAIN:
-            return type(value), repr(value)  # as text 1 is not True, 0.0 not -0.0, and nan is nan
-        if id(value) in places:
-            return places[id(value)]
-        places[id(value)] = len(places)
-        if isinstance(value, FunctionType):
-            attributes = {k: v for k, v in vars(value).items() if not k.startswith("_fusedrnn_")}
-            own = (value.__defaults__, value.__kwdefaults__, attributes, *_contents(value))
-            return value.__code__, id(value.__globals__), *map(key, own)
-        if isinstance(value, partial):
-            return partial, key(value.func), *map(key, value.args), key(value.keywords)
-        if isinstance(value, MethodType):
-            return MethodType, key(value.__self__), key(value.__func__)
-        if isinstance(value, list | tuple) and len(value) <= _LONGEST:
-            return type(value), *map(key, value)
-        if isinstance(value, dict) and len(value) <= _LONGEST:
-            return type(value), *map(key, value), *map(key, value.values())
-        objects.append(weakref.ref(value))
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif not isinstance(value, _CODE):
-            is_whole = False
-        return type(value), id(value)
-
-    try:
-        found = key(step)
-    except TypeError:  # there is no weak reference to some object
-        return None
-    return Likeness(found, objects, modules[0] if modules else None, is_whole)

@@ -107,7 +107,8 @@ class Compiling:
         self._traces = -1
         """That it had then."""
         self._stand_ins: StandIns | None = None
-        self._refused: dict[Any, _Refused] = {}
+        self._refused: Refusals = {}
+        self._is_new = True
         self._was_compiled = self._has_warned = False
 
     def __reduce__(self) -> Any:
@@ -127,7 +128,7 @@ class Compiling:
         Raises:
             NoProgram: Steps in Python are to be taken.
         """
-        self._refused.clear()
+        self.forget_refusals()
         try:
             self._through(user, call, options, _Planning)
         except _Found as found:
@@ -137,6 +138,7 @@ class Compiling:
 
     def forget_refusals(self) -> None:
         """Has the next call look again."""
+        self._is_new = False
         self._refused.clear()
 
     def is_to_warn(self, error: NoProgram) -> bool:
@@ -151,8 +153,11 @@ class Compiling:
     ) -> tuple[Any, Any]:
         if obstacle := obstacle_to_programs(call):
             raise NoProgram(obstacle)
-        if self._refused:
-            refused = self._refused.get(_kind(user, call))
+        # A function that is defined anew in each call has what others of its code have found.
+        known = _steps.refusals(user) if self._is_new else self._refused
+        self._is_new = False
+        if known:
+            refused = known.get(_kind(user, call))
             if refused is not None and refused.is_still():
                 raise NotCompiled(refused.reason)
         if not torch.is_inference_mode_enabled():
@@ -189,7 +194,7 @@ class Compiling:
                     continue
                 reason = unusual_weight(user.modules(), call.device) or str(error)
                 if not running.has_run:  # torch.compile would try again for a tenth of a second
-                    self._refuse(_kind(user, call), reason, isinstance(error, Changes))
+                    self._refuse(user, call, reason, isinstance(error, Changes))
                 raise NotCompiled(reason) from error
         raise NotCompiled(CHANGING)
 
@@ -249,13 +254,15 @@ class Compiling:
             known = self._stand_ins = StandIns()
         return known.of(call.inputs, 1, rows, True), known.of(call.state, 0, rows, False)
 
-    def _refuse(self, key: Any, reason: str, is_of_call: bool) -> None:
+    def _refuse(self, user: User, call: SequenceCall, reason: str, is_of_call: bool) -> None:
         """
         Args:
             is_of_call: The next call may be another one already.
         """
-        before, first = self._refused.get(key), 1 if is_of_call else 16
-        self._refused[key] = _Refused(reason, first if before is None else 2 * before.calls)
+        key, first = _kind(user, call), 1 if is_of_call else 16
+        for known in (self._refused, _steps.refusals(user)):
+            before = known.get(key)
+            known[key] = _Refused(reason, first if before is None else 2 * before.calls)
 
 
 class _Guard:
@@ -282,6 +289,10 @@ class _Refused:
     def is_still(self) -> bool:
         self._left -= 1
         return self._left >= 0
+
+
+Refusals = dict[Any, _Refused]
+"""By kinds of calls."""
 
 
 def _kind(user: User, call: SequenceCall) -> Any:
@@ -451,11 +462,18 @@ class _Steps:
         self._contents: weakref.WeakKeyDictionary[CompiledStep, Contents] = (
             weakref.WeakKeyDictionary()
         )
+        self._refusals: weakref.WeakKeyDictionary[Any, Refusals] = weakref.WeakKeyDictionary()
+
+    def refusals(self, user: User) -> Refusals:
+        """Of all functions of one code; cells have their own."""
+        if isinstance(user.step, nn.Module):
+            return {}
+        return self._refusals.setdefault(code_of(user.step), {})
 
     def of(self, user: User, modules: Iterable[nn.Module]) -> CompiledStep:
         from .._front.compiled_step import CompiledStep
 
-        steps = self._of.setdefault(_code_of(user.step), {})
+        steps = self._of.setdefault(code_of(user.step), {})
         found = steps.get(user.wrapper)
         if found is None or not self.is_right(found, modules):
             found = steps[user.wrapper] = CompiledStep(_wrapper(user), _name_of(user.step))
@@ -482,7 +500,7 @@ def _wrapper(user: User) -> Any:
     return getattr(wrapped, user.wrapper)
 
 
-def _code_of(step: Any) -> Any:
+def code_of(step: Any) -> Any:
     """What steps that are traced together have in common."""
     if isinstance(step, nn.Module):
         return type(step)

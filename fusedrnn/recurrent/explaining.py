@@ -76,8 +76,6 @@ def explanation(call: LayersCall) -> Explanation:
         program=different("program"),
         mode=different("mode"),
         reason=different("reason"),
-        uses_torch_compile=any(part.uses_torch_compile for part in parts),
-        torch_compile_reason=different("torch_compile_reason"),
         is_recorded=any(part.is_recorded for part in parts),
         record_reason=different("record_reason"),
         chunk_steps=min(part.chunk_steps for part in parts),
@@ -131,15 +129,8 @@ def explained(
     faster = []
     if layer:
         faster.append(f"{layer} computes the same")
-    elif not settings.torch_compile:
-        faster.append("torch_compile=True has torch.compile compile the step")
     if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
-    compiled = (
-        memory.torch_compiled(run, inputs, state, constants)
-        if settings.torch_compile
-        else "not asked to"
-    )
     run.chunk_size = steps
     obstacle = obstacle_of_call(run, settings, known, inputs, state, constants)
     return Explanation(
@@ -147,8 +138,6 @@ def explained(
         program=planned,
         mode=mode,
         reason=reason,
-        uses_torch_compile=not isinstance(compiled, str),
-        torch_compile_reason=compiled if isinstance(compiled, str) else "",
         is_recorded=not obstacle,
         record_reason=obstacle,
         chunk_steps=steps,
@@ -202,8 +191,6 @@ def _of_program(
         program=program.summary(),
         mode="program",
         reason="a program computes the same as the step, which a trial has shown",
-        uses_torch_compile=False,
-        torch_compile_reason="the cell is compiled by this package",
         is_recorded=False,
         record_reason="the cell is compiled by this package",
         chunk_steps=steps,

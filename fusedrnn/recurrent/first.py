@@ -12,7 +12,6 @@ from .draws import WAY_OUT, OtherDraws
 from .generators import drawn_from
 from .reads import ClosedOver
 from .runs import Mark, Run, as_leaf
-from .torch_compile import TorchCompiledStep, obstacle_to_torch_compile, warn
 from .trees import Leaves
 
 
@@ -27,8 +26,7 @@ def take_first(
     Raises:
         RuntimeError: Backward may follow, but could not give the gradients of what the step keeps.
     """
-    weights, compiled = run.weights, run.torch_compiled
-    run.torch_compiled = None  # the compiler would hide what it reads
+    weights = run.weights
 
     def take() -> tuple[Leaves, Leaves]:
         run.closed_over = {}
@@ -42,7 +40,7 @@ def take_first(
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
 
-    in_python = for_backward or run.graphs is not None or compiled is not None
+    in_python = for_backward or run.graphs is not None
     result, mark = _after_seed(run, take, in_python)
     run.changed_buffers = weights.changed(mark.versions, mark.buffers)
     run.changed_variables = run.python.changed(mark.variables)
@@ -58,7 +56,6 @@ def take_first(
         run.frozen, run.training = weights.frozen(), weights.training_flags()
     if run.graphs is not None and (run.change(mark) or run.has_drawn(mark)):
         run.graphs = None
-    _torch_compile_others(run, compiled, mark)
     return *result, mark
 
 
@@ -66,7 +63,6 @@ def take_first_in_graph(
     run: Run, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
     """The new state and the output, for a graph of all steps, in which nothing can be missed."""
-    compiled, run.torch_compiled = run.torch_compiled, None
 
     def take() -> tuple[Leaves, Leaves]:
         found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
@@ -75,9 +71,7 @@ def take_first_in_graph(
         run.closed_over = found.with_gradient
         return result
 
-    result, mark = _after_seed(run, take, in_python=compiled is not None)
-    _torch_compile_others(run, compiled, mark)
-    return result
+    return _after_seed(run, take, in_python=False)[0]
 
 
 def _after_seed(
@@ -169,17 +163,6 @@ def _from_given_generator(
     if run.befores:
         run.befores[0].random = lent.random
     return result, lent
-
-
-def _torch_compile_others(run: Run, compiled: TorchCompiledStep | None, mark: Mark) -> None:
-    """Has the other steps run by torch.compile, unless the first one shows what is against it."""
-    if compiled is None:
-        return
-    obstacle = obstacle_to_torch_compile(run, mark, run.closed_over)
-    if obstacle:
-        warn(obstacle)
-    else:
-        run.torch_compiled = compiled
 
 
 def _of_a_graph(leaf: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def forward(
             recorded = run.recorded("forward", take_whole)
             outputs.add(time, y)
             states.add(time, state, y, outputs.leaves)
-        looks = chunk.stop == run.seq_len and len(steps) > 0 and run.torch_compiled is None
+        looks = chunk.stop == run.seq_len and len(steps) > 0
         with run.watched():
             for time, x in steps[: len(steps) - looks]:
                 state, y = run.take(time, state, x, constants)
@@ -97,7 +97,7 @@ def forward(
             states.add(time, state, y, outputs.leaves)
         run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
     if run.graphs is not None:
-        run.graphs.has_run("forward")
+        run.graphs.note_end("forward")
     note_start()
     if for_backward:
         _note_late_changes(run, mark)

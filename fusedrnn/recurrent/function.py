@@ -9,13 +9,12 @@ import torch
 
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
-from .calls import Settings, compiled_or_reason, take
+from .calls import Settings, compiled_or_reason, memory_of, take
 from .chunks import Names
 from .closures import held_by
 from .compiling import User
 from .explaining import explained
 from .layers import InPython
-from .memories import memory_of
 from .noise import Noise, Seed
 from .reads import Weights
 from .runs import Run
@@ -37,7 +36,6 @@ def scan(
     chunk_size: int | None = None,
     workspace_bytes: int | None = None,
     compile: str = "auto",
-    torch_compile: bool = False,
     cuda_graphs: bool = False,
     return_sequence: bool = True,
     recompute: bool = True,
@@ -62,7 +60,7 @@ def scan(
         params: Tensors, nested likewise, that every step gets.
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
-        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, return_sequence, recompute:
+        mode, chunk_size, workspace_bytes, cuda_graphs, return_sequence, recompute:
             As those of :class:`Recurrent`.
         compile: The same. Steps are compiled whose state and inputs have the batch as the first
             dimension of all tensors, also functions that are defined anew in each call, with
@@ -92,9 +90,7 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
-    settings = Settings(
-        mode, chunk_size, workspace_bytes, torch_compile, cuda_graphs, compile, recompute
-    )
+    settings = Settings(mode, chunk_size, workspace_bytes, cuda_graphs, compile, recompute)
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
     check_flag("explain", explain)

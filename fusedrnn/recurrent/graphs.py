@@ -204,7 +204,8 @@ class Graphs:
 
     obstacle: str | None = None
     """Why there are none; "" for nothing; None if nobody has looked."""
-    _has_run: set[str] = field(default_factory=set)
+    has_run: set[str] = field(default_factory=set)
+    """Which work has run to the end, with graphs or without."""
     _late_obstacle: str = ""
     """Why the call that runs now goes on without."""
 
@@ -218,13 +219,13 @@ class Graphs:
                 kernels then, and the compiler compile.
         """
         self._late_obstacle = ""
-        if self.obstacle or what not in self._has_run or _is_capturing(device):
+        if self.obstacle or what not in self.has_run or _is_capturing(device):
             return None
         return Recorded(function, device)
 
-    def has_run(self, what: str) -> None:
-        """To the end, with graphs or without."""
-        self._has_run.add(what)
+    def note_end(self, what: str) -> None:
+        """Some work has run to the end."""
+        self.has_run.add(what)
         if self._late_obstacle:
             self.obstacle, self._late_obstacle = self._late_obstacle, ""
             warnings.warn(

@@ -57,9 +57,6 @@ class Recurrent(nn.Module):
             torch.compile(fullgraph=True) takes, compiles, if its operations are known; a step is
             traced again when torch.compile's guards say so, or when a class of its modules changes.
             Random numbers of torch are the same either way.
-        torch_compile: Whether to compile the step and its vector-Jacobian product by torch.compile.
-            Takes a minute or so, once for sequences of any length and batches of two rows or more;
-            once again for a batch of one row, and after ``eval()``.
         cuda_graphs: Whether to record the work of a chunk as a CUDA graph, which launches that of
             the others at once. Each call records anew, from the second one with inputs of the same
             kind on. The step must not wait for values of tensors, as ``tensor.item()`` does and
@@ -115,7 +112,6 @@ class Recurrent(nn.Module):
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
         compile: str = "auto",
-        torch_compile: bool = False,
         cuda_graphs: bool = False,
         return_sequence: bool = True,
         recompute: bool = True,
@@ -139,7 +135,7 @@ class Recurrent(nn.Module):
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)
         _check_number(len(cells), bidirectional)
-        self.mode, self.torch_compile, self.cuda_graphs = mode, torch_compile, cuda_graphs
+        self.mode, self.cuda_graphs = mode, cuda_graphs
         self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self.recompute = recompute
@@ -153,7 +149,6 @@ class Recurrent(nn.Module):
             self.mode,
             self.chunk_size,
             self.workspace_bytes,
-            self.torch_compile,
             self.cuda_graphs,
             self.compile_cell,
             self.recompute,
@@ -171,7 +166,6 @@ class Recurrent(nn.Module):
             "mode": "auto",
             "chunk_size": None,
             "workspace_bytes": None,
-            "torch_compile": False,
             "cuda_graphs": False,
             "return_sequence": True,
             "recompute": True,

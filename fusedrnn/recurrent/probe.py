@@ -48,7 +48,7 @@ def obstacle_to_parallel(run: Run, inputs: Leaves, state: Leaves, constants: Lea
     inputs = tuple(leaf.detach()[:steps] for leaf in inputs)
     reason = ""
     for _ in range(2):
-        trial = dataclasses.replace(run.for_trial(steps), backwards=False, torch_compiled=None)
+        trial = dataclasses.replace(run.for_trial(steps), backwards=False)
         try:
             reason = _difference(trial, inputs, state, constants)
         except Exception as error:
@@ -73,7 +73,7 @@ def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leave
 
 
 def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
-    run = dataclasses.replace(run.for_trial(1), draws=True, torch_compiled=None)
+    run = dataclasses.replace(run.for_trial(1), draws=True)
     x = tuple(leaf.detach()[run.time(0)] for leaf in inputs)
     has_gradients = torch.is_grad_enabled()
 
@@ -101,7 +101,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
                 return Obstacle(reason, is_lasting=False)
             return Obstacle(watch.reason and f"the step {watch.reason}")
 
-        found = run.call_with(shared.weights, take)
+        found = run.weights.call_with(shared.weights, take)
         if change := run.change(mark):
             return Obstacle(change)
         return Obstacle(_DRAWS_OTHERWISE) if run.has_drawn(mark) else found
@@ -164,7 +164,7 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
                 taken.append(_take(run, found, shared, before, x, time, 1))
             return taken
 
-        alone = run.call_with(shared.weights, one_by_one)
+        alone = run.weights.call_with(shared.weights, one_by_one)
         if change := run.change(mark):
             return change
         if run.has_drawn(mark) or not run.noise.draws_by_rows:
@@ -177,7 +177,7 @@ def _difference(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> s
         before = tuple(torch.cat(leaves).detach() for leaves in zip(*befores, strict=True))
         x = tuple(leaf.flatten(0, 1) for leaf in inputs)
         try:
-            at_once = run.call_with(
+            at_once = run.weights.call_with(
                 shared.weights, lambda: _take(run, found, shared, before, x, 0, run.seq_len)
             )
         except torch.OutOfMemoryError:

@@ -21,7 +21,6 @@ from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
 if TYPE_CHECKING:
     from .steps import Step
-    from .torch_compile import TorchCompiledStep
 
 T = TypeVar("T")
 
@@ -98,9 +97,6 @@ class Run:
     """Whether a first step has shown what it reads and draws."""
     graphs: Graphs | None = None
     """Where chunks are recorded and repeated; None: nowhere."""
-    torch_compiled: TorchCompiledStep | None = None
-    values: dict[str, Tensor] = field(default_factory=dict)
-    """Of the weights, by name, for a step by torch.compile."""
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)
 
     def __post_init__(self) -> None:
@@ -143,7 +139,7 @@ class Run:
         self.noise.step(time)
         versions = versions_of((*state, *x))
         try:
-            new, y = self.bare_step(state, x, constants)
+            new, y = self.step(state, x, constants)
         except Exception as error:
             add_note(error, f"fusedrnn: in the step at time {time}{self.place}")
             raise
@@ -155,22 +151,6 @@ class Run:
                 f"place, at time {time}; it must make new tensors, for backward takes it again"
             )
         return new, y
-
-    def bare_step(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-        """One step, or all steps of a chunk at once, after the noise was told so."""
-        if self.torch_compiled is None:
-            return self.step(state, x, constants)
-        return self.torch_compiled.take(self, state, x, constants)
-
-    def call_with(self, values: dict[str, Tensor], function: Callable[[], T]) -> T:
-        """``function()``, whose steps have these values of weights and buffers."""
-        if self.torch_compiled is None:
-            return self.weights.call_with(values, function)
-        old, self.values = self.values, values
-        try:
-            return function()
-        finally:
-            self.values = old
 
     # What surrounds a step
 
@@ -189,7 +169,7 @@ class Run:
                 # What the first step does not draw, others draw from torch's generators.
                 noise = self.noise if self.draws or not self.is_known else None
                 stack.enter_context(Watch(noise, replacements, closed_over))
-            elif self.torch_compiled is None and (self.draws or replacements):
+            elif self.draws or replacements:
                 noise = self.noise if self.draws else None
                 stack.enter_context(Watch(noise, replacements))
             yield
@@ -301,7 +281,7 @@ class Run:
         """``function()``, after which all that it may change is as before."""
         mark = self.mark()
         try:
-            return self.call_with((weights or {}) | mark.buffers, function)
+            return self.weights.call_with((weights or {}) | mark.buffers, function)
         finally:
             self.python.put_back(mark.variables, self.python.changed(mark.variables))
             self.set_random_states(mark.random)

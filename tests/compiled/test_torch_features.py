@@ -900,7 +900,7 @@ def test_wrong_values_of_compile(value: Any) -> None:
 
 
 def test_options_that_have_steps_in_python() -> None:
-    for options in ({"mode": "replay"}, {"mode": "parallel"}, {"torch_compile": True}):
+    for options in ({"mode": "replay"}, {"mode": "parallel"}):
         (name,) = options
         with pytest.raises(ValueError, match=f"^fusedrnn: compile='require' excludes {name}"):
             required(**options)

@@ -181,6 +181,52 @@ def test_scan_of_steps_that_are_made_anew(traces: list[CompiledStep]) -> None:
     assert len(traces) == 1
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that go through torch.compile."""
+    calls, take = [], CompiledStep.__call__
+
+    def counted(self: CompiledStep, *given: Any) -> Any:
+        calls.append(given)
+        return take(self, *given)
+
+    monkeypatch.setattr(CompiledStep, "__call__", counted)
+    return calls
+
+
+def deciding(decides: bool, factor: float) -> Any:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h * factor)
+        return (h * 0.5, h) if decides and h.sum() > 0 else (h, h)
+
+    return step
+
+
+def check_scan(step: Any) -> None:
+    (x, state), outputs = given(), []
+    found = fusedrnn.scan(step, state, x)
+    for one in x:
+        state, y = step(state, one)
+        outputs.append(y)
+    torch.testing.assert_close(found, (state, torch.stack(outputs)))
+
+
+def test_a_refusal_holds_for_the_next_functions(asked: list[Any]) -> None:
+    """Of the same code: torch.compile would trace each of them anew."""
+    for i in range(6):
+        check_scan(deciding(True, float(i)))
+    assert len(asked) == 1
+
+
+def test_a_refusal_does_not_hold_for_a_function_that_comes_again(asked: list[Any]) -> None:
+    check_scan(deciding(True, 0.5))
+    step = deciding(False, 0.5)
+    with interpreted():
+        for times_asked in (1, 2, 3):
+            check_scan(step)
+            assert len(asked) == times_asked
+
+
 def test_scan_with_params_and_never() -> None:
     x, h = given()
     params = {"w": torch.randn(H, H, dtype=F64, requires_grad=True)}

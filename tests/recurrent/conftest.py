@@ -3,7 +3,7 @@
 import pytest
 from recorders import Repeated
 
-from fusedrnn.recurrent import graphs
+from fusedrnn.recurrent import calls, graphs
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,5 @@ def recorder(monkeypatch):
     """Records what a CUDA graph would, on the CPU; counts from 0."""
     monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
     Repeated.count = Repeated.replays = 0
+    calls.have_run.clear()
     return Repeated

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from compiled.plain import at, loss_of, stacked
 from compiled.plain import loop as plain_loop
@@ -146,18 +145,6 @@ def check_scan(
     leaves = leaves_with_gradient(h, xs, params, more)
     for _ in range(2):
         check_same(lambda: fusedrnn.scan(step, h, xs, *params, **options), expected, leaves)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Compiles by a backend that takes less time than the usual one, and counts graphs."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # late: it imports the compiler
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **named: compile(function, backend=counter, **named)
-    )
-    return counter
 
 
 class Unseen:

@@ -16,15 +16,13 @@ from loops import (
     By,
     Mixed,
     Unseen,
-    check_cell,
     check_same,
-    counted,
     double,
     generator,
     leaves_with_gradient,
     plain_loop,
 )
-from recorders import CalledAgain, Repeated
+from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
@@ -182,16 +180,6 @@ def test_autocast(recorder: type[Repeated]) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             check_same(lambda: rnn(x), lambda: expected(x), [x, *rnn.parameters()])  # noqa: B023
     assert recorder.count == 2
-
-
-@pytest.mark.slow
-def test_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", CalledAgain)
-    counted(monkeypatch)
-    x = double(16, 3, H)
-    rnn = check_cell(drawing_cell(), x, STATE, torch_compile=True, cuda_graphs=True)
-    assert CalledAgain.count == 2
-    assert rnn.explain(x, STATE).uses_torch_compile
 
 
 WAITS = "waits for the values of a tensor"

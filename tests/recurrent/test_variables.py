@@ -189,12 +189,10 @@ def test_numbers_of_two_kinds_count_once() -> None:
     assert cell.count == SEQ_LEN
 
 
-def test_parallel_mode_and_the_compiler_refuse() -> None:
+def test_parallel_mode_refuses() -> None:
     cell, (x, h) = Cell(TRUNCATED, count=0), given()
     with pytest.raises(ValueError, match="the attribute 'count' of Cell"):
         fusedrnn.Recurrent(cell, mode="parallel")(x, h)
-    with pytest.warns(UserWarning, match="the attribute 'count' of Cell"):
-        fusedrnn.Recurrent(cell, torch_compile=True)(x, h)
 
 
 def test_a_list_that_contains_itself() -> None:
