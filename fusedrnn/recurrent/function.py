@@ -135,7 +135,6 @@ def scan(
     def in_python() -> InPython:
         run = Run(
             flat,
-            flat,
             (str(state_structure), str(structure), str(constants_structure), reverse),
             Weights(held_by(step)),
             Noise(sequence.seed, 0),

@@ -24,13 +24,6 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, _kinds())
 
 
-def makes_generators(value: Any) -> bool:
-    """Whether it is a class of generators, or NumPy's function that makes some."""
-    if isinstance(value, type):
-        return issubclass(value, _kinds())
-    return value is getattr(sys.modules.get("numpy.random"), "default_rng", is_generator)
-
-
 def global_generators() -> list[Any]:
     """Those from which ``random.random()`` and ``numpy.random.rand()`` draw."""
     numpy = sys.modules.get("numpy.random")

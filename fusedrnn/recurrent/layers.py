@@ -87,7 +87,6 @@ class OneCell:
         )
         run = Run(
             flat,
-            step,
             (str(self.state), str(self.input), strides is not None, str(resets)),
             Weights(held_by(self.cell)),
             Noise(call.seed, call.layer),

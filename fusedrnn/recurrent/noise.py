@@ -73,23 +73,6 @@ class Source:
         return self.uniform(like, shape, dtype).log().neg()
 
 
-class Tape(Source):
-    """Numbers that are there already, in the order of the draws that they were made for."""
-
-    def __init__(self, draws: Sequence[Draw], numbers: Sequence[Tensor]) -> None:
-        self._draws, self._numbers, self._next = draws, numbers, 0
-
-    def _draw(
-        self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        number, self._next = self._next, self._next + 1
-        draw = self._draws[number]
-        rest = tuple(shape[1:] if draw.group else shape)
-        if (draw.distribution, draw.dtype, draw.shape) != (distribution, dtype, rest):
-            raise RuntimeError("fusedrnn: the step draws other random numbers than in its trial")
-        return self._numbers[number].reshape(shape)
-
-
 class Refusal(Source):
     """For backward, in which no step is being taken."""
 
@@ -220,19 +203,9 @@ class Noise(Source):
         """All steps of the chunk come next, at once: a batch with the rows of each."""
         self._next, self._at_once = 0, True
 
-    def restart(self) -> None:
-        """The same step or steps come once more."""
-        self._next = 0
-
     def forget(self) -> None:
         """The first step comes once more, with another seed."""
         self._next, self.draws, self._drawn = 0, [], {}
-
-    def draw(self, draw: Draw) -> Tensor:
-        """The numbers of the next draw, known from another step."""
-        rows = self._rows * (self._steps if self._at_once else 1)
-        shape = (rows * draw.group, *draw.shape) if draw.group else draw.shape
-        return self._draw(draw.distribution, draw.device, shape, draw.dtype)
 
     def _draw(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
 from .trees import Leaves, differentiable
 from .variables import Key, Value, Values, Variables, tensors_of, versions_of
-
-if TYPE_CHECKING:
-    from .steps import Step
 
 T = TypeVar("T")
 
@@ -52,8 +49,6 @@ class Run:
     """The steps of one layer and direction, and what forward finds out that backward needs."""
 
     step: FlatStep
-    user_step: Step
-    """What ``step`` has inside."""
     signature: Any
     """All that makes the step another one besides its tensors."""
     weights: Weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +73,6 @@ class Step:
         """Of the outputs of steps that have run."""
         assert self.output is not None
         return self.output
-
-    @cached_property
-    def output_name(self) -> str:
-        """Differs for outputs of another structure."""
-        return str(self.output_structure())
 
     def _cast_or_refuse(self, new: Leaves, i: int, old: Tensor) -> Leaves:
         leaf, device = new[i], old.device.type
