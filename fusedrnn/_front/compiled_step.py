@@ -7,7 +7,9 @@ results of all steps in the place of those of one.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 import types
 import warnings
@@ -40,6 +42,9 @@ class Call(Protocol):
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         """The results in the order of the graph's, of what torch.compile gives to it."""
 
+
+_LONGEST_WAIT = 10.0
+"""Seconds of a fork: a trace may wait for what the forking thread holds."""
 
 _thread = threading.local()
 
@@ -83,13 +88,15 @@ class CompiledStep:
         try:
             try:
                 made: tuple[Any, Any] = self._compiled(*given)
-            except _errors() as error:
+            except Exception as error:
                 if call.has_run or not _is_warning(error):
                     raise
                 with warnings.catch_warnings():  # which the user has made errors
                     warnings.simplefilter("ignore")
                     made = self._compiled(*given)
-        except _errors() as error:
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # torch.compile lets some of its own pass, such as IndexError
             if call.has_run:
                 raise
             self._refusals += 1
@@ -180,7 +187,31 @@ def _quiet_torch() -> None:
     utils.warn_once = of_others
 
 
-def _errors() -> tuple[type[BaseException], ...]:
-    from torch._dynamo import exc
+def _tracer() -> Any:
+    """torch.compile's, which has a lock for the time of a trace; None before it is imported."""
+    return sys.modules.get("torch._dynamo.convert_frame")
 
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit, Refusal
+
+def _wait_for_trace() -> None:
+    """Before a fork: a child has no thread that would ever release the lock of a trace."""
+    lock = getattr(_tracer(), "compile_lock", None)
+    _thread.lock = lock if lock is not None and lock.acquire(timeout=_LONGEST_WAIT) else None
+
+
+def _go_on_in_parent() -> None:
+    if _thread.lock is not None:
+        _thread.lock.release()
+
+
+def _go_on_in_child() -> None:
+    _go_on_in_parent()
+    if _thread.lock is None and _tracer() is not None:
+        _tracer().compile_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_wait_for_trace,
+        after_in_parent=_go_on_in_parent,
+        after_in_child=_go_on_in_child,
+    )

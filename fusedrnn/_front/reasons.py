@@ -60,6 +60,8 @@ def reason_of(error: BaseException) -> str:
             break
     else:
         said = _in_its_words(own) or type(error).__name__
+        if isinstance(error, AssertionError | LookupError):  # of torch.compile itself
+            said = f"it fails there, with {type(error).__name__}: {said}"
     return f"{_CANNOT}: {_short(said)}{in_brackets(where)}"
 
 

@@ -310,6 +310,7 @@ attribute of a function | function_of(1.0) | o() | o.d = 2.0
 method of a class | type('Class', (), {'get': lambda o: 1.0})() | o.get() | type(o).get = two_of
 class whose objects a step makes | Made | o().a | o.__init__ = lambda o: setattr(o, 'a', 2.0)
 environment | os | float(o.getenv('A_SETTING')) | o.environ.update(A_SETTING='2')
+entry of __dict__ | Data() | 1.0 + ('b' in o.__dict__) | o.b = 1
 a variable that is new | os.environ | float(o.get('A_NEW', 1)) | o.update(A_NEW='2')
 search in an empty list | [] | 1.0 + (1 in o) | o.append(1)
 class method | type('Class', (), {'get': of_class(1.0)})() | o.get() | type(o).get = of_class(2.0)

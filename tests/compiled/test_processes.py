@@ -17,6 +17,7 @@ from recurrent.test_distributed import check_two_processes, needs_distributed
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn._front import compiled_step
 
 T, B, H = 6, 4, 5
 
@@ -120,6 +121,33 @@ def test_forks(folder: Path) -> None:
         time.sleep(0.1)
     thread.join(60)
     close(loss_and_gradients(model), exact)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 5.0])
+def test_forks_while_another_thread_traces(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork waits for it, or the child has a lock of its own."""
+    from torch._dynamo import convert_frame
+
+    monkeypatch.setattr(compiled_step, "_LONGEST_WAIT", 1.0)
+    module, x = Model().bfloat16(), rows().bfloat16()
+    has_lock = threading.Event()
+
+    def trace() -> None:
+        with convert_frame.compile_lock:
+            has_lock.set()
+            time.sleep(seconds)
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    has_lock.wait()
+
+    def infer() -> None:
+        with torch.no_grad():
+            module(x)
+
+    in_fork(infer)
+    thread.join()
+    infer()
 
 
 class Encoded(torch.utils.data.Dataset[Tensor]):

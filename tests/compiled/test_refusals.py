@@ -99,6 +99,29 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+class Rounded(torch.autograd.Function):
+    """Without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.round()
+        ctx.mark_non_differentiable(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def test_what_torch_compile_fails_at() -> None:
+    """With an AssertionError that it does not turn into one of its own errors."""
+    reason = refused(
+        Cell(lambda h, x: Rounded.apply(h) * x), torch.randn(3, 2, H), torch.zeros(2, H)
+    )
+    assert "torch.compile cannot take this step" in reason
+    assert reason.endswith(")") and "(test_refusals.py:" in reason
+
+
 @pytest.mark.parametrize("of", ["a tensor", "a node", "a function"])
 def test_hooks_and_functions_that_trials_may_not_reach(of: str) -> None:
     """Such as a hook that clips rare gradients."""
