@@ -191,7 +191,8 @@ class StepGraph:
         Args:
             module: What to run in the place of the graph.
         """
-        made = (module or self.module)(*self.arguments(given, x, state, rows))
+        # By itself, a GraphModule prints an error before it raises it.
+        made = (module or self.module.forward)(*self.arguments(given, x, state, rows))
         return tuple(made[: self.states]), tuple(made[self.states :])
 
     def on_cpu(self, dtype: torch.dtype) -> fx.GraphModule:

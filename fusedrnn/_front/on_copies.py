@@ -45,11 +45,17 @@ class Copies(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._own, (args, kwargs or {}))
+        given = args, kwargs or {}
+        args, kwargs = pytree.tree_map_only(Tensor, self._own, given, is_leaf=_is_size)
         return function(*args, **kwargs)
 
     def _own(self, tensor: Tensor) -> Tensor:
         return self._copies.get(id(tensor), tensor)
+
+
+def _is_size(value: Any) -> bool:
+    """Which must not become a tuple: those are the numbers of ``tensor.new``, and no shape."""
+    return isinstance(value, torch.Size)
 
 
 def _copy(tensor: Tensor) -> Tensor:

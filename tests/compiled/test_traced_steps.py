@@ -227,6 +227,26 @@ def test_a_refusal_does_not_hold_for_a_function_that_comes_again(asked: list[Any
             assert len(asked) == times_asked
 
 
+@pytest.mark.parametrize("kind", ["Laplace", "Exponential", "Weibull", "Gumbel"])
+def test_distributions_that_make_tensors_of_a_shape(kind: str) -> None:
+    """By ``tensor.new(shape)``, which takes a tuple for numbers."""
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.nn.functional.softplus(x + h)
+        of_both = {"Laplace": (h, scale), "Weibull": (scale, scale), "Gumbel": (h, scale)}
+        z = getattr(torch.distributions, kind)(*of_both.get(kind, (scale,))).rsample()
+        return torch.tanh(z), z
+
+    x, h = given()
+    found = []
+    with interpreted():
+        for compile in ("require", "never"):
+            torch.manual_seed(0)
+            results = fusedrnn.scan(step, h, x, compile=compile)
+            found.append((results, torch.autograd.grad(loss_of(*results), [x, h])))
+    torch.testing.assert_close(*found)
+
+
 def test_scan_with_params_and_never() -> None:
     x, h = given()
     params = {"w": torch.randn(H, H, dtype=F64, requires_grad=True)}
