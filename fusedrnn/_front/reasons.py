@@ -49,6 +49,28 @@ _SAID = [
 """What torch.compile says, and what it means for the user's code."""
 
 
+_WAYS_OUT = [
+    (
+        r"data-dependent branching|decides in Python|looks at values of tensors",
+        "torch.where chooses by the values of tensors",
+    ),
+    (
+        r"the step changes ",
+        "what a step gathers can be an output, and what it keeps or counts a part of the state",
+    ),
+    (
+        r"with a batch of \d+ it raises",
+        "a tensor with a row for each sequence can be a part of the state",
+    ),
+    (r"numpy|NumPy", "torch's functions in the place of NumPy's"),
+]
+
+
+def way_out(reason: str) -> str:
+    """What a user can do so that a step compiles; or nothing."""
+    return next((words for pattern, words in _WAYS_OUT if re.search(pattern, reason)), "")
+
+
 def reason_of(error: BaseException) -> str:
     """In torch.compile's words, if there are no plainer ones."""
     text = str(error).strip()

@@ -26,7 +26,7 @@ from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
 from .programs import AUTO as AUTO_COMPILE
 from .programs import NEVER, REQUIRE, check_compile
-from .runs import Run
+from .runs import Run, add_note
 from .sequence_call import SequenceCall
 from .trees import Leaves
 
@@ -194,9 +194,12 @@ def refused(error: NoProgram, settings: Settings, memory: Memory, call: Sequence
     if settings.compile == REQUIRE:
         if isinstance(error, TooSmall):
             raise RuntimeError(f"fusedrnn: {reason}") from None
-        raise RuntimeError(
-            f"fusedrnn: the cell{call.place} cannot be compiled: {reason}"
-        ) from error
+        from .._front.reasons import way_out
+
+        refusal = RuntimeError(f"fusedrnn: the cell{call.place} cannot be compiled: {reason}")
+        if way := way_out(reason):
+            add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
+        raise refusal from error
     if memory.compiling.is_to_warn(error):
         warnings.warn(
             f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}", stacklevel=5

@@ -127,6 +127,8 @@ def explained(
         mode, reason = GRAPH, "recompute=False says so"
         kept, workspace = measured.bytes, 0
     faster = []
+    if way := _way_out(planned):
+        faster.append(f"a cell that compiles: {way}")
     if layer:
         faster.append(f"{layer} computes the same")
     if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
@@ -147,6 +149,12 @@ def explained(
         workspace_bytes=workspace,
         faster=tuple(faster),
     )
+
+
+def _way_out(reason: str) -> str:
+    from .._front.reasons import way_out  # late: with the compiler, which the reason may come from
+
+    return way_out(reason)
 
 
 def _layer_like(cell: nn.Module) -> str:

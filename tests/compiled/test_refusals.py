@@ -15,10 +15,12 @@ import secrets
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from random import Random, choice
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -394,6 +396,36 @@ def test_reasons_name_what_the_user_knows(name: str) -> None:
     reason = refused(Step(function), x, torch.zeros(2, H))
     assert re.search(rf"{text}.* \(test_refusals\.py:\d+\)$", reason), reason
     assert not re.search(r"arg\d|_\d", reason)
+
+
+WAYS_OUT: dict[str, tuple[Function, str]] = {
+    "a decision": (lambda x, h, table: h if h.sum() > 0 else 2 * h, "torch.where chooses"),
+    "a list": (lambda x, h, table: (x.append(h), h)[1], "can be an output"),
+    "rows of its own": (
+        lambda x, h, table: h + table.rows,
+        "a tensor with a row for each sequence can be a part of the state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_what_to_do_is_said(name: str) -> None:
+    """By explain, and below the error."""
+    function, words = WAYS_OUT[name]
+    x, kept = torch.randn(3, 2, H), list[Tensor]()
+    table: Any = SimpleNamespace(rows=torch.randn(2, H))
+
+    def step(h: Tensor, x: Tensor) -> Tensor:
+        return function(kept, torch.tanh(x + h), table)
+
+    rnn = fusedrnn.Recurrent(Cell(step))
+    with interpreted():
+        explanation = rnn.explain(x, torch.zeros(2, H))
+        assert words in "".join(explanation.faster), explanation
+        rnn.compile_cell = "require"
+        with pytest.raises(RuntimeError, match="cannot be compiled") as error:
+            rnn(x, torch.zeros(2, H))
+    assert words in "".join(traceback.format_exception(error.value))
 
 
 @pytest.mark.filterwarnings("ignore:fusedrnn")  # a single row is no longer compiled
