@@ -45,6 +45,7 @@ _SAID = [
     ),
     *((pattern, r"it calls \1") for pattern in _CALLS),
     (r"context: raised exception (.+)", r"it raises \1"),
+    (r"with fake tensors: .* got (\w+)\([\"'](.+?)[\"']?\)+$", r"it raises \1: \2"),
 ]
 """What torch.compile says, and what it means for the user's code."""
 

@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn._compile import verify
+from fusedrnn._front import compiled_step
+from fusedrnn._front.reasons import reason_of
 
 H = 5
 ZEROS = torch.zeros(2, H, dtype=torch.float64)
@@ -113,6 +115,24 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
         return None
+
+
+def test_operations_that_raise() -> None:
+    """In some calls alone, as with the wrong shapes."""
+    reason = refused_first(Cell(lambda h, x: torch.cat([h, h], -1) + x[:, :3]))
+    assert "it raises RuntimeError: The size of tensor a (10) must match" in reason
+    assert "FakeTensor" not in reason
+
+
+def refused_first(cell: nn.Module) -> str:
+    """torch.compile's reason, though the step itself raises."""
+    reasons = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="must match"):
+        patch.setattr(
+            compiled_step, "reason_of", lambda e: reasons.append(reason_of(e)) or reasons[-1]
+        )
+        fusedrnn.Recurrent(cell)(torch.randn(3, 2, H), torch.zeros(2, H))
+    return reasons[0]
 
 
 def test_what_torch_compile_fails_at() -> None:
