@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,9 +47,9 @@ class StepGraph:
             Refusal: The step keeps a tensor besides its results, or it calls what nobody sees into.
         """
         _check_functions(module)
-        self.places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self._values = [node.meta.get("example_value") for node in self.places]
-        self._names = [_name_of(node) for node in self.places]
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._values = [node.meta.get("example_value") for node in places]
+        self._names = [_name_of(node) for node in places]
         (outs,) = next(node for node in module.graph.nodes if node.op == "output").args
         self.outs: list[tuple[int, int]] = []
         """Of each output of torch.compile's graph, which result it is: kind and place."""
@@ -64,12 +64,14 @@ class StepGraph:
         self.outputs = sum(kind == OUTPUT for kind, _ in sources)
         wanted = [(STATE, i) for i in range(self.states)]
         wanted += [(OUTPUT, i) for i in range(self.outputs)]
-        self._float_at = [i for i, node in enumerate(self.places) if self._is_float(i, node)]
-        self.module = self._pure(module, [sources[one] for one in wanted])
+        self._float_at = [i for i, node in enumerate(places) if self._is_float(i, node)]
+        floats = {user: places[i] for i in self._float_at for user in places[i].users}
+        self.module = _pure(module, floats, [sources[one] for one in wanted])
         """From all inputs to new states and outputs."""
         self.text, self.is_text_whole = _text_of(self.module)
         """What it does, in words that no other graph of this process has; and whether they say all
         of it in each process."""
+        _forget_origin(self.module)
         self._roles: list[tuple[str, int]] = []
         self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
         self.programs: dict[Any, Any] = {}
@@ -84,19 +86,6 @@ class StepGraph:
             and bool(node.users)
             and all(u.op == "call_method" and u.target == "item" for u in node.users)
         )
-
-    def _pure(self, module: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
-        floats = {user: self.places[i] for i in self._float_at for user in self.places[i].users}
-        made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in module.graph.nodes:
-            if node.op == "output" or node.target in (result, result.default):
-                continue
-            if node in floats:
-                copies[node] = copies[floats[node]]
-            else:
-                copies[node] = made.node_copy(node, copies.__getitem__)
-        made.output(tuple(copies[one] for one in results))
-        return fx.GraphModule(module, made)
 
     # What the inputs are.
 
@@ -134,7 +123,7 @@ class StepGraph:
         self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
         self.dtype = states[0].dtype
         self._is_on_cpu = states[0].device.type == "cpu"
-        self._roles = roles
+        self._roles, self._values = roles, []  # which hold all that torch.compile knew
 
     @property
     def names(self) -> list[str]:
@@ -203,6 +192,32 @@ class StepGraph:
         if found is None:
             found = self._on_cpu[dtype] = _renamed(self.module, self.dtype, dtype)
         return found
+
+
+def _pure(
+    module: fx.GraphModule, floats: Mapping[fx.Node, fx.Node], results: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """
+    Args:
+        floats: Numbers, and the inputs that they are of.
+    """
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node.op == "output" or node.target in (result, result.default):
+            continue
+        if node in floats:
+            copies[node] = copies[floats[node]]
+        else:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    made.output(tuple(copies[one] for one in results))
+    return fx.GraphModule(module, made)
+
+
+def _forget_origin(module: fx.GraphModule) -> None:
+    """Keeps lines alone of what torch.compile has noted: the rest holds the user's classes."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            node.meta = {name: v for name, v in node.meta.items() if name == "stack_trace"}
 
 
 def _renamed(module: fx.GraphModule, old: torch.dtype, new: torch.dtype) -> fx.GraphModule:

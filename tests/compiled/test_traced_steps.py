@@ -5,7 +5,9 @@ Longer than 350 lines, because scans and single steps are traced as sequences of
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,19 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[CompiledStep]:
 def new_class() -> type[Scaled]:
     """Of which no cell has been traced."""
     return type("Own", (Scaled,), {})
+
+
+def test_classes_are_freed() -> None:
+    """As of cells that are defined within functions."""
+    gone = []
+    with interpreted():
+        for _ in range(3):
+            made = new_class()
+            fusedrnn.Recurrent(made(), compile="require")(*given())
+            gone.append(weakref.ref(made))
+            del made
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
 
 
 def test_one_trace_for_all_sizes_and_modes(traces: list[CompiledStep]) -> None:
