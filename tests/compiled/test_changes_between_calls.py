@@ -117,7 +117,7 @@ def check(cell: nn.Module, *changes: Callable[[], Any], refusal: str = "") -> No
     x, h = given()
     rnn = fusedrnn.Recurrent(cell, compile="require")
     if refusal:
-        with pytest.raises(RuntimeError, match=f"{refusal}.* \\([<>\\w.]+:\\d+\\)$"):
+        with pytest.raises(RuntimeError, match=f"(?m){refusal}.* \\([<>\\w.]+:\\d+\\)$"):
             rnn(x, h)
         rnn.compile_cell = "auto"
     before = check_call(rnn, x, h)
