@@ -232,7 +232,7 @@ if child == 0:
     except RuntimeError as error:  # of torch for CUDA, in forks of what has used torch.compile
         assert "fork-based multiprocessing" in str(error), error
         with torch.no_grad():
-            recurrent(input), layer(input)
+            recurrent(input, torch.zeros(t.B, t.H)), layer(input)
         os._exit(0)
     torch.set_num_threads(1)  # those of equal() would hang, too
     os._exit(0 if t.same(before, found) or not t.HAS_OWN_PRODUCTS else 1)
