@@ -199,13 +199,14 @@ def _wait_for_trace() -> None:
 
 
 def _go_on_in_parent() -> None:
-    if _thread.lock is not None:
-        _thread.lock.release()
+    lock = getattr(_thread, "lock", None)  # none if this was imported while a thread has forked
+    if lock is not None:
+        lock.release()
 
 
 def _go_on_in_child() -> None:
     _go_on_in_parent()
-    if _thread.lock is None and _tracer() is not None:
+    if getattr(_thread, "lock", None) is None and _tracer() is not None:
         _tracer().compile_lock = threading.RLock()
 
 

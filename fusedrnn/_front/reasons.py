@@ -63,7 +63,6 @@ _WAYS_OUT = [
         r"with a batch of \d+ it raises",
         "a tensor with a row for each sequence can be a part of the state",
     ),
-    (r"numpy|NumPy", "torch's functions in the place of NumPy's"),
 ]
 
 

@@ -192,3 +192,17 @@ def test_draws_that_some_steps_make(seed: int, chunk_size: int | None) -> None:
         return loss_of(*rnn(x, h))
 
     assert torch.autograd.gradcheck(loss, start().requires_grad_())
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_cell_by_torch_compile(draws: bool) -> None:
+    """Its steps are taken in Python, and draw the same numbers."""
+    cell = Noisy() if draws else nn.GRUCell(H, H, dtype=F64)
+    compiled = torch.compile(cell, backend="aot_eager")
+    x, h = double(T, B, H), double(B, H)
+    found = []
+    for one in (cell, compiled):
+        torch.manual_seed(0)
+        output, _ = fusedrnn.Recurrent(one, compile="never")(x, h)
+        found.append((output, torch.autograd.grad(output.square().sum(), [x, *cell.parameters()])))
+    torch.testing.assert_close(*found)
