@@ -38,6 +38,8 @@ class Call(Protocol):
     states_seen: Leaves
     """Stand-ins."""
     has_run: bool
+    made: list[Tensor] | None
+    """What ``run`` has returned."""
 
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         """The results in the order of the graph's, of what torch.compile gives to it."""
@@ -87,13 +89,13 @@ class CompiledStep:
         torch._C._set_grad_enabled(True)  # one graph, whether gradients are wanted or not
         try:
             try:
-                made: tuple[Any, Any] = self._compiled(*given)
+                made = self._take(call, given)
             except Exception as error:
                 if call.has_run or not _is_warning(error):
                     raise
                 with warnings.catch_warnings():  # which the user has made errors
                     warnings.simplefilter("ignore")
-                    made = self._compiled(*given)
+                    made = self._take(call, given)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # torch.compile lets some of its own pass, such as IndexError
@@ -109,6 +111,17 @@ class CompiledStep:
         if not call.has_run:  # torch.compile has left it to Python, for one step
             raise Refusal("torch.compile is switched off")
         return made
+
+    def _take(self, call: Call, given: Sequence[Any]) -> tuple[Any, Any]:
+        while True:
+            try:
+                made: tuple[Any, Any] = self._compiled(*given)
+                return made
+            except RuntimeError as error:
+                # torch 2.13 counts the calls of graphs for all threads at once, and says that
+                # there was none if another thread has started to count in between.
+                if call.made is None or "found no compiled frames" not in str(error):
+                    raise
 
     def _refusal(self, error: BaseException) -> Refusal:
         cause: BaseException | None = error
@@ -141,8 +154,10 @@ class CompiledStep:
             if call is None:
                 raise RuntimeError("fusedrnn: a compiled step was called by itself")
             call.has_run = True
-            graph.know(args, call.inputs_seen, call.states_seen)
-            return call.run(graph, args)
+            if call.made is None:
+                graph.know(args, call.inputs_seen, call.states_seen)
+                call.made = call.run(graph, args)
+            return call.made
 
         return run
 

@@ -364,6 +364,7 @@ class _Running:
         self._user, self._call, self._options, self._step = user, call, options, step
         self.inputs_seen, self.states_seen = seen
         self.has_run = False
+        self.made: list[Tensor] | None = None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
