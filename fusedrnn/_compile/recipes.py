@@ -121,12 +121,15 @@ class Recipes:
         for recipe in self._recipes:
             if isinstance(recipe, Joined):
                 terms = self._terms[len(made)]
-                # Side by side in the way in which torch's linear layers have their weights.
-                sides = [constants[i] if t else constants[i].t() for i, t, _, _ in recipe.sides]
+                sides = [constants[i].t() if t else constants[i] for i, t, _, _ in recipe.sides]
                 for n, side in enumerate(sides):
-                    if side.shape[1] != terms:
-                        sides[n] = side.narrow(1, recipe.sides[n].first, terms)
-                made.append((sides[0] if len(sides) == 1 else torch.cat(sides)).t())
+                    if side.shape[0] != terms:
+                        sides[n] = side.narrow(0, recipe.sides[n].first, terms)
+                if len(sides) == 1:
+                    made.append(sides[0])
+                    continue
+                # Side by side in the way in which torch's linear layers have their weights.
+                made.append(torch.cat([side.t() for side in sides]).t())
             elif isinstance(recipe, Sum):
                 total: Tensor | None = None
                 for term in recipe.terms:

@@ -144,8 +144,12 @@ class CompiledStep:
             raise Changes(effect)
         graph = StepGraph(module)
         self.traces += 1
-        # So that it looks at hooks, too: its guards are made after this.
-        _thread.setting = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        # Its guards and its code are made after this: with a look at hooks, and without calls that
+        # measure how long it takes.
+        settings = {"skip_nnmodule_hook_guards": False}
+        if hasattr(torch._dynamo.config, "record_runtime_overhead"):
+            settings["record_runtime_overhead"] = False
+        _thread.setting = torch._dynamo.config.patch(settings)
         _thread.setting.__enter__()
 
         def run(*args: Any) -> list[Tensor]:

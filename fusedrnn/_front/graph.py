@@ -137,6 +137,8 @@ class StepGraph:
     def given(self, args: Sequence[Any], floats_are_tensors: bool) -> Given:
         """What a call has."""
         constants = [args[i] for i in self.constant_at]
+        if not self._number_at and not self._float_at:
+            return Given(tuple(constants), ())
         numbers = tuple(
             [
                 None if is_rows else args[i]

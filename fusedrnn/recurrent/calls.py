@@ -167,14 +167,18 @@ def compiled_or_reason(
     """
     if why := why_no_program(settings):
         return why
-    saves_sums = torch.is_grad_enabled() and not settings.recompute
-    options = Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
     if settings.compile == REQUIRE:
         memory.compiling.forget_refusals()
     try:
-        return memory.compiling.run(user, call, options)
+        return memory.compiling.run(user, call, options_of(settings))
     except NoProgram as error:
         return refused(error, settings, memory, call)
+
+
+def options_of(settings: Settings) -> Options:
+    """Those of a program."""
+    saves_sums = torch.is_grad_enabled() and not settings.recompute
+    return Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
 
 
 def why_no_program(settings: Settings) -> str:

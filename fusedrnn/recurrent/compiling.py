@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .. import _helpers as helpers
 from .closures import held_by
-from .obstacles import obstacle_of, obstacle_to_programs, unusual_weight
+from .noise import Seed
+from .obstacles import obstacle_around, obstacle_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
 from .program_parts import Part, parts_of
@@ -65,6 +66,22 @@ class Planned(NamedTuple):
     given: Given
     traces: int
     """That torch.compile has made."""
+
+
+class Kind:
+    """What calls of one kind share, so that it is looked at and prepared once."""
+
+    def __init__(self, user: User, call: SequenceCall, options: Options, seen: Seen) -> None:
+        """
+        Args:
+            call: Without tensors.
+            seen: The stand-ins of the calls.
+        """
+        self.user, self.call, self.options, self.seen = user, call, options, seen
+        self.given = user.arguments(*seen)
+        """What the wrapper of the step gets."""
+        self.prepared: Call | None = None
+        """That has run last."""
 
 
 class User(NamedTuple):
@@ -122,6 +139,38 @@ class Compiling:
         """
         return self._through(user, call, options, _Running)
 
+    def kind_of(self, user: User, call: SequenceCall, options: Options) -> Kind:
+        """For calls like one that has run."""
+        return Kind(user, call.without_values(), options, self._seen(call, call.rows))
+
+    def run_as_before(
+        self, kind: Kind, inputs: Leaves, state: Leaves, seed: Seed
+    ) -> tuple[Any, Any]:
+        """The same for a call like one that has run.
+
+        Raises:
+            NoProgram: Steps in Python are to be taken, or the next call is to be looked at.
+        """
+        call = kind.call.with_values(inputs, state, (), seed)
+        if obstacle := obstacle_around(call.device):
+            raise NoProgram(obstacle)
+        if not torch.is_inference_mode_enabled():
+            return self._again(kind, call, is_inference=False)
+        with torch.inference_mode(False):
+            return self._again(kind, call, is_inference=True)
+
+    def _again(self, kind: Kind, call: SequenceCall, is_inference: bool) -> tuple[Any, Any]:
+        step, user, options = self._step_of(kind.user), kind.user, kind.options
+        running = _Running(user, call, options, step, kind.seen, is_inference, kind=kind)
+        try:
+            return step(running, *kind.given)
+        except _OfOneRow as error:
+            raise NoProgram("another graph of one row") from error
+        except _refusal() as error:
+            if step.is_full:
+                raise NoProgram("another step may take it") from error
+            raise self._not_compiled(running, error) from error
+
     def plan(self, user: User, call: SequenceCall, options: Options) -> Planned:
         """The program of a call, which does not run.
 
@@ -176,7 +225,7 @@ class Compiling:
         kind: type[_Running],
         is_inference: bool,
     ) -> tuple[Any, Any]:
-        from .._front.graph import Changes, Refusal
+        from .._front.graph import Refusal
 
         for _ in range(4):
             step = self._step_of(user)
@@ -192,11 +241,17 @@ class Compiling:
                 if step.is_full and is_module and not self._is_own:
                     self._renew(user)
                     continue
-                reason = unusual_weight(user.modules(), call.device) or str(error)
-                if not running.has_run:  # torch.compile would try again for a tenth of a second
-                    self._refuse(user, call, reason, isinstance(error, Changes))
-                raise NotCompiled(reason) from error
+                raise self._not_compiled(running, error) from error
         raise NotCompiled(CHANGING)
+
+    def _not_compiled(self, running: _Running, error: Exception) -> NotCompiled:
+        from .._front.graph import Changes
+
+        user, call = running.user, running.call
+        reason = unusual_weight(user.modules(), call.device) or str(error)
+        if not running.has_run:  # torch.compile would try again for a tenth of a second
+            self._refuse(user, call, reason, isinstance(error, Changes))
+        return NotCompiled(reason)
 
     def _program_of_many(
         self, user: User, call: SequenceCall, options: Options, step: CompiledStep
@@ -246,7 +301,7 @@ class Compiling:
         self._step, self._is_own = CompiledStep(_wrapper(user), _name_of(user.step)), True
         return self._step
 
-    def _seen(self, call: SequenceCall, rows: int) -> tuple[Leaves, Leaves]:
+    def _seen(self, call: SequenceCall, rows: int) -> Seen:
         known = self._stand_ins
         if known is None:
             from .._front.stand_ins import StandIns
@@ -293,6 +348,8 @@ class _Refused:
 
 Refusals = dict[Any, _Refused]
 """By kinds of calls."""
+Seen = tuple[Leaves, Leaves]
+"""Stand-ins of inputs and of states."""
 
 
 def _kind(user: User, call: SequenceCall) -> Any:
@@ -357,17 +414,19 @@ class _Running:
         call: SequenceCall,
         options: Options,
         step: CompiledStep,
-        seen: tuple[Leaves, Leaves],
+        seen: Seen,
         is_inference: bool,
         is_many: bool = False,
+        kind: Kind | None = None,
     ) -> None:
-        self._user, self._call, self._options, self._step = user, call, options, step
+        self.user, self.call, self._options, self._step = user, call, options, step
         self.inputs_seen, self.states_seen = seen
         self.has_run = False
         self.made: list[Tensor] | None = None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
+        self._kind = kind
 
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         if self._is_inference:
@@ -380,27 +439,29 @@ class _Running:
             torch._C._set_grad_enabled(True)
 
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
-        program, parts, chunk, _, _, given, _ = self._planned(graph, args)
-        call = self._call
+        call, kind = self.call, self._kind
+        prepared, given = None if kind is None else kind.prepared, graph.given(args, True)
+        is_right = prepared is not None and prepared.graph is graph and not graph.has_floats
+        if prepared is None or not is_right or prepared.numbers != given.numbers:
+            prepared, given = self._prepared(graph, args)
+            if kind is not None:
+                kind.prepared = prepared
         tensors = [*call.within_ends(), *call.state, *call.reset_to, *given.constants]
-        outputs, last = run_program(
-            Call(
-                call.without_tensors(),
-                (len(call.inputs), len(call.state), len(call.reset_to)),
-                graph,
-                given.numbers,
-                program,
-                program,
-                chunk,
-                parts,
-                self._options.saves_sums,
-            ),
-            tensors,
+        outputs, last = run_program(prepared, call.seed, tensors)
+        return [(outputs if is_output else last)[place] for is_output, place in graph.outs]
+
+    def _prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
+        program, parts, chunk, _, _, given, _ = self._planned(graph, args)
+        call = self.call
+        counts = len(call.inputs), len(call.state), len(call.reset_to)
+        saves_sums, of_all = self._options.saves_sums, call.without_values()
+        prepared = Call(
+            of_all, counts, graph, given.numbers, program, program, chunk, parts, saves_sums
         )
-        return [(outputs if kind else last)[place] for kind, place in graph.outs]
+        return prepared, given
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
-        call, options = self._call, self._options
+        call, options = self.call, self._options
         program, given = self._program(graph, args)
         if isinstance(program, str):
             raise _refusal()(program)
@@ -414,7 +475,7 @@ class _Running:
         return Planned(program, parts, chunk, workspace, graph, given, self._step.traces)
 
     def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Program | str, Given]:
-        call = self._call
+        call = self.call
         if call.rows != 1 or self._is_many:
             return program_of(graph, args, call, self._asks)
         given = graph.given(args, graph.has_floats)
@@ -435,10 +496,10 @@ class _Running:
         from .._front.python_step import difference
 
         def in_python(inputs: Leaves, state: Leaves) -> tuple[Leaves, Leaves]:
-            y, new = self._step.function(*self._user.arguments(inputs, state))
+            y, new = self._step.function(*self.user.arguments(inputs, state))
             return flatten(new, "state")[0], flatten(y, "output")[0]
 
-        step = self._user.step
+        step = self.user.step
         others: dict[str, Tensor] = {}
         if isinstance(step, nn.Module):
             others = {f"cell.{name}": weight for name, weight in step.named_parameters()}

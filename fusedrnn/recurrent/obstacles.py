@@ -16,14 +16,13 @@ from .unusual import unusual
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def obstacle_to_programs(call: SequenceCall) -> str:
-    """Why a call takes no program; or nothing."""
+def obstacle_around(device: torch.device) -> str:
+    """Why no call takes a program, by what surrounds it; or nothing."""
     allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
     if allowed != "1":
         if allowed != "0":
             raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
         return "FUSEDRNN_COMPILE=0 says so"
-    device = call.device
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
     if device.type != "cpu":
@@ -31,12 +30,19 @@ def obstacle_to_programs(call: SequenceCall) -> str:
             return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {device}"
         if _library.cuda is None:
             return _library.cuda_obstacle or "the CUDA kernels are not loaded"
-    if call.rows == 0 or call.seq_len == 0:
-        return "there is nothing to compute"
     if torch._C._len_torch_dispatch_stack():
         return "a mode of torch looks at all operations"
     if torch._C._len_torch_function_stack() and _has_function_mode():
         return "a mode of torch looks at all functions"
+    return ""
+
+
+def obstacle_to_programs(call: SequenceCall) -> str:
+    """Why a call takes no program, whatever its step is; or nothing."""
+    if obstacle := obstacle_around(call.device):
+        return obstacle
+    if call.rows == 0 or call.seq_len == 0:
+        return "there is nothing to compute"
     for leaf in (*call.inputs, *call.state, *call.reset_to):
         if type(leaf) not in _PLAIN:
             return f"a tensor is a {type(leaf).__name__}"

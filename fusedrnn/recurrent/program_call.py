@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _compile
+from .noise import Seed
 from .program_parts import Part
 from .sequence_call import SequenceCall
 from .trees import Leaves
@@ -24,10 +25,13 @@ ZERO, STATE, SEQUENCE, KEEP = range(4)
 
 @dataclass
 class Call:
-    """What the function of autograd gets besides tensors that autograd is to see."""
+    """What the function of autograd gets besides tensors that autograd is to see, and the seed.
+
+    Calls of one kind share it.
+    """
 
     sequence: SequenceCall
-    """Without its tensors."""
+    """Without its tensors, and without a seed of its own."""
     counts: tuple[int, int, int]
     """Of inputs, states, and what resets set these to; constants come behind them."""
     graph: StepGraph
@@ -66,9 +70,10 @@ class Values(NamedTuple):
 
 @dataclass
 class Arguments:
-    """The tensors of a call, without their graphs."""
+    """The tensors of a call, in a mode in which autograd records nothing."""
 
     call: Call
+    seed: Seed
     values: Values
     state: list[Tensor]
     """(batch, width) each."""
@@ -77,12 +82,12 @@ class Arguments:
     kinds: list[int]
 
     @classmethod
-    def of(cls, call: Call, tensors: Sequence[Tensor]) -> Arguments:
+    def of(cls, call: Call, seed: Seed, tensors: Sequence[Tensor]) -> Arguments:
         """Of the tensors that the function of autograd gets."""
-        values = Values.of(call, [tensor.detach() for tensor in tensors])
+        values = Values.of(call, tensors)
         dtype = values.state[0].dtype
         state = [_flat(leaf, 1, dtype) for leaf in values.state]
-        return cls(call, values, state, *_reset_values(call.sequence, values, dtype))
+        return cls(call, seed, values, state, *_reset_values(call.sequence, values, dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,7 +132,7 @@ class Arguments:
         options = {
             "lengths": lengths,
             "reset": None if reset is None else reset[part.slice].contiguous(),
-            "seed": sequence.seed.on(sequence.device) if program.form.streams else None,
+            "seed": self.seed.on(sequence.device) if program.form.streams else None,
             "stream": sequence.layer,
             "first_step": part.begin,
             "reverse": sequence.backwards,

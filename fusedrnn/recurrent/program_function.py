@@ -5,6 +5,7 @@ Longer than 350 lines, because the gradients of one call come together here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .._graphs import never_in_graphs
 from .autograd import is_batched, warn_of_loop
 from .gradients import Gradients, gradients_of
 from .graph_loop import loop
+from .noise import Seed
 from .program_call import SEQUENCE, Arguments, Call, PartCall, Values
 from .program_forward import Kept, forward, take
 from .program_parts import Part, gradient_in
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from .._compile.cell import Program
 
 
-def run_program(call: Call, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
+def run_program(call: Call, seed: Seed, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
     """Outputs and the last state of a sequence.
 
     Args:
@@ -34,18 +36,18 @@ def run_program(call: Call, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
     """
     count = len(call.program.output_shapes)
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-        made = _Program.apply(call, *tensors)
+        made = _Program.apply(call, seed, *tensors)
     else:
-        results = forward(Arguments.of(call, tensors), for_backward=False)
+        results = forward(Arguments.of(call, seed, tensors), for_backward=False)
         made = (*results.outputs, *results.last)
     return made[:count], made[count:]
 
 
 class _Program(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = forward(Arguments.of(call, tensors), for_backward=True)
-        ctx.call, ctx.count = call, len(tensors)
+    def forward(ctx: Any, call: Call, seed: Seed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = forward(Arguments.of(call, seed, tensors), for_backward=True)
+        ctx.call, ctx.seed, ctx.count = call, seed, len(tensors)
         ctx.save_for_backward(*tensors, *results.for_backward)
         ctx.set_materialize_grads(False)
         return (*results.outputs, *results.last)
@@ -54,22 +56,27 @@ class _Program(torch.autograd.Function):
     @never_in_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
+        seed: Seed = ctx.seed
         saved = ctx.saved_tensors
         tensors, rest = saved[: ctx.count], saved[ctx.count :]
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
-            return None, *_by_loop(call, tensors, needs, gradients)
-        program = _backward_program(Arguments.of(call, tensors), needs, gradients)
+            return None, None, *_by_loop(call, seed, tensors, needs, gradients)
+        arguments = Arguments.of(call, seed, tensors)
+        program = _backward_program(arguments, needs, gradients)
         if program is None:
             warn_of_loop("Gradients of some results alone")
-            return None, *_by_loop(call, tensors, needs, gradients)
-        found = _Backward(replace(call, program=program), tensors, rest, needs)
-        return None, *found.gradients(gradients)
+            return None, None, *_by_loop(call, seed, tensors, needs, gradients)
+        if program is not call.program:
+            arguments = replace(arguments, call=replace(call, program=program))
+        found = _Backward(arguments, rest, needs)
+        return None, None, *found.gradients(gradients)
 
 
 def _by_loop(
     call: Call,
+    seed: Seed,
     tensors: Sequence[Tensor],
     needs: Sequence[bool],
     gradients: Sequence[Tensor | None],
@@ -84,7 +91,9 @@ def _by_loop(
             for tensor, need in zip(tensors, needs, strict=True)
         ]
         values = Values.of(call, aliases)
-        sequence = call.sequence.with_tensors(values.inputs, values.state, values.reset_to)
+        sequence = call.sequence.with_values(
+            tuple(values.inputs), tuple(values.state), tuple(values.reset_to), seed
+        )
         given = Given(tuple(values.constants), call.numbers)
         outputs, last = loop(call.graph, given, sequence)
     create_graph = torch.is_grad_enabled()
@@ -98,27 +107,20 @@ def _backward_program(
     call, used = arguments.call, tuple(gradient is not None for gradient in gradients)
     if all(used):
         return call.program
-    values = arguments.values
     trained = Values.of(call, needs).constants
-    return without_unused(
-        call.program,
-        used,
-        tuple(values.constants),
-        trained,
-        tuple(values.inputs),
-        tuple(values.state),
+    inputs, state, _, constants = (
+        tuple([tensor.detach() for tensor in tensors]) for tensors in arguments.values
     )
+    return without_unused(call.program, used, constants, trained, inputs, state)
 
 
 class _Backward:
     """Gradients of one call: part by part from the last one on, and added up."""
 
-    def __init__(
-        self, call: Call, tensors: Sequence[Tensor], rest: Sequence[Tensor], needs: Sequence[bool]
-    ) -> None:
-        self._call, self._rest = call, rest
+    def __init__(self, arguments: Arguments, rest: Sequence[Tensor], needs: Sequence[bool]) -> None:
+        self._arguments, self._call, self._rest = arguments, arguments.call, rest
+        call = arguments.call
         self._sequence, self._program = call.sequence, call.program
-        self._arguments = arguments = Arguments.of(call, tensors)
         self._needs = Values.of(call, needs)
         self._nothing = arguments.state[0].new_empty(0)
         self._no_sums = self._nothing.to(arguments.sum_dtype)
@@ -380,14 +382,16 @@ def _apart(gradients: Gradients) -> Gradients:
     autograd has one tensor for both terms of a sum. A leaf's ``grad`` is what comes here, and is
     changed in place when gradients are accumulated or clipped.
     """
+    memory = [0 if g is None else g.untyped_storage().data_ptr() for g in gradients]
+    times = Counter(memory)
     taken: dict[int, list[tuple[int, int]]] = {}
     made: Gradients = []
-    for gradient in gradients:
-        if gradient is not None and gradient.numel():
+    for gradient, start in zip(gradients, memory, strict=True):
+        if gradient is not None and times[start] > 1 and gradient.numel():
             first = int(gradient.storage_offset())
             steps = zip(gradient.shape, gradient.stride(), strict=True)
             last = first + sum(int((size - 1) * stride) for size, stride in steps)
-            places = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
+            places = taken.setdefault(start, [])
             if any(a <= last and first <= b for a, b in places):
                 gradient = gradient.clone()
             else:

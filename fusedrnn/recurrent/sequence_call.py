@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,8 @@ from .chunks import Names
 from .noise import Seed
 from .steps import Resets
 from .trees import Leaves
+
+_NO_SEED = Seed()
 
 
 class SequenceCall(NamedTuple):
@@ -49,14 +50,14 @@ class SequenceCall(NamedTuple):
         """The place in the sequence of the step that is taken after i others."""
         return self.seq_len - 1 - i if self.backwards else i
 
-    def without_tensors(self) -> SequenceCall:
-        """For autograd, which is to keep these itself."""
-        return self._replace(inputs=(), state=(), reset_to=())
+    def without_values(self) -> SequenceCall:
+        """What calls of one kind share; and autograd is to keep tensors itself."""
+        return self._replace(inputs=(), state=(), reset_to=(), seed=_NO_SEED)
 
-    def with_tensors(
-        self, inputs: Sequence[Tensor], state: Sequence[Tensor], reset_to: Sequence[Tensor]
+    def with_values(
+        self, inputs: Leaves, state: Leaves, reset_to: Leaves, seed: Seed
     ) -> SequenceCall:
-        return self._replace(inputs=tuple(inputs), state=tuple(state), reset_to=tuple(reset_to))
+        return self._replace(inputs=inputs, state=state, reset_to=reset_to, seed=seed)
 
     def within_ends(self) -> Leaves:
         """Inputs with 0 for integers behind the ends of rows, where there may be anything."""

@@ -5,17 +5,16 @@ For one cell and inputs with a batch, without lengths and resets.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._graphs import is_alone
-from .calls import Memory, Settings
-from .compiling import NoProgram, Options, User
+from .calls import Settings, options_of
+from .compiling import Compiling, Kind, NoProgram
 from .initial_state import initial_state
 from .noise import Seed
-from .sequence_call import SequenceCall
 from .trees import Leaves, flatten
 
 if TYPE_CHECKING:
@@ -25,20 +24,11 @@ _MOST = 64
 """Kinds of calls that are remembered."""
 
 
-class _Known(NamedTuple):
-    """A kind of calls that a program has run."""
-
-    user: User
-    call: SequenceCall
-    """Without tensors."""
-    memory: Memory
-
-
 class UsualCalls:
     """Those of one module."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, tuple[Kind, Compiling]] = {}
 
     def __reduce__(self) -> Any:
         return UsualCalls, ()
@@ -54,7 +44,9 @@ class UsualCalls:
         inputs = _transposed(call.inputs) if batch_first else call.inputs
         forms = _form(one.input.tree(inputs))[1], _form(one.state.tree(call.state))[1]
         key = _key(settings, batch_first, call.returns_sequence, (*inputs, *call.state), forms)
-        self._known[key] = _Known(one.user(), call.without_tensors(), one.memory)
+        compiling = one.memory.compiling
+        kind = compiling.kind_of(one.user(), call, options_of(settings))
+        self._known[key] = kind, compiling
 
     def run(
         self,
@@ -77,14 +69,12 @@ class UsualCalls:
         except (RuntimeError, TypeError, ValueError, IndexError):  # for which there are words
             return None
         known = self._known.get(key)
-        if known is None or known.user.step is not cell or not is_alone():
+        if known is None or known[0].user.step is not cell or not is_alone():
             return None
+        kind, compiling = known
         inputs = _transposed(inputs) if batch_first else inputs
-        call = known.call._replace(inputs=inputs, state=states, seed=Seed(generator))
-        saves_sums = not settings.recompute and torch.is_grad_enabled()
-        options = Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
         try:
-            output, new = known.memory.compiling.run(known.user, call, options)
+            output, new = compiling.run_as_before(kind, inputs, states, Seed(generator))
         except NoProgram:  # for which there are words elsewhere
             return None
         if batch_first and returns_sequence:
@@ -115,4 +105,5 @@ def _key(
 ) -> Any:
     """All that checks look at."""
     kinds = [(t.shape, t.dtype, t.device, t.layout) for t in leaves]
-    return settings, batch_first, returns_sequence, forms, tuple(kinds)
+    keeps_sums = not settings.recompute and torch.is_grad_enabled()
+    return settings, keeps_sums, batch_first, returns_sequence, forms, tuple(kinds)
