@@ -183,6 +183,7 @@ def as_users_write(source: str) -> str:
     """What torch.compile calls a variable, in the user's words."""
     short = re.sub(r"^G\['__import_(\w+)'\]", _module_of, source)
     short = re.sub(r"^[LG]\['(\w+)'\]", r"\1", short)
+    short = re.sub(r"(\w+)\.__closure__\[\d+\]\.cell_contents", r"a variable around \1", short)
     return _PARTS.sub(r".\1", short)
 
 

@@ -740,6 +740,20 @@ def counted_by(cell: Counts) -> float:
     return float(deepest(cell.data).a + cell.array.item() + Counts.total + COUNT["a"])
 
 
+def test_a_step_that_counts_in_a_variable_around_it() -> None:
+    count, (x, h) = 0, given()
+
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        count += 1
+        return (x + h).tanh(), h
+
+    with pytest.raises(RuntimeError, match=r"the step changes a variable around step \(test_chang"):
+        fusedrnn.scan(step, h, x, compile="require")
+    fusedrnn.scan(step, h, x)
+    assert count == len(x)
+
+
 def test_a_step_that_counts_in_an_attribute() -> None:
     cell, (x, h) = Counts("attribute"), given()
     with pytest.raises(RuntimeError, match=r"the step changes cell.steps \(test_changes_between_"):
