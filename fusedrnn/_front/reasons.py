@@ -173,18 +173,18 @@ def _of_attributes(name: str, attributes: Iterable[str]) -> str:
     owner, _, last = name.rpartition(".")
     if last in _DICTS:
         return f"{_DICTS[last]} of {owner}"
-    return ".".join([name, *list(attributes)[:1]])
+    return ".".join([name, *[one for one in attributes if one != "cell_contents"][:1]])
 
 
 _PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
+_AROUND = re.compile(r"(\w+)\.__closure__\[\d+\](?:\.cell_contents)?")
 
 
 def as_users_write(source: str) -> str:
     """What torch.compile calls a variable, in the user's words."""
     short = re.sub(r"^G\['__import_(\w+)'\]", _module_of, source)
     short = re.sub(r"^[LG]\['(\w+)'\]", r"\1", short)
-    short = re.sub(r"(\w+)\.__closure__\[\d+\]\.cell_contents", r"a variable around \1", short)
-    return _PARTS.sub(r".\1", short)
+    return _AROUND.sub(r"a variable around \1", _PARTS.sub(r".\1", short))
 
 
 def _module_of(found: re.Match[str]) -> str:
