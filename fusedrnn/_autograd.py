@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.autograd import forward_ad
 from . import _onnx, _ops, _plans, _replay, _vmap
 from ._graphs import is_alone, is_compiling, is_traced
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
+from ._warnings import warn
 from .cells import CELLS
 
 
@@ -303,8 +303,7 @@ def _warn_of_cost() -> None:
     if _has_warned or is_compiling():
         return
     _has_warned = True
-    warnings.warn(
+    warn(
         "fusedrnn: second derivatives run the layer step by step in plain torch, which takes more "
-        "time than a loop written by hand, and memory for about the square root of the steps",
-        stacklevel=2,
+        "time than a loop written by hand, and memory for about the square root of the steps"
     )

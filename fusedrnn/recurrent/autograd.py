@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._graphs import is_alone, never_in_graphs
+from .._warnings import warn
 from .backward import Backward
 from .forward import Result, forward, like_rows
 from .gradients import Gradients, gradients_of
@@ -172,8 +172,7 @@ def is_batched(gradient: Tensor | None) -> bool:
 
 
 def warn_of_loop(what: str) -> None:
-    warnings.warn(
+    warn(
         f"fusedrnn: {what} take a plain loop over the steps, which keeps the intermediates of all "
-        "of them",
-        stacklevel=4,
+        "of them"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._graphs import is_alone
+from .._warnings import warn
 from ..options import check_chunks, check_flag, text_of
 from .autograd import run_sequence
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
@@ -205,9 +205,7 @@ def refused(error: NoProgram, settings: Settings, memory: Memory, call: Sequence
             add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
         raise refusal from error
     if memory.compiling.is_to_warn(error):
-        warnings.warn(
-            f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}", stacklevel=5
-        )
+        warn(f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}")
     return reason
 
 

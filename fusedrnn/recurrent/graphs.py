@@ -8,7 +8,6 @@ closed-over tensors and whatever Python decides in a step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._warnings import warn
 
 T = TypeVar("T")
 
@@ -228,10 +229,9 @@ class Graphs:
         self.has_run.add(what)
         if self._late_obstacle:
             self.obstacle, self._late_obstacle = self._late_obstacle, ""
-            warnings.warn(
+            warn(
                 "fusedrnn: the steps run without CUDA graphs, because while one was recorded "
-                f"{self.obstacle}",
-                stacklevel=2,
+                f"{self.obstacle}"
             )
 
     def give_up(self, error: CannotRecord) -> None:

@@ -503,6 +503,7 @@ def test_what_gives_another_value_each_time_comes_and_goes(name: str) -> None:
             outputs = [rnn(x, h)[0] for _ in range(4)]
         assert any(not torch.equal(outputs[0], other) for other in outputs[1:])
         assert ["is no longer compiled" in str(w.message) for w in said] == [True] * (turn == 0)
+        assert all(warning.filename == __file__ for warning in said)
         assert "(test_changes_between_calls.py:" in rnn.explain(x, h).program
     rnn.compile_cell = "require"
     with pytest.raises(RuntimeError, match="cannot be compiled"):

@@ -198,8 +198,9 @@ def test_derivatives_of_gradients() -> None:
         first = torch.autograd.grad(loss_of(results), leaves, create_graph=True)
         return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
 
-    with pytest.warns(UserWarning, match="take a plain loop over the steps"):
+    with pytest.warns(UserWarning, match="take a plain loop over the steps") as said:
         found = second(rnn(x, h))
+    assert {warning.filename for warning in said} == {__file__}  # the line that asked for it
     close(found, second(loop(rnn.cell, x, h)))
 
 

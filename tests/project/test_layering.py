@@ -49,6 +49,7 @@ PYTHON_LAYERS = {
         "_helpers",
         "_locks",
         "_pieces",
+        "_warnings",
     ],
     1: ["_library", "_optimizers", "cells", "reference"],
     2: ["_plans", "options", "tuning", "weights"],
