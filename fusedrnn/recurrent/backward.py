@@ -13,7 +13,6 @@ from .chunks import Chunk
 from .gradients import (
     Gradients,
     are_close,
-    at,
     coarsest_eps,
     dense,
     gradients_of,
@@ -194,7 +193,8 @@ class Backward:
         roots, gradients = [*state], [*given.state_gradients]
         for time, y in zip(chunk.times, outputs, strict=True):
             roots += y
-            gradients += at(given.output_gradients, time - chunk.part.start)
+            place = time - chunk.part.start
+            gradients += [None if g is None else g[place] for g in given.output_gradients]
         with run.watched_backward():
             found = iter(gradients_of(roots, gradients, leaves))
         return Found([next(found) for _ in start], [next(found) for _ in inputs], [*found], same)

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ def _settings(*values: Any) -> Settings:
 class Known:
     """What earlier calls with the same kinds of tensors have found out."""
 
+    graphs: Graphs
     step_bytes: int | None = None
-    graphs: Graphs = field(default_factory=Graphs)
 
 
 class Memory:
@@ -103,15 +103,14 @@ class Memory:
         shapes = [*(leaf.shape[1:] for leaf in inputs)]  # for any seq_len
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
-        kinds = (*shapes, *dtypes)
-        modules = tuple(run.weights.training_flags())
-        key = (run.signature, kinds, run.device, run.autocast, modules, torch.is_grad_enabled())
+        kinds = (*shapes, *dtypes, *run.weights.training_flags())
+        key = (run.signature, kinds, run.device, run.autocast, torch.is_grad_enabled())
         if key not in self._known:
             # Chunks are recorded from the second call on, also of a step that is defined anew.
             owner = self._owner and self._owner()
             is_anew = owner is not None and not isinstance(owner, torch.nn.Module)
             has_run = have_run.setdefault(code_of(owner), {}) if is_anew else {}
-            self._known[key] = Known(graphs=Graphs(has_run=has_run.setdefault(key, set())))
+            self._known[key] = Known(Graphs(has_run=has_run.setdefault(key, set())))
         return self._known[key]
 
 

@@ -45,11 +45,6 @@ def gradients_of(
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
-def at(sequences: Gradients, place: int) -> Gradients:
-    """Of one step."""
-    return [None if sequence is None else sequence[place] for sequence in sequences]
-
-
 def dense(gradients: Gradients, leaves: Sequence[Tensor]) -> Gradients:
     """With zeros where there is no gradient though there could be one."""
     return [

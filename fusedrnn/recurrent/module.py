@@ -65,8 +65,8 @@ class Recurrent(nn.Module):
             less time and more memory: of a compiled cell the sums of its products, which backward
             then need not multiply again, and the whole sequence; of steps in Python the graph, as a
             loop keeps it, so that backward takes no step again. Results and random numbers are the
-            same either way. Excludes ``cuda_graphs``, and unless ``compile="require"``
-            also ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
+            same either way. Excludes ``cuda_graphs``, and unless ``compile="require"`` also
+            ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
 

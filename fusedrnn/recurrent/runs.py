@@ -28,7 +28,7 @@ steps of a sequence get."""
 
 @dataclass
 class Before:
-    """What was so before a chunk besides the state, and must be so again when it is replayed."""
+    """What was so before a chunk besides the state, and must be so again in backward."""
 
     buffers: dict[str, Tensor]
     variables: Values

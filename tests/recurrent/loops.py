@@ -15,7 +15,7 @@ import fusedrnn
 from fusedrnn.recurrent.noise import Seed
 
 WAYS: dict[str, dict[str, Any]] = {
-    "": {},
+    "default": {},
     "chunks of 1": {"chunk_size": 1},
     "chunks of 3": {"chunk_size": 3},
     "one chunk": {"chunk_size": 100},

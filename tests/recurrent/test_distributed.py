@@ -36,7 +36,7 @@ class Cell(nn.Module):
         return self.out(h), h
 
 
-class Whole():
+class Whole(nn.Module):
     """A model of one input."""
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ def test_what_no_function_of_torch_sees_is_an_error() -> None:
 
 
 def test_states_and_outputs_without_a_batch() -> None:
-    """Replay takes any shapes: a linear filter with a scalar state."""
+    """Any shapes will do: a linear filter with a scalar state."""
     decay = double()
 
     def step(level: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
