@@ -23,7 +23,7 @@ from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs
-from .programs import AUTO, NEVER, REQUIRE, check_compile
+from .programs import NEVER, REQUIRE, check_compile
 from .runs import Run, add_note
 from .sequence_call import SequenceCall
 from .trees import Leaves
@@ -36,8 +36,8 @@ class Settings:
     chunk_size: int | None
     workspace_bytes: int | None
     cuda_graphs: bool
-    compile: str = AUTO
-    recompute: bool = True
+    compile: str
+    recompute: bool
 
     def __post_init__(self) -> None:
         check_chunks(self.chunk_size, self.workspace_bytes)
