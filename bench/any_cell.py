@@ -1,10 +1,10 @@
 """Memory and time of cells that users write: ``python -m bench.any_cell``.
 
 A training step of each cell of docs/examples/published_cells.py, by a plain loop, by a loop in
-which torch.utils.checkpoint wraps each chunk, and by Recurrent in its modes, on a GPU also with
-CUDA graphs. With --torch-compile also by a loop over the cell by torch.compile, and by torch's own
-``scan``, which takes minutes per cell. torch.distributions do not check arguments, as
-torch.compile has it.
+which torch.utils.checkpoint wraps each chunk, and by Recurrent, compiled and with steps in Python,
+on a GPU also with CUDA graphs. With --torch-compile also by a loop over the cell by torch.compile,
+and by torch's own ``scan``, which takes minutes per cell. torch.distributions do not check
+arguments, as torch.compile has it.
 
 Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU these come first, so
 nvcc has built all libraries; each cell has a process of its own, and allocations are not counted.
@@ -33,7 +33,6 @@ from .any_cell_steps import (
     GRAPHS,
     LOOP,
     OURS,
-    PARALLEL,
     PROGRAM,
     SCAN,
     Size,
@@ -56,10 +55,9 @@ from .worker import Notes, Row, measure_apart
 
 T = TypeVar("T")
 
-EAGER = (LOOP, CHECKPOINT, OURS, PARALLEL)
-ON_CPU = (LOOP, CHECKPOINT, PROGRAM, BUILT_IN, OURS, PARALLEL)
+ON_CPU = (LOOP, CHECKPOINT, PROGRAM, BUILT_IN, OURS)
 WITH_COMPILER = (COMPILED_LOOP, SCAN)
-ON_CUDA_FIRST, ON_CUDA_THEN = (LOOP, PROGRAM, BUILT_IN), (GRAPHS, OURS, CHECKPOINT, PARALLEL)
+ON_CUDA_FIRST, ON_CUDA_THEN = (LOOP, PROGRAM, BUILT_IN), (GRAPHS, OURS, CHECKPOINT)
 ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, SCAN)
 
 PEAK_LIMIT = 0.25
@@ -206,7 +204,7 @@ def _memory_of(name: str, case: Case, size: Size, device: str) -> tuple[Row, Ste
             else:
                 row = asdict(_warm(step, measure_memory))
             row["output_bytes"] = step.output_bytes
-    except Exception as error:  # whatever the compiler or the cell's row-wise check raises
+    except Exception as error:  # whatever the compiler raises
         if names_fault(str(error)):
             raise
         first_line = str(error).strip().split("\n")[0]

@@ -16,7 +16,7 @@ from docs.examples.published_cells import Case
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, torch.compile"
 PROGRAM, SAVED = "Recurrent, compiled cell", "the same, recompute=False"
-OURS, PARALLEL, GRAPHS = "Recurrent, loop", "Recurrent, parallel", "Recurrent, CUDA graphs"
+OURS, GRAPHS = "Recurrent, loop", "Recurrent, CUDA graphs"
 SCAN = "torch's scan"
 BUILT_IN = "built-in"
 BUILT_IN_LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -75,7 +75,6 @@ class Step:
             PROGRAM: ours(compile="require"),
             SAVED: ours(compile="require", recompute=False),
             OURS: ours(compile="never"),
-            PARALLEL: ours(mode="parallel"),
             GRAPHS: ours(compile="never", cuda_graphs=True),
             SCAN: self._scan,
         }

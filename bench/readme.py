@@ -60,7 +60,7 @@ GPU_PAIRS = (
 # Contenders for cells that users write, as they are shown; results may lack some.
 ANY_CELL = (
     *("Recurrent, compiled cell", "built-in"),
-    *("Recurrent", "Recurrent, loop", "Recurrent, parallel", "checkpoint per chunk"),
+    *("Recurrent", "Recurrent, loop", "checkpoint per chunk"),
     *("Recurrent, torch.compile", "loop, torch.compile"),
     "torch's scan",
 )

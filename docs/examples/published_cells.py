@@ -138,7 +138,8 @@ def main() -> None:
         output, _ = rnn(inputs)
         loss = sum(leaf.square().mean() for leaf in pytree.tree_leaves(output))
         loss.backward()
-        print(f"{case.name}: loss {loss.item():.3f}, {rnn.explain(inputs).mode}")
+        how = "compiled" if rnn.explain(inputs).is_compiled else "steps in Python"
+        print(f"{case.name}: loss {loss.item():.3f}, {how}")
 
 
 if __name__ == "__main__":

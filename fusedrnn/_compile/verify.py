@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import _ops
-from ..recurrent.noise import MOST_DRAWS, Noise, TrialSeed
+from ..recurrent.noise import MOST_DRAWS, Draw, Noise, TrialSeed
 from ..recurrent.program_function import through
 from ..recurrent.reads import Watch
 from ..recurrent.trees import Leaves, differentiable
@@ -332,8 +332,8 @@ class _TrialNoise(Noise):
         super().__init__(TrialSeed(), 0)
         self._dtype = dtype
 
-    def _numbers(self, key: Any) -> Tensor:
-        return super()._numbers(key._replace(dtype=self._dtype)).to(key.dtype)
+    def _numbers(self, draw: Draw) -> Tensor:
+        return super()._numbers(draw._replace(dtype=self._dtype)).to(draw.dtype)
 
 
 class _WithoutHooks(TorchFunctionMode):

@@ -21,12 +21,9 @@ from .values import Layout, Values
 
 
 def run_sequence(
-    run: Run, inputs: Leaves, state: Leaves, constants: Leaves, is_parallel: bool
+    run: Run, inputs: Leaves, state: Leaves, constants: Leaves
 ) -> tuple[Leaves, Leaves]:
     """All steps, from a state on.
-
-    Args:
-        is_parallel: Whether backward is to be in parallel.
 
     Returns:
         Outputs, (seq_len, ...) each, or the last ones alone if the run says so; and the last state.
@@ -38,7 +35,7 @@ def run_sequence(
         with run.watched():
             return plain_loop(run, Values(inputs, state, constants, weights, {}), {})
     for_backward = torch.is_grad_enabled()
-    result = forward(run, inputs, state, constants, for_backward, is_parallel)
+    result = forward(run, inputs, state, constants, for_backward)
     if torch._C._len_torch_function_stack():  # the step of an outer call, which may replace them
         run.closed_over = {n: leaf.view_as(leaf) for n, leaf in run.closed_over.items()}
     values = Values(inputs, state, constants, weights, run.closed_over)
@@ -104,13 +101,10 @@ class _Sequence(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = call.result
         made = (*result.outputs, *result.state)
-        states = tuple(
-            result.outputs[leaf] if isinstance(leaf, int) else leaf for leaf in result.states
-        )
-        starts = () if states else tuple(leaf for start in result.starts for leaf in start)
+        starts = (leaf for start in result.starts for leaf in start)
         ctx.run, ctx.layout = call.run, call.layout
-        ctx.counts = (len(tensors), len(states), len(result.outputs))
-        ctx.save_for_backward(*tensors, *states, *starts)
+        ctx.counts = (len(tensors), len(result.outputs))
+        ctx.save_for_backward(*tensors, *starts)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t in made if not t.is_floating_point() and not t.is_complex())
@@ -120,9 +114,9 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     @never_in_graphs
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_tensors, of_states, of_outputs = ctx.counts
+        of_tensors, of_outputs = ctx.counts
         saved = ctx.saved_tensors
-        tensors, rest = saved[:of_tensors], saved[of_tensors:]
+        tensors, starts = saved[:of_tensors], saved[of_tensors:]
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
@@ -132,8 +126,7 @@ class _Sequence(torch.autograd.Function):
         found = Backward(
             ctx.run,
             values,
-            starts=[rest[i : i + size] for i in range(of_states, len(rest), size)],
-            states=[leaf.detach() for leaf in rest[:of_states]],
+            starts=[starts[i : i + size] for i in range(0, len(starts), size)],
             needs=needs,
             output_gradients=list(gradients[:of_outputs]),
             state_gradients=list(gradients[of_outputs:]),

@@ -1,13 +1,12 @@
-"""Steps in Python of one layer and direction of a call: mode, chunk and run."""
+"""Steps in Python of one layer and direction of a call: chunk and run."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +14,15 @@ from torch import Tensor
 
 from .._graphs import is_alone
 from .._warnings import warn
-from ..options import check_chunks, check_flag, text_of
+from ..options import check_chunks, check_flag
 from .autograd import run_sequence
-from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
+from .choices import chunk_steps, measure_step
 from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .kept_graph import run_with_graph
-from .probe import obstacle_to_graphs, obstacle_to_parallel
-from .programs import AUTO as AUTO_COMPILE
+from .probe import obstacle_to_graphs
 from .programs import NEVER, REQUIRE, check_compile
 from .runs import Run, add_note
 from .sequence_call import SequenceCall
@@ -35,25 +33,19 @@ from .trees import Leaves
 class Settings:
     """What a user says of how sequences run."""
 
-    mode: str
     chunk_size: int | None
     workspace_bytes: int | None
     cuda_graphs: bool
-    compile: str = AUTO_COMPILE
-    recompute: bool = True
+    compile: str
+    recompute: bool
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mode, str) or self.mode not in MODES:
-            names = ", ".join(map(repr, MODES))
-            raise ValueError(f"fusedrnn: mode must be one of {names}, got {text_of(self.mode)}")
         check_chunks(self.chunk_size, self.workspace_bytes)
         check_flag("cuda_graphs", self.cuda_graphs)
         check_compile(self.compile)
         check_flag("recompute", self.recompute)
         if not self.recompute and self._only_recomputes():
             raise ValueError(f"fusedrnn: recompute=False excludes {self._only_recomputes()}")
-        if self.compile == REQUIRE and self.without_program():
-            raise ValueError(f"fusedrnn: compile='require' excludes {self.without_program()}")
 
     @staticmethod
     def of(*values: Any) -> Settings:
@@ -63,18 +55,8 @@ class Settings:
         except TypeError:  # a value that nobody can look up, and that is wrong
             return Settings(*values)
 
-    def without_program(self) -> str:
-        """The option that has steps taken in Python; or nothing."""
-        if self.compile == NEVER:
-            return "compile says so"
-        if self.mode != AUTO:
-            return f"mode={self.mode!r}, which says how steps in Python are differentiated"
-        return ""
-
     def _only_recomputes(self) -> str:
         """The option that is for steps which backward takes again; or nothing."""
-        if self.mode != AUTO:
-            return f"mode={self.mode!r}, which says how backward takes steps again"
         if self.cuda_graphs:
             return "cuda_graphs=True, which records the chunks that backward takes again"
         if self.compile == REQUIRE:  # programs have chunks, whatever they keep
@@ -94,10 +76,8 @@ def _settings(*values: Any) -> Settings:
 class Known:
     """What earlier calls with the same kinds of tensors have found out."""
 
-    obstacle: str | None = None
-    """To parallel mode; "" for none; None if nobody has looked."""
+    graphs: Graphs
     step_bytes: int | None = None
-    graphs: Graphs = field(default_factory=Graphs)
 
 
 class Memory:
@@ -123,24 +103,19 @@ class Memory:
         shapes = [*(leaf.shape[1:] for leaf in inputs)]  # for any seq_len
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
-        kinds = (*shapes, *dtypes)
-        key = (run.signature, kinds, *_kinds(run), run.seq_len > 1, torch.is_grad_enabled())
+        kinds = (*shapes, *dtypes, *run.weights.training_flags())
+        key = (run.signature, kinds, run.device, run.autocast, torch.is_grad_enabled())
         if key not in self._known:
             # Chunks are recorded from the second call on, also of a step that is defined anew.
             owner = self._owner and self._owner()
             is_anew = owner is not None and not isinstance(owner, torch.nn.Module)
             has_run = have_run.setdefault(code_of(owner), {}) if is_anew else {}
-            self._known[key] = Known(graphs=Graphs(has_run=has_run.setdefault(key, set())))
+            self._known[key] = Known(Graphs(has_run=has_run.setdefault(key, set())))
         return self._known[key]
 
 
 have_run: weakref.WeakKeyDictionary[Any, dict[Any, set[str]]] = weakref.WeakKeyDictionary()
 """What :class:`Graphs` of all functions of one code have run."""
-
-
-def _kinds(run: Run) -> tuple[Any, ...]:
-    """What may make a step another one besides its signature."""
-    return run.device, run.autocast, tuple(run.weights.training_flags())
 
 
 def memory_of(step: Callable[..., Any]) -> Memory:
@@ -183,8 +158,8 @@ def options_of(settings: Settings) -> Options:
 
 def why_no_program(settings: Settings) -> str:
     """Why a call takes its steps in Python, whatever they are; or nothing."""
-    if why := settings.without_program():
-        return why
+    if settings.compile == NEVER:
+        return "compile says so"
     return "" if is_alone() else "a transform of torch.func, or a tracer, is around"
 
 
@@ -215,7 +190,6 @@ def take(
     """Outputs and last state, by steps in Python.
 
     Raises:
-        ValueError: The mode is "parallel", but the step is not row-wise.
         RuntimeError: Even one step does not fit into ``workspace_bytes``, or a generator was given
             and the step draws from others.
     """
@@ -244,10 +218,9 @@ def _refuse_late_draws(
     Args:
         random: States of the generators before the steps.
     """
-    trial = dataclasses.replace(run.for_trial(run.seq_len), draws=True)
-    draws = OtherDraws()
+    trial, draws = run.for_trial(run.seq_len), OtherDraws()
     with torch.no_grad(), draws:
-        run.aside(lambda: run_sequence(trial, inputs, state, constants, is_parallel=False))
+        run.aside(lambda: run_sequence(trial, inputs, state, constants))
     if draws.found:
         run.set_random_states(RandomStates(random, ()))
         raise RuntimeError(
@@ -262,21 +235,15 @@ def _take(
     given = (inputs, state, constants)
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
         run.chunk_size = run.seq_len
-        return run_sequence(run, *given, is_parallel=False)
-    keeps_graph = torch.is_grad_enabled() and not settings.recompute
-    known = memory.of(run, *given)
-    is_parallel = False
-    if keeps_graph:
+        return run_sequence(run, *given)
+    if torch.is_grad_enabled() and not settings.recompute:
         run.chunk_size, _ = chunk_steps(run.seq_len, settings.chunk_size, None, 0)
-    else:
-        run.chunk_size, _ = choose_chunk(run, settings, known, *given)
-        if torch.is_grad_enabled():
-            is_parallel = choose_mode(run, settings, known, *given)[0] == PARALLEL
-    if keeps_graph:
         return run_with_graph(run, *given)
+    known = memory.of(run, *given)
+    run.chunk_size, _ = choose_chunk(run, settings, known, *given)
     if not obstacle_of_call(run, settings, known, *given):
         run.graphs = known.graphs
-    return run_sequence(run, *given, is_parallel)
+    return run_sequence(run, *given)
 
 
 def choose_chunk(
@@ -284,34 +251,10 @@ def choose_chunk(
 ) -> tuple[int, str]:
     """Steps of a chunk, and why."""
     if settings.workspace_bytes is not None and known.step_bytes is None:
-        known.step_bytes = measure_step(run, inputs, state, constants).bytes
+        known.step_bytes = measure_step(run, inputs, state, constants)
     return chunk_steps(
         run.seq_len, settings.chunk_size, settings.workspace_bytes, known.step_bytes or 0
     )
-
-
-def choose_mode(
-    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[str, str]:
-    """The mode of backward, and why."""
-    if settings.mode == REPLAY:
-        return REPLAY, "mode says so"
-    if settings.mode == AUTO and run.device.type == "cpu":
-        return REPLAY, "on a CPU it takes less time"
-    reason = known.obstacle
-    if reason is None or (reason and settings.mode == PARALLEL):  # before an error, look again
-        reason, is_lasting = obstacle_to_parallel(run, inputs, state, constants)
-        known.obstacle = reason if is_lasting else None
-    if settings.mode == PARALLEL:
-        if reason:
-            raise ValueError(
-                f'fusedrnn: mode="parallel" needs a step that treats each row of the batch by '
-                f"itself, but {reason}"
-            )
-        return PARALLEL, "mode says so, and the step treats each row of the batch by itself"
-    if reason:
-        return REPLAY, reason
-    return PARALLEL, "the step treats each row of the batch by itself"
 
 
 def obstacle_of_call(

@@ -1,12 +1,11 @@
-"""Which mode and chunk a call takes, and what it says of them."""
+"""Which chunk a call takes, and what a call says of itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +20,6 @@ from .unusual import memory_of
 if TYPE_CHECKING:
     from .._front.graph import Given, StepGraph
 
-AUTO, PARALLEL, REPLAY = MODES = ("auto", "parallel", "replay")
-GRAPH = "graph"
-"""The mode of steps in Python with recompute=False, which is no value of ``mode``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -34,14 +29,6 @@ class Explanation:
     """Whether this package has compiled the cell, which then runs as a program of its kernels."""
     program: str
     """What the program is, and its library; or why steps are taken in Python."""
-    mode: str
-    """"parallel": backward takes the vector-Jacobian product of each step to its state, and then
-    all steps of a chunk at once, as rows of a larger batch, for the gradients of the rest.
-    "replay": backward takes the steps of a chunk again under autograd.
-    "graph": forward keeps the graph of all steps, as a loop does.
-    "program": backward makes the values of a chunk again by the program's kernels."""
-    reason: str
-    """Why it is that mode."""
     is_recorded: bool
     """Whether whole chunks run as CUDA graphs, from the second call on."""
     record_reason: str
@@ -67,7 +54,6 @@ class Explanation:
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [
             first,
-            f"mode {self.mode}: {self.reason}",
             f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
         ]
         if self.is_compiled:
@@ -104,18 +90,12 @@ def chunk_steps(
     return fit, f"so many of {step_bytes:,} bytes fit into workspace_bytes"
 
 
-class Measured(NamedTuple):
-    """What a step takes."""
+def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> int:
+    """What autograd keeps of the first step, in bytes; weights and arguments do not count.
 
-    bytes: int
-    """What autograd keeps of it; weights and arguments do not count."""
-    own_state_bytes: int
-    """Leaves of its state that are not outputs as well."""
-
-
-def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Measured:
-    """Takes the first step once. Buffers and torch's generators are afterwards as before."""
-    run = dataclasses.replace(run.for_trial(1), draws=True)
+    Takes the step once. Buffers and torch's generators are afterwards as before.
+    """
+    run = run.for_trial(1)
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
     x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
@@ -129,7 +109,7 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     return _measured(lambda: run.aside(take, weights), given)
 
 
-def measure_graph(graph: StepGraph, given: Given, call: SequenceCall) -> Measured:
+def measure_graph(graph: StepGraph, given: Given, call: SequenceCall) -> int:
     """The same of a step that has a graph."""
     constants = tuple(as_leaf(c, c.requires_grad) for c in given.constants)
     start = tuple(as_leaf(leaf) for leaf in call.state)
@@ -145,8 +125,8 @@ def measure_graph(graph: StepGraph, given: Given, call: SequenceCall) -> Measure
     return _measured(take, [*constants, *start, *x])
 
 
-def _measured(take: Callable[[], tuple[Leaves, Leaves]], given: Sequence[Tensor]) -> Measured:
-    """What autograd keeps of ``take()`` besides what is given."""
+def _measured(take: Callable[[], tuple[Leaves, Leaves]], given: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps of ``take()`` besides what is given."""
     excluded = {address for tensor in given for address in memory_of(tensor)}
     kept: dict[int, int] = {}
 
@@ -159,6 +139,4 @@ def _measured(take: Callable[[], tuple[Leaves, Leaves]], given: Sequence[Tensor]
         new, y = take()
     for leaf in (*new, *y):
         keep(leaf)
-    outputs = {id(leaf) for leaf in y}
-    own = sum(leaf.nbytes for leaf in new if id(leaf) not in outputs)
-    return Measured(sum(size for place, size in kept.items() if place not in excluded), own)
+    return sum(size for place, size in kept.items() if place not in excluded)

@@ -13,12 +13,11 @@ from .calls import (
     Memory,
     Settings,
     choose_chunk,
-    choose_mode,
     obstacle_of_call,
     refused,
     why_no_program,
 )
-from .choices import GRAPH, PARALLEL, Explanation, measure_graph, measure_step
+from .choices import Explanation, measure_graph, measure_step
 from .compiling import NoProgram, Options, Planned, User
 from .graphs import RECORDERS
 from .layers import InPython, LayersCall, OneCell, joined
@@ -74,8 +73,6 @@ def explanation(call: LayersCall) -> Explanation:
     return Explanation(
         is_compiled=all(part.is_compiled for part in parts),
         program=different("program"),
-        mode=different("mode"),
-        reason=different("reason"),
         is_recorded=any(part.is_recorded for part in parts),
         record_reason=different("record_reason"),
         chunk_steps=min(part.chunk_steps for part in parts),
@@ -115,17 +112,14 @@ def explained(
     inputs, state, constants = given
     known = memory.of(run, inputs, state, constants)
     with run.weights.locked():
-        measured = measure_step(run, inputs, state, constants)
+        step_bytes = measure_step(run, inputs, state, constants)
     if settings.recompute:
         steps, chunk_reason = choose_chunk(run, settings, known, inputs, state, constants)
-        mode, reason = choose_mode(run, settings, known, inputs, state, constants)
-        state_bytes = sum(leaf.nbytes for leaf in state)
-        kept = measured.own_state_bytes if mode == PARALLEL else -(-state_bytes // steps)
-        workspace = measured.bytes * steps
+        kept = -(-sum(leaf.nbytes for leaf in state) // steps)
+        workspace = step_bytes * steps
     else:
         steps, chunk_reason = run.seq_len, "the whole sequence, of which no step is taken again"
-        mode, reason = GRAPH, "recompute=False says so"
-        kept, workspace = measured.bytes, 0
+        kept, workspace = step_bytes, 0
     faster = []
     if way := _way_out(planned):
         faster.append(f"a cell that compiles: {way}")
@@ -138,13 +132,11 @@ def explained(
     return Explanation(
         is_compiled=False,
         program=planned,
-        mode=mode,
-        reason=reason,
         is_recorded=not obstacle,
         record_reason=obstacle,
         chunk_steps=steps,
         chunk_reason=chunk_reason,
-        step_bytes=measured.bytes,
+        step_bytes=step_bytes,
         kept_bytes_per_step=kept,
         workspace_bytes=workspace,
         faster=tuple(faster),
@@ -197,13 +189,11 @@ def _of_program(
     return Explanation(
         is_compiled=True,
         program=program.summary(),
-        mode="program",
-        reason="a program computes the same as the step, which a trial has shown",
         is_recorded=False,
         record_reason="the cell is compiled by this package",
         chunk_steps=steps,
         chunk_reason=why,
-        step_bytes=measure_graph(graph, given, call).bytes,
+        step_bytes=measure_graph(graph, given, call),
         kept_bytes_per_step=kept,
         workspace_bytes=workspace,
         faster=(f"{layer} computes the same",) if layer in _FASTER_THAN_COMPILED else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,25 +24,16 @@ class Result(NamedTuple):
     state: Leaves
     starts: list[Leaves]
     """The state before each chunk, and after the last one."""
-    states: Sequence[Tensor | int]
-    """For the parallel mode, each leaf of the state after the step at each time, or the number of
-    the output that it is; empty for replay."""
 
 
 @torch.no_grad()
 def forward(
-    run: Run,
-    inputs: Leaves,
-    state: Leaves,
-    constants: Leaves,
-    for_backward: bool,
-    keeps_states: bool,
+    run: Run, inputs: Leaves, state: Leaves, constants: Leaves, for_backward: bool
 ) -> Result:
     """Takes all steps, and notes in ``run`` what they read, draw and change.
 
     Args:
         for_backward: Whether backward may follow.
-        keeps_states: Whether to keep the state after every step, for the parallel mode.
 
     Raises:
         RuntimeError: Backward may follow, but could not take the steps again.
@@ -49,11 +41,8 @@ def forward(
     inputs, state, constants = (
         tuple(leaf.detach() for leaf in leaves) for leaves in (inputs, state, constants)
     )
-    outputs, states = _Outputs(run), _States(run, keeps_states)
-    starts = []
-
-    def take_whole(chunk: Chunk, state: Leaves, parts: Leaves, numbers: Sequence[Tensor]) -> _Made:
-        return _take_whole(run, chunk, states, state, parts, constants, numbers)
+    outputs = _Outputs(run)
+    starts: list[Leaves] = []
 
     def note_start() -> None:
         if for_backward:
@@ -66,44 +55,38 @@ def forward(
         run.enter(chunk)
         if recorded is not None and chunk.start and run.is_whole(chunk):
             try:
-                made = recorded(chunk, state, chunk.of(inputs), run.noise.numbers())
+                y, new = recorded(chunk, state, chunk.of(inputs), run.noise.numbers())
             except CannotRecord as error:
                 run.give_up_graphs(error)
                 recorded = None
                 run.enter(chunk)
             else:
-                state = tuple(leaf.clone() for leaf in made.state)
-                outputs.add_chunk(chunk, made.outputs)
-                states.add_chunk(chunk, made.states, outputs.leaves)
+                state = tuple(leaf.clone() for leaf in new)
+                outputs.add_chunk(chunk, y)
                 run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
                 continue
         steps = list(zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True))
         if chunk.start == 0:
             time, x = steps.pop(0)
             state, y, mark = take_first(run, inputs, state, x, constants, for_backward)
-            recorded = run.recorded("forward", take_whole)
+            recorded = run.recorded("forward", functools.partial(_take_whole, run, constants))
             outputs.add(time, y)
-            states.add(time, state, y, outputs.leaves)
         looks = chunk.stop == run.seq_len and len(steps) > 0
         with run.watched():
             for time, x in steps[: len(steps) - looks]:
                 state, y = run.take(time, state, x, constants)
                 outputs.add(time, y)
-                states.add(time, state, y, outputs.leaves)
         if looks:
             time, x = steps[-1]
             state, y = _take_last(run, time, inputs, state, x, constants)
             outputs.add(time, y)
-            states.add(time, state, y, outputs.leaves)
         run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
     if run.graphs is not None:
         run.graphs.note_end("forward")
     note_start()
     if for_backward:
         _note_late_changes(run, mark)
-    return Result(
-        tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts, states.leaves
-    )
+    return Result(tuple(outputs.leaves), tuple(leaf.clone() for leaf in state), starts)
 
 
 def _note_late_changes(run: Run, mark: Mark) -> None:
@@ -143,44 +126,29 @@ def _take_last(
     return result
 
 
-class _Made(NamedTuple):
-    """What the steps of a chunk make, (steps, ...) each in the order of time."""
-
-    outputs: Leaves
-    states: Sequence[Tensor | None]
-    """For the parallel mode; None where it is the output."""
-    state: Leaves
-    """After the last step."""
-
-
 def _take_whole(
     run: Run,
+    constants: Leaves,
     chunk: Chunk,
-    states: _States,
     state: Leaves,
     parts: Leaves,
-    constants: Leaves,
     numbers: Sequence[Tensor],
-) -> _Made:
-    """All steps of a chunk. ``parts``: of the inputs; ``numbers``: what the steps draw."""
+) -> tuple[Leaves, Leaves]:
+    """All steps of a chunk: outputs, (steps, ...) each in the order of time, and the last state.
+
+    Args:
+        parts: Of the inputs.
+        numbers: What the steps draw.
+    """
     run.enter(chunk)
     run.noise.give(numbers)
-    outputs, after = [], []
+    outputs = []
     with run.watched():
         for time, x in zip(chunk.times, chunk.steps(parts), strict=True):
             state, y = run.take(time, state, x, constants)
             outputs.append(y)
-            after.append(state)
-    outputs, after = chunk.in_time(outputs), chunk.in_time(after)
-    own = zip(*map(states.own, after, outputs), strict=True)
-    return _Made(
-        tuple(map(torch.stack, zip(*outputs, strict=True))),
-        [
-            None if all(leaf is None for leaf in leaves) else torch.stack([s[i] for s in after])
-            for i, leaves in enumerate(own)
-        ],
-        state,
-    )
+    in_time = zip(*chunk.in_time(outputs), strict=True)
+    return tuple(map(torch.stack, in_time)), state
 
 
 class _Outputs:
@@ -236,49 +204,6 @@ class _Outputs:
                 torch.where(like_rows(is_here, old), leaf[step, rows], old)
                 for leaf, old in zip(y, self.leaves, strict=True)
             ]
-
-
-class _States:
-    """Each leaf of the state after all steps, unless an output has the same values."""
-
-    def __init__(self, run: Run, keeps: bool) -> None:
-        self._run, self._keeps = run, keeps
-        self.leaves: list[Tensor | int] = []
-
-    def add(self, time: int, state: Leaves, y: Leaves, outputs: Sequence[Tensor]) -> None:
-        if not self._keeps:
-            return
-        if not self.leaves:
-            places = {id(leaf): i for i, leaf in enumerate(y) if self._run.returns_sequence}
-            self.leaves = [places.get(id(leaf), -1) for leaf in state]
-            for i, leaf in enumerate(state):
-                if self.leaves[i] == -1:
-                    self.leaves[i] = leaf.new_empty((self._run.seq_len, *leaf.shape))
-        self._keep(time, self.own(state, y), outputs)
-
-    def own(self, state: Leaves, y: Leaves) -> list[Tensor | None]:
-        """The leaves to keep of a state; None for those that are outputs as well."""
-        return [
-            None if isinstance(kept, int) and y[kept] is leaf else leaf
-            for kept, leaf in zip(self.leaves, state, strict=self._keeps)
-        ]
-
-    def add_chunk(
-        self, chunk: Chunk, states: Sequence[Tensor | None], outputs: Sequence[Tensor]
-    ) -> None:
-        """After at least one step. ``states``: of :meth:`own`, (steps, ...) each."""
-        self._keep(chunk.part, states, outputs)
-
-    def _keep(
-        self, times: int | slice, own: Sequence[Tensor | None], outputs: Sequence[Tensor]
-    ) -> None:
-        for i, leaf in enumerate(own):
-            kept = self.leaves[i]
-            if leaf is None:
-                continue
-            if isinstance(kept, int):
-                kept = self.leaves[i] = outputs[kept].clone()  # so far they were the same
-            kept[times] = leaf
 
 
 def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ def scan(
     *,
     length: int | None = None,
     reverse: bool = False,
-    mode: str = "auto",
     chunk_size: int | None = None,
     workspace_bytes: int | None = None,
     compile: str = "auto",
@@ -60,7 +59,7 @@ def scan(
         params: Tensors, nested likewise, that every step gets.
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
-        mode, chunk_size, workspace_bytes, cuda_graphs, return_sequence, recompute:
+        chunk_size, workspace_bytes, cuda_graphs, return_sequence, recompute:
             As those of :class:`Recurrent`.
         compile: The same. Steps are compiled whose state and inputs have the batch as the first
             dimension of all tensors, also functions that are defined anew in each call, with
@@ -90,7 +89,7 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
-    settings = Settings(mode, chunk_size, workspace_bytes, cuda_graphs, compile, recompute)
+    settings = Settings(chunk_size, workspace_bytes, cuda_graphs, compile, recompute)
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
     check_flag("explain", explain)

@@ -45,11 +45,6 @@ def gradients_of(
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
-def at(sequences: Gradients, place: int) -> Gradients:
-    """Of one step."""
-    return [None if sequence is None else sequence[place] for sequence in sequences]
-
-
 def dense(gradients: Gradients, leaves: Sequence[Tensor]) -> Gradients:
     """With zeros where there is no gradient though there could be one."""
     return [
@@ -68,63 +63,26 @@ def coarsest_eps(autocast: tuple[bool, torch.dtype], leaves: Iterable[Tensor]) -
     return max((torch.finfo(d).eps for d in dtypes | ({dtype} if is_on else set())), default=0.0)
 
 
-def are_close(new: Sequence[Tensor], old: Sequence[Tensor], eps: float = 0.0) -> Tensor:
-    """For each, whether only rounding tells them apart. ``eps``: as that of :func:`is_close`."""
-    return torch.stack([is_close(a, b, eps=eps) for a, b in zip(new, old, strict=True)])
-
-
-def is_close(a: Tensor, b: Tensor, sources: Sequence[Tensor] = (), eps: float = 0.0) -> Tensor:
-    """Whether only rounding tells them apart, in which kernels with and without a graph differ.
+def are_close(new: Sequence[Tensor], old: Sequence[Tensor], eps: float) -> Tensor:
+    """For each, whether only rounding tells them apart, in which kernels with and without a graph
+    differ. Infinity is close to itself alone.
 
     Args:
-        sources: What they are computed from, next to which they may be rounding and no more.
         eps: That of what they are computed in, if it is coarser than their own.
     """
+    pairs = zip(new, old, strict=True)
+    return torch.stack([_is_close(a.detach(), b.detach(), eps) for a, b in pairs])
+
+
+def _is_close(a: Tensor, b: Tensor, eps: float) -> Tensor:
     if not differentiable(a):
         return (a == b).all()
     tolerance = max(torch.finfo(a.dtype).eps, eps) ** 0.5
-    largest = torch.stack([_largest(leaf).double() for leaf in (b, *sources)]).amax()
+    size = b.abs().nan_to_num(0.0, 0.0, 0.0)
+    largest = (size.amax() if size.numel() else size.new_zeros(())).double()
     least = torch.finfo(a.dtype).tiny  # below it numbers are rounded to few bits, or to zero
-    return _are_within(a, b, tolerance * largest + least, tolerance).all()
-
-
-def gradients_are_close(
-    new: Tensor, old: Tensor, sources: Sequence[Tensor], eps: float = 0.0
-) -> Tensor:
-    """As :func:`is_close` where both are finite.
-
-    Sums that overflow become infinite or NaN by their order, as with too large a loss scale.
-    """
-    is_known = new.isfinite() & old.isfinite()
-    return is_close(torch.where(is_known, new, 0), torch.where(is_known, old, 0), sources, eps)
-
-
-def rows_are_close(new: Tensor, old: Tensor, eps: float = 0.0) -> Tensor:
-    """Of rows at some steps, (steps, rows, ...): for each step, whether only rounding tells apart.
-
-    This looks closer than :func:`is_close`, since no error follows from it. Each column has its own
-    scale: beside a large one, as of a clock, the others would not matter.
-    """
-    same = new == old
-    if differentiable(new) and new.numel():
-        coarsest = max(torch.finfo(new.dtype).eps, eps)
-        tolerance = coarsest**0.5 if coarsest < 1e-4 else 2 * coarsest
-        size = old.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-        allowed = tolerance * size.amax((0, 1), keepdim=True) + 4 * coarsest * size.amax()
-        same = _are_within(new, old, allowed, tolerance)
-    return same.flatten(1).all(1)
-
-
-def _are_within(a: Tensor, b: Tensor, allowed: Tensor, relative: float) -> Tensor:
-    """For each element. Infinity is close to itself alone."""
-    a, b = a.detach(), b.detach()
-    near = (a - b).abs() < allowed + relative * b.abs()
-    return (a == b) | near | (a.isnan() & b.isnan())
-
-
-def _largest(leaf: Tensor) -> Tensor:
-    size = leaf.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    return size.amax() if size.numel() else size.new_zeros(())
+    near = (a - b).abs() < tolerance * largest + least + tolerance * b.abs()
+    return ((a == b) | near | (a.isnan() & b.isnan())).all()
 
 
 def sums_of(leaves: Sequence[Steps]) -> Tensor:
@@ -156,7 +114,7 @@ def _sums(values: Tensor) -> Tensor:
     return torch.stack([norm.double(), by_place.double(), odd])
 
 
-def sums_are_close(new: Tensor, old: Tensor, leaves: Sequence[Steps], eps: float = 0.0) -> Tensor:
+def sums_are_close(new: Tensor, old: Tensor, leaves: Sequence[Steps], eps: float) -> Tensor:
     """Whether only rounding tells apart the sums of all leaves, (1,). ``eps``: as above."""
     tolerances = [max(torch.finfo(_float(steps[0])).eps, eps) ** 0.5 for steps in leaves]
     allowed = torch.stack([row[:1] * t for row, t in zip(old, tolerances, strict=True)])

@@ -58,7 +58,7 @@ class OneCell:
         if isinstance(made, str):
             steps = self.in_python()
             run = steps.run.for_trial(self.call.seq_len)
-            output, state = run.aside(lambda: run_sequence(run, *steps.given, is_parallel=False))
+            output, state = run.aside(lambda: run_sequence(run, *steps.given))
             return output, steps.step.output_structure(), state
         output, structure = flatten(made[0], "output")
         return output, structure, flatten(made[1], "state")[0]

@@ -38,12 +38,6 @@ class Recurrent(nn.Module):
         bidirectional: Whether each layer has two cells, the second of which takes the steps from
             the last to the first. Their outputs are concatenated in the last dimension.
         batch_first: Whether inputs and outputs are (batch, seq_len, ...); states are not affected.
-        mode: How backward works where steps are taken in Python; another mode than "auto" has them
-            taken so. "replay" takes the steps of a chunk again under autograd, and
-            suits any step. "parallel" takes the vector-Jacobian product of each step to its state,
-            and then all steps of a chunk at once, as rows of a larger batch, for the gradients of
-            weights and inputs; the cell must treat each row by itself. "auto" takes what is
-            faster; :meth:`explain` says why.
         chunk_size: Steps of a chunk. None for the root of their number, or what fits into
             ``workspace_bytes``.
         workspace_bytes: Limit on what autograd may keep of a chunk, in bytes; what it keeps of a
@@ -66,20 +60,19 @@ class Recurrent(nn.Module):
         return_sequence: False to return the last output alone: that of the step which is taken
             last. With two directions it is the last one that each makes, joined; that of the
             reverse cell is at the sequence's start. Of the others nothing is kept but the state now
-            and then, so memory grows with the root of seq_len; ``mode="parallel"`` keeps all
-            states.
+            and then, so memory grows with the root of seq_len.
         recompute: True has backward compute again what forward has not kept. False keeps it, in
             less time and more memory: of a compiled cell the sums of its products, which backward
             then need not multiply again, and the whole sequence; of steps in Python the graph, as a
             loop keeps it, so that backward takes no step again. Results and random numbers are the
-            same either way. Excludes ``mode`` and ``cuda_graphs``, and unless ``compile="require"``
-            also ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
+            same either way. Excludes ``cuda_graphs``, and unless ``compile="require"`` also
+            ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
 
     The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
 
     A cell may draw random numbers: torch.randn and its kin, torch.distributions and dropout. These
     then come from one seed, as a function of step, row and draw, and are never kept; other random
-    functions work in replay. A cell must not change its input or state in place, and must give the
+    functions work, too. A cell must not change its input or state in place, and must give the
     same result when it is called again; buffers and attributes that it changes are looked after. It
     must return losses as outputs, since what it keeps in an attribute has no gradient. Gradients of
     gradients, torch.func and forward-mode derivatives take a plain loop, with a warning.
@@ -108,7 +101,6 @@ class Recurrent(nn.Module):
         bidirectional: bool = False,
         batch_first: bool = False,
         *,
-        mode: str = "auto",
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
         compile: str = "auto",
@@ -135,7 +127,7 @@ class Recurrent(nn.Module):
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)
         _check_number(len(cells), bidirectional)
-        self.mode, self.cuda_graphs = mode, cuda_graphs
+        self.cuda_graphs = cuda_graphs
         self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self.recompute = recompute
@@ -146,7 +138,6 @@ class Recurrent(nn.Module):
 
     def _settings(self) -> Settings:
         return Settings.of(
-            self.mode,
             self.chunk_size,
             self.workspace_bytes,
             self.cuda_graphs,
@@ -160,10 +151,9 @@ class Recurrent(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that differ from their defaults."""
-        defaults = {
+        defaults: dict[str, Any] = {
             "bidirectional": False,
             "batch_first": False,
-            "mode": "auto",
             "chunk_size": None,
             "workspace_bytes": None,
             "cuda_graphs": False,

@@ -1,8 +1,8 @@
 """Random numbers inside of steps: functions of the seed, step, row and draw, so never kept.
 
 A step that draws by torch.randn_like, torch.distributions or dropout gets the numbers of this
-package's Philox generator instead of those of torch's. So backward draws the same ones again, for
-one step or for all steps of a chunk at once, and they do not depend on the size of a chunk.
+package's Philox generator instead of those of torch's. So backward draws the same ones again, and
+they do not depend on the size of a chunk.
 """
 
 from __future__ import annotations
@@ -21,29 +21,15 @@ MOST_DRAWS = 2**16
 """Of a step; the other bits of a stream's number are those of the layer."""
 
 
-class NotRowWise(RuntimeError):
-    """A step does not treat the rows of a batch one by one."""
-
-
 class Draw(NamedTuple):
-    """Numbers that a step has drawn."""
-
-    distribution: int
-    group: int
-    """Rows of the numbers for a row of the batch; 0 if they do not belong to rows."""
-    shape: tuple[int, ...]
-    """Without the first dimension, if they belong to rows."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Key(NamedTuple):
-    """A draw of all steps of a chunk."""
+    """Numbers that a step draws."""
 
     number: int
+    """In the order of the step."""
     distribution: int
     device: torch.device
     batch: int
+    """The rows of the batch; 1 if the numbers do not belong to rows."""
     width: int
     dtype: torch.dtype
 
@@ -177,11 +163,8 @@ class Noise(Source):
         self.seed, self.layer = seed, layer
         self.draws: list[Draw] = []
         """Of the first step."""
-        self.draws_by_rows = True
-        """Whether all that was drawn had a row, or some rows, for each row of the batch."""
         self._rows = self._first = self._steps = self._place = self._next = 0
-        self._at_once = False
-        self._drawn: dict[_Key, Tensor] = {}
+        self._drawn: dict[Draw, Tensor] = {}
         self.is_given = False
         """Whether the numbers come from :meth:`give`, as while a chunk is recorded."""
 
@@ -197,11 +180,7 @@ class Noise(Source):
 
     def step(self, time: int) -> None:
         """One step of the chunk comes next."""
-        self._place, self._next, self._at_once = time - self._first, 0, False
-
-    def all_steps(self) -> None:
-        """All steps of the chunk come next, at once: a batch with the rows of each."""
-        self._next, self._at_once = 0, True
+        self._place, self._next = time - self._first, 0
 
     def forget(self) -> None:
         """The first step comes once more, with another seed."""
@@ -215,66 +194,36 @@ class Noise(Source):
         number, self._next = self._next, self._next + 1
         if number >= MOST_DRAWS:
             raise RuntimeError(f"fusedrnn: a step may draw {MOST_DRAWS} times, got more")
+        rows = self._rows
+        batch = rows if shape and rows and shape[0] % rows == 0 else 1
+        draw = Draw(number, distribution, device, batch, math.prod(shape) // batch, dtype)
         if len(self.draws) == number:
-            self.draws.append(self._description(distribution, device, shape, dtype))
-        key = _Key(number, distribution, device, *self._batch_and_width(shape), dtype)
-        if key not in self._drawn:
+            self.draws.append(draw)
+        if draw not in self._drawn:
             if self.is_given:
                 raise RuntimeError("fusedrnn: the step draws other numbers than in its first step")
-            self._drawn[key] = self._numbers(key)
-        drawn = self._drawn[key] if self._at_once else self._drawn[key][self._place]
-        return drawn.clone().reshape(shape)  # a step may change its numbers in place
+            self._drawn[draw] = self._numbers(draw)
+        # A step may change its numbers in place.
+        return self._drawn[draw][self._place].clone().reshape(shape)
 
-    def _numbers(self, key: _Key) -> Tensor:
+    def _numbers(self, draw: Draw) -> Tensor:
         """Of all steps of the chunk, (steps, batch, width)."""
         return _ops.draw(
-            self.seed.on(key.device),
+            self.seed.on(draw.device),
             self._steps,
-            key.batch,
-            key.width,
-            stream=self.layer + key.number * MOST_DRAWS,
-            distribution=key.distribution,
-            dtype=key.dtype,
+            draw.batch,
+            draw.width,
+            stream=self.layer + draw.number * MOST_DRAWS,
+            distribution=draw.distribution,
+            dtype=draw.dtype,
             first_step=self._first,
         )
 
     def numbers(self) -> list[Tensor]:
         """All that steps like the first one draw in the chunk, for :meth:`give`."""
-        return [self._numbers(key) for key in self._keys()]
+        return [self._numbers(draw) for draw in self.draws]
 
     def give(self, numbers: Sequence[Tensor]) -> None:
         """The steps of the chunk draw these."""
-        self._drawn = dict(zip(self._keys(), numbers, strict=True))
+        self._drawn = dict(zip(self.draws, numbers, strict=True))
         self.is_given = True
-
-    def _keys(self) -> list[_Key]:
-        """Of the draws of the first step."""
-        keys = []
-        for number, draw in enumerate(self.draws):
-            rows = self._rows * draw.group
-            shape = (rows, *draw.shape) if draw.group else draw.shape
-            size = math.prod(shape)
-            batch = self._rows if draw.group else 1
-            keys.append(
-                _Key(number, draw.distribution, draw.device, batch, size // batch, draw.dtype)
-            )
-        return keys
-
-    def _description(
-        self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
-    ) -> Draw:
-        if shape and self._rows and shape[0] % self._rows == 0:
-            return Draw(distribution, shape[0] // self._rows, tuple(shape[1:]), dtype, device)
-        return Draw(distribution, 0, tuple(shape), dtype, device)
-
-    def _batch_and_width(self, shape: Sequence[int]) -> tuple[int, int]:
-        """How numbers of this shape are counted: by rows of the batch if it has them."""
-        size, rows = math.prod(shape), self._rows
-        if self._at_once:
-            if not shape or shape[0] % (self._steps * rows):
-                raise NotRowWise(f"it draws numbers of shape {tuple(shape)}")
-            return rows, size // (self._steps * rows)
-        if shape and rows and shape[0] % rows == 0:
-            return rows, size // rows
-        self.draws_by_rows = False
-        return 1, size

@@ -91,18 +91,13 @@ class ClosedOver:
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = {id(tensor): tensor for tensor in known}  # kept, and so are their ids
         self.with_gradient: dict[int, Tensor] = {}
-        self.others: dict[int, Tensor] = {}
-        """Those with dimensions but without gradient."""
 
     def look(self, args: Any, kwargs: Any) -> None:
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise ValueError(_GENERATOR)
         for leaf in _tensors((*args, *kwargs.values())):
-            if id(leaf) not in self._known:
-                if leaf.requires_grad:
-                    self.with_gradient[id(leaf)] = leaf
-                elif leaf.dim():
-                    self.others[id(leaf)] = leaf
+            if leaf.requires_grad and id(leaf) not in self._known:
+                self.with_gradient[id(leaf)] = leaf
 
     def add_known(self, result: Any) -> None:
         for leaf in _tensors((result,)):
@@ -297,7 +292,7 @@ def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
 
 
 Taken = tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]
-"""State and outputs, each of which has the leaves of a step, or of some steps at once."""
+"""The last state, and the outputs of each step."""
 
 
 def check_nothing_missed(

@@ -28,7 +28,7 @@ steps of a sequence get."""
 
 @dataclass
 class Before:
-    """What was so before a chunk besides the state, and must be so again when it is replayed."""
+    """What was so before a chunk besides the state, and must be so again in backward."""
 
     buffers: dict[str, Tensor]
     variables: Values
@@ -216,10 +216,11 @@ class Run:
                 self.set_random_states(random)
 
     def for_trial(self, steps: int) -> Run:
-        """The same step for the first steps, with noise of its own."""
+        """The same step for the first steps, with noise of its own, from which it draws."""
         return dataclasses.replace(
             self,
             noise=Noise.for_trial(),
+            draws=True,
             seq_len=steps,
             chunk_size=steps,
             returns_sequence=True,
@@ -239,7 +240,7 @@ class Run:
         return Mark(versions, buffers, self.python.values(), self.random_states(in_python))
 
     def change(self, mark: Mark) -> str:
-        """What the step has changed since, which only replay can put back; "" for nothing."""
+        """What the step has changed since, which no graph would change again; "" for nothing."""
         changed = self.python.changed(mark.variables)
         if changed:
             return f"the step changes {self.python.name(changed[0])}"

@@ -37,7 +37,6 @@ class Step:
         self.keeps_order = True
         """Whether the state came in the order in which it went in, when last looked at."""
         self._kinds: list[tuple[Any, ...]] = []
-        self._rows = 0
 
     def __call__(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
         given = () if self._constants is NOTHING else constants
@@ -86,8 +85,8 @@ class Step:
 
     def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
         leaves, structure = flatten(y, "the step's output")
-        rows = state[0].shape[0] if state[0].dim() else 1
         if self.has_rows:
+            rows = state[0].shape[0]
             for i, leaf in enumerate(leaves):
                 if not leaf.dim() or leaf.shape[0] != rows:
                     raise ValueError(
@@ -96,7 +95,7 @@ class Step:
                     )
         kinds = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves]
         if self.output is None:
-            self.output, self._kinds, self._rows = structure, kinds, rows
+            self.output, self._kinds = structure, kinds
         elif structure != self.output:
             in_order = self.output.leaves(y)
             if in_order is None:
@@ -105,7 +104,7 @@ class Step:
                     f"{self.output}, got {structure}"
                 )
             return in_order
-        elif rows == self._rows and kinds != self._kinds:
+        elif kinds != self._kinds:
             i = [a == b for a, b in zip(kinds, self._kinds, strict=True)].index(False)
             raise ValueError(
                 f"fusedrnn: the step must return the same {structure.names('output')[i]} each "
@@ -212,14 +211,7 @@ def _reset(
     for number, i in enumerate(resets.leaves):
         here = like_rows(flags, made[i])
         if resets.has_values:
-            made[i] = torch.where(here, _for_rows(values[number], made[i].shape[0]), made[i])
+            made[i] = torch.where(here, values[number], made[i])
         else:
             made[i] = made[i].masked_fill(here, 0)
     return tuple(made)
-
-
-def _for_rows(value: Tensor, rows: int) -> Tensor:
-    """A state of one row, or of each row of the batch, for a batch with the rows of some steps."""
-    if value.shape[0] == rows:
-        return value
-    return value.repeat(rows // value.shape[0], *(1,) * (value.dim() - 1))

@@ -171,8 +171,7 @@ class OfTokens(nn.Module):
 WAYS = {
     "compiled": {"compile": "require"},
     "compiled recompute=False": {"compile": "require", "recompute": False},
-    "replay": {"compile": "never", "mode": "replay", "chunk_size": 2},
-    "parallel": {"compile": "never", "mode": "parallel", "chunk_size": 2},
+    "replay": {"compile": "never", "chunk_size": 2},
     "graph": {"compile": "never", "recompute": False},
 }
 
@@ -216,10 +215,9 @@ def call_scan(scan, a):
     return scan(step, a["h"][0], (a["input"], a["reset"]), params)
 
 
-for way in ("replay", "parallel", "graph"):
+for way in ("replay", "graph"):
     for reverse in (False, True):
-        options = {name: value for name, value in WAYS[way].items() if name != "compile"}
-        scan = functools.partial(fusedrnn.scan, reverse=reverse, **options)
+        scan = functools.partial(fusedrnn.scan, reverse=reverse, **WAYS[way])
         names = ("input", "reset", "h", "weight", "columns")
         make = functools.partial(lambda scan: (scan, []), scan)
         ENTRIES[f"scan {way}{' reverse' if reverse else ''}"] = Entry(make, call_scan, names)
@@ -314,7 +312,7 @@ def test_lengths_that_are_no_tensor(entry, kind):
 
 
 SOME = ["GRU", "StochasticGRU latent_size=2 packed_to", "LSTM return_sequence=False"]
-SOME += ["compiled LSTMCell_to", "compiled two layers packed", "parallel tokens", "scan replay"]
+SOME += ["compiled LSTMCell_to", "compiled two layers packed", "replay tokens", "scan replay"]
 
 
 @pytest.mark.parametrize(("order", "is_dual"), [(2, False), (1, True)])

@@ -30,9 +30,8 @@ CALLS = {
         lambda: fusedrnn.GRU(3, 4, return_sequence=False),
         lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="require"),
         lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never"),
-        lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never", mode="parallel"),
     ],
-    ids=["GRU", "last state", "compiled", "replay", "parallel"],
+    ids=["GRU", "last state", "compiled", "in Python"],
 )
 def test_another_default_device(make, arguments):
     rnn, x, given = make(), torch.randn(6, 2, 3, requires_grad=True), dict(CALLS[arguments])

@@ -39,8 +39,7 @@ LAYERS = {
     "LSTM": lambda: fusedrnn.LSTM(3, 4),
     "LSTM, last state": lambda: fusedrnn.LSTM(3, 4, return_sequence=False),
     "compiled": lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="require"),
-    "replay": lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never", mode="replay"),
-    "parallel": lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never", mode="parallel"),
+    "in Python": lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never"),
     "graph": lambda: fusedrnn.Recurrent(nn.GRUCell(3, 4), compile="never", recompute=False),
     "nn.GRU": lambda: nn.GRU(3, 4),
 }

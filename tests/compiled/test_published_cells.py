@@ -31,13 +31,13 @@ SEVERAL += [BY_NAME[name] for name in ("late reset, LayerNorm", "DreamerV2", "zo
 BACKENDS = ["compiled", "interpreted", "emulated"]
 """What runs programs: C++, torch, or the emulation of a GPU. If only one fails, it tells where to
 look."""
-IN_PYTHON = ["replay", "parallel"]
-"""Modes of steps in Python, in the place of a program."""
+IN_PYTHON = "in Python"
+"""Steps in the place of a program."""
 
 
 def marked(case: Case, backend: str) -> Any:
     """The quick tests have C++ of several cells, and no C++ of the others."""
-    if backend in IN_PYTHON:
+    if backend == IN_PYTHON:
         marks = []
     elif backend == "emulated":
         marks = [pytest.mark.slow if case in SEVERAL else pytest.mark.nightly]
@@ -66,7 +66,7 @@ def on(cases: Sequence[Case], backends: Sequence[str] = BACKENDS) -> Any:
     return pytest.mark.parametrize(("case", "backend"), every, indirect=["backend"])
 
 
-ALL, SOME = (on(cases, [*BACKENDS, *IN_PYTHON]) for cases in (CASES, SEVERAL))
+ALL, SOME = (on(cases, [*BACKENDS, IN_PYTHON]) for cases in (CASES, SEVERAL))
 
 
 def how(case: Case) -> str:
@@ -78,14 +78,13 @@ class Ready:
 
     def __init__(self, cell: Any, compile: str, **options: Any) -> None:
         self.cell, self.rnn = cell, fusedrnn.Recurrent(cell, compile=compile, **options)
-        self.mode = self.rnn.mode
 
     def with_options(self, **options: Any) -> fusedrnn.Recurrent:
         """As if the module had been made with these; their defaults for the others."""
         every = {"chunk_size": None, "return_sequence": True, "batch_first": False}
-        every |= {"recompute": True, "cuda_graphs": False, "mode": self.mode} | options
+        every |= {"recompute": True, "cuda_graphs": False} | options
         if self.rnn.compile_cell == "never" and not every["recompute"]:
-            every |= {"mode": "auto", "chunk_size": None}  # the graph of steps has neither
+            every["chunk_size"] = None  # the graph of steps has none
         for name, value in every.items():
             setattr(self.rnn, name, value)
         return self.rnn
@@ -93,9 +92,7 @@ class Ready:
 
 @functools.cache
 def ready(case: Case, backend: str, dtype: torch.dtype = torch.float64) -> Ready:
-    if backend in IN_PYTHON:
-        return Ready(case.cell(dtype), "never", mode=backend)
-    return Ready(case.cell(dtype), how(case))
+    return Ready(case.cell(dtype), "never" if backend == IN_PYTHON else how(case))
 
 
 def seeded() -> torch.Generator:
@@ -220,7 +217,7 @@ BY_KEYS = [BY_NAME[name] for name in ("dict state", "PlaNet", "LFADS", "DreamerV
 
 
 @pytest.mark.parametrize("key", [0, -1])
-@on(BY_KEYS, [*BACKENDS[:2], *IN_PYTHON])
+@on(BY_KEYS, [*BACKENDS[:2], IN_PYTHON])
 def test_a_reset_of_some_keys(case: Case, backend: str, key: int) -> None:
     state = case.state(ready(case, backend).cell, B)
     some = list(state)[key]
@@ -239,7 +236,7 @@ def is_packed(tree: Any) -> bool:
 @pytest.mark.parametrize("kind", ["zero", *STATES])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("seq_len", [B, T])
-@on(SEVERAL, ["compiled", *IN_PYTHON])
+@on(SEVERAL, ["compiled", IN_PYTHON])
 def test_batch_first(case: Case, backend: str, seq_len: int, packs: bool, kind: str) -> None:
     """With as many steps as rows, a reset that is taken the wrong way round is no error."""
     one, x, lengths = ready(case, backend), case.inputs(seq_len, B), [seq_len - 1, seq_len, 2]
@@ -272,7 +269,7 @@ def layers(name: str, is_bidirectional: bool, backend: str) -> Ready:
     kind, more = type(first.make()), {"late reset, LayerNorm": [nn.LayerNorm]}.get(name, [])
     cells = [first.cell() for _ in range(directions)]
     cells += [kind(H * directions, H, *more).double() for _ in range(directions)]
-    how = {"compile": "never", "mode": backend} if backend in IN_PYTHON else {"compile": "require"}
+    how = {"compile": "never" if backend == IN_PYTHON else "require"}
     return Ready(cells, bidirectional=is_bidirectional, **how)
 
 
@@ -287,7 +284,7 @@ def check_layers(
     check_same(ours, expected, leaves_of(x, states, *one.cell))
 
 
-@pytest.mark.parametrize("backend", ["compiled", *IN_PYTHON], indirect=True)
+@pytest.mark.parametrize("backend", ["compiled", IN_PYTHON], indirect=True)
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.parametrize("is_bidirectional", [False, True])
 @pytest.mark.parametrize("returns_sequence", [False, True])
@@ -313,7 +310,7 @@ def test_a_part_of_the_gradients(name: str) -> None:
         check_same(ours, loop(cell, x, state), wanted)
 
 
-@on(SEVERAL, ["compiled", *IN_PYTHON])
+@on(SEVERAL, ["compiled", IN_PYTHON])
 def test_without_gradients(case: Case, backend: str) -> None:
     one, x = ready(case, backend), case.inputs(T, B)
     state = case.state(one.cell, B)
@@ -423,9 +420,7 @@ SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 CALLS = [pytest.param(seed, "interpreted", marks=[SLOW] * (seed % 3 > 0)) for seed in range(60)] + [
     pytest.param(seed, "compiled", marks=NIGHTLY if seed % 6 else SLOW) for seed in range(60)
 ]
-CALLS += [
-    pytest.param(seed, IN_PYTHON[seed % 2], marks=[SLOW] * (seed >= 60)) for seed in range(150)
-]
+CALLS += [pytest.param(seed, IN_PYTHON, marks=[SLOW] * (seed >= 60)) for seed in range(150)]
 
 
 @pytest.mark.parametrize(("seed", "backend"), CALLS, indirect=["backend"])
@@ -455,4 +450,4 @@ def test_random_calls_by_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
     for _ in range(2):
-        check_random_call(seed, IN_PYTHON[seed % 2], cuda_graphs=True)
+        check_random_call(seed, IN_PYTHON, cuda_graphs=True)

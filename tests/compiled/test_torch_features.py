@@ -67,12 +67,12 @@ def required(cell: Any = None, **options: Any) -> fusedrnn.Recurrent:
 Make = Callable[..., fusedrnn.Recurrent]
 
 
-@pytest.fixture(params=["program", "replay", "parallel"])
+@pytest.fixture(params=["require", "never"])
 def recurrent(request: pytest.FixtureRequest) -> Make:
-    """Makes a module that runs a program, or that takes steps in Python in one of two modes."""
-    in_python = {"compile": "never", "mode": request.param}
-    options = {"compile": "require"} if request.param == "program" else in_python
-    return lambda cell=None: fusedrnn.Recurrent(Minimal() if cell is None else cell, **options)
+    """Makes a module that runs a program, or that takes steps in Python."""
+    return lambda cell=None: fusedrnn.Recurrent(
+        Minimal() if cell is None else cell, compile=request.param
+    )
 
 
 def drawing() -> Minimal:
@@ -898,21 +898,6 @@ def test_wrong_values_of_compile(value: Any) -> None:
     of = "one of 'auto', 'require'" if isinstance(value, str) else ""
     with pytest.raises(kind, match=rf"^fusedrnn: compile must be {of}"):
         fusedrnn.Recurrent(Minimal(), compile=value)
-
-
-def test_options_that_have_steps_in_python() -> None:
-    for options in ({"mode": "replay"}, {"mode": "parallel"}):
-        (name,) = options
-        with pytest.raises(ValueError, match=f"^fusedrnn: compile='require' excludes {name}"):
-            required(**options)
-    rnn, x = auto(mode="replay"), sequence()
-    assert "mode" in rnn.explain(x).program
-    assert not is_compiled(rnn, x)
-    check(rnn, x)
-    rnn = required()
-    rnn.mode = "replay"  # by the back door
-    with pytest.raises(ValueError, match="excludes mode"):
-        rnn(x)
 
 
 def test_a_workspace_that_is_too_small_for_the_program() -> None:

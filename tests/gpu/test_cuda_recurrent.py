@@ -18,7 +18,6 @@ from docs.examples.gated_cells import MinimalGatedUnitCell
 pytestmark = pytest.mark.cuda
 
 SEQ_LEN, BATCH, H = 30, 3, 8  # chunks of six steps
-MODES = ["replay", "parallel"]
 
 
 class Noisy(nn.Module):
@@ -62,13 +61,12 @@ def results(rnn, x, memory, start, seed, **named):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_recurrent_as_on_the_cpu(has_graphs, mode, dtype):
+def test_recurrent_as_on_the_cpu(has_graphs, dtype):
     """Each call has other weights, and a memory of its own, the same for all rows."""
     torch.manual_seed(0)
-    expected = fusedrnn.Recurrent(Noisy().to(dtype), mode="replay")
-    rnn = fusedrnn.Recurrent(copy.deepcopy(expected.cell).cuda(), mode=mode, cuda_graphs=has_graphs)
+    expected = fusedrnn.Recurrent(Noisy().to(dtype))
+    rnn = fusedrnn.Recurrent(copy.deepcopy(expected.cell).cuda(), cuda_graphs=has_graphs)
     tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {}
     for seed in range(4):
         x, memory = torch.randn(SEQ_LEN, BATCH, H), torch.randn(5, 1, H)
@@ -84,9 +82,9 @@ def test_recurrent_as_on_the_cpu(has_graphs, mode, dtype):
     assert found.is_recorded == has_graphs, found.record_reason
 
 
-def gru_pair(**named):
+def gru_pair():
     cell = nn.GRUCell(H, H).cuda()
-    return fusedrnn.Recurrent(cell, cuda_graphs=True, **named), fusedrnn.Recurrent(cell)
+    return fusedrnn.Recurrent(cell, cuda_graphs=True), fusedrnn.Recurrent(cell)
 
 
 def test_recurrent_calls_before_their_backward():
@@ -150,9 +148,8 @@ def test_recurrent_on_other_streams_and_in_threads(has_stream, is_shared):
     assert not errors, errors[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_recurrent_under_autocast(mode):
-    rnn, expected = gru_pair(mode=mode)
+def test_recurrent_under_autocast():
+    rnn, expected = gru_pair()
     for _ in range(3):
         x = torch.randn(SEQ_LEN, BATCH, H, device="cuda", requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16):
@@ -211,8 +208,8 @@ def test_recurrent_recordings_that_fail_leave_torch_as_it_was(place):
         def forward(self, x, h):
             return torch.tanh(Waiting.apply(h) + x)
 
-    rnn = fusedrnn.Recurrent(Cell(), mode="replay", cuda_graphs=True)
-    expected = fusedrnn.Recurrent(rnn.cell, mode="replay")
+    rnn = fusedrnn.Recurrent(Cell(), cuda_graphs=True)
+    expected = fusedrnn.Recurrent(rnn.cell)
     x = torch.randn(SEQ_LEN, BATCH, H, device="cuda", requires_grad=True)
     h = torch.zeros(BATCH, H, device="cuda")
     (exact,) = torch.autograd.grad(expected(x, h)[0].sum(), x)

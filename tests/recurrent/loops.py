@@ -14,15 +14,12 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 from fusedrnn.recurrent.noise import Seed
 
-MODES = ["replay", "parallel"]
 WAYS: dict[str, dict[str, Any]] = {
-    "replay": {"mode": "replay"},
-    "parallel": {"mode": "parallel"},
+    "default": {},
     "chunks of 1": {"chunk_size": 1},
-    "parallel chunks of 3": {"mode": "parallel", "chunk_size": 3},
+    "chunks of 3": {"chunk_size": 3},
     "one chunk": {"chunk_size": 100},
     "last output": {"return_sequence": False},
-    "last output, parallel": {"return_sequence": False, "mode": "parallel", "chunk_size": 3},
     # By a recorder for the CPU, where a test has set it; for at least three chunks.
     "graphs": {"cuda_graphs": True, "chunk_size": 2},
     "no recomputation": {"recompute": False},

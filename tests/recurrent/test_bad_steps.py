@@ -100,37 +100,10 @@ def test_outputs_that_change() -> None:
         fusedrnn.Recurrent(Cell(changes))(x, START)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x, h, w: x @ w + h.mean(0), r"state differs at time \d, so the rows"),
-        (lambda x, h, w: (x.mean(0) + x, x @ w + h), r"output leaf 0 differs at time 0"),
-        (lambda x, h, w: x @ w + torch.arange(B)[:, None], "raise RuntimeError"),
-        (lambda x, h, w: x @ w + torch.rand(H), "random numbers that are not for one row"),
-        (lambda x, h, w: x @ w + torch.randint(5, (B, 1)), "random numbers that are not"),
-    ],
-)
-def test_rows_that_depend_on_each_other(function: Any, message: str) -> None:
-    """An error if the user wants parallel; replay is right."""
-    with pytest.raises(ValueError, match=message):
-        fusedrnn.Recurrent(Cell(function), mode="parallel")(X, START)
-    fusedrnn.Recurrent(Cell(function), mode="replay")(X, START)[0].sum().backward()
-
-
-def test_a_tensor_of_the_batch_is_an_obstacle() -> None:
-    """A larger batch could take an index of it out of range."""
-    memory = torch.randn(B, H, requires_grad=True)
-    cell = Cell(lambda x, h, w: x @ w + memory[torch.arange(x.shape[0])])
-    with pytest.raises(ValueError, match="a tensor of its own that may have rows"):
-        fusedrnn.Recurrent(cell, mode="parallel")(X, START)
-    fusedrnn.Recurrent(cell)(X, START)[0].sum().backward()
-    torch.testing.assert_close(memory.grad, torch.full((B, H), float(T)))
-
-
 def test_a_step_that_does_not_repeat() -> None:
     counts = itertools.count()
     cell = Cell(lambda x, h, w: x @ w + next(counts))
-    output, _ = fusedrnn.Recurrent(cell, mode="replay")(X, START)
+    output, _ = fusedrnn.Recurrent(cell)(X, START)
     with pytest.raises(RuntimeError, match=r"taken again for backward.*another state"):
         output.sum().backward()
 
@@ -233,8 +206,6 @@ def reset_to(value: Any) -> Any:
         (lambda: R([]), ValueError, "at least one cell, got 0"),
         (lambda: R(CELL, True), ValueError, "two cells per layer"),
         (lambda: R(CELL, 1), TypeError, "bidirectional must be a"),
-        (lambda: R(CELL, mode="fast"), ValueError, "'replay', got"),
-        (lambda: R(CELL, mode=None), ValueError, "mode must be"),
         (lambda: R(CELL, chunk_size=0), ValueError, "positive"),
         (lambda: R(CELL, chunk_size=1, workspace_bytes=1), ValueError, "exclude each other"),
         (lambda: R(CELL, workspace_bytes=10)(X), RuntimeError, "workspace_bytes must be at least"),

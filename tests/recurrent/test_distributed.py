@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import fusedrnn
 from fusedrnn._compile import first_use
 
 T, B, H = 9, 4, 6
+KINDS = ["ddp", "fsdp"]
 
 
 class Cell(nn.Module):
@@ -38,11 +39,11 @@ class Cell(nn.Module):
 class Whole(nn.Module):
     """A model of one input."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(H, H)
-        self.rnn = fusedrnn.Recurrent(Cell(), chunk_size=4, **options)
+        self.rnn = fusedrnn.Recurrent(Cell(), chunk_size=4)
         self.double()
 
     def forward(self, x: Tensor) -> Any:
@@ -56,7 +57,7 @@ def rows() -> Tensor:
 
 def one_process() -> list[Tensor]:
     """Weights after two steps on the whole batch, half by half."""
-    model = Whole(compile="never")
+    model = Whole()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -66,11 +67,7 @@ def one_process() -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-Kinds = Sequence[tuple[str, dict[str, Any]]]
-"""Whether by "ddp" or "fsdp", and options of the Recurrent."""
-
-
-def work(rank: int, folder: str, kinds: Kinds) -> None:
+def work(rank: int, folder: str) -> None:
     """Trains one model after the other: what takes long is to start a process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -79,8 +76,8 @@ def work(rank: int, folder: str, kinds: Kinds) -> None:
     store = dist.FileStore(folder + "/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    for i, (kind, options) in enumerate(kinds):
-        model: Any = Whole(**options)
+    for kind in KINDS:
+        model: Any = Whole()
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         else:
@@ -92,7 +89,7 @@ def work(rank: int, folder: str, kinds: Kinds) -> None:
             loss_of(*model(rows().chunk(2, 1)[rank])).backward()
             optimizer.step()
         weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-        torch.save([weight.detach() for weight in weights], f"{folder}/{i} {rank}.pt")
+        torch.save([weight.detach() for weight in weights], f"{folder}/{kind} {rank}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads sometimes abort a process that takes its group down
 
@@ -102,19 +99,14 @@ needs_distributed = pytest.mark.skipif(
 )
 
 
-def check_two_processes(folder: Path, kinds: Kinds) -> None:
-    """Each has learnt what one process learns of both halves."""
-    mp.spawn(work, (str(folder), kinds), nprocs=2)
-    expected = one_process()
-    for i, rank in itertools.product(range(len(kinds)), range(2)):
-        found = torch.load(folder / f"{i} {rank}.pt")
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
 @needs_distributed
 def test_two_processes(tmp_path: Path) -> None:
-    replay, parallel = {"mode": "replay"}, {"mode": "parallel"}
-    check_two_processes(tmp_path, [("ddp", replay), ("fsdp", replay), ("fsdp", parallel)])
+    """Each has learnt what one process learns of both halves."""
+    mp.spawn(work, (str(tmp_path),), nprocs=2)
+    expected = one_process()
+    for kind, rank in itertools.product(KINDS, range(2)):
+        found = torch.load(tmp_path / f"{kind} {rank}.pt")
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.fixture
@@ -163,7 +155,6 @@ class Scan(nn.Module):
 WAYS: dict[str, Callable[[], nn.Module]] = {
     "compiled": lambda: fusedrnn.Recurrent(Shared(), compile="require"),
     "replay": lambda: fusedrnn.Recurrent(Shared(), compile="never"),
-    "parallel": lambda: fusedrnn.Recurrent(Shared(), mode="parallel"),
     "graph": lambda: fusedrnn.Recurrent(Shared(), compile="never", recompute=False),
     "scan": lambda: Scan(Shared()),
 }

@@ -1,4 +1,4 @@
-"""The mode, the chunk and their reasons; memory that does not grow."""
+"""The chunk and its reason; memory that does not grow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def test_what_is_printed() -> None:
     found = rnn.explain(torch.randn(100, 4, 8))
     assert str(found).splitlines() == [
         "steps in Python, because FUSEDRNN_COMPILE=0 says so",
-        "mode replay: on a CPU it takes less time",
         "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
         "CUDA graphs: no, not asked to",
         f"  autograd keeps of one step           {found.step_bytes:>16,} bytes",
@@ -62,19 +61,6 @@ def test_what_would_be_faster(cell: nn.Module, advice: str) -> None:
 def test_other_cells_have_no_faster_layer(change: Any) -> None:
     cell = change(nn.GRUCell(3, 4))
     assert fusedrnn.Recurrent(cell).explain(torch.randn(7, 2, 3)).faster == ()
-
-
-def test_modes_and_their_reasons() -> None:
-    x = torch.randn(9, 3, 4, dtype=torch.float64)
-    h = torch.zeros(3, 4, dtype=torch.float64)
-    for mode, reason in (("replay", "mode says so"), ("parallel", "mode says so, and the step")):
-        found = fusedrnn.Recurrent(Noisy(), mode=mode).explain(x, h)
-        assert found.mode == mode
-        assert found.reason.startswith(reason)
-    parallel = fusedrnn.Recurrent(Noisy(), mode="parallel").explain(x, h)
-    assert parallel.kept_bytes_per_step == 3 * 4 * 8  # the state is no output
-    lstm = fusedrnn.Recurrent(nn.LSTMCell(4, 4), mode="parallel").explain(x.float())
-    assert lstm.kept_bytes_per_step == 3 * 4 * 4  # h is the output
 
 
 def test_layers() -> None:
@@ -118,12 +104,11 @@ def test_workspace_bytes(cell: Any) -> None:
         assert found.workspace_bytes <= steps * one + 5
 
 
-@pytest.mark.parametrize("mode", ["replay", "parallel"])
-def test_what_autograd_keeps_at_once(mode: str) -> None:
+def test_what_autograd_keeps_at_once() -> None:
     """Of a chunk, whatever the length of the sequence."""
     most = []
     for seq_len in (24, 48):
-        rnn = fusedrnn.Recurrent(nn.GRUCell(4, 16), mode=mode, chunk_size=8)
+        rnn = fusedrnn.Recurrent(nn.GRUCell(4, 16), chunk_size=8)
         x = torch.randn(seq_len, 3, 4)
         output, _ = rnn(x)
         alive, peak = set(), 0
@@ -193,7 +178,6 @@ def test_tensors_that_are_no_plain_arrays(name: str, kind: str) -> None:
         cell.held = held
     rnn, x, h = fusedrnn.Recurrent(cell), torch.randn(9, 3, 4), torch.zeros(3, 4)
     found = rnn.explain(x, h)
-    assert found.mode == "replay"
     assert found.step_bytes < 9 * 3 * 4 * 4 * 4 + 1000
     leaves = [*cell.linear.parameters()]
     check_same(lambda: rnn(x, h), lambda: plain_loop(cell, x, h), leaves, 1e-5)

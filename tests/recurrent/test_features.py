@@ -13,7 +13,6 @@ import pytest
 import torch
 from loops import (
     F64,
-    MODES,
     By,
     Noisy,
     check_cell,
@@ -43,10 +42,9 @@ def start(dtype: torch.dtype = F64) -> Tensor:
     return torch.zeros(B, H, dtype=dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_second_derivatives(mode: str) -> None:
+def test_second_derivatives() -> None:
     cell, x = Noisy(), sequence()
-    rnn = fusedrnn.Recurrent(cell, mode=mode)
+    rnn = fusedrnn.Recurrent(cell)
     leaves = [x, *cell.parameters()]
 
     def second(results: Any) -> list[Any]:
@@ -58,11 +56,10 @@ def test_second_derivatives(mode: str) -> None:
     torch.testing.assert_close(mine, second(plain_loop(cell, x, start())), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_autocast(mode: str) -> None:
+def test_autocast() -> None:
     """Products are rounded as in the loop; weights keep their gradients within the region."""
     cell, x = gru(torch.float32), sequence().detach().float().requires_grad_()
-    after, rnn = nn.Linear(H, H), fusedrnn.Recurrent(cell, mode=mode)
+    after, rnn = nn.Linear(H, H), fusedrnn.Recurrent(cell)
     rounded = By(lambda c, x, h: cell(x, h).float())
 
     def results(run: Any) -> tuple[Tensor, Tensor]:
@@ -123,16 +120,15 @@ def test_buffers_that_change(make: Any, chunk_size: int) -> None:
 def test_names() -> None:
     cell = gru()
     assert list(fusedrnn.Recurrent(cell).state_dict()) == [f"cell.{n}" for n in cell.state_dict()]
-    assert "mode='parallel'" in repr(fusedrnn.Recurrent(cell, mode="parallel"))
+    assert "chunk_size=3" in repr(fusedrnn.Recurrent(cell, chunk_size=3))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_part_of_the_results(mode: str) -> None:
+def test_part_of_the_results() -> None:
     """Gradients of the state alone, of the output alone, and of none of both."""
     cell, x = nn.LSTMCell(H, H, dtype=F64), sequence()
     for pick in (lambda o, s: [o[3]], lambda o, s: [s[0]], lambda o, s: [s[1]]):
         check_same(
-            lambda: pick(*fusedrnn.Recurrent(cell, mode=mode)(x)),  # noqa: B023
+            lambda: pick(*fusedrnn.Recurrent(cell)(x)),  # noqa: B023
             lambda: pick(*plain_loop(cell, x, (start(), start()))),  # noqa: B023
             [x, *cell.parameters()],
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compiled.plain import Masks, loop
-from loops import F64, MODES, By, check_same, double
+from loops import F64, By, check_same, double
 from torch import Tensor, nn
 
 import fusedrnn
@@ -35,11 +35,10 @@ def logarithm(c: Any, x: Tensor, h: Tensor) -> Tensor:
     return torch.tanh(c.rate * x.log() + h)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize(("step", "padding"), [(spending, 0.0), (logarithm, torch.nan)])
 def test_rows_that_have_ended_take_no_steps_that_are_not_in_the_data(
-    step: Any, padding: float, resets: bool, mode: str
+    step: Any, padding: float, resets: bool
 ) -> None:
     """Their own state with the input of another row could be NaN, and so could gradients."""
     cell = By(step, rate=nn.Parameter(torch.tensor([0.9], dtype=F64)))
@@ -50,7 +49,7 @@ def test_rows_that_have_ended_take_no_steps_that_are_not_in_the_data(
     to = torch.full((1, 1), 1.5, dtype=F64, requires_grad=True)
     masks = (LENGTHS, RESET, to) if resets else (LENGTHS,)
     check_same(
-        lambda: fusedrnn.Recurrent(cell, mode=mode)(x, start, *masks),
+        lambda: fusedrnn.Recurrent(cell)(x, start, *masks),
         lambda: loop(cell, x, start, Masks(*masks)),
         [x, start, *cell.parameters(), *([to] if resets else [])],
     )
@@ -69,11 +68,10 @@ def test_reset_without_a_batch() -> None:
     check_same(lambda: rnn(x, reset=RESET[:, 0], reset_to=to), expected, leaves)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_sequence", [True, False])
-def test_no_rows(is_sequence: bool, mode: str) -> None:
+def test_no_rows(is_sequence: bool) -> None:
     cell = nn.GRUCell(2, H)
-    rnn = fusedrnn.Recurrent(cell, batch_first=True, return_sequence=is_sequence, mode=mode)
+    rnn = fusedrnn.Recurrent(cell, batch_first=True, return_sequence=is_sequence)
     x, reset = torch.randn(0, 5, 2, requires_grad=True), torch.zeros(0, 5, dtype=torch.bool)
     output, state = rnn(x, lengths=[], reset=reset, reset_to=torch.zeros(1, H))
     assert output.shape == ((0, 5, H) if is_sequence else (0, H))

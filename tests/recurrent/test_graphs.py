@@ -12,7 +12,6 @@ import pytest
 import torch
 from loops import (
     F64,
-    MODES,
     By,
     Mixed,
     Unseen,
@@ -48,10 +47,9 @@ def drawing_cell() -> By:
     return By(drawing, linear=nn.Linear(2 * H, 2 * H, dtype=F64), dropout=nn.Dropout(0.25))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seq_len", [16, 15, 9])
 @pytest.mark.parametrize("make", [drawing_cell, Mixed, lambda: nn.LSTMCell(H, H, dtype=F64)])
-def test_values(make: Any, seq_len: int, mode: str, recorder: type[Repeated]) -> None:
+def test_values(make: Any, seq_len: int, recorder: type[Repeated]) -> None:
     """Noise, trees, a shorter last chunk: results and gradients of the plain loop."""
     inner, count = make(), Unseen(0)  # unseen: else no graph would repeat the step
 
@@ -60,7 +58,7 @@ def test_values(make: Any, seq_len: int, mode: str, recorder: type[Repeated]) ->
         return inner(x, state)
 
     cell = By(step, inner=inner)
-    rnn = fusedrnn.Recurrent(cell, mode=mode, cuda_graphs=True)
+    rnn = fusedrnn.Recurrent(cell, cuda_graphs=True)
     for call in range(3):
         x: Any = double(seq_len, 3, H)
         start: Any = STATE if isinstance(inner, By) else (STATE, STATE + 1)
@@ -81,14 +79,13 @@ def test_values(make: Any, seq_len: int, mode: str, recorder: type[Repeated]) ->
     assert rnn.explain(x, start).is_recorded
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("return_sequence", [True, False])
 @pytest.mark.parametrize("lengths", [None, [20, 3, 11]])
 def test_lengths_resets_and_last_outputs(
-    lengths: Any, return_sequence: bool, mode: str, recorder: type[Repeated]
+    lengths: Any, return_sequence: bool, recorder: type[Repeated]
 ) -> None:
     cells = [nn.GRUCell(H, H, dtype=F64), nn.GRUCell(H, H, dtype=F64)]
-    settings: Any = {"bidirectional": True, "return_sequence": return_sequence, "mode": mode}
+    settings: Any = {"bidirectional": True, "return_sequence": return_sequence}
     rnn = fusedrnn.Recurrent(cells, cuda_graphs=True, **settings)
     expected = fusedrnn.Recurrent(cells, **settings)
     x, initial = double(20, 3, H), double(1, H)
@@ -111,7 +108,7 @@ def attending(c: Any, x: Tensor, h: Tensor) -> Tensor:
 def test_each_call_records_anew(recorder: type[Repeated]) -> None:
     """What a step reads may be another tensor or number in each call."""
     cell = By(attending)
-    rnn = fusedrnn.Recurrent(cell, mode="replay", cuda_graphs=True)
+    rnn = fusedrnn.Recurrent(cell, cuda_graphs=True)
     for call in range(4):
         cell.memory, cell.scale = double(5, 3, H), 1.0 + call
         cell.linear = nn.Linear(H, H, dtype=F64)
@@ -155,11 +152,10 @@ def passing(c: Any, x: Tensor, state: Any) -> Any:
     return {"h": new, "is_positive": new > 0, "unused": new.cos()}, (new, kept, count + 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_states_that_stay_and_missing_gradients(frozen: bool, mode: str) -> None:
+def test_states_that_stay_and_missing_gradients(frozen: bool) -> None:
     cell = By(passing, linear=nn.Linear(H, H, dtype=F64)).requires_grad_(not frozen)
-    rnn = fusedrnn.Recurrent(cell, mode=mode, cuda_graphs=True)
+    rnn = fusedrnn.Recurrent(cell, cuda_graphs=True)
     for call in range(2):
         x = torch.randn(16, 3, H, dtype=F64)
         state = (double(3, H), double(3, H), torch.zeros(3, dtype=torch.int64))

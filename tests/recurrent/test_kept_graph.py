@@ -44,7 +44,8 @@ def test_no_step_is_taken_again() -> None:
     rnn(torch.randn(T, B, H), torch.zeros(B, H))[0].sum().backward()
     assert len(calls) == T
     found = rnn.explain(torch.randn(T, B, H), torch.zeros(B, H))
-    assert (found.mode, found.workspace_bytes) == ("graph", 0)
+    assert (found.chunk_steps, found.workspace_bytes) == (T, 0)
+    assert "no step is taken again" in found.chunk_reason
 
 
 def test_the_seed_is_drawn_before_other_numbers() -> None:
@@ -59,7 +60,7 @@ def test_the_seed_is_drawn_before_other_numbers() -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("options", [{"mode": "replay"}, {"cuda_graphs": True}, {"chunk_size": 3}])
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"chunk_size": 3}])
 def test_what_it_excludes(options: Any) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=re.escape(f"recompute=False excludes {name}")):

@@ -15,14 +15,13 @@ from docs.examples import published_cells as published
 T, B, WIDTH = 11, 3, 16
 
 
-@pytest.mark.parametrize("mode", ["auto", "replay"])
 @pytest.mark.parametrize("lengths", [None, [T, 4, 7]])
-def test_a_memory_of_the_batch(lengths: list[int] | None, mode: str) -> None:
+def test_a_memory_of_the_batch(lengths: list[int] | None) -> None:
     """compiled/test_published_cells.py tries the other cells, with steps in Python too."""
     (case,) = (case for case in published.CASES if case.name == "AttentionDecoder")
     cell: Any = case.cell(WIDTH, B, torch.float64)
     x, reset = case.inputs(T, B, WIDTH, torch.float64), torch.rand(T, B) < 0.2
-    rnn = fusedrnn.Recurrent(cell, mode=mode, chunk_size=3)
+    rnn = fusedrnn.Recurrent(cell, chunk_size=3)
     check_same(
         lambda: rnn(x, lengths=lengths, reset=reset),
         lambda: plain_loop(cell, x, cell.initial_state(B), Masks(lengths, reset)),
@@ -32,12 +31,10 @@ def test_a_memory_of_the_batch(lengths: list[int] | None, mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
-def test_rounding_does_not_mix_rows(case: Any, dtype: torch.dtype) -> None:
-    """In parallel mode only a step that mixes rows is an error."""
-    if case.name == "AttentionDecoder":
-        pytest.skip("its memory has rows of the batch")
+def test_rounding_is_no_error(case: Any, dtype: torch.dtype) -> None:
+    """Steps that backward takes again are compared with those of forward."""
     cell, input = case.cell(WIDTH, B, dtype), case.inputs(T, B, WIDTH, dtype)
-    loss_of(fusedrnn.Recurrent(cell, mode="parallel")(input)).backward()
+    loss_of(fusedrnn.Recurrent(cell)(input)).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from loops import F64, MODES, By, check_same, double, plain_loop
+from loops import F64, By, check_same, double, plain_loop
 from recorders import Repeated
 from torch import Tensor, nn
 
@@ -58,7 +58,6 @@ def refused() -> Exception:
     return RuntimeError("operation not permitted when stream is capturing")
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("errors", "said"),
@@ -68,12 +67,12 @@ def refused() -> Exception:
         ([refused], "not permitted when stream"),
     ],
 )
-def test_errors(errors: Any, said: str, place: str, mode: str, recorder: type[Failing]) -> None:
+def test_errors(errors: Any, said: str, place: str, recorder: type[Failing]) -> None:
     """The call goes on without graphs, and says why, once.
 
     Memory may be short once: one more recording follows, with the cached memory given back.
     """
-    rnn = fusedrnn.Recurrent(nn.GRUCell(H, H, dtype=F64), mode=mode, cuda_graphs=True)
+    rnn = fusedrnn.Recurrent(nn.GRUCell(H, H, dtype=F64), cuda_graphs=True)
     x = double(16, 3, H)
     leaves = [x, *rnn.parameters()]
     rnn(x, START)[0].sum().backward()
@@ -174,10 +173,9 @@ def test_a_step_in_place_is_told_so_by_name() -> None:
 # --- when memory ends ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_nothing_waits_for_the_garbage_collector(
-    has_graphs: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+    has_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -188,7 +186,7 @@ def test_nothing_waits_for_the_garbage_collector(
 
     monkeypatch.setitem(graphs.RECORDERS, "cpu", Seen)
     cell = nn.GRUCell(H, H, dtype=F64)
-    rnn = fusedrnn.Recurrent(cell, mode=mode, cuda_graphs=has_graphs)
+    rnn = fusedrnn.Recurrent(cell, cuda_graphs=has_graphs)
     x = double(16, 3, H)
     rnn(x, START)[0].sum().backward()
     gc.collect()

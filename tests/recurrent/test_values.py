@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import F64, MODES, WAYS, By, Mixed, Noisy, check_cell, check_same, double, linear
+from loops import F64, WAYS, By, Mixed, Noisy, check_cell, check_same, double, linear
 from recorders import Repeated
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -98,8 +98,6 @@ def nested() -> By:
     )
 
 
-NOT_PARALLEL = ("old", "torch's", "beside", "nested")
-"""Cells whose hooks set attributes, and those that draw other numbers for several steps at once."""
 CELLS: dict[str, Callable[[], Any]] = {
     "torch's numbers": lambda: By(
         lambda c, x, h: torch.tanh(attending(c, x, h) + torch.randint(3, h.shape) * h),
@@ -129,15 +127,10 @@ CELLS: dict[str, Callable[[], Any]] = {
 
 RECORDED = ("RNN", "GRU", "LSTM", "trees", "a gradient", "weight", "spectral", "tied", "half")
 """Cells that a CUDA graph can repeat, with as many steps as that takes."""
-PAIRED = [
-    (name, way)
-    for name in CELLS
-    for way in WAYS
-    if not (name.startswith(NOT_PARALLEL) and "parallel" in way)
-]
 
 
-@pytest.mark.parametrize(("name", "way"), PAIRED)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CELLS)
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_cells(name: str, way: str, recorder: type[Repeated]) -> None:
     made = CELLS[name]()
@@ -160,14 +153,13 @@ def copied(layer: Any, cell_type: Any) -> list[nn.Module]:
     return cells
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["plain", "batch_first", "packed", "unbatched"])
 @pytest.mark.parametrize(("cell_type", "layer_type"), PAIRS)
-def test_layers_and_directions(cell_type: Any, layer_type: Any, form: str, mode: str) -> None:
+def test_layers_and_directions(cell_type: Any, layer_type: Any, form: str) -> None:
     """A list of cells is torch.nn's stack, in all forms of input and with given states."""
     options: Any = {"bidirectional": True, "batch_first": form == "batch_first"}
     layer = layer_type(3, H, num_layers=2, dtype=F64, **options)
-    rnn = fusedrnn.Recurrent(copied(layer, cell_type), mode=mode, **options)
+    rnn = fusedrnn.Recurrent(copied(layer, cell_type), **options)
     x = double(7, 7, 3)
     rows = () if form == "unbatched" else (7,)
     count = 2 if layer_type is nn.LSTM else 1

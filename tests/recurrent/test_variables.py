@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import F64, MODES, double, loss_of, plain_loop
+from loops import F64, double, loss_of, plain_loop
 from torch import Tensor, nn
 
 import fusedrnn
@@ -134,8 +134,7 @@ def test_attributes_that_change(change: Any, attributes: Any, has_graphs: bool) 
     check_both(cell, lambda run: [*calls(run)], cuda_graphs=has_graphs, chunk_size=3)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_another_memory_before_backward(mode: str) -> None:
+def test_another_memory_before_backward() -> None:
     """Each call has the gradient of the memory that it has read."""
     cell, (x, h) = Cell(lambda cell, h: h + (h[:, None] * cell.memory).mean(1)), given()
     memories = [double(5, H) for _ in range(2)]
@@ -147,7 +146,7 @@ def test_another_memory_before_backward(mode: str) -> None:
             total = total + run(x, h)[0].square().sum()
         return torch.autograd.grad(total, [x, h, *memories, *cell.parameters()])
 
-    check_both(cell, gradients, mode=mode)
+    check_both(cell, gradients)
     assert cell.memory is memories[1]
 
 
@@ -173,7 +172,7 @@ def test_second_derivatives_of_what_a_count_decides() -> None:
 def test_trials_leave_attributes_alone() -> None:
     cell, (x, h) = Cell(TRUNCATED, count=0), given()
     rnn = fusedrnn.Recurrent(cell, workspace_bytes=10_000)
-    assert rnn.explain(x, h).mode == "replay"
+    rnn.explain(x, h)
     assert cell.count == 0
     rnn(x, h)
     assert cell.count == SEQ_LEN
@@ -187,12 +186,6 @@ def test_numbers_of_two_kinds_count_once() -> None:
     with torch.no_grad():
         fusedrnn.Recurrent(cell)(x, h)
     assert cell.count == SEQ_LEN
-
-
-def test_parallel_mode_refuses() -> None:
-    cell, (x, h) = Cell(TRUNCATED, count=0), given()
-    with pytest.raises(ValueError, match="the attribute 'count' of Cell"):
-        fusedrnn.Recurrent(cell, mode="parallel")(x, h)
 
 
 def test_a_list_that_contains_itself() -> None:
