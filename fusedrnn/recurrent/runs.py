@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from .chunks import Chunk, Names
+from .closures import Held
 from .generators import RandomStates, State, global_generators, states_of
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
+from .sequence_call import SequenceCall
 from .trees import Leaves, differentiable
 from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
@@ -93,6 +95,24 @@ class Run:
     graphs: Graphs | None = None
     """Where chunks are recorded and repeated; None: nowhere."""
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)
+
+    @classmethod
+    def of(cls, call: SequenceCall, step: FlatStep, signature: Any, held: Held) -> Run:
+        """The steps of a call. ``held``: what the user's step holds."""
+        return cls(
+            step,
+            signature,
+            Weights(held),
+            Noise(call.seed, call.layer),
+            call.names,
+            seq_len=call.seq_len,
+            rows=call.rows,
+            device=call.device,
+            backwards=call.backwards,
+            returns_sequence=call.returns_sequence,
+            last=call.last,
+            place=call.place,
+        )
 
     def __post_init__(self) -> None:
         kind = self.device.type
