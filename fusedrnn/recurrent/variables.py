@@ -264,11 +264,6 @@ class Variables:
         """How errors call a variable."""
         return self._namespaces[key[0]].name.format(key[1])
 
-    def name_of(self, is_it: Callable[[Any], bool]) -> str:
-        """How errors call the first variable with such a value; nothing if there is none."""
-        named = ((space, name) for space in self._namespaces for name in space.names())
-        return next((a.name.format(name) for a, name in named if is_it(a.read(name))), "")
-
     def written(self, before: Values) -> str | None:
         """The name of a tensor that has been written in place since, which nobody can put back."""
         for key, old in before.items():
