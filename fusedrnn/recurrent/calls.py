@@ -16,13 +16,12 @@ from torch import Tensor
 
 from .._graphs import is_alone
 from ..options import check_chunks, check_flag, text_of
-from .autograd import run_sequence
+from .autograd import run_sequence, run_with_graph
 from .choices import AUTO, MODES, PARALLEL, REPLAY, chunk_steps, measure_step
 from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
-from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs, obstacle_to_parallel
 from .programs import AUTO as AUTO_COMPILE
 from .programs import NEVER, REQUIRE, check_compile
