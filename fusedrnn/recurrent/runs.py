@@ -180,13 +180,12 @@ class Run:
                 stack.enter_context(
                     torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=True)
                 )
-            if closed_over is not None:
-                # What the first step does not draw, others draw from torch's generators.
-                noise = self.noise if self.draws or not self.is_known else None
+            looks = closed_over is not None
+            # What the first step does not draw, others draw from torch's generators.
+            draws = self.draws or (looks and not self.is_known)
+            if draws or replacements or looks:
+                noise = self.noise if draws else None
                 stack.enter_context(Watch(noise, replacements, closed_over))
-            elif self.draws or replacements:
-                noise = self.noise if self.draws else None
-                stack.enter_context(Watch(noise, replacements))
             yield
 
     @contextmanager
