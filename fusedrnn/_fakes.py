@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from . import _helpers, _plans
+from . import _helpers, _ops, _plans
 from ._ops import (
     NEEDS_CX,
     NEEDS_EPS,
@@ -19,31 +19,31 @@ from ._ops import (
     ForwardResults,
     Gradients,
     LastStates,
+    LayerTensors,
+    Saved,
 )
-from .cells import CELL_NAMES, CELLS
-from .options import BACKENDS
+from .cells import CELLS
 
 
-def _check_devices(
-    input: Tensor, tensors: Iterable[Tensor | None], *on_host: Tensor | None
-) -> None:
+def _check_devices(tensors: LayerTensors, *others: Tensor | None) -> None:
     """Refuses tensors on different devices: torch runs a fake operator if any one is on meta."""
-    for tensor in tensors:
+    input, hx, weights, cx, eps, seed, lengths, batch_sizes, reset, mask_seed, _ = tensors
+    for tensor in (hx, cx, *others, *weights, reset, eps, seed, mask_seed):
         if tensor is not None and tensor.device != input.device:
             raise RuntimeError(
                 "fusedrnn: all tensors must be on the device of input, "
                 f"got {input.device} and {tensor.device}"
             )
-    for tensor in on_host:
+    for tensor in (lengths, batch_sizes):
         if tensor is not None and not tensor.is_cpu and not input.is_meta:
             raise RuntimeError(
                 f"fusedrnn: lengths and batch_sizes must be on the CPU, got {tensor.device}"
             )
 
 
-def _columns(cell: int, weights: list[Tensor]) -> dict[str, int]:
+def _columns(cell: str, weights: Sequence[Tensor]) -> dict[str, int]:
     """The sizes that are numbers of columns of the first direction's weight matrices."""
-    names, matrices = CELLS[CELL_NAMES[cell]].weights, [w for w in weights if w.dim() == 2]
+    names, matrices = CELLS[cell].weights, [w for w in weights if w.dim() == 2]
     return {size: matrix.shape[1] for (_, size), matrix in zip(names, matrices, strict=False)}
 
 
@@ -61,40 +61,23 @@ def _size_of_its_own(*sizes: int) -> int | None:
 
 
 @torch.library.register_fake("fusedrnn::forward")
-def _fake_forward(
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    chunk_size: int = 0,
-    workspace_bytes: int = 0,
-    backend: int = 0,
-    tuning: int = 0,
-    save_gates: bool = False,
-    **_: Any,
-) -> ForwardResults:
-    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
-    name = CELL_NAMES[cell]
-    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
+def _fake_forward(*arguments: Any, **named: Any) -> ForwardResults:
+    call, tensors, others = _ops.read(*arguments, **named)
+    _check_devices(tensors)
+    input, hx, weights, cx = tensors[:4]
+    seq_len = _seq_len(tensors)
     directions, batch, output_size = hx.shape
     hidden_size = output_size if cx is None else cx.shape[2]
-    latent_size = _columns(cell, weights).get("latent", 0)
-    noise = eps is not None or seed is not None
-    columns = _helpers.saved_columns(name, hidden_size, latent_size, noise) if save_gates else 0
+    latent_size = _columns(call.cell, weights).get("latent", 0)
+    noise, columns = tensors.eps is not None or tensors.seed is not None, 0
+    if others.get("save_gates", False):
+        columns = _helpers.saved_columns(call.cell, hidden_size, latent_size, noise)
     # A plan needs plain numbers, which would make a graph one for this size alone.
     chunks = None if cx is None else _size_of_its_own(seq_len, batch)
     if chunks is None and cx is not None and seq_len != 1:
         made = _plans.plan_layer(
             _plans.gpu_facts(input.device),
-            cell=name,
+            cell=call.cell,
             noise=noise,
             input_size=input.shape[-1],
             hidden_size=hidden_size,
@@ -104,10 +87,10 @@ def _fake_forward(
             seq_len=seq_len,
             batch=batch,
             dtype=_plans.name_of(input.dtype),
-            chunk_size=chunk_size,
-            workspace_bytes=workspace_bytes,
-            backend=BACKENDS[backend],
-            tuning=tuning,
+            chunk_size=call.chunk_size,
+            workspace_bytes=call.workspace_bytes,
+            backend=call.backend,
+            tuning=call.tuning,
             strides=_plans.strides_of(weights),
         )
         chunks = -(-seq_len // made["chunk_steps"])
@@ -124,27 +107,18 @@ def _fake_forward(
     )
 
 
+def _seq_len(tensors: LayerTensors) -> int:
+    return (tensors.input if tensors.batch_sizes is None else tensors.batch_sizes).shape[0]
+
+
 @torch.library.register_fake("fusedrnn::last_states")
-def _fake_last_states(
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    **_: Any,
-) -> LastStates:
-    _check_devices(input, [hx, cx, *weights, reset, eps, seed, mask_seed], lengths, batch_sizes)
-    seq_len = input.shape[0] if batch_sizes is None else batch_sizes.shape[0]
-    parts = _size_of_its_own(seq_len)
+def _fake_last_states(*arguments: Any, **named: Any) -> LastStates:
+    _, tensors, _ = _ops.read(*arguments, **named)
+    _check_devices(tensors)
+    input, hx, _, cx = tensors[:4]
+    parts = _size_of_its_own(_seq_len(tensors))
     if parts is None:
-        parts = _helpers.part_count(seq_len)
+        parts = _helpers.part_count(_seq_len(tensors))
     layers, batch, output_size = hx.shape
     c_shape = (layers, batch, output_size if cx is None else cx.shape[2])
     return LastStates(
@@ -156,47 +130,31 @@ def _fake_last_states(
 
 
 @torch.library.register_fake("fusedrnn::step")
-def _fake_step(
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    _check_devices(input, [hx, cx, *weights, eps, seed])
-    h = input.new_empty(*input.shape[:-1], _columns(cell, weights)["hidden"])
+def _fake_step(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call, tensors, _ = _ops.read(*arguments, **named)
+    _check_devices(tensors)
+    input = tensors.input
+    h = input.new_empty(*input.shape[:-1], _columns(call.cell, tensors.weights)["hidden"])
     batch = input.shape[0] if input.dim() == 2 else 1
-    has_cell_state = CELLS[CELL_NAMES[cell]].has_cell_state
+    has_cell_state = CELLS[call.cell].has_cell_state
     return h, torch.empty_like(h) if has_cell_state else h.new_empty(0, batch, h.shape[-1])
 
 
 @torch.library.register_fake("fusedrnn::step_backward")
 def _fake_step_backward(
-    grad_h: Tensor | None,
-    grad_c: Tensor | None,
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    needs: int,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    **_: Any,
+    grad_h: Tensor | None, grad_c: Tensor | None, *arguments: Any, **named: Any
 ) -> list[Tensor]:
-    _check_devices(input, [grad_h, grad_c, hx, cx, *weights, eps, seed])
-    states = (input, hx, cx, eps)
+    _, tensors, others = _ops.read(*arguments, **named)
+    _check_devices(tensors, grad_h, grad_c)
+    input, needs = tensors.input, others["needs"]
+    states = (input, tensors.hx, tensors.cx, tensors.eps)
     found = [
         input.new_empty(t.shape) for i, t in enumerate(states) if t is not None and needs & 1 << i
     ]
-    flat = input.new_empty(sum(w.numel() for w in weights))  # the gradients of weights share it
+    # The gradients of weights share it.
+    flat = input.new_empty(sum(w.numel() for w in tensors.weights))
     first = 0
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(tensors.weights):
         if needs & NEEDS_FIRST_WEIGHT << i:
             found.append(flat.narrow(0, first, weight.numel()).view(weight.shape))
         first += weight.numel()
@@ -208,56 +166,25 @@ def _fake_backward(
     grad_output: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    output: Tensor,
-    needs: int,
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    saved_gates: Tensor | None = None,
-    chunk_cell_states: Tensor | None = None,
-    **_: Any,
+    *arguments: Any,
+    **named: Any,
 ) -> Gradients:
-    tensors = [hx, cx, output, saved_gates, chunk_cell_states, *weights, reset, eps, seed]
-    tensors += [mask_seed, grad_output, grad_h_n, grad_c_n]
-    _check_devices(input, tensors, lengths, batch_sizes)
-
+    _, tensors, others = _ops.read(*arguments, **named)
+    saved = (others.get(name) for name in Saved._fields)
+    _check_devices(tensors, grad_output, grad_h_n, grad_c_n, *saved)
+    needs = others["needs"]
     needed = [needs & bit for bit in (NEEDS_INPUT, NEEDS_HX, NEEDS_CX, NEEDS_EPS)]
-    return _gradients(input, (input, hx, cx, eps), needed, weights, needs >= NEEDS_FIRST_WEIGHT)
+    return _gradients(tensors, needed, needs >= NEEDS_FIRST_WEIGHT)
 
 
 @torch.library.register_fake("fusedrnn::last_states_backward")
 def _fake_last_states_backward(
-    grad_h_n: Tensor | None,
-    grad_c_n: Tensor | None,
-    cell: int,
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    weights: list[Tensor],
-    *,
-    part_h: Tensor,
-    needs: list[bool],
-    lengths: Tensor | None = None,
-    batch_sizes: Tensor | None = None,
-    reset: Tensor | None = None,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    mask_seed: Tensor | None = None,
-    part_c: Tensor | None = None,
-    **_: Any,
+    grad_h_n: Tensor | None, grad_c_n: Tensor | None, *arguments: Any, **named: Any
 ) -> Gradients:
-    tensors = [hx, cx, part_h, part_c, *weights, reset, eps, seed, mask_seed, grad_h_n, grad_c_n]
-    _check_devices(input, tensors, lengths, batch_sizes)
-    return _gradients(input, (input, hx, cx, eps), needs[:4], weights, any(needs[4:]))
+    _, tensors, others = _ops.read(*arguments, **named)
+    _check_devices(tensors, grad_h_n, grad_c_n, others["part_h"], others.get("part_c"))
+    needs = others["needs"]
+    return _gradients(tensors, needs[:4], any(needs[4:]))
 
 
 @torch.library.register_fake("fusedrnn::draw")
@@ -274,16 +201,12 @@ def _fake_draw(
     return seed.new_empty(steps, batch, width, dtype=dtype)
 
 
-def _gradients(
-    input: Tensor,
-    tensors: Iterable[Tensor | None],
-    needed: Iterable[int],
-    weights: list[Tensor],
-    needs_weights: bool,
-) -> Gradients:
+def _gradients(tensors: LayerTensors, needed: Iterable[int], needs_weights: bool) -> Gradients:
     """Gradients of input, hx, cx and eps, as far as they are needed, and of the weights."""
+    input, hx, weights, cx, eps = tensors[:5]
     shapes = [
-        t.shape if need and t is not None else (0,) for t, need in zip(tensors, needed, strict=True)
+        t.shape if need and t is not None else (0,)
+        for t, need in zip((input, hx, cx, eps), needed, strict=True)
     ]
     flat = sum(w.numel() for w in weights) if needs_weights else 0
     return Gradients(*(input.new_empty(shape) for shape in (*shapes, (flat,))))

@@ -6,7 +6,7 @@ the rows count that are padding; those of a packed batch are no more than there 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,8 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 from . import _library
 from ._ops import NEEDS_FIRST_WEIGHT, NEEDS_INPUT
 from .cells import CELL_NAMES, CELLS
-
-Shape = Sequence[int]
 
 
 class _Product(NamedTuple):
@@ -30,15 +28,25 @@ class _Product(NamedTuple):
 
 
 def _products(
-    cell: int, rows: int, weights: Sequence[Shape], layers: int, has_noise: bool
-) -> Iterator[_Product]:
-    """Of all layers, or of all directions of one."""
-    names = [name for name, _ in CELLS[CELL_NAMES[cell]].weights] * layers
+    arguments: Sequence[Any], named: Mapping[str, Any], layers: int | None = None
+) -> list[_Product]:
+    """Of all layers, or of all directions of one.
+
+    Args:
+        arguments: What all operators get, maybe behind gradients.
+        layers: How many, where the state does not tell.
+    """
+    cell, input, hx, _, weights = arguments[-5:]
+    has_noise = named.get("eps") is not None or named.get("seed") is not None
+    names = [name for name, _ in CELLS[CELL_NAMES[cell]].weights]
+    names *= hx[0] if layers is None else layers
     matrices = [(place, shape) for place, shape in enumerate(weights) if len(shape) == 2]
+    found = []
     for name, (place, shape) in zip(names, matrices, strict=True):
         # Without noise nothing reads the second half of what weight_hz makes, the log-variances.
         halves = 2 if name == "weight_hz" and not has_noise else 1
-        yield _Product(name, place, 2 * rows * prod(shape) // halves)
+        found.append(_Product(name, place, 2 * prod(input[:-1]) * prod(shape) // halves))
+    return found
 
 
 def _of_backward(
@@ -53,98 +61,33 @@ def _of_backward(
     return flops
 
 
-def _rows(input: Shape) -> int:
-    return prod(input[:-1])
+def _forward(*arguments: Any, **named: Any) -> int:
+    return sum(p.flops for p in _products(arguments, named))
 
 
-def _forward(
-    cell: int,
-    input: Shape,
-    hx: Shape,
-    cx: Shape | None,
-    weights: Sequence[Shape],
-    *,
-    eps: Shape | None = None,
-    seed: Shape | None = None,
-    **_: Any,
-) -> int:
-    has_noise = eps is not None or seed is not None
-    return sum(p.flops for p in _products(cell, _rows(input), weights, hx[0], has_noise))
+def _step(*arguments: Any, **named: Any) -> int:
+    return sum(p.flops for p in _products(arguments, named, layers=1))
 
 
-def _step(
-    cell: int,
-    input: Shape,
-    hx: Shape | None,
-    cx: Shape | None,
-    weights: Sequence[Shape],
-    *,
-    eps: Shape | None = None,
-    seed: Shape | None = None,
-    **_: Any,
-) -> int:
-    has_noise = eps is not None or seed is not None
-    return sum(p.flops for p in _products(cell, _rows(input), weights, 1, has_noise))
+def _step_backward(*arguments: Any, needs: int, **named: Any) -> int:
+    products = _products(arguments, named, layers=1)
+    return _of_backward(products, *_needed(needs, arguments), saved=False)
 
 
-def _step_backward(
-    grad_h: Shape | None,
-    grad_c: Shape | None,
-    cell: int,
-    input: Shape,
-    hx: Shape | None,
-    cx: Shape | None,
-    weights: Sequence[Shape],
-    *,
-    needs: int,
-    eps: Shape | None = None,
-    seed: Shape | None = None,
-    **_: Any,
-) -> int:
-    has_noise = eps is not None or seed is not None
-    products = [*_products(cell, _rows(input), weights, 1, has_noise)]
-    needs_weights = [bool(needs & NEEDS_FIRST_WEIGHT << i) for i in range(len(weights))]
-    return _of_backward(products, bool(needs & NEEDS_INPUT), needs_weights, saved=False)
+def _backward(*arguments: Any, needs: int, saved_gates: Any = None, **named: Any) -> int:
+    products = _products(arguments, named)
+    return _of_backward(products, *_needed(needs, arguments), saved=saved_gates is not None)
 
 
-def _backward(
-    grad_output: Shape | None,
-    grad_h_n: Shape | None,
-    grad_c_n: Shape | None,
-    cell: int,
-    input: Shape,
-    hx: Shape,
-    cx: Shape | None,
-    weights: Sequence[Shape],
-    *,
-    needs: int,
-    eps: Shape | None = None,
-    seed: Shape | None = None,
-    saved_gates: Shape | None = None,
-    **_: Any,
-) -> int:
-    has_noise = eps is not None or seed is not None
-    products = [*_products(cell, _rows(input), weights, hx[0], has_noise)]
-    needs_weights = [bool(needs & NEEDS_FIRST_WEIGHT << i) for i in range(len(weights))]
-    return _of_backward(products, bool(needs & NEEDS_INPUT), needs_weights, saved_gates is not None)
+def _needed(needs: int, arguments: Sequence[Any]) -> tuple[bool, list[bool]]:
+    """Whether the gradient of the input is needed, and of each weight."""
+    of_weights = [bool(needs & NEEDS_FIRST_WEIGHT << i) for i in range(len(arguments[-1]))]
+    return bool(needs & NEEDS_INPUT), of_weights
 
 
-def _last_states_backward(
-    grad_h_n: Shape | None,
-    grad_c_n: Shape | None,
-    cell: int,
-    input: Shape,
-    hx: Shape,
-    cx: Shape | None,
-    weights: Sequence[Shape],
-    *,
-    needs: Sequence[bool],
-    eps: Shape | None = None,
-    seed: Shape | None = None,
-    **_: Any,
-) -> int:
-    has_noise, layers = eps is not None or seed is not None, hx[0]
-    products = [*_products(cell, _rows(input), weights, layers, has_noise)]
+def _last_states_backward(*arguments: Any, needs: Sequence[bool], **named: Any) -> int:
+    _, _, hx, _, weights = arguments[-5:]
+    layers, products = hx[0], _products(arguments, named)
     flops = sum(p.flops for p in products)  # forward runs again
     of_each, (needs_input, *others), needs_weights = len(weights) // layers, needs[:4], needs[4:]
     lowest = 0

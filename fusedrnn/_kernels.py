@@ -20,20 +20,11 @@ from ._ops import Cotangents, LayerCall, LayerTensors, Saved
 from .cells import CELL_NAMES, CELLS
 
 
-def _step_as_layer(
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: Sequence[Tensor],
-    *,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
-    tuning: int = 0,
-) -> tuple[Tensor, Tensor]:
+def _step_as_layer(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The operator ``step``, by a layer with one step."""
-    call, tensors = _layer_of_step(cell, input, hx, cx, weights, eps, seed, tuning)
+    call, tensors = _layer_of_step(*arguments, **named)
     _, h_n, c_n, _, _ = _ops.forward(call, tensors, save_gates=False)
+    input: Tensor = arguments[1]
     shape = (*input.shape[:-1], h_n.shape[-1])
     return h_n.reshape(shape), c_n.reshape(shape) if tensors.cx is not None else c_n
 
@@ -41,22 +32,15 @@ def _step_as_layer(
 def _step_backward_as_layer(
     grad_h: Tensor | None,
     grad_c: Tensor | None,
-    cell: int,
-    input: Tensor,
-    hx: Tensor | None,
-    cx: Tensor | None,
-    weights: Sequence[Tensor],
-    *,
-    eps: Tensor | None = None,
-    seed: Tensor | None = None,
+    *arguments: Any,
     flat_version: Tensor | None = None,
-    tuning: int = 0,
     needs: int,
+    **named: Any,
 ) -> list[Tensor]:
     """The operator ``step_backward``, by a layer with one step."""
-    call, tensors = _layer_of_step(cell, input, hx, cx, weights, eps, seed, tuning)
-    if flat_version is None and len(weights) > 0:
-        flat_version = version_of(weights[0])
+    call, tensors = _layer_of_step(*arguments, **named)
+    if flat_version is None and len(tensors.weights) > 0:
+        flat_version = version_of(tensors.weights[0])
     tensors = tensors._replace(flat_version=flat_version)
     rows, c = (1, *tensors.hx.shape[1:]), tensors.cx
     if c is not None:  # as forward saves it
@@ -70,9 +54,9 @@ def _step_backward_as_layer(
     found = _ops.backward(call, needs, Cotangents(None, *grads), saved, tensors)
     needed = _ops.needed_of(needs, tensors)
     parts = by_tensor(found, tensors, needed)
-    shapes = (input, hx, cx, eps, *weights)
+    _, *given, weights = arguments
     of_step = (parts.input, parts.hx, parts.cx, parts.eps, *parts.weights)
-    pairs = zip(of_step, shapes, strict=True)
+    pairs = zip(of_step, (*given, named.get("eps"), *weights), strict=True)
     return [g.reshape(t.shape) for g, t in pairs if g is not None and t is not None]
 
 
@@ -82,9 +66,10 @@ def _layer_of_step(
     hx: Tensor | None,
     cx: Tensor | None,
     weights: Sequence[Tensor],
-    eps: Tensor | None,
-    seed: Tensor | None,
-    tuning: int,
+    *,
+    eps: Tensor | None = None,
+    seed: Tensor | None = None,
+    tuning: int = 0,
 ) -> tuple[LayerCall, LayerTensors]:
     """A step's call as that of a layer."""
     name = _ops.name_at(CELL_NAMES, cell, "cell")
@@ -157,21 +142,18 @@ class _Kernels:
         return _vmap.for_old_vmap(self._function.vmap, self._read(arguments, named))
 
 
-def _step_for_autograd(*arguments: Any, **named: Any) -> Any:
-    _, input, hx, cx, weights = arguments
-    if needs_grad((input, hx, cx, *weights, named.get("eps"))) or forward_ad._current_level >= 0:
-        return _step_as_layer(*arguments, **named)
-    with below_autograd():
-        return _library.operators.step(*arguments, **named)
+def _by_layers_or(operator: Any, by_layers: Callable[..., Any]) -> Callable[..., Any]:
+    """For autograd: ``by_layers`` where it needs derivatives, else the operator itself."""
 
+    def for_autograd(*arguments: Any, **named: Any) -> Any:
+        *grads, _, input, hx, cx, weights = arguments
+        tensors = (*grads, input, hx, cx, *weights, named.get("eps"))
+        if needs_grad(tensors) or forward_ad._current_level >= 0:
+            return by_layers(*arguments, **named)
+        with below_autograd():
+            return operator(*arguments, **named)
 
-def _step_backward_for_autograd(*arguments: Any, **named: Any) -> Any:
-    grad_h, grad_c, _, input, hx, cx, weights = arguments
-    tensors = (grad_h, grad_c, input, hx, cx, *weights, named.get("eps"))
-    if needs_grad(tensors) or forward_ad._current_level >= 0:
-        return _step_backward_as_layer(*arguments, **named)
-    with below_autograd():
-        return _library.operators.step_backward(*arguments, **named)
+    return for_autograd
 
 
 _layers_for_last_states = plainly(_last_states.LayersForLastStates)
@@ -201,14 +183,6 @@ def _last_states_backward_by_layers(*arguments: Any, **named: Any) -> Any:
     return tuple(_last_states.gradients_layer_by_layer(call, inner_dropout, needed, grads, tensors))
 
 
-def _last_states_backward_for_autograd(*arguments: Any, **named: Any) -> Any:
-    _, tensors, _ = _ops.read(*arguments[2:], **named)
-    if needs_grad((*arguments[:2], *tensors.flat())) or forward_ad._current_level >= 0:
-        return _last_states_backward_by_layers(*arguments, **named)
-    with below_autograd():
-        return _library.operators.last_states_backward(*arguments, **named)
-
-
 def _register(library: torch.library.Library) -> None:
     for name, function, read in (
         ("forward", Layer, _read_forward),
@@ -218,16 +192,15 @@ def _register(library: torch.library.Library) -> None:
         library.impl(name, kernels.for_autograd, "Autograd")
         library.impl(name, kernels.for_transforms, "FuncTorchDynamicLayerFrontMode")
         library.impl(name, kernels.for_old_vmap, "Batched")
-    for name, for_autograd, by_layers in (
-        ("step", _step_for_autograd, _step_as_layer),
-        ("step_backward", _step_backward_for_autograd, _step_backward_as_layer),
-        ("last_states", _last_states_for_autograd, _last_states_by_layers),
-        (
-            "last_states_backward",
-            _last_states_backward_for_autograd,
-            _last_states_backward_by_layers,
-        ),
+    for name, by_layers in (
+        ("step", _step_as_layer),
+        ("step_backward", _step_backward_as_layer),
+        ("last_states", _last_states_by_layers),
+        ("last_states_backward", _last_states_backward_by_layers),
     ):
+        for_autograd = _by_layers_or(getattr(_library.operators, name), by_layers)
+        if name == "last_states":  # which has a first derivative of its own
+            for_autograd = _last_states_for_autograd
         library.impl(name, for_autograd, "Autograd")
         for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
             library.impl(name, by_layers, key)

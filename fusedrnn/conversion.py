@@ -26,7 +26,7 @@ from .modules import GRU, LSTM, GRUCell, LSTMCell
 from .weights import FlatModule
 
 # Classes, and the classes that replace them.
-Counterparts = Mapping[type, type[nn.Module]]
+Counterparts = Mapping[type[nn.Module], type[nn.Module]]
 
 _TO_FUSED: Counterparts = {
     nn.GRU: GRU,
@@ -34,12 +34,7 @@ _TO_FUSED: Counterparts = {
     nn.GRUCell: GRUCell,
     nn.LSTMCell: LSTMCell,
 }
-_TO_TORCH: Counterparts = {
-    GRU: nn.GRU,
-    LSTM: nn.LSTM,
-    GRUCell: nn.GRUCell,
-    LSTMCell: nn.LSTMCell,
-}
+_TO_TORCH: Counterparts = {of_ours: of_torch for of_torch, of_ours in _TO_FUSED.items()}
 _TORCH_NAMES = ("RNN", "GRU", "LSTM", "RNNCell", "GRUCell", "LSTMCell")
 
 # Options that change memory and time but no result: a class without them may be the replacement.

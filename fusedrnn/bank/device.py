@@ -15,9 +15,8 @@ from .blocks import Home
 from .engines import Engine, Immediate, engine_of
 from .fetch import Fetch, has_hooks
 from .gradients import Gradient, gradient_layout
-from .keys import Key, Unseen
 from .passes import Pass, Passes
-from .slots import Slot, Slots
+from .slots import Key, Slot, Slots, Unseen
 from .task import Task, versions_of
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,19 @@ from torch import Tensor
 from .engines import Engine, Event
 from .layout import aligned
 from .memory import references
-from .task import Task, versions_of
+from .task import Task, Version, versions_of
+
+
+class Key(NamedTuple):
+    """What the numbers in a slot were made of."""
+
+    task: Version
+    shared: tuple[Hashable, ...]
+    """Of each weight that is added: a version, or ``Unseen`` where versions do not tell."""
+
+
+class Unseen:
+    """In place of a version. It equals no other."""
 
 
 class Use:
@@ -38,7 +50,7 @@ class Slot:
         self.address = self._storage.data_ptr()
         self.task: Task | None = None
         self.key: Any = None
-        """What its numbers were made of: equal keys, equal numbers."""
+        """A Key. Equal keys, equal numbers."""
         self.views: Any = None
         """Of the task's tensors, with their history, while they are current."""
         self.is_sum = False

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._graphs import is_alone, never_in_graphs
 from .._warnings import warn
 from .backward import Backward
+from .first import take_first_in_graph
 from .forward import Result, forward, like_rows
 from .gradients import Gradients, gradients_of
 from .runs import Run
@@ -65,6 +66,32 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
         return outputs_of(run, outputs), state
 
     return run.weights.call_with(buffers, take_steps)
+
+
+def run_with_graph(
+    run: Run, inputs: Leaves, state: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """All steps under autograd, whose graph is kept, so that backward takes none again.
+
+    They draw the random numbers that steps without a graph draw.
+
+    Returns:
+        Outputs, (seq_len, ...) each, or the last ones alone if the run says so; and the last state.
+    """
+    outputs: dict[int, Leaves] = {}
+    for chunk in run.chunks():
+        run.enter(chunk)
+        steps = list(zip(chunk.times, chunk.steps(chunk.of(inputs)), strict=True))
+        if chunk.start == 0:
+            time, x = steps.pop(0)
+            state, outputs[time] = take_first_in_graph(run, inputs, state, x, constants)
+        with run.watched():
+            for time, x in steps:
+                state, outputs[time] = run.take(time, state, x, constants)
+    # A step may return what it gets, and the same tensor twice: users may write to results.
+    made = tuple(leaf.clone() for leaf in state)
+    found = outputs_of(run, outputs)
+    return found if run.returns_sequence else tuple(leaf.clone() for leaf in found), made
 
 
 def outputs_of(run: Run | SequenceCall, outputs: dict[int, Leaves]) -> Leaves:

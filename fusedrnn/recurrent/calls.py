@@ -15,13 +15,12 @@ from torch import Tensor
 from .._graphs import is_alone
 from .._warnings import warn
 from ..options import check_chunks, check_flag
-from .autograd import run_sequence
+from .autograd import run_sequence, run_with_graph
 from .choices import chunk_steps, measure_step
 from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
-from .kept_graph import run_with_graph
 from .probe import obstacle_to_graphs
 from .programs import NEVER, REQUIRE, check_compile
 from .runs import Run, add_note

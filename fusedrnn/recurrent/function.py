@@ -15,8 +15,7 @@ from .closures import held_by
 from .compiling import User
 from .explaining import explained
 from .layers import InPython
-from .noise import Noise, Seed
-from .reads import Weights
+from .noise import Seed
 from .runs import Run
 from .sequence_call import SequenceCall
 from .steps import Step
@@ -132,18 +131,8 @@ def scan(
     flat = Step(call, state_structure, structure, constants_structure, has_rows=False)
 
     def in_python() -> InPython:
-        run = Run(
-            flat,
-            (str(state_structure), str(structure), str(constants_structure), reverse),
-            Weights(held_by(step)),
-            Noise(sequence.seed, 0),
-            names,
-            seq_len=seq_len,
-            rows=rows,
-            device=device,
-            backwards=reverse,
-            returns_sequence=return_sequence,
-        )
+        signature = (str(state_structure), str(structure), str(constants_structure), reverse)
+        run = Run.of(sequence, flat, signature, held_by(step))
         return InPython(run, leaves, state_leaves, constants, flat)
 
     if explain:

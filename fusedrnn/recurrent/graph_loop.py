@@ -5,15 +5,11 @@ For derivatives of gradients, and for what a program's backward cannot do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .autograd import outputs_of
 from .noise import Noise
 from .reads import Watch
-from .runs import FlatStep
 from .sequence_call import SequenceCall
 from .steps import with_masks
 from .trees import Leaves
@@ -24,35 +20,18 @@ if TYPE_CHECKING:
 
 def loop(graph: StepGraph, given: Given, call: SequenceCall) -> tuple[Leaves, Leaves]:
     """Outputs, and the last state."""
-    inputs, rows = [*call.inputs], call.rows
 
     def take(state: Leaves, x: Leaves, _: Leaves) -> tuple[Leaves, Leaves]:
-        return graph.take(given, x, state, rows)
+        return graph.take(given, x, state, call.rows)
 
-    resets, step = call.resets, cast(FlatStep, take)
-    constants: Leaves = ()
-    if call.lengths is not None:
-        inputs.append(_strides_to_longest(call.lengths, call))
-    if resets is not None:
-        assert call.reset is not None
-        inputs += [call.reset, *(call.reset_to if resets.is_sequence else ())]
-        constants = () if resets.is_sequence else call.reset_to
-    if call.lengths is not None or resets is not None:
-        step = with_masks(take, len(call.inputs), call.lengths is not None, resets)
+    step, call, constants = with_masks(take, call)
     noise = Noise(call.seed, call.layer)
-    noise.chunk(0, call.seq_len, rows)
+    noise.chunk(0, call.seq_len, call.rows)
     state, outputs = call.state, dict[int, Leaves]()
-    steps = [leaf.unbind(0) for leaf in inputs]
+    steps = [leaf.unbind(0) for leaf in call.inputs]
     with Watch(noise):
         for i in range(call.seq_len):
             time = call.time(i)
             noise.step(time)
             state, outputs[time] = step(state, tuple(leaf[time] for leaf in steps), constants)
     return outputs_of(call, outputs), state
-
-
-def _strides_to_longest(lengths: Tensor, call: SequenceCall) -> Tensor:
-    """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
-    to_longest = (lengths.argmax() - torch.arange(call.rows, device="cpu")).to(call.device)
-    times = torch.arange(call.seq_len, device=call.device)[:, None]
-    return to_longest * (times >= lengths.to(call.device))

@@ -220,7 +220,8 @@ class Graphs:
                 kernels then, and the compiler compile.
         """
         self._late_obstacle = ""
-        if self.obstacle or what not in self.has_run or _is_capturing(device):
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.obstacle or what not in self.has_run or is_captured:
             return None
         return Recorded(function, device)
 
@@ -237,11 +238,6 @@ class Graphs:
     def give_up(self, error: CannotRecord) -> None:
         """From now on without, if this call then succeeds: else its steps themselves may fail."""
         self._late_obstacle = str(error)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether the user records a graph already."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Unrecordable(TorchDispatchMode):

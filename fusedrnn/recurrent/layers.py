@@ -17,13 +17,12 @@ from .chunks import Names
 from .closures import held_by
 from .compiling import User
 from .initial_state import initial_state
-from .noise import Noise, Seed
-from .reads import Weights
+from .noise import Seed
 from .replicas import is_replica
 from .runs import Run
-from .sequence_call import SequenceCall
+from .sequence_call import Resets, SequenceCall
 from .sequences import Sequences
-from .steps import Resets, Step, call_of_cell, with_masks
+from .steps import Step, call_of_cell, with_masks
 from .trees import Leaves, Structure, check_tensors, flatten
 from .usual_calls import UsualCalls
 
@@ -68,38 +67,12 @@ class OneCell:
 
     def in_python(self) -> InPython:
         """The steps in Python."""
-        call, sequence = self.call, self.sequence
-        strides, inputs = sequence.strides_to_longest(), list(call.inputs)
         step = Step(call_of_cell(self.cell, self.state), self.state, self.input, has_rows=True)
-        resets, names = call.resets, list(call.names.input)
-        constants = call.reset_to if resets is not None and not resets.is_sequence else ()
-        if strides is not None:
-            inputs.append(strides)
-            names.append("lengths")
-        if resets is not None:
-            assert call.reset is not None
-            inputs += [call.reset, *(call.reset_to if resets.is_sequence else ())]
-            names += ["reset"] + ["reset_to"] * (len(inputs) - len(names) - 1)
-        flat = (
-            step
-            if strides is None and resets is None
-            else with_masks(step, len(call.inputs), strides is not None, resets)
-        )
-        run = Run(
-            flat,
-            (str(self.state), str(self.input), strides is not None, str(resets)),
-            Weights(held_by(self.cell)),
-            Noise(call.seed, call.layer),
-            Names(call.names.state, names),
-            seq_len=call.seq_len,
-            rows=call.rows,
-            device=call.device,
-            backwards=call.backwards,
-            returns_sequence=call.returns_sequence,
-            last=call.last,
-            place=call.place,
-        )
-        return InPython(run, tuple(inputs), call.state, constants, step)
+        flat, call, constants = with_masks(step, self.call)
+        has_ends = call.lengths is not None
+        signature = (str(self.state), str(self.input), has_ends, str(call.resets))
+        run = Run.of(call, flat, signature, held_by(self.cell))
+        return InPython(run, call.inputs, call.state, constants, step)
 
 
 class InPython(NamedTuple):

@@ -201,7 +201,7 @@ class Weights(nn.Module):
         now = self.frozen()
         return {name: old.detach() for name, old in frozen.items() if now.get(name) is not old}
 
-    def slots(self) -> dict[str, list[str]]:
+    def _slots(self) -> dict[str, list[str]]:
         """For the name of each parameter and buffer all places that hold it, each once.
 
         torch.func.functional_call finds a module that is reachable by two ways twice, and would put
@@ -217,21 +217,14 @@ class Weights(nn.Module):
             self._known_slots = {name: places[id(tensor)] for name, tensor in named}
         return self._known_slots
 
-    def in_slots(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values by name in all their places."""
-        slots = self.slots()
-        return {slot: value for n, value in values.items() for slot in slots.get(n, [n])}
-
     def call_with(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """``function()`` while parameters and buffers of these names have other values."""
         if not values:
             return function()
         with self.locked():
-            return self.call_in_slots(self.in_slots(values), function)
-
-    def call_in_slots(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
-        """The same, for the compiler."""
-        return torch.func.functional_call(self, values, (function,), tie_weights=False)
+            slots = self._slots()
+            in_slots = {slot: value for n, value in values.items() for slot in slots.get(n, [n])}
+            return torch.func.functional_call(self, in_slots, (function,), tie_weights=False)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from .chunks import Chunk, Names
+from .closures import Held
 from .generators import RandomStates, State, global_generators, states_of
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
 from .reads import ClosedOver, Watch, Weights
+from .sequence_call import SequenceCall
 from .trees import Leaves, differentiable
 from .variables import Key, Value, Values, Variables, tensors_of, versions_of
 
@@ -94,6 +96,24 @@ class Run:
     """Where chunks are recorded and repeated; None: nowhere."""
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)
 
+    @classmethod
+    def of(cls, call: SequenceCall, step: FlatStep, signature: Any, held: Held) -> Run:
+        """The steps of a call. ``held``: what the user's step holds."""
+        return cls(
+            step,
+            signature,
+            Weights(held),
+            Noise(call.seed, call.layer),
+            call.names,
+            seq_len=call.seq_len,
+            rows=call.rows,
+            device=call.device,
+            backwards=call.backwards,
+            returns_sequence=call.returns_sequence,
+            last=call.last,
+            place=call.place,
+        )
+
     def __post_init__(self) -> None:
         kind = self.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -160,13 +180,12 @@ class Run:
                 stack.enter_context(
                     torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=True)
                 )
-            if closed_over is not None:
-                # What the first step does not draw, others draw from torch's generators.
-                noise = self.noise if self.draws or not self.is_known else None
+            looks = closed_over is not None
+            # What the first step does not draw, others draw from torch's generators.
+            draws = self.draws or (looks and not self.is_known)
+            if draws or replacements or looks:
+                noise = self.noise if draws else None
                 stack.enter_context(Watch(noise, replacements, closed_over))
-            elif self.draws or replacements:
-                noise = self.noise if self.draws else None
-                stack.enter_context(Watch(noise, replacements))
             yield
 
     @contextmanager

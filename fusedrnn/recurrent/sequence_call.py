@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,20 @@ from torch import Tensor
 
 from .chunks import Names
 from .noise import Seed
-from .steps import Resets
 from .trees import Leaves
 
 _NO_SEED = Seed()
+
+
+class Resets(NamedTuple):
+    """What a state becomes before steps at which a row starts anew."""
+
+    leaves: Sequence[int]
+    """Which leaves of the state are set."""
+    has_values: bool
+    """False if they are set to zero."""
+    is_sequence: bool
+    """Whether each step has values of its own, among its inputs; else they are constants."""
 
 
 class SequenceCall(NamedTuple):

@@ -141,15 +141,6 @@ class Sequences(NamedTuple):
         form = batch_first, True, None, longest, batch, states[0].device
         return cls((), structure, [], length, lengths, *form)
 
-    def strides_to_longest(self) -> Tensor | None:
-        """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
-        if self.lengths is None:
-            return None
-        device, lengths = self.device, self.lengths
-        to_longest = (lengths.argmax() - torch.arange(self.batch, device="cpu")).to(device)
-        has_ended = torch.arange(self.seq_len, device=device)[:, None] >= lengths.to(device)
-        return to_longest * has_ended
-
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""
         if self.lengths is None or backwards:  # in reverse, all end at the sequence's start

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
+from .chunks import Names
 from .forward import like_rows
 from .runs import FlatStep
+from .sequence_call import Resets, SequenceCall
 from .trees import NOTHING, Leaves, Structure, flatten
 
 Call = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -34,28 +35,14 @@ class Step:
         self._state, self._input, self._constants = state, input, constants
         self.output: Structure | None = None
         """Known after the first step."""
-        self.keeps_order = True
-        """Whether the state came in the order in which it went in, when last looked at."""
         self._kinds: list[tuple[Any, ...]] = []
 
     def __call__(self, state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-        given = () if self._constants is NOTHING else constants
         new, y = self._call(
-            self._state.tree(state), self._input.tree(x), self._constants.tree(given)
+            self._state.tree(state), self._input.tree(x), self._constants.tree(constants)
         )
         new_leaves, structure = flatten(new, "the step's new state")
-        if is_dynamo_compiling():  # a step without the compiler has checked what this one returns
-            if _COMPARES or not self.keeps_order:
-                new_leaves = _in_order(self._state, structure, new_leaves, new)
-            if torch.is_autocast_enabled(state[0].device.type):
-                pairs = zip(new_leaves, state, strict=True)
-                new_leaves = tuple(a.to(b.dtype) for a, b in pairs)
-            y_leaves, structure = flatten(y, "the step's output")
-            if _COMPARES:
-                y_leaves = _in_order(self.output_structure(), structure, y_leaves, y)
-            return new_leaves, y_leaves
-        self.keeps_order = structure is self._state or structure == self._state
-        if not self.keeps_order:
+        if structure is not self._state and structure != self._state:
             in_order = self._state.leaves(new)
             if in_order is None:
                 raise ValueError(
@@ -113,19 +100,6 @@ class Step:
         return leaves
 
 
-_COMPARES = torch.__version__ >= "2.13"
-"""Whether the compiler follows a comparison of structures. Else that of the step which was taken
-without it in the same call tells their order."""
-
-
-def _in_order(wanted: Structure, got: Structure, leaves: Leaves, tree: Any) -> Leaves:
-    """The leaves of a tree in the order of another one, whose dicts may be in another order."""
-    in_order = leaves if got == wanted else wanted.leaves(tree)
-    if in_order is None:
-        raise ValueError("fusedrnn: the step returns another structure than before")
-    return in_order
-
-
 def _kind(leaf: Tensor) -> str:
     return f"{leaf.dtype} of shape {tuple(leaf.shape)} on {leaf.device}"
 
@@ -133,23 +107,14 @@ def _kind(leaf: Tensor) -> str:
 def call_of_cell(cell: nn.Module, state: Structure) -> Call:
     """Calls a cell that returns its state, or an output and its state."""
 
-    returns_state, keeps_order = False, True
-
     def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
-        nonlocal returns_state, keeps_order
         result = cell(x, old)
         leaves, structure = flatten(result, "the cell's result")
-        if not is_dynamo_compiling():  # a step without the compiler has told
-            keeps_order = structure == state
-            returns_state = keeps_order or state.leaves(result) is not None
-        if returns_state:
-            in_order = leaves if keeps_order else state.leaves(result)
-            assert in_order is not None
+        in_order = leaves if structure == state else state.leaves(result)
+        if in_order is not None:
             return result, in_order[0]
         if isinstance(result, tuple | list) and len(result) == 2:
             output, new = result
-            if is_dynamo_compiling():
-                return new, output
             if len(leaves) == sum(state.has_tensor) and state.leaves(new) is None:
                 raise ValueError(
                     f"fusedrnn: the cell must return its state in the form that it gets, {state}; "
@@ -164,43 +129,55 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
     return call
 
 
-class Resets(NamedTuple):
-    """What a state becomes before steps at which a row starts anew."""
+def with_masks(step: FlatStep, call: SequenceCall) -> tuple[FlatStep, SequenceCall, Leaves]:
+    """A step with the rows of a call that end and that start anew; its call, and its constants.
 
-    leaves: Sequence[int]
-    """Which leaves of the state are set."""
-    has_values: bool
-    """False if they are set to zero."""
-    is_sequence: bool
-    """Whether each step has values of its own, among its inputs; else they are constants."""
-
-
-def with_masks(step: FlatStep, inputs: int, has_ends: bool, resets: Resets | None) -> FlatStep:
-    """A step with rows that end, and rows that start anew.
-
-    Its input has after the ``inputs`` leaves of the step: if rows end, how many rows on the longest
-    one is from those that have ended, else 0, (batch,); with resets which rows start anew,
-    (batch,), and the states that those take.
+    The inputs have after those of ``step``: if rows end, how many rows on the longest one is from
+    those that have ended, else 0; with resets which rows start anew, and the states that those
+    take, unless they are constants.
     """
+    resets, has_ends, own_inputs = call.resets, call.lengths is not None, len(call.inputs)
+    if not has_ends and resets is None:
+        return step, call, ()
+    inputs, names, constants = [*call.inputs], [*call.names.input], call.reset_to
+    if call.lengths is not None:
+        inputs.append(_strides_to_longest(call.lengths, call))
+        names.append("lengths")
+    if resets is not None:
+        assert call.reset is not None
+        inputs.append(call.reset)
+        names.append("reset")
+        if resets.is_sequence:
+            inputs += call.reset_to
+            names += ["reset_to"] * len(call.reset_to)
+            constants = ()
 
     def masked(state: Leaves, x: Leaves, constants: Leaves) -> tuple[Leaves, Leaves]:
-        rest = iter(x[inputs:])
-        own, old = x[:inputs], state
+        rest = iter(x[own_inputs:])
+        own, old = x[:own_inputs], state
         strides = next(rest) if has_ends else None
         if resets is not None:
             state = _reset(state, resets, next(rest), tuple(rest), constants)
         if strides is None:
-            return step(state, own, constants)
+            return step(state, own, ())
         # What stands behind the end may be NaN in the step, or in its derivative, and so may zeros
         # be, or a row's own state with the input of another: only what a row does take is safe.
         row = torch.arange(strides.shape[0], device=strides.device) + strides
         state, own = (tuple(leaf.index_select(0, row) for leaf in of) for of in (state, own))
-        new, y = step(state, own, constants)
+        new, y = step(state, own, ())
         ended = strides != 0
         new = tuple(torch.where(like_rows(ended, a), b, a) for a, b in zip(new, old, strict=True))
         return new, tuple(leaf.masked_fill(like_rows(ended, leaf), 0) for leaf in y)
 
-    return masked
+    names_of_all = Names(call.names.state, names)
+    return masked, call._replace(inputs=tuple(inputs), names=names_of_all), constants
+
+
+def _strides_to_longest(lengths: Tensor, call: SequenceCall) -> Tensor:
+    """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
+    to_longest = (lengths.argmax() - torch.arange(call.rows, device="cpu")).to(call.device)
+    times = torch.arange(call.seq_len, device=call.device)[:, None]
+    return to_longest * (times >= lengths.to(call.device))
 
 
 def _reset(

@@ -135,6 +135,17 @@ class Value(NamedTuple):
             (kind.extend if hasattr(kind, "extend") else kind.update)(value, entries)
         return value
 
+    def mapped(self, function: Callable[[Any], Any]) -> Value:
+        """The same with other leaves, of a container in its entries alone."""
+        entries = self.entries
+        if entries is None:
+            return self._replace(value=pytree.tree_map(function, self.value))
+        if isinstance(entries, dict):
+            made: Any = {key: pytree.tree_map(function, of) for key, of in entries.items()}
+        else:
+            made = type(entries)(pytree.tree_map(function, of) for of in entries)
+        return self._replace(entries=made)
+
     def tensors(self) -> list[Tensor]:
         if isinstance(self.value, Tensor):
             return [self.value]
@@ -253,21 +264,12 @@ class Variables:
                 leaves[id(leaf)] = (leaf, name)  # noqa: B023
                 return leaf
 
-            old = before[key]
-            if old.entries is None:
-                found[key] = old._replace(value=pytree.tree_map(leaf_of, old.value))
-            else:
-                found[key] = old._replace(entries=_mapped(old.entries, leaf_of))
+            found[key] = before[key].mapped(leaf_of)
         return found, leaves
 
     def name(self, key: Key) -> str:
         """How errors call a variable."""
         return self._namespaces[key[0]].name.format(key[1])
-
-    def name_of(self, is_it: Callable[[Any], bool]) -> str:
-        """How errors call the first variable with such a value; nothing if there is none."""
-        named = ((space, name) for space in self._namespaces for name in space.names())
-        return next((a.name.format(name) for a, name in named if is_it(a.read(name))), "")
 
     def written(self, before: Values) -> str | None:
         """The name of a tensor that has been written in place since, which nobody can put back."""
@@ -300,11 +302,7 @@ class Variables:
             if not new:
                 continue
             refuse = _refusal(self.name(key), new, tensors)
-            number, name = key
-            if value.entries is None:
-                self._namespaces[number].write(name, pytree.tree_map(refuse, value.value))
-            else:
-                value._replace(entries=_mapped(value.entries, refuse)).put_back()
+            self.put_back({key: value.mapped(refuse)}, [key])
 
 
 def tensors_of(values: Values) -> set[int]:
@@ -315,12 +313,6 @@ def tensors_of(values: Values) -> set[int]:
 def _new_tensors(old: Value | None, now: Value) -> list[Tensor]:
     known = () if old is None else {id(tensor) for tensor in old.tensors()}
     return [tensor for tensor in now.tensors() if id(tensor) not in known]
-
-
-def _mapped(entries: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(entries, dict):
-        return {key: pytree.tree_map(function, value) for key, value in entries.items()}
-    return type(entries)(pytree.tree_map(function, value) for value in entries)
 
 
 def _refusal(name: str, ids: set[int], tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
