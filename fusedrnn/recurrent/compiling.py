@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from .. import _helpers as helpers
 from .closures import held_by
-from .noise import Seed
 from .obstacles import obstacle_around, obstacle_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
@@ -131,45 +131,22 @@ class Compiling:
     def __reduce__(self) -> Any:
         return Compiling, ()
 
-    def run(self, user: User, call: SequenceCall, options: Options) -> tuple[Any, Any]:
+    def run(
+        self, user: User, call: SequenceCall, options: Options, kind: Kind | None = None
+    ) -> tuple[Any, Any]:
         """Output and last state of a whole sequence, as the step returns them.
+
+        Args:
+            kind: That of the call, if one like it has run.
 
         Raises:
             NoProgram: Steps in Python are to be taken.
         """
-        return self._through(user, call, options, _Running)
+        return self._through(user, call, options, _Running, kind)
 
     def kind_of(self, user: User, call: SequenceCall, options: Options) -> Kind:
         """For calls like one that has run."""
         return Kind(user, call.without_values(), options, self._seen(call, call.rows))
-
-    def run_as_before(
-        self, kind: Kind, inputs: Leaves, state: Leaves, seed: Seed
-    ) -> tuple[Any, Any]:
-        """The same for a call like one that has run.
-
-        Raises:
-            NoProgram: Steps in Python are to be taken, or the next call is to be looked at.
-        """
-        call = kind.call.with_values(inputs, state, (), seed)
-        if obstacle := obstacle_around(call.device):
-            raise NoProgram(obstacle)
-        if not torch.is_inference_mode_enabled():
-            return self._again(kind, call, is_inference=False)
-        with torch.inference_mode(False):
-            return self._again(kind, call, is_inference=True)
-
-    def _again(self, kind: Kind, call: SequenceCall, is_inference: bool) -> tuple[Any, Any]:
-        step, user, options = self._step_of(kind.user), kind.user, kind.options
-        running = _Running(user, call, options, step, kind.seen, is_inference, kind=kind)
-        try:
-            return step(running, *kind.given)
-        except _OfOneRow as error:
-            raise NoProgram("another graph of one row") from error
-        except _refusal() as error:
-            if step.is_full:
-                raise NoProgram("another step may take it") from error
-            raise self._not_compiled(running, error) from error
 
     def plan(self, user: User, call: SequenceCall, options: Options) -> Planned:
         """The program of a call, which does not run.
@@ -198,22 +175,25 @@ class Compiling:
         return True
 
     def _through(
-        self, user: User, call: SequenceCall, options: Options, kind: type[_Running]
+        self,
+        user: User,
+        call: SequenceCall,
+        options: Options,
+        way: type[_Running],
+        kind: Kind | None = None,
     ) -> tuple[Any, Any]:
-        if obstacle := obstacle_to_programs(call):
+        if obstacle := obstacle_around(call.device) if kind else obstacle_to_programs(call):
             raise NoProgram(obstacle)
         # A function that is defined anew in each call has what others of its code have found.
         known = _steps.refusals(user) if self._is_new else self._refused
         self._is_new = False
         if known:
-            refused = known.get(_kind(user, call))
+            refused = known.get(_looks_of(user, call))
             if refused is not None and refused.is_still():
                 raise NotCompiled(refused.reason)
-        if not torch.is_inference_mode_enabled():
-            made = self._take(user, call, options, kind, is_inference=False)
-        else:
-            with torch.inference_mode(False):
-                made = self._take(user, call, options, kind, is_inference=True)
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if is_inference else nullcontext():
+            made = self._take(user, call, options, way, kind, is_inference)
         self._was_compiled = True
         return made
 
@@ -222,17 +202,18 @@ class Compiling:
         user: User,
         call: SequenceCall,
         options: Options,
-        kind: type[_Running],
+        way: type[_Running],
+        kind: Kind | None,
         is_inference: bool,
     ) -> tuple[Any, Any]:
         from .._front.graph import Refusal
 
         for _ in range(4):
             step = self._step_of(user)
-            seen = self._seen(call, call.rows)
-            running = kind(user, call, options, step, seen, is_inference)
+            seen = kind.seen if kind else self._seen(call, call.rows)
+            running = way(user, call, options, step, seen, is_inference, kind=kind)
             try:
-                return step(running, *user.arguments(*seen))
+                return step(running, *(kind.given if kind else user.arguments(*seen)))
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
             except Refusal as error:
@@ -314,7 +295,7 @@ class Compiling:
         Args:
             is_of_call: The next call may be another one already.
         """
-        key, first = _kind(user, call), 1 if is_of_call else 16
+        key, first = _looks_of(user, call), 1 if is_of_call else 16
         for known in (self._refused, _steps.refusals(user)):
             before = known.get(key)
             known[key] = _Refused(reason, first if before is None else 2 * before.calls)
@@ -352,7 +333,7 @@ Seen = tuple[Leaves, Leaves]
 """Stand-ins of inputs and of states."""
 
 
-def _kind(user: User, call: SequenceCall) -> Any:
+def _looks_of(user: User, call: SequenceCall) -> Any:
     """Calls of which torch.compile may say the same."""
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in (*call.inputs, *call.state)]
     return tuple(kinds), tuple([module.training for module in user.modules()])

@@ -73,8 +73,9 @@ class UsualCalls:
             return None
         kind, compiling = known
         inputs = _transposed(inputs) if batch_first else inputs
+        call = kind.call.with_values(inputs, states, (), Seed(generator))
         try:
-            output, new = compiling.run_as_before(kind, inputs, states, Seed(generator))
+            output, new = compiling.run(kind.user, call, kind.options, kind)
         except NoProgram:  # for which there are words elsewhere
             return None
         if batch_first and returns_sequence:
