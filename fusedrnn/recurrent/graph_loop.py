@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import Tensor
-
 from .autograd import outputs_of
 from .noise import Noise
 from .reads import Watch
 from .runs import FlatStep
 from .sequence_call import SequenceCall
+from .sequences import strides_to_longest
 from .steps import with_masks
 from .trees import Leaves
 
@@ -32,7 +30,7 @@ def loop(graph: StepGraph, given: Given, call: SequenceCall) -> tuple[Leaves, Le
     resets, step = call.resets, cast(FlatStep, take)
     constants: Leaves = ()
     if call.lengths is not None:
-        inputs.append(_strides_to_longest(call.lengths, call))
+        inputs.append(strides_to_longest(call.lengths, call.seq_len, call.device))
     if resets is not None:
         assert call.reset is not None
         inputs += [call.reset, *(call.reset_to if resets.is_sequence else ())]
@@ -49,10 +47,3 @@ def loop(graph: StepGraph, given: Given, call: SequenceCall) -> tuple[Leaves, Le
             noise.step(time)
             state, outputs[time] = step(state, tuple(leaf[time] for leaf in steps), constants)
     return outputs_of(call, outputs), state
-
-
-def _strides_to_longest(lengths: Tensor, call: SequenceCall) -> Tensor:
-    """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
-    to_longest = (lengths.argmax() - torch.arange(call.rows, device="cpu")).to(call.device)
-    times = torch.arange(call.seq_len, device=call.device)[:, None]
-    return to_longest * (times >= lengths.to(call.device))

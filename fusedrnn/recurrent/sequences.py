@@ -142,13 +142,9 @@ class Sequences(NamedTuple):
         return cls((), structure, [], length, lengths, *form)
 
     def strides_to_longest(self) -> Tensor | None:
-        """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
         if self.lengths is None:
             return None
-        device, lengths = self.device, self.lengths
-        to_longest = (lengths.argmax() - torch.arange(self.batch, device="cpu")).to(device)
-        has_ended = torch.arange(self.seq_len, device=device)[:, None] >= lengths.to(device)
-        return to_longest * has_ended
+        return strides_to_longest(self.lengths, self.seq_len, self.device)
 
     def last(self, backwards: bool) -> Tensor | None:
         """Where each row takes its last step, (seq_len, batch); None if all end together."""
@@ -206,6 +202,13 @@ class Sequences(NamedTuple):
         sorted_lengths = lengths[packed.sorted_indices.cpu()]
         data, sizes, _, _ = pack_padded_sequence(sorted_output, sorted_lengths)
         return PackedSequence(data, sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+def strides_to_longest(lengths: Tensor, seq_len: int, device: torch.device) -> Tensor:
+    """How many rows on the longest is from those that have ended, else 0: (seq_len, batch)."""
+    to_longest = (lengths.argmax() - torch.arange(len(lengths), device="cpu")).to(device)
+    has_ended = torch.arange(seq_len, device=device)[:, None] >= lengths.to(device)
+    return to_longest * has_ended
 
 
 def _is_packed(leaf: Any) -> bool:
