@@ -18,6 +18,9 @@ class WithLines(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # reasons have the line, and nothing more of the graph
 
+    def __call__(self, *given: Any) -> Any:
+        return self.run(*given, enable_io_processing=False)
+
     def run_node(self, n: fx.Node) -> Any:
         where = last_line(n.meta.get("stack_trace") or "")
         try:
@@ -41,14 +44,12 @@ def _by_derivative(forward: Any, backward: Any, *given: Any) -> Any:
     """
     _check_linear(backward)
     with torch.no_grad():
-        results, saved = WithLines(forward).run(*given, enable_io_processing=False)
+        results, saved = WithLines(forward)(*given)
         is_one = isinstance(results, Tensor)
         ys = [results] if is_one else list(results)
         if len(ys) != 1:
             raise CannotCompile("the step has a torch.autograd.Function of several results")
-        factors = WithLines(backward).run(
-            torch.ones_like(ys[0]), *saved, enable_io_processing=False
-        )
+        factors = WithLines(backward)(torch.ones_like(ys[0]), *saved)
     if isinstance(factors, Tensor):
         factors = [factors]
     y = ys[0].detach()
