@@ -30,7 +30,8 @@ class Call:
     """Without its tensors."""
     counts: tuple[int, int, int]
     """Of inputs, states, and what resets set these to; constants come behind them."""
-    graph: StepGraph
+    graph: StepGraph | None
+    """For derivatives of gradients, of which a trial takes none."""
     numbers: tuple[Any, ...]
     """That the step gets besides tensors."""
     program: Program

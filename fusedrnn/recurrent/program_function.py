@@ -64,7 +64,7 @@ class _Program(torch.autograd.Function):
         if program is None:
             warn_of_loop("Gradients of some results alone")
             return None, *_by_loop(call, tensors, needs, gradients)
-        found = _Backward(replace(call, program=program), tensors, rest, needs)
+        found = Backward(replace(call, program=program), tensors, rest, needs)
         return None, *found.gradients(gradients)
 
 
@@ -86,6 +86,7 @@ def _by_loop(
         values = Values.of(call, aliases)
         sequence = call.sequence.with_tensors(values.inputs, values.state, values.reset_to)
         given = Given(tuple(values.constants), call.numbers)
+        assert call.graph is not None
         outputs, last = loop(call.graph, given, sequence)
     create_graph = torch.is_grad_enabled()
     return gradients_of([*outputs, *last], gradients, aliases, create_graph=create_graph)
@@ -110,7 +111,7 @@ def _backward_program(
     )
 
 
-class _Backward:
+class Backward:
     """Gradients of one call: part by part from the last one on, and added up."""
 
     def __init__(
@@ -219,7 +220,7 @@ class _Backward:
         if len(made) == len(own) and all(a is b for a, b in zip(made, own, strict=True)):
             found: Sequence[Tensor | None] = [of_made[i] for i in places]
         else:
-            found = through(made, of_made, [*read.values(), *(own[i] for i in places)])
+            found = _through(made, of_made, [*read.values(), *(own[i] for i in places)])
         for number, gradient in zip(read, found, strict=False):
             if gradient is not None:  # which autograd may have given another leaf, too
                 total = self._of_tables.get(number)
@@ -351,7 +352,7 @@ class _Weights:
         if self._recipes is not None:
             return self._recipes.through(of_made, self._whole, self._needs, self._constants)
         places = [i for i, need in enumerate(self._needs) if need]
-        found = through(self._with_graph, of_made, [self._constants[i] for i in places])
+        found = _through(self._with_graph, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}
 
 
@@ -363,7 +364,7 @@ def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
         sums[i] = gradient
 
 
-def through(
+def _through(
     made: Sequence[Tensor], of_made: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Gradients of leaves from those of what has been made of them."""
