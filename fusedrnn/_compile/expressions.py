@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -60,16 +60,16 @@ class Array:
     products: list[Product] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class Part:
-    """A weight of a product: a matrix of weights, or one of a stack of them; some of its rows."""
+class Part(NamedTuple):
+    """Some columns of a product's weight: some rows of a matrix of weights."""
 
     weight: fx.Node
+    member: int | None
+    """Of a stack of weights."""
     is_transposed: bool
-    index: int | None
     first: int
-    bias: fx.Node | None
     columns: int
+    bias: fx.Node | None
     offset: int
     """Of its first column in the product."""
 
@@ -99,6 +99,29 @@ class Reduction:
     kind: str
     source: Expression
     group: int
+
+
+def below(e: Expression) -> list[Expression]:
+    """What an expression is made of, also by products and reductions."""
+    if e.kind == "array":
+        return [product.operand for product in e.at[0].products]
+    if e.kind == "reduced":
+        return [e.at[0].source]
+    if e.kind == "value":
+        return [e.at[0]]
+    return e.operands
+
+
+def within(e: Expression) -> list[Expression]:
+    """The operations that an expression consists of, without those of other stages."""
+    found: dict[int, Expression] = {}
+    left = [e]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            left += one.operands
+    return list(found.values())
 
 
 class Expressions:
@@ -205,14 +228,8 @@ class Expressions:
             return self.kept(copy, group)
         if e.kind == "op":
             args = tuple(self.lift(a, group) if isinstance(a, Expression) else a for a in e.args)
-            return self.make(
-                "op",
-                target=e.target,
-                args=args,
-                kwargs=e.kwargs,
-                width=width,
-                is_mask=e.is_mask,
-                node=e.node,
+            return self.operation(
+                e.target, *args, width=width, kwargs=e.kwargs, is_mask=e.is_mask, node=e.node
             )
         return self.make(e.kind, at=e.at, width=width, group=max(e.group, 1) * group, level=e.level)
 
