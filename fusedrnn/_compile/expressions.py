@@ -202,16 +202,6 @@ class Expressions:
             level=source.level + 1,
         )
 
-    def kept(self, source: Expression, group: int) -> Expression:
-        """A value of an earlier stage, each number for a group of columns."""
-        return self.make(
-            "value",
-            at=(source, 0),
-            width=source.width * max(group, 1),
-            group=group,
-            level=source.level + 1,
-        )
-
     def lift(self, e: Expression, group: int) -> Expression:
         """Each column of an expression for ``group`` neighbouring columns."""
         if group == 1:
@@ -223,9 +213,9 @@ class Expressions:
             node, places = e.at
             many = tuple(place for place in places for _ in range(group))
             return self.make("vector", at=(node, many), width=width, level=0)
-        if e.kind == "draw":
+        if e.kind == "draw":  # an earlier stage draws it, each number for a group of columns
             copy = self.operation(aten.clone.default, e, width=e.width)
-            return self.kept(copy, group)
+            return self.make("value", at=(copy, 0), width=width, group=group, level=copy.level + 1)
         if e.kind == "op":
             args = tuple(self.lift(a, group) if isinstance(a, Expression) else a for a in e.args)
             return self.operation(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ class _FirstUse:
         try:
             with torch.no_grad():  # for shapes, and for what it draws
                 step(*step.arguments, notes_lines=False)
-            few = step.without_step(step.arguments)
+            few = step.without_step()
             again = functools.partial(_made_again, known, few, self._names)
             return self._program(known.printed, functools.cache(again))
         except Exception:  # of a record that is damaged
@@ -97,7 +96,6 @@ class _FirstUse:
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
-        program.key = self._key
         return program, trial
 
     def _check_dtypes(self) -> None:
@@ -156,7 +154,7 @@ class _FirstUse:
             output_shapes=self._output_shapes,
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            digest=_digest(self._graph),
+            key=self._key,
         )
 
     def _trial(self, *corner: Any, is_known: bool = False) -> Trial:
@@ -255,12 +253,6 @@ def computes_the_same(
     except CannotCompile:
         return False
     return True
-
-
-def _digest(graph: StepGraph) -> str:
-    if not graph.is_text_whole:
-        return ""
-    return hashlib.sha256(graph.text.encode()).hexdigest()
 
 
 def _dtype(state: Leaves) -> torch.dtype:

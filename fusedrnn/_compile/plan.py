@@ -20,17 +20,7 @@ from .codes import name_of, packets, place_of
 from .decompositions import WHOLE
 from .expressions import Array, Expression, Product, Reduction, below, within
 from .lower import Lowered
-from .program import (
-    Carry,
-    In,
-    Operand,
-    Out,
-    Phase,
-    Program,
-    Source,
-    StageInput,
-    StageOutput,
-)
+from .program import Carry, In, Operand, Out, Phase, Program, Source, StageInput, StageOutput
 from .roundings import check_roundings
 from .trace import ROWS, CannotCompile
 
@@ -132,9 +122,6 @@ class Plan:
         """The carries that an expression depends on."""
         return self._sources(e)[0]
 
-    def _is_after(self, e: Expression) -> bool:
-        return not self._after.isdisjoint(self._sources(e)[1])
-
     def _sources(self, e: Expression) -> tuple[frozenset[int], frozenset[int]]:
         """The carries and the products, these by id, that an expression depends on."""
         known, left = self._known_sources, [e]
@@ -156,9 +143,10 @@ class Plan:
         return known[id(e)]
 
     def _phase(self, e: Expression) -> Phase:
-        if not self.carries_of(e):
+        carries, products = self._sources(e)
+        if not carries:
             return Phase.BEFORE
-        return Phase.AFTER if self._is_after(e) else Phase.STEP
+        return Phase.STEP if self._after.isdisjoint(products) else Phase.AFTER
 
     # Arrays
 

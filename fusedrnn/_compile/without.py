@@ -67,7 +67,7 @@ def without(
         Busy: Another thread takes too long.
     """
     others = [program.names, trained, outputs, last, program.form.numbers()]
-    key = records.key_of(program.digest, *others, program.printed.text) if program.digest else ""
+    key = records.key_of(program.key, *others, program.printed.text) if program.key else ""
     known, device = records.find(key), state[0].device
     if known is not None:
         try:
@@ -134,7 +134,7 @@ def _known(
         CannotCompile: This process has another library.
         Exception: The record is damaged.
     """
-    made = replace(program, unread=known.unread, without={}, chunks={}, key="")
+    made = replace(program, unread=known.unread, without={}, chunks={})
     found = known.printed
     if found is None:
         return made

@@ -159,7 +159,7 @@ def _results(
         new, y = take(tuple(x.clone() for x in xs), tuple(leaf.clone() for leaf in states))
     results = [*new, *y]
     leaves = [leaf for leaf in (*xs, *states, *copies.constants) if leaf.requires_grad]
-    totals = [_total(result) for result in results if result.requires_grad]
+    totals = [y.square().sum().to(torch.float32) for y in results if y.requires_grad]
     if not leaves or not is_grad:
         return [result.detach() for result in results]
     found: Sequence[Tensor | None] = [None] * len(leaves)
@@ -193,10 +193,6 @@ def _add_of_originals(
     for i, gradient in zip(asked, found, strict=True):
         if gradient is not None:
             gradients[len(gradients) - len(trained) + i].add_(gradient)
-
-
-def _total(result: Tensor) -> Tensor:
-    return result.square().sum().to(torch.float32)
 
 
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}

@@ -75,7 +75,7 @@ def _check_linear(backward: fx.GraphModule) -> None:
         read = [one for one in node.all_input_nodes if one in of_gradient]
         if not read or node.op == "output":
             continue
-        name = node.target if isinstance(node.target, str) else _name_of(node.target)
+        name = str(getattr(node.target, "__name__", node.target))
         name = _IN_PLACE.get(name.strip("_"), name.strip("_"))
         divides_by_it = name in ("truediv", "div") and node.args[0] is not read[0]
         if name not in _LINEAR or len(read) != 1 or divides_by_it:
@@ -84,7 +84,3 @@ def _check_linear(backward: fx.GraphModule) -> None:
                 f"something, element by element, but has {name}"
             )
         of_gradient.add(node)
-
-
-def _name_of(target: Any) -> str:
-    return str(getattr(target, "__name__", target))

@@ -86,13 +86,9 @@ class Arguments:
         return cls(call, values, state, *_reset_values(call.sequence, values, dtype))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.state[0].dtype
-
-    @property
     def sum_dtype(self) -> torch.dtype:
         """In which gradients of all steps are added up, and in which sums of products are saved."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.float64 if self.state[0].dtype == torch.float64 else torch.float32
 
     def inputs(self, part: Part) -> Leaves:
         """Those of the step itself."""
