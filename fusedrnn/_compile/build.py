@@ -8,8 +8,8 @@ and `fusedrnn_stage`, or for a GPU `fusedrnn_stage_launch`.
 
 A file is named `<content>-<compiler>.so`. The content is that of the text, the headers, the flags
 and the target; no path is in it. A library by another compiler is as good where nothing can be
-built: without a compiler, or if the folder is read-only. So an image or a cluster can ship what
-prepare() has built elsewhere.
+built: without a compiler, or if the folder is read-only. So an image or a cluster can ship what was
+built elsewhere.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import errno
 import hashlib
 import os
 import platform
-import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from .. import _library
 from . import cache, headers
 from .compiler import CannotBuild, Compiler, compile, find
 
-__all__ = ["CannotBuild", "Library", "build", "prepare"]
+__all__ = ["CannotBuild", "Library", "build"]
 
 _FLAGS = {
     "cpu": [
@@ -98,12 +97,11 @@ class _Source(NamedTuple):
 
 
 def build(source: str, *, device: str = "cpu", capability: str | None = None) -> Library:
-    """The library of a generated text, for this CPU or for the GPU in use.
+    """The library of a generated text, for this CPU or for a GPU.
 
-    ``capability`` is a GPU's, such as "80" or "90a"; without it, the current GPU's. Raises
-    CannotBuild with the reason; the same call then fails at once, until the environment changes.
+    ``capability`` is the GPU's, such as "80" or "90a". Raises CannotBuild with the reason; the same
+    call then fails at once, until the environment changes.
     """
-    _check(source, device)
     sources = _sources(source, device, _usable_targets(device, capability))
     compiler, obstacle = _compiler(device)
     question = (_name(sources[0], compiler), obstacle, *map(os.environ.get, _SETTINGS))
@@ -118,31 +116,6 @@ def build(source: str, *, device: str = "cpu", capability: str | None = None) ->
     if isinstance(known, str):
         raise CannotBuild(known)
     return known
-
-
-def prepare(
-    source: str, *, device: str = "cpu", targets: Sequence[str] | None = None
-) -> list[Path]:
-    """Builds for other machines, into the folder that FUSEDRNN_CACHE names; loads nothing.
-
-    ``targets`` are instruction sets ("baseline", "avx2", "avx512"), by default all that this kind
-    of processor has, or GPUs' capabilities. To be read by other users the folder has to be made
-    beforehand, with a mode that lets them. Raises CannotBuild.
-    """
-    _check(source, device)
-    if targets is None:
-        targets = _instruction_sets() if device == "cpu" else _usable_targets(device, None)
-    compiler = find(device)
-    made = []
-    for target in _sources(source, device, targets):
-        name = _name(target, compiler)
-        try:
-            folder = cache.open_folder(cache.wanted_folder())
-            path = folder / f"{name}.so"
-            made.append(path if cache.is_whole(path) else _compile(target, compiler, folder, name))
-        except cache.Unusable as error:
-            raise CannotBuild(f"nothing can be stored: {error}") from None
-    return made
 
 
 def kind_of(device: torch.device) -> str:
@@ -166,31 +139,10 @@ _locks: dict[_Question, threading.Lock] = {}
 os.register_at_fork(after_in_child=_locks.clear)
 
 
-def _check(source: str, device: str) -> None:
-    if not isinstance(source, str):
-        raise TypeError(f"fusedrnn: source must be a str, got {type(source).__name__}")
-    if device not in _FLAGS:
-        raise ValueError(f'fusedrnn: device must be "cpu" or "cuda", got {device!r}')
-    allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
-    if allowed not in ("0", "1"):
-        raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
-    if allowed == "0":
-        raise CannotBuild("FUSEDRNN_COMPILE=0 says so")
-
-
-def _instruction_sets() -> list[str]:
-    """Those that libraries can be built for, where the processor is of this kind; widest first."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return list(reversed(_INSTRUCTION_SETS)) if is_x86 else ["baseline"]
-
-
 def _usable_targets(device: str, capability: str | None) -> list[str]:
     """What this machine can run, the best first."""
     if device == "cuda":
-        if capability is None:
-            if not torch.cuda.is_available():
-                raise CannotBuild("there is no GPU to build for")
-            capability = "{}{}".format(*torch.cuda.get_device_capability())
+        assert capability is not None
         return [capability]
     widest = list(_INSTRUCTION_SETS)[_ask_core("fusedrnn_isa")]
     sets = list(reversed(_INSTRUCTION_SETS))
@@ -213,17 +165,9 @@ def _sources(text: str, device: str, targets: Iterable[str]) -> list[_Source]:
     made = []
     for target in targets:
         if device == "cpu":
-            if target not in _INSTRUCTION_SETS:
-                raise ValueError(
-                    f"fusedrnn: targets must be of {list(_INSTRUCTION_SETS)}, got {target!r}"
-                )
             begin = f"#define FUSEDRNN_ISA {target}\n"
             flags = [*_FLAGS[device], *_INSTRUCTION_SETS[target]]
         else:
-            if not re.fullmatch(r"[0-9]{2,3}[af]?", target):
-                raise ValueError(
-                    f'fusedrnn: a capability must be like "80" or "90a", got {target!r}'
-                )
             begin = ""
             flags = [*_FLAGS[device], f"-gencode=arch=compute_{target},code=sm_{target}"]
         try:

@@ -71,10 +71,8 @@ class Program:
     """Without the batch."""
     state_shapes: list[torch.Size]
     dtype: torch.dtype
-    digest: str
-    """Of the text of the step's graph; "" if that says less than all."""
-    key: str = ""
-    """Of the record that is to be stored when the library is verified; "" for none."""
+    key: str
+    """Of its record; "" if it has none."""
     number: int = -1
     """Of the operators."""
     library: Library | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,20 +26,15 @@ MOST_PIECES = 64
 """Of neighbouring columns that a value may be cut into."""
 
 
-class Run:
+class Run(NamedTuple):
     """Neighbouring columns that come from one node in a regular order."""
 
-    def __init__(
-        self,
-        kind: str,
-        source: fx.Node,
-        first: int,
-        count: int,
-        group: int,
-        columns: tuple[int, ...] = (),
-    ) -> None:
-        self.kind, self.source, self.first = kind, source, first
-        self.count, self.group, self.columns = count, group, columns
+    kind: str
+    source: fx.Node
+    first: int
+    count: int  # type: ignore[assignment]  # tuples have a method of this name
+    group: int
+    columns: tuple[int, ...] = ()
 
 
 def runs_of(
@@ -78,9 +73,7 @@ def runs_of(
             found.append(Run("columns", source, first, length // group, group))
             j += length
             if len(found) > 4 * MOST_PIECES:
-                raise CannotCompile(
-                    f"{name_of(node)} puts columns into another order{place_of(node)}"
-                )
+                raise refusal(node, "puts columns into another order")
         i = end
     return found
 
@@ -161,6 +154,11 @@ def name_of(node: fx.Node) -> str:
 def place_of(node: fx.Node) -> str:
     """The user's line of an operation, or of the first one that reads a tensor; or nothing."""
     return next(filter(None, map(line_of, (node, *node.users))), "")
+
+
+def refusal(node: fx.Node, what: str) -> CannotCompile:
+    """Says what an operation does that no program can."""
+    return CannotCompile(f"{name_of(node)} {what}{place_of(node)}")
 
 
 def packets(names: str) -> frozenset[Any]:

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from .expressions import Product
 from .graphs import Operations
-from .operands import Bias, Columns, Part, Table, Weight
-from .outside import Outside
+from .outside import Outside, Table
 from .plan import Plan
+from .recipes import Bias, Columns, Weight
 
 
 def outside_of(plan: Plan) -> Outside:
@@ -46,13 +46,9 @@ class _Constants:
         return Weight(
             product.terms,
             [
-                Part(
-                    self._copy(part.weight),
-                    part.index,
-                    part.is_transposed,
-                    part.first,
-                    part.columns,
-                    None if part.bias is None else self._copy(part.bias),
+                part._replace(
+                    weight=self._copy(part.weight),
+                    bias=None if part.bias is None else self._copy(part.bias),
                 )
                 for part in product.parts
             ],

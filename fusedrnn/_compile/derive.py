@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .codes import packet_of, packets
 from .decompositions import decompositions
 from .expressions import Expression
 from .graphs import Operations
-from .plan import Plan, Stage, Value
+from .plan import Stage, Value
 from .trace import CannotCompile, stop
 
 aten = torch.ops.aten
 
-_CHOICES = {getattr(aten, name) for name in ("gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn")}
-_CHOICES |= {getattr(aten, name) for name in ("floor", "ceil", "round", "trunc", "frac")}
+_CHOICES = packets("gt lt ge le eq ne sign sgn floor ceil round trunc frac")
 
 
 @dataclass
@@ -35,13 +35,13 @@ class Derived:
     def has_choices(self) -> bool:
         """Whether a result or a derivative jumps where a number changes a little."""
         return any(
-            getattr(node.target, "overloadpacket", None) in _CHOICES
+            packet_of(node) in _CHOICES
             for module in (self.forward, self.backward)
             for node in module.graph.nodes
         )
 
 
-def derive(plan: Plan, stage: Stage) -> Derived:
+def derive(stage: Stage) -> Derived:
     """
     Raises:
         CannotCompile: torch has no derivative of an operation.
@@ -50,7 +50,7 @@ def derive(plan: Plan, stage: Stage) -> Derived:
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
         known = {_id(leaf): given for leaf, given in zip(stage.inputs, inputs, strict=True)}
-        return tuple(_evaluated(v.expression, known, plan, stage) for v in stage.results)
+        return tuple(_evaluated(v.expression, known) for v in stage.results)
 
     differentiable = [v.kind in ("column", "sum") for v in stage.results]
 
@@ -82,7 +82,7 @@ def _id(leaf: Expression | Value) -> int:
     return id(leaf.expression) if isinstance(leaf, Value) else id(leaf)
 
 
-def _evaluated(root: Expression, known: dict[int, Any], plan: Plan, stage: Stage) -> Any:
+def _evaluated(root: Expression, known: dict[int, Any]) -> Any:
     """An expression of the numbers of its leaves."""
     left = [root]
     while left:
@@ -112,7 +112,7 @@ def _operation(e: Expression, known: dict[int, Any]) -> Any:
     return e.target(*args, **dict(e.kwargs))
 
 
-_SHAPES = (aten.expand, aten.view, aten._unsafe_view, aten.reshape, aten.sum_to_size)
+_SHAPES = packets("expand view _unsafe_view reshape sum_to_size")
 
 
 def _simplified(module: fx.GraphModule) -> Operations:
@@ -120,7 +120,7 @@ def _simplified(module: fx.GraphModule) -> Operations:
     from torch._functorch.compile_utils import fx_graph_cse
 
     for node in list(module.graph.nodes):
-        if getattr(node.target, "overloadpacket", None) in _SHAPES:
+        if packet_of(node) in _SHAPES:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     graph = fx_graph_cse(module.graph)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .codes import packet_of, packets
 from .derive import Derived
 from .graphs import Operations
 from .plan import Plan, Stage
@@ -138,44 +139,37 @@ _MASKS = {
     aten.eq: "==",
     aten.ne: "!=",
 }
-_FUNCTIONS = {getattr(aten, name): f"math::{name}" for name in ("exp", "sqrt")}
-_FUNCTIONS |= {
-    getattr(aten, name): f"math::{name}"
-    for name in (
-        "log",
-        "log1p",
-        "expm1",
-        "sin",
-        "cos",
-        "erf",
-        "floor",
-        "ceil",
-        "round",
-        "trunc",
-        "rsqrt",
-        "abs",
-        "sign",
+_FUNCTIONS = {
+    packet: f"math::{packet.__name__}"
+    for packet in packets(
+        "exp sqrt log log1p expm1 sin cos erf floor ceil round trunc rsqrt abs sign"
     )
 }
-_FUNCTIONS |= {
-    aten.sgn: "math::sign",
-    aten.minimum: "math::min2",
-    aten.maximum: "math::max2",
+_FUNCTIONS |= {aten.sgn: "math::sign", aten.minimum: "math::min2", aten.maximum: "math::max2"}
+_OF_MASKS = {
+    packet: template
+    for names, template in {
+        "logical_and bitwise_and": "mask_and({}, {})",
+        "logical_or bitwise_or": "mask_or({}, {})",
+        "logical_xor bitwise_xor": "mask_and(mask_or({0}, {1}), mask_not(mask_and({0}, {1})))",
+        "logical_not bitwise_not": "mask_not({})",
+    }.items()
+    for packet in packets(names)
 }
-_SAME = {
-    aten.clone,
-    aten.detach,
-    aten.alias,
-    aten.lift_fresh,
-    aten.lift_fresh_copy,
-    aten.expand,
-    aten.view,
-    aten._unsafe_view,
+_TEMPLATES = {
+    aten.mul: "{} * {}",
+    aten.neg: "-{}",
+    aten.reciprocal: "1.0f / {}",
+    aten.square: "{0} * {0}",
+    aten.relu: "math::max(A({}), 0.0f)",
+    aten.frac: "{0} - math::trunc(A({0}))",
+    aten.xlogy: "math::select(A({0}) == A{{}}, A{{}}, A(A({0}) * math::log(A({1}))))",
 }
-_FILLED = {aten.full, aten.full_like, aten.scalar_tensor}
+_SAME = packets("clone detach alias lift_fresh lift_fresh_copy expand view _unsafe_view")
+_FILLED = packets("full full_like scalar_tensor")
 # An empty one is there for its shape, and full_like gives it a number.
-_ZEROS = {aten.zeros_like, aten.zeros, aten.new_zeros, aten.empty_permuted}
-_ONES = {aten.ones_like, aten.ones, aten.new_ones}
+_ZEROS = packets("zeros_like zeros new_zeros empty_permuted")
+_ONES = packets("ones_like ones new_ones")
 
 
 class _Printer:
@@ -244,7 +238,7 @@ class _Printer:
     # Operations
 
     def _node(self, node: fx.Node) -> None:
-        op, args = _packet(node), list(node.args)
+        op, args = packet_of(node), list(node.args)
         if op in _FILLED:
             number = args[0] if op is aten.scalar_tensor else args[1]
             known = self._known(number)
@@ -262,19 +256,8 @@ class _Printer:
             pass
         elif op in _MASKS:
             self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
-        elif op in (aten.logical_and, aten.bitwise_and):
-            self._set(node, f"mask_and({self._mask(args[0])}, {self._mask(args[1])})", True)
-        elif op in (aten.logical_or, aten.bitwise_or):
-            self._set(node, f"mask_or({self._mask(args[0])}, {self._mask(args[1])})", True)
-        elif op in (aten.logical_xor, aten.bitwise_xor):
-            a, b = self._mask(args[0]), self._mask(args[1])
-            self._set(
-                node,
-                f"mask_and(mask_or({a}, {b}), mask_not(mask_and({a}, {b})))",
-                True,
-            )
-        elif op in (aten.logical_not, aten.bitwise_not):
-            self._set(node, f"mask_not({self._mask(args[0])})", True)
+        elif op in _OF_MASKS:
+            self._set(node, _OF_MASKS[op].format(*map(self._mask, args)), True)
         elif op is aten.isnan:
             x = self._value(args[0])
             self._set(node, f"A({x}) != A({x})", True)
@@ -351,21 +334,11 @@ class _Printer:
             ):
                 return self._partners[part]
             return f"{v[a]} - {scaled(v[b])}"
-        if op is aten.mul:
-            return f"{v[0]} * {v[1]}"
         if op is aten.div:
             mode = node.kwargs.get("rounding_mode")
             if mode is not None:
                 return f"math::{mode}(A({v[0]} / {v[1]}))"
             return f"{v[0]} / {v[1]}"
-        if op is aten.neg:
-            return f"-{v[0]}"
-        if op is aten.reciprocal:
-            return f"1.0f / {v[0]}"
-        if op is aten.square:
-            return f"{v[0]} * {v[0]}"
-        if op is aten.relu:
-            return f"math::max(A({v[0]}), 0.0f)"
         if op is aten.where:
             mask, a, b = args
             return f"math::select({self._mask(mask)}, {self._paren(a)}, {self._paren(b)})"
@@ -378,11 +351,8 @@ class _Printer:
             return f"{v[0]} * ({v[1]} * {other})"
         if op is aten.tanh_backward:
             return f"{v[0]} * {self._partners.get(args[1], f'(1.0f - {v[1]} * {v[1]})')}"
-        if op is aten.frac:
-            return f"{v[0]} - math::trunc({self._paren(args[0])})"
-        if op is aten.xlogy:
-            x, y = self._paren(args[0]), self._paren(args[1])
-            return f"math::select({x} == A{{}}, A{{}}, A({x} * math::log({y})))"
+        if op in _TEMPLATES:
+            return _TEMPLATES[op].format(*v)
         if op in _FUNCTIONS:
             given = ", ".join(f"A({x})" for x in v)
             return f"{_FUNCTIONS[op]}({given})"
@@ -440,9 +410,5 @@ def _number(x: Any) -> str:
     return f"number<A>({x!r})"
 
 
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
-
-
 def _is(arg: Any, op: Callable[..., Any]) -> bool:
-    return isinstance(arg, fx.Node) and arg.op == "call_function" and _packet(arg) is op
+    return packet_of(arg) is op

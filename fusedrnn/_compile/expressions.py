@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -60,16 +60,16 @@ class Array:
     products: list[Product] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class Part:
-    """A weight of a product: a matrix of weights, or one of a stack of them; some of its rows."""
+class Part(NamedTuple):
+    """Some columns of a product's weight: some rows of a matrix of weights."""
 
     weight: fx.Node
+    member: int | None
+    """Of a stack of weights."""
     is_transposed: bool
-    index: int | None
     first: int
-    bias: fx.Node | None
     columns: int
+    bias: fx.Node | None
     offset: int
     """Of its first column in the product."""
 
@@ -99,6 +99,29 @@ class Reduction:
     kind: str
     source: Expression
     group: int
+
+
+def below(e: Expression) -> list[Expression]:
+    """What an expression is made of, also by products and reductions."""
+    if e.kind == "array":
+        return [product.operand for product in e.at[0].products]
+    if e.kind == "reduced":
+        return [e.at[0].source]
+    if e.kind == "value":
+        return [e.at[0]]
+    return e.operands
+
+
+def within(e: Expression) -> list[Expression]:
+    """The operations that an expression consists of, without those of other stages."""
+    found: dict[int, Expression] = {}
+    left = [e]
+    while left:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            left += one.operands
+    return list(found.values())
 
 
 class Expressions:
@@ -179,16 +202,6 @@ class Expressions:
             level=source.level + 1,
         )
 
-    def kept(self, source: Expression, group: int) -> Expression:
-        """A value of an earlier stage, each number for a group of columns."""
-        return self.make(
-            "value",
-            at=(source, 0),
-            width=source.width * max(group, 1),
-            group=group,
-            level=source.level + 1,
-        )
-
     def lift(self, e: Expression, group: int) -> Expression:
         """Each column of an expression for ``group`` neighbouring columns."""
         if group == 1:
@@ -200,19 +213,13 @@ class Expressions:
             node, places = e.at
             many = tuple(place for place in places for _ in range(group))
             return self.make("vector", at=(node, many), width=width, level=0)
-        if e.kind == "draw":
+        if e.kind == "draw":  # an earlier stage draws it, each number for a group of columns
             copy = self.operation(aten.clone.default, e, width=e.width)
-            return self.kept(copy, group)
+            return self.make("value", at=(copy, 0), width=width, group=group, level=copy.level + 1)
         if e.kind == "op":
             args = tuple(self.lift(a, group) if isinstance(a, Expression) else a for a in e.args)
-            return self.make(
-                "op",
-                target=e.target,
-                args=args,
-                kwargs=e.kwargs,
-                width=width,
-                is_mask=e.is_mask,
-                node=e.node,
+            return self.operation(
+                e.target, *args, width=width, kwargs=e.kwargs, is_mask=e.is_mask, node=e.node
             )
         return self.make(e.kind, at=e.at, width=width, group=max(e.group, 1) * group, level=e.level)
 

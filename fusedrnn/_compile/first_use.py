@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .build import kind_of
 from .cell import Made, Printed, Program
 from .operators import CODES
 from .trace import ROWS, CannotCompile, FlatStep, Refused, of_graph, trace
-from .turns import one_at_a_time
 from .verify import (
     CORNERS,
     Numbers,
@@ -65,7 +63,7 @@ class _FirstUse:
         try:
             with torch.no_grad():  # for shapes, and for what it draws
                 step(*step.arguments, notes_lines=False)
-            few = step.without_step(step.arguments)
+            few = step.without_step()
             again = functools.partial(_made_again, known, few, self._names)
             return self._program(known.printed, functools.cache(again))
         except Exception:  # of a record that is damaged
@@ -98,7 +96,6 @@ class _FirstUse:
         trial = self._trial()
         verify(program, trial)
         self._try_corners(program)
-        program.key = self._key
         return program, trial
 
     def _check_dtypes(self) -> None:
@@ -126,9 +123,7 @@ class _FirstUse:
         def step(
             constants: Sequence[Tensor], x: Sequence[Tensor], carries: Sequence[Tensor]
         ) -> tuple[Leaves, Leaves]:
-            run = functools.partial(
-                WithLines(self._graph.on_cpu(dtype)).run, enable_io_processing=False
-            )
+            run = WithLines(self._graph.on_cpu(dtype))
             given = self._given._replace(constants=tuple(constants))
             new, y = self._graph.take(given, tuple(x), tuple(carries), ROWS, run)
             self._check_results(new, y, carries)
@@ -159,16 +154,12 @@ class _FirstUse:
             output_shapes=self._output_shapes,
             state_shapes=[leaf.shape[1:] for leaf in self._state],
             dtype=self._dtype,
-            digest=_digest(self._graph),
+            key=self._key,
         )
 
-    def _trial(
-        self, corner: Numbers | None = None, batch: int | None = None, is_known: bool = False
-    ) -> Trial:
+    def _trial(self, *corner: Any, is_known: bool = False) -> Trial:
         given = self._graph, self._given, self._trained, self._inputs, self._state
-        if batch is None:
-            return Trial.of_graph(*given, corner, is_known=is_known)
-        return Trial.of_graph(*given, corner, batch)
+        return Trial.of_graph(*given, *corner, is_known=is_known)
 
     def _try_corners(self, program: Program) -> None:
         from .lower import Lowered
@@ -211,7 +202,7 @@ class _FirstUse:
 def compiled(
     graph: StepGraph, given: Given, inputs: Leaves, state: Leaves, names: Names
 ) -> Program:
-    """The program of a step, verified, with a library.
+    """The program of a step, verified, with a library. Of all threads, one is here at a time.
 
     Args:
         inputs: (seq_len, batch, ...) each.
@@ -229,16 +220,15 @@ def compiled(
     around = graph.roles, given.numbers, torch.get_default_dtype(), kind_of(device), kinds
     key = records.key_of(graph.text, *around) if graph.is_text_whole else ""
     use = _FirstUse(graph, given, inputs, state, names, key)
-    with one_at_a_time():
-        known = use.known()
-        if known is not None:
-            try:
-                return ready.with_library(known, None, device, use.check_known)
-            except MemoryError:
-                raise
-            except Exception:  # of a record that is damaged
-                pass
-        made = use.new()
+    known = use.known()
+    if known is not None:
+        try:
+            return ready.with_library(known, None, device, use.check_known)
+        except MemoryError:
+            raise
+        except Exception:  # of a record that is damaged
+            pass
+    made = use.new()
     program = ready.with_library(*made, device)
     records.keep(program, program.made().plan.lowered.traced.module)
     return program
@@ -263,12 +253,6 @@ def computes_the_same(
     except CannotCompile:
         return False
     return True
-
-
-def _digest(graph: StepGraph) -> str:
-    if not graph.is_text_whole:
-        return ""
-    return hashlib.sha256(graph.text.encode()).hexdigest()
 
 
 def _dtype(state: Leaves) -> torch.dtype:

@@ -6,6 +6,7 @@ Slow, and exact in any dtype: first uses are verified against it, and so is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Interpreter:
     """Runs what a program was made by."""
 
     def __init__(self, made: Made, outside: Outside) -> None:
-        self._plan, self._derived, self._outside = made.plan, made.derived, outside
+        self._made, self._outside = made, outside
 
     def __call__(
         self,
@@ -62,7 +63,7 @@ class Interpreter:
             inputs: (seq_len, batch, ...) each.
             carries: (batch, ...) each.
         """
-        plan = self._plan
+        plan = self._made.plan
         weights, vectors = self._outside(constants, carries[0])
         inputs = self._outside.inputs(constants, inputs, carries[0])
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
@@ -70,7 +71,7 @@ class Interpreter:
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]
         for t in range(steps):
             now = _Step(
-                self,
+                self._made,
                 weights,
                 vectors,
                 [x[t] for x in inputs],
@@ -83,47 +84,42 @@ class Interpreter:
         return [torch.stack(sequences[i]) for i in plan.output_sequences], state
 
 
+@dataclass
 class _Step:
     """One step."""
 
-    def __init__(
-        self,
-        owner: Interpreter,
-        weights: list[Tensor],
-        vectors: list[Tensor],
-        inputs: list[Tensor],
-        carries: list[Tensor],
-        draws: dict[int, Tensor],
-    ) -> None:
-        self._plan, self._derived = owner._plan, owner._derived
-        self._weights, self._vectors, self._inputs = weights, vectors, inputs
-        self._carries, self._draws = carries, draws
-        self._arrays: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+    made: Made
+    weights: list[Tensor]
+    vectors: list[Tensor]
+    inputs: list[Tensor]
+    carries: list[Tensor]
+    draws: dict[int, Tensor]
+    arrays: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self) -> list[Tensor]:
-        program = self._plan.program
+        program = self.made.plan.program
         for is_stage, i in program.order:
             if is_stage:
                 self._stage(i)
                 continue
             product = program.products[i]
-            made = self._columns(product.operand, product.terms) @ self._weights[i]
-            known = self._arrays.get(product.array)
-            self._arrays[product.array] = made if known is None else known + made
+            made = self._columns(product.operand, product.terms) @ self.weights[i]
+            known = self.arrays.get(product.array)
+            self.arrays[product.array] = made if known is None else known + made
         return [self._placed("carry", j, carry.width) for j, carry in enumerate(program.carries)]
 
     def sequences(self) -> list[Tensor]:
-        widths = self._plan.program.sequences
+        widths = self.made.plan.program.sequences
         return [self._placed("sequence", i, width) for i, width in enumerate(widths)]
 
     def _placed(self, what: str, number: int, width: int) -> Tensor:
         """A carry or a sequence of the values that are parts of it."""
         parts = {}
-        for i, value in enumerate(self._plan.program.values):
+        for i, value in enumerate(self.made.plan.program.values):
             at = value.carry_offset if what == "carry" else value.offset
             if getattr(value, what) == number:
-                parts[at] = self._values[i]
+                parts[at] = self.values[i]
         made = torch.cat([parts[at] for at in sorted(parts)], 1)
         assert made.shape[1] == width
         return made
@@ -131,27 +127,27 @@ class _Step:
     def _columns(self, operand: Operand, width: int) -> Tensor:
         end = operand.offset + width
         if operand.source == Source.INPUT:
-            return self._inputs[operand.index][:, operand.offset : end]
+            return self.inputs[operand.index][:, operand.offset : end]
         if operand.source == Source.CARRY:
-            return self._carries[operand.index][:, operand.offset : end]
-        return self._values[operand.index][:, operand.offset : end]
+            return self.carries[operand.index][:, operand.offset : end]
+        return self.values[operand.index][:, operand.offset : end]
 
     def _input(self, one: StageInput, width: int) -> Tensor:
         operand = one.operand
-        rows = self._carries[0].shape[0]
+        rows = self.carries[0].shape[0]
         if one.kind == In.INDEX:
             places = torch.arange(width) % one.group
-            return places.to(self._carries[0]).expand(rows, width)
+            return places.to(self.carries[0]).expand(rows, width)
         if operand.source == Source.VECTOR:
-            return self._vectors[operand.index].expand(rows, width)
+            return self.vectors[operand.index].expand(rows, width)
         if operand.source == Source.DRAW:
-            number = self._plan.draws[operand.index]
-            return self._draws[number][:, operand.offset : operand.offset + width]
+            number = self.made.plan.draws[operand.index]
+            return self.draws[number][:, operand.offset : operand.offset + width]
         count = -(-width // one.group) if one.kind == In.GROUP else width
         if operand.source == Source.ARRAY:
-            bias = self._plan.program.arrays[operand.index].bias
-            array = self._arrays[operand.index]
-            array = array if bias < 0 else array + self._vectors[bias]
+            bias = self.made.plan.program.arrays[operand.index].bias
+            array = self.arrays[operand.index]
+            array = array if bias < 0 else array + self.vectors[bias]
             found = array[:, operand.offset : operand.offset + count]
         else:
             found = self._columns(operand, count)
@@ -160,15 +156,15 @@ class _Step:
         return found
 
     def _stage(self, i: int) -> None:
-        form, stage = self._plan.program.stages[i], self._plan.stages[i]
+        form, stage = self.made.plan.program.stages[i], self.made.plan.stages[i]
         inputs = [self._input(one, form.width) for one in form.inputs]
         if not inputs:
-            inputs = [self._carries[0].new_zeros(self._carries[0].shape[0], form.width)]
-            made = [y.expand_as(inputs[0]).to(inputs[0]) for y in self._derived[i].forward()]
+            inputs = [self.carries[0].new_zeros(self.carries[0].shape[0], form.width)]
+            made = [y.expand_as(inputs[0]).to(inputs[0]) for y in self.made.derived[i].forward()]
         else:
-            made = list(_StageFunction.apply(self._derived[i], len(stage.results), *inputs))
+            made = list(_StageFunction.apply(self.made.derived[i], len(stage.results), *inputs))
         for result, y in zip(form.outputs, made, strict=True):
-            self._values[result.value] = _reduced(y, result.kind, result.group)
+            self.values[result.value] = _reduced(y, result.kind, result.group)
 
 
 def _reduced(y: Tensor, kind: Out, group: int) -> Tensor:

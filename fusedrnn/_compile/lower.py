@@ -34,6 +34,7 @@ from .codes import (
     packets,
     place_of,
     ranks,
+    refusal,
     row_of,
     rows_in_order,
     runs_of,
@@ -137,7 +138,7 @@ def _call(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
 
 def _check_columns(node: fx.Node, codes: Tensor) -> None:
     if not codes.numel():
-        raise CannotCompile(f"{name_of(node)} of no columns{place_of(node)}")
+        raise refusal(node, "of no columns")
 
 
 class Lookup(NamedTuple):
@@ -149,6 +150,20 @@ class Lookup(NamedTuple):
     """Which input has the numbers of the rows."""
     padding: int
     """Of the row that gets no gradient; negative if all do."""
+
+
+class _Products(NamedTuple):
+    """What a product of matrices reads."""
+
+    weight: fx.Node
+    is_transposed: bool
+    stacks: list[int | None]
+    """Of each row of the operand, which of a stack of weights it is multiplied by."""
+    operands: Any
+    """The codes of each row of the operand."""
+    columns: int
+    bias: Any
+    """A node, or None."""
 
 
 class Lowered:
@@ -198,10 +213,7 @@ class Lowered:
                     continue
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
-                    raise CannotCompile(
-                        f"{name_of(node)} draws random numbers that backward could not draw "
-                        f"again{place_of(node)}"
-                    )
+                    raise refusal(node, "draws random numbers that backward could not draw again")
                 if packet_of(node) in _FILLED:  # of an input they read only the shape
                     self.kinds[node] = "number"
                     continue
@@ -241,9 +253,7 @@ class Lowered:
                 if not is_index:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
-                    raise CannotCompile(
-                        f"{name_of(node)} by an index that is computed{place_of(node)}"
-                    )
+                    raise refusal(node, "by an index that is computed")
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
                 return type(arg)(codes(one, is_index) for one in arg)
@@ -254,24 +264,24 @@ class Lowered:
         args = [codes(arg, i in places) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
         if packet_of(node) is aten.constant_pad_nd:
-            raise CannotCompile(f"{name_of(node)} is not known{place_of(node)}")
+            raise refusal(node, "is not known")
         try:
             if packet_of(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
             if packet_of(node) is aten.copy:
                 if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
-                    raise CannotCompile(f"{name_of(node)} to another dtype{place_of(node)}")
+                    raise refusal(node, "to another dtype")
                 return args[1].expand(args[0].shape)
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except CannotCompile:
             raise
         except Exception as error:
-            raise CannotCompile(f"{name_of(node)} cannot be followed{place_of(node)}") from error
+            raise refusal(node, "cannot be followed") from error
 
     def _own(self, node: fx.Node) -> Any:
         value = self.value(node)
         if not isinstance(value, Tensor):
-            raise CannotCompile(f"{name_of(node)} returns no tensor{place_of(node)}")
+            raise refusal(node, "returns no tensor")
         base = self._nodes[node] * NODE
         if self.kinds[node] != "row":
             return (base + NO_ROW * COLUMN + torch.arange(value.numel())).reshape(value.shape)
@@ -285,11 +295,10 @@ class Lowered:
             return numbers // (value.numel() // ROWS)
         if node.op == "placeholder":
             if not value.dim() or value.shape[0] != ROWS:
-                raise CannotCompile(
-                    f"{name_of(node)} has no row for each row of the batch{place_of(node)}"
-                )
+                raise refusal(node, "has no row for each row of the batch")
             return rows_in_order(value.shape).clone()
-        self._dtype_is_known(node, value)
+        if value.is_complex() or value.is_sparse or value.is_nested:
+            raise refusal(node, f"makes a tensor of {value.dtype}")
         packet = packet_of(node)
         if packet in POINTWISE or packet in (stop, aten.detach, aten._to_copy):
             return self._pointwise(node, value)
@@ -301,14 +310,11 @@ class Lowered:
             return self._product(node, value)
         if packet is aten.embedding:
             return self._lookup(node, value)
-        raise CannotCompile(
-            f"{name_of(node)} is neither linear, nor elementwise, nor a reduction over features, "
-            f"nor a choice of columns{place_of(node)}"
+        raise refusal(
+            node,
+            "is neither linear, nor elementwise, nor a reduction over features, "
+            "nor a choice of columns",
         )
-
-    def _dtype_is_known(self, node: fx.Node, value: Tensor) -> None:
-        if value.is_complex() or value.is_sparse or value.is_nested:
-            raise CannotCompile(f"{name_of(node)} makes a tensor of {value.dtype}{place_of(node)}")
 
     # What computed nodes read, as codes of row 0
 
@@ -317,10 +323,10 @@ class Lowered:
             # torch corrects a floored quotient, as Python does: 1 // 0.1 is 9.
             is_known = name in _OPTIONS or packet_of(node) not in POINTWISE
             if option == "floor" or not (option is None or is_known):
-                raise CannotCompile(f"{name_of(node)} with {name}={option!r}{place_of(node)}")
+                raise refusal(node, f"with {name}={option!r}")
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
         if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+            raise refusal(node, "mixes the rows of the batch")
         given = [
             self.codes(arg).expand(value.shape) if isinstance(arg, fx.Node) else arg
             for arg in node.args
@@ -340,7 +346,7 @@ class Lowered:
                 continue
             clash = (known != NO_ROW) & (rows != NO_ROW) & (known != rows)
             if clash.any():
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+                raise refusal(node, "mixes the rows of the batch")
             known = torch.where(known == NO_ROW, rows, known)
         return filled(known)
 
@@ -363,11 +369,11 @@ class Lowered:
         for row in range(1, ROWS):
             other = codes[flat == row]
             if other.shape != first.shape:
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+                raise refusal(node, "mixes the rows of the batch")
             same = torch.where(row_of(other) == row, other - row * COLUMN, other)
             differs = (same != first) | ((row_of(other) != row) & (row_of(other) != NO_ROW))
             if differs.any() and not self._are_alike(first[differs], other[differs]):
-                raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+                raise refusal(node, "mixes the rows of the batch")
         return first
 
     def _are_alike(self, ones: Tensor, others: Tensor) -> bool:
@@ -386,10 +392,10 @@ class Lowered:
         kind = _REDUCTIONS.get(packet)
         source = node.args[0]
         if kind is None or not isinstance(source, fx.Node):
-            raise CannotCompile(f"{name_of(node)} is not known{place_of(node)}")
+            raise refusal(node, "is not known")
         codes = self.codes(source)
         if kind.endswith("with place") and len(node.args) < 2:
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+            raise refusal(node, "mixes the rows of the batch")
         dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         if dims is None or dims == []:
             dims = list(range(codes.dim()))
@@ -397,15 +403,10 @@ class Lowered:
         dims = sorted(d % codes.dim() for d in dims)  # in the order of columns
         others = [d for d in range(codes.dim()) if d not in dims]
         moved = codes.permute(*others, *dims).reshape(*(codes.shape[d] for d in others), -1)
-        all_rows = row_of(moved)
-        rows = (
-            filled(torch.where(all_rows == NO_ROW, NO_ROW, all_rows)).reshape(moved.shape)
-            if moved.dim() > 1
-            else all_rows
-        )
+        rows = filled(row_of(moved))
         _check_columns(node, codes)
         if moved.dim() < 2 or not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+            raise refusal(node, "mixes the rows of the batch")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, moved)
         kind = ("argmax" if "max" in kind else "argmin") if which == 1 else kind
@@ -424,12 +425,12 @@ class Lowered:
         if packet is aten.addmm and (
             node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
         ):
-            raise CannotCompile(f"{name_of(node)} with beta or alpha{place_of(node)}")
+            raise refusal(node, "with beta or alpha")
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         is_swapped = self.kinds[left] != "row"
         weight, operand = (left, right) if is_swapped else (right, left)
         if self.kinds[weight] == "row":
-            raise CannotCompile(f"{name_of(node)} is a product of two activations{place_of(node)}")
+            raise refusal(node, "is a product of two activations")
         codes = self.codes(operand)
         if is_swapped:
             codes = codes.transpose(-1, -2)
@@ -440,28 +441,17 @@ class Lowered:
         all_rows = row_of(codes)
         rows = filled(all_rows)
         if not (rows == rows[..., :1]).all():
-            raise CannotCompile(f"{name_of(node)} mixes the rows of the batch{place_of(node)}")
+            raise refusal(node, "mixes the rows of the batch")
         rows = rows[..., 0]
         reads = self._of_first_row(node, rows, codes)
         where = [(p, i) for p in range(stacks) for i in range(count) if rows[p, i] == 0]
         columns = value.shape[-2] if is_swapped else value.shape[-1]
         if is_swapped and len(where) > 1:  # results lie side by side only one by one
-            raise CannotCompile(
-                f"{name_of(node)} multiplies a matrix of activations by weights from the left"
-                f"{place_of(node)}"
-            )
+            raise refusal(node, "multiplies a matrix of activations by weights from the left")
         if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
-            raise CannotCompile(
-                f"{name_of(node)} adds a product to another activation{place_of(node)}"
-            )
-        self._reads[node] = (
-            weight,
-            is_swapped,
-            [p if packet is aten.bmm else None for p, _ in where],
-            reads,
-            columns,
-            bias,
-        )
+            raise refusal(node, "adds a product to another activation")
+        blocks = [p if packet is aten.bmm else None for p, _ in where]
+        self._reads[node] = _Products(weight, is_swapped, blocks, reads, columns, bias)
         rows = rows[..., None].expand(stacks, count, columns)
         if is_swapped:
             rows = rows.transpose(-1, -2)
@@ -474,12 +464,12 @@ class Lowered:
         codes = self.codes(places)
         source = self._list[node_of(int(codes.reshape(-1)[0]))]
         if self.kinds[table] == "row" or source not in self.traced.inputs:
-            raise CannotCompile(f"{name_of(node)} of numbers that are computed{place_of(node)}")
+            raise refusal(node, "of numbers that are computed")
         whole = self.codes(source)
         if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
-            raise CannotCompile(f"{name_of(node)} of a part of {name_of(source)}{place_of(node)}")
+            raise refusal(node, f"of a part of {name_of(source)}")
         if any(node.args[3:]) or any(node.kwargs.values()):
-            raise CannotCompile(f"{name_of(node)} with options{place_of(node)}")
+            raise refusal(node, "with options")
         padding: Any = node.args[2] if len(node.args) > 2 else -1
         self.lookups.append(Lookup(node, table, self.traced.inputs.index(source), padding))
         return row_of(codes)[..., None].expand(value.shape).clone()
@@ -525,7 +515,7 @@ class Lowered:
                 made = [self.expressions.lift(e, part.group) for e in made]
             found += made
         if len(found) > MOST_PIECES:
-            raise CannotCompile(f"{name_of(node)} puts columns into another order{place_of(node)}")
+            raise refusal(node, "puts columns into another order")
         return found
 
     def _vector(self, node: fx.Node, columns: tuple[int, ...]) -> Expression:
@@ -597,7 +587,7 @@ class Lowered:
                     at += piece.width
                     cuts.add(at)
         if len(cuts) > MOST_PIECES:
-            raise CannotCompile(f"{name_of(node)} puts columns into another order{place_of(node)}")
+            raise refusal(node, "puts columns into another order")
         if len(cuts) > 2:  # ask for less, so that pieces match
             # Constants and vectors can be cut anywhere; others are asked for anew.
             ends = sorted(cuts)
@@ -612,30 +602,23 @@ class Lowered:
             return self._cast(node, args[0], value, width)
         kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
         if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
-            raise CannotCompile(f"{name_of(node)} with tensors by name{place_of(node)}")
+            raise refusal(node, "with tensors by name")
         return operation(node.target, *args, width=width, kwargs=kwargs, is_mask=is_mask, node=node)
 
     def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
         source = self.value(node.args[0])  # type: ignore[arg-type]
         operation = self.expressions.operation
-        if value.dtype == source.dtype or (
-            source.dtype == torch.bool and value.dtype == torch.bool
-        ):
+        if value.dtype == source.dtype:
             return e
         if source.dtype == torch.bool:
             return self._number(e)
         if value.dtype == torch.bool:
             return operation(aten.ne.Scalar, e, 0, width=width, is_mask=True, node=node)
-        if not source.is_floating_point() and value.is_floating_point():
-            return e  # places are counted in floating point here
-        if not value.is_floating_point():
-            if source.is_floating_point():
-                raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
-            return e
         own = self.dtype
-        if value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32):
-            return e
-        raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
+        is_known = value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32)
+        if source.is_floating_point() and not is_known:
+            raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
+        return e  # places are counted in floating point here
 
     @property
     def dtype(self) -> torch.dtype:
@@ -666,9 +649,7 @@ class Lowered:
                 total = operation(aten.mul.Tensor, total, 1.0 / size, width=1, node=node)
             return total
         if kind in ("any", "all"):
-            raise CannotCompile(
-                f"{name_of(node)} of columns that are computed apart{place_of(node)}"
-            )
+            raise refusal(node, "of columns that are computed apart")
         if kind in ("max", "min"):
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
@@ -676,7 +657,7 @@ class Lowered:
             for one in best[1:]:
                 found = operation(pick, found, one, width=1, node=node)
             return found
-        raise CannotCompile(f"{name_of(node)} of columns that are computed apart{place_of(node)}")
+        raise refusal(node, "of columns that are computed apart")
 
     def _reduced(self, kind: str, e: Expression, size: int, node: fx.Node) -> Expression:
         x, operation = self.expressions, self.expressions.operation
@@ -724,69 +705,46 @@ class Lowered:
         return self.expressions.make("index", at=(0,), width=width, group=size, level=0)
 
     def _demand_product(self, node: fx.Node, start: int, width: int) -> list[Expression]:
-        weight, is_swapped, stacks, reads, columns, bias = self._reads[node]
+        columns = self._reads[node].columns
         found = []
         end = start + width
         while start < end:
             block, first = divmod(start, columns)
             count = min(columns - first, end - start)
-            found.append(
-                self._sum_of_products(
-                    node,
-                    weight,
-                    is_swapped,
-                    stacks[block],
-                    reads[block],
-                    columns,
-                    bias,
-                    first,
-                    count,
-                )
-            )
+            found.append(self._sum_of_products(node, block, first, count))
             start += count
         return found
 
-    def _sum_of_products(
-        self,
-        node: fx.Node,
-        weight: fx.Node,
-        is_swapped: bool,
-        stack: int | None,
-        codes: Any,
-        columns: int,
-        bias: fx.Node | None,
-        first: int,
-        count: int,
-    ) -> Expression:
+    def _sum_of_products(self, node: fx.Node, block: int, first: int, count: int) -> Expression:
         """Columns of one row of the operand times a weight, a product for each of its pieces."""
+        operation, read = self.expressions.operation, self._reads[node]
         total, done = None, 0
-        for piece in self.pieces(codes, node):
+        for piece in self.pieces(read.operands[block], node):
             if piece.is_mask or piece.kind not in ("input", "carry", "op") or piece.group:
-                ops = self.expressions.operation
-                piece = ops(aten.clone.default, self._number(piece), width=piece.width, node=node)
-            product = self.expressions.product(piece)
-            own = bias if total is None else None
-            part = next(
-                (
-                    p
-                    for p in product.parts
-                    if (p.weight, p.is_transposed, p.index, p.first, p.bias)
-                    == (weight, is_swapped, stack, done, own)
-                ),
-                None,
-            )
-            if part is None:
-                part = Part(weight, is_swapped, stack, done, own, columns, product.array.columns)
-                product.parts.append(part)
-                product.array.columns += columns
-            leaf = self.expressions.of_array(product, part.offset + first, count)
-            total = (
-                leaf
-                if total is None
-                else self.expressions.operation(
-                    aten.add.Tensor, total, leaf, width=count, node=node
+                piece = operation(
+                    aten.clone.default, self._number(piece), width=piece.width, node=node
                 )
+            product = self.expressions.product(piece)
+            part = Part(
+                read.weight,
+                read.stacks[block],
+                read.is_transposed,
+                done,
+                read.columns,
+                read.bias if total is None else None,
+                product.array.columns,
             )
+            known = [p for p in product.parts if p._replace(offset=part.offset) == part]
+            if known:
+                part = known[0]
+            else:
+                product.parts.append(part)
+                product.array.columns += part.columns
+            leaf = self.expressions.of_array(product, part.offset + first, count)
+            if total is None:
+                total = leaf
+            else:
+                total = operation(aten.add.Tensor, total, leaf, width=count, node=node)
             done += piece.width
         assert total is not None
         return total

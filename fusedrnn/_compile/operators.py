@@ -7,10 +7,9 @@ not wanted.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import _library
 from .._ops import call_operator
@@ -88,30 +87,11 @@ def _function(what: str, is_for_gpu: bool) -> ctypes._NamedFuncPointer:
     return function
 
 
-def forward(
-    program: int,
-    inputs: Sequence[Tensor],
-    carries: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    vectors: Sequence[Tensor],
-    reset_to: Sequence[Tensor],
-    reset_kinds: Sequence[int],
-    *,
-    lengths: Tensor | None = None,
-    reset: Tensor | None = None,
-    seed: Tensor | None = None,
-    stream: int = 0,
-    first_step: int = 0,
-    reverse: bool = False,
-    chunk: int = 0,
-    sequences: Sequence[Tensor],
-    last: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    saved: Sequence[Tensor],
-) -> None:
+def forward(*given: Any, **options: Any) -> None:
     """Writes ``sequences``, ``last``, ``kept`` and ``saved``.
 
-    Args:
+    Args, by position:
+        program: Its number.
         inputs: (seq_len, batch, width) each.
         carries: (batch, width) each, the initial ones.
         weights: (terms, columns) each.
@@ -120,10 +100,14 @@ def forward(
             (seq_len, batch, width).
         reset_kinds: Of each carry: 0 for zero, 1 for a state, 2 for a sequence of states, 3 for a
             carry that no reset changes.
+
+    By name; up to ``chunk`` they may be left out:
         lengths: int64 (batch) on the CPU; a row takes step t if t is less than its length.
         reset: bool (seq_len, batch).
+        seed: Of the program's draws.
         stream: Added to the streams of the program's draws.
         first_step: Where this sequence starts, if it is a part of a longer one.
+        reverse: Whether the steps are taken from the last to the first.
         chunk: Steps of a chunk, or 0 for as many as ``chunk()`` gives without arguments.
         sequences: (seq_len, batch, width) each. Zeros in rows that have ended.
         last: (batch, width) each, the carries after the last step of each row.
@@ -132,91 +116,21 @@ def forward(
         saved: (seq_len * batch, columns) of each array, as ``kept``; or an empty list. With them
             backward need not repeat products.
     """
-    call_operator(
-        _library.operators.program_forward,
-        program,
-        inputs,
-        carries,
-        weights,
-        vectors,
-        reset_to,
-        reset_kinds,
-        lengths=lengths,
-        reset=reset,
-        seed=seed,
-        stream=stream,
-        first_step=first_step,
-        reverse=reverse,
-        chunk=chunk,
-        sequences=sequences,
-        last=last,
-        kept=kept,
-        saved=saved,
-    )
+    call_operator(_library.operators.program_forward, *given, **options)
 
 
-def backward(
-    program: int,
-    inputs: Sequence[Tensor],
-    carries: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    vectors: Sequence[Tensor],
-    reset_to: Sequence[Tensor],
-    reset_kinds: Sequence[int],
-    *,
-    lengths: Tensor | None = None,
-    reset: Tensor | None = None,
-    seed: Tensor | None = None,
-    stream: int = 0,
-    first_step: int = 0,
-    reverse: bool = False,
-    chunk: int = 0,
-    sequences: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    grad_sequences: Sequence[Tensor],
-    grad_last: Sequence[Tensor],
-    grad_inputs: Sequence[Tensor],
-    grad_carries: Sequence[Tensor],
-    grad_weights: Sequence[Tensor],
-    grad_vectors: Sequence[Tensor],
-    grad_reset_to: Sequence[Tensor],
-) -> None:
+def backward(*given: Any, **options: Any) -> None:
     """Writes the gradients from ``grad_inputs`` on, all of each.
 
-    Args:
+    Args: As of :func:`forward`, without ``last``; and lists of
+        grad_sequences, grad_last: Of its results.
+        grad_inputs, grad_carries: Of its arguments.
         grad_weights: In float64 or float32, contiguous or transposed.
         grad_vectors: The same.
         grad_reset_to: (batch, width) in float64 or float32 for a state, also if it is (1, width);
             for a sequence of states as that.
     """
-    call_operator(
-        _library.operators.program_backward,
-        program,
-        inputs,
-        carries,
-        weights,
-        vectors,
-        reset_to,
-        reset_kinds,
-        lengths=lengths,
-        reset=reset,
-        seed=seed,
-        stream=stream,
-        first_step=first_step,
-        reverse=reverse,
-        chunk=chunk,
-        sequences=sequences,
-        kept=kept,
-        saved=saved,
-        grad_sequences=grad_sequences,
-        grad_last=grad_last,
-        grad_inputs=grad_inputs,
-        grad_carries=grad_carries,
-        grad_weights=grad_weights,
-        grad_vectors=grad_vectors,
-        grad_reset_to=grad_reset_to,
-    )
+    call_operator(_library.operators.program_backward, *given, **options)
 
 
 def _code(dtype: torch.dtype) -> int:

@@ -7,15 +7,24 @@ its own says how, so a record can have that without the rest of the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from .expressions import Part
 from .graphs import Operations, from_json, to_json
-from .operands import Bias, Columns, Part, Table, Weight
-from .recipes import Recipes, cuts_of
+from .recipes import Bias, Columns, Recipes, Weight, cuts_of
+
+
+class Table(NamedTuple):
+    """An input that consists of rows of a table of weights."""
+
+    table: fx.Node
+    input: int
+    padding: int
+    """Of the row that gets no gradient; negative if all do."""
 
 
 class Outside:
@@ -212,10 +221,9 @@ class Outside:
         nodes = list(module.graph.nodes)
 
         def part(fields: list[Any]) -> Part:
-            bias = fields[-1]
-            return Part._make(
-                [nodes[fields[0]], *fields[1:-1], None if bias is None else nodes[bias]]
-            )
+            weight, bias = nodes[fields[0]], fields[5]
+            fields = [weight, *fields[1:5], None if bias is None else nodes[bias], fields[6]]
+            return Part._make(fields)
 
         return Outside(
             module,

@@ -16,46 +16,19 @@ from dataclasses import dataclass, field
 import torch
 
 from . import program as form
-from .codes import name_of, place_of
+from .codes import name_of, packets, place_of
 from .decompositions import WHOLE
-from .expressions import Array, Expression, Product, Reduction
+from .expressions import Array, Expression, Product, Reduction, below, within
 from .lower import Lowered
-from .program import (
-    Carry,
-    In,
-    Operand,
-    Out,
-    Phase,
-    Program,
-    Source,
-    StageInput,
-    StageOutput,
-)
+from .program import Carry, In, Operand, Out, Phase, Program, Source, StageInput, StageOutput
 from .roundings import check_roundings
 from .trace import ROWS, CannotCompile
 
 aten = torch.ops.aten
 
-_COSTLY = {
-    getattr(aten, name)
-    for name in (
-        "sigmoid",
-        "tanh",
-        "exp",
-        "log",
-        "log1p",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "div",
-        "reciprocal",
-        "erf",
-        "sin",
-        "cos",
-        "pow",
-    )
-}
-_COSTLY |= WHOLE
+_COSTLY = WHOLE | packets(
+    "sigmoid tanh exp log log1p expm1 sqrt rsqrt div reciprocal erf sin cos pow"
+)
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
 
@@ -106,9 +79,9 @@ class Plan:
         self.products = self._reached(lowered.new_carries + lowered.outputs)
         self.values: dict[tuple[int, str, int], Value] = {}
         in_steps = self._reached(lowered.new_carries)
-        self._after = {id(p) for p in self.products if id(p) not in {id(q) for q in in_steps}}
+        others = set(map(id, self.products)).difference(map(id, in_steps))
         self._after = {
-            id(p) for p in self.products if id(p) in self._after and self.carries_of(p.operand)
+            id(p) for p in self.products if id(p) in others and self.carries_of(p.operand)
         }
         self.sequences: list[int] = []
         self.output_sequences: list[int] = []
@@ -119,7 +92,8 @@ class Plan:
             pass
         check_roundings(self)
         self.draws = sorted(set(self._read("draw")))
-        self.vectors: list[tuple[str, object, object]] = []
+        self.vectors: dict[tuple[str, object, object], int] = {}
+        """The width of each."""
         self.program = self._program()
 
     # What reaches what
@@ -148,9 +122,6 @@ class Plan:
         """The carries that an expression depends on."""
         return self._sources(e)[0]
 
-    def _is_after(self, e: Expression) -> bool:
-        return not self._after.isdisjoint(self._sources(e)[1])
-
     def _sources(self, e: Expression) -> tuple[frozenset[int], frozenset[int]]:
         """The carries and the products, these by id, that an expression depends on."""
         known, left = self._known_sources, [e]
@@ -172,9 +143,10 @@ class Plan:
         return known[id(e)]
 
     def _phase(self, e: Expression) -> Phase:
-        if not self.carries_of(e):
+        carries, products = self._sources(e)
+        if not carries:
             return Phase.BEFORE
-        return Phase.AFTER if self._is_after(e) else Phase.STEP
+        return Phase.STEP if self._after.isdisjoint(products) else Phase.AFTER
 
     # Arrays
 
@@ -467,7 +439,7 @@ class Plan:
         return Program(
             inputs=inputs,
             sequences=self.sequences,
-            vectors=self._vector_widths,
+            vectors=list(self.vectors.values()),
             streams=[number << 16 for number in self.draws],
             carries=self.carries,
             values=[
@@ -525,17 +497,9 @@ class Plan:
             return -1
         return self._vector(("bias", array, None), array.columns)
 
-    @property
-    def _vector_widths(self) -> list[int]:
-        return [self._widths[i] for i in range(len(self.vectors))]
-
     def _vector(self, item: tuple[str, object, object], width: int) -> int:
-        if not hasattr(self, "_widths"):
-            self._widths: list[int] = []
-        if item not in self.vectors:
-            self.vectors.append(item)
-            self._widths.append(width)
-        return self.vectors.index(item)
+        self.vectors.setdefault(item, width)
+        return list(self.vectors).index(item)
 
     def _operand(self, product: Product) -> Operand:
         e = product.operand
@@ -579,26 +543,3 @@ class Plan:
         else:
             operand = Operand(Source.INPUT, self.read_inputs.index(first), at)
         return StageInput(operand, kind, leaf.group)
-
-
-def below(e: Expression) -> list[Expression]:
-    """What an expression is made of, also by products and reductions."""
-    if e.kind == "array":
-        return [product.operand for product in e.at[0].products]
-    if e.kind == "reduced":
-        return [e.at[0].source]
-    if e.kind == "value":
-        return [e.at[0]]
-    return e.operands
-
-
-def within(e: Expression) -> list[Expression]:
-    """The operations that an expression consists of, without those of other stages."""
-    found: dict[int, Expression] = {}
-    left = [e]
-    while left:
-        one = left.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            left += one.operands
-    return list(found.values())

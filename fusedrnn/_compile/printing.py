@@ -21,7 +21,7 @@ def printed(
 ) -> tuple[Printed, Callable[[], Made]]:
     """What runs a step on a device, and what it was made by."""
     plan = Plan(lowered)
-    made = Made(plan, [derive(plan, stage) for stage in plan.stages])
+    made = Made(plan, [derive(stage) for stage in plan.stages])
     outputs = [output for stage in plan.program.stages for output in stage.outputs]
     has_choices = any(one.has_choices() for one in made.derived) or any(
         output.kind in (Out.MAX, Out.ARG_MAX) for output in outputs

@@ -11,7 +11,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .operands import Bias, Columns, Weight
+from .expressions import Part
+
+
+class Weight(NamedTuple):
+    """The weight of a product: parts side by side."""
+
+    terms: int
+    parts: list[Part]
+
+
+class Bias(NamedTuple):
+    """A vector that is the sum of biases of products."""
+
+    products: list[int]
+
+
+class Columns(NamedTuple):
+    """A vector of numbers of a tensor, which is read as if it had one dimension."""
+
+    source: fx.Node
+    first: int
+    width: int
+    step: int
+    """0 or 1, or -1 if the numbers are at ``places``."""
+    places: list[int]
 
 
 class Side(NamedTuple):

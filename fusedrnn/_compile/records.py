@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from .derive import Derived
 
 
-class Graphs(NamedTuple):
-    """What a program was made by."""
-
-    module: Operations | None
-    """Of the step; None if another program has it."""
-    derived: list[Derived]
-    """Of each stage."""
-
-
 class Record(NamedTuple):
     printed: Printed | None
     """What runs the program; None for that of all results, which runs these results, too."""
@@ -44,8 +35,9 @@ class Record(NamedTuple):
     stored_graphs: str
     """As JSON: most processes do not read it."""
 
-    def graphs(self) -> Graphs:
-        """
+    def graphs(self) -> tuple[Operations | None, list[Derived]]:
+        """What the program was made by: the step, None if another program has it, and stages.
+
         Raises:
             LookupError, TypeError, ValueError, AttributeError, RuntimeError: It is damaged.
         """
@@ -54,7 +46,7 @@ class Record(NamedTuple):
         stored = json.loads(self.stored_graphs)
         derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
         module = stored["module"]
-        return Graphs(None if module is None else from_json(module), derived)
+        return None if module is None else from_json(module), derived
 
 
 def key_of(*parts: Any) -> str:

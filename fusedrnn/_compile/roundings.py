@@ -15,8 +15,8 @@ what is kept and what that was made of. A step that has them is taken in Python.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,16 @@ class _Facts:
 
 
 _NOTHING = _Facts()
+
+
+def _all_of(facts: Sequence[_Facts]) -> _Facts:
+    """What is made of several expressions reads all that they read."""
+    return _Facts(
+        frozenset[Hashable]().union(*(one.kept for one in facts)),
+        frozenset[Hashable]().union(*(one.made for one in facts)),
+        any(one.has_difference for one in facts),
+        any(one.has_ratio for one in facts),
+    )
 
 
 def check_roundings(plan: Plan) -> None:
@@ -178,8 +188,8 @@ class _Roundings:
     def _of_operation(self, e: Expression, stage: Stage) -> _Facts:
         operands = [self._facts[id(a), stage.key] for a in e.operands]
         are_related = any(self._is_related(a, b) for a in operands for b in operands if a is not b)
-        has_difference = any(a.has_difference for a in operands)
-        has_ratio = any(a.has_ratio for a in operands)
+        found = _all_of(operands)
+        has_difference, has_ratio = found.has_difference, found.has_ratio
         if e.packet is aten.exp:  # near 1, where no pole is
             has_difference, has_ratio = False, has_ratio or has_difference
         elif e.packet in _DIFFERENCES:  # also with the number that a ratio is near to
@@ -188,12 +198,7 @@ class _Roundings:
             has_difference, has_ratio = has_difference or has_ratio, False
         elif e.packet is aten.div:
             has_ratio = has_ratio or are_related
-        return _Facts(
-            frozenset[Hashable]().union(*(a.kept for a in operands)),
-            frozenset[Hashable]().union(*(a.made for a in operands)),
-            has_difference,
-            has_ratio,
-        )
+        return replace(found, has_difference=has_difference, has_ratio=has_ratio)
 
     def _of_array(self, e: Expression) -> _Facts:
         array, first = e.at
@@ -213,28 +218,19 @@ class _Roundings:
 
     def _of_carry(self, j: int) -> _Facts:
         if self._plan.carries[j].sequence >= 0:
-            return self._kept(map(_earlier, self._values_of_carry(j)))
+            return self._kept(_earlier(id(value)) for value in self._values_of_carry(j))
         after = self._carries[j]
         made = frozenset([("carry", j), *map(_earlier, after.made)])
         kept = frozenset(map(_earlier, after.kept))
         return _Facts(kept, made, after.has_difference, after.has_ratio)
 
-    def _values_of_carry(self, j: int) -> Iterator[int]:
-        return (id(value) for value in self._plan.values.values() if value.carry == j)
+    def _values_of_carry(self, j: int) -> list[Value]:
+        return [value for value in self._plan.values.values() if value.carry == j]
 
     def _after_step(self, j: int) -> _Facts:
         """Of a state as backward makes it again."""
-        found = [
-            self._facts[id(value.expression), value.stage]
-            for value in self._plan.values.values()
-            if value.carry == j
-        ]
-        return _Facts(
-            frozenset[Hashable]().union(*(one.kept for one in found)),
-            frozenset[Hashable]().union(*(one.made for one in found)),
-            any(one.has_difference for one in found),
-            any(one.has_ratio for one in found),
-        )
+        values = self._values_of_carry(j)
+        return _all_of([self._facts[id(value.expression), value.stage] for value in values])
 
     def _set_origins(self, value: Value) -> None:
         if not self._is_kept(value):

@@ -133,13 +133,13 @@ class FlatStep:
         self.draws, self.count = source.draws, len(new)
         return (*new, *y)
 
-    def without_step(self, arguments: Sequence[Tensor]) -> FlatStep:
-        """What it has drawn, for :func:`of_graph`, some day, with these arguments. Neither the step
-        nor its weights are held."""
+    def without_step(self) -> FlatStep:
+        """What it has drawn, for :func:`of_graph`, some day. Neither the step nor its weights are
+        held."""
         made = copy.copy(self)
         made._step, first = _no_step, self.ends[0]
-        zeros = [torch.empty_like(t, device="meta") for t in arguments[:first]]
-        made.arguments = [*zeros, *arguments[first:]]
+        zeros = [torch.empty_like(t, device="meta") for t in self.arguments[:first]]
+        made.arguments = [*zeros, *self.arguments[first:]]
         return made
 
 

@@ -19,11 +19,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import _ops
+from ..recurrent.chunks import Names
 from ..recurrent.noise import MOST_DRAWS, Draw, Noise, TrialSeed
-from ..recurrent.program_function import through
+from ..recurrent.program_call import Arguments, Call
+from ..recurrent.program_forward import forward
+from ..recurrent.program_function import Backward
+from ..recurrent.program_parts import Part
 from ..recurrent.reads import Watch
+from ..recurrent.sequence_call import SequenceCall
 from ..recurrent.trees import Leaves, differentiable
-from . import operators
 from .trace import CannotCompile, Refused
 
 if TYPE_CHECKING:
@@ -226,6 +230,7 @@ class Trial:
         state: Leaves,
         corner: Numbers | None = None,
         batch: int = BATCH,
+        *,
         is_known: bool = False,
     ) -> Trial:
         """What a step's graph makes.
@@ -342,15 +347,9 @@ class _WithoutHooks(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        is_hook = function is Tensor.register_hook
-        if is_hook or (function == _GRAD_FN.__get__ and result is not None):
-            raise CannotCompile("the step has a hook for backward" if is_hook else _OF_GRAPH)
-        return result
-
-
-_GRAD_FN: Any = Tensor.grad_fn
-_OF_GRAPH = "the step looks at the graph of autograd"
+        if function is Tensor.register_hook:
+            raise CannotCompile("the step has a hook for backward")
+        return function(*args, **(kwargs or {}))
 
 
 def verify(
@@ -467,73 +466,37 @@ def _by_operators(
     program: Program, trial: Trial, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Results, and gradients of a trial's leaves, as the interpreter and the trial give them."""
-    form, outputs, dtype = program.form, program.printed.output_sequences, program.dtype
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def own(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            t.detach()
-            .to(device, dtype if t.is_floating_point() else t.dtype)
-            .requires_grad_(t.requires_grad)
-            for t in tensors
-        ]
-
-    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    constants, inputs, state = own(trial.constants), own(trial.inputs), own(trial.state)
-    batch = trial.batch
-    with torch.enable_grad():
-        outside = program.printed.outside
-        weights, vectors = outside(constants, state[0])
-        made = [*weights, *vectors, *outside.inputs(constants, inputs, state[0])]
-    ends = len(weights), len(weights) + len(vectors)
-    given = [t.detach() for t in made]
-    carries = [leaf.detach().reshape(batch, -1) for leaf in state]
-    steps, chunk, chunks = trial.steps, trial.steps - 1, 2  # three make a whole and a shorter one
-    sequences = [new(steps, batch, width) for width in form.sequences]
-    last = [torch.empty_like(carry) for carry in carries]
-    kept = [new(chunks, batch, c.width, dtype=sums) for c in form.carries if c.sequence < 0]
-    call: Any = (program.number, given[ends[1] :], carries, given[: ends[0]])
-    call += (given[ends[0] : ends[1]], [], [])
-    options: dict[str, Any] = {
-        "seed": trial.noise.seed.on(device) if form.streams else None,
-        "chunk": chunk,
-        "sequences": sequences,
-        "kept": kept,
-        "saved": [],
-    }
-    operators.forward(*call, **options, last=last)
-    cotangents = [g.to(device, dtype) for g in trial.cotangents]
-    count = len(outputs)
-    of_sequences = [new(0) for _ in sequences]
-    for i, gradient in zip(outputs, cotangents[:count], strict=True):
-        of_sequences[i] = gradient if not of_sequences[i].numel() else of_sequences[i] + gradient
-    of_made = [
-        new(*t.shape, dtype=sums if i < ends[1] else dtype)
-        if t.requires_grad
-        else new(0, dtype=sums if i < ends[1] else dtype)
-        for i, t in enumerate(made)
+    groups = trial.inputs, trial.state, trial.constants
+    tensors = [
+        t.detach().to(device, program.dtype if t.is_floating_point() else t.dtype)
+        for group in groups
+        for t in group
     ]
-    of_carries = [torch.empty_like(carry) for carry in carries]
-    operators.backward(
-        *call,
-        **options,
-        grad_sequences=of_sequences,
-        grad_last=cotangents[count:],
-        grad_inputs=of_made[ends[1] :],
-        grad_carries=of_carries,
-        grad_weights=of_made[: ends[0]],
-        grad_vectors=of_made[ends[0] : ends[1]],
-        grad_reset_to=[new(0, dtype=sums) for _ in carries],
+    needs = [t.requires_grad for group in groups for t in group]
+    inputs, states = len(trial.inputs), len(trial.state)
+    steps = trial.steps
+    call = Call(
+        SequenceCall((), (), Names([], []), steps, trial.batch, device, trial.noise.seed),
+        (inputs, states, 0),
+        None,
+        (),
+        program,
+        program,
+        steps - 1,  # three make a whole chunk and a shorter one
+        [Part(0, steps)],
+        saves_sums=False,
     )
-    leaves = [t for t in (*constants, *inputs) if t.requires_grad]
-    found = [
-        torch.zeros_like(leaf) if g is None else g
-        for leaf, g in zip(leaves, through(made, of_made, leaves), strict=True)
+    arguments = Arguments.of(call, trial.noise.seed, tensors)
+    results = forward(arguments, for_backward=True)
+    cotangents = [g.to(device, program.dtype) for g in trial.cotangents]
+    found = Backward(arguments, results.for_backward, needs).gradients(cotangents)
+    leaves = [
+        torch.zeros_like(t) if g is None else g
+        for t, g, need in zip(tensors, found, needs, strict=True)
+        if need
     ]
-    results = [*(sequences[i] for i in outputs), *last]
-    return results, [*found, *of_carries]
+    constants = sum(needs[: inputs + states])  # where these begin, which a trial has first
+    return [*results.outputs, *results.last], [*leaves[constants:], *leaves[:constants]]
 
 
 def compare(

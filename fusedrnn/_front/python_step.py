@@ -6,12 +6,14 @@ whether its state has one. Such a step computes something else in one of three m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from .._compile.trace import CannotCompile, FlatStep
 from .._compile.turns import Busy
@@ -20,7 +22,6 @@ from ..recurrent.noise import Noise
 from ..recurrent.reads import Watch
 from ..recurrent.trees import Leaves, differentiable
 from .graph import Given, StepGraph
-from .on_copies import Copies
 from .traceable import WithLines
 
 _TRIES = 4
@@ -61,7 +62,7 @@ def difference(
         _check_changes(graph, given, x, state)
         for needs_grad, is_grad in ((False, True), (True, True), (False, False)):
             for _ in range(_TRIES):
-                before, copies = versions(), Copies(given.constants, others)
+                before, copies = versions(), _Copies(given.constants, others)
                 own = given._replace(constants=tuple(copies.constants))
 
                 def by_graph(x: Leaves, state: Leaves, own: Given = own) -> tuple[Leaves, Leaves]:
@@ -104,9 +105,8 @@ def _check_changes(graph: StepGraph, given: Given, x: Leaves, state: Leaves) -> 
     def step(
         constants: Sequence[Tensor], x: Sequence[Tensor], state: Sequence[Tensor]
     ) -> tuple[Leaves, Leaves]:
-        run = functools.partial(WithLines(graph.module).run, enable_io_processing=False)
         own = given._replace(constants=tuple(constants))
-        return graph.take(own, tuple(x), tuple(state), rows, run)
+        return graph.take(own, tuple(x), tuple(state), rows, WithLines(graph.module))
 
     copies = [[t.detach().clone() for t in leaves] for leaves in (given.constants, x, state)]
     constants, inputs, carries = copies
@@ -135,7 +135,7 @@ def _results(
     take: Take,
     x: Leaves,
     state: Leaves,
-    copies: Copies,
+    copies: _Copies,
     needs_grad: bool,
     is_grad: bool,
     is_in_python: bool,
@@ -159,7 +159,7 @@ def _results(
         new, y = take(tuple(x.clone() for x in xs), tuple(leaf.clone() for leaf in states))
     results = [*new, *y]
     leaves = [leaf for leaf in (*xs, *states, *copies.constants) if leaf.requires_grad]
-    totals = [_total(result) for result in results if result.requires_grad]
+    totals = [y.square().sum().to(torch.float32) for y in results if y.requires_grad]
     if not leaves or not is_grad:
         return [result.detach() for result in results]
     found: Sequence[Tensor | None] = [None] * len(leaves)
@@ -175,7 +175,7 @@ def _results(
 
 
 def _add_of_originals(
-    copies: Copies, totals: Sequence[Tensor], gradients: Sequence[Tensor]
+    copies: _Copies, totals: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> None:
     """Of weights that the step gives to no function of torch, but to a torch.autograd.Function.
 
@@ -195,10 +195,6 @@ def _add_of_originals(
             gradients[len(gradients) - len(trained) + i].add_(gradient)
 
 
-def _total(result: Tensor) -> Tensor:
-    return result.square().sum().to(torch.float32)
-
-
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 
@@ -210,3 +206,55 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
     tolerance = _TOLERANCES.get(a.dtype, 0.05)
     scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (1 + scale), equal_nan=True)
+
+
+class _Copies(TorchFunctionMode):
+    """Within, functions of torch compute with copies of the tensors that the step reads.
+
+    Other threads may read and change weights at any time, so nothing is exchanged in a module. In
+    one thread, functions of torch get copies where the step gives them the originals.
+    """
+
+    def __init__(self, constants: Sequence[Tensor], others: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            constants: What the step's graph reads.
+            others: What the step may read besides, by name.
+        """
+        super().__init__()
+        self.originals = list(constants)
+        self.constants = [_copy(tensor) for tensor in constants]
+        known = set(map(id, constants))
+        self._others = {name: (t, _copy(t)) for name, t in others.items() if id(t) not in known}
+        pairs = [*zip(self.originals, self.constants, strict=True), *self._others.values()]
+        self._copies = {id(original): copy for original, copy in pairs}
+
+    def changed(self, names: Sequence[str]) -> str:
+        """The name of what the step has changed; or nothing.
+
+        Args:
+            names: Of constants.
+        """
+        pairs = [*zip(names, self.constants, strict=False)]
+        pairs += [(name, copy) for name, (_, copy) in self._others.items()]
+        return next((name for name, copy in pairs if copy._version), "")
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        args, kwargs = pytree.tree_map_only(Tensor, self._own, given, is_leaf=_is_size)
+        return function(*args, **kwargs)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return self._copies.get(id(tensor), tensor)
+
+
+def _is_size(value: Any) -> bool:
+    """Which must not become a tuple: those are the numbers of ``tensor.new``, and no shape."""
+    return isinstance(value, torch.Size)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -18,6 +18,9 @@ class WithLines(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # reasons have the line, and nothing more of the graph
 
+    def __call__(self, *given: Any) -> Any:
+        return self.run(*given, enable_io_processing=False)
+
     def run_node(self, n: fx.Node) -> Any:
         where = last_line(n.meta.get("stack_trace") or "")
         try:
@@ -41,14 +44,12 @@ def _by_derivative(forward: Any, backward: Any, *given: Any) -> Any:
     """
     _check_linear(backward)
     with torch.no_grad():
-        results, saved = WithLines(forward).run(*given, enable_io_processing=False)
+        results, saved = WithLines(forward)(*given)
         is_one = isinstance(results, Tensor)
         ys = [results] if is_one else list(results)
         if len(ys) != 1:
             raise CannotCompile("the step has a torch.autograd.Function of several results")
-        factors = WithLines(backward).run(
-            torch.ones_like(ys[0]), *saved, enable_io_processing=False
-        )
+        factors = WithLines(backward)(torch.ones_like(ys[0]), *saved)
     if isinstance(factors, Tensor):
         factors = [factors]
     y = ys[0].detach()
@@ -74,7 +75,7 @@ def _check_linear(backward: fx.GraphModule) -> None:
         read = [one for one in node.all_input_nodes if one in of_gradient]
         if not read or node.op == "output":
             continue
-        name = node.target if isinstance(node.target, str) else _name_of(node.target)
+        name = str(getattr(node.target, "__name__", node.target))
         name = _IN_PLACE.get(name.strip("_"), name.strip("_"))
         divides_by_it = name in ("truediv", "div") and node.args[0] is not read[0]
         if name not in _LINEAR or len(read) != 1 or divides_by_it:
@@ -83,7 +84,3 @@ def _check_linear(backward: fx.GraphModule) -> None:
                 f"something, element by element, but has {name}"
             )
         of_gradient.add(node)
-
-
-def _name_of(target: Any) -> str:
-    return str(getattr(target, "__name__", target))

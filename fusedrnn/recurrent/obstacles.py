@@ -6,14 +6,12 @@ import os
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._device import DeviceContext
 
 from .. import _library
 from .sequence_call import SequenceCall
-from .unusual import unusual
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+from .unusual import PLAIN, unusual
 
 
 def obstacle_around(device: torch.device) -> str:
@@ -44,7 +42,7 @@ def obstacle_to_programs(call: SequenceCall) -> str:
     if call.rows == 0 or call.seq_len == 0:
         return "there is nothing to compute"
     for leaf in (*call.inputs, *call.state, *call.reset_to):
-        if type(leaf) not in _PLAIN:
+        if type(leaf) not in PLAIN:
             return f"a tensor is a {type(leaf).__name__}"
     for leaf in call.inputs:
         if leaf.shape[:2] != (call.seq_len, call.rows):

@@ -34,7 +34,8 @@ class Call:
     """Without its tensors, and without a seed of its own."""
     counts: tuple[int, int, int]
     """Of inputs, states, and what resets set these to; constants come behind them."""
-    graph: StepGraph
+    graph: StepGraph | None
+    """For derivatives of gradients, of which a trial takes none."""
     numbers: tuple[Any, ...]
     """That the step gets besides tensors."""
     program: Program
@@ -90,13 +91,9 @@ class Arguments:
         return cls(call, seed, values, state, *_reset_values(call.sequence, values, dtype))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.state[0].dtype
-
-    @property
     def sum_dtype(self) -> torch.dtype:
         """In which gradients of all steps are added up, and in which sums of products are saved."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.float64 if self.state[0].dtype == torch.float64 else torch.float32
 
     def inputs(self, part: Part) -> Leaves:
         """Those of the step itself."""

@@ -70,7 +70,7 @@ class _Program(torch.autograd.Function):
             return None, None, *_by_loop(call, seed, tensors, needs, gradients)
         if program is not call.program:
             arguments = replace(arguments, call=replace(call, program=program))
-        found = _Backward(arguments, rest, needs)
+        found = Backward(arguments, rest, needs)
         return None, None, *found.gradients(gradients)
 
 
@@ -95,6 +95,7 @@ def _by_loop(
             tuple(values.inputs), tuple(values.state), tuple(values.reset_to), seed
         )
         given = Given(tuple(values.constants), call.numbers)
+        assert call.graph is not None
         outputs, last = loop(call.graph, given, sequence)
     create_graph = torch.is_grad_enabled()
     return gradients_of([*outputs, *last], gradients, aliases, create_graph=create_graph)
@@ -114,7 +115,7 @@ def _backward_program(
     return without_unused(call.program, used, constants, trained, inputs, state)
 
 
-class _Backward:
+class Backward:
     """Gradients of one call: part by part from the last one on, and added up."""
 
     def __init__(self, arguments: Arguments, rest: Sequence[Tensor], needs: Sequence[bool]) -> None:
@@ -221,7 +222,7 @@ class _Backward:
         if len(made) == len(own) and all(a is b for a, b in zip(made, own, strict=True)):
             found: Sequence[Tensor | None] = [of_made[i] for i in places]
         else:
-            found = through(made, of_made, [*read.values(), *(own[i] for i in places)])
+            found = _through(made, of_made, [*read.values(), *(own[i] for i in places)])
         for number, gradient in zip(read, found, strict=False):
             if gradient is not None:  # which autograd may have given another leaf, too
                 total = self._of_tables.get(number)
@@ -353,7 +354,7 @@ class _Weights:
         if self._recipes is not None:
             return self._recipes.through(of_made, self._whole, self._needs, self._constants)
         places = [i for i, need in enumerate(self._needs) if need]
-        found = through(self._with_graph, of_made, [self._constants[i] for i in places])
+        found = _through(self._with_graph, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}
 
 
@@ -365,7 +366,7 @@ def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
         sums[i] = gradient
 
 
-def through(
+def _through(
     made: Sequence[Tensor], of_made: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Gradients of leaves from those of what has been made of them."""

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+"""Classes of tensors that torch's own operations take as they are."""
 _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def unusual(tensor: Tensor) -> str:
     """What a tensor is that is no plain array, as in "the weight is sparse"; nothing for others."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in PLAIN:
         return f"a {type(tensor).__name__}"
     if tensor.is_nested:
         return "nested"

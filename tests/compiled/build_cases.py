@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from fusedrnn._compile import build as building
 from fusedrnn._compile import cache
 from fusedrnn._compile.build import CannotBuild, Library, build
+from fusedrnn._compile.compiler import find
 
 ROOT = Path(__file__).parents[2]
 GXX = shutil.which("g++") or shutil.which("c++")
@@ -44,6 +47,28 @@ extern "C" {EXPORT} {SIGNATURE} {{
   *(int64_t*)args = 1000 * stage + 100 * backward + 10 * first + last + 10000 * lanes;
 }}
 """
+
+
+def instruction_sets() -> list[str]:
+    """Those of this kind of processor, widest first."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return list(reversed(building._INSTRUCTION_SETS)) if is_x86 else ["baseline"]
+
+
+def prepare(source: str, targets: Sequence[str] | None = None) -> list[Path]:
+    """Libraries for other processors in the cache, as an image or a cluster may ship them.
+
+    Args:
+        targets: Instruction sets, by default all of this kind of processor.
+    """
+    folder, compiler, made = cache.open_folder(cache.wanted_folder()), find("cpu"), []
+    for target in building._sources(source, "cpu", targets or instruction_sets()):
+        name = building._name(target, compiler)
+        path = folder / f"{name}.so"
+        if not cache.is_whole(path):
+            building._compile(target, compiler, folder, name)
+        made.append(path)
+    return made
 
 
 CUDA_TEXT = f"""

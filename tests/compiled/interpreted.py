@@ -142,7 +142,8 @@ def _run(
     chunk: int,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    plan, owner, like = program.made().plan, program.interpreter, carries[0]
+    made_by, like = program.made(), carries[0]
+    plan = made_by.plan
     rows = like.shape[0]
     inputs, carries, weights, vectors, reset_to = (
         [leaf.double() for leaf in leaves]
@@ -164,7 +165,7 @@ def _run(
 
     def step(time: int, x: list[Tensor], old: list[Tensor]) -> tuple[Any, Any]:
         drawn = {d: numbers[time] for d, numbers in draws.items()}
-        now = _Step(owner, weights, vectors, x, old, drawn)
+        now = _Step(made_by, weights, vectors, x, old, drawn)
         return now.run(), now.sequences()
 
     options: Any = {"lengths": lengths, "reset": reset, "reverse": reverse}

@@ -6,10 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
-from build_cases import GXX, as_another_user, lanes, refused, runs, script, text
+from build_cases import (
+    GXX,
+    as_another_user,
+    instruction_sets,
+    lanes,
+    prepare,
+    refused,
+    runs,
+    script,
+    text,
+)
 
 from fusedrnn._compile import build as building
-from fusedrnn._compile.build import build, prepare
+from fusedrnn._compile.build import build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
@@ -18,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 def test_libraries_are_prepared_for_other_processors(folder: Path, monkeypatch: Patch) -> None:
     paths = prepare(text())
-    assert len(set(paths)) == len(building._instruction_sets()) == len(list(folder.glob("*.so")))
+    assert len(set(paths)) == len(instruction_sets()) == len(list(folder.glob("*.so")))
     before = [path.stat().st_mtime_ns for path in paths]
     assert prepare(text()) == paths
     assert [path.stat().st_mtime_ns for path in paths] == before
@@ -47,9 +57,9 @@ def test_a_narrower_one_will_do(folder: Path, monkeypatch: Patch) -> None:
 
 
 def test_a_wider_one_is_not_loaded(folder: Path, monkeypatch: Patch) -> None:
-    prepare(text(), targets=building._instruction_sets()[:1])
+    prepare(text(), targets=instruction_sets()[:1])
     monkeypatch.setattr(building, "_usable_targets", lambda device, capability: ["baseline"])
-    if building._instruction_sets()[0] == "baseline":
+    if instruction_sets()[0] == "baseline":
         pytest.skip("this kind of processor has one instruction set")
     monkeypatch.setenv("CXX", "/nowhere/c++")
     refused("there is no C")
@@ -82,12 +92,3 @@ def test_root_prepares_for_other_users(folder: Path, readable: Path, monkeypatch
         assert build(text()).path == ready and not runs(compiler)
 
     as_another_user(use)
-
-
-def test_nothing_can_be_prepared(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("FUSEDRNN_CACHE", "/proc/fusedrnn")
-    with pytest.raises(building.CannotBuild, match="nothing can be stored: /proc/fusedrnn"):
-        prepare(text())
-    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")
-    with pytest.raises(building.CannotBuild, match="FUSEDRNN_COMPILE=0 says so"):
-        prepare(text())

@@ -32,8 +32,8 @@ from fusedrnn._compile import (
     printing,
     ready,
     records,
-    unused,
     verify,
+    without,
 )
 from fusedrnn.recurrent import compiling, programs
 
@@ -478,14 +478,14 @@ def test_programs_without_unused_results(
 ) -> None:
     """They have records of their own, which say, too, what has no gradient."""
     found: list[bool] = []
-    make = unused.lowered_without
+    make = without.lowered_without
 
     def noted(*given: Any) -> Any:
         made = make(*given)
         found.append(made[0] is not None)
         return made
 
-    monkeypatch.setattr(unused, "lowered_without", noted)
+    monkeypatch.setattr(without, "lowered_without", noted)
     first = _of_one_output(is_bounded)
     assert found == [not is_bounded]
     assert [value is None for value in first] == [*[False] * 4, True, True]
