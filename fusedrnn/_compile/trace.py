@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -213,6 +214,8 @@ def _reason(error: Exception) -> str:
     )
     if any(part in str(error) for part in looks) or "DataDependent" in type(error).__name__:
         return f"the step looks at values of tensors, by if, float() or .item(){where}"
+    if operation := re.search(r"token for effect .* from the function (.+?)\.default", text):
+        return f"{operation[1]} waits for values of tensors{where}"
     return f"with a batch of {ROWS} it raises {type(error).__name__}: {text[:200]}{where}"
 
 

@@ -384,6 +384,11 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
         numbers(),
         r"torch\.distributions checks values there",
     ),
+    "a decomposition that may fail": (
+        lambda x, h, table: torch.linalg.cholesky(table.weight.t() @ table.weight).sum() * h,
+        numbers(),
+        r"aten\._linalg_check_errors waits for values",
+    ),
     "an unknown operation": (lambda x, h, table: h.cumsum(-1), numbers(), r"aten\.cumsum"),
     "a decision": (lambda x, h, table: h if h.sum() > 0 else 2 * h, numbers(), ""),
     "a factor": (
