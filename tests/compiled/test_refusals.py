@@ -384,11 +384,6 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
         numbers(),
         r"torch\.distributions checks values there",
     ),
-    "a decomposition that may fail": (
-        lambda x, h, table: torch.linalg.cholesky(table.weight.t() @ table.weight).sum() * h,
-        numbers(),
-        r"aten\._linalg_check_errors waits for values",
-    ),
     "an unknown operation": (lambda x, h, table: h.cumsum(-1), numbers(), r"aten\.cumsum"),
     "a decision": (lambda x, h, table: h if h.sum() > 0 else 2 * h, numbers(), ""),
     "a factor": (
@@ -412,6 +407,14 @@ NAMED: dict[str, tuple[Function, Any, str]] = {
         r"aten\.\w+ is made of more than 32 values in each column",
     ),
 }
+
+
+if torch.__version__ >= "2.13":  # before, torch has no effects of operations
+    NAMED["a decomposition that may fail"] = (
+        lambda x, h, table: torch.linalg.cholesky(table.weight.t() @ table.weight).sum() * h,
+        numbers(),
+        r"aten\._linalg_check_errors waits for values",
+    )
 
 
 @pytest.mark.parametrize("name", NAMED)
