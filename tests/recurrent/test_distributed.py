@@ -39,11 +39,11 @@ class Cell(nn.Module):
 class Whole(nn.Module):
     """A model of one input."""
 
-    def __init__(self) -> None:
+    def __init__(self, compile: str = "never") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(H, H)
-        self.rnn = fusedrnn.Recurrent(Cell(), chunk_size=4)
+        self.rnn = fusedrnn.Recurrent(Cell(), chunk_size=4, compile=compile)
         self.double()
 
     def forward(self, x: Tensor) -> Any:
@@ -67,7 +67,7 @@ def one_process() -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, compile: str) -> None:
     """Trains one model after the other: what takes long is to start a process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -77,7 +77,7 @@ def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for kind in KINDS:
-        model: Any = Whole()
+        model: Any = Whole(compile)
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         else:
@@ -99,14 +99,18 @@ needs_distributed = pytest.mark.skipif(
 )
 
 
-@needs_distributed
-def test_two_processes(tmp_path: Path) -> None:
+def check_two_processes(folder: Path, compile: str) -> None:
     """Each has learnt what one process learns of both halves."""
-    mp.spawn(work, (str(tmp_path),), nprocs=2)
+    mp.spawn(work, (str(folder), compile), nprocs=2)
     expected = one_process()
     for kind, rank in itertools.product(KINDS, range(2)):
-        found = torch.load(tmp_path / f"{kind} {rank}.pt")
+        found = torch.load(folder / f"{kind} {rank}.pt")
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@needs_distributed
+def test_two_processes(tmp_path: Path) -> None:
+    check_two_processes(tmp_path, "never")
 
 
 @pytest.fixture
