@@ -63,7 +63,7 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
             for time in chunk.times:
                 x = tuple(leaf[time] for leaf in steps)
                 state, outputs[time] = run.take(time, state, x, values.constants)
-        return outputs_of(run, outputs), state
+        return outputs_of(run.call, outputs), state
 
     return run.weights.call_with(buffers, take_steps)
 
@@ -90,23 +90,23 @@ def run_with_graph(
                 state, outputs[time] = run.take(time, state, x, constants)
     # A step may return what it gets, and the same tensor twice: users may write to results.
     made = tuple(leaf.clone() for leaf in state)
-    found = outputs_of(run, outputs)
-    return found if run.returns_sequence else tuple(leaf.clone() for leaf in found), made
+    found = outputs_of(run.call, outputs)
+    return found if run.call.returns_sequence else tuple(leaf.clone() for leaf in found), made
 
 
-def outputs_of(run: Run | SequenceCall, outputs: dict[int, Leaves]) -> Leaves:
-    """Those of all steps, (seq_len, ...) each, or the last ones alone if the run says so.
+def outputs_of(call: SequenceCall, outputs: dict[int, Leaves]) -> Leaves:
+    """Those of all steps, (seq_len, ...) each, or the last ones alone if the call says so.
 
     Args:
         outputs: Of each step, by its time.
     """
-    times = [outputs[time] for time in range(run.seq_len)]
-    if run.returns_sequence:
+    times = [outputs[time] for time in range(call.seq_len)]
+    if call.returns_sequence:
         return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True))
-    if run.last is None:
-        return times[run.time(run.seq_len - 1)]
+    if call.last is None:
+        return times[call.time(call.seq_len - 1)]
     last = times[0]
-    for y, flags in zip(times[1:], run.last[1:], strict=True):
+    for y, flags in zip(times[1:], call.last[1:], strict=True):
         both = zip(y, last, strict=True)
         last = tuple(torch.where(like_rows(flags, new), new, old) for new, old in both)
     return last

@@ -112,7 +112,7 @@ class Backward:
                 self._keep(chunk, found)
         if self.run.graphs is not None:
             self.run.graphs.note_end("backward")
-        _check_same(self._same, self.run.names.state)
+        _check_same(self._same, self.run.call.names.state)
         firsts = [
             gradient if need else None
             for gradient, need in zip(
@@ -136,7 +136,7 @@ class Backward:
     def _repeated(self, recorded: Recorded[Found], chunk: Chunk, given: Given) -> Found:
         """The same by what was recorded of a chunk."""
         given = given._replace(  # each chunk must have the same kinds of tensors
-            sums=given.sums if self.run.returns_sequence else given.sums.new_empty(0),
+            sums=given.sums if self.run.call.returns_sequence else given.sums.new_empty(0),
             state_gradients=dense(given.state_gradients, given.after),
             output_gradients=[
                 whole.new_zeros(len(chunk.times), *whole.shape)
@@ -206,25 +206,25 @@ class Backward:
         same = are_close(state, given.after, self._eps)
         if not given.sums.numel():  # nothing is known of the outputs in forward
             return torch.cat([same, same.new_ones(1)])
-        compared = chunk.in_time(outputs) if self.run.returns_sequence else outputs[-1:]
+        compared = chunk.in_time(outputs) if self.run.call.returns_sequence else outputs[-1:]
         leaves = [*zip(*compared, strict=True)]
         return torch.cat([same, sums_are_close(sums_of(leaves), given.sums, leaves, self._eps)])
 
     def _output_gradients_of(self, chunk: Chunk) -> Gradients:
         """Of all steps of a chunk, in the order of time; None where no step has one."""
-        run, part = self.run, chunk.part
-        if run.returns_sequence:
+        call, part = self.run.call, chunk.part
+        if call.returns_sequence:
             return [None if g is None else g[part] for g in self.output_gradients]
         made: Gradients = []
         for g in self.output_gradients:
-            if g is None or (run.last is None and chunk.stop != run.seq_len):
+            if g is None or (call.last is None and chunk.stop != call.seq_len):
                 made.append(None)
-            elif run.last is None:
+            elif call.last is None:
                 whole = g.new_zeros(len(chunk.times), *g.shape)
                 whole[chunk.times[-1] - part.start] = g
                 made.append(whole)
             else:
-                flags = run.last[part]
+                flags = call.last[part]
                 made.append(torch.where(flags.reshape(*flags.shape, *(1,) * (g.dim() - 1)), g, 0))
         return made
 

@@ -103,7 +103,7 @@ class Memory:
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
         kinds = (*shapes, *dtypes, *run.weights.training_flags())
-        key = (run.signature, kinds, run.device, run.autocast, torch.is_grad_enabled())
+        key = (run.signature, kinds, run.call.device, run.autocast, torch.is_grad_enabled())
         if key not in self._known:
             # Chunks are recorded from the second call on, also of a step that is defined anew.
             owner = self._owner and self._owner()
@@ -217,7 +217,7 @@ def _refuse_late_draws(
     Args:
         random: States of the generators before the steps.
     """
-    trial, draws = run.for_trial(run.seq_len), OtherDraws()
+    trial, draws = run.for_trial(run.call.seq_len), OtherDraws()
     with torch.no_grad(), draws:
         run.aside(lambda: run_sequence(trial, inputs, state, constants))
     if draws.found:
@@ -233,10 +233,10 @@ def _take(
 ) -> tuple[Leaves, Leaves]:
     given = (inputs, state, constants)
     if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
-        run.chunk_size = run.seq_len
+        run.chunk_size = run.call.seq_len
         return run_sequence(run, *given)
     if torch.is_grad_enabled() and not settings.recompute:
-        run.chunk_size, _ = chunk_steps(run.seq_len, settings.chunk_size, None, 0)
+        run.chunk_size, _ = chunk_steps(run.call.seq_len, settings.chunk_size, None, 0)
         return run_with_graph(run, *given)
     known = memory.of(run, *given)
     run.chunk_size, _ = choose_chunk(run, settings, known, *given)
@@ -252,7 +252,7 @@ def choose_chunk(
     if settings.workspace_bytes is not None and known.step_bytes is None:
         known.step_bytes = measure_step(run, inputs, state, constants)
     return chunk_steps(
-        run.seq_len, settings.chunk_size, settings.workspace_bytes, known.step_bytes or 0
+        run.call.seq_len, settings.chunk_size, settings.workspace_bytes, known.step_bytes or 0
     )
 
 
@@ -262,9 +262,9 @@ def obstacle_of_call(
     """Why a call does without CUDA graphs; "" for nothing. The run must have its chunk size."""
     if not settings.cuda_graphs:
         return "not asked to"
-    if run.device.type not in RECORDERS:
-        return f"the input is on {run.device}"
-    if run.seq_len // run.chunk_size < LEAST_CHUNKS:
+    if run.call.device.type not in RECORDERS:
+        return f"the input is on {run.call.device}"
+    if run.call.seq_len // run.chunk_size < LEAST_CHUNKS:
         return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
     if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
         return "there is nothing to record"

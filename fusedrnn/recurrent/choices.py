@@ -98,12 +98,12 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     run = run.for_trial(1)
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
-    x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
+    x = tuple(as_leaf(leaf[run.call.time(0)]) for leaf in inputs)
 
     def take() -> tuple[Leaves, Leaves]:
         run.enter(run.chunks()[0])
         with run.watched():
-            return run.take(run.time(0), start, x, constants)
+            return run.take(run.call.time(0), start, x, constants)
 
     given = [*weights.values(), *run.weights.buffers(), *start, *x, *constants]
     return _measured(lambda: run.aside(take, weights), given)

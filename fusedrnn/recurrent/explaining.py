@@ -118,14 +118,17 @@ def explained(
         kept = -(-sum(leaf.nbytes for leaf in state) // steps)
         workspace = step_bytes * steps
     else:
-        steps, chunk_reason = run.seq_len, "the whole sequence, of which no step is taken again"
+        steps, chunk_reason = (
+            run.call.seq_len,
+            "the whole sequence, of which no step is taken again",
+        )
         kept, workspace = step_bytes, 0
     faster = []
     if way := _way_out(planned):
         faster.append(f"a cell that compiles: {way}")
     if layer:
         faster.append(f"{layer} computes the same")
-    if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
+    if settings.recompute and not settings.cuda_graphs and run.call.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
     run.chunk_size = steps
     obstacle = obstacle_of_call(run, settings, known, inputs, state, constants)

@@ -35,7 +35,7 @@ def take_first(
         with torch.set_grad_enabled(for_backward), run.watched(closed_over=found):
             given = [tuple(map(_of_a_graph, leaves)) for leaves in (state, x, constants)]
             found.add_known(given)
-            new, y = run.take(run.time(0), *given)
+            new, y = run.take(run.call.time(0), *given)
         run.closed_over |= found.with_gradient
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
@@ -67,7 +67,7 @@ def take_first_in_graph(
     def take() -> tuple[Leaves, Leaves]:
         found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
         with run.watched(closed_over=found):
-            result = run.take(run.time(0), state, x, constants)
+            result = run.take(run.call.time(0), state, x, constants)
         run.closed_over = found.with_gradient
         return result
 
@@ -92,10 +92,10 @@ def _after_seed(
     draws = OtherDraws()
     is_captured = not mark.random.torch  # and generators do not tell whether somebody draws
     try:
-        with draws if is_captured and seed.misses(run.device) else nullcontext():
+        with draws if is_captured and seed.misses(run.call.device) else nullcontext():
             result = take()
     except BaseException:
-        if seed.misses(run.device):  # then torch's own generator is as it was after the call
+        if seed.misses(run.call.device):  # then torch's own generator is as it was after the call
             run.set_random_states(mark.random._replace(others=()))
         raise
     if draws.found:
@@ -111,7 +111,7 @@ def _after_seed(
     if run.missed(mark.random.torch):
         result, mark = _from_given_generator(run, take, result, mark)
     # With a generator, what later steps alone draw must not come from torch's.
-    run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.device)
+    run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.call.device)
     run.is_known = True
     return result, mark
 

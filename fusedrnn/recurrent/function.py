@@ -15,7 +15,8 @@ from .closures import held_by
 from .compiling import User
 from .explaining import explained
 from .layers import InPython
-from .noise import Seed
+from .noise import Noise, Seed
+from .reads import Weights
 from .runs import Run
 from .sequence_call import SequenceCall
 from .steps import Step
@@ -132,7 +133,8 @@ def scan(
 
     def in_python() -> InPython:
         signature = (str(state_structure), str(structure), str(constants_structure), reverse)
-        run = Run.of(sequence, flat, signature, held_by(step))
+        weights, noise = Weights(held_by(step)), Noise(sequence.seed, sequence.layer)
+        run = Run(sequence.without_values(), flat, signature, weights, noise)
         return InPython(run, leaves, state_leaves, constants, flat)
 
     if explain:

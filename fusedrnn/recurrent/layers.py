@@ -17,7 +17,8 @@ from .chunks import Names
 from .closures import held_by
 from .compiling import User
 from .initial_state import initial_state
-from .noise import Seed
+from .noise import Noise, Seed
+from .reads import Weights
 from .replicas import is_replica
 from .runs import Run
 from .sequence_call import Resets, SequenceCall
@@ -71,7 +72,8 @@ class OneCell:
         flat, call, constants = with_masks(step, self.call)
         has_ends = call.lengths is not None
         signature = (str(self.state), str(self.input), has_ends, str(call.resets))
-        run = Run.of(call, flat, signature, held_by(self.cell))
+        weights, noise = Weights(held_by(self.cell)), Noise(call.seed, call.layer)
+        run = Run(call.without_values(), flat, signature, weights, noise)
         return InPython(run, call.inputs, call.state, constants, step)
 
 
