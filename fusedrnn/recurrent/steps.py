@@ -55,6 +55,10 @@ class Step:
                 new_leaves = self._cast_or_refuse(new_leaves, i, old)
         return new_leaves, self._output_leaves(y, state)
 
+    def structures(self) -> tuple[str, str, str]:
+        """Of what it gets."""
+        return str(self._state), str(self._input), str(self._constants)
+
     def output_structure(self) -> Structure:
         """Of the outputs of steps that have run."""
         assert self.output is not None
