@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from .chunks import Chunk
 from .gradients import (
     Gradients,
     are_close,
@@ -21,9 +21,9 @@ from .gradients import (
 )
 from .graphs import CannotRecord, Recorded
 from .reads import check_nothing_missed
-from .runs import Run, as_leaf
+from .runs import Chunk, Run, as_leaf
+from .sequence_call import Values
 from .trees import Leaves
-from .values import Values
 
 
 class Given(NamedTuple):
@@ -67,14 +67,9 @@ class Backward:
     state_gradients: Gradients
     """Of the state after the steps that are still to be passed."""
 
-    input_gradients: Gradients = field(init=False)
-    shared: Gradients = field(init=False)
-    """Gradients of constants, weights and closed-over tensors."""
-    shared_leaves: list[Tensor] = field(init=False)
-
     def __post_init__(self) -> None:
         values, needs = self.values, self.needs
-        self.input_gradients = [
+        self.input_gradients: Gradients = [
             torch.empty_like(leaf, memory_format=torch.contiguous_format) if need else None
             for leaf, need in zip(values.inputs, needs, strict=False)
         ]
@@ -82,7 +77,8 @@ class Backward:
         shared = values.leaves()[first:]
         needed = zip(shared, needs[first:], strict=True)
         self.shared_leaves = [as_leaf(leaf, need) for leaf, need in needed]
-        self.shared = [None] * len(shared)
+        self.shared: Gradients = [None] * len(shared)
+        """Gradients of constants, weights and closed-over tensors."""
         self._owns = [False] * len(shared)
         self._same: list[Tensor] = []
         self._eps = coarsest_eps(self.run.autocast, [*values.leaves(), *self.run.frozen.values()])
@@ -169,8 +165,11 @@ class Backward:
 
     def _pass(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """Takes the steps of a chunk again, with a graph of all of them."""
-        run, values = self.run, self.values
-        values = values.layout().values([*values.inputs, *values.state, *self.shared_leaves])
+        run, known = self.run, self.values
+        values: Values = pytree.tree_unflatten(
+            [*known.inputs, *known.state, *self.shared_leaves],
+            pytree.tree_structure(known),
+        )
         start = tuple(map(as_leaf, given.before))
         needed = zip(given.inputs, self.needs, strict=False)
         inputs = tuple(as_leaf(leaf, need) for leaf, need in needed)

@@ -165,7 +165,9 @@ class OneCall:
             return made
         steps = self.in_python()
         output, state = steps.take_aside() if aside else steps.take()
-        return steps.step.output_structure().tree(output), self.user.state(state)
+        structure = steps.step.output
+        assert structure is not None  # for a step has run
+        return structure.tree(output), self.user.state(state)
 
     def _compiled(self) -> tuple[Any, Any] | None:
         """The results by a program; None if there is none."""

@@ -52,10 +52,7 @@ class Explanation:
         in_python = f"steps in Python, because {self.program}"
         first = f"compiled: {self.program}" if self.is_compiled else in_python
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
-        lines = [
-            first,
-            f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
-        ]
+        lines = [first, f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}"]
         if self.is_compiled:
             lines.append(f"traced {self.traces} time{'s' * (self.traces != 1)} by torch.compile")
         else:

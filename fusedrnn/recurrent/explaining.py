@@ -92,7 +92,9 @@ def explained(one: OneCall, layer: str = "") -> Explanation:
         steps, chunk_reason = call.seq_len, "the whole sequence, of which no step is taken again"
         kept, workspace = step_bytes, 0
     faster = []
-    if way := _way_out(planned):
+    from .._front.reasons import way_out  # late: with the compiler, which the reason may come from
+
+    if way := way_out(planned):
         faster.append(f"a cell that compiles: {way}")
     if layer:
         faster.append(f"{layer} computes the same")
@@ -112,12 +114,6 @@ def explained(one: OneCall, layer: str = "") -> Explanation:
         workspace_bytes=workspace,
         faster=tuple(faster),
     )
-
-
-def _way_out(reason: str) -> str:
-    from .._front.reasons import way_out  # late: with the compiler, which the reason may come from
-
-    return way_out(reason)
 
 
 def _layer_like(cell: nn.Module) -> str:

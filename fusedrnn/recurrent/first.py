@@ -65,13 +65,21 @@ def take_first_in_graph(
     """The new state and the output, for a graph of all steps, in which nothing can be missed."""
 
     def take() -> tuple[Leaves, Leaves]:
-        found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
-        with run.watched(closed_over=found):
-            result = run.take(run.call.time(0), state, x, constants)
-        run.closed_over = found.with_gradient
-        return result
+        run.closed_over = {}
+        return take_looking(run, run.call.time(0), inputs, state, x, constants)
 
     return _after_seed(run, take, in_python=False)[0]
+
+
+def take_looking(
+    run: Run, time: int, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """One step, at which ``run`` notes the tensors with gradient that nobody has passed to it."""
+    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
+    with run.watched(closed_over=found):
+        result = run.take(time, state, x, constants)
+    run.closed_over |= found.with_gradient
+    return result
 
 
 def _after_seed(

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import Chunk
-from .first import take_first
+from .first import take_first, take_looking
 from .gradients import sums_of
 from .graphs import CannotRecord
-from .reads import ClosedOver
-from .runs import Mark, Run
+from .runs import Chunk, Mark, Run
 from .sequence_call import SequenceCall
 from .trees import Leaves
 
@@ -79,7 +77,8 @@ def forward(
                 outputs.add(time, y)
         if looks:
             time, x = steps[-1]
-            state, y = _take_last(run, time, inputs, state, x, constants)
+            # The last step may read what the first one has not.
+            state, y = take_looking(run, time, inputs, state, x, constants)
             outputs.add(time, y)
         run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
     if run.graphs is not None:
@@ -114,17 +113,6 @@ _NO_SUMS = torch.empty(0, dtype=torch.float64)
 def _without_rest(leaf: Tensor) -> Tensor:
     """The same without the rest of a larger tensor, which would be kept with it."""
     return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
-
-
-def _take_last(
-    run: Run, time: int, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
-    """The last step, which may read what the first one has not."""
-    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
-    with run.watched(closed_over=found):
-        result = run.take(time, state, x, constants)
-    run.closed_over |= found.with_gradient
-    return result
 
 
 def _take_whole(

@@ -10,11 +10,10 @@ import torch
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
 from .calls import OneCall, Settings, memory_of
-from .chunks import Names
 from .compiling import User
 from .explaining import explained
 from .noise import Seed
-from .sequence_call import SequenceCall
+from .sequence_call import Names, SequenceCall
 from .steps import Step
 from .trees import Leaves, check_tensors, flatten
 

@@ -12,12 +12,11 @@ from torch.utils import _pytree as pytree
 
 from ..options import kind_of
 from .calls import Memory, OneCall, Settings
-from .chunks import Names
 from .compiling import User
 from .initial_state import initial_state
 from .noise import Seed
 from .replicas import is_replica
-from .sequence_call import Resets, SequenceCall
+from .sequence_call import Names, Resets, SequenceCall
 from .sequences import Sequences
 from .steps import Step, call_of_cell
 from .trees import Leaves, Structure, check_tensors, flatten

@@ -10,8 +10,8 @@ from .gradients import gradients_of
 from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
 from .runs import Run, as_leaf
+from .sequence_call import Values
 from .trees import Leaves, differentiable
-from .values import Values
 
 _DRAWS = "the step draws random numbers in a way that no graph can"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .chunks import Chunk
 from .generators import RandomStates, State, global_generators, states_of
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
@@ -25,6 +23,35 @@ T = TypeVar("T")
 FlatStep = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
 """State, input and constants of a step to its new state and its output. Constants are what all
 steps of a sequence get."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some steps in a row, counted in the order in which they are taken."""
+
+    start: int
+    stop: int
+    times: range
+    """The place in the sequence of each step."""
+
+    @property
+    def part(self) -> slice:
+        """Of the sequence, in which time always rises."""
+        return slice(min(self.times), max(self.times) + 1)
+
+    def of(self, sequences: Leaves) -> Leaves:
+        """This part of each."""
+        return tuple(sequence[self.part] for sequence in sequences)
+
+    def steps(self, parts: Leaves) -> list[Leaves]:
+        """The leaves of each step, in the order of the steps. ``parts``: as :meth:`of` gives."""
+        steps = [part.unbind(0) for part in parts]
+        first = self.part.start
+        return [tuple(step[time - first] for step in steps) for time in self.times]
+
+    def in_time(self, steps: Sequence[T]) -> list[T]:
+        """What steps have made, in the order of time."""
+        return list(steps if self.times.step > 0 else reversed(steps))
 
 
 @dataclass
@@ -205,19 +232,9 @@ class Run:
 
     def for_trial(self, steps: int) -> Run:
         """The same step for the first steps, with noise of its own, from which it draws."""
-        return dataclasses.replace(
-            self,
-            call=self.call._replace(seq_len=steps, returns_sequence=True, last=None),
-            noise=Noise.for_trial(),
-            draws=True,
-            chunk_size=steps,
-            closed_over={},
-            changed_buffers=[],
-            changed_variables=[],
-            befores=[],
-            sums=[],
-            graphs=None,
-        )
+        call = self.call._replace(seq_len=steps, returns_sequence=True, last=None)
+        noise = Noise.for_trial()
+        return Run(call, self.step, self.signature, self.weights, noise, steps, draws=True)
 
     def mark(self, in_python: bool = True) -> Mark:
         """``in_python``: as that of :meth:`random_states`."""
