@@ -161,11 +161,7 @@ def _key(
                 for t in tensors.flat()
             ],
         )
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # an argument that is not a tensor, or has no shape
+    except (AttributeError, TypeError, RuntimeError):  # an argument is no tensor, or has no shape
         return None
 
 

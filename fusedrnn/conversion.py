@@ -28,12 +28,7 @@ from .weights import FlatModule
 # Classes, and the classes that replace them.
 Counterparts = Mapping[type[nn.Module], type[nn.Module]]
 
-_TO_FUSED: Counterparts = {
-    nn.GRU: GRU,
-    nn.LSTM: LSTM,
-    nn.GRUCell: GRUCell,
-    nn.LSTMCell: LSTMCell,
-}
+_TO_FUSED: Counterparts = {nn.GRU: GRU, nn.LSTM: LSTM, nn.GRUCell: GRUCell, nn.LSTMCell: LSTMCell}
 _TO_TORCH: Counterparts = {of_ours: of_torch for of_torch, of_ours in _TO_FUSED.items()}
 _TORCH_NAMES = ("RNN", "GRU", "LSTM", "RNNCell", "GRUCell", "LSTMCell")
 

@@ -223,12 +223,9 @@ def plan(
         )
     recompute = recompute or not module.return_sequence
     if not recompute:
-        backward = named["backward"]
-        us = backward.modelled_us_without_recompute
-        named |= {
-            "backward": replace(backward, modelled_us=us),
-            "memory": _saving(named["memory"]),
-        }
+        us = named["backward"].modelled_us_without_recompute
+        named["backward"] = replace(named["backward"], modelled_us=us)
+        named["memory"] = _saving(named["memory"])
     return Plan(fp32_precision=precision, recompute=recompute, **named, **made)
 
 

@@ -6,7 +6,6 @@ captures them all as one number, which its backward pass uses too.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,12 +44,7 @@ class _Setting:
     def __enter__(self) -> None:
         setattr(switches, self._name, self._value)  # again, for a setting that was kept until now
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         setattr(switches, self._name, self._before)
 
 

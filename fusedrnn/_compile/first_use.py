@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._front.traceable import WithLines
-from ..recurrent.chunks import Names
+from ..recurrent.sequence_call import Names
 from ..recurrent.trees import Leaves
 from . import ready, records
 from .build import kind_of

@@ -44,7 +44,7 @@ from .expressions import Expression, Expressions, Part
 from .trace import ROWS, CannotCompile, Traced, draw, stop
 
 if TYPE_CHECKING:
-    from ..recurrent.chunks import Names
+    from ..recurrent.sequence_call import Names
 
 aten = torch.ops.aten
 

@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import _ops
-from ..recurrent.chunks import Names
 from ..recurrent.noise import MOST_DRAWS, Draw, Noise, TrialSeed
 from ..recurrent.program_call import Arguments, Call
 from ..recurrent.program_forward import forward
 from ..recurrent.program_function import Backward
 from ..recurrent.program_parts import Part
 from ..recurrent.reads import Watch
-from ..recurrent.sequence_call import SequenceCall
+from ..recurrent.sequence_call import Names, SequenceCall
 from ..recurrent.trees import Leaves, differentiable
 from .trace import CannotCompile, Refused
 

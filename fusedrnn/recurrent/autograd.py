@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .._graphs import is_alone, never_in_graphs
 from .._warnings import warn
@@ -16,9 +16,8 @@ from .first import take_first_in_graph
 from .forward import Result, forward, like_rows
 from .gradients import Gradients, gradients_of
 from .runs import Run
-from .sequence_call import SequenceCall
+from .sequence_call import SequenceCall, Values
 from .trees import Leaves
-from .values import Layout, Values
 
 
 def run_sequence(
@@ -40,14 +39,14 @@ def run_sequence(
     if torch._C._len_torch_function_stack():  # the step of an outer call, which may replace them
         run.closed_over = {n: leaf.view_as(leaf) for n, leaf in run.closed_over.items()}
     values = Values(inputs, state, constants, weights, run.closed_over)
-    tensors = values.leaves()
+    tensors, form = pytree.tree_flatten(values)
     if for_backward and run.refused_variables:
         needed = [tensor for tensor in tensors if tensor.requires_grad]
         before = run.befores[0].variables
         run.python.refuse_gradients(before, run.refused_variables, needed)
     if not (for_backward and any(tensor.requires_grad for tensor in tensors)):
         return result.outputs, result.state
-    made = _Sequence.apply(_Call(run, values.layout(), result), *tensors)
+    made = _Sequence.apply(run, form, result, *tensors)
     return made[: len(result.outputs)], made[len(result.outputs) :]
 
 
@@ -63,7 +62,7 @@ def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Le
             for time in chunk.times:
                 x = tuple(leaf[time] for leaf in steps)
                 state, outputs[time] = run.take(time, state, x, values.constants)
-        return outputs_of(run, outputs), state
+        return outputs_of(run.call, outputs), state
 
     return run.weights.call_with(buffers, take_steps)
 
@@ -73,10 +72,7 @@ def run_with_graph(
 ) -> tuple[Leaves, Leaves]:
     """All steps under autograd, whose graph is kept, so that backward takes none again.
 
-    They draw the random numbers that steps without a graph draw.
-
-    Returns:
-        Outputs, (seq_len, ...) each, or the last ones alone if the run says so; and the last state.
+    They draw the random numbers that steps of :func:`run_sequence` draw, and return the same.
     """
     outputs: dict[int, Leaves] = {}
     for chunk in run.chunks():
@@ -90,46 +86,39 @@ def run_with_graph(
                 state, outputs[time] = run.take(time, state, x, constants)
     # A step may return what it gets, and the same tensor twice: users may write to results.
     made = tuple(leaf.clone() for leaf in state)
-    found = outputs_of(run, outputs)
-    return found if run.returns_sequence else tuple(leaf.clone() for leaf in found), made
+    found = outputs_of(run.call, outputs)
+    return found if run.call.returns_sequence else tuple(leaf.clone() for leaf in found), made
 
 
-def outputs_of(run: Run | SequenceCall, outputs: dict[int, Leaves]) -> Leaves:
-    """Those of all steps, (seq_len, ...) each, or the last ones alone if the run says so.
+def outputs_of(call: SequenceCall, outputs: dict[int, Leaves]) -> Leaves:
+    """Those of all steps, (seq_len, ...) each, or the last ones alone if the call says so.
 
     Args:
         outputs: Of each step, by its time.
     """
-    times = [outputs[time] for time in range(run.seq_len)]
-    if run.returns_sequence:
+    times = [outputs[time] for time in range(call.seq_len)]
+    if call.returns_sequence:
         return tuple(torch.stack(leaf) for leaf in zip(*times, strict=True))
-    if run.last is None:
-        return times[run.time(run.seq_len - 1)]
+    if call.last is None:
+        return times[call.time(call.seq_len - 1)]
     last = times[0]
-    for y, flags in zip(times[1:], run.last[1:], strict=True):
+    for y, flags in zip(times[1:], call.last[1:], strict=True):
         both = zip(y, last, strict=True)
         last = tuple(torch.where(like_rows(flags, new), new, old) for new, old in both)
     return last
-
-
-@dataclass
-class _Call:
-    """What the function gets besides tensors that autograd is to see."""
-
-    run: Run
-    layout: Layout
-    result: Result
 
 
 class _Sequence(torch.autograd.Function):
     """Marks results that there are already: forward had to run to know what the steps read."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        result = call.result
+    def forward(
+        ctx: Any, run: Run, form: pytree.TreeSpec, result: Result, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """``form``: of the :class:`Values` whose leaves are ``tensors``."""
         made = (*result.outputs, *result.state)
         starts = (leaf for start in result.starts for leaf in start)
-        ctx.run, ctx.layout = call.run, call.layout
+        ctx.run, ctx.form = run, form
         ctx.counts = (len(tensors), len(result.outputs))
         ctx.save_for_backward(*tensors, *starts)
         ctx.set_materialize_grads(False)
@@ -144,11 +133,12 @@ class _Sequence(torch.autograd.Function):
         of_tensors, of_outputs = ctx.counts
         saved = ctx.saved_tensors
         tensors, starts = saved[:of_tensors], saved[of_tensors:]
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[3:]
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
-            return None, *with_graph(ctx.run, ctx.layout, tensors, needs, gradients)
-        values = ctx.layout.values([tensor.detach() for tensor in tensors])
+            return None, None, None, *with_graph(ctx.run, ctx.form, tensors, needs, gradients)
+        detached = [tensor.detach() for tensor in tensors]
+        values: Values = pytree.tree_unflatten(detached, ctx.form)
         size = max(len(values.state), 1)
         found = Backward(
             ctx.run,
@@ -158,12 +148,12 @@ class _Sequence(torch.autograd.Function):
             output_gradients=list(gradients[:of_outputs]),
             state_gradients=list(gradients[of_outputs:]),
         ).gradients()
-        return None, *found
+        return None, None, None, *found
 
 
 def with_graph(
     run: Run,
-    layout: Layout,
+    form: pytree.TreeSpec,
     tensors: tuple[Tensor, ...],
     needs: tuple[bool, ...],
     gradients: tuple[Tensor | None, ...],
@@ -175,7 +165,7 @@ def with_graph(
             tensor.view_as(tensor) if need else tensor
             for tensor, need in zip(tensors, needs, strict=True)
         ]
-    values = layout.values(aliases)
+    values: Values = pytree.tree_unflatten(aliases, form)
     run = copy.copy(run)
     weights = run.weights
     with weights.locked(), weights.with_training_flags(run.training), torch.enable_grad():

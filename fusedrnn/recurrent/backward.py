@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from .chunks import Chunk
 from .gradients import (
     Gradients,
     are_close,
@@ -21,9 +21,9 @@ from .gradients import (
 )
 from .graphs import CannotRecord, Recorded
 from .reads import check_nothing_missed
-from .runs import Run, as_leaf
+from .runs import Chunk, Run, as_leaf
+from .sequence_call import Values
 from .trees import Leaves
-from .values import Values
 
 
 class Given(NamedTuple):
@@ -67,14 +67,9 @@ class Backward:
     state_gradients: Gradients
     """Of the state after the steps that are still to be passed."""
 
-    input_gradients: Gradients = field(init=False)
-    shared: Gradients = field(init=False)
-    """Gradients of constants, weights and closed-over tensors."""
-    shared_leaves: list[Tensor] = field(init=False)
-
     def __post_init__(self) -> None:
         values, needs = self.values, self.needs
-        self.input_gradients = [
+        self.input_gradients: Gradients = [
             torch.empty_like(leaf, memory_format=torch.contiguous_format) if need else None
             for leaf, need in zip(values.inputs, needs, strict=False)
         ]
@@ -82,7 +77,8 @@ class Backward:
         shared = values.leaves()[first:]
         needed = zip(shared, needs[first:], strict=True)
         self.shared_leaves = [as_leaf(leaf, need) for leaf, need in needed]
-        self.shared = [None] * len(shared)
+        self.shared: Gradients = [None] * len(shared)
+        """Gradients of constants, weights and closed-over tensors."""
         self._owns = [False] * len(shared)
         self._same: list[Tensor] = []
         self._eps = coarsest_eps(self.run.autocast, [*values.leaves(), *self.run.frozen.values()])
@@ -112,7 +108,7 @@ class Backward:
                 self._keep(chunk, found)
         if self.run.graphs is not None:
             self.run.graphs.note_end("backward")
-        _check_same(self._same, self.run.names.state)
+        _check_same(self._same, self.run.call.names.state)
         firsts = [
             gradient if need else None
             for gradient, need in zip(
@@ -136,7 +132,7 @@ class Backward:
     def _repeated(self, recorded: Recorded[Found], chunk: Chunk, given: Given) -> Found:
         """The same by what was recorded of a chunk."""
         given = given._replace(  # each chunk must have the same kinds of tensors
-            sums=given.sums if self.run.returns_sequence else given.sums.new_empty(0),
+            sums=given.sums if self.run.call.returns_sequence else given.sums.new_empty(0),
             state_gradients=dense(given.state_gradients, given.after),
             output_gradients=[
                 whole.new_zeros(len(chunk.times), *whole.shape)
@@ -169,8 +165,11 @@ class Backward:
 
     def _pass(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """Takes the steps of a chunk again, with a graph of all of them."""
-        run, values = self.run, self.values
-        values = values.layout().values([*values.inputs, *values.state, *self.shared_leaves])
+        run, known = self.run, self.values
+        values: Values = pytree.tree_unflatten(
+            [*known.inputs, *known.state, *self.shared_leaves],
+            pytree.tree_structure(known),
+        )
         start = tuple(map(as_leaf, given.before))
         needed = zip(given.inputs, self.needs, strict=False)
         inputs = tuple(as_leaf(leaf, need) for leaf, need in needed)
@@ -206,25 +205,25 @@ class Backward:
         same = are_close(state, given.after, self._eps)
         if not given.sums.numel():  # nothing is known of the outputs in forward
             return torch.cat([same, same.new_ones(1)])
-        compared = chunk.in_time(outputs) if self.run.returns_sequence else outputs[-1:]
+        compared = chunk.in_time(outputs) if self.run.call.returns_sequence else outputs[-1:]
         leaves = [*zip(*compared, strict=True)]
         return torch.cat([same, sums_are_close(sums_of(leaves), given.sums, leaves, self._eps)])
 
     def _output_gradients_of(self, chunk: Chunk) -> Gradients:
         """Of all steps of a chunk, in the order of time; None where no step has one."""
-        run, part = self.run, chunk.part
-        if run.returns_sequence:
+        call, part = self.run.call, chunk.part
+        if call.returns_sequence:
             return [None if g is None else g[part] for g in self.output_gradients]
         made: Gradients = []
         for g in self.output_gradients:
-            if g is None or (run.last is None and chunk.stop != run.seq_len):
+            if g is None or (call.last is None and chunk.stop != call.seq_len):
                 made.append(None)
-            elif run.last is None:
+            elif call.last is None:
                 whole = g.new_zeros(len(chunk.times), *g.shape)
                 whole[chunk.times[-1] - part.start] = g
                 made.append(whole)
             else:
-                flags = run.last[part]
+                flags = call.last[part]
                 made.append(torch.where(flags.reshape(*flags.shape, *(1,) * (g.dim() - 1)), g, 0))
         return made
 

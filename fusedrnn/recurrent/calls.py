@@ -1,4 +1,4 @@
-"""Steps in Python of one layer and direction of a call: chunk and run."""
+"""One layer and direction of a call: by a program, or by steps in Python."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from .._warnings import warn
 from ..options import check_chunks, check_flag
 from .autograd import run_sequence, run_with_graph
 from .choices import chunk_steps, measure_step
+from .closures import held_by
 from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
+from .noise import Noise
 from .probe import obstacle_to_graphs
 from .programs import NEVER, REQUIRE, check_compile
+from .reads import Weights
 from .runs import Run, add_note
 from .sequence_call import SequenceCall
+from .steps import Step, with_masks
 from .trees import Leaves
 
 
@@ -103,7 +107,7 @@ class Memory:
         shapes += [leaf.shape for leaf in (*state, *constants)]
         dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
         kinds = (*shapes, *dtypes, *run.weights.training_flags())
-        key = (run.signature, kinds, run.device, run.autocast, torch.is_grad_enabled())
+        key = (run.signature, kinds, run.call.device, run.autocast, torch.is_grad_enabled())
         if key not in self._known:
             # Chunks are recorded from the second call on, also of a step that is defined anew.
             owner = self._owner and self._owner()
@@ -131,22 +135,84 @@ def memory_of(step: Callable[..., Any]) -> Memory:
         return Memory()
 
 
-def compiled_or_reason(
-    user: User, settings: Settings, memory: Memory, call: SequenceCall
-) -> tuple[Any, Any] | str:
-    """Output and last state by a program, as the step returns them; or why there is none.
+@dataclass
+class OneCall:
+    """One layer and direction of a call."""
 
-    Raises:
-        RuntimeError: There is none, and ``compile`` is "require".
-    """
-    if why := why_no_program(settings):
-        return why
-    if settings.compile == REQUIRE:
-        memory.compiling.forget_refusals()
-    try:
-        return memory.compiling.run(user, call, options_of(settings))
-    except NoProgram as error:
-        return refused(error, settings, memory, call)
+    user: User
+    call: SequenceCall
+    settings: Settings
+    memory: Memory
+    make_step: Callable[[], Step]
+    """Gives the step that Python takes, which knows nothing yet of its outputs."""
+    constants: Leaves = ()
+    """What each step gets besides."""
+    was_compiled: bool = False
+
+    def results(self, aside: bool = False) -> tuple[Any, Any]:
+        """Output and last state, as the step returns them.
+
+        Args:
+            aside: Whether all that steps in Python may change is to be as before.
+
+        Raises:
+            RuntimeError: There is no program, and ``compile`` is "require"; or as :meth:`take` of
+                steps in Python says.
+        """
+        made = self._compiled()
+        if made is not None:
+            self.was_compiled = True
+            return made
+        steps = self.in_python()
+        output, state = steps.take_aside() if aside else steps.take()
+        structure = steps.step.output
+        assert structure is not None  # for a step has run
+        return structure.tree(output), self.user.state(state)
+
+    def _compiled(self) -> tuple[Any, Any] | None:
+        """The results by a program; None if there is none."""
+        if why_no_program(self.settings):
+            return None
+        compiling = self.memory.compiling
+        if self.settings.compile == REQUIRE:
+            compiling.forget_refusals()
+        try:
+            return compiling.run(self.user, self.call, options_of(self.settings))
+        except NoProgram as error:
+            self.refused(error)
+            return None
+
+    def refused(self, error: NoProgram) -> str:
+        """Why the call has no program.
+
+        Raises:
+            RuntimeError: ``compile`` is "require".
+        """
+        reason = str(error)
+        if self.settings.compile == REQUIRE:
+            if isinstance(error, TooSmall):
+                raise RuntimeError(f"fusedrnn: {reason}") from None
+            from .._front.reasons import way_out
+
+            refusal = RuntimeError(
+                f"fusedrnn: the cell{self.call.place} cannot be compiled: {reason}"
+            )
+            if way := way_out(reason):
+                add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
+            raise refusal from error
+        if self.memory.compiling.is_to_warn(error):
+            warn(f"fusedrnn: the cell{self.call.place} is no longer compiled, because {reason}")
+        return reason
+
+    def in_python(self) -> InPython:
+        """The steps in Python."""
+        step = self.make_step()
+        flat, call, constants = with_masks(step, self.call)
+        signature = (*step.structures(), call.backwards, call.lengths is not None, str(call.resets))
+        weights, noise = Weights(held_by(self.user.step)), Noise(call.seed, call.layer)
+        run = Run(call.without_values(), flat, signature, weights, noise)
+        given = (call.inputs, call.state, (*self.constants, *constants))
+        return InPython(run, given, step, self.settings, self.memory)
 
 
 def options_of(settings: Settings) -> Options:
@@ -162,114 +228,100 @@ def why_no_program(settings: Settings) -> str:
     return "" if is_alone() else "a transform of torch.func, or a tracer, is around"
 
 
-def refused(error: NoProgram, settings: Settings, memory: Memory, call: SequenceCall) -> str:
-    """Why a call has no program.
+@dataclass
+class InPython:
+    """The same by steps in Python."""
 
-    Raises:
-        RuntimeError: ``compile`` is "require".
-    """
-    reason = str(error)
-    if settings.compile == REQUIRE:
-        if isinstance(error, TooSmall):
-            raise RuntimeError(f"fusedrnn: {reason}") from None
-        from .._front.reasons import way_out
+    run: Run
+    given: tuple[Leaves, Leaves, Leaves]
+    """Inputs, state and constants."""
+    step: Step
+    settings: Settings
+    memory: Memory
 
-        refusal = RuntimeError(f"fusedrnn: the cell{call.place} cannot be compiled: {reason}")
-        if way := way_out(reason):
-            add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
-        raise refusal from error
-    if memory.compiling.is_to_warn(error):
-        warn(f"fusedrnn: the cell{call.place} is no longer compiled, because {reason}")
-    return reason
+    @functools.cached_property
+    def known(self) -> Known:
+        return self.memory.of(self.run, *self.given)
 
+    def take(self) -> tuple[Leaves, Leaves]:
+        """Outputs and last state.
 
-def take(
-    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
-    """Outputs and last state, by steps in Python.
+        Raises:
+            RuntimeError: Even one step does not fit into ``workspace_bytes``, or a generator was
+                given and the step draws from others.
+        """
+        run, seed = self.run, self.run.noise.seed
+        # Where a tracer is at work, states have no values.
+        looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
+        before = run.random_states(in_python=False).torch if looks else ()
+        # Another thread may have exchanged the weights, in backward.
+        try:
+            with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
+                taken = self._take()
+                if run.missed(before):
+                    self._refuse_late_draws(before)
+        finally:
+            seed.give_back()
+        return taken
 
-    Raises:
-        RuntimeError: Even one step does not fit into ``workspace_bytes``, or a generator was given
-            and the step draws from others.
-    """
-    given, seed = (inputs, state, constants), run.noise.seed
-    # Where a tracer is at work, states have no values.
-    looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
-    before = run.random_states(in_python=False).torch if looks else ()
-    # Another thread may have exchanged the weights, in backward.
-    try:
-        with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
-            taken = _take(run, settings, memory, *given)
-            if run.missed(before):
-                _refuse_late_draws(run, before, *given)
-    finally:
-        seed.give_back()
-    return taken
+    def take_aside(self) -> tuple[Leaves, Leaves]:
+        """The same, after which all that the steps change is as before."""
+        trial = self.run.for_trial(self.run.call.seq_len)
+        return self.run.aside(lambda: run_sequence(trial, *self.given))
 
+    def _refuse_late_draws(self, random: tuple[Tensor, ...]) -> None:
+        """Refuses random numbers from torch's own generators, unless other threads drew them.
 
-def _refuse_late_draws(
-    run: Run, random: tuple[Tensor, ...], inputs: Leaves, state: Leaves, constants: Leaves
-) -> None:
-    """Refuses random numbers from torch's own generators, unless other threads have drawn them.
+        For that it takes all steps again. All that they change is afterwards as before.
 
-    For that it takes all steps again. All that they change is afterwards as before.
+        Args:
+            random: States of the generators before the steps.
+        """
+        draws = OtherDraws()
+        with torch.no_grad(), draws:
+            self.take_aside()
+        if draws.found:
+            self.run.set_random_states(RandomStates(random, ()))
+            raise RuntimeError(
+                f"fusedrnn: the step draws by {draws.found} from torch's own generator, not from "
+                f"generator=, after its first step or within torch.func; {WAY_OUT}"
+            )
 
-    Args:
-        random: States of the generators before the steps.
-    """
-    trial, draws = run.for_trial(run.seq_len), OtherDraws()
-    with torch.no_grad(), draws:
-        run.aside(lambda: run_sequence(trial, inputs, state, constants))
-    if draws.found:
-        run.set_random_states(RandomStates(random, ()))
-        raise RuntimeError(
-            f"fusedrnn: the step draws by {draws.found} from torch's own generator, not from "
-            f"generator=, after its first step or within torch.func; {WAY_OUT}"
-        )
+    def _take(self) -> tuple[Leaves, Leaves]:
+        run = self.run
+        if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
+            run.chunk_size = run.call.seq_len
+            return run_sequence(run, *self.given)
+        if torch.is_grad_enabled() and not self.settings.recompute:
+            run.chunk_size, _ = chunk_steps(run.call.seq_len, self.settings.chunk_size, None, 0)
+            return run_with_graph(run, *self.given)
+        run.chunk_size, _ = self.choose_chunk()
+        if not self.obstacle_to_graphs():
+            run.graphs = self.known.graphs
+        return run_sequence(run, *self.given)
 
+    def choose_chunk(self) -> tuple[int, str]:
+        """Steps of a chunk, and why."""
+        most, known = self.settings.workspace_bytes, self.known
+        if most is not None and known.step_bytes is None:
+            known.step_bytes = measure_step(self.run, *self.given)
+        seq_len, step_bytes = self.run.call.seq_len, known.step_bytes or 0
+        return chunk_steps(seq_len, self.settings.chunk_size, most, step_bytes)
 
-def _take(
-    run: Run, settings: Settings, memory: Memory, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
-    given = (inputs, state, constants)
-    if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
-        run.chunk_size = run.seq_len
-        return run_sequence(run, *given)
-    if torch.is_grad_enabled() and not settings.recompute:
-        run.chunk_size, _ = chunk_steps(run.seq_len, settings.chunk_size, None, 0)
-        return run_with_graph(run, *given)
-    known = memory.of(run, *given)
-    run.chunk_size, _ = choose_chunk(run, settings, known, *given)
-    if not obstacle_of_call(run, settings, known, *given):
-        run.graphs = known.graphs
-    return run_sequence(run, *given)
-
-
-def choose_chunk(
-    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
-) -> tuple[int, str]:
-    """Steps of a chunk, and why."""
-    if settings.workspace_bytes is not None and known.step_bytes is None:
-        known.step_bytes = measure_step(run, inputs, state, constants)
-    return chunk_steps(
-        run.seq_len, settings.chunk_size, settings.workspace_bytes, known.step_bytes or 0
-    )
-
-
-def obstacle_of_call(
-    run: Run, settings: Settings, known: Known, inputs: Leaves, state: Leaves, constants: Leaves
-) -> str:
-    """Why a call does without CUDA graphs; "" for nothing. The run must have its chunk size."""
-    if not settings.cuda_graphs:
-        return "not asked to"
-    if run.device.type not in RECORDERS:
-        return f"the input is on {run.device}"
-    if run.seq_len // run.chunk_size < LEAST_CHUNKS:
-        return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
-    if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
-        return "there is nothing to record"
-    if known.graphs.obstacle is not None:
-        return known.graphs.obstacle
-    reason, is_lasting = obstacle_to_graphs(run, inputs, state, constants)
-    known.graphs.obstacle = reason if is_lasting else None
-    return reason
+    def obstacle_to_graphs(self) -> str:
+        """Why the call does without CUDA graphs; "" for nothing. The run must have its chunk
+        size."""
+        run, graphs, (inputs, state, _) = self.run, self.known.graphs, self.given
+        if not self.settings.cuda_graphs:
+            return "not asked to"
+        if run.call.device.type not in RECORDERS:
+            return f"the input is on {run.call.device}"
+        if run.call.seq_len // run.chunk_size < LEAST_CHUNKS:
+            return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
+        if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
+            return "there is nothing to record"
+        if graphs.obstacle is not None:
+            return graphs.obstacle
+        reason, is_lasting = obstacle_to_graphs(run, *self.given)
+        graphs.obstacle = reason if is_lasting else None
+        return reason

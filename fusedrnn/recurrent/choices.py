@@ -52,10 +52,7 @@ class Explanation:
         in_python = f"steps in Python, because {self.program}"
         first = f"compiled: {self.program}" if self.is_compiled else in_python
         recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
-        lines = [
-            first,
-            f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}",
-        ]
+        lines = [first, f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}"]
         if self.is_compiled:
             lines.append(f"traced {self.traces} time{'s' * (self.traces != 1)} by torch.compile")
         else:
@@ -98,12 +95,12 @@ def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> 
     run = run.for_trial(1)
     weights = {name: as_leaf(weight) for name, weight in run.weights.trained().items()}
     start = tuple(as_leaf(leaf) for leaf in state)
-    x = tuple(as_leaf(leaf[run.time(0)]) for leaf in inputs)
+    x = tuple(as_leaf(leaf[run.call.time(0)]) for leaf in inputs)
 
     def take() -> tuple[Leaves, Leaves]:
         run.enter(run.chunks()[0])
         with run.watched():
-            return run.take(run.time(0), start, x, constants)
+            return run.take(run.call.time(0), start, x, constants)
 
     given = [*weights.values(), *run.weights.buffers(), *start, *x, *constants]
     return _measured(lambda: run.aside(take, weights), given)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from .. import modules
-from .calls import (
-    Memory,
-    Settings,
-    choose_chunk,
-    obstacle_of_call,
-    refused,
-    why_no_program,
-)
+from .calls import OneCall, Settings, why_no_program
 from .choices import Explanation, measure_graph, measure_step
-from .compiling import NoProgram, Options, Planned, User
+from .compiling import NoProgram, Options, Planned
 from .graphs import RECORDERS
-from .layers import InPython, LayersCall, OneCell, joined
+from .layers import LayersCall, joined
 from .noise import TrialSeed
 from .sequence_call import SequenceCall
-from .trees import Leaves, Structure
+from .trees import Leaves, Structure, flatten
 
 _STEPS = 3
 
@@ -50,16 +42,7 @@ def explanation(call: LayersCall) -> Explanation:
         outputs = []
         for i in range(layer * call.directions, (layer + 1) * call.directions):
             one = call.cell(i, leaves, structure, names)
-            parts.append(
-                explained(
-                    one.user(),
-                    one.call,
-                    call.settings,
-                    one.memory,
-                    one.in_python,
-                    _layer_like(call.cells[i]),
-                )
-            )
+            parts.append(explained(one, _layer_like(call.cells[i])))
             if layers > 1 or call.directions > 1:
                 outputs.append(_first_outputs(one))
         if outputs:
@@ -85,50 +68,40 @@ def explanation(call: LayersCall) -> Explanation:
     )
 
 
-def explained(
-    user: User,
-    call: SequenceCall,
-    settings: Settings,
-    memory: Memory,
-    in_python: Callable[[], InPython],
-    layer: str = "",
-) -> Explanation:
-    """Of one layer and direction.
-
-    Args:
-        in_python: Gives its steps in Python.
-        layer: Which computes the same as the cell, or nothing.
-    """
+def explained(one: OneCall, layer: str = "") -> Explanation:
+    """Of one layer and direction. ``layer``: which computes the same as the cell, or nothing."""
+    call, settings = one.call, one.settings
     planned: Planned | str = why_no_program(settings)
     if not planned:
         options = Options(settings.chunk_size, settings.workspace_bytes, not settings.recompute)
         try:
-            planned = memory.compiling.plan(user, call, options)
+            planned = one.memory.compiling.plan(one.user, call, options)
         except NoProgram as error:
-            planned = refused(error, settings, memory, call)
+            planned = one.refused(error)
     if not isinstance(planned, str):
         return _of_program(settings, call, planned, layer)
-    run, *given, _ = in_python()
-    inputs, state, constants = given
-    known = memory.of(run, inputs, state, constants)
+    in_python = one.in_python()
+    run = in_python.run
     with run.weights.locked():
-        step_bytes = measure_step(run, inputs, state, constants)
+        step_bytes = measure_step(run, *in_python.given)
     if settings.recompute:
-        steps, chunk_reason = choose_chunk(run, settings, known, inputs, state, constants)
-        kept = -(-sum(leaf.nbytes for leaf in state) // steps)
+        steps, chunk_reason = in_python.choose_chunk()
+        kept = -(-sum(leaf.nbytes for leaf in call.state) // steps)
         workspace = step_bytes * steps
     else:
-        steps, chunk_reason = run.seq_len, "the whole sequence, of which no step is taken again"
+        steps, chunk_reason = call.seq_len, "the whole sequence, of which no step is taken again"
         kept, workspace = step_bytes, 0
     faster = []
-    if way := _way_out(planned):
+    from .._front.reasons import way_out  # late: with the compiler, which the reason may come from
+
+    if way := way_out(planned):
         faster.append(f"a cell that compiles: {way}")
     if layer:
         faster.append(f"{layer} computes the same")
-    if settings.recompute and not settings.cuda_graphs and run.device.type in RECORDERS:
+    if settings.recompute and not settings.cuda_graphs and call.device.type in RECORDERS:
         faster.append("cuda_graphs=True launches a chunk at once")
     run.chunk_size = steps
-    obstacle = obstacle_of_call(run, settings, known, inputs, state, constants)
+    obstacle = in_python.obstacle_to_graphs()
     return Explanation(
         is_compiled=False,
         program=planned,
@@ -141,12 +114,6 @@ def explained(
         workspace_bytes=workspace,
         faster=tuple(faster),
     )
-
-
-def _way_out(reason: str) -> str:
-    from .._front.reasons import way_out  # late: with the compiler, which the reason may come from
-
-    return way_out(reason)
 
 
 def _layer_like(cell: nn.Module) -> str:
@@ -202,7 +169,7 @@ def _of_program(
 
 
 @torch.no_grad()
-def _first_outputs(one: OneCell) -> tuple[Leaves, Structure]:
+def _first_outputs(one: OneCall) -> tuple[Leaves, Structure]:
     """Outputs of the first steps repeated: only their kinds matter."""
     call = one.call
     steps = min(_STEPS, call.seq_len)
@@ -217,6 +184,7 @@ def _first_outputs(one: OneCell) -> tuple[Leaves, Structure]:
         resets=None,
         reset_to=(),
     )
-    outputs, structure, _ = dataclasses.replace(one, call=few).results_aside()
+    output, _ = dataclasses.replace(one, call=few).results(aside=True)
+    outputs, structure = flatten(output, "output")
     more = -(-call.seq_len // steps)
     return tuple(torch.cat([leaf] * more)[: call.seq_len] for leaf in outputs), structure

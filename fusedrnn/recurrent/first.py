@@ -35,7 +35,7 @@ def take_first(
         with torch.set_grad_enabled(for_backward), run.watched(closed_over=found):
             given = [tuple(map(_of_a_graph, leaves)) for leaves in (state, x, constants)]
             found.add_known(given)
-            new, y = run.take(run.time(0), *given)
+            new, y = run.take(run.call.time(0), *given)
         run.closed_over |= found.with_gradient
         detached: dict[int, Tensor] = {id(leaf): leaf.detach() for leaf in (*new, *y)}
         return tuple(detached[id(leaf)] for leaf in new), tuple(detached[id(leaf)] for leaf in y)
@@ -65,13 +65,21 @@ def take_first_in_graph(
     """The new state and the output, for a graph of all steps, in which nothing can be missed."""
 
     def take() -> tuple[Leaves, Leaves]:
-        found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
-        with run.watched(closed_over=found):
-            result = run.take(run.time(0), state, x, constants)
-        run.closed_over = found.with_gradient
-        return result
+        run.closed_over = {}
+        return take_looking(run, run.call.time(0), inputs, state, x, constants)
 
     return _after_seed(run, take, in_python=False)[0]
+
+
+def take_looking(
+    run: Run, time: int, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
+) -> tuple[Leaves, Leaves]:
+    """One step, at which ``run`` notes the tensors with gradient that nobody has passed to it."""
+    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
+    with run.watched(closed_over=found):
+        result = run.take(time, state, x, constants)
+    run.closed_over |= found.with_gradient
+    return result
 
 
 def _after_seed(
@@ -92,10 +100,10 @@ def _after_seed(
     draws = OtherDraws()
     is_captured = not mark.random.torch  # and generators do not tell whether somebody draws
     try:
-        with draws if is_captured and seed.misses(run.device) else nullcontext():
+        with draws if is_captured and seed.misses(run.call.device) else nullcontext():
             result = take()
     except BaseException:
-        if seed.misses(run.device):  # then torch's own generator is as it was after the call
+        if seed.misses(run.call.device):  # then torch's own generator is as it was after the call
             run.set_random_states(mark.random._replace(others=()))
         raise
     if draws.found:
@@ -111,7 +119,7 @@ def _after_seed(
     if run.missed(mark.random.torch):
         result, mark = _from_given_generator(run, take, result, mark)
     # With a generator, what later steps alone draw must not come from torch's.
-    run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.device)
+    run.draws = run.draws or bool(run.noise.draws) or seed.misses(run.call.device)
     run.is_known = True
     return result, mark
 

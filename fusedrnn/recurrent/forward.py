@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import Chunk
-from .first import take_first
+from .first import take_first, take_looking
 from .gradients import sums_of
 from .graphs import CannotRecord
-from .reads import ClosedOver
-from .runs import Mark, Run
+from .runs import Chunk, Mark, Run
+from .sequence_call import SequenceCall
 from .trees import Leaves
 
 
@@ -41,7 +40,7 @@ def forward(
     inputs, state, constants = (
         tuple(leaf.detach() for leaf in leaves) for leaves in (inputs, state, constants)
     )
-    outputs = _Outputs(run)
+    outputs = _Outputs(run.call)
     starts: list[Leaves] = []
 
     def note_start() -> None:
@@ -71,14 +70,15 @@ def forward(
             state, y, mark = take_first(run, inputs, state, x, constants, for_backward)
             recorded = run.recorded("forward", functools.partial(_take_whole, run, constants))
             outputs.add(time, y)
-        looks = chunk.stop == run.seq_len and len(steps) > 0
+        looks = chunk.stop == run.call.seq_len and len(steps) > 0
         with run.watched():
             for time, x in steps[: len(steps) - looks]:
                 state, y = run.take(time, state, x, constants)
                 outputs.add(time, y)
         if looks:
             time, x = steps[-1]
-            state, y = _take_last(run, time, inputs, state, x, constants)
+            # The last step may read what the first one has not.
+            state, y = take_looking(run, time, inputs, state, x, constants)
             outputs.add(time, y)
         run.sums.append(outputs.sums(chunk) if for_backward else _NO_SUMS)
     if run.graphs is not None:
@@ -115,17 +115,6 @@ def _without_rest(leaf: Tensor) -> Tensor:
     return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
 
 
-def _take_last(
-    run: Run, time: int, inputs: Leaves, state: Leaves, x: Leaves, constants: Leaves
-) -> tuple[Leaves, Leaves]:
-    """The last step, which may read what the first one has not."""
-    found = ClosedOver([*run.weights.tensors(), *inputs, *state, *x, *constants])
-    with run.watched(closed_over=found):
-        result = run.take(time, state, x, constants)
-    run.closed_over |= found.with_gradient
-    return result
-
-
 def _take_whole(
     run: Run,
     constants: Leaves,
@@ -154,24 +143,24 @@ def _take_whole(
 class _Outputs:
     """Outputs of all steps in one tensor for each leaf, or of the last ones."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, call: SequenceCall) -> None:
+        self._call = call
         self.leaves: list[Tensor] = []
 
     def add(self, time: int, y: Leaves) -> None:
-        run = self._run
-        if run.returns_sequence:
+        call = self._call
+        if call.returns_sequence:
             if not self.leaves:
-                self.leaves = [leaf.new_empty((run.seq_len, *leaf.shape)) for leaf in y]
+                self.leaves = [leaf.new_empty((call.seq_len, *leaf.shape)) for leaf in y]
             for sequence, leaf in zip(self.leaves, y, strict=True):
                 sequence[time] = leaf
-        elif run.last is None:
-            if time == run.time(run.seq_len - 1):
+        elif call.last is None:
+            if time == call.time(call.seq_len - 1):
                 self.leaves = [leaf.clone() for leaf in y]
         elif not self.leaves:
             self.leaves = [leaf.clone() for leaf in y]
         else:
-            is_last = run.last[time]
+            is_last = call.last[time]
             self.leaves = [
                 torch.where(like_rows(is_last, leaf), leaf, old)
                 for leaf, old in zip(y, self.leaves, strict=True)
@@ -179,25 +168,25 @@ class _Outputs:
 
     def sums(self, chunk: Chunk) -> Tensor:
         """What tells whether steps give the same again, when they are all taken; maybe nothing."""
-        run = self._run
-        if run.returns_sequence:
+        call = self._call
+        if call.returns_sequence:
             return sums_of([[leaf[chunk.part]] for leaf in self.leaves])
-        if run.last is None and chunk.stop == run.seq_len:
+        if call.last is None and chunk.stop == call.seq_len:
             return sums_of([[leaf] for leaf in self.leaves])
         return _NO_SUMS
 
     def add_chunk(self, chunk: Chunk, y: Leaves) -> None:
         """After at least one step. ``y``: (steps, ...) each."""
-        run = self._run
-        if run.returns_sequence:
+        call = self._call
+        if call.returns_sequence:
             for sequence, leaf in zip(self.leaves, y, strict=True):
                 sequence[chunk.part] = leaf
-        elif run.last is None:
-            if chunk.stop == run.seq_len:
+        elif call.last is None:
+            if chunk.stop == call.seq_len:
                 place = chunk.times[-1] - chunk.part.start
                 self.leaves = [leaf[place].clone() for leaf in y]
         else:
-            are_last = run.last[chunk.part]
+            are_last = call.last[chunk.part]
             is_here, step = are_last.any(0), are_last.int().argmax(0)
             rows = torch.arange(len(step), device=step.device)
             self.leaves = [

@@ -9,15 +9,11 @@ import torch
 
 from .._graphs import never_in_graphs
 from ..options import check_flag, check_positive, kind_of
-from .calls import Settings, compiled_or_reason, memory_of, take
-from .chunks import Names
-from .closures import held_by
+from .calls import OneCall, Settings, memory_of
 from .compiling import User
 from .explaining import explained
-from .layers import InPython
 from .noise import Seed
-from .runs import Run
-from .sequence_call import SequenceCall
+from .sequence_call import Names, SequenceCall
 from .steps import Step
 from .trees import Leaves, check_tensors, flatten
 
@@ -114,7 +110,6 @@ def scan(
         return result[0], result[1]
 
     rows = state_leaves[0].shape[0] if state_leaves[0].dim() else 1
-    memory = memory_of(step)
     sequence = SequenceCall(
         leaves,
         state_leaves,
@@ -128,21 +123,15 @@ def scan(
     )
     wrapper, more = ("scan_step_with", (params,)) if has_params else ("scan_step", ())
     user = User(wrapper, step, structure.tree, state_structure.tree, more)
-    flat = Step(call, state_structure, structure, constants_structure, has_rows=False)
 
-    def in_python() -> InPython:
-        signature = (str(state_structure), str(structure), str(constants_structure), reverse)
-        run = Run.of(sequence, flat, signature, held_by(step))
-        return InPython(run, leaves, state_leaves, constants, flat)
+    def make_step() -> Step:
+        return Step(call, state_structure, structure, constants_structure, has_rows=False)
 
+    one = OneCall(user, sequence, settings, memory_of(step), make_step, constants)
     if explain:
-        return explained(user, sequence, settings, memory, in_python)
-    made = compiled_or_reason(user, settings, memory, sequence)
-    if not isinstance(made, str):
-        return made[1], made[0]
-    steps = in_python()
-    outputs, last = take(steps.run, settings, memory, *steps.given)
-    return state_structure.tree(last), flat.output_structure().tree(outputs)
+        return explained(one)
+    output, last = one.results()
+    return last, output
 
 
 def _seq_len(leaves: Leaves, names: Names, length: int | None) -> int:

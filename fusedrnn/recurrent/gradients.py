@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,17 @@ def gradients_of(
         )
     )
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def nodes_behind(nodes: Sequence[Any]) -> Iterator[Any]:
+    """The other nodes of autograd's graph that these lead to, each once."""
+    waiting, seen = [*nodes], {*nodes}
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+                yield node
 
 
 def dense(gradients: Gradients, leaves: Sequence[Tensor]) -> Gradients:

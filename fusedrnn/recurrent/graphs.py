@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._warnings import warn
+from .gradients import nodes_behind
 
 T = TypeVar("T")
 
@@ -287,13 +288,6 @@ _WAITING_BACKWARD = {"ProdBackward0", "ProdBackward1", "CumprodBackward0"}
 
 def waits_in_backward(results: Sequence[Tensor]) -> str:
     """The node of the graph of ``results`` that is known to wait; "" for none."""
-    nodes = [leaf.grad_fn for leaf in results if leaf.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name() in _WAITING_BACKWARD:
-            return node.name()
-        following = {next for next, _ in node.next_functions if next is not None} - seen
-        seen |= following
-        nodes += following
-    return ""
+    nodes: list[Any] = [leaf.grad_fn for leaf in results if leaf.grad_fn is not None]
+    names = (node.name() for node in (*nodes, *nodes_behind(nodes)))
+    return next((name for name in names if name in _WAITING_BACKWARD), "")

@@ -4,89 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..options import kind_of
-from .autograd import run_sequence
-from .calls import Memory, Settings, compiled_or_reason, take
-from .chunks import Names
-from .closures import held_by
+from .calls import Memory, OneCall, Settings
 from .compiling import User
 from .initial_state import initial_state
 from .noise import Seed
 from .replicas import is_replica
-from .runs import Run
-from .sequence_call import Resets, SequenceCall
+from .sequence_call import Names, Resets, SequenceCall
 from .sequences import Sequences
-from .steps import Step, call_of_cell, with_masks
+from .steps import Step, call_of_cell
 from .trees import Leaves, Structure, check_tensors, flatten
 from .usual_calls import UsualCalls
-
-
-@dataclass
-class OneCell:
-    """One layer and direction of a call."""
-
-    cell: nn.Module
-    call: SequenceCall
-    sequence: Sequences
-    settings: Settings
-    memory: Memory
-    input: Structure
-    state: Structure
-    was_compiled: bool = False
-
-    def results(self) -> tuple[Leaves, Structure, Leaves]:
-        """The output, its structure, and the last state."""
-        made = compiled_or_reason(self.user(), self.settings, self.memory, self.call)
-        if isinstance(made, str):
-            steps = self.in_python()
-            output, state = take(steps.run, self.settings, self.memory, *steps.given)
-            return output, steps.step.output_structure(), state
-        self.was_compiled = True
-        output, structure = flatten(made[0], "output")
-        return output, structure, flatten(made[1], "state")[0]
-
-    def results_aside(self) -> tuple[Leaves, Structure, Leaves]:
-        """The same for a look at it: all that steps may change is as before."""
-        made = compiled_or_reason(self.user(), self.settings, self.memory, self.call)
-        if isinstance(made, str):
-            steps = self.in_python()
-            run = steps.run.for_trial(self.call.seq_len)
-            output, state = run.aside(lambda: run_sequence(run, *steps.given))
-            return output, steps.step.output_structure(), state
-        output, structure = flatten(made[0], "output")
-        return output, structure, flatten(made[1], "state")[0]
-
-    def user(self) -> User:
-        return User("cell_step", self.cell, self.input.tree, self.state.tree)
-
-    def in_python(self) -> InPython:
-        """The steps in Python."""
-        step = Step(call_of_cell(self.cell, self.state), self.state, self.input, has_rows=True)
-        flat, call, constants = with_masks(step, self.call)
-        has_ends = call.lengths is not None
-        signature = (str(self.state), str(self.input), has_ends, str(call.resets))
-        run = Run.of(call, flat, signature, held_by(self.cell))
-        return InPython(run, call.inputs, call.state, constants, step)
-
-
-class InPython(NamedTuple):
-    """A run of steps, and what it gets."""
-
-    run: Run
-    inputs: Leaves
-    state: Leaves
-    constants: Leaves
-    step: Step
-
-    @property
-    def given(self) -> tuple[Leaves, Leaves, Leaves]:
-        return self.inputs, self.state, self.constants
 
 
 @dataclass
@@ -128,9 +62,10 @@ class LayersCall:
             outputs: list[tuple[Leaves, Structure]] = []
             for i in range(layer * self.directions, (layer + 1) * self.directions):
                 one = self.cell(i, leaves, structure, names)
-                output, output_structure, state = one.results()
-                outputs.append((output, output_structure))
-                states.append(one.state.tree(sequence.result_state(state)))
+                output, state = one.results()
+                outputs.append(flatten(output, "output"))
+                state_leaves = sequence.result_state(flatten(state, "state")[0])
+                states.append(one.user.state(state_leaves))
                 if self._is_usual(one):
                     self.usual.remember(one, self.settings, sequence.batch_first)
             leaves, structure = joined(layer, outputs, one.call.returns_sequence)
@@ -138,14 +73,14 @@ class LayersCall:
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
 
-    def _is_usual(self, one: OneCell) -> bool:
+    def _is_usual(self, one: OneCall) -> bool:
         """Whether a later call like this one need not be checked."""
         is_plain = self.sequence.is_batched and self.sequence.packed is None
         has_masks = self.sequence.lengths is not None or self.reset is not None
-        is_one = not self.is_list and one.was_compiled and not is_replica(one.cell)
+        is_one = not self.is_list and one.was_compiled and not is_replica(one.user.step)
         return bool(one.call.inputs) and is_plain and is_one and not has_masks
 
-    def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCell:
+    def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCall:
         """Cell number i, whose input has these leaves."""
         cell, sequence = self.cells[i], self.sequence
         memory = self._memory(i)
@@ -177,7 +112,13 @@ class LayersCall:
             reset_to=values,
             place=way + layer,
         )
-        return OneCell(cell, call, sequence, self.settings, memory, structure, state_structure)
+
+        def make_step() -> Step:
+            own = call_of_cell(cell, state_structure)
+            return Step(own, state_structure, structure, has_rows=True)
+
+        user = User("cell_step", cell, structure.tree, state_structure.tree)
+        return OneCall(user, call, self.settings, memory, make_step)
 
     def _memory(self, i: int) -> Memory:
         """What calls of cell number i have found out."""

@@ -10,8 +10,8 @@ from .gradients import gradients_of
 from .graphs import Unrecordable, waits_in_backward
 from .reads import ClosedOver
 from .runs import Run, as_leaf
+from .sequence_call import Values
 from .trees import Leaves, differentiable
-from .values import Values
 
 _DRAWS = "the step draws random numbers in a way that no graph can"
 
@@ -40,7 +40,7 @@ def obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leave
 
 def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Obstacle:
     run = run.for_trial(1)
-    x = tuple(leaf.detach()[run.time(0)] for leaf in inputs)
+    x = tuple(leaf.detach()[run.call.time(0)] for leaf in inputs)
     has_gradients = torch.is_grad_enabled()
 
     def look() -> Obstacle:
@@ -52,7 +52,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
 
         def take() -> Obstacle:
             with watch, run.watched(given.closed_over):
-                new, y = run.take(run.time(0), given.state, given.inputs, given.constants)
+                new, y = run.take(run.call.time(0), given.state, given.inputs, given.constants)
             results = [*new, *y]
             if node := waits_in_backward(results):
                 return Obstacle(f"the step waits for the values of a tensor in backward, in {node}")
@@ -85,7 +85,7 @@ def _as_leaves(run: Run, given: Values) -> Values:
     ]
     found.add_known(detached)
     with torch.enable_grad(), run.watched(closed_over=found):
-        run.take(run.time(0), *detached)
+        run.take(run.call.time(0), *detached)
     return Values(
         tuple(map(as_leaf, given.inputs)),
         tuple(map(as_leaf, given.state)),

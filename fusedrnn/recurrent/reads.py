@@ -17,6 +17,7 @@ from .._graphs import is_compiling
 from .._locks import CallerLock
 from .closures import Held
 from .draws import DRAWS
+from .gradients import nodes_behind
 from .noise import Source
 from .replicas import Replicas, parameters_of
 
@@ -270,17 +271,10 @@ def foreign_leaves(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[
     """The leaves of the graph of ``results`` that are not among ``leaves``."""
     known = {id(leaf) for leaf in leaves}
     found = [r for r in results if r.grad_fn is None and r.requires_grad and id(r) not in known]
-    open_nodes: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
-    seen = set(open_nodes)
-    while open_nodes:
-        for node, _ in open_nodes.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            open_nodes.append(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in known:
-                found.append(variable)
+    for node in nodes_behind([r.grad_fn for r in results if r.grad_fn is not None]):
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            found.append(variable)
     return found
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .chunks import Chunk, Names
-from .closures import Held
 from .generators import RandomStates, State, global_generators, states_of
 from .graphs import CannotRecord, Graphs, Recorded
 from .noise import Noise, Refusal
@@ -26,6 +23,35 @@ T = TypeVar("T")
 FlatStep = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
 """State, input and constants of a step to its new state and its output. Constants are what all
 steps of a sequence get."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some steps in a row, counted in the order in which they are taken."""
+
+    start: int
+    stop: int
+    times: range
+    """The place in the sequence of each step."""
+
+    @property
+    def part(self) -> slice:
+        """Of the sequence, in which time always rises."""
+        return slice(min(self.times), max(self.times) + 1)
+
+    def of(self, sequences: Leaves) -> Leaves:
+        """This part of each."""
+        return tuple(sequence[self.part] for sequence in sequences)
+
+    def steps(self, parts: Leaves) -> list[Leaves]:
+        """The leaves of each step, in the order of the steps. ``parts``: as :meth:`of` gives."""
+        steps = [part.unbind(0) for part in parts]
+        first = self.part.start
+        return [tuple(step[time - first] for step in steps) for time in self.times]
+
+    def in_time(self, steps: Sequence[T]) -> list[T]:
+        """What steps have made, in the order of time."""
+        return list(steps if self.times.step > 0 else reversed(steps))
 
 
 @dataclass
@@ -50,25 +76,14 @@ class Mark(NamedTuple):
 class Run:
     """The steps of one layer and direction, and what forward finds out that backward needs."""
 
+    call: SequenceCall
+    """Without its tensors, which only autograd may keep."""
     step: FlatStep
     signature: Any
     """All that makes the step another one besides its tensors."""
     weights: Weights
     noise: Noise
-    names: Names
-    seq_len: int
-    rows: int
-    """Of the batch: the first dimension of the first leaf of the state."""
-    device: torch.device
     chunk_size: int = 1
-    backwards: bool = False
-    """Whether the steps are taken from the last to the first."""
-    returns_sequence: bool = True
-    last: Tensor | None = None
-    """Without the sequence: where a row takes its last step, (seq_len, batch); None: all at once
-    take the last of all."""
-    place: str = ""
-    """Of which layer and direction, if there are several; for errors."""
 
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
@@ -96,51 +111,31 @@ class Run:
     """Where chunks are recorded and repeated; None: nowhere."""
     autocast: tuple[bool, torch.dtype] = (False, torch.float32)
 
-    @classmethod
-    def of(cls, call: SequenceCall, step: FlatStep, signature: Any, held: Held) -> Run:
-        """The steps of a call. ``held``: what the user's step holds."""
-        return cls(
-            step,
-            signature,
-            Weights(held),
-            Noise(call.seed, call.layer),
-            call.names,
-            seq_len=call.seq_len,
-            rows=call.rows,
-            device=call.device,
-            backwards=call.backwards,
-            returns_sequence=call.returns_sequence,
-            last=call.last,
-            place=call.place,
-        )
-
     def __post_init__(self) -> None:
-        kind = self.device.type
+        kind = self.call.device.type
         self.autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         weights = self.weights
         self.python = Variables.of(weights.used.modules(), weights.held)
 
     # Steps and chunks
 
-    def time(self, i: int) -> int:
-        """The place in the sequence of the step that is taken after i others."""
-        return self.seq_len - 1 - i if self.backwards else i
-
     def chunks(self) -> list[Chunk]:
-        found = []
-        for start in range(0, self.seq_len, self.chunk_size):
-            stop = min(start + self.chunk_size, self.seq_len)
-            way = -1 if self.backwards else 1
-            times = range(self.time(start), self.time(stop - 1) + way, way)
+        call, found = self.call, []
+        way = -1 if call.backwards else 1
+        for start in range(0, call.seq_len, self.chunk_size):
+            stop = min(start + self.chunk_size, call.seq_len)
+            times = range(call.time(start), call.time(stop - 1) + way, way)
             found.append(Chunk(start, stop, times))
         return found
 
     def enter(self, chunk: Chunk) -> None:
-        self.noise.chunk(chunk.part.start, len(chunk.times), self.rows)
+        self.noise.chunk(chunk.part.start, len(chunk.times), self.call.rows)
 
     def recorded(self, what: str, function: Callable[..., T]) -> Recorded[T] | None:
         """A function of a whole chunk that is to be recorded; None if there is no graph."""
-        return None if self.graphs is None else self.graphs.recorded(what, function, self.device)
+        if self.graphs is None:
+            return None
+        return self.graphs.recorded(what, function, self.call.device)
 
     def give_up_graphs(self, error: CannotRecord) -> None:
         assert self.graphs is not None
@@ -156,14 +151,15 @@ class Run:
         try:
             new, y = self.step(state, x, constants)
         except Exception as error:
-            add_note(error, f"fusedrnn: in the step at time {time}{self.place}")
+            add_note(error, f"fusedrnn: in the step at time {time}{self.call.place}")
             raise
         now = versions_of((*state, *x))
         if now != versions:
             place = [a == b for a, b in zip(now, versions, strict=True)].index(False)
+            name = [*self.call.names.state, *self.call.names.input][place]
             raise RuntimeError(
-                f"fusedrnn: the step changes {[*self.names.state, *self.names.input][place]} in "
-                f"place, at time {time}; it must make new tensors, for backward takes it again"
+                f"fusedrnn: the step changes {name} in place, at time {time}; it must make new "
+                "tensors, for backward takes it again"
             )
         return new, y
 
@@ -176,9 +172,9 @@ class Run:
         """Within: steps draw their noise here, and read ``replacements``."""
         with ExitStack() as stack:
             is_on, dtype = self.autocast
-            if is_on or torch.is_autocast_enabled(self.device.type):
+            if is_on or torch.is_autocast_enabled(self.call.device.type):
                 stack.enter_context(
-                    torch.autocast(self.device.type, dtype, enabled=is_on, cache_enabled=True)
+                    torch.autocast(self.call.device.type, dtype, enabled=is_on, cache_enabled=True)
                 )
             looks = closed_over is not None
             # What the first step does not draw, others draw from torch's generators.
@@ -236,21 +232,9 @@ class Run:
 
     def for_trial(self, steps: int) -> Run:
         """The same step for the first steps, with noise of its own, from which it draws."""
-        return dataclasses.replace(
-            self,
-            noise=Noise.for_trial(),
-            draws=True,
-            seq_len=steps,
-            chunk_size=steps,
-            returns_sequence=True,
-            last=None,
-            closed_over={},
-            changed_buffers=[],
-            changed_variables=[],
-            befores=[],
-            sums=[],
-            graphs=None,
-        )
+        call = self.call._replace(seq_len=steps, returns_sequence=True, last=None)
+        noise = Noise.for_trial()
+        return Run(call, self.step, self.signature, self.weights, noise, steps, draws=True)
 
     def mark(self, in_python: bool = True) -> Mark:
         """``in_python``: as that of :meth:`random_states`."""
@@ -284,7 +268,7 @@ class Run:
         """Where torch's own generator has moved since, though another one was given."""
         if self.noise.seed.generator is None or not random:
             return []
-        devices = [torch.device("cpu"), self.device]
+        devices = [torch.device("cpu"), self.call.device]
         states = zip(devices, random, self._states_of_torch(), strict=False)
         return [
             device
@@ -313,17 +297,17 @@ class Run:
         return RandomStates(self._states_of_torch(), others)
 
     def _states_of_torch(self) -> tuple[Tensor, ...]:
-        if self.device.type == "cuda":
+        if self.call.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return ()
-            return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+            return torch.get_rng_state(), torch.cuda.get_rng_state(self.call.device)
         return (torch.get_rng_state(),)
 
     def set_random_states(self, states: RandomStates) -> None:
         if states.torch:
             torch.set_rng_state(states.torch[0])
         if len(states.torch) > 1:
-            torch.cuda.set_rng_state(states.torch[1], self.device)
+            torch.cuda.set_rng_state(states.torch[1], self.call.device)
         for state in states.others:
             state.put_back()
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from .chunks import Names
 from .noise import Seed
 from .trees import Leaves
 
 _NO_SEED = Seed()
+
+
+@dataclass(frozen=True)
+class Names:
+    """What errors call the leaves."""
+
+    state: Sequence[str]
+    input: Sequence[str]
 
 
 class Resets(NamedTuple):
@@ -81,3 +90,21 @@ class SequenceCall(NamedTuple):
                 ended = times >= self.lengths.to(leaf.device)
                 made[i] = leaf.masked_fill(ended.view(*ended.shape, *(1,) * (leaf.dim() - 2)), 0)
         return tuple(made)
+
+
+class Values(NamedTuple):
+    """All tensors of a call, by what they are to its steps; a pytree."""
+
+    inputs: Leaves
+    """(seq_len, ...) each."""
+    state: Leaves
+    """Before the first step."""
+    constants: Leaves
+    weights: dict[str, Tensor]
+    """Parameters with gradient, by name."""
+    closed_over: dict[int, Tensor]
+    """By the id of the tensor that the step reads."""
+
+    def leaves(self) -> Leaves:
+        """In the order of the arguments of the autograd function."""
+        return tuple(pytree.tree_leaves(self))

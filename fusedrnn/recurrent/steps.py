@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .chunks import Names
 from .forward import like_rows
 from .runs import FlatStep
-from .sequence_call import Resets, SequenceCall
+from .sequence_call import Names, Resets, SequenceCall
 from .trees import NOTHING, Leaves, Structure, flatten
 
 Call = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -55,10 +54,9 @@ class Step:
                 new_leaves = self._cast_or_refuse(new_leaves, i, old)
         return new_leaves, self._output_leaves(y, state)
 
-    def output_structure(self) -> Structure:
-        """Of the outputs of steps that have run."""
-        assert self.output is not None
-        return self.output
+    def structures(self) -> tuple[str, str, str]:
+        """Of what it gets."""
+        return str(self._state), str(self._input), str(self._constants)
 
     def _cast_or_refuse(self, new: Leaves, i: int, old: Tensor) -> Leaves:
         leaf, device = new[i], old.device.type

@@ -5,20 +5,17 @@ For one cell and inputs with a batch, without lengths and resets.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._graphs import is_alone
-from .calls import Settings, options_of
+from .calls import OneCall, Settings, options_of
 from .compiling import Compiling, Kind, NoProgram
 from .initial_state import initial_state
 from .noise import Seed
 from .trees import Leaves, flatten
-
-if TYPE_CHECKING:
-    from .layers import OneCell
 
 _MOST = 64
 """Kinds of calls that are remembered."""
@@ -36,16 +33,16 @@ class UsualCalls:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def remember(self, one: OneCell, settings: Settings, batch_first: bool) -> None:
+    def remember(self, one: OneCall, settings: Settings, batch_first: bool) -> None:
         """A call that a program has run."""
         call = one.call
         if len(self._known) >= _MOST:
             self._known.clear()
         inputs = _transposed(call.inputs) if batch_first else call.inputs
-        forms = _form(one.input.tree(inputs))[1], _form(one.state.tree(call.state))[1]
+        forms = _form(one.user.input(inputs))[1], _form(one.user.state(call.state))[1]
         key = _key(settings, batch_first, call.returns_sequence, (*inputs, *call.state), forms)
         compiling = one.memory.compiling
-        kind = compiling.kind_of(one.user(), call, options_of(settings))
+        kind = compiling.kind_of(one.user, call, options_of(settings))
         self._known[key] = kind, compiling
 
     def run(
