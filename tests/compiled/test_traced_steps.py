@@ -9,7 +9,8 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn._front.compiled_step import CompiledStep
+from fusedrnn._front.graph import Given
+from fusedrnn.recurrent import compiling
 
 H = 4
 F64 = torch.float64
@@ -116,6 +119,20 @@ def test_a_float_that_is_annealed(traces: list[CompiledStep]) -> None:
         cell.scale = 1.0 - i / 16
         check(rnn, *given())
     assert len(traces) == 2
+
+
+@pytest.mark.parametrize("names", [["cell.w"], ["cell.w", "cell.k"]])
+def test_a_float_that_one_graph_knows(names: list[str]) -> None:
+    """Of a batch of one row, and that of several does not: another value may have a program."""
+    graph: Any = SimpleNamespace(names=["cell.w", "cell.k"], constant_at=[0], programs={})
+    if len(names) == 2:
+        graph.names.pop()
+    one = compiling._OfOneRow(graph, "key", Given((), ()), cast(Any, None))
+    with pytest.raises(compiling.NotCompiled, match="other tensors in a batch of one row"):
+        one.find_program((cast(Any, None), names))
+    assert not graph.programs
+    one.find_program((cast(Any, None), ["cell.v"]))
+    assert graph.programs["key"] == "the step reads other tensors in a batch of one row"
 
 
 def test_attributes_decide(traces: list[CompiledStep]) -> None:
