@@ -149,11 +149,9 @@ class Recipes:
                 for n, side in enumerate(sides):
                     if side.shape[0] != terms:
                         sides[n] = side.narrow(0, recipe.sides[n].first, terms)
-                if len(sides) == 1:
-                    made.append(sides[0])
-                    continue
                 # Side by side in the way in which torch's linear layers have their weights.
-                made.append(torch.cat([side.t() for side in sides]).t())
+                several = len(sides) > 1
+                made.append(torch.cat([s.t() for s in sides]).t() if several else sides[0])
             elif isinstance(recipe, Sum):
                 total: Tensor | None = None
                 for term in recipe.terms:
