@@ -236,14 +236,14 @@ class Compiling:
 
     def _program_of_many(
         self, user: User, call: SequenceCall, options: Options, step: CompiledStep
-    ) -> tuple[Program, list[str]] | str:
-        """The program of a batch of several rows, and the names of its constants."""
+    ) -> Planned | str:
+        """The program of a batch of several rows, or why there is none."""
         refusal: Any = _refusal()
         seen = self._seen(call, 2)
         try:
             step(_Planning(user, call, options, step, seen, False, True), *user.arguments(*seen))
         except _Found as found:
-            return found.planned.program, found.planned.graph.names
+            return found.planned
         except refusal as error:
             reason: str = error.args[0]
             return reason
@@ -355,38 +355,43 @@ class _Found(Exception):
 class _OfOneRow(Exception):
     """A graph of one row, whose program is not yet known: that of several rows, or none."""
 
-    def __init__(self, graph: StepGraph, key: Any, given: Given, call: SequenceCall) -> None:
-        self._graph, self._key, self._given, self._call = graph, key, given, call
+    def __init__(self, graph: StepGraph, kinds: Sequence[Given], call: SequenceCall) -> None:
+        """
+        Args:
+            kinds: What the step gets, with floats as tensors, and then with floats as numbers.
+        """
+        self._graph, self._kinds, self._call = graph, kinds, call
 
-    def find_program(self, many: tuple[Program, list[str]] | str) -> None:
+    def find_program(self, many: Planned | str) -> None:
         """
         Raises:
             NotCompiled: There is none for now.
         """
-        found = self._of(many)
+        given, found = (self._kinds[0], many) if isinstance(many, str) else self._of(many)
         if isinstance(found, ForNow):
             raise NotCompiled(found)
-        self._graph.programs[self._key] = found
+        self._graph.programs["one row", given.numbers] = found
 
-    def _of(self, many: tuple[Program, list[str]] | str) -> Program | str:
-        if isinstance(many, str):
-            return many
+    def _of(self, many: Planned) -> tuple[Given, Program | str]:
         from .._compile.first_use import computes_the_same
 
-        program, names = many
-        if self._graph.names != names:
+        graph, call, program = self._graph, self._call, many.program
+        # The program may know the values that floats have for now.
+        names = many.graph.names[: len(many.given.constants)]
+        kinds = [given for given in self._kinds if graph.names[: len(given.constants)] == names]
+        if not kinds:
+            tensors = graph.names[: len(graph.constant_at)]
+            is_other = tensors != many.graph.names[: len(many.graph.constant_at)]
             other = "the step reads other tensors in a batch of one row"
-            # Of a float, one of both graphs may know the value that it has for now.
-            constants = len(self._graph.constant_at)
-            return ForNow(other) if self._graph.names[:constants] == names[:constants] else other
-        call, given = self._call, self._given
-        inputs = call.within_ends()
+            return self._kinds[0], other if is_other else ForNow(other)
+        given, inputs = kinds[0], call.within_ends()
         is_same, is_lasting = made_or_reason(
-            lambda: computes_the_same(program, self._graph, given, inputs, call.state)
+            lambda: computes_the_same(program, graph, given, inputs, call.state)
         )
         if isinstance(is_same, str) and not is_lasting:
-            return ForNow(is_same)
-        return program if is_same is True else "the step does something else in a batch of one row"
+            return given, ForNow(is_same)
+        other = "the step does something else in a batch of one row"
+        return given, program if is_same is True else other
 
 
 class _Running:
@@ -462,18 +467,22 @@ class _Running:
         call = self.call
         if call.rows != 1 or self._is_many:
             return program_of(graph, args, call, self._asks)
-        given = graph.given(args, graph.has_floats)
-        key = "one row", given.numbers
-        found = graph.programs.get(key)
-        if found is None:
-            if len(graph.programs) >= MOST_NUMBERS:
-                return CHANGING, given
-            found, is_lasting = made_or_reason(lambda: self._asks(graph, given))
-            if not found:
-                raise _OfOneRow(graph, key, given, call)
-            if is_lasting:
-                graph.programs[key] = found
-        return found, given
+        kinds = [graph.given(args, True)]
+        if graph.has_floats:
+            kinds.append(graph.given(args, False))
+        for given in kinds:
+            found = graph.programs.get(("one row", given.numbers))
+            if found is not None:
+                return found, given
+        given = kinds[0]
+        if len(graph.programs) >= MOST_NUMBERS:
+            return CHANGING, given
+        why, is_lasting = made_or_reason(lambda: self._asks(graph, given))
+        if not why:
+            raise _OfOneRow(graph, kinds, call)
+        if is_lasting:
+            graph.programs["one row", given.numbers] = why
+        return why, given
 
     def _asks(self, graph: StepGraph, given: Given) -> str:
         """Says that the user's step does not compute what its graph does; or nothing."""

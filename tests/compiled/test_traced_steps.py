@@ -9,8 +9,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn._front.compiled_step import CompiledStep
-from fusedrnn._front.graph import Given
-from fusedrnn.recurrent import compiling
 
 H = 4
 F64 = torch.float64
@@ -121,18 +118,20 @@ def test_a_float_that_is_annealed(traces: list[CompiledStep]) -> None:
     assert len(traces) == 2
 
 
-@pytest.mark.parametrize("names", [["cell.w"], ["cell.w", "cell.k"]])
-def test_a_float_that_one_graph_knows(names: list[str]) -> None:
-    """Of a batch of one row, and that of several does not: another value may have a program."""
-    graph: Any = SimpleNamespace(names=["cell.w", "cell.k"], constant_at=[0], programs={})
-    if len(names) == 2:
-        graph.names.pop()
-    one = compiling._OfOneRow(graph, "key", Given((), ()), cast(Any, None))
-    with pytest.raises(compiling.NotCompiled, match="other tensors in a batch of one row"):
-        one.find_program((cast(Any, None), names))
-    assert not graph.programs
-    one.find_program((cast(Any, None), ["cell.v"]))
-    assert graph.programs["key"] == "the step reads other tensors in a batch of one row"
+@pytest.mark.parametrize("function", [torch.mul, nn.functional.leaky_relu])
+def test_a_float_that_is_annealed_in_a_batch_of_one_row(function: Callable[..., Tensor]) -> None:
+    """As in larger batches: a program has it as an input, or is one for each value."""
+
+    class Annealed(Scaled):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return function(super().forward(x, h), self.slope)
+
+    cell: Any = Annealed()
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    for rows, cell.slope in ((2, 0.5), (2, 0.6), (1, 0.5), (1, 0.7), (2, 0.8), (1, 0.9), (1, 0.5)):
+        x, h = torch.randn(3, rows, H, dtype=F64), torch.randn(rows, H, dtype=F64)
+        with interpreted():
+            torch.testing.assert_close(rnn(x, h), loop(cell, x, h))
 
 
 def test_attributes_decide(traces: list[CompiledStep]) -> None:
