@@ -18,7 +18,7 @@ def users_classes(modules: Iterable[nn.Module]) -> dict[type, None]:
         kind: None
         for own in dict.fromkeys(map(type, modules))
         for kind in own.__mro__
-        if kind.__module__.partition(".")[0] not in _OTHERS
+        if str(kind.__module__).partition(".")[0] not in _OTHERS
     }
 
 

@@ -96,12 +96,11 @@ def held_by(step: Any) -> Held:
 
 
 def _is_of_torch(function: FunctionType) -> bool:
-    name: str = function.__globals__.get("__name__") or ""
-    return name.split(".")[0] == "torch"
+    return str(function.__globals__.get("__name__")).split(".")[0] == "torch"
 
 
 def _is_of_user(kind: type) -> bool:
-    return kind.__module__.split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
+    return str(kind.__module__).split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
 
 
 def _hidden_in(module: nn.Module) -> list[Any]:

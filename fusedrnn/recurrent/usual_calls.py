@@ -36,8 +36,9 @@ class UsualCalls:
     def remember(self, one: OneCall, settings: Settings, batch_first: bool) -> None:
         """A call that a program has run."""
         call = one.call
-        if len(self._known) >= _MOST:
-            self._known.clear()
+        cells = [kind.user.step for kind, _ in self._known.values()]
+        if len(cells) >= _MOST or one.user.step is not (cells or [one.user.step])[0]:
+            self._known.clear()  # not to keep a cell that another has replaced
         inputs = _transposed(call.inputs) if batch_first else call.inputs
         forms = _form(one.user.input(inputs))[1], _form(one.user.state(call.state))[1]
         key = _key(settings, batch_first, call.returns_sequence, (*inputs, *call.state), forms)
@@ -102,6 +103,6 @@ def _key(
     forms: tuple[Any, Any],
 ) -> Any:
     """All that checks look at."""
-    kinds = [(t.shape, t.dtype, t.device, t.layout) for t in leaves]
+    kinds = [(type(t), t.shape, t.dtype, t.device, t.layout) for t in leaves]
     keeps_sums = not settings.recompute and torch.is_grad_enabled()
     return settings, keeps_sums, batch_first, returns_sequence, forms, tuple(kinds)

@@ -203,7 +203,7 @@ class Variables:
             )
             for module in modules
             if not isinstance(module, _WITHOUT_VARIABLES)
-            and not type(module).__module__.startswith(("fusedrnn.", "torch._dynamo"))
+            and not str(type(module).__module__).startswith(("fusedrnn.", "torch._dynamo"))
         ]
         found += [
             Namespace(f"the attribute {{!r}} of a {type(one).__name__}", vars(one))

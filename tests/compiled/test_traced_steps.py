@@ -134,6 +134,70 @@ def test_a_float_that_is_annealed_in_a_batch_of_one_row(function: Callable[..., 
             torch.testing.assert_close(rnn(x, h), loop(cell, x, h))
 
 
+class Doubled(Tensor):
+    """Whose products are twice as large."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return 2 * made if function is nn.functional.linear else made
+
+
+class Keyed(Scaled):
+    def forward(self, x: Any, h: Tensor) -> Tensor:
+        return super().forward(x["x"], h)
+
+
+def test_a_class_of_tensors_after_plain_ones() -> None:
+    """It is no call like one before."""
+    rnn, h = fusedrnn.Recurrent(Keyed()), torch.zeros(2, H, dtype=F64)
+    plain = torch.randn(3, 2, H, dtype=F64)
+    own: Any = plain.as_subclass(Doubled)  # type: ignore[arg-type]
+    with interpreted():
+        expected = rnn({"x": own}, h)[0]
+        for _ in range(2):
+            rnn({"x": plain}, h)
+        found = rnn({"x": own}, h)[0]
+    assert type(found) is Doubled
+    torch.testing.assert_close(found, expected)
+
+
+def test_replaced_cells_are_freed() -> None:
+    rnn, cells = fusedrnn.Recurrent(Scaled(), compile="require"), list[Any]()
+    with interpreted():
+        for rows in range(2, 6):
+            rnn.cell = Scaled()
+            cells.append(weakref.ref(rnn.cell))
+            rnn(torch.randn(3, rows, H, dtype=F64), torch.zeros(rows, H, dtype=F64))
+    gc.collect()
+    assert [cell() is not None for cell in cells] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("compile", ["auto", "never"])
+@pytest.mark.parametrize("module", [None, 7])
+def test_classes_of_no_module(module: Any, compile: str) -> None:
+    """As code that is run by exec() may define them."""
+    there: dict[str, Any] = {"nn": nn, "__name__": module}
+    exec("class Sum(nn.Module):\n  def forward(self, x, h): return x + h", there)
+    x, h = torch.randn(3, 2, H, dtype=F64), torch.zeros(2, H, dtype=F64)
+    with interpreted():
+        output, _ = fusedrnn.Recurrent(there["Sum"](), compile=compile)(x, h)
+    torch.testing.assert_close(output, x.cumsum(0))
+
+
+def test_warnings_name_lines_of_no_module() -> None:
+    """As of code that is run by exec()."""
+    rnn, h = fusedrnn.Recurrent(Scaled(), compile="require"), torch.zeros(2, H, dtype=F64)
+    x = torch.randn(3, 2, H, dtype=F64, requires_grad=True)
+    there = {"torch": torch, "x": x, "of": lambda x: rnn(x, h)[0].square().sum()}
+    code = compile("\n\ntorch.autograd.grad(of(x), x, create_graph=True)", "<cell>", "exec")
+    with interpreted(), pytest.warns(UserWarning, match="plain loop") as said:
+        exec(code, there)
+    assert [(warning.filename, warning.lineno) for warning in said] == [("<cell>", 3)]
+
+
 def test_attributes_decide(traces: list[CompiledStep]) -> None:
     cell = new_class()()
     rnn = fusedrnn.Recurrent(cell, compile="require")
@@ -350,7 +414,7 @@ class Free(nn.Module):
         return torch.tanh(self.linear(h))
 
 
-@pytest.mark.parametrize("compile", ["require", "never"])
+@pytest.mark.parametrize("compile", ["auto", "never"])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_without_an_input(compile: str, batch_first: bool) -> None:
     rnn = fusedrnn.Recurrent(Free(), batch_first=batch_first, compile=compile)
