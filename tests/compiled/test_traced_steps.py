@@ -414,7 +414,7 @@ class Free(nn.Module):
         return torch.tanh(self.linear(h))
 
 
-@pytest.mark.parametrize("compile", ["auto", "never"])
+@pytest.mark.parametrize("compile", ["require", "never"])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_without_an_input(compile: str, batch_first: bool) -> None:
     rnn = fusedrnn.Recurrent(Free(), batch_first=batch_first, compile=compile)
