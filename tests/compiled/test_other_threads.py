@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import compiling, layers, programs
+from fusedrnn.recurrent import calls, compiling, programs
 
 T, B, H = 5, 3, 6
 
@@ -239,7 +239,7 @@ def test_calls_beside_a_first_use() -> None:
         return look
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "take", None)
+        patch.setattr(calls.InPython, "take", None)
         with looked_at(rnn.cell, calling, calling):
             for other in (Other, Cell):
                 made = fusedrnn.Recurrent(other().eval(), compile="require")(x, STATE)[0]
