@@ -3,10 +3,11 @@
 This is what the first training step takes beyond the second one: once with an empty cache, so that
 g++ or nvcc builds the library, and on the CPU also with what that has left there, the median of
 five processes. Each process has trained a layer of torch before, so what torch loads at its first
-backward does not count; tracing, derivation and trials do, with all that they import, and torch's
-compiler too, whose import is measured apart, since much else imports it first. The package's
-files are compiled, as pip does it when it installs them. Python collects no garbage meanwhile, as
-in timeit: it would go through all objects of torch, in whichever step its time has come.
+backward does not count; tracing, derivation and trials do, with all that they import. On a CPU the
+import of torch's compiler counts too; it is measured apart, since much else imports it first. The
+package's files are compiled, as pip does it when it installs them. Python collects no garbage
+meanwhile, as in timeit: it would go through all objects of torch, in whichever step its time has
+come.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ def first_uses(case: Case, size: Size) -> dict[str, Row]:
         if "seconds" in rows[BUILT]:
             found = [_first_use(CACHED, case, size, cache, end) for _ in range(CACHED_TIMES)]
             rows[CACHED] = _median(found)
+    for row in rows.values():
+        if "seconds" in row:
+            row |= {"seconds": row["seconds"] + _import_s(), "import_s": _import_s()}
     return rows
 
 
@@ -98,10 +102,7 @@ def _first_use(name: str, case: Case, size: Size, cache: str, end: float) -> Row
     device = "cuda" if name == BY_NVCC else "cpu"
     job = {"cell": case.name, "size": sizes, "cache": cache, "device": device}
     missing = {"missing": "there was no time for it"}
-    row = measure_apart(__name__, job, [name], end=end, stall_s=STALL_S).get(name, missing)
-    if "seconds" in row:
-        row |= {"seconds": row["seconds"] + _import_s(), "import_s": _import_s()}
-    return row
+    return measure_apart(__name__, job, [name], end=end, stall_s=STALL_S).get(name, missing)
 
 
 def _median(rows: Sequence[Row]) -> Row:
@@ -173,7 +174,11 @@ def table(first: dict[str, dict[str, Row]], size: Size) -> Table:
         for cell, rows in first.items()
     ]
     title = f"Seconds that a first use takes in a process, T={SEQ_LEN} B={size.batch}"
-    title += f" width={size.width}, {_import_s():.2f} of them the import of torch's compiler"
+    title += f" width={size.width}"
+    if imports := {
+        row["import_s"] for of in first.values() for row in of.values() if "import_s" in row
+    }:
+        title += f", {imports.pop():.2f} of them the import of torch's compiler"
     if BY_NVCC in names:
         title += ", many processes at the same time"
     return Table(title, ["a compiled cell", *names], rows)
