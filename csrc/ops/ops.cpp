@@ -3,7 +3,7 @@
 
 #include "../program/stage.h"
 #include "cpu_backend.h"
-#include "program_ops.h"
+#include "program_call.h"
 #include "with_team.h"
 
 namespace fusedrnn {
@@ -50,13 +50,15 @@ extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_abi() {
   return fusedrnn::program::kAbi;
 }
 
-// Adds a program: what Program.numbers() of fusedrnn/_compile/program.py gives, the function of the
-// library of its stages, and their type as in Programs::add.  Returns its number.
-extern "C" __attribute__((visibility("default"))) int64_t
-fusedrnn_add_program(const int64_t* numbers, int64_t count, fusedrnn::program::StageFunction stages,
-                     int64_t dtype, char* error, int64_t error_size) {
+// Adds a program: what Program.numbers() of fusedrnn/_compile/program.py gives, the numbers that
+// StepConstants::read() of step_constants.h reads, or a null pointer; the function of the library
+// of its stages, and their type as in Programs::add.  Returns its number.
+extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_program(
+    const int64_t* numbers, int64_t count, const int64_t* constants, int64_t constants_count,
+    fusedrnn::program::StageFunction stages, int64_t dtype, char* error, int64_t error_size) {
   return fusedrnn::with_error(error, error_size, [&] {
-    return fusedrnn::Programs::all().add(numbers, count, {stages, nullptr}, dtype);
+    return fusedrnn::Programs::all().add(numbers, count, constants, constants_count,
+                                         {stages, nullptr}, dtype);
   });
 }
 

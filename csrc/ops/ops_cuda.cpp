@@ -5,7 +5,7 @@
 #include "cuda_device.h"
 #include "gpu_backend.h"
 #include "ops.h"
-#include "program_ops.h"
+#include "program_call.h"
 
 namespace fusedrnn {
 namespace {
@@ -55,10 +55,11 @@ fusedrnn_most_blocks(const fusedrnn::cuda::PersistentKernel* kernel) {
 
 // As fusedrnn_add_program() and fusedrnn_program_chunk() of ops.cpp, for programs on a GPU.
 extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_gpu_program(
-    const int64_t* numbers, int64_t count, fusedrnn::program::StageLaunch stages, int64_t dtype,
-    char* error, int64_t error_size) {
+    const int64_t* numbers, int64_t count, const int64_t* constants, int64_t constants_count,
+    fusedrnn::program::StageLaunch stages, int64_t dtype, char* error, int64_t error_size) {
   return fusedrnn::with_error(error, error_size, [&] {
-    return fusedrnn::Programs::all().add(numbers, count, {nullptr, stages}, dtype);
+    return fusedrnn::Programs::all().add(numbers, count, constants, constants_count,
+                                         {nullptr, stages}, dtype);
   });
 }
 

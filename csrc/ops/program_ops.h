@@ -190,17 +190,6 @@ constexpr const char* kProgramBackwardSchema =
     "Tensor(c!)[] grad_weights, Tensor(d!)[] grad_vectors, Tensor(e!)[] grad_reset_to) -> ()";
 #undef FUSEDRNN_PROGRAM_SCHEMA
 
-template <class Library>
-void define_program_operators(Library& m) {
-  m.def(kProgramForwardSchema);
-  m.def(kProgramBackwardSchema);
-}
-template <class Platform, class Library>
-void implement_program_operators(Library& m) {
-  m.impl("program_forward", TORCH_BOX(&program_forward_operator<Platform>));
-  m.impl("program_backward", TORCH_BOX(&program_backward_operator<Platform>));
-}
-
 // What Python calls through ctypes.  They return less than 0 after an error, whose text is then in
 // `error`.
 template <class F>

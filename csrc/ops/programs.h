@@ -10,6 +10,7 @@
 #include "../program/flow.h"
 #include "../program/numbers.h"
 #include "stable.h"
+#include "step_constants.h"
 
 namespace fusedrnn {
 
@@ -24,6 +25,15 @@ struct KnownProgram {
       : program(std::move(read)), flow(program), stages(stages), dtype(dtype) {}
   KnownProgram(const KnownProgram&) = delete;
   KnownProgram& operator=(const KnownProgram&) = delete;
+
+  const StepConstants& step_constants() const {
+    FUSEDRNN_CHECK(constants_ != nullptr, "nobody has said how this program's weights are made");
+    return *constants_;
+  }
+
+ private:
+  friend class Programs;
+  std::unique_ptr<const StepConstants> constants_;
 };
 
 // Each library of the package has its own programs: those of the operators for the CPU are counted
@@ -38,11 +48,17 @@ class Programs {
     return programs;
   }
 
-  int64_t add(const int64_t* numbers, int64_t count, const program::Stages& stages, int64_t dtype) {
+  // constants: how weights and vectors are made of those of a step, or nothing.
+  int64_t add(const int64_t* numbers, int64_t count, const int64_t* constants,
+              int64_t constants_count, const program::Stages& stages, int64_t dtype) {
     FUSEDRNN_CHECK(stages.run != nullptr || stages.launch != nullptr,
                    "a program needs the function of its stages");
-    auto known = std::make_unique<const KnownProgram>(program::read(numbers, count), stages,
-                                                      dtype_of(dtype));
+    auto known =
+        std::make_unique<KnownProgram>(program::read(numbers, count), stages, dtype_of(dtype));
+    if (constants != nullptr) {
+      known->constants_ = std::make_unique<const StepConstants>(
+          StepConstants::read(constants, constants_count, known->program));
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& programs = programs_of(stages.is_for_gpu());
     programs.push_back(std::move(known));

@@ -30,6 +30,19 @@ class Unread(NamedTuple):
     inputs: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
 
+    def without(self, needs: Sequence[bool], counts: tuple[int, int, int]) -> list[bool]:
+        """Which of a call's tensors get a gradient, of those that need one.
+
+        Args:
+            counts: As :class:`..recurrent.program_call.Call` has them.
+        """
+        found = list(needs)
+        if any(self):
+            places = [*self.inputs, *(counts[0] + j for j in self.state)]
+            for i in (*places, *(sum(counts) + i for i in self.constants)):
+                found[i] = False
+        return found
+
 
 class Made(NamedTuple):
     """What a program was made by."""
@@ -75,6 +88,8 @@ class Program:
     """Of its record; "" if it has none."""
     number: int = -1
     """Of the operators."""
+    makes_weights: bool = False
+    """Whether the operators make its weights of the step's constants."""
     library: Library | None = None
     unread: Unread = field(default_factory=Unread)
     without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)

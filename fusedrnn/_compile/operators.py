@@ -7,9 +7,11 @@ not wanted.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _library
 from .._ops import call_operator
@@ -23,7 +25,12 @@ _FIRST_ON_GPU = 1 << 32
 
 
 def add_program(
-    program: Program, function: int, *, dtype: torch.dtype, is_for_gpu: bool = False
+    program: Program,
+    function: int,
+    *,
+    dtype: torch.dtype,
+    constants: Sequence[int] = (),
+    is_for_gpu: bool = False,
 ) -> int:
     """Makes a program known, and returns its number.
 
@@ -31,6 +38,7 @@ def add_program(
         function: Address of the stages' function, which must stay loaded: fusedrnn_stage, or for a
             GPU fusedrnn_stage_launch.
         dtype: For which the stages are compiled.
+        constants: How weights and vectors are made of those of a step, for :func:`call`.
 
     Raises:
         RuntimeError: The program could not be run.
@@ -40,6 +48,8 @@ def add_program(
         _function("add", is_for_gpu),
         (ctypes.c_int64 * len(numbers))(*numbers),
         ctypes.c_int64(len(numbers)),
+        (ctypes.c_int64 * len(constants))(*constants) if constants else None,
+        ctypes.c_int64(len(constants)),
         ctypes.c_void_p(function),
         ctypes.c_int64(_code(dtype)),
     )
@@ -131,6 +141,38 @@ def backward(*given: Any, **options: Any) -> None:
             for a sequence of states as that.
     """
     call_operator(_library.operators.program_backward, *given, **options)
+
+
+def call(*given: Any) -> list[Tensor]:
+    """A call of a program whose constants are known.
+
+    Args:
+        program: Its number.
+        tensors: Inputs of the step, (seq_len, batch, ...) each, its state, (batch, ...) each, its
+            constants, and vectors that have no constant in them.
+        first_state: The number of inputs.
+        seq_len: Steps.
+        keeps: 0 without a backward, 1 for one that repeats products, 2 for one that does not.
+        chunk, reverse, stream, seed, lengths, reset: As of :func:`forward`.
+        reset_kinds: The same, 0 or 3 each, or an empty list.
+
+    Returns:
+        Sequences, the last state, what :func:`forward` calls ``kept``, and ``saved``.
+    """
+    results: list[Tensor] = call_operator(_library.operators.program_call, *given)
+    return results
+
+
+def call_backward(*given: Any) -> list[Tensor]:
+    """Gradients of the tensors of a call; an empty one for those that are not needed.
+
+    Args: As of :func:`call`, with these in the place of ``keeps``:
+        kept: What that returned without the last state.
+        gradients: Of sequences and of the last state.
+        needs: Which tensors need a gradient.
+    """
+    gradients: list[Tensor] = call_operator(_library.operators.program_call_backward, *given)
+    return gradients
 
 
 def _code(dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from .expressions import Part
 from .graphs import Operations, from_json, to_json
+from .program import numbers_of
 from .recipes import Bias, Columns, Recipes, Weight, cuts_of
 
 
@@ -49,7 +50,8 @@ class Outside:
         self._cuts = cuts_of(vectors)
         self.reads_tables = any(isinstance(one, Table) for one in inputs)
         places = dict(zip(module.graph.find_nodes(op="placeholder"), constants, strict=True))
-        self.recipes = Recipes.of(weights, vectors, places, self._fixed)
+        is_plain = len(set(inputs)) == len(inputs) and not self.reads_tables
+        self._recipes = Recipes.of(weights, vectors, places) if is_plain else None
         self._fits: bool | None = None
         self._held: dict[tuple[str | int, torch.device], Tensor] = {}
         """What :meth:`hold_on` has copied, by name, or by the number of a vector."""
@@ -78,8 +80,6 @@ class Outside:
         Args:
             like: A tensor of the program's dtype on its device, such as a carry.
         """
-        if recipes := self.recipes_for(constants):
-            return recipes.made(constants, like)
         evaluate = self._evaluation(constants, like)
         weights = [self._weight(weight, evaluate) for weight in self._weights]
         vectors = [
@@ -90,11 +90,29 @@ class Outside:
         ]
         return weights, vectors
 
-    def recipes_for(self, constants: Sequence[Tensor]) -> Recipes | None:
-        """How weights and vectors are made of constants, whose shapes never change."""
+    def numbers(self, sequences: Any, states: Any) -> list[int]:
+        """All that csrc/ops/step_constants.h is to know; none if torch is to make the weights.
+
+        Args:
+            sequences, states: Their shapes in one row.
+        """
+        recipes = self._recipes
+        if recipes is None:
+            return []
+        shapes = [list(shape) for shape in sequences], [list(shape) for shape in states]
+        counted = list(self._inputs), *shapes, len(recipes.fixed), recipes.weights, recipes.vectors
+        return list(numbers_of(counted))
+
+    def fit(self, constants: Sequence[Tensor]) -> bool:
+        """Whether weights can be made by what :meth:`numbers` says of constants, whose shapes never
+        change."""
         if self._fits is None:
-            self._fits = self.recipes is not None and self.recipes.fit(constants)
-        return self.recipes if self._fits else None
+            self._fits = self._recipes is not None and self._recipes.fit(constants)
+        return self._fits
+
+    def fixed(self, like: Tensor) -> list[Tensor]:
+        """Vectors that have no constant in them, for :meth:`numbers`."""
+        return [self._fixed(i, like) for i in self._recipes.fixed] if self._recipes else []
 
     def _fixed(self, number: int, like: Tensor) -> Tensor:
         key = number, like.device, like.dtype
@@ -102,7 +120,7 @@ class Outside:
         if found is None:
             vector = self._vectors[number]
             assert isinstance(vector, Columns)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 found = self._columns(number, vector, self._evaluation(None, like))
             self._known_fixed[key] = found
         return found

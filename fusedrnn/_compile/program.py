@@ -113,7 +113,7 @@ class Program(NamedTuple):
 
     def numbers(self) -> list[int]:
         """All of it in the order of the fields, each list preceded by its length."""
-        return list(_numbers(self))
+        return list(numbers_of(self))
 
     @staticmethod
     def of_numbers(numbers: Sequence[int]) -> Program:
@@ -132,7 +132,8 @@ class Program(NamedTuple):
         return found
 
 
-def _numbers(part: object) -> Iterator[int]:
+def numbers_of(part: object) -> Iterator[int]:
+    """All that it consists of, each list after its length."""
     if isinstance(part, int):
         yield int(part)
         return
@@ -140,7 +141,7 @@ def _numbers(part: object) -> Iterator[int]:
         yield len(part)
     parts = part if isinstance(part, list | tuple) else vars(part).values()
     for smaller in parts:
-        yield from _numbers(smaller)
+        yield from numbers_of(smaller)
 
 
 def _read(kind: Any, left: Iterator[int]) -> Any:

@@ -30,12 +30,16 @@ def with_library(
         program.library = build(program.printed.text, device=kind, capability=capability_of(device))
     except CannotBuild as error:
         raise CannotCompile(str(error)) from error
+    outside = program.printed.outside
+    constants = outside.numbers(program.sequence_shapes, program.state_shapes)
     program.number = operators.add_program(
         program.form,
         program.library.function,
         dtype=program.dtype,
+        constants=constants,
         is_for_gpu=kind == "cuda",
     )
-    program.printed.outside.hold_on(device)
+    program.makes_weights = bool(constants)
+    outside.hold_on(device)
     check(program, trial, device)
     return program

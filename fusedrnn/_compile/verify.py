@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _ops
 from ..recurrent.noise import MOST_DRAWS, Draw, Noise, TrialSeed
-from ..recurrent.program_call import Arguments, Call
+from ..recurrent.program_call import Call
 from ..recurrent.program_forward import forward
-from ..recurrent.program_function import Backward
+from ..recurrent.program_function import backward
 from ..recurrent.program_parts import Part
 from ..recurrent.reads import Watch
 from ..recurrent.sequence_call import Names, SequenceCall
@@ -485,10 +485,10 @@ def _by_operators(
         [Part(0, steps)],
         saves_sums=False,
     )
-    arguments = Arguments.of(call, trial.noise.seed, tensors)
-    results = forward(arguments, for_backward=True)
+    seed = trial.noise.seed
+    results = forward(call, seed, tensors, for_backward=True)
     cotangents = [g.to(device, program.dtype) for g in trial.cotangents]
-    found = Backward(arguments, results.for_backward, needs).gradients(cotangents)
+    found = backward(call, seed, tensors, results.for_backward, needs, cotangents)
     leaves = [
         torch.zeros_like(t) if g is None else g
         for t, g, need in zip(tensors, found, needs, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from .noise import Seed
 from .program_parts import Part
 from .sequence_call import SequenceCall
 from .trees import Leaves
+from .whole_call import WholeCall
 
 if TYPE_CHECKING:
     from .._compile.cell import Program
@@ -47,6 +48,30 @@ class Call:
     """In the order of work. If there are several, their sequences are made again in backward."""
     saves_sums: bool
     """Whether forward saves the sums of products, which backward then need not multiply again."""
+    _whole: WholeCall | bool | None = False
+    """False as long as nobody has asked."""
+
+    def whole(self, tensors: Sequence[Tensor]) -> WholeCall | None:
+        """How the operators take it at once; or nothing."""
+        if self._whole is False:
+            self._whole = WholeCall.of(self, tensors)
+        return self._whole  # type: ignore[return-value]
+
+    def of_program(self, program: Program) -> Call:
+        """The same call of another program, for backward."""
+        return replace(self, program=program, _whole=False)
+
+    def kinds_of_resets(self) -> list[int]:
+        """What each carry becomes at a reset; nothing without resets."""
+        resets = self.sequence.resets
+        if resets is None:
+            return []
+        kinds, kind = [KEEP] * self.counts[1], ZERO
+        if resets.has_values:
+            kind = SEQUENCE if resets.is_sequence else STATE
+        for i in resets.leaves:
+            kinds[i] = kind
+        return kinds
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +113,8 @@ class Arguments:
         values = Values.of(call, tensors)
         dtype = values.state[0].dtype
         state = [_flat(leaf, 1, dtype) for leaf in values.state]
-        return cls(call, seed, values, state, *_reset_values(call.sequence, values, dtype))
+        reset_to = _reset_values(call.sequence, values, dtype)
+        return cls(call, seed, values, state, reset_to, call.kinds_of_resets())
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -220,19 +246,13 @@ def _flat(leaf: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
     return leaf if leaf.dim() == dims + 1 else leaf.reshape(*leaf.shape[:dims], -1)
 
 
-def _reset_values(
-    sequence: SequenceCall, values: Values, dtype: torch.dtype
-) -> tuple[list[Tensor], list[int]]:
-    """For each carry what it becomes at a reset, a tensor that may be empty, and its kind."""
-    resets = sequence.resets
+def _reset_values(call: SequenceCall, values: Values, dtype: torch.dtype) -> list[Tensor]:
+    """For each carry what it becomes at a reset, a tensor that may be empty."""
+    resets = call.resets
     if resets is None:
-        return [], []
+        return []
     nothing = torch.empty(0, dtype=dtype, device=values.state[0].device)
-    count = len(values.state)
-    tensors, kinds = [nothing] * count, [KEEP] * count
-    for number, i in enumerate(resets.leaves):
-        kinds[i] = ZERO
-        if resets.has_values:
-            kinds[i] = SEQUENCE if resets.is_sequence else STATE
-            tensors[i] = _flat(values.reset_to[number], 2 if resets.is_sequence else 1, dtype)
-    return tensors, kinds
+    tensors = [nothing] * len(values.state)
+    for value, i in zip(values.reset_to, resets.leaves, strict=False):
+        tensors[i] = _flat(value, 2 if resets.is_sequence else 1, dtype)
+    return tensors

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .noise import Seed
 from .program_call import Arguments, Call, PartCall
 from .program_parts import Part, with_last
 
@@ -38,11 +39,23 @@ class Kept(NamedTuple):
         return cls(tensors[:first], tensors[first:second], tensors[second:])
 
 
-def forward(arguments: Arguments, for_backward: bool) -> Results:
+def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: bool) -> Results:
     """
     Args:
+        tensors: That the function of autograd gets.
         for_backward: Whether to keep what backward needs.
     """
+    if whole := call.whole(tensors):
+        keeps = (2 if call.saves_sums else 1) if for_backward else 0
+        made = whole.forward(call, seed, tensors, keeps)
+        sequences, last = len(call.program.form.sequences), call.counts[1]
+        end = sequences + last
+        kept = [*made[:sequences], *made[end:]] if for_backward else []
+        return Results(_outputs(call, made[:sequences]), made[sequences:end], kept)
+    return _by_parts(Arguments.of(call, seed, tensors), for_backward)
+
+
+def _by_parts(arguments: Arguments, for_backward: bool) -> Results:
     call, outside = arguments.call, arguments.call.program.printed.outside
     like, constants = arguments.state[0], arguments.values.constants
     weights, vectors = outside(constants, like)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,7 @@ def run_program(call: Call, seed: Seed, tensors: Sequence[Tensor]) -> tuple[Leav
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
         made = _Program.apply(call, seed, *tensors)
     else:
-        results = forward(Arguments.of(call, seed, tensors), for_backward=False)
+        results = forward(call, seed, tensors, for_backward=False)
         made = (*results.outputs, *results.last)
     return made[:count], made[count:]
 
@@ -46,7 +45,7 @@ def run_program(call: Call, seed: Seed, tensors: Sequence[Tensor]) -> tuple[Leav
 class _Program(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, seed: Seed, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = forward(Arguments.of(call, seed, tensors), for_backward=True)
+        results = forward(call, seed, tensors, for_backward=True)
         ctx.call, ctx.seed, ctx.count = call, seed, len(tensors)
         ctx.save_for_backward(*tensors, *results.for_backward)
         ctx.set_materialize_grads(False)
@@ -63,15 +62,32 @@ class _Program(torch.autograd.Function):
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
             return None, None, *_by_loop(call, seed, tensors, needs, gradients)
-        arguments = Arguments.of(call, seed, tensors)
-        program = _backward_program(arguments, needs, gradients)
-        if program is None:
-            warn_of_loop("Gradients of some results alone")
-            return None, None, *_by_loop(call, seed, tensors, needs, gradients)
-        if program is not call.program:
-            arguments = replace(arguments, call=replace(call, program=program))
-        found = Backward(arguments, rest, needs)
-        return None, None, *found.gradients(gradients)
+        if None in gradients:
+            program = _program_without_unused(call, tensors, needs, gradients)
+            if program is None:
+                warn_of_loop("Gradients of some results alone")
+                return None, None, *_by_loop(call, seed, tensors, needs, gradients)
+            call = call.of_program(program)
+        return None, None, *backward(call, seed, tensors, rest, needs, gradients)
+
+
+def backward(
+    call: Call,
+    seed: Seed,
+    tensors: Sequence[Tensor],
+    rest: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> Gradients:
+    """Gradients of what the function of autograd got.
+
+    Args:
+        rest: What forward has kept for backward.
+        gradients: Of outputs and of the last state.
+    """
+    if whole := call.whole(tensors):
+        return whole.backward(call, seed, tensors, rest, gradients, needs)
+    return _Backward(Arguments.of(call, seed, tensors), rest, needs).gradients(gradients)
 
 
 def _by_loop(
@@ -101,21 +117,22 @@ def _by_loop(
     return gradients_of([*outputs, *last], gradients, aliases, create_graph=create_graph)
 
 
-def _backward_program(
-    arguments: Arguments, needs: Sequence[bool], gradients: Sequence[Tensor | None]
+def _program_without_unused(
+    call: Call,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
 ) -> Program | None:
-    """The program of forward, or one that takes no derivatives of results without gradients."""
-    call, used = arguments.call, tuple(gradient is not None for gradient in gradients)
-    if all(used):
-        return call.program
+    """One that takes no derivatives of results without gradients."""
+    used = tuple(gradient is not None for gradient in gradients)
     trained = Values.of(call, needs).constants
     inputs, state, _, constants = (
-        tuple([tensor.detach() for tensor in tensors]) for tensors in arguments.values
+        tuple([tensor.detach() for tensor in part]) for part in Values.of(call, tensors)
     )
     return without_unused(call.program, used, constants, trained, inputs, state)
 
 
-class Backward:
+class _Backward:
     """Gradients of one call: part by part from the last one on, and added up."""
 
     def __init__(self, arguments: Arguments, rest: Sequence[Tensor], needs: Sequence[bool]) -> None:
@@ -164,7 +181,7 @@ class Backward:
         )
         kept = self._kept(now)
         of_inputs = [x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs]
-        weights, sums = self._weights.weights, self._weights.memory(not self._sums)
+        weights, sums = self._weights.weights, self._weights.memory()
         of_before = [
             leaf.new_empty(leaf.shape) if need or index else self._nothing
             for leaf, need in zip(arguments.state, self._needs.state, strict=True)
@@ -294,26 +311,14 @@ class _Weights:
     def __init__(self, call: Call, arguments: Arguments, needs: Sequence[bool]) -> None:
         self._outside, self._needs = call.program.printed.outside, needs
         self._like, self._sum_dtype = arguments.state[0], arguments.sum_dtype
-        constants = arguments.values.constants
-        self._constants, self._with_graph = constants, list[Tensor]()
-        self._whole: dict[int, Tensor] = {}
-        self._recipes = self._outside.recipes_for(constants)
-        if self._recipes is not None:
-            self.weights, self.vectors = self._recipes.made(constants, self._like)
-            if self._outside.reads_tables:
-                self._constants = self._leaves()
-            return
-        self._constants = self._leaves()
+        given = zip(arguments.values.constants, needs, strict=True)
+        self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
+        """Leaves of a graph of autograd."""
         with torch.enable_grad():
             weights, vectors = self._outside(self._constants, self._like)
-        self._with_graph = [*weights, *vectors]
+        self._made = [*weights, *vectors]
         self.weights = [weight.detach() for weight in weights]
         self.vectors = [vector.detach() for vector in vectors]
-
-    def _leaves(self) -> list[Tensor]:
-        """The constants as leaves of a graph."""
-        given = zip(self._constants, self._needs, strict=True)
-        return [c.detach().requires_grad_() if need else c for c, need in given]
 
     def inputs(self, own: Sequence[Tensor]) -> list[Tensor]:
         """What the program reads, of a part's own inputs."""
@@ -326,20 +331,10 @@ class _Weights:
             return {}
         return {i: c for i, c in enumerate(self._constants) if self._needs[i]}
 
-    def memory(self, is_first: bool) -> list[Tensor]:
-        """For gradients of weights and vectors; those of a weight lie as the weight does.
-
-        Args:
-            is_first: Whether it is for the first part that comes; others are added to that.
-        """
-        made = [*self.weights, *self.vectors]
-        if self._recipes is not None:
-            memory, whole = self._recipes.memory(made, self._needs, self._sum_dtype)
-            if is_first:
-                self._whole = whole
-            return memory
+    def memory(self) -> list[Tensor]:
+        """For gradients of weights and vectors; those of a weight lie as the weight does."""
         found = []
-        for tensor in self._with_graph:
+        for tensor in self._made:
             if not tensor.requires_grad:
                 found.append(self._like.new_empty(0, dtype=self._sum_dtype))
             elif tensor.dim() == 2:
@@ -351,10 +346,8 @@ class _Weights:
 
     def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
         """Of constants, by their numbers, from those of weights and vectors."""
-        if self._recipes is not None:
-            return self._recipes.through(of_made, self._whole, self._needs, self._constants)
         places = [i for i, need in enumerate(self._needs) if need]
-        found = _through(self._with_graph, of_made, [self._constants[i] for i in places])
+        found = _through(self._made, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}
 
 

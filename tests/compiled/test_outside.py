@@ -98,9 +98,13 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
 def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a record, which is not compared to anything."""
     held: list[torch.device] = []
-    outside = SimpleNamespace(hold_on=held.append)
+    outside = SimpleNamespace(hold_on=held.append, numbers=lambda *_: [])
     program: Any = SimpleNamespace(
-        printed=SimpleNamespace(text="", outside=outside), form=None, dtype=torch.float32
+        printed=SimpleNamespace(text="", outside=outside),
+        form=None,
+        dtype=torch.float32,
+        sequence_shapes=[],
+        state_shapes=[],
     )
     monkeypatch.setattr(ready, "build", lambda *_, **__: SimpleNamespace(function=0))
     monkeypatch.setattr(ready.operators, "add_program", lambda *_, **__: 0)

@@ -19,7 +19,7 @@ int64_t seeded_bug = 0;
 #include "../../csrc/cuda/program_kernels.h"
 #include "../../csrc/ops/gpu_backend.h"
 #include "../../csrc/ops/ops.h"
-#include "../../csrc/ops/program_ops.h"
+#include "../../csrc/ops/program_call.h"
 #include "../../csrc/persistent/backward.h"
 #include "../../csrc/persistent/forward.h"
 
@@ -353,10 +353,11 @@ STABLE_TORCH_LIBRARY_IMPL(fusedrnn_emulated, CompositeExplicitAutograd, m) {
 
 // As fusedrnn_add_program() and fusedrnn_program_chunk() of csrc/ops/ops.cpp.
 extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_gpu_program(
-    const int64_t* numbers, int64_t count, fusedrnn::program::StageLaunch stages, int64_t dtype,
-    char* error, int64_t error_size) {
+    const int64_t* numbers, int64_t count, const int64_t* constants, int64_t constants_count,
+    fusedrnn::program::StageLaunch stages, int64_t dtype, char* error, int64_t error_size) {
   return fusedrnn::with_error(error, error_size, [&] {
-    return fusedrnn::Programs::all().add(numbers, count, {nullptr, stages}, dtype);
+    return fusedrnn::Programs::all().add(numbers, count, constants, constants_count,
+                                         {nullptr, stages}, dtype);
   });
 }
 

@@ -8,7 +8,7 @@
 #define STABLE_TORCH_LIBRARY_IMPL(library, key, m) \
   _STABLE_TORCH_LIBRARY_IMPL(fusedrnn_fake, CPU, m, C10_UID)
 #include "../../csrc/ops/ops_cuda.cpp"
-#include "../../csrc/ops/program_ops.h"
+#include "../../csrc/ops/program_call.h"
 #include "fake.h"
 
 namespace fake {

@@ -1,0 +1,370 @@
+// How a program's weights and vectors are made of the constants of a step, which are mostly the
+// same tensors; and how gradients of the constants are made of theirs.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../base/checked.h"
+#include "../program/program.h"
+#include "tensors.h"
+
+namespace fusedrnn {
+
+// Some columns of a weight, or some numbers of a vector: rows of a constant, or some of its
+// numbers.
+struct Side {
+  static constexpr int64_t kZeros = -1;
+  int64_t constant;  // its number; kZeros; or less: of the call's fixed tensors the last, and so on
+  bool is_transposed;  // whether the constant's transpose has these rows
+  int64_t first, columns;
+};
+// A sum of terms, each of which consists of sides. A weight has one term.
+using Terms = std::vector<std::vector<Side>>;
+
+// What Python says of a program in a list of numbers, each list in it after its length.
+struct StepConstants {
+  std::vector<int64_t> inputs;  // which inputs of the step the program reads
+  std::vector<std::vector<int64_t>> sequence_shapes, state_shapes;  // of a row
+  int64_t fixed = 0;  // how many fixed tensors a call has
+  std::vector<Terms> weights, vectors;
+
+  static StepConstants read(const int64_t* numbers, int64_t count,
+                            const program::Program& program) {
+    Reader from{numbers, numbers + count};
+    StepConstants found;
+    found.inputs = from.numbers();
+    from.list([&] { found.sequence_shapes.push_back(from.numbers()); });
+    from.list([&] { found.state_shapes.push_back(from.numbers()); });
+    found.fixed = from.number();
+    from.list([&] { found.weights.push_back(from.terms()); });
+    from.list([&] { found.vectors.push_back(from.terms()); });
+    FUSEDRNN_CHECK(from.next == from.end, "there are too many numbers for constants");
+    found.check(program);
+    return found;
+  }
+
+ private:
+  struct Reader {
+    const int64_t *next, *end;
+
+    int64_t number() {
+      FUSEDRNN_CHECK(next != end, "there are too few numbers for constants");
+      return *next++;
+    }
+    template <class F>
+    void list(const F& f) {
+      for (int64_t left = number(); left > 0; --left) f();
+    }
+    std::vector<int64_t> numbers() {
+      std::vector<int64_t> found;
+      list([&] { found.push_back(number()); });
+      return found;
+    }
+    Terms terms() {
+      Terms found;
+      list([&] {
+        found.emplace_back();
+        list([&] {
+          const int64_t constant = number();
+          const bool is_transposed = number() != 0;
+          const int64_t first = number();
+          found.back().push_back({constant, is_transposed, first, number()});
+        });
+      });
+      return found;
+    }
+  };
+
+  static void check_shapes(const std::vector<std::vector<int64_t>>& shapes,
+                           const std::vector<int64_t>& widths) {
+    FUSEDRNN_CHECK(shapes.size() == widths.size(), "expected ", widths.size(), " shapes, got ",
+                   shapes.size());
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      int64_t width = 1;
+      for (const int64_t size : shapes[i]) {
+        FUSEDRNN_CHECK(size > 0, "a size must be 1 or more, got ", size);
+        width = times(width, size);
+      }
+      FUSEDRNN_CHECK(width == widths[i], "a shape has ", width, " numbers, its row ", widths[i]);
+    }
+  }
+  void check_terms(const Terms& terms, int64_t width) const {
+    FUSEDRNN_CHECK(!terms.empty(), "a weight or a vector has no terms");
+    for (const std::vector<Side>& sides : terms) {
+      int64_t columns = 0;
+      for (const Side& side : sides) {
+        FUSEDRNN_CHECK(side.columns > 0 && side.first >= 0, "a side has no columns");
+        FUSEDRNN_CHECK(side.constant >= Side::kZeros - fixed, "there is no fixed tensor ",
+                       side.constant);
+        columns = plus(columns, side.columns);
+      }
+      FUSEDRNN_CHECK(columns == width, "sides have ", columns, " columns, and should have ", width);
+    }
+  }
+  void check(const program::Program& program) const {
+    FUSEDRNN_CHECK(inputs.size() == program.inputs.size(), "expected ", program.inputs.size(),
+                   " inputs, got ", inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      FUSEDRNN_CHECK(inputs[i] >= 0, "there is no input ", inputs[i]);
+      FUSEDRNN_CHECK(std::count(inputs.begin(), inputs.end(), inputs[i]) == 1, "input ", inputs[i],
+                     " is read twice");
+    }
+    std::vector<int64_t> widths;
+    for (const program::Carry& carry : program.carries) widths.push_back(carry.width);
+    check_shapes(sequence_shapes, program.sequences);
+    check_shapes(state_shapes, widths);
+    FUSEDRNN_CHECK(fixed >= 0, "there cannot be ", fixed, " fixed tensors");
+    FUSEDRNN_CHECK(
+        int64_t(weights.size()) == program.weights() && vectors.size() == program.vectors.size(),
+        "expected ", program.weights(), " weights and ", program.vectors.size(), " vectors, got ",
+        weights.size(), " and ", vectors.size());
+    for (const program::Product& product : program.products) {
+      const Terms& terms = weights[size_t(product.weight)];
+      check_terms(terms, product.columns);
+      FUSEDRNN_CHECK(terms.size() == 1, "a weight has one term, got ", terms.size());
+      for (const Side& side : terms[0]) {
+        FUSEDRNN_CHECK(side.constant != Side::kZeros, "a weight has no zeros");
+      }
+    }
+    for (size_t i = 0; i < vectors.size(); ++i) check_terms(vectors[i], program.vectors[i]);
+  }
+};
+
+// Weights and vectors of one call.
+class MadeOfConstants {
+ public:
+  // constants: those of the step, and then the fixed tensors.
+  MadeOfConstants(const program::Program& program, const StepConstants& known, ScalarType dtype,
+                  const Tensor* constants, size_t count)
+      : known_(known), dtype_(dtype) {
+    FUSEDRNN_CHECK(int64_t(count) >= known.fixed, "expected ", known.fixed,
+                   " fixed tensors behind the constants of the step, got ", count);
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor& constant = constants[i];
+      constants_.push_back(constant.scalar_type() == dtype ? constant
+                                                           : torch::stable::to(constant, dtype));
+    }
+    terms_.assign(known.weights.size(), 0);
+    for (const program::Product& p : program.products) terms_[size_t(p.weight)] = p.terms;
+    for (size_t i = 0; i < known.weights.size(); ++i) {
+      weights.push_back(weight(known.weights[i][0], terms_[i]));
+    }
+    for (const Terms& terms : known.vectors) vectors.push_back(vector(terms));
+  }
+
+  std::vector<Tensor> weights, vectors;
+
+  // The number of a side's constant among those of the call, or less than 0 for zeros.
+  int64_t number_of(const Side& side) const {
+    if (side.constant >= Side::kZeros) return side.constant;
+    return int64_t(constants_.size()) + 1 + side.constant;
+  }
+  int64_t terms_of(size_t weight) const { return terms_[weight]; }
+
+ private:
+  const Tensor& constant(const Side& side) const {
+    const int64_t i = number_of(side);
+    FUSEDRNN_CHECK(i >= 0 && i < int64_t(constants_.size()), "there is no constant ", i);
+    return constants_[size_t(i)];
+  }
+  // (terms, columns), of the constant itself.
+  Tensor rows(const Side& side, int64_t terms) const {
+    const Tensor& own = constant(side);
+    const int64_t row = side.is_transposed ? 1 : 0;
+    FUSEDRNN_CHECK(
+        own.dim() == 2 && own.size(1 - row) == side.columns && own.size(row) - terms >= side.first,
+        "a weight cannot be made of ", shape_text(own.sizes()));
+    const int64_t stride = own.stride(row);
+    return view(own, {terms, side.columns}, {stride, own.stride(1 - row)}, side.first * stride);
+  }
+  Tensor weight(const std::vector<Side>& sides, int64_t terms) const {
+    if (sides.size() == 1) return rows(sides[0], terms);
+    // Side by side in the way in which torch's linear layers have their weights.
+    int64_t columns = 0;
+    for (const Side& side : sides) columns += side.columns;
+    const Tensor whole = allocate(constant(sides[0]), {columns, terms}, dtype_, "a weight");
+    int64_t place = 0;
+    for (const Side& side : sides) {
+      Tensor part = view(whole, {terms, side.columns}, {1, terms}, place * terms);
+      torch::stable::copy_(part, rows(side, terms));
+      place += side.columns;
+    }
+    return view(whole, {terms, columns}, {1, terms});
+  }
+  Tensor numbers(const Side& side) const {
+    const Tensor& own = constant(side);
+    FUSEDRNN_CHECK(own.dim() == 1 && own.size(0) - side.columns >= side.first,
+                   "a vector cannot be made of ", shape_text(own.sizes()));
+    return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
+  }
+  Tensor term(const std::vector<Side>& sides) const {
+    if (sides.size() == 1 && sides[0].constant != Side::kZeros) return numbers(sides[0]);
+    int64_t width = 0, place = 0;
+    for (const Side& side : sides) width += side.columns;
+    const Tensor whole = allocate(constants_[0], {width}, dtype_, "a vector", /*zeros=*/true);
+    for (const Side& side : sides) {
+      if (side.constant != Side::kZeros) {
+        Tensor part = view(whole, {side.columns}, {1}, place);
+        torch::stable::copy_(part, numbers(side));
+      }
+      place += side.columns;
+    }
+    return whole;
+  }
+  Tensor vector(const Terms& terms) const {
+    Tensor total = term(terms[0]);
+    for (size_t i = 1; i < terms.size(); ++i) {
+      total = torch::stable::subtract(total, term(terms[i]), -1);
+    }
+    return total;
+  }
+
+  const StepConstants& known_;
+  const ScalarType dtype_;
+  std::vector<Tensor> constants_;
+  std::vector<int64_t> terms_;
+};
+
+// Memory for gradients of weights and vectors, and those of constants that come of them.
+class GradientsOfConstants {
+ public:
+  // needs: whether a constant gets a gradient, by its number.
+  // none: stands for no gradient.
+  template <class Needs>
+  GradientsOfConstants(const StepConstants& known, const MadeOfConstants& made,
+                       const Tensor* constants, size_t count, const Needs& needs, ScalarType dtype,
+                       const Tensor& none)
+      : constants_(constants), none_(none), uses_(count) {
+    const auto note = [&](const Terms& terms, size_t made_of, bool is_weight) {
+      bool is_needed = false;
+      for (size_t term = 0; term < terms.size(); ++term) {
+        int64_t place = 0;
+        for (const Side& side : terms[term]) {
+          const int64_t i = made.number_of(side);
+          if (i >= 0 && needs(size_t(i))) {
+            is_needed = true;
+            uses_[size_t(i)].push_back({side, made_of, is_weight, place, term > 0,
+                                        terms.size() == 1 && terms[0].size() == 1});
+          }
+          place += side.columns;
+        }
+      }
+      return is_needed;
+    };
+    std::vector<bool> needed;
+    for (size_t i = 0; i < known.weights.size(); ++i) {
+      const bool is_needed = note(known.weights[i], i, true);
+      const Tensor& weight = made.weights[i];
+      const int64_t terms = weight.size(0), columns = weight.size(1);
+      // As the weight lies.
+      weights.push_back(
+          is_needed ? view(allocate(weight, {columns, terms}, dtype, "a gradient of a weight"),
+                           {terms, columns}, {1, terms})
+                    : none);
+    }
+    for (size_t i = 0; i < known.vectors.size(); ++i) {
+      needed.push_back(note(known.vectors[i], i, false));
+    }
+    vectors.assign(known.vectors.size(), none);
+    wholes_.resize(count);
+    for (size_t i = 0; i < count; ++i) make_whole(i, dtype);
+    for (size_t i = 0; i < known.vectors.size(); ++i) {
+      if (!needed[i] || vectors[i].get() != none.get()) continue;
+      const Tensor& vector = made.vectors[i];
+      vectors[i] = allocate(vector, {vector.size(0)}, dtype, "a gradient of a vector");
+    }
+  }
+
+  // Memory that the program writes.
+  std::vector<Tensor> weights, vectors;
+
+  // The gradient of a constant, in its own type; `none` if it has no part in the program.
+  Tensor of(size_t i) const {
+    const std::vector<Use>& uses = uses_[i];
+    if (uses.empty()) return none_;
+    const Tensor& constant = constants_[i];
+    Tensor found = wholes_[i] ? *wholes_[i] : sum(i);
+    return found.scalar_type() == constant.scalar_type()
+               ? found
+               : torch::stable::to(found, constant.scalar_type());
+  }
+
+ private:
+  struct Use {
+    Side side;
+    size_t made_of;  // which weight or vector
+    bool is_weight;
+    int64_t place;   // its first column there
+    bool is_shared;  // whether an earlier term has the same gradient
+    bool is_all;     // whether the weight or vector consists of it alone
+  };
+
+  // A constant that vectors are parts of, as gains of several gates are, gets its gradient in one
+  // piece.
+  void make_whole(size_t i, ScalarType dtype) {
+    const std::vector<Use>& uses = uses_[i];
+    if (uses.size() < 2) return;
+    std::vector<std::pair<int64_t, int64_t>> parts;
+    for (const Use& use : uses) {
+      if (use.is_weight || !use.is_all) return;
+      parts.emplace_back(use.side.first, use.side.columns);
+    }
+    std::sort(parts.begin(), parts.end());
+    int64_t end = 0;
+    for (const auto& [first, columns] : parts) {
+      if (first != end) return;
+      end += columns;
+    }
+    if (end != constants_[i].size(0)) return;
+    wholes_[i] = allocate(constants_[i], {end}, dtype, "a gradient of a constant");
+    for (const Use& use : uses) {
+      vectors[use.made_of] = view(*wholes_[i], {use.side.columns}, {1}, use.side.first);
+    }
+  }
+
+  // A use's part of the gradient, which lies as the constant does: (rows or numbers, columns).
+  Tensor part(const Use& use) const {
+    const Side& side = use.side;
+    if (!use.is_weight) return view(vectors[use.made_of], {side.columns}, {1}, use.place);
+    const Tensor& gradient = weights[use.made_of];
+    const int64_t terms = gradient.size(0), first = use.place * terms;
+    if (side.is_transposed) return view(gradient, {side.columns, terms}, {terms, 1}, first);
+    return view(gradient, {terms, side.columns}, {1, terms}, first);
+  }
+  Tensor sum(size_t i) const {
+    const std::vector<Use>& uses = uses_[i];
+    const Tensor& constant = constants_[i];
+    if (uses.size() == 1) {
+      const Tensor only = part(uses[0]);
+      if (std::equal(only.sizes().begin(), only.sizes().end(), constant.sizes().begin())) {
+        return uses[0].is_shared ? torch::stable::clone(only) : only;
+      }
+    }
+    std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
+    const ScalarType dtype = part(uses[0]).scalar_type();
+    Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
+    std::vector<std::pair<int64_t, int64_t>> written;
+    for (const Use& use : uses) {
+      const Tensor own = part(use);
+      const int64_t dim = use.is_weight && use.side.is_transposed ? 1 : 0;
+      const int64_t first = use.side.first, end = first + own.size(dim);
+      Tensor place = torch::stable::narrow(total, dim, first, own.size(dim));
+      const bool is_new = std::none_of(written.begin(), written.end(), [&](const auto& other) {
+        return other.first < end && first < other.second;
+      });
+      torch::stable::copy_(place, is_new ? own : torch::stable::subtract(place, own, -1));
+      written.emplace_back(first, end);
+    }
+    return total;
+  }
+
+  const Tensor* constants_;
+  const Tensor none_;
+  std::vector<std::vector<Use>> uses_;
+  std::vector<std::optional<Tensor>> wholes_;
+};
+
+}  // namespace fusedrnn

@@ -1,0 +1,114 @@
+"""A call whose weights the operators make of the step's constants, and that they run at once.
+
+Other calls are those that are run in parts, read rows of a table, or set states to values at
+resets, and whose program computes something of the constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from .. import _compile
+from .program_parts import gradient_in
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+    from .noise import Seed
+    from .program_call import Call
+
+
+class WholeCall(NamedTuple):
+    """What the operators get besides the call's tensors and its seed."""
+
+    fixed: list[Tensor]
+    """What comes behind the tensors of the call."""
+    options: tuple[Any, ...]
+    """Steps of a chunk, whether the steps are taken backwards, and the first stream of draws."""
+    masks: tuple[Any, ...]
+    """Lengths, resets, and what becomes of each carry at these."""
+    nothing: Tensor
+    """Stands for a gradient that there is not."""
+
+    @staticmethod
+    def of(call: Call, tensors: Sequence[Tensor]) -> WholeCall | None:
+        program, sequence = call.program, call.sequence
+        outside, resets = program.printed.outside, sequence.resets
+        if not (call.is_whole and program.makes_weights) or (resets and resets.has_values):
+            return None
+        state = tensors[call.counts[0]]
+        if not outside.fit(tensors[sum(call.counts) :]):
+            return None
+        reset, kinds = sequence.reset, call.kinds_of_resets()
+        masks = sequence.lengths, None if reset is None else reset.contiguous(), kinds
+        options = call.chunk, sequence.backwards, sequence.layer
+        nothing = state.new_empty(0, dtype=program.dtype)
+        return WholeCall(outside.fixed(nothing), options, masks, nothing)
+
+    def forward(
+        self, call: Call, seed: Seed, tensors: Sequence[Tensor], keeps: int
+    ) -> list[Tensor]:
+        """Sequences, the last state, and what is kept for backward."""
+        return _compile.operators.call(
+            call.program.number,
+            [*tensors, *self.fixed],
+            call.counts[0],
+            call.sequence.seq_len,
+            keeps,
+            *self.options,
+            _seed(call, seed),
+            *self.masks,
+        )
+
+    def backward(
+        self,
+        call: Call,
+        seed: Seed,
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """Gradients of the tensors.
+
+        Args:
+            kept: By forward for backward.
+            gradients: Of outputs and of the last state.
+        """
+        program = call.program
+        found = _compile.operators.call_backward(
+            program.number,
+            [*tensors, *self.fixed],
+            call.counts[0],
+            call.sequence.seq_len,
+            list(kept),
+            self._gradients(call, gradients),
+            program.unread.without(needs, call.counts),
+            *self.options,
+            _seed(call, seed),
+            *self.masks,
+        )
+        count = len(tensors)
+        return [gradient if gradient.numel() else None for gradient in found[:count]]
+
+    def _gradients(self, call: Call, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Of sequences and of the last state."""
+        nothing, program, sequence = self.nothing, call.program, call.sequence
+        numbers = program.printed.output_sequences
+        found = [nothing] * len(program.form.sequences)
+        for number, gradient in zip(numbers, given, strict=False):
+            if gradient is not None and not sequence.returns_sequence:
+                gradient = gradient_in(sequence, call.parts[0], gradient)
+            if gradient is None:
+                continue
+            if found[number] is not nothing:  # two outputs are the same sequence
+                sizes = sequence.seq_len, sequence.rows, -1
+                gradient = found[number].reshape(sizes) + gradient.reshape(sizes)
+            found[number] = gradient
+        return found + [nothing if g is None else g for g in given[len(numbers) :]]
+
+
+def _seed(call: Call, seed: Seed) -> Tensor | None:
+    return seed.on(call.sequence.device) if call.program.form.streams else None
